@@ -1,0 +1,46 @@
+"""The words every layer shares: a type for each kind of integer, and the tiers in order."""
+
+from enum import Enum, IntEnum
+from typing import NewType, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+BlockKey = NewType("BlockKey", bytes)
+"""Content hash, 32 bytes, of one block *and everything before it*."""
+
+JobId = NewType("JobId", int)
+"""Number of one transfer; never used twice by a cache."""
+
+RequestId = NewType("RequestId", str)
+"""Name of one request, unique among those alive on an instance."""
+
+Tokens: TypeAlias = NDArray[np.int32]
+"""Token ids, as they travel from the tokenizer to the tree."""
+
+Slots: TypeAlias = NDArray[np.int32]
+"""Places of blocks in one tier's pool, in position order."""
+
+
+class Tier(IntEnum):
+    """Where a block's bytes can be, fastest first."""
+
+    DEVICE = 0
+    HOST = 1
+    STORAGE = 2
+
+
+class WritePolicy(Enum):
+    """When a device block is also written to the host tier."""
+
+    WRITE_THROUGH = "write_through"
+    """As soon as it is committed."""
+
+    WRITE_THROUGH_SELECTIVE = "write_through_selective"
+    """When it has been hit often enough to be worth it."""
+
+    WRITE_BACK = "write_back"
+    """When it is about to be evicted from the device."""
+
+    NONE = "none"
+    """Never: an evicted block is dropped."""
