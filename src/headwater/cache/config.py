@@ -1,0 +1,73 @@
+"""What the tiered cache needs to know, and nothing else."""
+
+from dataclasses import dataclass
+
+from headwater.cache.policy import POLICIES
+from headwater.errors import ConfigError
+from headwater.types import WritePolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """Settings of one `TieredCache`; checked when made."""
+
+    device_blocks: int
+    """Blocks in the device pool."""
+
+    block_tokens: int = 64
+    """Tokens in a block: the unit of matching, eviction and transfer."""
+
+    host_blocks: int = 0
+    """Blocks in the host pool; 0 is no host tier."""
+
+    storage: bool = False
+    """Whether there is a storage tier below the host tier."""
+
+    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH_SELECTIVE
+    """When device blocks are written to the host tier."""
+
+    select_hits: int = 1
+    """With `write_through_selective`: a block is written at its n-th hit."""
+
+    write_ahead_blocks: int = 256
+    """With `write_back`: how many of the next victims are kept written, so that taking them
+    waits for nothing."""
+
+    eviction: str = "lru"
+    """Name of the eviction policy, for the device and the host tier."""
+
+    max_ghosts: int = 65_536
+    """Runs of evicted blocks that are remembered, to explain misses."""
+
+    max_stored_nodes: int = 65_536
+    """Runs that are remembered although only storage has them."""
+
+    fingerprint: bytes = b""
+    """Content hash of the model's weights and config."""
+
+    kv_format: str = ""
+    """Element type and layout version of the KV bytes."""
+
+    shard: str = ""
+    """Which part of the model's heads or layers this cache is for."""
+
+    def __post_init__(self) -> None:
+        for name in ("block_tokens", "select_hits"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in (
+            "device_blocks",
+            "host_blocks",
+            "write_ahead_blocks",
+            "max_ghosts",
+            "max_stored_nodes",
+        ):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} cannot be negative, got {getattr(self, name)}")
+        if self.eviction not in POLICIES:
+            known = ", ".join(sorted(POLICIES))
+            raise ConfigError(f"unknown eviction policy {self.eviction!r}; known: {known}")
+        if self.storage and not self.host_blocks:
+            raise ConfigError(
+                "a storage tier needs a host tier to pass through: set host_blocks"
+            )

@@ -1,0 +1,184 @@
+"""Eviction: takes leaf tails off the tree, exactly as many blocks as asked, in one batch.
+
+O(evicted), however many leaves are cached. Slots are *moved out* of their node before they
+go to the pool, so there is no second path by which they could be freed again.
+"""
+
+from collections import OrderedDict
+
+import numpy as np
+
+from headwater.cache.ghosts import Ghost, Ghosts
+from headwater.cache.node import EMPTY, Node
+from headwater.cache.plan import MissReason
+from headwater.cache.pool import SlotState
+from headwater.cache.shelf import Shelf
+from headwater.cache.tree import PrefixTree, subtree
+from headwater.errors import InvariantError
+from headwater.types import Slots
+
+
+class Evictor:
+    """Makes room in the device and the host tier, and keeps the tree true meanwhile."""
+
+    def __init__(
+        self, tree: PrefixTree, device: Shelf, host: Shelf, ghosts: Ghosts, max_stored: int
+    ) -> None:
+        self._tree = tree
+        self._device = device
+        self._host = host
+        self._ghosts = ghosts
+        self._max_stored = max_stored
+        self.stored_only: OrderedDict[Node, None] = OrderedDict()
+        """Nodes that only storage has, oldest first; bounded."""
+        self.lost = 0
+        """Blocks that left their last tier, ever."""
+
+    def evict_device(self, count: int) -> None:
+        """Free exactly `count` device slots; there must be as many evictable blocks."""
+        shelf = self._device
+        if count > shelf.evictable:
+            raise InvariantError(f"asked to evict {count} of {shelf.evictable} blocks")
+        moved: list[Slots] = []
+        need = count
+        # One pass suffices unless the policy offers parents before their children.
+        while need:
+            need = self._device_pass(need, moved)
+        shelf.evictable -= count
+        shelf.evicted += count
+        shelf.pool.free(_joined(moved), SlotState.CACHED)
+
+    def evict_host(self, count: int) -> int:
+        """Free up to `count` host slots; return how many. Less, when the rest is in use."""
+        shelf = self._host
+        moved: list[Slots] = []
+        need = count
+        while need:
+            before = need
+            need = self._host_pass(need, moved)
+            if need == before:
+                break
+        freed = count - need
+        shelf.evictable -= freed
+        shelf.evicted += freed
+        shelf.pool.free(_joined(moved), SlotState.CACHED)
+        return freed
+
+    def forget_stored(self, node: Node, count: int, reason: MissReason) -> None:
+        """Storage has only the first `count` blocks of `node`."""
+        node.num_stored = min(node.num_stored, count)
+        self._settle(node, reason)
+
+    def bound_stored(self) -> None:
+        """Forget the oldest nodes that only storage has, beyond the limit."""
+        excess = len(self.stored_only) - self._max_stored
+        if excess <= 0:
+            return
+        for node in [node for node in self.stored_only if not node.pins][:excess]:
+            if not node.gone:
+                self.forget_stored(node, 0, MissReason.EVICTED_STORAGE)
+
+    def _device_pass(self, need: int, moved: list[Slots]) -> int:
+        """Evict up to `need` blocks in one pass over the order; return what is still needed.
+
+        The hot loop of a full cache: about half a microsecond for each leaf.
+        """
+        evicted: list[Node] = []
+        for node in self._device.order.victims():
+            if node.device_children:
+                continue
+            slots = node.device
+            count = len(slots)
+            if count > need:
+                moved.append(slots[count - need :])
+                node.device = slots[: count - need]
+                self._settle(node, MissReason.EVICTED_DEVICE)
+                need = 0
+                break
+            moved.append(slots)
+            node.device = EMPTY
+            evicted.append(node)
+            # The child leaves first; only then is its parent a leaf.
+            node.parent.device_children -= 1  # type: ignore[union-attr]  # a root has no slots
+            self._settle(node, MissReason.EVICTED_DEVICE)
+            need -= count
+            if not need:
+                break
+        if not evicted and need:
+            raise InvariantError("blocks counted as evictable cannot be evicted")
+        self._device.order.discard_all(evicted)
+        return need
+
+    def _host_pass(self, need: int, moved: list[Slots]) -> int:
+        evicted: list[Node] = []
+        for node in self._host.order.victims():
+            # What the device has too is free to go. What it has not carries the children
+            # that are only on the host, and the path of a transfer.
+            if len(node.device) < node.num_blocks and (node.host_children or node.pins):
+                continue
+            keep = max(len(node.host) - need, 0)
+            need -= len(node.host) - keep
+            moved.append(node.host[keep:])
+            node.host = node.host[:keep] if keep else EMPTY
+            if not keep:
+                evicted.append(node)
+                node.parent.host_children -= 1  # type: ignore[union-attr]  # a root has no slots
+            self._settle(node, MissReason.EVICTED_HOST)
+            if not need:
+                break
+        self._host.order.discard_all(evicted)
+        return need
+
+    def _settle(self, node: Node, reason: MissReason) -> None:
+        """Make the run of `node` end where its last block in any tier is."""
+        if not len(node.host) and not node.num_stored and not node.children:
+            left = len(node.device)
+        else:
+            left = node.covered()
+            if left and not len(node.device) and not len(node.host):
+                self.stored_only[node] = None
+            if left == node.num_blocks:
+                return
+            self._drop_children(node)
+        self.lost += node.num_blocks - left
+        if left:
+            self._trim(node, left, reason)
+            return
+        parent = node.parent
+        self._ghosts.add(parent, node.start, node.first, Ghost(reason, node.uid))  # type: ignore[arg-type]  # never a root
+        self.stored_only.pop(node, None)
+        self._tree.detach(node)
+
+    def _trim(self, node: Node, left: int, reason: MissReason) -> None:
+        stride = self._tree.scheme.block_tokens * 4
+        first = node.tokens[left * stride : (left + 1) * stride]
+        if node.media is not None:
+            first += node.media.get(left, b"")
+        self._ghosts.add(node, node.start + left, first, Ghost(reason, self._tree.new_uid()))
+        self._tree.shorten(node, left)
+
+    def _drop_children(self, node: Node) -> None:
+        """Forget everything below `node`: without its parent it could never be found.
+
+        It is all in lower tiers, and nothing of it is pinned: a pin would be on `node` too.
+        """
+        moved: list[Slots] = []
+        for child in list(node.children.values()):
+            self._tree.detach(child)
+            for gone in subtree(child):
+                if len(gone.host):
+                    moved.append(gone.host)
+                    self._host.discard(gone)
+                    gone.host = EMPTY
+                gone.num_stored = 0
+                self.stored_only.pop(gone, None)
+                self.lost += gone.num_blocks
+        node.host_children = 0
+        self._host.pool.free(_joined(moved), SlotState.CACHED)
+
+
+def _joined(parts: list[Slots]) -> Slots:
+    """One array of all parts; the usual single part as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else EMPTY

@@ -1,0 +1,52 @@
+"""Why blocks that were here are not here any more. Bounded; oldest forgotten first."""
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+from headwater.cache.node import Node
+from headwater.cache.plan import MissReason
+
+
+class Ghost(NamedTuple):
+    """What is remembered of a run that left the tree."""
+
+    reason: MissReason
+    uid: int
+    """Of the node it was; a node made again in its place takes it over, so that ghosts
+    further down are still found."""
+
+
+class Ghosts:
+    """Ghosts by place: the node they followed, the depth, and their first block.
+
+    Namespaces have different roots, so a ghost is only ever found by its own tenant.
+    """
+
+    def __init__(self, max_ghosts: int) -> None:
+        self._max = max_ghosts
+        self._by_place: OrderedDict[tuple[int, int, bytes], Ghost] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._by_place)
+
+    def add(self, parent: Node, depth: int, first: bytes, ghost: Ghost) -> None:
+        """Remember that the run at this place is gone."""
+        ghosts = self._by_place
+        ghosts[parent.uid, depth, first] = ghost
+        if len(ghosts) > self._max:
+            ghosts.popitem(last=False)
+
+    def find(self, parent: Node, depth: int, first: bytes) -> Ghost | None:
+        """The ghost at this place."""
+        return self._by_place.get((parent.uid, depth, first)) if self._by_place else None
+
+    def revive(self, parent: Node, depth: int, first: bytes) -> int | None:
+        """The uid of the ghost at this place, which is a ghost no longer."""
+        if not self._by_place:
+            return None
+        ghost = self._by_place.pop((parent.uid, depth, first), None)
+        return None if ghost is None else ghost.uid
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._by_place.clear()

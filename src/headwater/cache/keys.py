@@ -1,0 +1,148 @@
+"""What a block is: its tokens and everything before it, in one namespace of one deployment.
+
+`TokenPath` is a sequence's identity inside the process, compared byte by byte. `KeyScheme`
+turns the same identity into 32-byte keys for whatever leaves the process: storage, events,
+routing. The encoding is fixed-width, binary and versioned; two deployments that differ in
+anything that changes KV bytes have no key in common.
+"""
+
+import hashlib
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwater.errors import CacheUseError
+from headwater.types import BlockKey, Tokens
+
+_DOMAIN = b"headwater/block-key/1"
+_INT32 = np.iinfo(np.int32)
+
+
+class Namespace(NamedTuple):
+    """Who may share blocks: the same salt *and* the same adapter. A tuple, to hash fast."""
+
+    salt: str = ""
+    adapter: str = ""
+
+
+SHARED = Namespace()
+"""The namespace of requests that name none."""
+
+
+class MediaSpan(NamedTuple):
+    """Tokens [start, end) stand for an image, a sound …, known by its digest."""
+
+    start: int
+    end: int
+    digest: bytes
+
+
+class TokenPath:
+    """The tokens of one sequence, whose full blocks are a path in the tree.
+
+    A view: the array is neither copied nor changed, and must not change while it is used.
+    """
+
+    __slots__ = ("media", "namespace", "tokens", "view")
+
+    def __init__(
+        self,
+        tokens: Tokens | Sequence[int],
+        namespace: Namespace = SHARED,
+        media: Mapping[int, bytes] | None = None,
+    ) -> None:
+        array = tokens if isinstance(tokens, np.ndarray) else np.array(tokens, dtype=object)
+        if array.dtype != np.int32 or not array.flags.c_contiguous or array.ndim != 1:
+            array = _as_int32(array)
+        self.tokens: Tokens = array
+        self.view = array.data.cast("B") if len(array) else memoryview(b"")
+        self.namespace = namespace
+        self.media = media or None
+        """Media of each block that has any, by block index; see `media_by_block`."""
+
+    def num_blocks(self, block_tokens: int) -> int:
+        """Full blocks; a trailing partial block has no identity yet."""
+        return len(self.tokens) // block_tokens
+
+
+def media_by_block(spans: Iterable[MediaSpan], block_tokens: int) -> dict[int, bytes]:
+    """What tells blocks with equal placeholder tokens apart, by block index.
+
+    A span counts in every block it touches, with its start relative to that block: the same
+    image one token further on is another block.
+    """
+    media: dict[int, bytes] = {}
+    for start, end, digest in sorted(spans):
+        if not 0 <= start < end:
+            raise CacheUseError(f"media span [{start}, {end}) is empty or negative")
+        for block in range(start // block_tokens, (end - 1) // block_tokens + 1):
+            entry = struct.pack("<qI", start - block * block_tokens, len(digest)) + digest
+            media[block] = media.get(block, b"") + entry
+    return media
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyScheme:
+    """Everything outside the tokens that decides what the bytes of a block are."""
+
+    block_tokens: int
+    fingerprint: bytes = b""
+    """Content hash of the model's weights and config."""
+
+    kv_format: str = ""
+    """Element type and layout version of the KV bytes."""
+
+    shard: str = ""
+    """Which part of the heads or layers this process keeps."""
+
+    def root(self, namespace: Namespace) -> BlockKey:
+        """The key that the first block of a namespace is chained to."""
+        fields = (
+            (b"f", self.fingerprint),
+            (b"k", self.kv_format.encode()),
+            (b"b", struct.pack("<I", self.block_tokens)),
+            (b"p", self.shard.encode()),
+            (b"a", namespace.adapter.encode()),
+            (b"s", namespace.salt.encode()),
+        )
+        # Tag and length before each field: no salt can be mistaken for an adapter.
+        encoded = b"".join(tag + struct.pack("<I", len(value)) + value for tag, value in fields)
+        return BlockKey(hashlib.sha256(_DOMAIN + encoded).digest())
+
+    def chain(
+        self, parent: BlockKey, tokens: bytes | memoryview, media: Mapping[int, bytes] | None
+    ) -> list[BlockKey]:
+        """One key for each full block of `tokens` (int32, little-endian), after `parent`.
+
+        `media` is by block index within `tokens`.
+        """
+        keys: list[BlockKey] = []
+        stride = self.block_tokens * 4
+        key: bytes = parent
+        for number, at in enumerate(range(0, len(tokens) - stride + 1, stride)):
+            digest = hashlib.sha256(key)
+            digest.update(tokens[at : at + stride])
+            if media is not None and number in media:
+                digest.update(media[number])
+            key = digest.digest()
+            keys.append(BlockKey(key))
+        return keys
+
+
+def _as_int32(array: NDArray[Any]) -> Tokens:
+    """A contiguous int32 copy, or CacheUseError where a token does not fit."""
+    if array.ndim != 1:
+        raise CacheUseError(f"tokens must be one-dimensional, not of shape {array.shape}")
+    if array.dtype == object:
+        integers = all(isinstance(token, int) for token in array)
+    else:
+        integers = array.dtype.kind in "iu"
+    if not integers:
+        raise CacheUseError(f"tokens must be integers, not {array.dtype}")
+    if len(array) and not (_INT32.min <= array.min() and array.max() <= _INT32.max):
+        raise CacheUseError("a token id does not fit into 32 bits")
+    return np.ascontiguousarray(array, dtype=np.int32)

@@ -1,0 +1,34 @@
+"""A pin on a path: its device blocks stay where they are until the lease is released."""
+
+from headwater.cache.keys import Namespace, TokenPath
+from headwater.cache.node import EMPTY, Node
+from headwater.types import RequestId, Slots
+
+
+class Lease:
+    """Made and changed by `TieredCache` only; released once, by its owner or by expiry.
+
+    A lease grows when its owner commits. It survives splits: it refers to the last node of
+    its path, and a split leaves that node the tail.
+    """
+
+    __slots__ = ("expires_s", "namespace", "node", "num_blocks", "owner", "pending", "slots")
+
+    def __init__(
+        self,
+        owner: RequestId,
+        node: Node,
+        num_blocks: int,
+        namespace: Namespace,
+        expires_s: float | None,
+    ) -> None:
+        self.owner = owner
+        self.node = node
+        self.num_blocks = num_blocks
+        """Leading blocks of the owner's path that are settled: leased, or committed since."""
+        self.namespace = namespace
+        self.expires_s = expires_s
+        self.slots: Slots = EMPTY
+        """Device slots of the blocks found when the lease was made, in position order."""
+        self.pending: TokenPath | None = None
+        """The path its owner has announced, while some of it is not committed."""

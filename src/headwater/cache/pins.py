@@ -1,0 +1,145 @@
+"""Pins: what may not be evicted. A pin on a node is a pin on its whole path.
+
+So an unpinned node has nothing pinned below it, and every block of every unpinned node can
+be evicted: the count of evictable blocks is exact, and taking slots is all or nothing.
+"""
+
+import numpy as np
+
+from headwater.cache.node import EMPTY, Node
+from headwater.cache.pool import SlotState
+from headwater.cache.shelf import Shelf
+from headwater.cache.tree import PrefixTree
+from headwater.types import Slots
+
+
+class Pins:
+    """Keeps the eviction orders in step with pins, splits and resets."""
+
+    def __init__(self, tree: PrefixTree, device: Shelf, host: Shelf) -> None:
+        self._tree = tree
+        self._device = device
+        self._host = host
+        self._tick = 0
+        self.retired: set[Node] = set()
+        """Nodes of an earlier generation that are pinned still, and own their slots."""
+
+    def pin(self, node: Node) -> None:
+        """Keep `node` and all above it."""
+        at: Node | None = node
+        while at is not None:
+            if not at.pins and len(at.device):
+                self._device.discard(at)
+            at.pins += 1
+            at = at.parent
+
+    def extend(self, child: Node) -> None:
+        """A lease that pins the parent of `child` reaches into `child` now."""
+        if not child.pins and len(child.device):
+            self._device.discard(child)
+        child.pins += 1
+
+    def release(self, node: Node, *, now: float) -> None:
+        """Let go of a path that was used: it is the most recent in every tier.
+
+        Deepest first, so that in the order a node comes before its parent.
+        """
+        self._tick += 1
+        tick = self._tick
+        if node.gone:
+            self._drain(self._unpin(node))
+            return
+        device = self._device
+        touch_host = self._host.pool.num_slots > 0
+        at: Node | None = node
+        while at is not None:
+            at.pins -= 1
+            at.used = tick
+            if not at.pins and len(at.device):
+                device.add(at, now=now)
+            if touch_host and len(at.host) and not at.jobs:
+                self._host.discard(at)
+                self._host.add(at, now=now)
+            at = at.parent
+
+    def let_go(self, node: Node, *, now: float, cold: bool = False) -> None:
+        """Take a pin off a path that was not used meanwhile, only kept.
+
+        With `cold`, the node and what was last used with it are the next to be evicted.
+        """
+        free = self._unpin(node)
+        if node.gone:
+            self._drain(free)
+            return
+        resident = [at for at in free if len(at.device)]
+        for at in resident:
+            if not (cold and at.used <= node.used):
+                self._device.add(at, now=now)
+        for at in reversed(resident):
+            if cold and at.used <= node.used:
+                self._device.add(at, now=now, cold=True)
+
+    def withheld_by(self, node: Node) -> int:
+        """Device blocks that pinning `node` would keep from being evicted."""
+        blocks = 0
+        at: Node | None = node
+        while at is not None and not at.pins:
+            blocks += len(at.device)
+            at = at.parent
+        return blocks
+
+    def split(self, node: Node, at: int) -> Node:
+        """Split `node`, and put the head beside it in the orders; return the head."""
+        on_host = len(node.host) > 0 and not node.jobs
+        on_device = len(node.device) > 0 and not node.pins
+        head = self._tree.split(node, at)
+        if on_device:
+            self._device.order.add_cold(head, now=0.0)
+            if not len(node.device):
+                self._device.order.discard(node)
+        if on_host:
+            self._host.order.add_cold(head, now=0.0)
+            if not len(node.host):
+                self._host.order.discard(node)
+        return head
+
+    def retire_all(self) -> None:
+        """Empty the tree: free what nobody pins, leave the rest to those who do."""
+        idle: list[Node] = []
+        for root in self._tree.roots.values():
+            root.gone = True
+        for node in self._tree.nodes():
+            node.gone = True
+            if not node.pins and len(node.device):
+                self._device.discard(node)
+            if not node.jobs and len(node.host):
+                self._host.discard(node)
+            if node.pins:
+                self.retired.add(node)
+            else:
+                idle.append(node)
+        self._tree.clear()
+        self._drain(idle)
+
+    def _unpin(self, node: Node) -> list[Node]:
+        """Take one pin off the path; return the nodes that have none left, deepest first."""
+        free = []
+        at: Node | None = node
+        while at is not None:
+            at.pins -= 1
+            if not at.pins:
+                free.append(at)
+            at = at.parent
+        return free
+
+    def _drain(self, nodes: list[Node]) -> None:
+        """Free the slots of nodes that are gone, in one batch for each tier."""
+        device: list[Slots] = [EMPTY]
+        host: list[Slots] = [EMPTY]
+        for node in nodes:
+            device.append(node.device)
+            host.append(node.host)
+            node.device = node.host = EMPTY
+            self.retired.discard(node)
+        self._device.pool.free(np.concatenate(device), SlotState.CACHED)
+        self._host.pool.free(np.concatenate(host), SlotState.CACHED)

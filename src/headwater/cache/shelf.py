@@ -1,0 +1,38 @@
+"""A local tier: its pool of slots, and the order in which its nodes would be evicted."""
+
+from headwater.cache.node import Node
+from headwater.cache.policy import EvictionPolicy
+from headwater.cache.pool import SlotPool
+from headwater.types import Tier
+
+
+class Shelf:
+    """Pool and order of the device or the host tier, and the blocks in that order."""
+
+    __slots__ = ("evictable", "evicted", "order", "pool", "tier")
+
+    def __init__(self, tier: Tier, num_slots: int, order: EvictionPolicy) -> None:
+        self.tier = tier
+        self.pool = SlotPool(num_slots)
+        self.order = order
+        self.evictable = 0
+        """Blocks of the nodes in the order."""
+        self.evicted = 0
+        """Blocks evicted from this tier, ever."""
+
+    def blocks(self, node: Node) -> int:
+        """Blocks of `node` in this tier."""
+        return len(node.device if self.tier is Tier.DEVICE else node.host)
+
+    def add(self, node: Node, *, now: float, cold: bool = False) -> None:
+        """`node` may be evicted from now on: last, or first when `cold`."""
+        if cold:
+            self.order.add_cold(node, now=now)
+        else:
+            self.order.add(node, now=now)
+        self.evictable += self.blocks(node)
+
+    def discard(self, node: Node) -> None:
+        """`node` may not be evicted any more."""
+        self.order.discard(node)
+        self.evictable -= self.blocks(node)

@@ -1,0 +1,415 @@
+"""The tiered prefix cache: decides where blocks are, never moves them.
+
+Pure: no I/O, no threads, no clock. Callers pass `now` and get back values that say what to
+move. One thread calls it; nothing here waits, and nothing is locked.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from headwater.cache.audit import audit
+from headwater.cache.config import CacheConfig
+from headwater.cache.evictor import Evictor
+from headwater.cache.ghosts import Ghosts
+from headwater.cache.inflight import Announcements
+from headwater.cache.jobs import loading_job
+from headwater.cache.keys import KeyScheme, TokenPath
+from headwater.cache.lease import Lease
+from headwater.cache.ledger import Ledger, LedgerStats
+from headwater.cache.node import EMPTY, Node
+from headwater.cache.pins import Pins
+from headwater.cache.plan import Demotion, Landing, Match, MissReason, Outcome, Promotion
+from headwater.cache.policy import POLICIES
+from headwater.cache.pool import PoolStats, SlotState
+from headwater.cache.shelf import Shelf
+from headwater.cache.transfers import Transfers
+from headwater.cache.tree import PrefixTree
+from headwater.errors import CacheUseError, StaleLease
+from headwater.types import BlockKey, RequestId, Slots, Tier
+
+_SHORT_RUN = 64
+"""A run up to this many blocks is extended in place whatever is appended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheStats:
+    """A snapshot of the cache. Counters only; ratios are the reader's."""
+
+    device: PoolStats
+    host: PoolStats
+    device_evictable: int
+    host_evictable: int
+    evicted_device: int
+    evicted_host: int
+    lost_blocks: int
+    """Blocks that left their last tier."""
+
+    nodes: int
+    leases: int
+    jobs: int
+    late_outcomes: int
+    """Outcomes of jobs that were not in flight."""
+
+    generation: int
+    ledger: LedgerStats
+
+
+class TieredCache:
+    """A prefix tree over device, host and storage, with the slots of both pools.
+
+    Life of a device block, and the only ways to change it:
+
+        free --take--> held --commit--> cached --eviction, inside take--> free
+                       held --free, release--> free
+
+    Invariants, verified by `check()`: each slot is free, held, cached, moving or quarantined,
+    never two; a block in a tier has its parent in that tier or above; a leased block is never
+    evicted; no transfer is without an end; a block is findable only after commit.
+    """
+
+    def __init__(self, config: CacheConfig) -> None:
+        self.config = config
+        self.block_tokens = config.block_tokens
+        scheme = KeyScheme(
+            block_tokens=config.block_tokens,
+            fingerprint=config.fingerprint,
+            kv_format=config.kv_format,
+            shard=config.shard,
+        )
+        make_order = POLICIES[config.eviction]
+        self.tree = PrefixTree(scheme)
+        self.device = Shelf(Tier.DEVICE, config.device_blocks, make_order())
+        self.host = Shelf(Tier.HOST, config.host_blocks, make_order())
+        self.ghosts = Ghosts(config.max_ghosts)
+        self.evictor = Evictor(
+            self.tree, self.device, self.host, self.ghosts, config.max_stored_nodes
+        )
+        self.pins = Pins(self.tree, self.device, self.host)
+        self.announcements = Announcements(self.tree)
+        self.transfers = Transfers(
+            config, self.tree, self.device, self.host, self.pins, self.evictor
+        )
+        self.leases: dict[Lease, None] = {}
+        self.generation = 0
+        self._ledger = Ledger(config.block_tokens)
+
+    @property
+    def num_available(self) -> int:
+        """Device blocks that `take` could deliver now."""
+        return self.device.pool.num_free + self.device.evictable
+
+    def match(self, path: TokenPath, max_blocks: int | None = None) -> Match:
+        """How far `path` is cached, in at most `max_blocks` blocks. Changes nothing.
+
+        To sample the next token of n tokens, ask for at most (n - 1) // block_tokens: the
+        last token must be computed, whatever is cached.
+        """
+        limit = path.num_blocks(self.block_tokens)
+        if max_blocks is not None:
+            if max_blocks < 0:
+                raise CacheUseError(f"cannot match {max_blocks} blocks")
+            limit = min(limit, max_blocks)
+        nodes, found = self.tree.walk(path, limit)
+        match = Match(path, limit, nodes, self.tree.version)
+        _measure(match, found)
+        if found < limit:
+            self._explain(match, found)
+        elif limit == 0:
+            match.reason = MissReason.TOO_SHORT
+        return match
+
+    def lease(
+        self,
+        match: Match,
+        *,
+        owner: RequestId,
+        now: float,
+        counted: bool = True,
+        expires_s: float | None = None,
+    ) -> Lease:
+        """Pin the device part of `match` until it is released, or `expires_s` has come.
+
+        A match that is not current is made again first, so a lease is never on blocks that
+        went meanwhile. With `counted` the match goes into the ledger and counts as a hit.
+        """
+        if match.version != self.tree.version:
+            match = self.match(match.path, match.max_blocks)
+        if counted:
+            self._ledger.record(match)
+        node, parts = self._claim(match)
+        lease = Lease(owner, node, match.device_blocks, match.path.namespace, expires_s)
+        if parts:
+            lease.slots = np.concatenate(parts)
+        self.pins.pin(node)
+        self.leases[lease] = None
+        if counted:
+            self.transfers.writes.hit(node)
+        return lease
+
+    def take(self, count: int, *, now: float) -> Slots | None:
+        """Hold `count` device slots, evicting as needed, or change nothing and return None."""
+        if count < 0:
+            raise CacheUseError(f"cannot take {count} slots")
+        missing = count - self.device.pool.num_free
+        if missing > 0:
+            if missing > self.device.evictable:
+                return None
+            self.evictor.evict_device(missing)
+        return self.device.pool.take(count)
+
+    def free(self, slots: Slots) -> None:
+        """Give back held slots."""
+        self.device.pool.free(slots, SlotState.HELD)
+
+    def announce(self, lease: Lease, path: TokenPath) -> None:
+        """Say that the lease's owner is computing the blocks of `path` beyond the lease."""
+        self._require_live(lease)
+        if not lease.node.gone:
+            self.announcements.announce(lease, path)
+
+    def commit(self, lease: Lease, path: TokenPath, slots: Slots, *, now: float) -> Slots:
+        """Publish the next blocks of `path`, whose KV is written in the held `slots`.
+
+        They are blocks [lease.num_blocks, lease.num_blocks + len(slots)); the lease covers
+        them from here on. Returns the surplus: slots of blocks that were published already,
+        which stay held by the caller. After a reset everything is surplus.
+        """
+        self._require_live(lease)
+        start, count = lease.num_blocks, len(slots)
+        if start + count > path.num_blocks(self.block_tokens):
+            raise CacheUseError(
+                f"blocks up to {start + count} cannot be committed: "
+                f"the path has {path.num_blocks(self.block_tokens)} full ones"
+            )
+        if path.namespace is not lease.namespace and path.namespace != lease.namespace:
+            raise CacheUseError("a lease cannot commit blocks of another namespace")
+        pending = lease.pending
+        self.announcements.withdraw(lease)
+        surplus = slots
+        if not lease.node.gone:
+            surplus = self._publish(lease, path, slots)
+        lease.num_blocks = start + count
+        if pending is not None:
+            self.announcements.announce(lease, pending)
+        return surplus
+
+    def release(self, lease: Lease, *, now: float, slots: Slots | None = None) -> None:
+        """End a lease; its blocks are the most recently used. Held `slots` go back with it."""
+        self._require_live(lease)
+        if slots is not None and len(slots):
+            self.device.pool.free(slots, SlotState.HELD)
+        self.announcements.withdraw(lease)
+        del self.leases[lease]
+        self.pins.release(lease.node, now=now)
+
+    def expire(self, now: float) -> list[Lease]:
+        """Release the leases whose time has come, and return them."""
+        over = [le for le in self.leases if le.expires_s is not None and le.expires_s <= now]
+        for lease in over:
+            self.release(lease, now=now)
+        return over
+
+    def save(self, lease: Lease) -> None:
+        """Ask for the leased blocks to be demoted soon, whatever the write policy."""
+        self._require_live(lease)
+        self.transfers.writes.save(lease.node)
+
+    def promote(self, match: Match, *, limit_blocks: int, now: float) -> Promotion | None:
+        """Plan to bring the next part of `match` one tier up; None if nothing can be.
+
+        Host to device when blocks on the host follow, else storage to host. All or nothing
+        for what it plans; None as well while the same blocks are on their way already.
+        """
+        _require_limit(limit_blocks)
+        if match.version != self.tree.version:
+            match = self.match(match.path, match.max_blocks)
+        return self.transfers.promote(match, limit_blocks, now=now)
+
+    def demote(self, *, limit_blocks: int, now: float) -> list[Demotion]:
+        """Plan the writes to lower tiers that the write policy wants by now."""
+        _require_limit(limit_blocks)
+        return self.transfers.demote(limit_blocks, now=now)
+
+    def land(self, outcome: Outcome, *, now: float) -> Landing:
+        """Take the end of a transfer. Never fails; late and duplicate ends change nothing."""
+        return self.transfers.land(outcome, now=now)
+
+    def learn_stored(self, path: TokenPath, num_blocks: int, *, now: float) -> None:
+        """Storage said that it has the first `num_blocks` blocks of `path`."""
+        if not 0 <= num_blocks <= path.num_blocks(self.block_tokens):
+            raise CacheUseError(f"the path does not have {num_blocks} full blocks")
+        self.transfers.learn_stored(path, num_blocks, self._make_child, now=now)
+
+    def keys(self, path: TokenPath, num_blocks: int) -> list[BlockKey]:
+        """Content keys of the first `num_blocks` blocks; those in the tree are remembered."""
+        nodes, found = self.tree.walk(path, num_blocks)
+        keys = [key for node in nodes for key in self.tree.keys(node)][:found]
+        last = keys[-1] if keys else self.tree.scheme.root(path.namespace)
+        stride = self.block_tokens * 4
+        media = path.media and {i - found: m for i, m in path.media.items()}
+        rest = path.view[found * stride : num_blocks * stride]
+        return keys + self.tree.scheme.chain(last, rest, media)
+
+    def reset(self) -> None:
+        """Forget everything that is cached. Leased blocks stay with their leases, unfindable;
+        transfers in flight only release what they hold when they land."""
+        self.generation += 1
+        self.announcements.clear()
+        self.transfers.writes.clear()
+        self.evictor.stored_only.clear()
+        self.ghosts.clear()
+        self.pins.retire_all()
+
+    def stats(self) -> CacheStats:
+        """A snapshot of every count. O(1)."""
+        return CacheStats(
+            device=self.device.pool.stats(),
+            host=self.host.pool.stats(),
+            device_evictable=self.device.evictable,
+            host_evictable=self.host.evictable,
+            evicted_device=self.device.evicted,
+            evicted_host=self.host.evicted,
+            lost_blocks=self.evictor.lost,
+            nodes=self.tree.num_nodes,
+            leases=len(self.leases),
+            jobs=len(self.transfers.jobs.by_id),
+            late_outcomes=self.transfers.late_outcomes,
+            generation=self.generation,
+            ledger=self._ledger.stats(),
+        )
+
+    def check(self) -> None:
+        """Raise InvariantError if any book does not balance. O(everything)."""
+        audit(self)
+
+    def _explain(self, match: Match, found: int) -> None:
+        """Say why `match` ended after `found` blocks."""
+        match.reason = MissReason.NEVER_SEEN
+        path = match.path
+        nodes = match.nodes
+        node = nodes[-1] if nodes else self.tree.roots.get(path.namespace)
+        if node is None or node.end != found:
+            return
+        match.in_flight = self.announcements.find(node, path, found, match.max_blocks)
+        if match.in_flight is not None:
+            match.reason = MissReason.IN_FLIGHT
+            return
+        ghost = self.ghosts.find(node, found, self.tree.first(path, found))
+        if ghost is not None:
+            match.reason = ghost.reason
+
+    def _claim(self, match: Match) -> tuple[Node, list[Slots]]:
+        """The node at whose end the device part of `match` ends, cut there if need be."""
+        left = match.device_blocks
+        last = self.tree.root(match.path.namespace)
+        parts: list[Slots] = []
+        for node in match.nodes:
+            if not left:
+                break
+            last = node if left >= node.num_blocks else self.pins.split(node, left)
+            parts.append(last.device)
+            left -= last.num_blocks
+        return last, parts
+
+    def _publish(self, lease: Lease, path: TokenPath, slots: Slots) -> Slots:
+        """Find or create a node for each block; return the slots nobody needs."""
+        pool = self.device.pool
+        pool.move(slots, SlotState.HELD, SlotState.CACHED)
+        node, at, surplus = lease.node, 0, []
+        while at < len(slots):
+            block = lease.num_blocks + at
+            child = self.tree.child(node, path, block)
+            if child is None:
+                node = self._append(node, path, block, slots[at:])
+                break
+            node, known, common = self._join(child, path, block, slots[at:])
+            surplus.append(slots[at : at + known])
+            at += common
+        lease.node = node
+        if not surplus:
+            return EMPTY
+        rest = np.concatenate(surplus)
+        pool.move(rest, SlotState.CACHED, SlotState.HELD)
+        return rest
+
+    def _append(self, parent: Node, path: TokenPath, block: int, slots: Slots) -> Node:
+        """Put blocks that nobody has published after `parent`, which this lease pins."""
+        count = len(slots)
+        if _can_extend(parent, count):
+            self.tree.extend(parent, path, count)
+            parent.device = np.concatenate((parent.device, slots))
+            node = parent
+        else:
+            node = self._make_child(parent, path, block, count)
+            node.device = slots
+            node.pins = 1
+            parent.device_children += 1
+        self.transfers.writes.committed(node)
+        return node
+
+    def _make_child(self, parent: Node, path: TokenPath, block: int, count: int) -> Node:
+        uid = self.ghosts.revive(parent, block, self.tree.first(path, block))
+        return self.tree.graft(parent, path, block, count, uid or self.tree.new_uid())
+
+    def _join(
+        self, child: Node, path: TokenPath, block: int, slots: Slots
+    ) -> tuple[Node, int, int]:
+        """Move a lease into `child`, which is in the tree already.
+
+        Returns the node the lease goes to, how many of its blocks the device had (those slots
+        are surplus; the others are taken over), and how many blocks are common.
+        """
+        common = self.tree.common(child, path, block, block + len(slots))
+        if common < child.num_blocks:
+            child = self.pins.split(child, common)
+        known = len(child.device)
+        self.pins.extend(child)
+        if known < common:
+            child.device = np.concatenate((child.device, slots[known:common]))
+            if not known:
+                child.parent.device_children += 1  # type: ignore[union-attr]  # not a root
+                self.evictor.stored_only.pop(child, None)
+            self.transfers.writes.committed(child)
+        return child, known, common
+
+    def _require_live(self, lease: Lease) -> None:
+        if lease not in self.leases:
+            raise StaleLease(f"the lease of {lease.owner!r} is not held here")
+
+
+def _can_extend(node: Node, count: int) -> bool:
+    """Whether appending to the run of `node` is better than a new node after it.
+
+    Only where nobody else can tell the difference: a leaf that one lease pins. Each time
+    copies the run, so a long one is extended by a good part of its length or not at all.
+    """
+    return (
+        node.pins == 1
+        and not node.children
+        and not node.jobs
+        and node.parent is not None
+        and (node.num_blocks <= _SHORT_RUN or count * 8 >= node.num_blocks)
+    )
+
+
+def _measure(match: Match, found: int) -> None:
+    """Count the blocks of `match` in each tier; `found` of them match in all."""
+    left = found
+    for node in match.nodes:
+        count = min(node.num_blocks, left)
+        left -= count
+        device = min(len(node.device), count)
+        match.device_blocks += device
+        if device == count:
+            continue
+        host = max(min(len(node.host), count), device)
+        if match.loading is None:
+            match.loading = loading_job(node)
+        match.host_blocks += host - device
+        match.storage_blocks += count - host
+
+
+def _require_limit(limit_blocks: int) -> None:
+    if limit_blocks < 0:
+        raise CacheUseError(f"cannot plan for {limit_blocks} blocks")
