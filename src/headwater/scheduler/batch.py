@@ -7,12 +7,14 @@ Both are values in arrays: one entry a sequence or a token, never an object a to
     query_start  0          1                       8        9
 """
 
+from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.scheduler.sequence import SamplingParams
+from headwater.scheduler.sequence import SamplingParams, Sequence
 from headwater.types import RequestId, Slots, Tokens
 
 IntArray = NDArray[np.int32]
@@ -82,3 +84,80 @@ class TokenLogprobs:
 
     top_ids: tuple[int, ...]
     top_values: tuple[float, ...]
+
+
+class Chunk(NamedTuple):
+    """The next `num_tokens` tokens of a sequence that is being prefilled."""
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the sequence chooses a token after it. Asked before the step is given."""
+        return self.sequence.num_scheduled + self.num_tokens == self.sequence.num_tokens
+
+
+def build_batch(
+    step: int, decodes: Listed[Sequence], chunks: Listed[Chunk], *, carries: bool
+) -> ScheduledBatch:
+    """One row for each of `decodes`, then one for each of `chunks`.
+
+    `carries` says that the previous step is in flight, so that the input token of a decode
+    may still be unknown.
+    """
+    sequences = [*decodes, *(chunk.sequence for chunk in chunks)]
+    sampled = [*decodes, *(chunk.sequence for chunk in chunks if chunk.is_last)]
+    starts = np.array([s.num_scheduled for s in sequences], dtype=np.int32)
+    counts = np.ones(len(sequences), dtype=np.int32)
+    counts[len(decodes) :] = [chunk.num_tokens for chunk in chunks]
+    query_start = np.zeros(len(sequences) + 1, dtype=np.int32)
+    np.cumsum(counts, out=query_start[1:])
+    return ScheduledBatch(
+        step=step,
+        request_ids=[s.request_id for s in sequences],
+        tokens=_input_tokens(decodes, chunks),
+        positions=_positions(starts, len(decodes), chunks),
+        query_start=query_start,
+        context_lens=starts + counts,
+        block_tables=[s.block_table for s in sequences],
+        sampled=_sampled_rows(len(decodes), chunks),
+        params=[s.params for s in sampled],
+        histories=[(s.tokens, s.prompt_tokens) for s in sampled],
+        carry=_carry(decodes, len(sequences), carries=carries),
+    )
+
+
+def _input_tokens(decodes: Listed[Sequence], chunks: Listed[Chunk]) -> Tokens:
+    tokens = np.array([s.last_token for s in decodes], dtype=np.int32)
+    if not chunks:
+        return tokens
+    pieces = [s.tokens[s.num_scheduled : s.num_scheduled + count] for s, count in chunks]
+    return np.concatenate((tokens, *pieces))
+
+
+def _positions(starts: IntArray, num_decodes: int, chunks: Listed[Chunk]) -> IntArray:
+    if not chunks:
+        return starts
+    pieces = [
+        np.arange(s.num_scheduled, s.num_scheduled + count, dtype=np.int32)
+        for s, count in chunks
+    ]
+    return np.concatenate((starts[:num_decodes], *pieces))
+
+
+def _sampled_rows(num_decodes: int, chunks: Listed[Chunk]) -> IntArray:
+    last = [num_decodes + at for at, chunk in enumerate(chunks) if chunk.is_last]
+    rows = np.arange(num_decodes + len(last), dtype=np.int32)
+    rows[num_decodes:] = last
+    return rows
+
+
+def _carry(decodes: Listed[Sequence], num_rows: int, *, carries: bool) -> IntArray:
+    """Where a decode's input token comes from: it is unknown while all known are given."""
+    carry = np.full(num_rows, -1, dtype=np.int32)
+    if carries and decodes:
+        carry[: len(decodes)] = [
+            s.row if s.num_scheduled == s.num_tokens else -1 for s in decodes
+        ]
+    return carry

@@ -1,55 +1,275 @@
-"""What was asked: `SamplingParams` and `Request`, both frozen."""
+"""How far a request got: its tokens, its place in the pool, the steps it has in flight.
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+The request itself is never changed (its prompt cannot grow by its own output): everything
+that changes is here, and changes through the methods below.
 
-from headwater.types import RequestId, Tokens
+    tokens     | prompt ................... | output ........ | still being sampled
+               0          num_computed        num_scheduled <= num_tokens
+    KV         |<- written, step collected ->|<- in flight ->|
+    blocks     |<- committed ->|<- held by this sequence ---->|  num_blocks
+"""
 
+from enum import Enum, auto
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How the next token is chosen, and when to stop choosing."""
+import numpy as np
 
-    max_tokens: int = 16
-    """Most tokens to generate."""
+from headwater.cache import Lease, Namespace, TokenPath
+from headwater.scheduler.request import Request, SamplingParams
+from headwater.scheduler.usage import Usage
+from headwater.types import Slots, Tokens
 
-    min_tokens: int = 0
-    """No end-of-sequence or stop token is chosen before this many."""
+__all__ = ["Request", "SamplingParams", "Sequence", "SequenceState"]
 
-    temperature: float = 1.0
-    """0 is greedy: the most likely token, always."""
-
-    top_p: float = 1.0
-    top_k: int = 0
-    """Choose among the k most likely; 0 is all."""
-
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int = 0
-    """Randomness is a function of this and the token's position, and of nothing else."""
-
-    logprobs: int | None = None
-    """How many alternatives to report beside the chosen token; None reports nothing."""
-
-    stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the output; the model's end-of-sequence ids are added unless ignored."""
-
-    ignore_eos: bool = False
+_SPARE_TOKENS = 64
+"""Places for output that a token buffer starts with; it doubles when they are used."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Request:
-    """What a client asked for, as token ids. Nothing in the engine ever changes it."""
+class SequenceState(Enum):
+    """Where a sequence is in its life. A running one is in PREFILL, DECODE or LEAVING."""
 
-    request_id: RequestId
-    tokens: Tokens
-    params: SamplingParams
-    arrival_s: float
-    priority: int = 0
-    """Lower runs first, under the `priority` policy."""
+    WAITING = auto()
+    """In the queue; has no slots and no lease."""
 
-    cache_salt: str = ""
-    """Requests share cached blocks only with requests of the same salt."""
+    PREFILL = auto()
+    """Has slots for all its tokens, and not all of them are given to a step yet."""
+
+    DECODE = auto()
+    """Chooses one token a step."""
+
+    LEAVING = auto()
+    """Was chosen as a victim; keeps its slots until its step in flight is collected."""
+
+    FINISHED = auto()
+    """Has its finish reason. Keeps its slots until its steps in flight are collected."""
+
+
+class Sequence:
+    """One request on its way. Owned and changed by the scheduler only.
+
+    A slotted class with plain counters, because the scheduler reads a handful of them for
+    each running sequence in each step.
+    """
+
+    __slots__ = (
+        "_block_tokens",
+        "_buffer",
+        "_namespace",
+        "_table",
+        "block_table",
+        "commit_at",
+        "follow_blocks",
+        "follow_until_s",
+        "last_token",
+        "leader",
+        "lease",
+        "max_committed",
+        "max_computed",
+        "min_stop",
+        "num_blocks",
+        "num_committed",
+        "num_computed",
+        "num_in_flight",
+        "num_passes",
+        "num_preemptions",
+        "num_scheduled",
+        "num_tokens",
+        "num_tokens_end",
+        "params",
+        "prompt_tokens",
+        "rank",
+        "request",
+        "request_id",
+        "row",
+        "schedulable_end",
+        "state",
+        "stop_tokens",
+        "surplus",
+        "usage",
+    )
+
+    lease: Lease | None
+    surplus: list[Slots]
+    """Its own slots of blocks that another sequence published first; read until the end."""
+
+    block_table: Slots
+    """Its slots in position order; a view that stays true while batches are in flight."""
+
+    num_blocks: int
+    num_scheduled: int
+    """Leading tokens whose KV is written, or will be by a step in flight."""
+
+    num_computed: int
+    """Leading tokens whose KV is written by collected steps, or was found."""
+
+    schedulable_end: int
+    """`num_scheduled` cannot pass this without another block, or at all."""
+
+    num_committed: int
+    """Leading blocks that are published, or equal to published ones."""
+
+    commit_at: int
+    """With this many tokens computed there is a block to commit."""
+
+    _table: Slots
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        rank: tuple[int, int],
+        block_tokens: int,
+        num_tokens_end: int,
+        max_committed: int,
+        stop_tokens: frozenset[int] = frozenset(),
+    ) -> None:
+        self.request = request
+        self.request_id = request.request_id
+        self.params = request.params
+        self.rank = rank
+        """Priority class, then arrival: the order of waiting; victims are taken from its end."""
+        self.stop_tokens = stop_tokens
+        self.prompt_tokens = len(request.tokens)
+        self.num_tokens_end = num_tokens_end
+        """With this many tokens it has reached its length."""
+        self.min_stop = self.prompt_tokens + request.params.min_tokens
+        """With fewer tokens than this, a stop token does not end it."""
+        self.max_computed = num_tokens_end - 1
+        """KV is never needed for more: the last token is chosen, not computed."""
+        self.max_committed = max_committed
+        """Blocks that may be published at most; fewer than all where output is not cached."""
+
+        self._block_tokens = block_tokens
+        self._namespace = Namespace(request.cache_salt)
+        spare = min(_SPARE_TOKENS, num_tokens_end - self.prompt_tokens)
+        self._buffer: Tokens = np.empty(self.prompt_tokens + spare, dtype=np.int32)
+        self._buffer[: self.prompt_tokens] = request.tokens
+        self.num_tokens = self.prompt_tokens
+        self.last_token = int(request.tokens[-1])
+
+        self.state = SequenceState.WAITING
+        self.num_preemptions = 0
+        self.num_passes = 0
+        """Later sequences that were admitted while this one was blocked."""
+        self.leader: Sequence | None = None
+        """The running prefill whose blocks this one waits for."""
+        self.follow_blocks = 0
+        """It waits until its leader has committed this many."""
+        self.follow_until_s: float | None = None
+        """Set by its first wait, and the end of all its waits."""
+        self.usage: Usage | None = None
+        """What the first output will report; None before admission and after that output."""
+        self.num_in_flight = 0
+        self.row = 0
+        """Its row in the batch scheduled last, for `carry`."""
+        self._start_over()
+
+    @property
+    def tokens(self) -> Tokens:
+        """All tokens known: the prompt, then the output. A view."""
+        return self._buffer[: self.num_tokens]
+
+    @property
+    def num_output(self) -> int:
+        return self.num_tokens - self.prompt_tokens
+
+    @property
+    def num_blocks_wanted(self) -> int:
+        """Blocks that hold every token known, the partial last one included."""
+        return -(-self.num_tokens // self._block_tokens)
+
+    @property
+    def is_running(self) -> bool:
+        return self.state in _RUNNING
+
+    @property
+    def is_last_token_due(self) -> bool:
+        """Whether the steps in flight will bring it to its length."""
+        return self.num_scheduled >= self.max_computed
+
+    def path(self, num_tokens: int | None = None) -> TokenPath:
+        """The identity of its leading `num_tokens` known tokens, by default of all. A view."""
+        end = self.num_tokens if num_tokens is None else min(num_tokens, self.num_tokens)
+        return TokenPath(self._buffer[:end], self._namespace)
+
+    def begin(self, lease: Lease | None, slots: Slots) -> None:
+        """Start running: leased blocks first, then `slots` to be filled."""
+        num_leased = 0 if lease is None else lease.num_blocks
+        self.lease = lease
+        self.num_scheduled = self.num_computed = num_leased * self._block_tokens
+        if lease is not None:
+            self.extend(lease.slots)
+        self.extend(slots)
+        self.note_committed(num_leased)
+        self.leader = None
+
+    def extend(self, slots: Slots) -> None:
+        """Continue its block table with `slots`."""
+        start, end = self.num_blocks, self.num_blocks + len(slots)
+        if end > len(self._table):
+            table = np.empty(max(end + 1, 2 * len(self._table)), dtype=np.int64)
+            table[:start] = self.block_table
+            self._table = table
+        self._table[start:end] = slots
+        self.num_blocks = end
+        self.block_table = self._table[:end]
+        self.schedulable_end = min(end * self._block_tokens, self.max_computed)
+
+    def note_committed(self, num_blocks: int) -> None:
+        """Its leading `num_blocks` are published, or equal to published ones."""
+        self.num_committed = num_blocks
+        more = num_blocks < self.max_committed
+        self.commit_at = (num_blocks + 1) * self._block_tokens if more else _NEVER
+
+    def give(self, num_tokens: int, row: int) -> None:
+        """`num_tokens` more are computed by `row` of the step being scheduled."""
+        self.num_scheduled += num_tokens
+        self.num_in_flight += 1
+        self.row = row
+
+    def land(self, num_tokens: int) -> None:
+        """A step that computed `num_tokens` of it was collected."""
+        self.num_in_flight -= 1
+        self.num_computed += num_tokens
+
+    def land_token(self, num_tokens: int, token: int) -> None:
+        """The same, and the step chose `token`, whose KV is not written."""
+        self.num_in_flight -= 1
+        self.num_computed += num_tokens
+        at = self.num_tokens
+        if at == len(self._buffer):
+            self._lengthen()
+        self._buffer[at] = token
+        self.num_tokens = at + 1
+        self.last_token = token
+
+    def vacate(self) -> Slots:
+        """Drop lease and table; the slots it alone held, which the caller must give back."""
+        held = self.held_slots()
+        self._start_over()
+        return held
+
+    def held_slots(self) -> Slots:
+        """Slots only this sequence has: not committed, or equal to a block published before."""
+        return np.concatenate((self.block_table[self.num_committed :], *self.surplus))
+
+    def _lengthen(self) -> None:
+        """Room for twice the tokens, in a new array: batches in flight read the old one."""
+        at = self.num_tokens
+        buffer = np.empty(min(2 * at, self.num_tokens_end), dtype=np.int32)
+        buffer[:at] = self._buffer
+        self._buffer = buffer
+
+    def _start_over(self) -> None:
+        """No slots, nothing computed; the tokens stay."""
+        self.lease = None
+        self.surplus = []
+        # A new array: batches in flight keep views of the old one.
+        self._table = self.block_table = np.empty(0, dtype=np.int64)
+        self.num_blocks = 0
+        self.num_scheduled = self.num_computed = self.schedulable_end = 0
+        self.num_committed = 0
+        self.commit_at = _NEVER
+
+
+_NEVER = 1 << 62
+_RUNNING = frozenset((SequenceState.PREFILL, SequenceState.DECODE, SequenceState.LEAVING))

@@ -1,0 +1,49 @@
+"""The scheduler's invariants, verified. O(everything): for tests, and for idle moments."""
+
+from collections.abc import Iterable
+
+from headwater.errors import InvariantError
+from headwater.scheduler.flight import Flight
+from headwater.scheduler.roster import Roster
+from headwater.scheduler.sequence import Sequence, SequenceState
+
+
+def audit(roster: Roster, flights: Iterable[Flight], block_tokens: int) -> None:
+    """Raise InvariantError if a sequence is not what its place says it is."""
+    for sequence in roster.waiting:
+        _audit_waiting(sequence)
+    for sequence in roster.running():
+        _audit_running(sequence, block_tokens)
+        rows = sum(flight.has(sequence) for flight in flights)
+        _require(sequence.num_in_flight == rows, sequence, "miscounts its steps in flight")
+    for sequence in roster.departing:
+        _require(sequence.state is SequenceState.FINISHED, sequence, "departs alive")
+        _require(sequence.num_in_flight > 0, sequence, "departs for ever")
+    places = [*roster.waiting, *roster.running()]
+    if len(places) != len(roster.alive) or set(places) != set(roster.alive.values()):
+        raise InvariantError("a sequence is lost, or in two places")
+
+
+def _audit_waiting(sequence: Sequence) -> None:
+    _require(sequence.state is SequenceState.WAITING, sequence, "waits in another state")
+    _require(sequence.num_blocks == 0, sequence, "waits with slots")
+    _require(sequence.lease is None, sequence, "waits with a lease")
+    _require(sequence.num_in_flight == 0, sequence, "waits with a step in flight")
+
+
+def _audit_running(sequence: Sequence, block_tokens: int) -> None:
+    lease = sequence.lease
+    num_leased = 0 if lease is None else lease.num_blocks
+    covered = sequence.num_blocks * block_tokens
+    committed = sequence.num_committed * block_tokens
+    _require(sequence.is_running, sequence, "runs in another state")
+    _require(committed <= sequence.num_computed, sequence, "committed what is not computed")
+    _require(sequence.num_computed <= sequence.num_scheduled, sequence, "computed too much")
+    _require(sequence.num_scheduled <= covered, sequence, "computes beyond its slots")
+    _require(sequence.num_scheduled <= sequence.num_tokens, sequence, "computes the unknown")
+    _require(sequence.num_committed == num_leased, sequence, "disagrees with its lease")
+
+
+def _require(holds: bool, sequence: Sequence, complaint: str) -> None:
+    if not holds:
+        raise InvariantError(f"{sequence.request_id} {complaint}")

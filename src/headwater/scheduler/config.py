@@ -1,0 +1,68 @@
+"""What the scheduler needs to know, and nothing else."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from headwater.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of a step, the order of waiting, and what may be cached."""
+
+    max_model_len: int
+    """Most tokens of one sequence, prompt and output together."""
+
+    max_num_seqs: int = 64
+    """Most sequences that run at once."""
+
+    max_batched_tokens: int = 2048
+    """Most tokens computed in one step; longer prompts are computed in chunks."""
+
+    long_prefill_tokens: int | None = None
+    """Most tokens of one prompt computed in one step, so that a long one leaves room for
+    others; None is as many as the step has."""
+
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    """Order of waiting and of victims: by arrival, or by the request's `priority` first."""
+
+    prefix_caching: bool = True
+    """Whether a prompt may reuse blocks that an earlier request computed."""
+
+    output_caching: bool = True
+    """Whether blocks with generated tokens are committed too."""
+
+    eos_token_ids: tuple[int, ...] = ()
+    """Tokens that end any output, unless its request ignores them."""
+
+    max_passes: int = 16
+    """How many later sequences may be admitted before a blocked one; then it is a wall."""
+
+    lookahead: int = 8
+    """How many blocked sequences are looked past in one step."""
+
+    follow_min_blocks: int = 4
+    """Fewest blocks for which a newcomer waits while a running prefill computes them."""
+
+    follow_timeout_s: float = 2.0
+    """Longest such wait."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_batched_tokens", "lookahead", "follow_min_blocks"):
+            _at_least(1, name, getattr(self, name))
+        _at_least(2, "max_model_len", self.max_model_len)
+        _at_least(0, "max_passes", self.max_passes)
+        if self.long_prefill_tokens is not None:
+            _at_least(1, "long_prefill_tokens", self.long_prefill_tokens)
+        if self.policy not in ("fcfs", "priority"):
+            raise ConfigError(f"policy is fcfs or priority, got {self.policy!r}")
+        if self.max_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_batched_tokens {self.max_batched_tokens} cannot carry one token for each "
+                f"of max_num_seqs {self.max_num_seqs} sequences"
+            )
+
+
+def _at_least(least: int, name: str, value: int) -> None:
+    if value < least:
+        raise ConfigError(f"{name} must be at least {least}, got {value}")

@@ -1,0 +1,136 @@
+"""What running sequences have of the cache: the one place where slots and leases change hands.
+
+Nothing here decides whether or when; it keeps sequence and cache in agreement about who has
+which block. A sequence's blocks are published here and nowhere else.
+"""
+
+from collections.abc import Sequence as Listed
+
+import numpy as np
+
+from headwater.cache import Match, TieredCache
+from headwater.cache.pool import SlotState
+from headwater.errors import InvariantError
+from headwater.scheduler.sequence import Sequence
+from headwater.scheduler.usage import Usage
+
+
+class Holdings:
+    """Takes, commits and gives back blocks on behalf of sequences.
+
+    With `prefix_caching` off nothing is matched, leased or committed: a sequence only holds.
+    """
+
+    def __init__(self, cache: TieredCache, *, prefix_caching: bool) -> None:
+        self._cache = cache
+        self._prefix_caching = prefix_caching
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that could be taken now."""
+        return self._cache.num_available
+
+    def match(self, sequence: Sequence) -> Match | None:
+        """How much of its tokens is found; None when nothing is looked for.
+
+        The last token is left out: it must be computed for the next one to be chosen.
+        """
+        if not self._prefix_caching:
+            return None
+        longest = (sequence.num_tokens - 1) // self._cache.block_tokens
+        return self._cache.match(sequence.path(), max_blocks=longest)
+
+    def num_available_beside(self, match: Match, sequence: Sequence, now: float) -> int:
+        """Blocks that could be taken once `match` is leased.
+
+        Less than `num_available`, because found blocks that nobody else has leased are counted
+        there and are about to be pinned. Known by trying: the pin is dropped at once.
+        """
+        probe = self._cache.lease(match, owner=sequence.request_id, now=now, counted=False)
+        available = self._cache.num_available
+        self._cache.release(probe, now=now)
+        return available
+
+    def begin(self, sequence: Sequence, match: Match | None, now: float) -> bool:
+        """Lease what was found and hold all the rest, or change nothing and return False."""
+        if match is None:
+            slots = self._cache.take(sequence.num_blocks_wanted, now=now)
+            if slots is None:
+                return False
+            sequence.begin(None, slots)
+            return True
+        first = sequence.num_preemptions == 0
+        lease = self._cache.lease(match, owner=sequence.request_id, now=now, counted=first)
+        slots = self._cache.take(sequence.num_blocks_wanted - lease.num_blocks, now=now)
+        if slots is None:
+            self._cache.release(lease, now=now)
+            return False
+        sequence.begin(lease, slots)
+        publishable = sequence.path(sequence.max_committed * self._cache.block_tokens)
+        self._cache.announce(lease, publishable)
+        return True
+
+    def grow(self, sequences: Listed[Sequence], now: float) -> bool:
+        """One more block for each, or change nothing and return False."""
+        slots = self._cache.take(len(sequences), now=now)
+        if slots is None:
+            return False
+        for at, sequence in enumerate(sequences):
+            sequence.extend(slots[at : at + 1])
+        return True
+
+    def commit(self, sequence: Sequence, now: float) -> None:
+        """Publish the blocks that collected steps have filled.
+
+        Only tokens with written KV count, so the token chosen last is never in them.
+        """
+        if sequence.lease is None:
+            return
+        block_tokens = self._cache.block_tokens
+        end = min(sequence.num_computed // block_tokens, sequence.max_committed)
+        # A copy: the tree keeps what it is given, and a view would keep the whole table alive.
+        slots = sequence.block_table[sequence.num_committed : end].copy()
+        path = sequence.path(end * block_tokens)
+        surplus = self._cache.commit(sequence.lease, path, slots, now=now)
+        if len(surplus):
+            sequence.surplus.append(surplus)
+        sequence.note_committed(end)
+
+    def release(self, sequence: Sequence, now: float) -> None:
+        """Give back everything it has. Nothing of it may be in flight."""
+        lease = sequence.lease
+        held = sequence.vacate()
+        if lease is not None:
+            self._cache.release(lease, now=now, slots=held)
+        elif len(held):
+            self._cache.free(held)
+
+    def save(self, sequence: Sequence) -> None:
+        """Ask for its committed blocks to be kept in a lower tier, if there is one."""
+        if sequence.lease is not None:
+            self._cache.save(sequence.lease)
+
+    def usage(self, sequence: Sequence, match: Match | None, now: float) -> Usage:
+        """What its prompt costs, as it is admitted for the first time."""
+        found = 0 if match is None else match.device_blocks * self._cache.block_tokens
+        reason: str | None = "caching_off"
+        if match is not None:
+            reason = None if match.reason is None else match.reason.value
+        return Usage(
+            prompt_tokens=sequence.prompt_tokens,
+            cached_tokens=found,
+            by_tier={"device": found, "host": 0, "storage": 0, "peer": 0},
+            computed=sequence.prompt_tokens - found,
+            miss_reason=reason,
+            queued_s=max(now - sequence.request.arrival_s, 0.0),
+        )
+
+    def check(self, sequences: Listed[Sequence]) -> None:
+        """Raise InvariantError unless each held slot belongs to exactly one of `sequences`."""
+        parts = [sequence.held_slots() for sequence in sequences]
+        ours = np.sort(np.concatenate(parts)) if parts else np.empty(0, dtype=np.int64)
+        theirs = self._cache.device.pool.owned(SlotState.HELD)
+        if not np.array_equal(ours, theirs):
+            raise InvariantError(
+                f"sequences hold {ours.tolist()}, the pool says {theirs.tolist()}"
+            )

@@ -1,0 +1,123 @@
+"""Which waiting sequences start now."""
+
+from functools import partial
+
+from headwater.cache import Match
+from headwater.scheduler.admission import Verdict, admits
+from headwater.scheduler.batch import Chunk
+from headwater.scheduler.budget import StepBudget
+from headwater.scheduler.config import SchedulerConfig
+from headwater.scheduler.follow import starts_following, still_follows
+from headwater.scheduler.growth import GrowthEstimate
+from headwater.scheduler.holdings import Holdings
+from headwater.scheduler.roster import Roster
+from headwater.scheduler.sequence import Sequence, SequenceState
+from headwater.scheduler.usage import Usage
+
+
+class Intake:
+    """Goes through the queue in order and starts what `admits` lets in."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        roster: Roster,
+        holdings: Holdings,
+        growth: GrowthEstimate,
+    ) -> None:
+        self._config = config
+        self._roster = roster
+        self._holdings = holdings
+        self._growth = growth
+        self.is_paused = False
+        """Whether only preempted sequences, which are not new, may start."""
+        self.num_follows = 0
+        self.num_admitted = 0
+        self.prompt_tokens = 0
+        self.queue_s = 0.0
+
+    @property
+    def has_candidates(self) -> bool:
+        """Whether anyone waits who may start at all."""
+        waiting = self._roster.waiting
+        return (waiting.num_preempted if self.is_paused else len(waiting)) > 0
+
+    def admit(self, budget: StepBudget, now: float) -> list[Chunk]:
+        """Start waiting sequences while the step has room; their first chunks.
+
+        A blocked one is looked past, unless it was passed too often or was preempted: nothing
+        passes such a one, so it is next.
+        """
+        growth = self._growth.num_blocks(self._roster.running())
+        chunks: list[Chunk] = []
+        blocked: list[Sequence] = []
+        for sequence in list(self._roster.waiting):
+            if not budget.has_room or len(blocked) > self._config.lookahead:
+                break
+            if self.is_paused and not sequence.num_preemptions:
+                continue
+            own = self._growth.num_blocks((sequence,))
+            verdict = self._start(sequence, growth + own, now)
+            if verdict is Verdict.ADMITTED:
+                growth += own
+                budget.spend_place()
+                chunks.append(budget.spend_chunk(sequence))
+                for passed in blocked:
+                    passed.num_passes += 1
+            elif verdict is Verdict.BLOCKED:
+                blocked.append(sequence)
+                if sequence.num_preemptions or sequence.num_passes >= self._config.max_passes:
+                    break
+        return chunks
+
+    def _start(self, sequence: Sequence, num_growth: int, now: float) -> Verdict:
+        """Admit `sequence` if there is room for it and nothing is worth waiting for."""
+        if still_follows(sequence, now):
+            return Verdict.FOLLOWING
+        match = self._holdings.match(sequence)
+        if match is not None and self._starts_following(sequence, match, now):
+            self.num_follows += 1
+            return Verdict.FOLLOWING
+        if not self._fits(sequence, match, num_growth, now):
+            return Verdict.BLOCKED
+        if not self._holdings.begin(sequence, match, now):
+            return Verdict.BLOCKED
+        self._roster.move(sequence, SequenceState.PREFILL)
+        if not sequence.num_preemptions:
+            self._count(sequence, self._holdings.usage(sequence, match, now))
+        return Verdict.ADMITTED
+
+    def _count(self, sequence: Sequence, usage: Usage) -> None:
+        """A request was admitted for the first time."""
+        sequence.usage = usage
+        self.num_admitted += 1
+        self.prompt_tokens += usage.prompt_tokens
+        self.queue_s += usage.queued_s
+
+    def _starts_following(self, sequence: Sequence, match: Match, now: float) -> bool:
+        config = self._config
+        return starts_following(
+            sequence,
+            match,
+            self._roster.alive,
+            min_blocks=config.follow_min_blocks,
+            until_s=now + config.follow_timeout_s,
+        )
+
+    def _fits(
+        self, sequence: Sequence, match: Match | None, num_growth: int, now: float
+    ) -> bool:
+        """Ask admission, first without counting what the match would pin: that is cheap."""
+        found = 0 if match is None else match.device_blocks
+        ask = partial(
+            admits,
+            num_needed=sequence.num_blocks_wanted - found,
+            num_growth=num_growth,
+            num_running=self._roster.num_running,
+        )
+        if not ask(num_available=self._holdings.num_available):
+            return False
+        if match is None or found == 0:
+            return True
+        beside = self._holdings.num_available_beside(match, sequence, now)
+        return ask(num_available=beside)

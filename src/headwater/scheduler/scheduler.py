@@ -1,0 +1,313 @@
+"""Decides what the next step computes, and takes in what the last one brought.
+
+Pure: no I/O, no threads, no clock. Running sequences come first, decodes before prefills; then
+waiting ones are admitted while the step has tokens and the pool has blocks. A step is
+scheduled with `schedule`, and its result is taken in with `advance`; one more step may be
+scheduled in between. The cost of a step is in sequences, never in blocks.
+"""
+
+from collections import Counter, deque
+
+from headwater.cache import TieredCache
+from headwater.errors import InvariantError, PromptTooLong, RequestError
+from headwater.scheduler.audit import audit
+from headwater.scheduler.batch import (
+    Chunk,
+    ScheduledBatch,
+    StepResult,
+    TokenLogprobs,
+    build_batch,
+)
+from headwater.scheduler.budget import StepBudget
+from headwater.scheduler.config import SchedulerConfig
+from headwater.scheduler.flight import Flight
+from headwater.scheduler.growth import GrowthEstimate
+from headwater.scheduler.holdings import Holdings
+from headwater.scheduler.intake import Intake
+from headwater.scheduler.output import SequenceOutput
+from headwater.scheduler.preempt import choose_victim
+from headwater.scheduler.request import Request
+from headwater.scheduler.roster import Roster
+from headwater.scheduler.sequence import Sequence, SequenceState
+from headwater.scheduler.stats import SchedulerStats
+from headwater.types import RequestId
+
+# Looking up a member of an enum takes longer than comparing it; these are read for each row.
+_LEAVING, _FINISHED = SequenceState.LEAVING, SequenceState.FINISHED
+
+
+class Scheduler:
+    """Owns every sequence from its arrival to its end.
+
+    Invariants, verified by `check()`: a waiting sequence has no slots and no lease; a running
+    one has slots for all it was given to compute; each held slot is one sequence's; slots go
+    back only when no step in flight can still write to them.
+    """
+
+    def __init__(self, config: SchedulerConfig, cache: TieredCache) -> None:
+        self.config = config
+        self.cache = cache
+        self._block_tokens = cache.block_tokens
+        pool_tokens = cache.config.device_blocks * cache.block_tokens
+        self.max_model_len = min(config.max_model_len, pool_tokens + 1)
+        """Most tokens of one sequence. The pool bounds it too: one sequence alone must fit,
+        all but its last token, which is chosen and never computed."""
+        self._roster = Roster()
+        self._holdings = Holdings(cache, prefix_caching=config.prefix_caching)
+        self._growth = GrowthEstimate(cache.block_tokens)
+        self._intake = Intake(config, self._roster, self._holdings, self._growth)
+        self._flights: deque[Flight] = deque()
+        self._outputs: list[SequenceOutput] = []
+        """Of sequences that ended outside a step."""
+        self._num_arrived = 0
+        self._num_steps = 0
+        self._num_preemptions = 0
+        self._generated_tokens = 0
+        self._finished: Counter[str] = Counter()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that were scheduled and not collected."""
+        return len(self._flights)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether another turn of the loop would do something."""
+        if self._flights or self._outputs or self._roster.num_running:
+            return True
+        return self._intake.has_candidates
+
+    def add(self, request: Request) -> None:
+        """Let `request` wait, or raise RequestError if it can never be served."""
+        end = self._length_end(request)
+        config, stops = self.config, request.params.stop_token_ids
+        if not request.params.ignore_eos:
+            stops += config.eos_token_ids
+        cacheable = end if config.output_caching else len(request.tokens)
+        priority = request.priority if config.policy == "priority" else 0
+        sequence = Sequence(
+            request,
+            rank=(priority, self._num_arrived),
+            block_tokens=self._block_tokens,
+            num_tokens_end=end,
+            max_committed=cacheable // self._block_tokens if config.prefix_caching else 0,
+            stop_tokens=frozenset(stops),
+        )
+        self._num_arrived += 1
+        self._roster.enter(sequence)
+
+    def abort(self, request_id: RequestId, *, now: float) -> None:
+        """End a request wherever it is; its last output says so. Unknown ones are ignored."""
+        sequence = self._roster.alive.get(request_id)
+        if sequence is None:
+            return
+        self._outputs.append(SequenceOutput(request_id, [], [], finish_reason="abort"))
+        self._finish(sequence, "abort", now)
+
+    def abort_all(self, *, now: float) -> None:
+        """End every request."""
+        for request_id in list(self._roster.alive):
+            self.abort(request_id, now=now)
+
+    def pause(self) -> None:
+        """Admit no new sequence. Running ones go on, also when they are preempted on the way."""
+        self._intake.is_paused = True
+
+    def resume(self) -> None:
+        """Admit again."""
+        self._intake.is_paused = False
+
+    def schedule(self, *, now: float) -> ScheduledBatch | None:
+        """The next step, or None when nothing can be computed before a step is collected."""
+        if len(self._flights) > 1:
+            raise InvariantError("two steps are in flight; collect one first")
+        is_settled = self._grow_decodes(now)
+        roster, config = self._roster, self.config
+        decodes = [s for s in roster.decoding if s.num_scheduled < s.schedulable_end]
+        budget = StepBudget(
+            num_tokens=config.max_batched_tokens - len(decodes),
+            num_places=config.max_num_seqs - roster.num_running,
+            max_chunk=config.long_prefill_tokens,
+        )
+        chunks = [budget.spend_chunk(s) for s in roster.prefilling if budget.num_tokens]
+        if is_settled and budget.has_room and self._intake.has_candidates:
+            chunks += self._intake.admit(budget, now)
+        if not decodes and not chunks:
+            return None
+        return self._launch(decodes, chunks)
+
+    def advance(self, result: StepResult | None, *, now: float) -> list[SequenceOutput]:
+        """Take in the oldest step in flight, if it was collected; what came of it.
+
+        Here, and nowhere else, blocks are committed: the step that filled them is done.
+        """
+        outputs, self._outputs = self._outputs, []
+        if result is not None:
+            self._land(result, outputs, now)
+        return outputs
+
+    def stats(self) -> SchedulerStats:
+        """A snapshot of every count. O(1)."""
+        return SchedulerStats(
+            num_running=self._roster.num_running,
+            num_waiting=len(self._roster.waiting),
+            num_steps_in_flight=len(self._flights),
+            is_paused=self._intake.is_paused,
+            num_steps=self._num_steps,
+            num_preemptions=self._num_preemptions,
+            num_follows=self._intake.num_follows,
+            num_admitted=self._intake.num_admitted,
+            queue_s=self._intake.queue_s,
+            prompt_tokens=self._intake.prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            finished=dict(self._finished),
+            expected_output_tokens=self._growth.mean_tokens,
+            caution=self._growth.caution,
+        )
+
+    def check(self) -> None:
+        """Raise InvariantError if the books do not balance. O(everything)."""
+        audit(self._roster, self._flights, self._block_tokens)
+        self._holdings.check([*self._roster.running(), *self._roster.departing])
+
+    def _length_end(self, request: Request) -> int:
+        """The number of tokens at which `request` has reached its length."""
+        num_tokens = len(request.tokens)
+        if request.request_id in self._roster.alive:
+            raise RequestError(f"a request named {request.request_id!r} is running already")
+        if num_tokens == 0:
+            raise RequestError("the prompt is empty")
+        if request.params.max_tokens < 1:
+            raise RequestError(
+                f"max_tokens must be at least 1, got {request.params.max_tokens}"
+            )
+        if num_tokens >= self.max_model_len:
+            raise PromptTooLong(
+                f"the prompt has {num_tokens} tokens; with one token of output at most "
+                f"{self.max_model_len - 1} are possible here"
+            )
+        return min(num_tokens + request.params.max_tokens, self.max_model_len)
+
+    def _grow_decodes(self, now: float) -> bool:
+        """Give each decoding sequence the block it needs next, at the cost of others if it must.
+
+        False when one goes without in this step, or gave way: then nobody new is admitted.
+        """
+        needy = [
+            s
+            for s in self._roster.decoding
+            if s.schedulable_end <= s.num_scheduled < s.max_computed
+        ]
+        if not needy or self._holdings.grow(needy, now):
+            return not self._roster.leaving
+        for sequence in sorted(needy, key=lambda s: s.rank):
+            while sequence.state is SequenceState.DECODE:
+                if self._holdings.grow((sequence,), now):
+                    break
+                if self._room_is_coming():
+                    return False
+                self._preempt(choose_victim(self._roster.decoding), now)
+        return False
+
+    def _room_is_coming(self) -> bool:
+        """Whether the step in flight, once collected, gives slots back."""
+        roster = self._roster
+        return bool(roster.leaving or roster.departing) or any(
+            s.is_last_token_due for s in roster.decoding
+        )
+
+    def _preempt(self, victim: Sequence, now: float) -> None:
+        """Take `victim` off the batch. With a step in flight it leaves when that is collected,
+        so that the token it is choosing is neither lost nor chosen twice."""
+        if victim.num_in_flight:
+            self._roster.move(victim, SequenceState.LEAVING)
+        else:
+            self._vacate(victim, now)
+
+    def _vacate(self, victim: Sequence, now: float) -> None:
+        """Give back its blocks, all full ones committed by now, and let it wait to resume."""
+        self._holdings.save(victim)
+        self._holdings.release(victim, now)
+        victim.num_preemptions += 1
+        self._roster.move(victim, SequenceState.WAITING)
+        self._num_preemptions += 1
+        self._growth.raise_caution()
+
+    def _launch(self, decodes: list[Sequence], chunks: list[Chunk]) -> ScheduledBatch:
+        """Make the batch, and note what it will have computed."""
+        step = self._num_steps
+        batch = build_batch(step, decodes, chunks, carries=bool(self._flights))
+        choosing = [chunk.is_last for chunk in chunks]
+        for row, sequence in enumerate(decodes):
+            sequence.give(1, row)
+        for row, (sequence, num_tokens) in enumerate(chunks, len(decodes)):
+            sequence.give(num_tokens, row)
+            if sequence.num_scheduled == sequence.num_tokens:
+                self._roster.move(sequence, SequenceState.DECODE)
+        self._flights.append(Flight(step, decodes, chunks, choosing))
+        self._num_steps += 1
+        self._growth.lower_caution()
+        return batch
+
+    def _land(self, result: StepResult, outputs: list[SequenceOutput], now: float) -> None:
+        """Note what the oldest step in flight computed and chose."""
+        flight = self._flights.popleft()
+        if flight.step != result.step:
+            raise InvariantError(f"collected step {result.step}, expected {flight.step}")
+        tokens = result.tokens.tolist()
+        logprobs = result.logprobs
+        for sequence, token, chosen in zip(flight.decodes, tokens, logprobs, strict=False):
+            if sequence.state is _FINISHED:
+                self._drop(sequence, 1, now)
+            else:
+                sequence.land_token(1, token)
+                outputs.append(self._take_in(sequence, token, chosen, now))
+        at = len(flight.decodes)
+        for (sequence, num_tokens), chooses in zip(flight.chunks, flight.choosing, strict=True):
+            if sequence.state is _FINISHED:
+                self._drop(sequence, num_tokens, now)
+            elif chooses:
+                sequence.land_token(num_tokens, tokens[at])
+                outputs.append(self._take_in(sequence, tokens[at], logprobs[at], now))
+            else:
+                sequence.land(num_tokens)
+                if sequence.num_computed >= sequence.commit_at:
+                    self._holdings.commit(sequence, now)
+            at += chooses
+
+    def _take_in(
+        self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now: float
+    ) -> SequenceOutput:
+        """Commit what is full, and end or vacate the sequence if it is time; its output."""
+        if sequence.num_computed >= sequence.commit_at:
+            self._holdings.commit(sequence, now)
+        self._generated_tokens += 1
+        usage, sequence.usage = sequence.usage, None
+        reason = stop_token = None
+        if token in sequence.stop_tokens and sequence.num_tokens >= sequence.min_stop:
+            reason, stop_token = "stop", token
+        elif sequence.num_tokens >= sequence.num_tokens_end:
+            reason = "length"
+        if reason is not None:
+            self._finish(sequence, reason, now)
+        elif sequence.state is _LEAVING:
+            self._vacate(sequence, now)
+        return SequenceOutput(
+            sequence.request_id, [token], [logprobs], reason, stop_token, usage
+        )
+
+    def _drop(self, sequence: Sequence, num_tokens: int, now: float) -> None:
+        """A row of a finished sequence was computed: its result is nobody's."""
+        sequence.land(num_tokens)
+        if not sequence.num_in_flight:
+            self._roster.departing.remove(sequence)
+            self._holdings.release(sequence, now)
+
+    def _finish(self, sequence: Sequence, reason: str, now: float) -> None:
+        """Its slots go back now, or when its last step in flight is collected."""
+        self._finished[reason] += 1
+        if reason != "abort":
+            self._growth.observe(sequence.num_output)
+        self._roster.move(sequence, SequenceState.FINISHED)
+        if not sequence.num_in_flight:
+            self._holdings.release(sequence, now)

@@ -1,0 +1,25 @@
+"""What a prompt cost: how much of it was found, where, and why not more."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Fixed when a request is first admitted; being preempted later changes nothing in it."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens that were not computed, because their blocks were found."""
+
+    by_tier: Mapping[str, int] = field(default_factory=dict)
+    """`cached_tokens` by where the blocks were: device, host, storage, peer."""
+
+    computed: int
+    """Prompt tokens that were computed."""
+
+    miss_reason: str | None = None
+    """Why the match ended where it did; None when all that can be found was found."""
+
+    queued_s: float = 0.0
+    """From the request's arrival to its admission."""

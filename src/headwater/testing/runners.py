@@ -1,0 +1,131 @@
+"""Runners that compute nothing and prove something: doubles for the engine loop.
+
+They need no torch. What they write to and read from their memory is what a model would write
+and read, so that a block that is freed too early, read too early or put in the wrong place
+changes the tokens that come out.
+"""
+
+from collections import deque
+from zlib import crc32
+
+import numpy as np
+
+from headwater.scheduler.batch import ScheduledBatch, StepResult, TokenLogprobs
+from headwater.scheduler.request import SamplingParams
+from headwater.types import Slots, Tokens
+
+_UNWRITTEN = -1
+
+
+def echo_token(
+    tokens: Tokens, params: SamplingParams, *, prompt_tokens: int, vocab_size: int
+) -> int:
+    """The token that `EchoRunner` chooses after `tokens`, whatever else is in the batch."""
+    token = crc32(tokens.tobytes(), params.seed) % vocab_size
+    if len(tokens) - prompt_tokens < params.min_tokens:
+        while token in params.stop_token_ids:
+            token = (token + 1) % vocab_size
+    return token
+
+
+class EchoRunner:
+    """Chooses each token as a hash of all the KV its row can see through its block table.
+
+    Its KV is the token and the position, at the place that slot and offset name. A row that
+    sees another position than it should raises at once; one that sees a wrong token chooses
+    another next token, and all that follow differ.
+
+    With `depth` 2, a batch is computed when it is collected, as late as a device might; then
+    whatever happened to its slots since it was submitted has already happened.
+    """
+
+    def __init__(
+        self, *, num_blocks: int, block_tokens: int, depth: int = 1, vocab_size: int = 50_000
+    ) -> None:
+        self.depth = depth
+        self.vocab_size = vocab_size
+        self._block_tokens = block_tokens
+        self._tokens = np.full((num_blocks, block_tokens), _UNWRITTEN, dtype=np.int32)
+        self._positions = np.full((num_blocks, block_tokens), _UNWRITTEN, dtype=np.int32)
+        self._submitted: deque[ScheduledBatch] = deque()
+        self._previous: dict[int, int] = {}
+        """The token that each row of the batch before chose."""
+        self.num_steps = 0
+        self.num_tokens = 0
+        """Computed so far; what a cache saves is missing here."""
+        self.closed = False
+
+    def submit(self, batch: ScheduledBatch) -> None:
+        """Queue `batch`."""
+        if len(self._submitted) >= self.depth:
+            raise AssertionError(f"more than {self.depth} steps in flight")
+        if batch.step != self.num_steps + len(self._submitted):
+            raise AssertionError(f"step {batch.step} is not the next one")
+        self._submitted.append(batch)
+
+    def collect(self) -> StepResult:
+        """Compute the oldest batch."""
+        batch = self._submitted.popleft()
+        tokens = self._write(batch)
+        chosen = [
+            self._choose(batch, row, params, history)
+            for row, params, history in zip(
+                batch.sampled.tolist(), batch.params, batch.histories, strict=True
+            )
+        ]
+        self._previous = dict(zip(batch.sampled.tolist(), chosen, strict=True))
+        self.num_steps += 1
+        self.num_tokens += len(tokens)
+        return StepResult(
+            step=batch.step,
+            tokens=np.array(chosen, dtype=np.int32),
+            logprobs=[
+                _logprobs(params, token)
+                for params, token in zip(batch.params, chosen, strict=True)
+            ],
+        )
+
+    def close(self) -> None:
+        """Nothing to release."""
+        self.closed = True
+
+    def in_flight_slots(self) -> Slots:
+        """Slots that submitted batches may still read or write. For checks."""
+        tables = [table for batch in self._submitted for table in batch.block_tables]
+        return np.unique(np.concatenate(tables)) if tables else np.empty(0, dtype=np.int64)
+
+    def _write(self, batch: ScheduledBatch) -> Tokens:
+        """Put every token of `batch` where its row's block table says; the tokens."""
+        tokens = batch.tokens.copy()
+        for row, source in enumerate(batch.carry.tolist()):
+            if source >= 0:
+                tokens[batch.query_start[row]] = self._previous[source]
+        for row, table in enumerate(batch.block_tables):
+            mine = slice(batch.query_start[row], batch.query_start[row + 1])
+            positions = batch.positions[mine]
+            slots = table[positions // self._block_tokens]
+            offsets = positions % self._block_tokens
+            self._tokens[slots, offsets] = tokens[mine]
+            self._positions[slots, offsets] = positions
+        return tokens
+
+    def _choose(
+        self,
+        batch: ScheduledBatch,
+        row: int,
+        params: SamplingParams,
+        history: tuple[Tokens, int],
+    ) -> int:
+        end = int(batch.context_lens[row])
+        table = batch.block_tables[row]
+        positions = self._positions[table].reshape(-1)[:end]
+        if not np.array_equal(positions, np.arange(end)):
+            raise AssertionError(f"{batch.request_ids[row]} sees KV of other positions")
+        seen = self._tokens[table].reshape(-1)[:end]
+        return echo_token(seen, params, prompt_tokens=history[1], vocab_size=self.vocab_size)
+
+
+def _logprobs(params: SamplingParams, token: int) -> TokenLogprobs | None:
+    if params.logprobs is None:
+        return None
+    return TokenLogprobs(chosen=-0.5, rank=1, top_ids=(token,), top_values=(-0.5,))

@@ -1,0 +1,141 @@
+"""A whole engine without a model: real scheduler, real cache, EchoRunner, virtual clock."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from headwater.cache import CacheConfig, TieredCache
+from headwater.cache.pool import SlotState
+from headwater.clock import VirtualClock
+from headwater.engine.core import EngineCore
+from headwater.engine.output import SequenceOutput, Usage
+from headwater.scheduler.config import SchedulerConfig
+from headwater.scheduler.request import Request, SamplingParams
+from headwater.scheduler.scheduler import Scheduler
+from headwater.testing.runners import EchoRunner, echo_token
+from headwater.types import RequestId
+
+VOCAB_SIZE = 40
+STEP_S = 0.01
+
+
+def make_request(
+    name: str,
+    tokens: list[int],
+    *,
+    max_tokens: int = 8,
+    priority: int = 0,
+    cache_salt: str = "",
+    arrival_s: float = 0.0,
+    ignore_eos: bool = True,
+    **params: object,
+) -> Request:
+    """A request with few parameters and a short output."""
+    return Request(
+        request_id=RequestId(name),
+        tokens=np.array(tokens, dtype=np.int32),
+        params=SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, **params),  # type: ignore[arg-type]
+        arrival_s=arrival_s,
+        priority=priority,
+        cache_salt=cache_salt,
+    )
+
+
+def make_prompt(num_tokens: int, *, family: int = 0) -> list[int]:
+    """The same tokens each time; prompts of one family start alike, of two do not."""
+    return [(family * 7 + at * (family + 3)) % VOCAB_SIZE for at in range(num_tokens)]
+
+
+def expected_tokens(
+    request: Request, *, max_model_len: int = 10_000, eos: tuple[int, ...] = ()
+) -> list[int]:
+    """What the request yields when nothing else exists: no cache, chunks or neighbours."""
+    params = request.params
+    tokens: list[int] = request.tokens.tolist()
+    stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos))
+    start = len(tokens)
+    while len(tokens) - start < params.max_tokens and len(tokens) < max_model_len:
+        seen = np.array(tokens, dtype=np.int32)
+        token = echo_token(seen, params, prompt_tokens=start, vocab_size=VOCAB_SIZE)
+        tokens.append(token)
+        if token in stops and len(tokens) - start >= params.min_tokens:
+            break
+    return tokens[start:]
+
+
+@dataclass
+class Rig:
+    """An engine, and what came out of it so far."""
+
+    num_blocks: int = 64
+    block_tokens: int = 4
+    depth: int = 1
+    settings: dict[str, object] = field(default_factory=dict)
+    outputs: dict[str, list[int]] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    usages: dict[str, Usage] = field(default_factory=dict)
+    history: list[SequenceOutput] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.cache = TieredCache(
+            CacheConfig(device_blocks=self.num_blocks, block_tokens=self.block_tokens)
+        )
+        config: dict[str, object] = {"max_model_len": 10_000, "follow_min_blocks": 1}
+        self.scheduler = Scheduler(
+            SchedulerConfig(**{**config, **self.settings}),  # type: ignore[arg-type]
+            self.cache,
+        )
+        self.runner = EchoRunner(
+            num_blocks=self.num_blocks,
+            block_tokens=self.block_tokens,
+            depth=self.depth,
+            vocab_size=VOCAB_SIZE,
+        )
+        self.clock = VirtualClock()
+        self.core = EngineCore(self.scheduler, self.runner, self.clock)
+
+    def step(self) -> list[SequenceOutput]:
+        """Turn the loop once, verify every invariant, and note the outputs."""
+        outputs = self.core.step()
+        self.clock.advance(STEP_S)
+        self.check()
+        for output in outputs:
+            self._note(output)
+        return outputs
+
+    def run(self, *requests: Request, max_steps: int = 5_000) -> dict[str, list[int]]:
+        """Add `requests` and turn the loop until there is no work; every output so far."""
+        for request in requests:
+            self.core.add(request)
+        for _ in range(max_steps):
+            if not self.core.has_work:
+                return self.outputs
+            self.step()
+        raise AssertionError(f"still working after {max_steps} steps")
+
+    def check(self) -> None:
+        """Every book balances, and no slot is free that a step in flight still uses."""
+        self.core.check()
+        free = self.cache.device.pool.owned(SlotState.FREE)
+        early = np.intersect1d(free, self.runner.in_flight_slots())
+        assert not len(early), f"slots {early} were freed with a step in flight"
+
+    def check_empty(self) -> None:
+        """Nothing is held, leased or in flight any more."""
+        stats = self.cache.stats()
+        assert (stats.device.held, stats.leases) == (0, 0)
+        assert self.scheduler.num_in_flight == 0
+        assert stats.device_evictable == stats.device.cached
+
+    def _note(self, output: SequenceOutput) -> None:
+        name = output.request_id
+        assert name not in self.reasons, f"{name} goes on after its end"
+        assert len(output.tokens) == len(output.logprobs)
+        if output.usage is not None:
+            assert name not in self.usages, f"{name} reports its usage twice"
+            assert not self.outputs.get(name), f"{name} reports its usage late"
+            self.usages[name] = output.usage
+        self.outputs.setdefault(name, []).extend(output.tokens)
+        self.history.append(output)
+        if output.finish_reason is not None:
+            self.reasons[name] = output.finish_reason

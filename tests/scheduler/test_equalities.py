@@ -1,0 +1,182 @@
+"""Token for token: cached = uncached, chunked = whole, preempted = undisturbed."""
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headwater.scheduler.request import Request
+from tests.scheduler.rig import Rig, expected_tokens, make_prompt, make_request
+
+EOS = (7,)
+
+
+@dataclass
+class Case:
+    """One random workload on one random engine."""
+
+    rig: Rig
+    arrivals: list[tuple[int, Request]]
+    """Requests, each with the step before which it comes."""
+
+    aborts: dict[int, str]
+    """Which request is aborted before which step."""
+
+    resets: set[int]
+    """Before which steps the cache is reset."""
+
+    def play(self) -> None:
+        """Until nothing is left to do."""
+        step = 0
+        pending = sorted(self.arrivals, key=lambda arrival: arrival[0])
+        while pending or self.rig.core.has_work:
+            while pending and pending[0][0] <= step:
+                self.rig.core.add(pending.pop(0)[1])
+            if step in self.aborts:
+                self.rig.core.abort(self.aborts[step])  # type: ignore[arg-type]
+            if step in self.resets:
+                self.rig.core.reset_cache()
+            self.rig.step()
+            step += 1
+            assert step < 20_000, "no end"
+
+
+@st.composite
+def cases(draw, *, with_aborts: bool = False) -> Case:
+    """Few blocks, shared prefixes, outputs of all lengths: preemption is constant."""
+    block_tokens = draw(st.sampled_from([1, 2, 4]))
+    specs = draw(
+        st.lists(
+            st.tuples(
+                st.integers(0, 30),  # arrives before this step
+                st.integers(0, 2),  # family
+                st.integers(1, 40),  # prompt tokens
+                st.integers(1, 30),  # max_tokens
+                st.integers(0, 2),  # priority
+                st.sampled_from(["", "", "tenant"]),  # salt
+                st.booleans(),  # ignore_eos
+            ),
+            min_size=1,
+            max_size=8,
+        )
+    )
+    requests = [
+        make_request(
+            f"r{number}",
+            make_prompt(length, family=family),
+            max_tokens=most,
+            priority=priority,
+            cache_salt=salt,
+            ignore_eos=ignores,
+            seed=number % 2,
+        )
+        for number, (_, family, length, most, priority, salt, ignores) in enumerate(specs)
+    ]
+    longest = max(len(r.tokens) + r.params.max_tokens - 1 for r in requests)
+    least = -(-longest // block_tokens)
+    max_num_seqs = draw(st.integers(1, 8))
+    rig = Rig(
+        num_blocks=least + draw(st.integers(0, 12)),
+        block_tokens=block_tokens,
+        depth=draw(st.sampled_from([1, 2])),
+        settings={
+            "max_num_seqs": max_num_seqs,
+            "max_batched_tokens": max_num_seqs + draw(st.integers(0, 24)),
+            "long_prefill_tokens": draw(st.sampled_from([None, 1, 5])),
+            "policy": draw(st.sampled_from(["fcfs", "priority"])),
+            "prefix_caching": draw(st.sampled_from([True, True, True, False])),
+            "output_caching": draw(st.booleans()),
+            "max_passes": draw(st.integers(0, 3)),
+            "lookahead": draw(st.integers(1, 3)),
+            "follow_timeout_s": draw(st.sampled_from([0.0, 0.03, 10.0])),
+            "eos_token_ids": EOS,
+        },
+    )
+    steps = st.integers(0, 60)
+    names = st.sampled_from([r.request_id for r in requests])
+    aborts = draw(st.dictionaries(steps, names, max_size=6)) if with_aborts else {}
+    return Case(
+        rig=rig,
+        arrivals=[(spec[0], request) for spec, request in zip(specs, requests, strict=True)],
+        aborts={step: str(name) for step, name in aborts.items()},
+        resets=draw(st.sets(steps, max_size=2)),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(case=cases())
+def test_every_request_ends_with_the_tokens_it_yields_alone(case: Case) -> None:
+    """Liveness and the three equalities at once, at both depths, whatever pool can hold one
+    request: cache, chunks, preemption and neighbours change no token, and nothing leaks."""
+    case.play()
+
+    for _, request in case.arrivals:
+        assert case.rig.outputs[request.request_id] == expected_tokens(request, eos=EOS)
+        assert case.rig.reasons[request.request_id] in ("stop", "length")
+    case.rig.check_empty()
+
+
+@settings(max_examples=100, deadline=None)
+@given(case=cases(with_aborts=True))
+def test_an_abort_at_any_step_returns_every_slot_and_disturbs_nobody(case: Case) -> None:
+    """Lesson 58: whatever is aborted when, the others' tokens are exact and the pool is whole."""
+    case.play()
+
+    for _, request in case.arrivals:
+        tokens = case.rig.outputs[request.request_id]
+        whole = expected_tokens(request, eos=EOS)
+        if case.rig.reasons[request.request_id] == "abort":
+            assert tokens == whole[: len(tokens)]
+        else:
+            assert tokens == whole
+    case.rig.check_empty()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_cached_equals_uncached(depth: int) -> None:
+    """The same prompts, again and with prefix caching off: the same tokens."""
+    prompts = [make_prompt(21), make_prompt(33), make_prompt(21, family=1)]
+    answers = []
+    for caching in (True, False):
+        rig = Rig(depth=depth, settings={"prefix_caching": caching})
+        for turn in range(3):
+            rig.run(*(make_request(f"{turn}-{at}", p) for at, p in enumerate(prompts)))
+        answers.append(rig.outputs)
+        hits = sum(usage.cached_tokens for usage in rig.usages.values())
+        assert (hits > 0) == caching
+
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("max_batched_tokens", [1, 2, 3, 7, 64])
+def test_chunked_equals_whole(depth: int, max_batched_tokens: int) -> None:
+    """However a prompt is cut into steps, the tokens are the same."""
+    rig = Rig(
+        depth=depth, settings={"max_num_seqs": 1, "max_batched_tokens": max_batched_tokens}
+    )
+    request = make_request("a", make_prompt(50))
+
+    rig.run(request)
+
+    assert rig.outputs["a"] == expected_tokens(request)
+    assert rig.runner.num_tokens == 50 + 7
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("caching", [True, False])
+def test_preempted_equals_undisturbed(depth: int, caching: bool) -> None:
+    """Lesson 37: a resumed sequence continues exactly where it was, and ends once."""
+    requests = [
+        make_request(f"r{n}", make_prompt(8, family=n), max_tokens=40) for n in range(4)
+    ]
+    rig = Rig(num_blocks=20, depth=depth, settings={"prefix_caching": caching})
+
+    rig.run(*requests)
+
+    assert rig.scheduler.stats().num_preemptions > 0
+    for request in requests:
+        assert rig.outputs[request.request_id] == expected_tokens(request)
+    assert rig.scheduler.stats().finished == {"length": 4}
+    rig.check_empty()
