@@ -1,0 +1,67 @@
+"""The seam to transformers: the attention function its model code calls, layer by layer.
+
+A step's `AttentionStep` travels with the call as a keyword, so nothing here is state.
+transformers builds no mask for an implementation it does not know: windows, soft-caps and
+sinks arrive as keywords, and are lost unless passed on from here.
+"""
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+ATTENTION = "headwater"
+"""Our name among transformers' attention implementations."""
+
+
+class Variant(NamedTuple):
+    """How one layer attends, as its model code says."""
+
+    scaling: float
+    window: int | None = None
+    """A token sees this many tokens, itself included; None is all before it."""
+
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    """Per head: a score that takes part in the softmax and has no value."""
+
+
+class AttentionStep(Protocol):
+    """What all layers of one step share, and how they attend."""
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant
+    ) -> Tensor:
+        """Store K and V of the packed tokens, `[tokens, kv_heads, head_dim]`; attend with Q.
+
+        Returns `[tokens, heads, head_dim]`. Called once a layer, in order.
+        """
+
+
+def register() -> None:
+    """Make our attention known to transformers; again is harmless."""
+    AttentionInterface.register(ATTENTION, _attend)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    attention_step: AttentionStep,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    out = attention_step.attend(
+        module.layer_idx,  # type: ignore[arg-type]  # an int on every attention module
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        Variant(scaling, sliding_window, softcap, s_aux),
+    )
+    return out.unsqueeze(0), None

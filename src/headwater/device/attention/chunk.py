@@ -1,0 +1,125 @@
+"""Attention of one row by itself: a chunk of a prompt, with or without a cached prefix.
+
+    positions   0 ............ first ........ context
+                |  in the pool  |  this step   |
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headwater.device.attention.base import Variant
+from headwater.device.kv import KVPool
+
+_QUERIES = 256
+"""Queries scored at once where the scores are written out, which bounds their memory."""
+
+
+class Sight(NamedTuple):
+    """Which blocks a row reads under one window, and what each query sees of them."""
+
+    first_block: int
+    mask: Tensor | None
+    """Added to scores, `[queries, keys]`; None when nothing is hidden, or `causal` says it."""
+
+    causal: bool
+
+
+class ChunkRow:
+    """One row of the packed batch, tokens `[start, end)`."""
+
+    def __init__(self, *, start: int, end: int, context: int, layer_rows: Tensor) -> None:
+        self.start, self.end, self.context = start, end, context
+        self.first = context - (end - start)
+        self._layer_rows = layer_rows
+        self._sights: dict[int | None, Sight] = {}
+
+    def attend(
+        self, pool: KVPool, layer: int, query: Tensor, own: tuple[Tensor, Tensor], how: Variant
+    ) -> Tensor:
+        """`[tokens, heads, head_dim]`. This step's K and V, `own`, are in the pool already.
+
+        A row without a prefix never reads the pool: what it sees is what it just computed.
+        """
+        sight = self._sight(how.window, query, pool.block_tokens)
+        keys, values = own if self.first == 0 else self._read(pool, layer, sight.first_block)
+        if how.softcap is None and how.sinks is None:
+            return _fused(query, keys, values, sight, how.scaling)
+        parts = query.split(_QUERIES)
+        masks = self._mask(how.window, query, sight.first_block * pool.block_tokens)
+        out = [
+            written_out(q, keys, values, m, how)
+            for q, m in zip(parts, masks.split(_QUERIES), strict=True)
+        ]
+        return torch.cat(out)
+
+    def _read(self, pool: KVPool, layer: int, first_block: int) -> tuple[Tensor, Tensor]:
+        keys, values = pool.read(self._layer_rows[first_block:] + layer)
+        seen = self.context - first_block * pool.block_tokens
+        return keys[:seen], values[:seen]
+
+    def _sight(self, window: int | None, query: Tensor, block_tokens: int) -> Sight:
+        """Made by the first layer with this window, kept for the others of the step."""
+        sight = self._sights.get(window)
+        if sight is None:
+            sight = self._look(window, query, block_tokens)
+            self._sights[window] = sight
+        return sight
+
+    def _look(self, window: int | None, query: Tensor, block_tokens: int) -> Sight:
+        hidden = 0 if window is None else max(0, self.first - window + 1)
+        first_block = hidden // block_tokens if self.first else 0
+        seen = self.context - first_block * block_tokens
+        if window is None or window >= seen:
+            if self.first == 0:
+                return Sight(first_block, None, self.context > 1)
+            if self.end - self.start == 1:
+                return Sight(first_block, None, False)
+        return Sight(first_block, self._mask(window, query, first_block * block_tokens), False)
+
+    def _mask(self, window: int | None, query: Tensor, start: int) -> Tensor:
+        device = query.device
+        at = torch.arange(self.first, self.context, device=device)[:, None]
+        keys = torch.arange(start, self.context, device=device)
+        hidden = keys > at
+        if window is not None:
+            hidden |= keys <= at - window
+        mask = torch.zeros(hidden.shape, dtype=query.dtype, device=device)
+        return mask.masked_fill_(hidden, float("-inf"))
+
+
+def written_out(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, how: Variant) -> Tensor:
+    """Attention with its scores written out, for what the fused kernel cannot do."""
+    tokens, heads, head_dim = query.shape
+    kv_heads = keys.shape[1]
+    grouped = query.view(tokens, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    scores = grouped.reshape(kv_heads, -1, head_dim) @ keys.permute(1, 2, 0)
+    scores = scores.view(heads, tokens, -1).float() * how.scaling
+    if how.softcap is not None:
+        scores = torch.tanh(scores / how.softcap) * how.softcap
+    weights = softmax_with_sinks(scores + mask, how.sinks).to(query.dtype)
+    out = weights.view(kv_heads, -1, weights.shape[-1]) @ values.transpose(0, 1)
+    return out.view(heads, tokens, head_dim).transpose(0, 1)
+
+
+def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over keys of `[heads, queries, keys]`; a sink takes its share and is dropped."""
+    if sinks is None:
+        return scores.softmax(-1)
+    column = sinks.to(scores.dtype).view(-1, 1, 1).expand(-1, scores.shape[1], 1)
+    return torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
+
+
+def _fused(query: Tensor, keys: Tensor, values: Tensor, sight: Sight, scaling: float) -> Tensor:
+    out = F.scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        keys.transpose(0, 1)[None],
+        values.transpose(0, 1)[None],
+        attn_mask=sight.mask,
+        is_causal=sight.causal,
+        scale=scaling,
+        enable_gqa=query.shape[1] != keys.shape[1],
+    )
+    return out[0].transpose(0, 1)

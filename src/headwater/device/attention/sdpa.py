@@ -1,0 +1,60 @@
+"""The CPU reference: a step's attention in plain torch.
+
+Rows of a packed batch are of two kinds. Decodes in lanes are attended together; all others
+one by one. K and V of the latter go to the pool layer by layer, since they are read there;
+those of the former once, after the last layer.
+"""
+
+import torch
+from torch import Tensor
+
+from headwater.device.attention.base import Variant
+from headwater.device.attention.chunk import ChunkRow
+from headwater.device.attention.together import LaneStep
+from headwater.device.kv import KVPool
+
+
+class SdpaStep:
+    """The `AttentionStep` of one packed batch."""
+
+    def __init__(
+        self,
+        pool: KVPool,
+        *,
+        pool_rows: Tensor,
+        chunks: list[ChunkRow],
+        chunk_tokens: Tensor,
+        decodes: LaneStep | None,
+        decode_tokens: Tensor,
+    ) -> None:
+        self._pool = pool
+        self._chunks = chunks
+        self._decodes = decodes
+        self._chunk_tokens = chunk_tokens
+        self._chunk_rows = pool_rows.index_select(2, chunk_tokens) if chunks else pool_rows
+        self._decode_rows = pool_rows.index_select(2, decode_tokens) if decodes else pool_rows
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant
+    ) -> Tensor:
+        """As `AttentionStep` says; tokens that only pad the batch come out as zeros."""
+        decodes = self._decodes
+        if decodes is not None and not self._chunks and decodes.fills(query.shape[0]):
+            return decodes.attend(layer, query, key, value, variant)
+        out = query.new_zeros(query.shape)
+        if decodes is not None:
+            decodes.place(out, decodes.attend(layer, query, key, value, variant))
+        if self._chunks:
+            tokens = self._chunk_tokens
+            own = key.index_select(0, tokens), value.index_select(0, tokens)
+            self._pool.write(self._chunk_rows[layer], *own)
+        for row in self._chunks:
+            mine = slice(row.start, row.end)
+            seen = key[mine], value[mine]
+            out[mine] = row.attend(self._pool, layer, query[mine], seen, variant)
+        return out
+
+    def finish(self) -> None:
+        """After the last layer: what the lanes got is written to the pool."""
+        if self._decodes is not None:
+            self._decodes.store(self._decode_rows)

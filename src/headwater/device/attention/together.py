@@ -1,0 +1,129 @@
+"""Attention of many decoding rows together: one batched product over their lanes.
+
+Everything an index or a mask needs is made once a step; a layer only multiplies.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headwater.device.attention.base import Variant
+from headwater.device.attention.chunk import softmax_with_sinks
+from headwater.device.kv import Ints, KVPool
+from headwater.device.lanes import Lanes
+
+
+class LaneStep:
+    """The decoding rows of one step, in lanes `[0, end)`; lanes between them are idle."""
+
+    def __init__(
+        self, pool: KVPool, storage: Lanes, *, lanes: Ints, end: int, contexts: Ints, tokens: Ints
+    ) -> None:
+        self._pool = pool
+        self._keys, self._values = storage.keys, storage.values
+        self._lane_tokens = storage.lane_tokens
+        self._num_lanes = storage.num_lanes
+        self._end = end
+        self._span = int(contexts.max())
+        self._contexts, self._lanes = contexts, lanes
+        self._masks: dict[int | None, Tensor | None] = {}
+        in_order = end == len(lanes) and bool((lanes == np.arange(end)).all())
+        self._index(in_order, tokens)
+
+    def _index(self, in_order: bool, tokens: Ints) -> None:
+        """Which token each lane gets and where; idle lanes get the first token, harmlessly."""
+        pool = self._pool
+        token_of = np.full(self._end, tokens[0], dtype=np.int64)
+        token_of[self._lanes] = tokens
+        at = np.zeros(self._end, dtype=np.int64)
+        at[self._lanes] = self._contexts - 1
+        heads = np.arange(self._end * pool.kv_heads)
+        rows = heads * self._lane_tokens + np.repeat(at, pool.kv_heads)
+        leading = in_order and bool((tokens == np.arange(len(tokens))).all())
+        self.leading = leading
+        """The rows are the first tokens of the batch, in the order of their lanes."""
+        self._rows = torch.from_numpy(rows).to(pool.device)
+        self._token_of = torch.from_numpy(token_of).to(pool.device)
+        self._tokens = torch.from_numpy(tokens).to(pool.device)
+        self._lane_rows = torch.from_numpy(self._lanes).to(pool.device)
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: Variant
+    ) -> Tensor:
+        """`[end, heads, head_dim]`, by lane. This step's K and V are put in the lanes."""
+        pool = self._pool
+        query, key, value = self._by_lane(query), self._by_lane(key), self._by_lane(value)
+        keys, values = self._keys[layer], self._values[layer]
+        keys.view(-1, pool.head_dim).index_copy_(0, self._rows, key.reshape(-1, pool.head_dim))
+        values.view(-1, pool.head_dim).index_copy_(0, self._rows, value.reshape(-1, pool.head_dim))
+        used = self._end * pool.kv_heads
+        weights = self._weights(query, keys[:used, : self._span], how)
+        out = torch.bmm(weights, values[:used, : self._span])
+        return out.view(self._end, -1, pool.head_dim)
+
+    def fills(self, num_tokens: int) -> bool:
+        """Whether what `attend` returns is, as it stands, that of all tokens of the batch."""
+        return self.leading and self._end == num_tokens
+
+    def place(self, out: Tensor, attended: Tensor) -> None:
+        """Put what `attend` returned where the rows' tokens are in the packed batch."""
+        if self.leading:
+            out[: self._end] = attended
+        else:
+            out.index_copy_(0, self._tokens, attended.index_select(0, self._lane_rows))
+
+    def store(self, rows: Tensor) -> None:
+        """After the last layer: this step's K and V of all layers, to pool `rows`."""
+        pool = self._pool
+        heads = torch.arange(pool.kv_heads, device=pool.device)
+        lane_heads = (self._lane_rows[:, None] * pool.kv_heads + heads).flatten()
+        layers = torch.arange(pool.num_layers, device=pool.device)[:, None]
+        stride = self._num_lanes * pool.kv_heads * self._lane_tokens
+        source = (layers * stride + self._rows.index_select(0, lane_heads)).flatten()
+        keys = self._keys.view(-1, pool.head_dim).index_select(0, source)
+        values = self._values.view(-1, pool.head_dim).index_select(0, source)
+        pool.write_heads(rows, keys, values)
+
+    def _by_lane(self, tokens: Tensor) -> Tensor:
+        return tokens[: self._end] if self.leading else tokens.index_select(0, self._token_of)
+
+    def _weights(self, query: Tensor, keys: Tensor, how: Variant) -> Tensor:
+        """Softmax of scores, `[lanes * kv_heads, queries a head, keys]`."""
+        grouped = query.reshape(keys.shape[0], -1, keys.shape[2])
+        mask = self._mask(how.window, query.dtype)
+        if how.softcap is None and how.sinks is None:
+            if mask is None:
+                return torch.bmm(grouped * how.scaling, keys.transpose(1, 2)).softmax(-1)
+            return torch.baddbmm(
+                mask, grouped, keys.transpose(1, 2), alpha=how.scaling
+            ).softmax(-1)
+        scores = torch.bmm(grouped, keys.transpose(1, 2)).float() * how.scaling
+        if how.softcap is not None:
+            scores = torch.tanh(scores / how.softcap) * how.softcap
+        if mask is not None:
+            scores = scores + mask
+        if how.sinks is not None:
+            sinks = how.sinks.repeat(self._end)
+            by_head = scores.view(len(sinks), 1, -1)
+            return softmax_with_sinks(by_head, sinks).reshape(scores.shape).to(query.dtype)
+        return scores.softmax(-1).to(query.dtype)
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """Added to scores, `[lanes * kv_heads, 1, keys]`; made by the first layer to ask."""
+        if window not in self._masks:
+            self._masks[window] = self._look(window, dtype)
+        return self._masks[window]
+
+    def _look(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        contexts = np.full(self._end, self._span, dtype=np.int64)
+        contexts[self._lanes] = self._contexts
+        keys = np.arange(self._span)
+        hidden = keys >= contexts[:, None]
+        if window is not None:
+            hidden |= keys < contexts[:, None] - window
+        if not hidden.any():
+            return None
+        mask = torch.zeros(hidden.shape, dtype=dtype)
+        mask.masked_fill_(torch.from_numpy(hidden), float("-inf"))
+        by_head = mask.repeat_interleave(self._pool.kv_heads, dim=0)
+        return by_head[:, None].to(self._pool.device)

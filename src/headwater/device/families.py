@@ -1,0 +1,128 @@
+"""Which model families are served, and a sentence for each kind that is refused.
+
+The list is closed: a family is on it when a test compares its tokens with `generate`. The
+model code ignores in silence whatever our attention does not honour, so an unknown family
+that seems to run is the dangerous one.
+"""
+
+from collections.abc import Mapping
+
+from headwater.errors import ModelError
+
+SERVED = frozenset(
+    {
+        "gemma2",
+        "gemma3_text",
+        "gpt_oss",
+        "granite",
+        "llama",
+        "mistral",
+        "olmo2",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+    }
+)
+"""`model_type` of every family that is served."""
+
+_RECURRENT = "keeps a recurrent state, which cannot be shared as blocks of KV"
+_ENCODER = "is an encoder-decoder; only decoder-only models are served"
+_LATENT = "uses multi-head latent attention (MLA), whose KV is not served in this release"
+_MEDIA = "is a multimodal model; only its text-only family is served"
+
+_REFUSED = {
+    **dict.fromkeys(
+        (
+            "bamba",
+            "falcon_h1",
+            "falcon_mamba",
+            "granitemoehybrid",
+            "jamba",
+            "lfm2",
+            "mamba",
+            "mamba2",
+            "nemotron_h",
+            "qwen3_5",
+            "qwen3_next",
+            "recurrent_gemma",
+            "rwkv",
+            "xlstm",
+            "zamba",
+            "zamba2",
+        ),
+        _RECURRENT,
+    ),
+    **dict.fromkeys(
+        ("bart", "mbart", "mt5", "pegasus", "t5", "t5gemma", "umt5", "whisper"), _ENCODER
+    ),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "longcat_flash", "minicpm3"),
+        _LATENT,
+    ),
+    **dict.fromkeys(("llama4", "llama4_text"), "attends in chunks that are not told to attention"),
+    **dict.fromkeys(("gemma3", "gemma3n", "llava", "mllama", "qwen2_vl", "qwen2_5_vl"), _MEDIA),
+}
+
+_RECURRENT_KEYS = ("ssm_cfg", "mamba_d_state", "ssm_state_size", "linear_key_head_dim")
+_RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "recurrent", "conv"})
+_WHOLE_QUANTIZATION = frozenset({"mxfp4"})
+"""Quantised weights that are turned back to the serving dtype at loading."""
+
+
+def check_served(config: Mapping[str, object]) -> None:
+    """Raise a `ModelError` that says why, unless the model of this config.json is served."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or not kind:
+        raise ModelError("config.json names no model_type, so nothing says how to run the model")
+    reason = _why_not(kind, config)
+    if reason is not None:
+        raise ModelError(f"model type '{kind}' is not served: it {reason}")
+    if kind not in SERVED:
+        raise ModelError(
+            f"model type '{kind}' is not served: it has not been tested against its own "
+            f"generate(); served are {', '.join(sorted(SERVED))}"
+        )
+
+
+def _why_not(kind: str, config: Mapping[str, object]) -> str | None:
+    """The general reasons first: they hold whatever the family is called."""
+    layer_types = config.get("layer_types")
+    if config.get("is_encoder_decoder") is True:
+        return _ENCODER
+    if config.get("kv_lora_rank") is not None:
+        return _LATENT
+    if any(config.get(key) is not None for key in _RECURRENT_KEYS):
+        return _RECURRENT
+    if isinstance(layer_types, list) and _RECURRENT_LAYERS.intersection(layer_types):
+        return _RECURRENT
+    if isinstance(layer_types, list) and "chunked_attention" in layer_types:
+        return _REFUSED["llama4"]
+    if config.get("use_bidirectional_attention"):
+        return "attends to later tokens, so a prefix's KV depends on what follows it"
+    return _REFUSED.get(kind) or _quantized(config)
+
+
+def _quantized(config: Mapping[str, object]) -> str | None:
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, Mapping):
+        return None
+    method = quantization.get("quant_method")
+    if method in _WHOLE_QUANTIZATION:
+        return None
+    return f"has weights quantised with '{method}', and only unquantised weights are served"
+
+
+def max_positions(config: Mapping[str, object], rope: Mapping[str, object]) -> int:
+    """Longest sequence whose KV depends on its own tokens alone.
+
+    Under `longrope` the frequencies of *all* sequences in a batch change when one passes
+    the original length, so that length is the limit: below it, a block stays what it was.
+    """
+    positions = config.get("max_position_embeddings")
+    if not isinstance(positions, int) or positions < 1:
+        raise ModelError("config.json has no usable max_position_embeddings")
+    original = rope.get("original_max_position_embeddings")
+    if rope.get("rope_type") == "longrope" and isinstance(original, int):
+        return min(positions, original)
+    return positions

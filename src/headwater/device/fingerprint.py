@@ -1,0 +1,69 @@
+"""What a model is: a content hash of its weights and config, computed once.
+
+Two folders with the same bytes have the same fingerprint; a changed byte changes it. The
+hash is remembered in the user's cache folder under the files' names, sizes and times, so
+that a large model is read for it only once.
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from headwater.device.folder import cache_folder, write_whole
+from headwater.errors import ModelError
+
+_DOMAIN = b"headwater model fingerprint 1\0"
+
+
+def fingerprint(model_dir: Path) -> bytes:
+    """32 bytes that name the weights and config in `model_dir`."""
+    files = _identity_files(model_dir)
+    stamp = [[f.name, s.st_size, s.st_mtime_ns] for f, s in ((f, f.stat()) for f in files)]
+    note = _note_path(model_dir)
+    known = _remembered(note, stamp)
+    if known is not None:
+        return known
+    digest = _content_hash(files)
+    try:
+        write_whole(note, json.dumps({"files": stamp, "fingerprint": digest.hex()}))
+    except OSError:
+        pass  # a cache folder that cannot be written costs a second hashing, nothing else
+    return digest
+
+
+def _identity_files(model_dir: Path) -> list[Path]:
+    weights = sorted(model_dir.glob("*.safetensors"))
+    config = model_dir / "config.json"
+    if not config.is_file():
+        raise ModelError(f"{model_dir} has no config.json")
+    if not weights:
+        raise ModelError(f"{model_dir} has no .safetensors weights")
+    return [config, *weights]
+
+
+def _note_path(model_dir: Path) -> Path:
+    place = hashlib.sha256(os.fsencode(model_dir.resolve())).hexdigest()[:32]
+    return cache_folder() / "fingerprints" / f"{place}.json"
+
+
+def _remembered(note: Path, stamp: list[list[object]]) -> bytes | None:
+    """The fingerprint on the note, if it was of these very files; None otherwise."""
+    try:
+        content = json.loads(note.read_text(encoding="utf-8"))
+        if content["files"] != stamp:
+            return None
+        digest = bytes.fromhex(content["fingerprint"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return digest if len(digest) == 32 else None
+
+
+def _content_hash(files: list[Path]) -> bytes:
+    whole = hashlib.sha256(_DOMAIN)
+    for path in files:
+        name = path.name.encode()
+        with path.open("rb") as file:
+            content = hashlib.file_digest(file, "sha256").digest()
+        whole.update(len(name).to_bytes(4, "little") + name + content)
+    return whole.digest()

@@ -1,0 +1,155 @@
+"""A `ScheduledBatch` as tensors: everything a forward pass reads, made once a step.
+
+numpy does the arithmetic, over whole arrays; nothing here loops over tokens.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headwater.device.attention.chunk import ChunkRow
+from headwater.device.attention.sdpa import SdpaStep
+from headwater.device.attention.together import LaneStep
+from headwater.device.kv import Ints, KVPool
+from headwater.device.lanes import Lanes
+from headwater.scheduler.batch import ScheduledBatch
+from headwater.types import Tokens
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class StepInputs:
+    """What the model is called with. Tokens may be padded at the end."""
+
+    tokens: Tensor
+    """`[1, tokens]`, as are the positions."""
+
+    positions: Tensor
+    logits_at: Tensor
+    """Last token of each sampled row; the first token alone when no row is sampled."""
+
+    attention: SdpaStep
+
+
+class _Tables:
+    """The block tables of a batch as one array, addressed by row and block."""
+
+    def __init__(self, tables: list[NDArray[np.int32]]) -> None:
+        self._flat = np.concatenate(tables)
+        self._widths = np.array([len(table) for table in tables], dtype=np.int64)
+        self._starts = np.cumsum(self._widths) - self._widths
+
+    def slots(self, rows: Ints, blocks: Ints) -> Ints:
+        return self._flat[self._starts[rows] + blocks].astype(np.int64)
+
+    def padded(self, rows: Ints, num_blocks: int) -> NDArray[np.int32]:
+        """`[rows, num_blocks]`; beyond a table's end its last slot is repeated."""
+        wanted = np.minimum(np.arange(num_blocks), self._widths[rows, None] - 1)
+        return self._flat[self._starts[rows, None] + wanted]
+
+
+def build(
+    batch: ScheduledBatch, tokens: Tokens, *, pool: KVPool, lanes: Lanes, min_rows: int
+) -> StepInputs:
+    """Inputs of one step. `tokens` are the batch's own, with carried ones filled in.
+
+    Marks the slots it is about to write, and moves sequences in and out of lanes.
+    """
+    starts = batch.query_start.astype(np.int64)
+    contexts = batch.context_lens.astype(np.int64)
+    counts = np.diff(starts)
+    positions = batch.positions.astype(np.int64)
+    tables = _Tables(batch.block_tables)
+    row_of = np.repeat(np.arange(batch.num_rows), counts)
+    slots = tables.slots(row_of, positions // pool.block_tokens)
+    together = _together(counts, contexts, lanes)
+    decodes = _decodes(batch, tables, np.flatnonzero(together), pool=pool, lanes=lanes)
+    pool.mark_written(np.unique(slots).astype(np.int32))
+    if decodes is not None:
+        decodes.advance()
+    step = SdpaStep(
+        pool,
+        pool_rows=pool.rows_of(slots, positions % pool.block_tokens),
+        chunks=_chunks(np.flatnonzero(~together), starts, contexts, tables, pool),
+        chunk_tokens=torch.from_numpy(np.flatnonzero(~together[row_of])).to(pool.device),
+        decodes=decodes.step if decodes is not None else None,
+        decode_tokens=torch.from_numpy(np.flatnonzero(together[row_of])).to(pool.device),
+    )
+    last = starts[1:][batch.sampled] - 1 if len(batch.sampled) else np.zeros(1, dtype=np.int64)
+    return StepInputs(
+        tokens=_padded(tokens, min_rows, pool.device),
+        positions=_padded(positions, min_rows, pool.device),
+        logits_at=torch.from_numpy(last).to(pool.device),
+        attention=step,
+    )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Decodes:
+    """Rows placed in lanes, until the pool knows that they are written."""
+
+    step: LaneStep
+    storage: Lanes
+    lanes: Ints
+    tables: NDArray[np.int32]
+    contexts: Ints
+
+    def advance(self) -> None:
+        self.storage.advance(self.lanes, self.tables, self.contexts)
+
+
+def _together(counts: Ints, contexts: Ints, lanes: Lanes) -> NDArray[np.bool_]:
+    """Which rows are attended in lanes."""
+    together = counts == 1
+    if together.any():
+        single = np.flatnonzero(together)
+        together[single] = lanes.choose(contexts[single])
+    return together
+
+
+def _decodes(
+    batch: ScheduledBatch, tables: _Tables, rows: Ints, *, pool: KVPool, lanes: Lanes
+) -> _Decodes | None:
+    if len(rows) == 0:
+        return None
+    contexts = batch.context_lens[rows].astype(np.int64)
+    width = -(-int(contexts.max()) // pool.block_tokens)
+    padded = tables.padded(rows, width)
+    ids = [batch.request_ids[row] for row in rows.tolist()]
+    placed, end = lanes.place(ids, padded, contexts)
+    step = LaneStep(
+        pool,
+        lanes,
+        lanes=placed,
+        end=end,
+        contexts=contexts,
+        tokens=batch.query_start[rows].astype(np.int64),
+    )
+    return _Decodes(step=step, storage=lanes, lanes=placed, tables=padded, contexts=contexts)
+
+
+def _chunks(
+    rows: Ints, starts: Ints, contexts: Ints, tables: _Tables, pool: KVPool
+) -> list[ChunkRow]:
+    chunks = []
+    for row in rows.tolist():
+        context = int(contexts[row])
+        blocks = np.arange(-(-context // pool.block_tokens))
+        layer_rows = tables.slots(np.full(len(blocks), row), blocks) * pool.num_layers
+        chunks.append(
+            ChunkRow(
+                start=int(starts[row]),
+                end=int(starts[row + 1]),
+                context=context,
+                layer_rows=torch.from_numpy(layer_rows).to(pool.device),
+            )
+        )
+    return chunks
+
+
+def _padded(values: NDArray[np.int64] | Tokens, min_rows: int, device: torch.device) -> Tensor:
+    whole = np.zeros(max(len(values), min_rows), dtype=np.int64)
+    whole[: len(values)] = values
+    return torch.from_numpy(whole)[None].to(device)

@@ -1,0 +1,97 @@
+"""The KV pool: one tensor `[blocks, layers, 2, block_tokens, kv_heads, head_dim]`.
+
+A block's bytes are one contiguous piece. Everything here addresses it by slot; which slot
+holds what is decided elsewhere.
+
+    flat rows   slot 0: layer 0: K of token 0, 1, … | V of token 0, 1, … | layer 1: K … | V …
+"""
+
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headwater.device.model import LoadedModel
+
+Ints = NDArray[np.int64]
+
+
+class KVPool:
+    """KV of every device block, and how often each slot was written."""
+
+    def __init__(self, model: LoadedModel, *, num_blocks: int, block_tokens: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_tokens = block_tokens
+        self.num_layers, self.kv_heads = model.num_layers, model.kv_heads
+        self.head_dim = model.head_dim
+        self.device = model.device
+        # Zeros, not whatever was there: a masked key still meets its zero weight, and
+        # zero times a stray NaN is NaN.
+        self.data = torch.zeros(
+            (num_blocks, self.num_layers, 2, block_tokens, self.kv_heads, self.head_dim),
+            dtype=model.dtype,
+            device=model.device,
+        )
+        self.writes: Ints = np.zeros(num_blocks, dtype=np.int64)
+        """Per slot: a count that changes with every step or copy that writes to it."""
+        self._token_rows = self.data.view(-1, self.kv_heads * self.head_dim)
+        self._head_rows = self.data.view(-1, self.head_dim)
+        self._layer_rows = self.data.view(num_blocks * self.num_layers, -1)
+        self._scratch = torch.empty(0, dtype=model.dtype, device=model.device)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.nbytes
+
+    def mark_written(self, slots: NDArray[np.int32]) -> None:
+        """Whoever writes to slots says so first: copies of their KV elsewhere are stale."""
+        self.writes[slots] += 1
+
+    def rows_of(self, slots: Ints, offsets: Ints) -> Tensor:
+        """Flat row of the KV of each token, as `[layers, 2, tokens]`."""
+        layers = np.arange(self.num_layers * 2).reshape(self.num_layers, 2, 1)
+        rows = (slots * (self.num_layers * 2) + layers) * self.block_tokens + offsets
+        return torch.from_numpy(rows).to(self.device)
+
+    def write(self, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store `[tokens, kv_heads, head_dim]` of one layer at its `rows`, `[2, tokens]`."""
+        self._token_rows.index_copy_(0, rows[0], keys.flatten(1))
+        self._token_rows.index_copy_(0, rows[1], values.flatten(1))
+
+    def write_heads(self, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store `[layers * tokens * kv_heads, head_dim]` at rows `[layers, 2, tokens]`."""
+        heads = torch.arange(self.kv_heads, device=self.device)
+        by_head = rows[..., None] * self.kv_heads + heads
+        self._head_rows.index_copy_(0, by_head[:, 0].flatten(), keys)
+        self._head_rows.index_copy_(0, by_head[:, 1].flatten(), values)
+
+    def read(self, layer_rows: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V, `[tokens, kv_heads, head_dim]`, of the blocks at `slot * layers + layer`.
+
+        They live in a scratch buffer, good until the next read: fresh memory of this size
+        would cost more in page faults than the copy itself.
+        """
+        taken = self._take(self._layer_rows, layer_rows)
+        both = taken.view(-1, 2, self.block_tokens, self.kv_heads, self.head_dim)
+        return _merged(both[:, 0]), _merged(both[:, 1])
+
+    def read_whole(self, slots: Tensor) -> Tensor:
+        """All layers of these blocks, `[blocks, layers, 2, …]`, in the scratch buffer."""
+        taken = self._take(self.data.view(self.num_blocks, -1), slots)
+        return taken.view(-1, *self.data.shape[1:])
+
+    def _take(self, source: Tensor, rows: Tensor) -> Tensor:
+        needed = rows.numel() * source.shape[1]
+        if self._scratch.numel() < needed:
+            self._scratch = torch.empty(
+                needed + needed // 2, dtype=source.dtype, device=source.device
+            )
+        into = self._scratch[:needed].view(rows.numel(), source.shape[1])
+        return torch.index_select(source, 0, rows, out=into)
+
+
+def _merged(blocks: Tensor) -> Tensor:
+    """`[blocks, block_tokens, …]` as `[tokens, …]`; a copy, for K and V alternate."""
+    return cast(Tensor, blocks.flatten(0, 1))

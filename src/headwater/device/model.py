@@ -1,0 +1,153 @@
+"""Loads a model folder: transformers' model code, our attention, local files only."""
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
+
+from headwater.device import builtin, packing
+from headwater.device.attention.base import ATTENTION, register
+from headwater.device.families import check_served, max_positions
+from headwater.device.fingerprint import fingerprint
+from headwater.errors import ConfigError, ModelError
+
+_log = logging.getLogger(__name__)
+
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoadedModel:
+    """A model ready to run, and the facts about it that others need."""
+
+    module: nn.Module
+    model_dir: Path
+    fingerprint: bytes
+    device: torch.device
+    dtype: torch.dtype
+    num_layers: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_model_len: int
+    """Most tokens of prompt and output together."""
+
+    eos_token_ids: tuple[int, ...]
+    min_rows: int = 1
+    """Smaller steps are padded to this many tokens, because they are faster so."""
+
+    @property
+    def token_bytes(self) -> int:
+        """KV of one token over all layers."""
+        return 2 * self.num_layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+def load(
+    model_dir: str | Path | None,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    packed: bool = True,
+) -> LoadedModel:
+    """Load `model_dir`, or the built-in tiny model for None; a ModelError says why not.
+
+    `packed` lets a CPU model's weights be reordered for speed. Nothing is fetched from
+    anywhere and no code from the folder is run.
+    """
+    folder = Path(model_dir) if model_dir is not None else builtin.ensure()
+    raw = read_config(folder)
+    check_served(raw)
+    name = fingerprint(folder)
+    module = _load_module(folder, raw, _torch_dtype(dtype)).to(device).eval()
+    quick = packed and packing.pack(module)
+    padded = quick and not packing.has_experts(module)
+    return LoadedModel(
+        module=module,
+        fingerprint=name,
+        model_dir=folder,
+        device=torch.device(device),
+        min_rows=packing.ROWS_WANTED if padded else 1,
+        **_facts(module.config, folder),
+    )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json, or a ModelError that says what is wrong with it."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelError(f"{folder} is not a model folder: it has no config.json")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as exc:
+        raise ModelError(f"{path} is not valid JSON: {exc}") from exc
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} is not a JSON object")
+    return content
+
+
+def _torch_dtype(name: str) -> torch.dtype | str:
+    if name == "auto":
+        return name
+    if name not in _DTYPES:
+        raise ConfigError(f"unknown dtype '{name}'; known: auto, {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _load_module(folder: Path, raw: Mapping[str, Any], dtype: torch.dtype | str) -> Any:
+    register()
+    whole = {"quantization_config": Mxfp4Config(dequantize=True)}
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            **(whole if "quantization_config" in raw else {}),
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as exc:
+        raise ModelError(f"{folder} could not be loaded: {exc}") from exc
+
+
+def _facts(config: Any, folder: Path) -> dict[str, Any]:
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    positions = max_positions(config.to_dict(), rope)
+    if positions < config.max_position_embeddings:
+        _log.warning("sequences are limited to %d tokens: longer ones change rotary", positions)
+    return {
+        "dtype": cast(torch.dtype, config.dtype),
+        "num_layers": config.num_hidden_layers,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": head_dim,
+        "vocab_size": config.vocab_size,
+        "max_model_len": positions,
+        "eos_token_ids": _eos_token_ids(config, folder),
+    }
+
+
+def _eos_token_ids(config: Any, folder: Path) -> tuple[int, ...]:
+    """Ids that end a sequence: the generation config's, or else the model config's."""
+    path = folder / "generation_config.json"
+    named: object = None
+    if path.is_file():
+        named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    if named is None:
+        named = config.eos_token_id
+    if named is None:
+        return ()
+    return (named,) if isinstance(named, int) else tuple(cast(list[int], named))

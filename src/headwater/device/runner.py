@@ -1,0 +1,124 @@
+"""TorchRunner: runs one `ScheduledBatch` after another on a device."""
+
+from collections import deque
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headwater.device.inputs import StepInputs, build
+from headwater.device.kv import KVPool
+from headwater.device.lanes import Lanes
+from headwater.device.model import LoadedModel
+from headwater.device.penalties import History, is_penalised
+from headwater.device.sampler import SampledRows, Sampler
+from headwater.errors import ConfigError
+from headwater.scheduler.batch import ScheduledBatch, StepResult
+from headwater.types import Tokens
+
+LANE_SHARE = 0.5
+"""Memory for lanes, as a share of the pool's."""
+
+
+class TorchRunner:
+    """The engine's `Runner` over torch. One thread; `submit` and `collect` alternate freely.
+
+    On a CPU `submit` computes the step; with `depth` 2 a second one may be submitted before
+    the first is collected, its carried tokens taken from the first.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        num_blocks: int,
+        block_tokens: int,
+        max_num_seqs: int,
+        max_batched_tokens: int,
+        depth: int = 1,
+        lane_bytes: int | None = None,
+    ) -> None:
+        if depth not in (1, 2):
+            raise ConfigError(f"a runner has 1 or 2 steps in flight, not {depth}")
+        self.depth = depth
+        self.max_batched_tokens = max_batched_tokens
+        self._model = model
+        self.pool = KVPool(model, num_blocks=num_blocks, block_tokens=block_tokens)
+        if lane_bytes is None:
+            lane_bytes = int(self.pool.num_bytes * LANE_SHARE)
+        self._lanes = Lanes(self.pool, max_lanes=max_num_seqs, max_bytes=lane_bytes)
+        self._sampler = Sampler(model.eos_token_ids)
+        self._results: deque[StepResult] = deque()
+        self._last: tuple[ScheduledBatch, StepResult] | None = None
+
+    def submit(self, batch: ScheduledBatch) -> None:
+        """Run one step; its result waits for `collect`."""
+        carried = self._carried(batch)
+        tokens = batch.tokens
+        if carried:
+            tokens = tokens.copy()
+            rows = np.fromiter(carried, dtype=np.int64)
+            tokens[batch.query_start[rows]] = np.fromiter(carried.values(), dtype=np.int32)
+        with torch.inference_mode():
+            logits = self._logits(batch, tokens)
+            chosen, logprobs = self._sampler.choose(
+                logits[: len(batch.sampled)], _sampled_rows(batch, carried)
+            )
+        result = StepResult(step=batch.step, tokens=chosen, logprobs=logprobs)
+        self._results.append(result)
+        self._last = batch, result
+
+    def collect(self) -> StepResult:
+        """The result of the oldest step not yet collected."""
+        return self._results.popleft()
+
+    def close(self) -> None:
+        """Forget what was not collected."""
+        self._results.clear()
+        self._last = None
+
+    def _logits(self, batch: ScheduledBatch, tokens: Tokens) -> Tensor:
+        inputs: StepInputs = build(
+            batch, tokens, pool=self.pool, lanes=self._lanes, min_rows=self._model.min_rows
+        )
+        output = self._model.module(
+            input_ids=inputs.tokens,
+            position_ids=inputs.positions,
+            attention_mask=None,
+            use_cache=False,
+            logits_to_keep=inputs.logits_at,
+            attention_step=inputs.attention,
+        )
+        inputs.attention.finish()
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def _carried(self, batch: ScheduledBatch) -> dict[int, int]:
+        """The token that each row with a carry got from the step before."""
+        rows = np.flatnonzero(batch.carry >= 0)
+        if len(rows) == 0:
+            return {}
+        assert self._last is not None, "a first batch has nothing to carry"
+        before, result = self._last
+        place = np.full(before.num_rows, -1, dtype=np.int64)
+        place[before.sampled] = np.arange(len(before.sampled))
+        places = place[batch.carry[rows]]
+        assert (places >= 0).all(), "a carry names a row that chose no token"
+        return dict(zip(rows.tolist(), result.tokens[places].tolist(), strict=True))
+
+
+def _sampled_rows(batch: ScheduledBatch, carried: dict[int, int]) -> SampledRows:
+    histories: dict[int, History] = {}
+    for i, params in enumerate(batch.params):
+        if is_penalised(params):
+            tokens, prompt_len = batch.histories[i]
+            row = int(batch.sampled[i])
+            if row in carried:
+                tokens = np.append(tokens, np.int32(carried[row]))
+            histories[i] = tokens, prompt_len
+    return SampledRows(
+        params=batch.params,
+        positions=batch.context_lens[batch.sampled].astype(np.int64),
+        prompt_lens=[prompt_len for _, prompt_len in batch.histories],
+        histories=histories,
+    )

@@ -1,0 +1,173 @@
+"""Chooses the next token of each row. Vectorised over the batch; nothing is remembered.
+
+The order: penalties, biases and forbidden tokens; then temperature; then the k most likely,
+the top p of those, and what is at least `min_p` as likely as the likeliest. Tokens as
+likely as the last one kept are kept too, so the order of ids decides nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headwater.device.kv import Ints
+from headwater.device.noise import uniform
+from headwater.device.penalties import History, bias, forbid, is_penalised, penalise
+from headwater.scheduler.batch import TokenLogprobs
+from headwater.scheduler.sequence import SamplingParams
+from headwater.types import Tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SampledRows:
+    """The rows of a step that choose a token; all fields are per row."""
+
+    params: Sequence[SamplingParams]
+    positions: Ints
+    """Position the chosen token will have in its sequence."""
+
+    prompt_lens: Sequence[int]
+    histories: dict[int, History]
+    """Of the penalised rows."""
+
+
+class Sampler:
+    """Chooses tokens for a model with these end-of-sequence ids."""
+
+    def __init__(self, eos_token_ids: Sequence[int]) -> None:
+        self._eos_token_ids = tuple(eos_token_ids)
+
+    def choose(
+        self, logits: Tensor, rows: SampledRows
+    ) -> tuple[Tokens, list[TokenLogprobs | None]]:
+        """A token for each row of `logits`, and log-probabilities where asked for."""
+        if all(map(_is_plain, rows.params)):
+            return _tokens(logits.argmax(-1)), [None] * len(rows.params)
+        edited = self._edited(logits.float(), rows)
+        chosen = edited.argmax(-1)
+        random = [row for row, params in enumerate(rows.params) if params.temperature > 0]
+        if random:
+            at = torch.tensor(random, device=logits.device)
+            drawn = _draw(
+                edited.index_select(0, at),
+                [rows.params[row] for row in random],
+                rows.positions[random],
+            )
+            chosen.index_copy_(0, at, drawn)
+        return _tokens(chosen), _logprobs(logits, chosen, rows.params)
+
+    def _edited(self, logits: Tensor, rows: SampledRows) -> Tensor:
+        """The logits that are chosen from; those given are left alone."""
+        biased = any(params.logit_bias for params in rows.params)
+        forbidden = self._forbidden(rows)
+        if not (rows.histories or biased or forbidden):
+            return logits
+        edited = logits.clone()
+        if rows.histories:
+            penalise(edited, rows.params, rows.histories)
+        if biased:
+            bias(edited, rows.params)
+        forbid(edited, forbidden)
+        return edited
+
+    def _forbidden(self, rows: SampledRows) -> list[tuple[int, tuple[int, ...]]]:
+        """Tokens that would end a row which must go on."""
+        forbidden = []
+        for row, params in enumerate(rows.params):
+            generated = int(rows.positions[row]) - rows.prompt_lens[row]
+            if generated < params.min_tokens:
+                ends = () if params.ignore_eos else self._eos_token_ids
+                forbidden.append((row, params.stop_token_ids + ends))
+        return forbidden
+
+
+def _is_plain(params: SamplingParams) -> bool:
+    """Greedy, and nothing else asked for."""
+    return (
+        params.temperature <= 0
+        and params.logprobs is None
+        and params.min_tokens == 0
+        and not params.logit_bias
+        and not is_penalised(params)
+    )
+
+
+def _tokens(chosen: Tensor) -> Tokens:
+    tokens: Tokens = chosen.cpu().numpy().astype(np.int32)
+    return tokens
+
+
+def _draw(logits: Tensor, params: Sequence[SamplingParams], positions: Ints) -> Tensor:
+    """Invert the cumulative distribution at one number a row."""
+    temperatures = _column([p.temperature for p in params], logits)
+    probs = (logits / temperatures).softmax(-1)
+    floor = _floor(probs, params)
+    if floor is not None:
+        probs = probs.masked_fill(probs < floor, 0.0)
+    cumulative = probs.cumsum(-1)
+    total = cumulative[:, -1:]
+    drawn = uniform([p.seed for p in params], positions)
+    at = torch.from_numpy(drawn).to(logits.device)[:, None] * total
+    # The product may round up to the total, beyond which there is no token.
+    at = torch.minimum(at, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, at, right=True)[:, 0]
+
+
+def _floor(probs: Tensor, params: Sequence[SamplingParams]) -> Tensor | None:
+    """Least probability that is kept in each row; None keeps everything."""
+    floor = None
+    if any(p.min_p > 0 for p in params):
+        floor = probs.amax(-1, keepdim=True) * _column([p.min_p for p in params], probs)
+    cut = [row for row, p in enumerate(params) if p.top_k > 0 or p.top_p < 1]
+    if cut:
+        if floor is None:
+            floor = torch.zeros_like(probs[:, :1])
+        at = torch.tensor(cut, device=probs.device)
+        least = _cut(probs.index_select(0, at), [params[row] for row in cut])
+        floor.index_copy_(0, at, torch.maximum(floor.index_select(0, at), least))
+    return floor
+
+
+def _cut(probs: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Probability of the last token within top-k and, of those, top-p."""
+    vocab = probs.shape[1]
+    limits = [min(p.top_k, vocab) if p.top_k > 0 else vocab for p in params]
+    ordered = probs.topk(max(limits), dim=-1).values
+    limit = torch.tensor(limits, device=probs.device)[:, None]
+    within = torch.arange(ordered.shape[1], device=probs.device) < limit
+    kept = torch.where(within, ordered, 0.0)
+    cumulative = kept.cumsum(-1)
+    mass = cumulative[:, -1:] * _column([p.top_p for p in params], probs)
+    within &= cumulative - kept < mass
+    last = within.sum(-1, keepdim=True).clamp(min=1) - 1
+    return ordered.gather(1, last)
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+
+
+def _logprobs(
+    logits: Tensor, chosen: Tensor, params: Sequence[SamplingParams]
+) -> list[TokenLogprobs | None]:
+    """Of the model itself: before penalties and temperature."""
+    found: list[TokenLogprobs | None] = [None] * len(params)
+    wanted = [(row, p.logprobs) for row, p in enumerate(params) if p.logprobs is not None]
+    if not wanted:
+        return found
+    at = torch.tensor([row for row, _ in wanted], device=logits.device)
+    all_values = logits.index_select(0, at).float().log_softmax(-1)
+    picked = all_values.gather(1, chosen.index_select(0, at)[:, None])
+    ranks = (all_values > picked).sum(-1).tolist()
+    top = all_values.topk(min(max(n for _, n in wanted), logits.shape[1]), dim=-1)
+    values, ids = top.values.tolist(), top.indices.tolist()
+    for i, (row, count) in enumerate(wanted):
+        found[row] = TokenLogprobs(
+            chosen=float(picked[i]),
+            rank=ranks[i] + 1,
+            top_ids=tuple(ids[i][:count]),
+            top_values=tuple(values[i][:count]),
+        )
+    return found

@@ -1,0 +1,150 @@
+"""Drives a runner by hand: sequences with slots of their own, steps of any composition."""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from headwater.device.model import LoadedModel
+from headwater.device.runner import TorchRunner
+from headwater.scheduler.batch import ScheduledBatch, StepResult
+from headwater.scheduler.sequence import SamplingParams
+from headwater.types import RequestId, Tokens
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass
+class Running:
+    """One sequence: its tokens so far, how many of them have KV, and where."""
+
+    name: str
+    tokens: list[int]
+    num_prompt: int
+    slots: list[int]
+    params: SamplingParams = GREEDY
+    num_computed: int = 0
+    results: list[object] = field(default_factory=list)
+    in_flight: bool = False
+    """A token was chosen in a step that is not collected yet."""
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+
+class Driver:
+    """Takes slots in a shuffled order, makes batches, keeps the books of its sequences."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        block_tokens: int = 16,
+        num_blocks: int = 64,
+        depth: int = 1,
+        lane_bytes: int | None = 1 << 26,
+        seed: int = 0,
+    ) -> None:
+        self.runner = TorchRunner(
+            model,
+            num_blocks=num_blocks,
+            block_tokens=block_tokens,
+            max_num_seqs=8,
+            max_batched_tokens=256,
+            depth=depth,
+            lane_bytes=lane_bytes,
+        )
+        self.block_tokens = block_tokens
+        self._free = np.random.default_rng(seed).permutation(num_blocks).tolist()
+        self._step = 0
+        self._submitted: list[list[tuple[Running, int]]] = []
+
+    def add(
+        self,
+        tokens: Tokens,
+        *,
+        name: str = "a",
+        params: SamplingParams = GREEDY,
+        shared: Items[int] = (),
+    ) -> Running:
+        """A new sequence; `shared` are slots whose full blocks it finds written already."""
+        computed = len(shared) * self.block_tokens
+        return Running(name, tokens.tolist(), len(tokens), list(shared), params, computed)
+
+    def free(self, sequence: Running, *, but: int = 0) -> None:
+        """Give back its slots, all but the first `but`."""
+        self._free.extend(sequence.slots[but:])
+        del sequence.slots[but:]
+
+    def step(self, *work: tuple[Running, int]) -> StepResult:
+        """Compute so many more tokens of each sequence, and collect."""
+        self.submit(*work)
+        return self.collect()
+
+    def submit(self, *work: tuple[Running, int]) -> None:
+        self.runner.submit(self._batch(work))
+        self._submitted.append(list(work))
+        for sequence, count in work:
+            sequence.num_computed += count
+            sequence.in_flight = sequence.num_computed >= len(sequence.tokens)
+
+    def collect(self) -> StepResult:
+        result = self.runner.collect()
+        work = self._submitted.pop(0)
+        if not self._submitted:
+            for sequence, _ in work:
+                sequence.in_flight = False
+        for (sequence, _), at in zip(work, self._sampled_at.pop(0), strict=True):
+            if at is not None:
+                sequence.tokens.append(int(result.tokens[at]))
+                sequence.results.append(result.logprobs[at])
+        return result
+
+    def finish(self, *sequences: Running, count: int) -> None:
+        """Whole prompts, then steps together until each has `count` new tokens."""
+        while todo := [s for s in sequences if len(s.output) < count]:
+            self.step(*((s, len(s.tokens) - s.num_computed) for s in todo))
+
+    _sampled_at: list[list[int | None]]
+
+    def _batch(self, work: Items[tuple[Running, int]]) -> ScheduledBatch:
+        tokens: list[int] = []
+        positions: list[int] = []
+        sampled: list[int] = []
+        carry: list[int] = []
+        starts = [0]
+        before = [s.name for s, _ in self._submitted[-1]] if self._submitted else []
+        for row, (sequence, count) in enumerate(work):
+            first, end = sequence.num_computed, sequence.num_computed + count
+            self._grow(sequence, end)
+            carried = first == len(sequence.tokens)
+            tokens += [-1] if carried else sequence.tokens[first:end]
+            carry.append(before.index(sequence.name) if carried else -1)
+            positions += range(first, end)
+            starts.append(len(tokens))
+            if end >= len(sequence.tokens):
+                sampled.append(row)
+        places = iter(range(len(sampled)))
+        if not hasattr(self, "_sampled_at"):
+            self._sampled_at = []
+        self._sampled_at.append([next(places) if r in sampled else None for r in range(len(work))])
+        self._step += 1
+        chosen = [work[row][0] for row in sampled]
+        return ScheduledBatch(
+            step=self._step - 1,
+            request_ids=[RequestId(s.name) for s, _ in work],
+            tokens=np.array(tokens, dtype=np.int32),
+            positions=np.array(positions, dtype=np.int32),
+            query_start=np.array(starts, dtype=np.int32),
+            context_lens=np.array([s.num_computed + n for s, n in work], dtype=np.int32),
+            block_tables=[np.array(s.slots, dtype=np.int32) for s, _ in work],
+            sampled=np.array(sampled, dtype=np.int32),
+            params=[s.params for s in chosen],
+            histories=[(np.array(s.tokens, dtype=np.int32), s.num_prompt) for s in chosen],
+            carry=np.array(carry, dtype=np.int32),
+        )
+
+    def _grow(self, sequence: Running, num_tokens: int) -> None:
+        while len(sequence.slots) * self.block_tokens < num_tokens:
+            sequence.slots.append(self._free.pop())

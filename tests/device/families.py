@@ -1,0 +1,113 @@
+"""A tiny random-weight instance of each served family, and its own `generate` as the truth."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers as hf
+
+from headwater.types import Tokens
+
+log = logging.getLogger(__name__)
+
+VOCAB = 128
+NEAR_TIE = 1e-4
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+_WINDOW: dict[str, Any] = {"sliding_window": 9}
+_MIXED: dict[str, Any] = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+
+FAMILIES: dict[str, Any] = {
+    "llama": lambda: hf.LlamaConfig(**_SIZES),
+    "qwen2": lambda: hf.Qwen2Config(**_SIZES, **_MIXED, use_sliding_window=True),
+    "qwen3": lambda: hf.Qwen3Config(**_SIZES),
+    "qwen3_moe": lambda: hf.Qwen3MoeConfig(
+        **_SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    ),
+    "mistral": lambda: hf.MistralConfig(**_SIZES, **_WINDOW),
+    "gemma2": lambda: hf.Gemma2Config(
+        **_SIZES,
+        **_MIXED,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=20.0,
+        query_pre_attn_scalar=10,
+    ),
+    "gemma3_text": lambda: hf.Gemma3TextConfig(**_SIZES, **_MIXED, query_pre_attn_scalar=10),
+    "phi3": lambda: hf.Phi3Config(**_SIZES, **_WINDOW),
+    "olmo2": lambda: hf.Olmo2Config(**_SIZES),
+    "granite": lambda: hf.GraniteConfig(
+        **_SIZES,
+        attention_multiplier=0.4,
+        embedding_multiplier=2.0,
+        logits_scaling=0.7,
+        residual_multiplier=0.8,
+    ),
+    "gpt_oss": lambda: hf.GptOssConfig(
+        **_SIZES, **_MIXED, num_local_experts=4, num_experts_per_tok=2
+    ),
+}
+
+
+def save_family(name: str, folder: Path, *, seed: int = 0) -> Path:
+    """Write a model of this family whose attention matters to what it says."""
+    torch.manual_seed(seed)
+    model = hf.AutoModelForCausalLM.from_config(FAMILIES[name](), dtype=torch.float32)
+    with torch.no_grad():
+        for label, weight in model.named_parameters():
+            if weight.dim() == 1:
+                weight.add_(torch.randn_like(weight) * (1.0 if "sinks" in label else 0.1))
+            else:
+                weight.normal_(std=1.6 / weight.shape[-1] ** 0.5)
+    model.save_pretrained(folder)
+    return folder
+
+
+def prompt(num_tokens: int, *, seed: int = 0) -> Tokens:
+    random = np.random.default_rng(seed)
+    return random.integers(1, VOCAB, num_tokens).astype(np.int32)
+
+
+class Reference:
+    """The same folder in transformers alone, with its own attention and its own cache."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = hf.AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation="eager", dtype=torch.float32, local_files_only=True
+        ).eval()
+
+    def generate(self, tokens: Tokens, count: int) -> tuple[list[int], list[float]]:
+        """Greedy tokens, and the gap between the two best logits at each."""
+        out = self._model.generate(
+            torch.from_numpy(tokens.astype(np.int64))[None],
+            attention_mask=torch.ones(1, len(tokens), dtype=torch.int64),
+            max_new_tokens=count,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        best = torch.cat(out.logits).topk(2, dim=-1).values
+        return out.sequences[0, len(tokens) :].tolist(), (best[:, 0] - best[:, 1]).tolist()
+
+
+def assert_same_tokens(ours: list[int], theirs: list[int], gaps: list[float]) -> None:
+    """Token for token. A first difference at a near tie is logged, and ends the comparison."""
+    for at, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        if gaps[at] < NEAR_TIE:
+            log.warning("near tie at token %d: the best two are %.2g apart", at, gaps[at])
+            if mine != other:
+                return
+        assert mine == other, f"token {at}: {ours} is not {theirs}"

@@ -1,0 +1,85 @@
+"""Every served family says, token for token, what transformers' own `generate` says."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headwater.device.families import SERVED, check_served, max_positions
+from headwater.device.model import load
+from headwater.errors import ModelError
+from tests.device.driver import Driver
+from tests.device.families import FAMILIES, Reference, assert_same_tokens, prompt
+
+COUNT = 16
+
+
+def test_every_served_family_is_tested() -> None:
+    """The list of what is served and the list of what is compared are one list."""
+    assert set(FAMILIES) == SERVED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(SERVED))
+def test_tokens_equal_generate(name: str, family: Any) -> None:
+    """Windows, soft-caps, sinks and scalings are honoured: prompts beyond the window,
+    decoded together and in chunks, give the tokens of an untouched model."""
+    reference, model = Reference(family(name)), load(family(name))
+    driver = Driver(model, block_tokens=4)
+    long, short = prompt(41, seed=1), prompt(6, seed=2)
+    sequences = [driver.add(long, name="long"), driver.add(short, name="short")]
+    alone = Driver(model, block_tokens=4, lane_bytes=0)
+    chunked = alone.add(long, name="chunked")
+
+    driver.finish(*sequences, count=COUNT)
+    for size in (5, 20, 16):
+        alone.step((chunked, size))
+    alone.finish(chunked, count=COUNT)
+
+    expected, gaps = reference.generate(long, COUNT)
+    assert_same_tokens(sequences[0].output, expected, gaps)
+    assert_same_tokens(chunked.output, expected, gaps)
+    assert_same_tokens(sequences[1].output, *reference.generate(short, COUNT))
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"model_type": "mamba"}, "recurrent"),
+        ({"model_type": "jamba"}, "recurrent"),
+        ({"model_type": "brandnew", "layer_types": ["linear_attention"]}, "recurrent"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "MLA"),
+        ({"model_type": "brandnew", "kv_lora_rank": 512}, "MLA"),
+        ({"model_type": "llama4_text"}, "chunks"),
+        ({"model_type": "gemma3"}, "multimodal"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "later tokens"),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"model_type": "brandnew"}, "not been tested"),
+        ({}, "model_type"),
+    ],
+)
+def test_what_is_not_served_is_refused_with_its_reason(config: dict[str, Any], why: str) -> None:
+    """A model that would come out wrong is refused before it is loaded."""
+    with pytest.raises(ModelError, match=why):
+        check_served(config)
+
+
+def test_longrope_is_limited_to_the_length_where_frequencies_change() -> None:
+    """Beyond it one long sequence would change the KV of every other in the batch."""
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+
+    assert max_positions({"max_position_embeddings": 131072}, rope) == 4096
+    assert max_positions({"max_position_embeddings": 131072}, {"rope_type": "default"}) == 131072
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    """The sentence says what is missing, or what is wrong with what is there."""
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="not valid JSON"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ModelError, match="safetensors"):
+        load(tmp_path)
