@@ -1,0 +1,25 @@
+"""Headwater: an OpenAI-compatible serving engine built around a tiered prefix KV cache.
+
+Importing the package imports neither torch nor a server library; `headwater.LLM` does when
+it is first used.
+"""
+
+from typing import TYPE_CHECKING
+
+from headwater.errors import HeadwaterError
+from headwater.scheduler.request import SamplingParams
+
+if TYPE_CHECKING:
+    from headwater.launch.llm import LLM
+
+__version__ = "0.1.0"
+
+__all__ = ["LLM", "HeadwaterError", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    if name == "LLM":
+        from headwater.launch.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'headwater' has no attribute {name!r}")

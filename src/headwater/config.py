@@ -1,0 +1,199 @@
+"""What an operator may set, one frozen class a layer, checked once when it is built.
+
+Every default of the command line is here. Units are in the names; a value that cannot work
+raises `ConfigError` with a sentence an operator can act on.
+"""
+
+import ipaddress
+import os
+from dataclasses import dataclass, field
+from typing import Literal
+
+from headwater.errors import ConfigError
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What the engine process needs to know: the model, its memory, its limits a step."""
+
+    model: str | None = None
+    """Hugging Face model directory; None is the built-in tiny model."""
+
+    dtype: str = "auto"
+    """Type of weights and KV; `auto` is what the model's config says."""
+
+    device: str = "cpu"
+    """Where the model runs: `cpu`, `cuda`, `cuda:1`."""
+
+    block_tokens: int = 64
+    """Tokens in a block; the unit of matching, eviction and transfer."""
+
+    max_model_len: int | None = None
+    """Most tokens of prompt and output together; None is what the model was trained for."""
+
+    max_num_seqs: int = 64
+    """Most sequences computed in one step."""
+
+    max_batched_tokens: int = 2048
+    """Most tokens computed in one step; longer prompts are computed in chunks."""
+
+    memory_utilization: float = 0.5
+    """Share of the device's free memory, once the model is loaded, that KV blocks may use."""
+
+    num_blocks_override: int | None = None
+    """Exact number of device blocks, instead of measuring what fits."""
+
+    num_threads: int | None = None
+    """Threads the model computes with on a CPU; None leaves one core to the server. More
+    threads than free cores make it many times slower."""
+
+    prefix_caching: bool = True
+    """Whether a prompt may reuse blocks that an earlier request computed."""
+
+    output_caching: bool = True
+    """Whether generated tokens are committed too, for the next turn of a conversation."""
+
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    """Order of the waiting line: by arrival, or by the request's `priority` first."""
+
+    def __post_init__(self) -> None:
+        _positive("--block-size", self.block_tokens)
+        _positive("--max-num-seqs", self.max_num_seqs)
+        _positive("--max-num-batched-tokens", self.max_batched_tokens)
+        _positive("--max-model-len", self.max_model_len)
+        _positive("--num-gpu-blocks-override", self.num_blocks_override)
+        _positive("--threads", self.num_threads)
+        if not 0.0 < self.memory_utilization <= 1.0:
+            raise ConfigError(
+                f"--gpu-memory-utilization is a share between 0 and 1, got {self.memory_utilization}"
+            )
+        if self.scheduling_policy not in ("fcfs", "priority"):
+            raise ConfigError(
+                f"--scheduling-policy is fcfs or priority, got {self.scheduling_policy!r}"
+            )
+        if self.max_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"--max-num-batched-tokens {self.max_batched_tokens} cannot carry one token for "
+                f"each of --max-num-seqs {self.max_num_seqs} sequences"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitsConfig:
+    """What one client may ask for; beyond it the answer is a 4xx, never an exhausted server."""
+
+    max_body_bytes: int = 16 * MIB
+    """Longest request body."""
+
+    max_prompts: int = 256
+    """Most prompts in one completion request."""
+
+    max_choices: int = 64
+    """Most choices (`n`) a prompt."""
+
+    max_stop_strings: int = 16
+    """Most stop strings a request."""
+
+    max_stop_chars: int = 256
+    """Longest stop string."""
+
+    max_logprobs: int = 20
+    """Most alternatives reported beside each token."""
+
+    max_logit_bias: int = 1024
+    """Most entries of `logit_bias`."""
+
+    max_queued: int = 1024
+    """Most sequences that may wait beyond those running; more get a 429."""
+
+    def __post_init__(self) -> None:
+        _positive("--max-body-mib", self.max_body_bytes)
+        if self.max_queued < 0:
+            raise ConfigError(
+                f"--max-queued-requests cannot be negative, got {self.max_queued}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """What the HTTP process needs to know, and nothing of the engine."""
+
+    host: str = "127.0.0.1"
+    """Address to bind. Loopback unless told otherwise."""
+
+    port: int = 8000
+    """Port to bind; 0 lets the system choose a free one."""
+
+    served_model_name: str | None = None
+    """Name clients use; None is the last part of the model's path."""
+
+    api_key: str | None = None
+    """Bearer key every request but `GET /health` must carry; None asks for none."""
+
+    drain_timeout_s: float = 30.0
+    """How long a stopping server lets running requests finish."""
+
+    start_timeout_s: float = 600.0
+    """How long the engine may take to load its model."""
+
+    exit_with_engine: bool = False
+    """Exit 1 when the engine dies, instead of staying to answer 503."""
+
+    vllm_metric_names: bool = False
+    """Expose the few metrics that routers scrape under the `vllm:` prefix as well."""
+
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port must be between 0 and 65535, got {self.port}")
+        if self.api_key == "":
+            raise ConfigError("--api-key is empty; leave it out to ask for no key")
+        if self.api_key is not None and not _is_header_value(self.api_key):
+            raise ConfigError("--api-key must be printable ASCII without spaces")
+        if self.drain_timeout_s < 0:
+            raise ConfigError(f"--drain-timeout cannot be negative, got {self.drain_timeout_s}")
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can connect."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+def api_key_from_environment() -> str | None:
+    """The key of HEADWATER_API_KEY: unlike a flag, other users of the machine cannot see it."""
+    return os.environ.get("HEADWATER_API_KEY") or None
+
+
+def idle_settings(engine: EngineConfig, given: frozenset[str]) -> list[str]:
+    """One sentence for each flag in `given` that does nothing in this configuration."""
+    sentences = []
+    if "--gpu-memory-utilization" in given and engine.num_blocks_override is not None:
+        sentences.append(
+            "--gpu-memory-utilization does nothing here: --num-gpu-blocks-override fixes the blocks"
+        )
+    if "--enable-output-caching" in given and not engine.prefix_caching:
+        sentences.append("--enable-output-caching does nothing here: prefix caching is off")
+    if "--write-policy" in given:
+        sentences.append("--write-policy does nothing here: there is no host tier to write to")
+    if "--cache-transfer-protocol" in given:
+        sentences.append(
+            "--cache-transfer-protocol does nothing here: a mixed instance hands off to nobody"
+        )
+    return sentences
+
+
+def _positive(flag: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise ConfigError(f"{flag} must be at least 1, got {value}")
+
+
+def _is_header_value(text: str) -> bool:
+    return text.isascii() and text.isprintable() and " " not in text

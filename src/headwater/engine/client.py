@@ -1,0 +1,70 @@
+"""The seam between servers and engines: `EngineClient`, and what an engine says of itself.
+
+Implemented by `AsyncEngine` (a process behind a socket) and by the doubles in
+`headwater.testing`. Needs neither, so a server can be built and tested without a model.
+"""
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from headwater.metrics.stats import EngineStats
+from headwater.scheduler.output import SequenceOutput
+from headwater.scheduler.request import Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What an engine fixed when it started; never changes while it runs."""
+
+    model_name: str
+    model_dir: str
+    """Where the tokenizer is found."""
+
+    max_model_len: int
+    """Most tokens of prompt and output together."""
+
+    vocab_size: int
+    """Token ids are below this."""
+
+    block_tokens: int
+    num_device_blocks: int
+    max_num_seqs: int
+    fingerprint: str
+    """Hex content hash of weights and config."""
+
+    eos_token_ids: tuple[int, ...]
+    dtype: str = "float32"
+    device: str = "cpu"
+
+
+class EngineClient(Protocol):
+    """Asked by the server, from one event loop; every method is cancellation-safe."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def dead(self) -> str | None:
+        """Why the engine is gone, or None while it lives."""
+
+    def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
+        """Outputs until one has a finish reason. Closing the iterator early aborts.
+
+        Raises RequestError where the engine refuses the request, EngineDead where it dies.
+        """
+
+    async def abort(self, request_ids: Sequence[str] | None) -> int:
+        """End these requests (None: all) with finish reason `abort`; how many were alive."""
+
+    async def reset_cache(self) -> None:
+        """Forget every cached block; running sequences keep theirs."""
+
+    async def pause(self) -> None:
+        """Stop admitting; running sequences go on."""
+
+    async def resume(self) -> None:
+        """Admit again."""
+
+    async def stats(self) -> EngineStats:
+        """A snapshot between two steps."""

@@ -1,0 +1,200 @@
+"""LLM: prompts in, texts out, in this process and without a server.
+
+Turns any `EngineCore`, real or simulated, until every prompt has its answer.
+"""
+
+import itertools
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from headwater.clock import Clock
+from headwater.engine.core import EngineCore
+from headwater.engine.output import SequenceOutput, Usage
+from headwater.engine.progress import Progress, SilentProgress, show_progress
+from headwater.engine.text import TextStream
+from headwater.engine.tokenizer import Tokenizer
+from headwater.errors import RequestError
+from headwater.scheduler.batch import TokenLogprobs
+from headwater.scheduler.request import Request, SamplingParams
+from headwater.types import RequestId, Tokens
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(slots=True, kw_only=True)
+class Completion:
+    """The answer to one prompt."""
+
+    prompt_tokens: Tokens
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    usage: Usage | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were not computed again."""
+        return 0 if self.usage is None else self.usage.cached_tokens
+
+
+class OfflineEngine:
+    """Answers batches of prompts. One thread; blocks until all are answered."""
+
+    def __init__(self, core: EngineCore, tokenizer: Tokenizer, clock: Clock) -> None:
+        self.core = core
+        self.tokenizer = tokenizer
+        self._clock = clock
+        self._numbers = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stop: Sequence[str] = (),
+        cache_salt: str = "",
+        show: bool | None = None,
+    ) -> list[Completion]:
+        """Completions in the order of `prompts`: texts, or lists of token ids.
+
+        `params` is one for all, or one each. `show` is whether progress is shown; None is
+        when standard error is a terminal. Raises RequestError for a prompt that cannot be
+        served, after ending the others.
+        """
+        batch = _one_by_one(prompts)
+        tokens = [self._encode(prompt) for prompt in batch]
+        return self._run(tokens, params, stop=stop, cache_salt=cache_salt, show=show)
+
+    def chat(
+        self,
+        conversations: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stop: Sequence[str] = (),
+        cache_salt: str = "",
+        show: bool | None = None,
+    ) -> list[Completion]:
+        """The next turn of each conversation, through the model's chat template."""
+        one = bool(conversations) and isinstance(conversations[0], Mapping)
+        batch: Any = [conversations] if one else conversations
+        tokens = [self.tokenizer.encode_chat(messages) for messages in batch]
+        return self._run(tokens, params, stop=stop, cache_salt=cache_salt, show=show)
+
+    def close(self) -> None:
+        """Release the device. Safe to call twice."""
+        self.core.close()
+
+    def _encode(self, prompt: Prompt) -> Tokens:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        return np.array(prompt, dtype=np.int32)
+
+    def _run(
+        self,
+        prompts: list[Tokens],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        stop: Sequence[str],
+        cache_salt: str,
+        show: bool | None,
+    ) -> list[Completion]:
+        each = _params_each(params, len(prompts))
+        pending: dict[RequestId, _Pending] = {}
+        answers = [Completion(prompt_tokens=tokens) for tokens in prompts]
+        shown = sys.stderr.isatty() if show is None else show
+        progress = show_progress("prompts", len(prompts)) if shown else SilentProgress()
+        try:
+            for answer, one in zip(answers, each, strict=True):
+                request = self._request(answer.prompt_tokens, one, cache_salt)
+                self.core.add(request)
+                pending[request.request_id] = _Pending(answer, one, stop, self.tokenizer)
+            with progress:
+                self._turn(pending, progress)
+        finally:
+            self._end(pending)
+        return answers
+
+    def _request(self, tokens: Tokens, params: SamplingParams, cache_salt: str) -> Request:
+        if len(tokens) == 0:
+            raise RequestError("a prompt is empty")
+        return Request(
+            request_id=RequestId(f"offline-{next(self._numbers)}"),
+            tokens=tokens,
+            params=params,
+            arrival_s=self._clock.now(),
+            cache_salt=cache_salt,
+        )
+
+    def _turn(self, pending: dict[RequestId, "_Pending"], progress: Progress) -> None:
+        while pending:
+            for output in self.core.step():
+                entry = pending.get(output.request_id)
+                if entry is not None and entry.land(output):
+                    del pending[output.request_id]
+                    progress.advance()
+                    if output.finish_reason is None:  # a stop string ended it, not the engine
+                        self.core.abort(output.request_id)
+
+    def _end(self, pending: dict[RequestId, "_Pending"]) -> None:
+        """Leave nothing running, whatever happened."""
+        for request_id in pending:
+            self.core.abort(request_id)
+        while self.core.has_work:
+            self.core.step()
+
+
+class _Pending:
+    """An answer that is being written."""
+
+    def __init__(
+        self,
+        answer: Completion,
+        params: SamplingParams,
+        stop: Sequence[str],
+        tokenizer: Tokenizer,
+    ) -> None:
+        self._answer = answer
+        self._stream = TextStream(
+            tokenizer,
+            prompt=answer.prompt_tokens.tolist(),
+            stops=stop,
+            min_tokens=params.min_tokens,
+        )
+
+    def land(self, output: SequenceOutput) -> bool:
+        """Add one output; whether the answer is complete."""
+        answer, piece = self._answer, self._stream.land(output)
+        answer.text += piece.text
+        answer.tokens += output.tokens
+        answer.logprobs += output.logprobs
+        answer.usage = answer.usage or output.usage
+        answer.finish_reason, answer.stop_reason = piece.finish_reason, piece.stop_reason
+        return piece.finish_reason is not None
+
+
+def _one_by_one(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A single prompt is a batch of one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]  # a flat list of ids, as just seen
+    return list(prompts)  # type: ignore[arg-type]  # no flat list of ids, as just seen
+
+
+def _params_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise RequestError(f"{len(params)} sampling params for {count} prompts")
+    return list(params)

@@ -1,0 +1,147 @@
+"""The engine process: one inbox, one loop, and a watch on the process that started it.
+
+Blocks in C while there is nothing to do. Requests, aborts and control arrive in the order
+they were sent and are taken between two steps.
+"""
+
+import io
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import zmq
+
+from headwater.engine import wire
+from headwater.engine.client import EngineInfo
+from headwater.engine.rundir import remove_socket_folder
+from headwater.errors import HeadwaterError, RequestError
+from headwater.metrics.stats import EngineStats
+from headwater.scheduler.output import SequenceOutput
+from headwater.scheduler.request import Request
+from headwater.types import RequestId
+
+log = logging.getLogger(__name__)
+
+
+class Core(Protocol):
+    """What the loop turns; `EngineCore` is the real one."""
+
+    @property
+    def has_work(self) -> bool: ...
+    def add(self, request: Request) -> None: ...
+    def abort(self, request_id: RequestId) -> None: ...
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+    def reset_cache(self) -> None: ...
+    def step(self) -> list[SequenceOutput]: ...
+    def stats(self) -> EngineStats: ...
+
+
+Build = Callable[[bytes], tuple[Core, EngineInfo]]
+"""Makes a core from the settings line. Raises HeadwaterError with a sentence for the operator."""
+
+
+def run_engine(build: Build, address: str) -> int:
+    """Live as an engine process: build, report, serve until told to stop; the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the server decides when to stop, after draining
+    pipe = io.FileIO(0, closefd=False)  # unbuffered: a buffer's lock would outlive its thread
+    settings = pipe.readline()
+    threading.Thread(target=_watch_parent, args=(pipe, address), daemon=True).start()
+    context = zmq.Context()
+    socket = context.socket(zmq.PAIR)
+    socket.set_hwm(0)
+    socket.connect(address)
+    try:
+        core, info = build(settings)
+        socket.send(wire.encode(wire.Ready(info)))
+        EngineLoop(core, socket).run()
+        return 0
+    except HeadwaterError as exc:
+        socket.send(wire.encode(wire.Failure(type(exc).__name__, str(exc))))
+        return 1
+    except Exception as exc:
+        log.exception("the engine died")
+        sentence = f"the engine died: {type(exc).__name__}: {exc}"
+        socket.send(wire.encode(wire.Failure("EngineDead", sentence)))
+        return 1
+    finally:
+        socket.close(linger=1000)
+        context.term()
+
+
+class EngineLoop:
+    """Takes messages, turns the core, sends what came out."""
+
+    def __init__(self, core: Core, socket: "zmq.Socket[bytes]") -> None:
+        self._core = core
+        self._socket = socket
+        self._stopped = False
+
+    def run(self) -> None:
+        """Until a `Stop` arrives."""
+        while not self._stopped:
+            if not self._core.has_work:
+                self._socket.poll(None)
+            self._take_inbox()
+            if self._core.has_work:
+                self._report(self._core.step())
+
+    def _take_inbox(self) -> None:
+        while True:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._land(wire.decode_to_engine(frame))
+
+    def _land(self, message: wire.ToEngine) -> None:
+        match message:
+            case wire.Add(request_id):
+                try:
+                    self._core.add(wire.unpack_request(message))
+                except RequestError as exc:
+                    self._send(wire.Refusal(request_id, type(exc).__name__, str(exc)))
+            case wire.Abort(request_ids):
+                for request_id in request_ids:
+                    self._core.abort(RequestId(request_id))
+            case wire.Call(number, verb):
+                self._answer(number, verb)
+            case wire.Stop():
+                self._stopped = True
+
+    def _answer(self, number: int, verb: wire.Verb) -> None:
+        stats, refusal = None, None
+        try:
+            if verb == "stats":
+                stats = self._core.stats()
+            elif verb == "reset_cache":
+                self._core.reset_cache()
+            elif verb == "pause":
+                self._core.pause()
+            else:
+                self._core.resume()
+        except RequestError as exc:
+            refusal = str(exc)
+        self._send(wire.Reply(number, stats, refusal))
+
+    def _report(self, outputs: list[SequenceOutput]) -> None:
+        if outputs:
+            self._send(wire.Outputs([wire.pack_output(output) for output in outputs]))
+
+    def _send(self, message: wire.FromEngine) -> None:
+        self._socket.send(wire.encode(message), copy=False)
+
+
+def _watch_parent(pipe: io.FileIO, address: str) -> None:
+    """Block until the server's end of the pipe closes, then leave at once.
+
+    A server that stops in order waits for this process before it lets the pipe go, so an end
+    of the pipe means that it died or has given up waiting.
+    """
+    pipe.read()
+    remove_socket_folder(address)
+    os._exit(1)

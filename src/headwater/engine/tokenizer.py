@@ -1,0 +1,143 @@
+"""Text to token ids and back, and chat messages to a prompt; no torch, no transformers.
+
+Reads `tokenizer.json`, `tokenizer_config.json` and the chat template of a model directory.
+Templates come with models, so they run in Jinja's sandbox. Everything here is safe to call
+from several threads at once: nothing is changed after construction.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer as FastTokenizer
+
+from headwater.engine.template import ChatTemplate
+from headwater.errors import ModelError, RequestError
+from headwater.types import Tokens
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class Tokenizer:
+    """The vocabulary of one model directory."""
+
+    def __init__(self, model_dir: str | Path) -> None:
+        folder = Path(model_dir)
+        self._fast = _load_fast(folder / "tokenizer.json")
+        settings = _load_json(folder / "tokenizer_config.json")
+        named = {name: _token_text(settings.get(name)) for name in _NAMED_TOKENS}
+        self._special = {name: text for name, text in named.items() if text is not None}
+        self._template = ChatTemplate.find(folder, settings)
+        self.vocab_size: int = self._fast.get_vocab_size(with_added_tokens=True)
+        self._bytes_of_char = _byte_alphabet()
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Tokens:
+        """Token ids of `text`, as the int32 array that travels to the tree."""
+        ids = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        return np.array(ids, dtype=np.int32)
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `tokens`; ids outside the vocabulary have none."""
+        text: str = self._fast.decode(tokens, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes this one token stands for, which may be part of a character."""
+        text = self.decode([token], skip_special_tokens=False)
+        if "\ufffd" not in text:
+            return text.encode()
+        piece = self._fast.id_to_token(token) or ""
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes([int(piece[3:5], 16)])
+        if all(char in self._bytes_of_char for char in piece):
+            return bytes(self._bytes_of_char[char] for char in piece)
+        return text.encode()
+
+    def token_text(self, token: int) -> str:
+        """A printable name of one token: its text, or its bytes where they are no text."""
+        raw = self.token_bytes(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def token_piece(self, token: int) -> str:
+        """The vocabulary's own spelling of a token."""
+        return self._fast.id_to_token(token) or ""
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        settings: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt that the model's own template makes of a conversation."""
+        if self._template is None:
+            raise RequestError("this model has no chat template; use /v1/completions")
+        return self._template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            special_tokens=self._special,
+            settings=settings or {},
+        )
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        settings: Mapping[str, Any] | None = None,
+    ) -> Tokens:
+        """Token ids of a conversation; the template writes its special tokens itself."""
+        text = self.chat_text(
+            messages, add_generation_prompt=add_generation_prompt, settings=settings
+        )
+        return self.encode(text, add_special_tokens=False)
+
+
+def _load_fast(path: Path) -> FastTokenizer:
+    if not path.is_file():
+        raise ModelError(f"no tokenizer.json in {path.parent}")
+    try:
+        fast = FastTokenizer.from_file(str(path))
+    except Exception as exc:
+        raise ModelError(f"{path} is not a tokenizer: {exc}") from exc
+    # Stored settings for training would cut or pad what clients send.
+    fast.no_truncation()
+    fast.no_padding()
+    return fast
+
+
+def _load_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as exc:
+        raise ModelError(f"{path} is not JSON: {exc}") from exc
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} is not a JSON object")
+    return value
+
+
+def _token_text(value: object) -> str | None:
+    """A token in tokenizer_config.json: its text, or an object that holds it."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The printable character that byte-level vocabularies write for each byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    hidden = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet.update({chr(256 + place): byte for place, byte in enumerate(hidden)})
+    return alphabet

@@ -1,0 +1,162 @@
+"""Messages between the HTTP process and the engine process: msgpack, typed, never pickle.
+
+Token ids travel as little-endian int32 bytes. A message that does not fit its type raises
+at the receiver; nothing is guessed.
+"""
+
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from headwater import errors
+from headwater.engine.client import EngineInfo
+from headwater.errors import HeadwaterError
+from headwater.metrics.stats import EngineStats
+from headwater.scheduler.batch import TokenLogprobs
+from headwater.scheduler.output import SequenceOutput
+from headwater.scheduler.request import Request, SamplingParams
+from headwater.scheduler.usage import Usage
+from headwater.types import RequestId
+
+Verb = Literal["reset_cache", "pause", "resume", "stats"]
+
+_TOKEN_TYPE = np.dtype("<i4")
+
+
+class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
+    """A new request."""
+
+    request_id: str
+    tokens: bytes
+    params: SamplingParams
+    arrival_s: float
+    priority: int
+    cache_salt: str
+
+
+class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
+    """End these requests, wherever they are."""
+
+    request_ids: list[str]
+
+
+class Call(msgspec.Struct, tag="call", array_like=True, frozen=True):
+    """A control operation that wants a `Reply` of the same number."""
+
+    number: int
+    verb: Verb
+
+
+class Stop(msgspec.Struct, tag="stop", array_like=True, frozen=True):
+    """Leave the loop and exit."""
+
+
+class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
+    """The engine is built and takes requests."""
+
+    info: EngineInfo
+
+
+class Failure(msgspec.Struct, tag="failure", array_like=True, frozen=True):
+    """The engine could not start, or its loop ended; the last message it sends."""
+
+    kind: str
+    sentence: str
+
+
+class Output(msgspec.Struct, array_like=True, frozen=True):
+    """One sequence's part of a step."""
+
+    request_id: str
+    tokens: bytes
+    logprobs: list[TokenLogprobs | None]
+    finish_reason: str | None
+    stop_token: int | None
+    usage: Usage | None
+
+
+class Outputs(msgspec.Struct, tag="outputs", array_like=True, frozen=True):
+    """Everything one step produced, in one message."""
+
+    outputs: list[Output]
+
+
+class Refusal(msgspec.Struct, tag="refusal", array_like=True, frozen=True):
+    """A request the engine will not run."""
+
+    request_id: str
+    kind: str
+    sentence: str
+
+
+class Reply(msgspec.Struct, tag="reply", array_like=True, frozen=True):
+    """The end of a `Call`."""
+
+    number: int
+    stats: EngineStats | None
+    refusal: str | None
+
+
+ToEngine = Add | Abort | Call | Stop
+FromEngine = Ready | Failure | Outputs | Refusal | Reply
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+
+
+def pack_request(request: Request) -> Add:
+    """A request as it travels."""
+    return Add(
+        request_id=request.request_id,
+        tokens=request.tokens.astype(_TOKEN_TYPE, copy=False).tobytes(),
+        params=request.params,
+        arrival_s=request.arrival_s,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+    )
+
+
+def unpack_request(message: Add) -> Request:
+    """The request again; its tokens are a read-only view of the message."""
+    return Request(
+        request_id=RequestId(message.request_id),
+        tokens=np.frombuffer(message.tokens, dtype=_TOKEN_TYPE),
+        params=message.params,
+        arrival_s=message.arrival_s,
+        priority=message.priority,
+        cache_salt=message.cache_salt,
+    )
+
+
+def pack_output(output: SequenceOutput) -> Output:
+    """An output as it travels."""
+    return Output(
+        request_id=output.request_id,
+        tokens=np.array(output.tokens, dtype=_TOKEN_TYPE).tobytes(),
+        logprobs=output.logprobs,
+        finish_reason=output.finish_reason,
+        stop_token=output.stop_token,
+        usage=output.usage,
+    )
+
+
+def unpack_output(message: Output) -> SequenceOutput:
+    """The output again."""
+    return SequenceOutput(
+        request_id=RequestId(message.request_id),
+        tokens=np.frombuffer(message.tokens, dtype=_TOKEN_TYPE).tolist(),
+        logprobs=message.logprobs,
+        finish_reason=message.finish_reason,
+        stop_token=message.stop_token,
+        usage=message.usage,
+    )
+
+
+def rebuild_error(kind: str, sentence: str) -> HeadwaterError:
+    """The error of that name in our tree; an unknown name is an engine that died."""
+    found = getattr(errors, kind, None)
+    if isinstance(found, type) and issubclass(found, HeadwaterError):
+        return found(sentence)
+    return errors.EngineDead(sentence)

@@ -1,0 +1,137 @@
+"""Every metric once: its name, kind, labels and meaning.
+
+Counters only go up; a ratio is computed by whoever reads them. Names follow the field's, so
+that existing dashboards need only the prefix changed.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+PREFIX = "headwater"
+
+
+class Kind(Enum):
+    """What a value may do."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One line of the scrape."""
+
+    name: str
+    """Without the prefix; a counter's ends in `_total`."""
+
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+_FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_SLOW = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+RUNNING = Metric("num_requests_running", Kind.GAUGE, "Sequences being computed.")
+WAITING = Metric("num_requests_waiting", Kind.GAUGE, "Sequences waiting to be admitted.")
+KV_USAGE = Metric(
+    "kv_cache_usage_perc", Kind.GAUGE, "Share of device blocks held by sequences; 1 is all."
+)
+PREEMPTIONS = Metric("num_preemptions_total", Kind.COUNTER, "Sequences preempted.")
+STEPS = Metric("engine_steps_total", Kind.COUNTER, "Steps computed.")
+STEP_SECONDS = Metric("engine_step_seconds_total", Kind.COUNTER, "Seconds spent in steps.")
+DECIDE_SECONDS = Metric(
+    "engine_decide_seconds_total",
+    Kind.COUNTER,
+    "Seconds of the steps spent in scheduler and cache.",
+)
+QUERIES = Metric(
+    "prefix_cache_queries_total", Kind.COUNTER, "Prompt tokens looked up in the prefix cache."
+)
+HITS = Metric(
+    "prefix_cache_hits_total", Kind.COUNTER, "Prompt tokens found in the prefix cache."
+)
+MISSES = Metric(
+    "prefix_cache_misses_total",
+    Kind.COUNTER,
+    "Requests whose match ended early, by the first reason.",
+    ("reason",),
+)
+TIER_BLOCKS = Metric("tier_blocks", Kind.GAUGE, "Blocks of a tier by state.", ("tier", "state"))
+CACHE_CONFIG = Metric(
+    "cache_config_info",
+    Kind.GAUGE,
+    "Always 1; the labels are the cache's shape.",
+    ("block_size", "num_gpu_blocks", "num_cpu_blocks"),
+)
+
+PROMPT_TOKENS = Metric(
+    "prompt_tokens_total", Kind.COUNTER, "Prompt tokens of started requests."
+)
+PROMPT_TOKENS_BY_SOURCE = Metric(
+    "prompt_tokens_by_source_total",
+    Kind.COUNTER,
+    "Prompt tokens by where their KV came from.",
+    ("source",),
+)
+GENERATION_TOKENS = Metric("generation_tokens_total", Kind.COUNTER, "Tokens generated.")
+SUCCESS = Metric(
+    "request_success_total", Kind.COUNTER, "Sequences that ended.", ("finished_reason",)
+)
+TTFT = Metric(
+    "time_to_first_token_seconds",
+    Kind.HISTOGRAM,
+    "From a sequence's arrival to its first token.",
+    buckets=_FAST,
+)
+ITL = Metric(
+    "inter_token_latency_seconds",
+    Kind.HISTOGRAM,
+    "Between two tokens of a sequence.",
+    buckets=_FAST,
+)
+E2E = Metric(
+    "e2e_request_latency_seconds",
+    Kind.HISTOGRAM,
+    "From a sequence's arrival to its end.",
+    buckets=_SLOW,
+)
+QUEUE = Metric(
+    "request_queue_time_seconds",
+    Kind.HISTOGRAM,
+    "From a sequence's arrival to its admission.",
+    buckets=_FAST,
+)
+
+ENGINE_METRICS = (
+    RUNNING,
+    WAITING,
+    KV_USAGE,
+    PREEMPTIONS,
+    STEPS,
+    STEP_SECONDS,
+    DECIDE_SECONDS,
+    QUERIES,
+    HITS,
+    MISSES,
+    TIER_BLOCKS,
+    CACHE_CONFIG,
+)
+"""Read from the engine's own snapshot."""
+
+SERVER_METRICS = (
+    PROMPT_TOKENS,
+    PROMPT_TOKENS_BY_SOURCE,
+    GENERATION_TOKENS,
+    SUCCESS,
+    TTFT,
+    ITL,
+    E2E,
+    QUEUE,
+)
+"""Counted in the HTTP process, where clients feel them."""
+
+SCRAPED_BY_ROUTERS = (RUNNING, WAITING, KV_USAGE, QUERIES, HITS, CACHE_CONFIG)
+"""The handful that can also be had under the `vllm:` prefix."""

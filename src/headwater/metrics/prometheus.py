@@ -1,0 +1,122 @@
+"""The one module that knows Prometheus: recorder and engine snapshot to a scrape.
+
+Builds the families afresh for each scrape from numbers that others keep, so there is no
+registry and no state here.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.registry import Collector
+
+from headwater.metrics import names
+from headwater.metrics.names import Kind, Metric
+from headwater.metrics.recorder import Histogram, Recorder
+from headwater.metrics.stats import EngineStats
+
+CONTENT_TYPE: str = CONTENT_TYPE_PLAIN_0_0_4
+
+Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+Values = Mapping[tuple[str, ...], float]
+"""By the values of a metric's labels."""
+
+
+def render(
+    recorder: Recorder,
+    stats: EngineStats | None,
+    *,
+    block_tokens: int,
+    vllm_names: bool = False,
+) -> bytes:
+    """One scrape. Without `stats` (the engine is dead) only the server's own metrics."""
+    families = list(_server_families(recorder))
+    if stats is not None:
+        values = _engine_values(stats, block_tokens)
+        families += [_family(metric, entry) for metric, entry in values.items()]
+        if vllm_names:
+            families += [
+                _family(metric, values[metric], prefix="vllm")
+                for metric in names.SCRAPED_BY_ROUTERS
+            ]
+    registry = CollectorRegistry()
+    registry.register(_Fixed(families))
+    return bytes(generate_latest(registry))
+
+
+class _Fixed(Collector):
+    """A collector of families that exist already."""
+
+    def __init__(self, families: list[Family]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Family]:
+        return self._families
+
+
+def _server_families(recorder: Recorder) -> Iterator[Family]:
+    for metric in names.SERVER_METRICS:
+        if metric.kind is Kind.HISTOGRAM:
+            yield _histogram(metric, recorder.histograms[metric])
+        else:
+            counts = {
+                label: n for (other, label), n in recorder.counts.items() if other is metric
+            }
+            if not metric.labels:
+                counts = {"": counts.get("", 0)}
+            yield _family(
+                metric, {(label,) if metric.labels else (): n for label, n in counts.items()}
+            )
+
+
+def _engine_values(stats: EngineStats, block_tokens: int) -> dict[Metric, Values]:
+    device = stats.tiers.get("device")
+    host = stats.tiers.get("host")
+    blocks: Values = {
+        (tier, state): getattr(entry, state)
+        for tier, entry in stats.tiers.items()
+        for state in ("free", "held", "cached", "evictable")
+    }
+    in_use = device.num_blocks - device.free - device.evictable if device else 0
+    shape = (
+        str(block_tokens),
+        str(device.num_blocks if device else 0),
+        str(host.num_blocks if host else 0),
+    )
+    return {
+        names.RUNNING: {(): stats.num_running},
+        names.WAITING: {(): stats.num_waiting},
+        names.KV_USAGE: {(): in_use / device.num_blocks if device else 0.0},
+        names.PREEMPTIONS: {(): stats.num_preemptions},
+        names.STEPS: {(): stats.num_steps},
+        names.STEP_SECONDS: {(): stats.step_s},
+        names.DECIDE_SECONDS: {(): stats.decide_s},
+        names.QUERIES: {(): stats.query_tokens},
+        names.HITS: {(): sum(stats.found_tokens.values())},
+        names.MISSES: {(reason,): n for reason, n in stats.misses.items()},
+        names.TIER_BLOCKS: blocks,
+        names.CACHE_CONFIG: {shape: 1},
+    }
+
+
+def _family(metric: Metric, values: Values, *, prefix: str = names.PREFIX) -> Family:
+    kind = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+    family = kind(f"{prefix}:{metric.name}", metric.help, labels=metric.labels)
+    for labels, value in values.items():
+        family.add_metric(labels, value)
+    return family
+
+
+def _histogram(metric: Metric, histogram: Histogram) -> Family:
+    family = HistogramMetricFamily(f"{names.PREFIX}:{metric.name}", metric.help)
+    bounds = [*(str(bound) for bound in histogram.buckets), "+Inf"]
+    family.add_metric(
+        [], list(zip(bounds, accumulate(histogram.counts), strict=True)), histogram.total
+    )
+    return family

@@ -1,0 +1,58 @@
+"""A snapshot of one engine, in plain numbers: what crosses the wire and what is scraped.
+
+Counters only go up while the engine lives; ratios are the reader's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierStats:
+    """Blocks of one tier; free + held + cached = all of them."""
+
+    num_blocks: int
+    free: int
+    held: int
+    """Being filled by a running sequence."""
+
+    cached: int
+    """Findable; shared blocks are counted once."""
+
+    evictable: int
+    """Cached and leased by nobody."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """What the engine looked like between two steps."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    is_paused: bool = False
+    num_steps: int = 0
+    num_preemptions: int = 0
+    decide_s: float = 0.0
+    """Seconds spent in scheduler and cache."""
+
+    step_s: float = 0.0
+    """Seconds spent in steps, deciding included."""
+
+    queue_s: float = 0.0
+    """Seconds that admitted requests had waited, summed."""
+
+    num_admitted: int = 0
+    tiers: Mapping[str, TierStats] = field(default_factory=dict)
+    """By tier name, fastest first."""
+
+    queries: int = 0
+    """Requests that asked the prefix cache."""
+
+    query_tokens: int = 0
+    """Prompt tokens of those requests."""
+
+    found_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Prompt tokens that were found, by tier name."""
+
+    misses: Mapping[str, int] = field(default_factory=dict)
+    """Requests whose match ended early, by the first reason."""
