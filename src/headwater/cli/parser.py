@@ -1,0 +1,221 @@
+"""Every flag, in groups, with help that says what it does and what it is when left out."""
+
+import difflib
+from argparse import ArgumentParser, BooleanOptionalAction, RawDescriptionHelpFormatter
+from collections.abc import Iterable
+from typing import Any
+
+from headwater.config import EngineConfig, LimitsConfig, ServerConfig
+
+_ABOUT = """\
+Headwater serves large language models whose prompts repeat: a prefix is computed once,
+and its KV cache is found again.
+
+commands:
+  serve [MODEL]   an OpenAI-compatible server; without MODEL the built-in tiny model
+  demo            a short conversation on the built-in model, with what the cache saved
+  bench NAME      the benchmarks of the documentation
+  version         the version of this program
+"""
+
+_SERVE = """\
+Serve a Hugging Face model directory (config, safetensors, tokenizer) at /v1/completions and
+/v1/chat/completions. Without MODEL, the built-in tiny model: random weights, made at first
+use, so that everything can be tried offline.
+
+  headwater serve
+  headwater serve ./Llama-3.2-1B --port 8080 --max-model-len 8192
+"""
+
+_ENGINE = EngineConfig()
+_SERVER = ServerConfig()
+_LIMITS = LimitsConfig()
+
+
+def build_parser() -> ArgumentParser:
+    """The whole command line. The result of parsing has `flags`, for suggestions."""
+    parser = ArgumentParser(
+        prog="headwater",
+        description=_ABOUT,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(command=None, flags=["--help"])
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    serve = commands.add_parser(
+        "serve",
+        description=_SERVE,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    serve.add_argument("model", nargs="?", metavar="MODEL", help="model directory")
+    for add in (_add_http, _add_model, _add_memory, _add_scheduling, _add_later, _add_limits):
+        add(serve)
+    flags = [flag for action in serve._actions for flag in action.option_strings]
+    serve.set_defaults(flags=flags)
+    commands.add_parser("demo", allow_abbrev=False, help="show what the cache saves")
+    commands.add_parser("bench", allow_abbrev=False, help="run a benchmark")
+    commands.add_parser("version", allow_abbrev=False, help="print the version")
+    return parser
+
+
+def suggest(given: str, known: Iterable[str]) -> str:
+    """What was probably meant, as the end of a sentence."""
+    known = sorted(known)
+    close = difflib.get_close_matches(given, known, n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    listed = ", ".join(name for name in known if not name.startswith("-"))
+    return f"; known: {listed}" if listed else "; see --help"
+
+
+def _add_http(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("http")
+    group.add_argument("--host", default=_SERVER.host, help=_help("address to bind"))
+    group.add_argument(
+        "--port", type=int, default=_SERVER.port, help=_help("port to bind; 0 is any free one")
+    )
+    group.add_argument(
+        "--served-model-name", metavar="NAME", help="name clients use for the model"
+    )
+    group.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="key that every request but GET /health must carry (or HEADWATER_API_KEY)",
+    )
+    group.add_argument(
+        "--drain-timeout",
+        type=float,
+        metavar="S",
+        default=_SERVER.drain_timeout_s,
+        help=_help("seconds that running requests get to finish when the server is stopped"),
+    )
+    group.add_argument(
+        "--exit-with-engine",
+        action="store_true",
+        help="exit 1 when the engine dies, instead of answering 503",
+    )
+    group.add_argument(
+        "--vllm-metric-names",
+        action="store_true",
+        help="also expose what routers scrape under the vllm: prefix",
+    )
+
+
+def _add_model(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument("--dtype", default=_ENGINE.dtype, help=_help("type of weights and KV"))
+    group.add_argument("--device", default=_ENGINE.device, help=_help("where the model runs"))
+    group.add_argument(
+        "--threads", type=int, metavar="N", help="CPU threads of the model (default: cores - 1)"
+    )
+    group.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="TOKENS",
+        help="most tokens of prompt and output together (default: the model's)",
+    )
+
+
+def _add_memory(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("memory and cache")
+    group.add_argument(
+        "--block-size",
+        type=int,
+        metavar="TOKENS",
+        default=_ENGINE.block_tokens,
+        help=_help("tokens in a block, the unit of reuse"),
+    )
+    group.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        metavar="SHARE",
+        default=_ENGINE.memory_utilization,
+        help=_help("share of the device's free memory for KV blocks"),
+    )
+    group.add_argument(
+        "--num-gpu-blocks-override", type=int, metavar="N", help="exact number of device blocks"
+    )
+    group.add_argument(
+        "--enable-prefix-caching",
+        action=BooleanOptionalAction,
+        default=_ENGINE.prefix_caching,
+        help="reuse blocks that earlier requests computed (default: on)",
+    )
+    group.add_argument(
+        "--enable-output-caching",
+        action=BooleanOptionalAction,
+        default=_ENGINE.output_caching,
+        help="keep generated tokens for the next turn (default: on)",
+    )
+
+
+def _add_scheduling(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("scheduling")
+    group.add_argument(
+        "--max-num-seqs",
+        type=int,
+        metavar="N",
+        default=_ENGINE.max_num_seqs,
+        help=_help("most sequences computed in one step"),
+    )
+    group.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        metavar="N",
+        default=_ENGINE.max_batched_tokens,
+        help=_help("most tokens computed in one step"),
+    )
+    group.add_argument(
+        "--scheduling-policy",
+        choices=("fcfs", "priority"),
+        default=_ENGINE.scheduling_policy,
+        help=_help("order of the waiting line"),
+    )
+
+
+def _add_later(parser: ArgumentParser) -> None:
+    """Flags of other releases: known, so that they can be refused or explained."""
+    group = parser.add_argument_group(
+        "not in this release (refused where they ask for something)"
+    )
+    hidden: dict[str, Any] = {"default": None}
+    group.add_argument(
+        "--swap-space", "--kv-offloading-size", type=float, metavar="GIB", **hidden
+    )
+    group.add_argument(
+        "--write-policy",
+        choices=("write_through", "write_through_selective", "write_back", "none"),
+        **hidden,
+    )
+    group.add_argument("--kvcache-storage-backend", metavar="NAME", **hidden)
+    group.add_argument("--kvcache-storage-config", metavar="JSON", **hidden)
+    group.add_argument("--splitwise-role", choices=("mixed", "prefill", "decode"), **hidden)
+    group.add_argument("--router", metavar="URL", **hidden)
+    group.add_argument(
+        "--cache-transfer-protocol", choices=("shm", "tcp", "mooncake"), **hidden
+    )
+    group.add_argument("--kv-events-config", metavar="JSON", **hidden)
+    group.add_argument("--tensor-parallel-size", type=int, metavar="N", **hidden)
+
+
+def _add_limits(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("limits on one client")
+    group.add_argument(
+        "--max-body-mib",
+        type=float,
+        metavar="MIB",
+        default=_LIMITS.max_body_bytes / (1 << 20),
+        help=_help("longest request body"),
+    )
+    group.add_argument(
+        "--max-queued-requests",
+        type=int,
+        metavar="N",
+        default=_LIMITS.max_queued,
+        help=_help("sequences that may wait; more get a 429"),
+    )
+
+
+def _help(text: str) -> str:
+    return f"{text} (default: %(default)s)"

@@ -1,0 +1,111 @@
+"""`headwater serve`: flags to settings, refusals, and the banner that says what to try next."""
+
+import json
+import sys
+from argparse import Namespace
+
+from headwater import __version__
+from headwater.config import (
+    MIB,
+    EngineConfig,
+    LimitsConfig,
+    ServerConfig,
+    api_key_from_environment,
+    idle_settings,
+)
+from headwater.errors import ConfigError
+from headwater.launch.server import Serving, serve
+
+
+def run_serve(options: Namespace, given: frozenset[str]) -> int:
+    """Serve until stopped; the exit code. `given` is which flags were on the command line."""
+    refuse_later_features(options)
+    engine, server = engine_config(options), server_config(options)
+    for sentence in idle_settings(engine, given):
+        _say(f"note: {sentence}")
+    if not server.is_loopback and server.api_key is None:
+        _say(f"note: anyone who can reach {server.host} can use this server; see --api-key")
+    _say(f"loading {engine.model or 'the built-in tiny model'}")
+    return serve(engine, server, lambda serving: _say(banner(serving, engine)))
+
+
+def engine_config(options: Namespace) -> EngineConfig:
+    """The engine's part of the flags."""
+    return EngineConfig(
+        model=options.model,
+        dtype=options.dtype,
+        device=options.device,
+        num_threads=options.threads,
+        block_tokens=options.block_size,
+        max_model_len=options.max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        max_batched_tokens=options.max_num_batched_tokens,
+        memory_utilization=options.gpu_memory_utilization,
+        num_blocks_override=options.num_gpu_blocks_override,
+        prefix_caching=options.enable_prefix_caching,
+        output_caching=options.enable_output_caching,
+        scheduling_policy=options.scheduling_policy,
+    )
+
+
+def server_config(options: Namespace) -> ServerConfig:
+    """The server's part of the flags."""
+    return ServerConfig(
+        host=options.host,
+        port=options.port,
+        served_model_name=options.served_model_name,
+        api_key=options.api_key if options.api_key is not None else api_key_from_environment(),
+        drain_timeout_s=options.drain_timeout,
+        exit_with_engine=options.exit_with_engine,
+        vllm_metric_names=options.vllm_metric_names,
+        limits=LimitsConfig(
+            max_body_bytes=round(options.max_body_mib * MIB),
+            max_queued=options.max_queued_requests,
+        ),
+    )
+
+
+def refuse_later_features(options: Namespace) -> None:
+    """A feature that is asked for and not built is an error, never silence."""
+    later = {
+        "--swap-space": bool(options.swap_space) and "the host tier",
+        "--kvcache-storage-backend": options.kvcache_storage_backend and "the storage tier",
+        "--kvcache-storage-config": options.kvcache_storage_config and "the storage tier",
+        "--splitwise-role": options.splitwise_role not in (None, "mixed")
+        and "prefill/decode disaggregation",
+        "--router": options.router and "registering at a router",
+        "--kv-events-config": options.kv_events_config and "publishing KV events",
+        "--tensor-parallel-size": (options.tensor_parallel_size or 1) != 1
+        and "tensor parallelism",
+    }
+    for flag, feature in later.items():
+        if feature:
+            raise ConfigError(f"{flag}: {feature} is not in this release")
+
+
+def banner(serving: Serving, engine: EngineConfig) -> str:
+    """What is served, where, how much the cache holds, and a line to try."""
+    info = serving.info
+    num_tokens = info.num_device_blocks * info.block_tokens
+    body = json.dumps(
+        {"model": serving.model_name, "messages": [{"role": "user", "content": "Hello"}]}
+    )
+    caching = (
+        f"prefixes of {info.block_tokens} tokens and more are reused"
+        if engine.prefix_caching
+        else "prefix caching is off"
+    )
+    return f"""\
+Headwater {__version__} is ready at {serving.url}
+  model   {serving.model_name} ({info.dtype} on {info.device}, up to {info.max_model_len:,} tokens a request)
+  cache   {info.num_device_blocks:,} blocks of {info.block_tokens} tokens ({num_tokens:,} in all), empty; {caching}
+  engine  process {serving.engine_pid}, up to {info.max_num_seqs} sequences a step
+try:
+  curl {serving.url}/v1/chat/completions -d '{body}'
+  curl {serving.url}/cache
+stop with Ctrl-C"""
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

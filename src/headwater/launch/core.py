@@ -1,0 +1,96 @@
+"""Builds an engine core from settings: the model, its memory, the scheduler, the cache.
+
+torch is imported when a core is built, and by nothing before.
+"""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headwater.cache import CacheConfig, TieredCache
+from headwater.clock import SystemClock
+from headwater.config import EngineConfig
+from headwater.engine.client import EngineInfo
+from headwater.engine.core import EngineCore
+from headwater.errors import ConfigError
+from headwater.scheduler.config import SchedulerConfig
+from headwater.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from headwater.device.model import LoadedModel
+
+BUILT_IN_NAME = "headwater-tiny"
+
+
+def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
+    """Load the model, size the pool, join scheduler, cache and runner."""
+    _limit_threads(config.num_threads)
+    # After the thread limits, which torch reads once.
+    from headwater.device.memory import num_blocks_that_fit
+    from headwater.device.model import load
+    from headwater.device.runner import TorchRunner
+
+    model = load(config.model, dtype=config.dtype, device=config.device)
+    num_blocks = num_blocks_that_fit(
+        model,
+        block_tokens=config.block_tokens,
+        utilization=config.memory_utilization,
+        override=config.num_blocks_override,
+    )
+    scheduler = _scheduler(config, model, num_blocks)
+    runner = TorchRunner(
+        model,
+        num_blocks=num_blocks,
+        block_tokens=config.block_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_batched_tokens=config.max_batched_tokens,
+    )
+    info = EngineInfo(
+        model_name=Path(config.model).resolve().name if config.model else BUILT_IN_NAME,
+        model_dir=str(model.model_dir),
+        max_model_len=scheduler.max_model_len,
+        vocab_size=model.vocab_size,
+        block_tokens=config.block_tokens,
+        num_device_blocks=num_blocks,
+        max_num_seqs=config.max_num_seqs,
+        fingerprint=model.fingerprint.hex(),
+        eos_token_ids=model.eos_token_ids,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
+    )
+    return EngineCore(scheduler, runner, SystemClock()), info
+
+
+def _scheduler(config: EngineConfig, model: "LoadedModel", num_blocks: int) -> Scheduler:
+    max_model_len = config.max_model_len or model.max_model_len
+    if max_model_len > model.max_model_len:
+        raise ConfigError(
+            f"--max-model-len {max_model_len} is more than the {model.max_model_len} the model "
+            "was made for"
+        )
+    cache = TieredCache(
+        CacheConfig(
+            device_blocks=num_blocks,
+            block_tokens=config.block_tokens,
+            fingerprint=model.fingerprint,
+            kv_format=str(model.dtype),
+        )
+    )
+    settings = SchedulerConfig(
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_batched_tokens=config.max_batched_tokens,
+        policy=config.scheduling_policy,
+        prefix_caching=config.prefix_caching,
+        output_caching=config.output_caching,
+        eos_token_ids=model.eos_token_ids,
+    )
+    return Scheduler(settings, cache)
+
+
+def _limit_threads(num_threads: int | None) -> None:
+    """Fix torch's threads before it is imported; what the operator set in the environment wins."""
+    cores = len(os.sched_getaffinity(0))
+    wanted = num_threads or max(1, cores - 1)
+    os.environ.setdefault("OMP_NUM_THREADS", str(wanted))
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -1,0 +1,31 @@
+"""The engine process: `python -m headwater.launch.engine ADDRESS`, started by the server."""
+
+import gc
+import logging
+import sys
+
+import msgspec
+
+from headwater.config import EngineConfig
+from headwater.engine.client import EngineInfo
+from headwater.engine.core import EngineCore
+from headwater.engine.process import run_engine
+from headwater.launch.core import build_core
+
+
+def main(address: str) -> int:
+    """Serve the process at the other end of `address`; the exit code."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s engine: %(message)s")
+    return run_engine(_build, address)
+
+
+def _build(settings: bytes) -> tuple[EngineCore, EngineInfo]:
+    built = build_core(msgspec.json.decode(settings, type=EngineConfig))
+    # What was loaded stays for ever: the collector need not look at it again.
+    gc.collect()
+    gc.freeze()
+    return built
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,121 @@
+"""The HTTP process: starts the engine process, serves, drains, ends. Never imports torch."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+
+import msgspec
+import uvloop
+
+from headwater.clock import SystemClock
+from headwater.config import EngineConfig, ServerConfig
+from headwater.engine.child import EngineChild
+from headwater.engine.front import AsyncEngine, EngineInfo
+from headwater.engine.tokenizer import Tokenizer
+from headwater.errors import EngineDead
+from headwater.server.app import create_app
+from headwater.server.gate import Gate
+from headwater.server.http import HttpServer, bind, url_of
+from headwater.server.service import Service
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """What a server says when it is ready."""
+
+    url: str
+    model_name: str
+    info: EngineInfo
+    engine_pid: int
+
+
+def serve(
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+    announce: Callable[[Serving], None],
+) -> int:
+    """Serve until told to stop by SIGTERM or SIGINT; the exit code.
+
+    Raises ConfigError or ModelError, with a sentence, where nothing can be served.
+    """
+    listener = bind(server_config.host, server_config.port)
+    with contextlib.closing(listener):
+        child = EngineChild(["headwater.launch.engine"], msgspec.json.encode(engine_config))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            engine = AsyncEngine(child)
+            return runner.run(_Server(engine, server_config, listener, announce).run())
+
+
+class _Server:
+    """One life of the HTTP process: start, open, drain, end."""
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        config: ServerConfig,
+        listener: socket.socket,
+        announce: Callable[[Serving], None],
+    ) -> None:
+        self._engine = engine
+        self._config = config
+        self._listener = listener
+        self._announce = announce
+        self._gate = Gate(config.api_key)
+        self._http = HttpServer(self._gate, drain_timeout_s=config.drain_timeout_s)
+
+    async def run(self) -> int:
+        """Everything from the first byte to the exit code."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop)
+        http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
+        start = asyncio.create_task(self._start())
+        try:
+            await asyncio.wait({http, start}, return_when=asyncio.FIRST_COMPLETED)
+            if not start.done():  # told to stop before the model was loaded
+                start.cancel()
+                return 0
+            start.result()
+            return await self._serve_out(http)
+        finally:
+            self._http.stop()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.gather(start, http, return_exceptions=True)
+            await self._engine.close()
+
+    async def _start(self) -> None:
+        engine, config = self._engine, self._config
+        await engine.start(timeout_s=config.start_timeout_s)
+        tokenizer = await asyncio.to_thread(Tokenizer, engine.info.model_dir)
+        service = Service(
+            engine, tokenizer, config, SystemClock(), created_s=datetime.now().timestamp()
+        )
+        self._gate.open(create_app(service))
+        self._announce(
+            Serving(
+                url=url_of(self._listener),
+                model_name=service.model_name,
+                info=engine.info,
+                engine_pid=engine.pid,
+            )
+        )
+
+    async def _serve_out(self, http: "asyncio.Task[None]") -> int:
+        """Until HTTP has drained, or the engine died and the settings say to leave then."""
+        death = asyncio.create_task(self._engine.wait_dead())
+        try:
+            wanted = {http, death} if self._config.exit_with_engine else {http}
+            await asyncio.wait(wanted, return_when=asyncio.FIRST_COMPLETED)
+            if not http.done():
+                raise EngineDead(death.result())
+            return 0
+        finally:
+            death.cancel()
+
+    def _stop(self) -> None:
+        self._gate.shut("the server is stopping")
+        self._http.stop()

@@ -1,0 +1,185 @@
+"""Everything that is not generation: health, models, metrics, and control of the cache."""
+
+import asyncio
+from dataclasses import asdict
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headwater import __version__
+from headwater.errors import EngineDead
+from headwater.metrics.prometheus import CONTENT_TYPE, render
+from headwater.metrics.stats import EngineStats
+from headwater.scheduler.request import SamplingParams
+from headwater.server.answers import Aborted, Done, Health, ModelCard, ModelList, Version
+from headwater.server.body import read_body
+from headwater.server.errors import Refused
+from headwater.server.generation import Delta, Generation, Job, Prompt
+from headwater.server.reply import JsonReply
+from headwater.server.schema import AbortRequest
+from headwater.server.service import Service
+
+_STATS_TIMEOUT_S = 5.0
+_DEEP_TIMEOUT_S = 30.0
+
+
+async def health(request: Request) -> Response:
+    """Whether the engine lives. Asks nobody: it never waits and never runs the model."""
+    engine = _service(request).engine
+    if engine.dead is not None:
+        raise EngineDead(engine.dead)
+    return JsonReply(Health())
+
+
+async def health_generate(request: Request) -> Response:
+    """Whether the engine can generate: runs one token through the model."""
+    service = _service(request)
+    prompt = Prompt(
+        tokens=np.zeros(1, dtype=np.int32), params=SamplingParams(max_tokens=1, temperature=0.0)
+    )
+    job = Job(name="health", prompts=[prompt], num_choices=1, priority=-(1 << 31))
+
+    async def ignore(delta: Delta) -> None:
+        return None
+
+    try:
+        async with asyncio.timeout(_DEEP_TIMEOUT_S):
+            await Generation(service, job).run(ignore)
+    except TimeoutError as exc:
+        raise Refused(f"no token within {_DEEP_TIMEOUT_S:.0f} s", status=503) from exc
+    return JsonReply(Health())
+
+
+async def models(request: Request) -> Response:
+    """The one model there is."""
+    return JsonReply(ModelList(data=[_card(_service(request))]))
+
+
+async def model(request: Request) -> Response:
+    """The one model there is, by name."""
+    service = _service(request)
+    service.check_model(request.path_params["name"])
+    return JsonReply(_card(service))
+
+
+async def version(request: Request) -> Response:
+    """The version of this program."""
+    return JsonReply(Version(version=__version__))
+
+
+async def metrics(request: Request) -> Response:
+    """A Prometheus scrape; a dead engine leaves the server's own part."""
+    service = _service(request)
+    try:
+        stats = await _stats(service)
+    except (EngineDead, Refused):
+        stats = None
+    body = render(
+        service.recorder,
+        stats,
+        block_tokens=service.engine.info.block_tokens,
+        vllm_names=service.config.vllm_metric_names,
+    )
+    return Response(body, media_type=CONTENT_TYPE)
+
+
+async def server_info(request: Request) -> Response:
+    """How this server was started, without its secrets."""
+    service = _service(request)
+    config = asdict(service.config)
+    config["api_key"] = service.config.api_key is not None
+    return JsonReply(
+        {
+            "version": __version__,
+            "model": service.model_name,
+            "engine": asdict(service.engine.info),
+            "server": config,
+            "kv_events": None,
+        }
+    )
+
+
+async def cache(request: Request) -> Response:
+    """Tiers, occupancy, and what the cache found and missed so far."""
+    service = _service(request)
+    stats = await _stats(service)
+    block_tokens = service.engine.info.block_tokens
+    return JsonReply(
+        {
+            "block_tokens": block_tokens,
+            # The last token of a prompt is always computed.
+            "min_prefix_tokens": block_tokens + 1,
+            "tiers": {name: asdict(tier) for name, tier in stats.tiers.items()},
+            "ledger": {
+                "queries": stats.queries,
+                "query_tokens": stats.query_tokens,
+                "found_tokens": stats.found_tokens,
+                "misses": stats.misses,
+            },
+            "num_running": stats.num_running,
+            "num_waiting": stats.num_waiting,
+            "num_preemptions": stats.num_preemptions,
+            "is_paused": stats.is_paused,
+        }
+    )
+
+
+async def reset_prefix_cache(request: Request) -> Response:
+    """Forget every cached block; running requests keep theirs and go on."""
+    await _service(request).engine.reset_cache()
+    return JsonReply(Done())
+
+
+async def pause(request: Request) -> Response:
+    """Stop admitting requests; those running go on."""
+    await _service(request).engine.pause()
+    return JsonReply(Done())
+
+
+async def resume(request: Request) -> Response:
+    """Admit requests again."""
+    await _service(request).engine.resume()
+    return JsonReply(Done())
+
+
+async def abort_requests(request: Request) -> Response:
+    """End requests by the names their clients gave them, or all of them."""
+    service = _service(request)
+    body = await read_body(
+        request, AbortRequest, max_bytes=service.config.limits.max_body_bytes
+    )
+    if body.request_ids is None and not body.abort_all:
+        raise Refused("give request_ids, or abort_all: true", param="request_ids")
+    if body.abort_all:
+        return JsonReply(Aborted(aborted=await service.engine.abort(None)))
+    names = [_own_name(name) for name in body.request_ids or []]
+    ids = [entry for name in names for entry in service.live.sequences_of(name)]
+    return JsonReply(Aborted(aborted=await service.engine.abort(ids)))
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+def _card(service: Service) -> ModelCard:
+    return ModelCard(
+        id=service.model_name,
+        created=service.created,
+        root=service.engine.info.model_name,
+        max_model_len=service.engine.info.max_model_len,
+    )
+
+
+async def _stats(service: Service) -> EngineStats:
+    try:
+        async with asyncio.timeout(_STATS_TIMEOUT_S):
+            return await service.engine.stats()
+    except TimeoutError as exc:
+        raise Refused("the engine is in a long step; try again", status=503) from exc
+
+
+def _own_name(name: str) -> str:
+    """A request's own name, of an answer's id or of itself."""
+    return name.removeprefix("chatcmpl-").removeprefix("cmpl-")

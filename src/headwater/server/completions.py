@@ -1,0 +1,172 @@
+"""POST /v1/completions: text or token ids in, text out."""
+
+import numpy as np
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from headwater.server.answers import CompletionAnswer, CompletionChoice, UsageAnswer
+from headwater.server.body import read_body, request_name
+from headwater.server.errors import Refused
+from headwater.server.generation import Delta, Generation, Job
+from headwater.server.jobs import job_of
+from headwater.server.logprobs import completion_logprobs, num_characters
+from headwater.server.params import num_logprobs
+from headwater.server.reply import JsonReply, Reply
+from headwater.server.schema import CompletionRequest
+from headwater.server.service import Service
+from headwater.server.streaming import EventStream, stream, while_connected
+from headwater.server.transcript import Transcript, transcribe
+from headwater.server.unsupported import check_supported
+from headwater.types import Tokens
+
+_DEFAULT_MAX_TOKENS = 16
+
+
+async def completions(request: Request) -> Reply:
+    """The endpoint."""
+    service: Service = request.app.state.service
+    body = await read_body(
+        request, CompletionRequest, max_bytes=service.config.limits.max_body_bytes
+    )
+    name = request_name(request, body)
+    check_supported(body)
+    service.check_model(body.model)
+    answer = _Completion(service, body, name, await _job(service, body, name))
+    if body.stream:
+        return answer.stream
+    whole = await while_connected(request.receive, answer.whole())
+    return JsonReply(whole, headers={"x-request-id": name})
+
+
+async def _job(service: Service, body: CompletionRequest, name: str) -> Job:
+    return job_of(
+        service,
+        body,
+        name,
+        await _prompt_tokens(service, body),
+        max_tokens=body.max_tokens,
+        default_max_tokens=_DEFAULT_MAX_TOKENS,
+        logprobs=num_logprobs(body.logprobs, service.config.limits, param="logprobs"),
+    )
+
+
+async def _prompt_tokens(service: Service, body: CompletionRequest) -> list[Tokens]:
+    prompts = _prompts(body)
+    if len(prompts) > service.config.limits.max_prompts:
+        raise Refused(
+            f"at most {service.config.limits.max_prompts} prompts, got {len(prompts)}",
+            param="prompt",
+        )
+    add_special_tokens = body.add_special_tokens is not False
+
+    def encode() -> list[Tokens]:
+        return [
+            service.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+            if isinstance(prompt, str)
+            else np.array(prompt, dtype=np.int32)
+            for prompt in prompts
+        ]
+
+    return await service.in_thread(encode)
+
+
+def _prompts(body: CompletionRequest) -> list[str | list[int]]:
+    """The prompts one by one: a flat list of ids is one prompt, a list of lists several."""
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    ids = [entry for entry in prompt if isinstance(entry, int)]
+    texts = [entry for entry in prompt if isinstance(entry, str)]
+    lists = [entry for entry in prompt if isinstance(entry, list)]
+    if max(len(ids), len(texts), len(lists)) != len(prompt):
+        raise Refused("a prompt is text, token ids, or a list of one of them", param="prompt")
+    if ids and not all(0 <= token < 1 << 31 for token in ids):
+        raise Refused("a token id is not negative and below 2^31", param="prompt")
+    if not prompt:
+        raise Refused("the prompt is empty", param="prompt")
+    return [ids] if ids else [*texts, *lists]
+
+
+class _Completion:
+    """One answer, sent whole or as it grows."""
+
+    def __init__(self, service: Service, body: CompletionRequest, name: str, job: Job) -> None:
+        self._service = service
+        self._body = body
+        self._name = name
+        self._job = job
+        self._generation = Generation(service, job)
+        self._created = service.created_now()
+        self._offsets = [0] * job.num_sequences
+
+    async def whole(self) -> CompletionAnswer:
+        """Generate, then answer."""
+        transcripts = await transcribe(self._generation, self._job.num_sequences)
+        choices = [self._choice(index, entry) for index, entry in enumerate(transcripts)]
+        return self._answer(choices, self._generation.usage())
+
+    async def stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Generate, and send each delta as it comes."""
+        events = EventStream(send, [(b"x-request-id", self._name.encode())])
+        options = self._body.stream_options
+        has_running_usage = bool(options and options.continuous_usage_stats)
+
+        async def land(delta: Delta) -> None:
+            usage = self._generation.usage() if has_running_usage else None
+            await events.write(self._answer([self._chunk(delta)], usage))
+
+        async def work() -> None:
+            await self._generation.run(land)
+            if options and options.include_usage:
+                await events.write(self._answer([], self._generation.usage()))
+
+        await stream(events, receive, work)
+
+    def _answer(
+        self, choices: list[CompletionChoice], usage: UsageAnswer | None
+    ) -> CompletionAnswer:
+        return CompletionAnswer(
+            id=f"cmpl-{self._name}",
+            created=self._created,
+            model=self._service.model_name,
+            choices=choices,
+            usage=usage,
+        )
+
+    def _choice(self, index: int, entry: Transcript) -> CompletionChoice:
+        choice = CompletionChoice(
+            index=index,
+            text=entry.text,
+            finish_reason=entry.finish_reason,
+            stop_reason=entry.stop_reason,
+        )
+        self._add_extras(choice, entry, is_first=True)
+        return choice
+
+    def _chunk(self, delta: Delta) -> CompletionChoice:
+        choice = CompletionChoice(
+            index=delta.index,
+            text=delta.text,
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+        )
+        self._add_extras(choice, delta, is_first=delta.is_first)
+        return choice
+
+    def _add_extras(
+        self, choice: CompletionChoice, part: Delta | Transcript, *, is_first: bool
+    ) -> None:
+        index = choice.index
+        if self._body.logprobs is not None:
+            choice.logprobs = completion_logprobs(
+                part.tokens, part.logprobs, self._service.tokenizer, offset=self._offsets[index]
+            )
+            self._offsets[index] += sum(
+                num_characters(self._service.tokenizer.token_bytes(token))
+                for token in part.tokens
+            )
+        if self._body.return_token_ids:
+            prompt = self._job.prompts[index // self._job.num_choices]
+            choice.token_ids = part.tokens
+            choice.prompt_token_ids = prompt.tokens.tolist() if is_first else UNSET

@@ -1,0 +1,52 @@
+"""What stands before the application: 503 until it is ready, and the key.
+
+Plain ASGI, because it is passed for every request.
+"""
+
+import hmac
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from headwater.server.errors import Refused, error_response
+
+_OPEN_PATHS = frozenset({"/health"})
+"""Needs no key: load balancers ask it."""
+
+
+class Gate:
+    """Answers 503 before `open` and after `shut`, in between passes requests on."""
+
+    def __init__(self, api_key: str | None = None) -> None:
+        self._key = None if api_key is None else api_key.encode()
+        self._app: ASGIApp | None = None
+        self._reason = "the engine is starting"
+
+    def open(self, app: ASGIApp) -> None:
+        """From now on `app` answers."""
+        self._app = app
+
+    def shut(self, reason: str) -> None:
+        """From now on new requests are told to go elsewhere; those inside go on."""
+        self._app = None
+        self._reason = reason
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        if self._key is not None and scope["path"] not in _OPEN_PATHS and not self._fits(scope):
+            refused = Refused("a valid API key is needed", status=401, code="invalid_api_key")
+            await error_response(refused)(scope, receive, send)
+        elif self._app is None:
+            refused = Refused(self._reason, status=503, code="not_ready")
+            await error_response(refused)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _fits(self, scope: Scope) -> bool:
+        """Whether the request carries our key; takes as long for a near miss as for any other."""
+        given = next(
+            (value for name, value in scope["headers"] if name == b"authorization"), b""
+        )
+        scheme, _, key = given.partition(b" ")
+        assert self._key is not None, "asked only where there is a key"
+        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)

@@ -1,0 +1,206 @@
+"""One request's choices, from the engine's tokens to deltas of text.
+
+The endpoints differ in how they write a delta; everything before that is here, once.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from headwater.engine.text import TextStream
+from headwater.engine.tokenizer import Tokenizer
+from headwater.errors import HeadwaterError
+from headwater.metrics.recorder import RequestTimer
+from headwater.scheduler.batch import TokenLogprobs
+from headwater.scheduler.output import SequenceOutput
+from headwater.scheduler.request import Request, SamplingParams
+from headwater.scheduler.usage import Usage
+from headwater.server.answers import CacheDetails, PromptTokensDetails, UsageAnswer
+from headwater.server.params import seed_of_choice
+from headwater.server.service import Service
+from headwater.types import RequestId, Tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One prompt and how to continue it."""
+
+    tokens: Tokens
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """All that one HTTP request wants generated."""
+
+    name: str
+    """The request id its client knows."""
+
+    prompts: Sequence[Prompt]
+    num_choices: int
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    priority: int = 0
+    cache_salt: str = ""
+    wants_cache_details: bool = False
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.prompts) * self.num_choices
+
+
+@dataclass(slots=True, kw_only=True)
+class Delta:
+    """What one output added to one choice. Built once, changed by nobody."""
+
+    index: int
+    is_first: bool
+    text: str
+    tokens: list[int]
+    logprobs: list[TokenLogprobs | None]
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+_CONTEXT_TOKENS = 16
+"""More of a prompt's end than the detokenizer looks back on."""
+
+Emit = Callable[[Delta], Awaitable[None]]
+
+
+class Choice:
+    """How far one choice got."""
+
+    def __init__(self, index: int, job: Job, prompt: Prompt, tokenizer: Tokenizer) -> None:
+        self.index = index
+        self.usage: Usage | None = None
+        self.finish_reason: str | None = None
+        self._stream = TextStream(
+            tokenizer,
+            prompt=prompt.tokens[-_CONTEXT_TOKENS:].tolist(),
+            stops=job.stops,
+            include_stop=job.include_stop,
+            skip_special_tokens=job.skip_special_tokens,
+            min_tokens=prompt.params.min_tokens,
+        )
+        self._is_first = True
+
+    @property
+    def num_tokens(self) -> int:
+        return self._stream.num_tokens
+
+    def land(self, output: SequenceOutput) -> Delta:
+        """The delta of one output; its `finish_reason` is set once the choice has ended."""
+        self.usage = self.usage or output.usage
+        piece = self._stream.land(output)
+        self.finish_reason = piece.finish_reason
+        is_first, self._is_first = self._is_first, False
+        return Delta(
+            index=self.index,
+            is_first=is_first,
+            text=piece.text,
+            tokens=output.tokens,
+            logprobs=output.logprobs,
+            finish_reason=piece.finish_reason,
+            stop_reason=piece.stop_reason,
+        )
+
+
+class Generation:
+    """Runs one job. `emit` is awaited for each delta, in order within a choice."""
+
+    def __init__(self, service: Service, job: Job) -> None:
+        self._service = service
+        self._job = job
+        self._choices = [
+            Choice(place * job.num_choices + number, job, prompt, service.tokenizer)
+            for place, prompt in enumerate(job.prompts)
+            for number in range(job.num_choices)
+        ]
+
+    async def run(self, emit: Emit) -> None:
+        """Until every choice has ended. Cancelling aborts them all.
+
+        Raises QueueFull before anything starts; RequestError or EngineDead where the engine
+        does, after which no choice of the job runs on.
+        """
+        service, job = self._service, self._job
+        with service.live.enter(job.name, job.num_sequences) as ids:
+            requests = [self._request(choice, ids) for choice in self._choices]
+            if len(requests) == 1:
+                await self._follow(self._choices[0], requests[0], emit)
+                return
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for choice, request in zip(self._choices, requests, strict=True):
+                        group.create_task(self._follow(choice, request, emit))
+            except BaseExceptionGroup as errors:
+                raise _first(errors) from None
+
+    async def _follow(self, choice: Choice, request: Request, emit: Emit) -> None:
+        timer = RequestTimer(self._service.recorder, self._service.clock)
+        try:
+            async with aclosing(self._service.engine.generate(request)) as outputs:
+                async for output in outputs:
+                    timer.land(output)
+                    delta = choice.land(output)
+                    await emit(delta)
+                    if delta.finish_reason is not None:
+                        break
+        finally:
+            timer.end(choice.finish_reason or "abort")
+
+    def _request(self, choice: Choice, ids: Sequence[RequestId]) -> Request:
+        job = self._job
+        prompt = job.prompts[choice.index // job.num_choices]
+        seed = seed_of_choice(prompt.params.seed, choice.index % job.num_choices)
+        return Request(
+            request_id=ids[choice.index],
+            tokens=prompt.tokens,
+            params=prompt.params if job.num_choices == 1 else replace(prompt.params, seed=seed),
+            arrival_s=self._service.clock.now(),
+            priority=job.priority,
+            cache_salt=job.cache_salt,
+        )
+
+    def usage(self) -> UsageAnswer:
+        """Tokens so far. A prompt is counted once, however many choices it got."""
+        firsts = self._choices[:: self._job.num_choices]
+        usages = [choice.usage for choice in firsts if choice.usage is not None]
+        prompt_tokens = sum(len(prompt.tokens) for prompt in self._job.prompts)
+        completion_tokens = sum(choice.num_tokens for choice in self._choices)
+        details = PromptTokensDetails(
+            cached_tokens=sum(usage.cached_tokens for usage in usages)
+        )
+        if self._job.wants_cache_details:
+            details.cache = self._cache_details(usages)
+        return UsageAnswer(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=prompt_tokens + completion_tokens,
+            prompt_tokens_details=details,
+        )
+
+    def _cache_details(self, usages: Sequence[Usage]) -> CacheDetails:
+        def found(tier: str) -> int:
+            return sum(usage.by_tier.get(tier, 0) for usage in usages)
+
+        reasons = [usage.miss_reason for usage in usages if usage.miss_reason is not None]
+        return CacheDetails(
+            device=found("device"),
+            host=found("host"),
+            storage=found("storage"),
+            peer=found("peer"),
+            recomputed=sum(usage.computed for usage in usages),
+            miss_reason=reasons[0] if reasons else None,
+            block_tokens=self._service.engine.info.block_tokens,
+        )
+
+
+def _first(group: BaseExceptionGroup) -> BaseException:
+    """The error that ended the others: of several choices refused, any one says why."""
+    ours = group.subgroup(HeadwaterError)
+    error = (ours or group).exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error

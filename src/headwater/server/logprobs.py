@@ -1,0 +1,76 @@
+"""Log-probabilities in the two shapes of the API."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from headwater.engine.tokenizer import Tokenizer
+from headwater.scheduler.batch import TokenLogprobs
+from headwater.server.answers import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    TokenLogprob,
+    TopLogprob,
+)
+
+_LOWEST = -9999.0
+"""Written for probability 0: JSON has no infinity."""
+
+Entries = Sequence[TokenLogprobs | None]
+
+
+def completion_logprobs(
+    tokens: Sequence[int], entries: Entries, tokenizer: Tokenizer, *, offset: int
+) -> CompletionLogprobs:
+    """Parallel lists; `offset` is where the first token's text begins in its choice."""
+    names = [tokenizer.token_text(token) for token in tokens]
+    lengths = [num_characters(tokenizer.token_bytes(token)) for token in tokens]
+    offsets = list(accumulate(lengths, initial=offset))
+    found = [entry for entry in entries if entry is not None]
+    return CompletionLogprobs(
+        tokens=names[: len(found)],
+        token_logprobs=[_finite(entry.chosen) for entry in found],
+        top_logprobs=[_top_by_name(entry, tokenizer) for entry in found],
+        text_offset=offsets[: len(found)],
+    )
+
+
+def chat_logprobs(
+    tokens: Sequence[int], entries: Entries, tokenizer: Tokenizer
+) -> ChatLogprobs:
+    """One object a token."""
+    content = [
+        TokenLogprob(
+            token=tokenizer.token_text(token),
+            logprob=_finite(entry.chosen),
+            bytes=list(tokenizer.token_bytes(token)),
+            top_logprobs=_top(entry, tokenizer),
+        )
+        for token, entry in zip(tokens, entries, strict=False)
+        if entry is not None
+    ]
+    return ChatLogprobs(content=content)
+
+
+def num_characters(raw: bytes) -> int:
+    """Characters that begin in these bytes: every byte but UTF-8's continuations begins one."""
+    return sum(byte & 0xC0 != 0x80 for byte in raw)
+
+
+def _top(entry: TokenLogprobs, tokenizer: Tokenizer) -> list[TopLogprob]:
+    return [
+        TopLogprob(
+            token=tokenizer.token_text(token),
+            logprob=_finite(value),
+            bytes=list(tokenizer.token_bytes(token)),
+        )
+        for token, value in zip(entry.top_ids, entry.top_values, strict=True)
+    ]
+
+
+def _top_by_name(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, float]:
+    pairs = zip(entry.top_ids, entry.top_values, strict=True)
+    return {tokenizer.token_text(token): _finite(value) for token, value in pairs}
+
+
+def _finite(value: float) -> float:
+    return max(value, _LOWEST)

@@ -1,0 +1,35 @@
+"""Chat messages as the template wants them: plain objects whose content is text."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from headwater.server.errors import Refused
+from headwater.server.schema import Message
+
+
+def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The conversation; raises Refused for content that is not text."""
+    return [_plain(message) for message in messages]
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    if message.tool_calls not in (None, []):
+        raise Refused("'tool_calls' in a message is not supported", param="messages")
+    plain: dict[str, Any] = {"role": message.role, "content": _text(message)}
+    if message.name is not None:
+        plain["name"] = message.name
+    if message.tool_call_id is not None:
+        plain["tool_call_id"] = message.tool_call_id
+    return plain
+
+
+def _text(message: Message) -> str:
+    if message.content is None or isinstance(message.content, str):
+        return message.content or ""
+    for part in message.content:
+        if part.type != "text" or part.text is None:
+            raise Refused(
+                f"content of type {part.type[:40]!r} is not supported; only text is",
+                param="messages",
+            )
+    return "".join(part.text or "" for part in message.content)

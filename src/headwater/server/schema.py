@@ -1,0 +1,146 @@
+"""The OpenAI wire types that requests are read into.
+
+Fields that are not named here are accepted and ignored. `null` means the default, as the
+OpenAI clients send it. Bounds that depend on settings are checked in `params`.
+"""
+
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+Count = Annotated[int, Meta(ge=1, le=1 << 31)]
+SmallCount = Annotated[int, Meta(ge=0, le=1 << 31)]
+Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+
+Prompt = str | list[int | str | list[TokenId]]
+"""Text, token ids, or a list of either: looser than meant, because the reader cannot tell
+lists apart. `openapi` documents the exact shape and `completions` checks it."""
+
+
+class StreamOptions(Struct, kw_only=True):
+    """`stream_options`."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Sampling(Struct, kw_only=True):
+    """The fields that completions and chat share; those of type Any are in `unsupported`."""
+
+    model: Name | None = None
+    max_tokens: Count | None = None
+    min_tokens: SmallCount | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
+    min_p: Share | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100.0, le=100.0)]] | None = None
+    seed: Seed | None = None
+    n: Count | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    echo: Any = None
+    best_of: Any = None
+    prompt_logprobs: Any = None
+    use_beam_search: Any = None
+
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] | None = None
+    request_id: Name | None = None
+    return_token_ids: bool | None = None
+    cache_details: bool | None = None
+
+
+class CompletionRequest(Sampling, kw_only=True):
+    """Body of POST /v1/completions."""
+
+    prompt: Prompt
+    logprobs: SmallCount | None = None
+    add_special_tokens: bool | None = None
+    suffix: Any = None
+
+
+class TextPart(Struct, kw_only=True):
+    """One part of a message's content. Only text is served."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(Struct, kw_only=True):
+    """One turn of a conversation."""
+
+    role: Name
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: Any = None
+    tool_call_id: str | None = None
+
+
+class ChatRequest(Sampling, kw_only=True):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: SmallCount | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+    continue_final_message: Any = None
+    chat_template: Any = None
+    documents: Any = None
+
+
+class TokenizeRequest(Struct, kw_only=True):
+    """Body of POST /tokenize: a text, or a conversation."""
+
+    model: Name | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    """Body of POST /detokenize."""
+
+    tokens: list[TokenId]
+    model: Name | None = None
+    skip_special_tokens: bool | None = None
+
+
+class AbortRequest(Struct, kw_only=True):
+    """Body of POST /v1/abort_requests: some requests, or all of them."""
+
+    request_ids: list[str] | None = None
+    abort_all: bool | None = None

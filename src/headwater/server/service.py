@@ -1,0 +1,69 @@
+"""What every endpoint works with: the engine, the tokenizer, the limits, the live requests."""
+
+import asyncio
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from headwater.clock import Clock
+from headwater.config import ServerConfig
+from headwater.engine.client import EngineClient
+from headwater.engine.tokenizer import Tokenizer
+from headwater.metrics.recorder import Recorder
+from headwater.server.errors import Refused
+from headwater.server.live import LiveRequests
+
+T = TypeVar("T")
+
+_TOKENIZER_THREADS = 2
+
+
+class Service:
+    """Owns nothing of the engine; `close` ends the tokenizer's threads."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        tokenizer: Tokenizer,
+        config: ServerConfig,
+        clock: Clock,
+        *,
+        created_s: float,
+    ) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.config = config
+        self.clock = clock
+        self.created = math.floor(created_s)
+        """Seconds since 1970 when serving began."""
+        self.recorder = Recorder()
+        self.live = LiveRequests(engine.info.max_num_seqs + config.limits.max_queued)
+        self._threads = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+        self._start_s = clock.now()
+
+    @property
+    def model_name(self) -> str:
+        return self.config.served_model_name or self.engine.info.model_name
+
+    def created_now(self) -> int:
+        """Seconds since 1970, reckoned from the clock that was passed in."""
+        return self.created + math.floor(self.clock.now() - self._start_s)
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a request for another model."""
+        if name is not None and name not in (self.model_name, self.engine.info.model_dir):
+            raise Refused(
+                f"the model {name!r} is not served here; {self.model_name!r} is",
+                param="model",
+                status=404,
+                code="model_not_found",
+            )
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Run tokenizer work off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def close(self) -> None:
+        """End the threads. Safe to call twice."""
+        self._threads.shutdown(wait=False, cancel_futures=True)

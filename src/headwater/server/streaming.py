@@ -1,0 +1,99 @@
+"""Server-sent events, and the end of work whose client has gone.
+
+The status line is sent with the first event, so whatever fails before it is an ordinary
+error answer; whatever fails after it is an `error` event and the end of the stream.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.types import Receive, Send
+
+from headwater.errors import HeadwaterError
+from headwater.server.errors import error_answer, error_response
+
+T = TypeVar("T")
+
+_DONE = b"data: [DONE]\n\n"
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies must not collect events
+]
+
+encode = msgspec.json.Encoder().encode
+
+
+class Gone(Exception):
+    """The client closed its connection; nobody reads an answer."""
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`; if the client goes first, `work` is cancelled and Gone raised."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Gone
+        return task.result()
+    finally:
+        for pending in (task, watch):
+            if not pending.done():
+                pending.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await pending
+
+
+class EventStream:
+    """One streamed answer."""
+
+    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+        self._send = send
+        self._headers = _HEADERS + headers
+        self._has_begun = False
+
+    async def write(self, *events: msgspec.Struct) -> None:
+        """Send events in one piece."""
+        await self._write(b"".join(b"data: " + encode(event) + b"\n\n" for event in events))
+
+    async def end(self) -> None:
+        """Send the last event there is."""
+        await self._write(_DONE, more=False)
+
+    async def fail(self, error: HeadwaterError, receive: Receive) -> None:
+        """Tell the client, in whichever way is still possible."""
+        if self._has_begun:
+            event = b"data: " + encode(error_answer(error)) + b"\n\n"
+            await self._write(event + _DONE, more=False)
+        else:
+            response = error_response(error)
+            response.raw_headers.extend(self._headers[len(_HEADERS) :])
+            await response({"type": "http"}, receive, self._send)
+
+    async def _write(self, body: bytes, *, more: bool = True) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            await self._send(
+                {"type": "http.response.start", "status": 200, "headers": self._headers}
+            )
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+async def stream(
+    events: EventStream, receive: Receive, work: Callable[[], Coroutine[Any, Any, None]]
+) -> None:
+    """Run `work`, which writes to `events`, to its end, its failure, or the client's leaving."""
+    try:
+        await while_connected(receive, work())
+        await events.end()
+    except HeadwaterError as error:
+        await events.fail(error, receive)
+
+
+async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,62 @@
+"""POST /tokenize and /detokenize: the tokenizer alone, without the engine."""
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headwater.server.answers import DetokenizeAnswer, TokenizeAnswer
+from headwater.server.body import read_body
+from headwater.server.errors import Refused
+from headwater.server.messages import plain_messages
+from headwater.server.reply import JsonReply
+from headwater.server.schema import DetokenizeRequest, TokenizeRequest
+from headwater.server.service import Service
+from headwater.types import Tokens
+
+
+async def tokenize(request: Request) -> Response:
+    """Token ids of a text or a conversation."""
+    service: Service = request.app.state.service
+    body = await read_body(
+        request, TokenizeRequest, max_bytes=service.config.limits.max_body_bytes
+    )
+    service.check_model(body.model)
+    tokens = (await service.in_thread(lambda: _encode(service, body))).tolist()
+    names = None
+    if body.return_token_strs:
+        names = [service.tokenizer.token_piece(token) for token in tokens]
+    answer = TokenizeAnswer(
+        tokens=tokens,
+        count=len(tokens),
+        max_model_len=service.engine.info.max_model_len,
+        token_strs=names,
+    )
+    return JsonReply(answer)
+
+
+async def detokenize(request: Request) -> Response:
+    """The text of token ids."""
+    service: Service = request.app.state.service
+    body = await read_body(
+        request, DetokenizeRequest, max_bytes=service.config.limits.max_body_bytes
+    )
+    service.check_model(body.model)
+    text = await service.in_thread(
+        lambda: service.tokenizer.decode(
+            body.tokens, skip_special_tokens=bool(body.skip_special_tokens)
+        )
+    )
+    return JsonReply(DetokenizeAnswer(prompt=text))
+
+
+def _encode(service: Service, body: TokenizeRequest) -> Tokens:
+    if (body.prompt is None) == (body.messages is None):
+        raise Refused("give either prompt or messages", param="prompt")
+    if body.messages is not None:
+        return service.tokenizer.encode_chat(
+            plain_messages(body.messages),
+            add_generation_prompt=body.add_generation_prompt is not False,
+            settings=body.chat_template_kwargs,
+        )
+    return service.tokenizer.encode(
+        body.prompt or "", add_special_tokens=body.add_special_tokens is not False
+    )

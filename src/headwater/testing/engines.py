@@ -1,0 +1,193 @@
+"""Engines without a model: the real loop, scheduler and cache over a runner that echoes.
+
+`EchoEngine` is an `EngineClient` inside the caller's event loop, for tests of servers.
+`python -m headwater.testing.engines ADDRESS` is the same core as an engine process, for
+tests of the process split. Neither needs torch.
+"""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from headwater.cache import CacheConfig, TieredCache
+from headwater.clock import Clock, SystemClock
+from headwater.engine.client import EngineInfo
+from headwater.engine.core import EngineCore
+from headwater.engine.mailbox import Mailbox, abort_output
+from headwater.engine.process import run_engine
+from headwater.errors import EngineDead, ModelError
+from headwater.metrics.stats import EngineStats
+from headwater.scheduler.config import SchedulerConfig
+from headwater.scheduler.output import SequenceOutput
+from headwater.scheduler.request import Request
+from headwater.scheduler.scheduler import Scheduler
+from headwater.testing.runners import EchoRunner
+
+_SPECIALS = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
+_TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+VOCAB_SIZE = 256
+"""Echo engines choose bytes only, so that their text shows every kind of broken character."""
+
+
+def make_echo_core(
+    *,
+    num_blocks: int = 64,
+    block_tokens: int = 16,
+    max_num_seqs: int = 8,
+    max_model_len: int = 512,
+    clock: Clock | None = None,
+) -> EngineCore:
+    """A whole engine core over an `EchoRunner`."""
+    cache = TieredCache(CacheConfig(device_blocks=num_blocks, block_tokens=block_tokens))
+    config = SchedulerConfig(
+        max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_batched_tokens=256
+    )
+    runner = EchoRunner(num_blocks=num_blocks, block_tokens=block_tokens, vocab_size=VOCAB_SIZE)
+    return EngineCore(Scheduler(config, cache), runner, clock or SystemClock())
+
+
+def make_echo_info(model_dir: str = "", **changes: Any) -> EngineInfo:  # noqa: ANN401 -- typed by EngineInfo
+    """What an echo engine says of itself."""
+    info = EngineInfo(
+        model_name="echo",
+        model_dir=model_dir,
+        max_model_len=512,
+        vocab_size=VOCAB_SIZE + len(_SPECIALS),
+        block_tokens=16,
+        num_device_blocks=64,
+        max_num_seqs=8,
+        fingerprint="00" * 32,
+        eos_token_ids=(),
+    )
+    return replace(info, **changes)
+
+
+def make_tokenizer_folder(folder: Path, *, template: str | None = _TEMPLATE) -> Path:
+    """Write a byte-level tokenizer, and a chat template, as a model directory has them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    signs = sorted(pre_tokenizers.ByteLevel.alphabet(), key=_byte_of_sign)
+    fast = Tokenizer(
+        models.BPE(vocab={sign: byte for byte, sign in enumerate(signs)}, merges=[])
+    )
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens([AddedToken(name, special=True) for name in _SPECIALS])
+    fast.save(str(folder / "tokenizer.json"))
+    settings: dict[str, object] = {"eos_token": _SPECIALS[0]}
+    if template is not None:
+        settings["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return folder
+
+
+class EchoEngine:
+    """An `EngineClient` in the caller's event loop. Steps only while it is not held."""
+
+    def __init__(self, core: EngineCore | None = None, info: EngineInfo | None = None) -> None:
+        self.core = core or make_echo_core()
+        self.info = info or make_echo_info()
+        self.dead: str | None = None
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._flowing = asyncio.Event()
+        self._flowing.set()
+        self._loop: asyncio.Task[None] | None = None
+
+    def hold(self) -> None:
+        """Stop stepping, as an engine in an endless step would."""
+        self._flowing.clear()
+
+    def flow(self) -> None:
+        """Step again."""
+        self._flowing.set()
+
+    def die(self, reason: str) -> None:
+        """Be gone, and tell everyone."""
+        self.dead = reason
+        for mailbox in self._mailboxes.values():
+            mailbox.fail(EngineDead(reason))
+
+    async def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
+        self._check_alive()
+        self.core.add(request)
+        mailbox = self._mailboxes[request.request_id] = Mailbox()
+        self._loop = self._loop or asyncio.create_task(self._run())
+        has_ended = False
+        try:
+            while not has_ended:
+                output = await mailbox.take()
+                has_ended = output.finish_reason is not None
+                yield output
+        finally:
+            if self._mailboxes.pop(request.request_id, None) is not None and not has_ended:
+                self.core.abort(request.request_id)
+
+    async def abort(self, request_ids: Sequence[str] | None) -> int:
+        wanted = list(self._mailboxes) if request_ids is None else request_ids
+        alive = [name for name in wanted if name in self._mailboxes]
+        for name in alive:
+            output = abort_output(name)
+            self.core.abort(output.request_id)
+            self._mailboxes.pop(name).put(output)
+        return len(alive)
+
+    async def reset_cache(self) -> None:
+        self._check_alive()
+        self.core.reset_cache()
+
+    async def pause(self) -> None:
+        self._check_alive()
+        self.core.pause()
+
+    async def resume(self) -> None:
+        self._check_alive()
+        self.core.resume()
+        self._loop = self._loop or asyncio.create_task(self._run())
+
+    async def stats(self) -> EngineStats:
+        self._check_alive()
+        return self.core.stats()
+
+    async def _run(self) -> None:
+        while self.core.has_work and self.dead is None:
+            await self._flowing.wait()
+            for output in self.core.step():
+                if (mailbox := self._mailboxes.get(output.request_id)) is not None:
+                    mailbox.put(output)
+            await asyncio.sleep(0)
+        self._loop = None
+
+    def _check_alive(self) -> None:
+        if self.dead is not None:
+            raise EngineDead(self.dead)
+
+
+def _byte_of_sign(sign: str) -> int:
+    """The byte a sign of the byte-level alphabet stands for."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    code = ord(sign)
+    return code if code in shown else hidden[code - 256]
+
+
+def _build(settings: bytes) -> tuple[EngineCore, EngineInfo]:
+    """Build from `{"fail": …, "raise": …}`, so that tests can ask for a bad start."""
+    wanted: dict[str, str] = json.loads(settings)
+    if "fail" in wanted:
+        raise ModelError(wanted["fail"])
+    if "raise" in wanted:
+        raise ZeroDivisionError(wanted["raise"])
+    return make_echo_core(), make_echo_info(wanted.get("model_dir", ""))
+
+
+if __name__ == "__main__":
+    sys.exit(run_engine(_build, sys.argv[1]))
