@@ -155,10 +155,14 @@ class AsyncEngine:
             raise EngineDead(self._dead)
 
     def _send(self, message: wire.ToEngine) -> None:
-        if self._dead is None:
+        if self._dead is not None:
+            return
+        # Without a limit on what waits, a send fails only where nobody is at the other end:
+        # the engine has just died, and whoever waits for it is about to be told.
+        with contextlib.suppress(zmq.Again):
             self._socket.send(wire.encode(message), zmq.NOBLOCK, copy=False)
-            # A send may swallow the wake-up of a message that arrived meanwhile.
-            self._loop.call_soon(self._drain)
+        # A send may swallow the wake-up of a message that arrived meanwhile.
+        self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:
         """Read every message that has arrived; the descriptor wakes us once for all of them."""

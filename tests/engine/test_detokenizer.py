@@ -1,0 +1,167 @@
+"""Text as tokens arrive: whole characters only, and stop strings wherever tokens end."""
+
+import functools
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headwater.engine.detokenizer import Detokenizer, StopFilter
+from headwater.engine.text import TextStream
+from headwater.engine.tokenizer import Tokenizer
+from headwater.scheduler.output import SequenceOutput
+from headwater.testing.engines import make_tokenizer_folder
+from headwater.types import RequestId
+
+
+@functools.cache
+def byte_tokenizer() -> Tokenizer:
+    with tempfile.TemporaryDirectory() as folder:
+        return Tokenizer(make_tokenizer_folder(Path(folder)))
+
+
+def make_output(tokens, finish_reason=None, stop_token=None):
+    return SequenceOutput(
+        request_id=RequestId("r"),
+        tokens=list(tokens),
+        logprobs=[None] * len(tokens),
+        finish_reason=finish_reason,
+        stop_token=stop_token,
+    )
+
+
+@given(text=st.text(max_size=80))
+def test_pieces_are_whole_characters_and_join_to_the_text(text):
+    """Byte by byte, no piece ever holds half a character, and nothing is lost or doubled."""
+    tokens = byte_tokenizer().encode(text, add_special_tokens=False).tolist()
+    detokenizer = Detokenizer(byte_tokenizer())
+
+    pieces = [detokenizer.push([token]) for token in tokens]
+
+    assert "".join(pieces) + detokenizer.flush() == byte_tokenizer().decode(tokens)
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+@given(raw=st.binary(max_size=120), prompt=st.binary(max_size=20), data=st.data())
+def test_any_bytes_join_to_what_decoding_at_once_gives(raw, prompt, data):
+    """Broken bytes are shown as broken, once each, however the tokens are grouped."""
+    tokens, before = list(raw), list(prompt)
+    detokenizer = Detokenizer(byte_tokenizer(), prompt=before)
+    pieces = []
+    while tokens:
+        count = data.draw(st.integers(1, 5))
+        pieces.append(detokenizer.push(tokens[:count]))
+        tokens = tokens[count:]
+
+    joined = "".join(pieces) + detokenizer.flush()
+
+    whole = bytes(before + list(raw)).decode(errors="replace")
+    assert whole.endswith(joined)
+    # What is missing at the front is the prompt's own text, its unfinished end aside.
+    assert bytes(before).decode(errors="replace").startswith(whole[: len(whole) - len(joined)])
+
+
+def test_a_split_character_is_held_back():
+    """The three tokens of a euro sign show nothing, nothing, and then the sign."""
+    detokenizer = Detokenizer(byte_tokenizer())
+
+    assert [detokenizer.push([byte]) for byte in "€a".encode()] == ["", "", "€", "a"]
+
+
+def test_a_character_that_never_ends_is_shown_at_the_end():
+    """Text that ends within a character ends with a replacement sign, not with silence."""
+    detokenizer = Detokenizer(byte_tokenizer())
+
+    assert detokenizer.push([0xE2, 0x82]) == ""
+    assert detokenizer.flush() == "\ufffd"
+
+
+def test_a_token_costs_the_same_however_long_the_text_is():
+    """The window that is decoded for each token is bounded."""
+    detokenizer = Detokenizer(byte_tokenizer())
+
+    for _ in range(2000):
+        detokenizer.push([0xF4])  # never a whole character
+
+    assert len(detokenizer._window) <= 32
+
+
+@given(
+    text=st.text(alphabet="abc", max_size=40),
+    stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), min_size=1, max_size=3),
+    include=st.booleans(),
+    data=st.data(),
+)
+def test_stop_strings_are_found_wherever_pieces_end(text, stops, include, data):
+    """The shown text is the same as checking after each character would give."""
+    found = StopFilter(stops, include_stop=include)
+    shown, stop, rest = "", None, text
+    while rest and stop is None:
+        count = data.draw(st.integers(1, 6))
+        piece, stop = found.push(rest[:count])
+        shown, rest = shown + piece, rest[count:]
+    if stop is None:
+        shown += found.flush()
+
+    assert (shown, stop is None) == expected(text, stops, include)
+
+
+def expected(text, stops, include):
+    for end in range(1, len(text) + 1):
+        ended = [stop for stop in stops if text[:end].endswith(stop)]
+        if ended:
+            cut = max(len(stop) for stop in ended)
+            return (text[:end] if include else text[: end - cut]), False
+    return text, True
+
+
+def test_text_that_may_begin_a_stop_string_is_held_back():
+    """A client never sees the beginning of a stop string that then completes."""
+    found = StopFilter(["<end>"])
+
+    assert found.push("a <e") == ("a ", None)
+    assert found.push("x") == ("<ex", None)
+    assert found.push("<end") == ("", None)
+    assert found.push("> more") == ("", "<end>")
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "ab"), (True, "abSTOP")])
+def test_a_stop_string_ends_the_text(include, text):
+    """The finish reason is `stop`, and the string itself is shown only when asked for."""
+    stream = TextStream(byte_tokenizer(), stops=["STOP"], include_stop=include)
+
+    pieces = [stream.land(make_output([byte])) for byte in b"abSTOP"]
+
+    assert "".join(piece.text for piece in pieces) == text
+    assert (pieces[-1].finish_reason, pieces[-1].stop_reason) == ("stop", "STOP")
+    assert stream.num_tokens == 6
+
+
+def test_stop_strings_wait_for_min_tokens():
+    """A stop string within the first `min_tokens` tokens is text like any other."""
+    stream = TextStream(byte_tokenizer(), stops=["a"], min_tokens=3)
+
+    pieces = [stream.land(make_output([byte])) for byte in b"aaxa"]
+
+    assert [piece.finish_reason for piece in pieces] == [None, None, None, "stop"]
+    assert "".join(piece.text for piece in pieces) == "aax"
+
+
+def test_a_stop_token_is_no_part_of_the_text():
+    """A token that stops is named as the reason, and its text is left out."""
+    stream = TextStream(byte_tokenizer())
+
+    piece = stream.land(make_output(b"ab!", "stop", stop_token=ord("!")))
+
+    assert piece == ("ab", "stop", ord("!"))
+
+
+def test_what_is_held_back_is_shown_at_the_end():
+    """Neither half a character nor half a stop string is lost when the output ends."""
+    stream = TextStream(byte_tokenizer(), stops=["abc"])
+
+    assert stream.land(make_output(b"xab")).text == "x"
+    assert stream.land(make_output(b"\xe2", "length")) == ("ab\ufffd", "length", None)

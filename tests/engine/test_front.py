@@ -1,0 +1,299 @@
+"""The process split: a live engine process behind AsyncEngine, its deaths and its ends."""
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import aclosing, asynccontextmanager
+
+import numpy as np
+import pytest
+
+from headwater.engine.child import EngineChild
+from headwater.engine.front import AsyncEngine
+from headwater.engine.rundir import RunDir, sweep
+from headwater.errors import EngineDead, ModelError, PromptTooLong, RequestError
+from headwater.scheduler.request import Request, SamplingParams
+from headwater.types import RequestId
+
+pytestmark = pytest.mark.slow
+
+ECHO = ["headwater.testing.engines"]
+
+
+def make_request(name="r", num_tokens=40, **params):
+    return Request(
+        request_id=RequestId(name),
+        tokens=np.arange(num_tokens, dtype=np.int32),
+        params=SamplingParams(**{"max_tokens": 8, "ignore_eos": True} | params),
+        arrival_s=0.0,
+    )
+
+
+@asynccontextmanager
+async def running_engine():
+    engine = AsyncEngine(EngineChild(ECHO, b"{}"))
+    await engine.start(timeout_s=60)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def tokens_of(engine, request):
+    async with aclosing(engine.generate(request)) as outputs:
+        return [token async for output in outputs for token in output.tokens]
+
+
+def process_exists(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def until(condition):
+    """Turn the event loop until something is true; pytest's own limit ends a wait for ever."""
+    while not await condition():  # noqa: ASYNC110 -- what changes is another process's state
+        await asyncio.sleep(0)
+
+
+def test_requests_run_side_by_side_and_the_engine_ends_cleanly():
+    """Many requests share one engine process; closing stops it with 0 and leaves no socket."""
+
+    async def scenario():
+        child = EngineChild(ECHO, b"{}")
+        engine = AsyncEngine(child)
+        await engine.start(timeout_s=60)
+        answers = await asyncio.gather(
+            *(tokens_of(engine, make_request(f"r{n}", 20 + n)) for n in range(20))
+        )
+        assert [len(tokens) for tokens in answers] == [8] * 20
+        stats = await engine.stats()
+        assert (stats.num_running, stats.num_waiting) == (0, 0)
+        await engine.close()
+        await engine.close()
+        assert child.close() == 0
+        assert not child.rundir.path.exists()
+
+    asyncio.run(scenario())
+
+
+def test_closing_the_iterator_aborts():
+    """Lesson 58: a client that leaves frees its slots; the loop goes on for the others."""
+
+    async def scenario():
+        async with running_engine() as engine:
+            outputs = engine.generate(make_request(max_tokens=400))
+            await anext(outputs)
+            await outputs.aclose()
+
+            async def all_free():
+                stats = await engine.stats()
+                device = stats.tiers["device"]
+                return stats.num_running == 0 and device.free + device.evictable == 64
+
+            await until(all_free)
+            assert len(await tokens_of(engine, make_request("next"))) == 8
+
+    asyncio.run(scenario())
+
+
+def test_abort_tells_the_client_and_is_idempotent():
+    """Lesson 58: an abort from outside ends the request with reason `abort`, at once."""
+
+    async def scenario():
+        async with running_engine() as engine:
+            await engine.pause()
+            waiting = asyncio.create_task(collect(engine, make_request("w")))
+            await asyncio.sleep(0)
+            assert await engine.abort(["w", "unknown"]) == 1
+            assert await engine.abort(["w"]) == 0
+            assert (await waiting)[-1].finish_reason == "abort"
+            assert await engine.abort(None) == 0
+
+    asyncio.run(scenario())
+
+
+async def collect(engine, request):
+    return [output async for output in engine.generate(request)]
+
+
+def test_pause_stops_admission_and_nothing_else():
+    """Lesson 58: a paused engine answers, aborts and resets; it only admits nobody."""
+
+    async def scenario():
+        async with running_engine() as engine:
+            await engine.pause()
+            waiting = asyncio.create_task(tokens_of(engine, make_request()))
+
+            async def one_waits():
+                return (await engine.stats()).num_waiting == 1
+
+            await until(one_waits)
+            assert (await engine.stats()).is_paused
+            await engine.reset_cache()
+            await engine.resume()
+            assert len(await waiting) == 8
+
+    asyncio.run(scenario())
+
+
+def test_a_refusal_reaches_its_client_with_its_type():
+    """What the engine will not run is the client's error, and ends only that request."""
+
+    async def scenario():
+        async with running_engine() as engine:
+            with pytest.raises(PromptTooLong):
+                await tokens_of(engine, make_request(num_tokens=4000))
+            assert len(await tokens_of(engine, make_request())) == 8
+
+    asyncio.run(scenario())
+
+
+def test_two_live_requests_cannot_share_an_id():
+    """The second is refused; the first is not disturbed."""
+
+    async def scenario():
+        async with running_engine() as engine:
+            await engine.pause()
+            first = asyncio.create_task(tokens_of(engine, make_request()))
+            await asyncio.sleep(0)
+            with pytest.raises(RequestError, match="already running"):
+                await tokens_of(engine, make_request())
+            await engine.resume()
+            assert len(await first) == 8
+
+    asyncio.run(scenario())
+
+
+def test_a_killed_engine_is_told_to_everyone_at_once():
+    """Every waiting client and call gets EngineDead, `dead` says why, later ones fail at once."""
+
+    async def scenario():
+        async with running_engine() as engine:
+            await engine.pause()
+            waiting = [
+                asyncio.create_task(tokens_of(engine, make_request(f"r{n}"))) for n in range(3)
+            ]
+            await asyncio.sleep(0)
+            os.kill(engine.pid, signal.SIGKILL)
+            errors = await asyncio.gather(*waiting, return_exceptions=True)
+            assert all(isinstance(error, EngineDead) for error in errors)
+            assert "signal 9" in await engine.wait_dead()
+            assert engine.dead is not None
+            with pytest.raises(EngineDead):
+                await engine.stats()
+            with pytest.raises(EngineDead):
+                await tokens_of(engine, make_request("late"))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "sentence"),
+    [
+        (b'{"fail": "this model cannot be served"}', ModelError, "this model cannot be served"),
+        (b'{"raise": "boom"}', EngineDead, "the engine died: ZeroDivisionError: boom"),
+    ],
+)
+def test_a_failed_start_raises_the_real_sentence_and_leaves_nothing(settings, error, sentence):
+    """Lesson 61: no half-built engine: the error, an exit code of 1, no process, no socket."""
+
+    async def scenario():
+        child = EngineChild(ECHO, settings)
+        with pytest.raises(error, match=sentence):
+            await AsyncEngine(child).start(timeout_s=60)
+        assert child.close() == 1
+        assert not child.rundir.path.exists()
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_does_not_start_in_time_is_ended():
+    """Lesson 61: a start that takes too long is an error, and its process does not stay."""
+
+    async def scenario():
+        child = EngineChild(ECHO, b"{}")
+        with pytest.raises(EngineDead, match="not ready"):
+            await AsyncEngine(child).start(timeout_s=0.0)
+        assert not process_exists(child.pid)
+
+    asyncio.run(scenario())
+
+
+def test_processes_are_started_from_the_main_thread_only():
+    """Lesson 16: starting one from another thread is refused before anything is made."""
+    caught = []
+
+    def start():
+        try:
+            EngineChild(ECHO, b"{}")
+        except RuntimeError as error:
+            caught.append(str(error))
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+
+    assert caught == ["processes are started from the main thread only"]
+
+
+def test_an_engine_does_not_outlive_its_server():
+    """A server that is killed takes its engine and its socket's folder with it."""
+    script = (
+        "import asyncio, sys\n"
+        "from headwater.engine.child import EngineChild\n"
+        "from headwater.engine.front import AsyncEngine\n"
+        "async def main():\n"
+        "    child = EngineChild(['headwater.testing.engines'], b'{}')\n"
+        "    engine = AsyncEngine(child)\n"
+        "    await engine.start(timeout_s=60)\n"
+        "    print(child.pid, child.rundir.path, flush=True)\n"
+        "    await engine.wait_dead()\n"
+        "asyncio.run(main())\n"
+    )
+    server = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    pid_text, folder = server.stdout.readline().split()
+    engine = os.pidfd_open(int(pid_text))
+
+    server.kill()
+    server.communicate()
+
+    # The descriptor of a process becomes readable when it has ended: no polling, no sleep.
+    assert select.select([engine], [], [], 30)[0]
+    os.close(engine)
+    assert not os.path.exists(folder)
+
+
+def test_socket_folders_are_private_and_unique(tmp_path):
+    """Lesson 60: each has its own name, and no other user can look into it."""
+    first, second = RunDir(tmp_path), RunDir(tmp_path)
+
+    assert first.path != second.path
+    assert first.path.stat().st_mode & 0o777 == 0o700
+    first.close()
+    second.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_of_the_dead_are_swept_and_of_the_living_are_not(tmp_path):
+    """Lesson 60: what a crash left behind is removed at the next start."""
+    living = RunDir(tmp_path)
+    dead = tmp_path / "headwater-dead"
+    dead.mkdir()
+    (dead / "lock").touch()
+    foreign = tmp_path / "headwater-notours"
+    foreign.mkdir()
+
+    assert sweep(tmp_path) == 1
+
+    assert not dead.exists()
+    assert living.path.exists()
+    assert foreign.exists()  # no lock in it: not one of ours
+    living.close()

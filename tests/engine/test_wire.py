@@ -1,0 +1,119 @@
+"""Messages between the processes: what goes in comes out, and nothing else gets in."""
+
+import ast
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+import headwater
+from headwater.engine import wire
+from headwater.errors import EngineDead, ModelError, PromptTooLong
+from headwater.metrics.stats import EngineStats, TierStats
+from headwater.scheduler.batch import TokenLogprobs
+from headwater.scheduler.output import SequenceOutput
+from headwater.scheduler.request import Request, SamplingParams
+from headwater.scheduler.usage import Usage
+from headwater.testing.engines import make_echo_info
+from headwater.types import RequestId
+
+
+def test_a_request_survives_the_journey():
+    """Every field of a request arrives; the tokens arrive as a read-only int32 view."""
+    params = SamplingParams(
+        max_tokens=5, logit_bias={7: -1.5}, stop_token_ids=(1, 2), seed=2**62
+    )
+    request = Request(
+        request_id=RequestId("r"),
+        tokens=np.arange(9, dtype=np.int32),
+        params=params,
+        arrival_s=1.25,
+        priority=-3,
+        cache_salt="tenant",
+    )
+
+    message = wire.decode_to_engine(wire.encode(wire.pack_request(request)))
+    assert isinstance(message, wire.Add)
+    arrived = wire.unpack_request(message)
+
+    assert arrived.tokens.dtype == np.int32
+    assert not arrived.tokens.flags.writeable
+    assert arrived.tokens.tolist() == request.tokens.tolist()
+    assert arrived.params == params
+    assert (arrived.request_id, arrived.arrival_s) == ("r", 1.25)
+    assert (arrived.priority, arrived.cache_salt) == (-3, "tenant")
+
+
+def test_an_output_survives_the_journey():
+    """Tokens, log-probabilities, usage and reasons arrive as they were."""
+    entry = TokenLogprobs(chosen=-0.5, rank=2, top_ids=(1, 2), top_values=(-0.1, -0.5))
+    usage = Usage(prompt_tokens=9, cached_tokens=4, by_tier={"device": 4}, computed=5)
+    output = SequenceOutput(
+        request_id=RequestId("r"),
+        tokens=[1, 70_000],
+        logprobs=[entry, None],
+        finish_reason="stop",
+        stop_token=2,
+        usage=usage,
+    )
+
+    message = wire.decode_from_engine(wire.encode(wire.Outputs([wire.pack_output(output)])))
+
+    assert isinstance(message, wire.Outputs)
+    assert wire.unpack_output(message.outputs[0]) == output
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        wire.Ready(make_echo_info("folder")),
+        wire.Failure("ModelError", "no such folder"),
+        wire.Refusal("r", "PromptTooLong", "too long"),
+        wire.Reply(3, None, None),
+        wire.Reply(
+            4,
+            EngineStats(
+                num_running=1,
+                tiers={
+                    "device": TierStats(num_blocks=4, free=1, held=1, cached=2, evictable=2)
+                },
+                misses={"never_seen": 1},
+            ),
+            None,
+        ),
+    ],
+)
+def test_every_answer_survives_the_journey(message):
+    """What the engine says is what the server hears."""
+    assert wire.decode_from_engine(wire.encode(message)) == message
+
+
+@pytest.mark.parametrize("frame", [b"", b"\x93", b"\x91\xa4evil", wire.encode(["add", 1])])
+def test_a_frame_that_fits_no_type_raises(frame):
+    """Lesson 18: a bad message is raised, never guessed at or swallowed."""
+    with pytest.raises(msgspec.DecodeError):
+        wire.decode_to_engine(frame)
+
+
+def test_errors_are_rebuilt_by_name_from_our_tree_only():
+    """A name outside the tree is a dead engine, whatever it names."""
+    assert isinstance(wire.rebuild_error("PromptTooLong", "x"), PromptTooLong)
+    assert isinstance(wire.rebuild_error("ModelError", "x"), ModelError)
+    assert isinstance(wire.rebuild_error("ZeroDivisionError", "x"), EngineDead)
+    assert isinstance(wire.rebuild_error("__builtins__", "x"), EngineDead)
+
+
+def test_nothing_in_the_package_imports_pickle():
+    """Lesson 66: no pickle on any socket; the surest way is none anywhere."""
+    folder = Path(headwater.__file__).parent
+    banned = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            assert banned.isdisjoint(name.split(".")[0] for name in names), path
+            assert not (isinstance(node, ast.Attribute) and node.attr == "recv_pyobj"), path
