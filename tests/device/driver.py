@@ -128,7 +128,9 @@ class Driver:
         places = iter(range(len(sampled)))
         if not hasattr(self, "_sampled_at"):
             self._sampled_at = []
-        self._sampled_at.append([next(places) if r in sampled else None for r in range(len(work))])
+        self._sampled_at.append(
+            [next(places) if r in sampled else None for r in range(len(work))]
+        )
         self._step += 1
         chosen = [work[row][0] for row in sampled]
         return ScheduledBatch(
@@ -138,7 +140,7 @@ class Driver:
             positions=np.array(positions, dtype=np.int32),
             query_start=np.array(starts, dtype=np.int32),
             context_lens=np.array([s.num_computed + n for s, n in work], dtype=np.int32),
-            block_tables=[np.array(s.slots, dtype=np.int32) for s, _ in work],
+            block_tables=[np.array(s.slots, dtype=np.int64) for s, _ in work],
             sampled=np.array(sampled, dtype=np.int32),
             params=[s.params for s in chosen],
             histories=[(np.array(s.tokens, dtype=np.int32), s.num_prompt) for s in chosen],

@@ -42,11 +42,14 @@ FAMILIES: dict[str, Any] = {
     "gemma2": lambda: hf.Gemma2Config(
         **_SIZES,
         **_MIXED,
+        tie_word_embeddings=False,
         attn_logit_softcapping=2.0,
         final_logit_softcapping=20.0,
-        query_pre_attn_scalar=10,
+        query_pre_attn_scalar=1,
     ),
-    "gemma3_text": lambda: hf.Gemma3TextConfig(**_SIZES, **_MIXED, query_pre_attn_scalar=10),
+    "gemma3_text": lambda: hf.Gemma3TextConfig(
+        **_SIZES, **_MIXED, tie_word_embeddings=False, query_pre_attn_scalar=1
+    ),
     "phi3": lambda: hf.Phi3Config(**_SIZES, **_WINDOW),
     "olmo2": lambda: hf.Olmo2Config(**_SIZES),
     "granite": lambda: hf.GraniteConfig(
@@ -65,7 +68,8 @@ FAMILIES: dict[str, Any] = {
 def save_family(name: str, folder: Path, *, seed: int = 0) -> Path:
     """Write a model of this family whose attention matters to what it says."""
     torch.manual_seed(seed)
-    model = hf.AutoModelForCausalLM.from_config(FAMILIES[name](), dtype=torch.float32)
+    make: Any = hf.AutoModelForCausalLM
+    model = make.from_config(FAMILIES[name](), dtype=torch.float32)
     with torch.no_grad():
         for label, weight in model.named_parameters():
             if weight.dim() == 1:
@@ -85,9 +89,10 @@ class Reference:
     """The same folder in transformers alone, with its own attention and its own cache."""
 
     def __init__(self, folder: Path) -> None:
-        self._model = hf.AutoModelForCausalLM.from_pretrained(
+        model: Any = hf.AutoModelForCausalLM.from_pretrained(
             folder, attn_implementation="eager", dtype=torch.float32, local_files_only=True
-        ).eval()
+        )
+        self._model = model.eval()
 
     def generate(self, tokens: Tokens, count: int) -> tuple[list[int], list[float]]:
         """Greedy tokens, and the gap between the two best logits at each."""

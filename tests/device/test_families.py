@@ -4,12 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.device.driver import Driver
+from tests.device.families import FAMILIES, Reference, assert_same_tokens, prompt
 
 from headwater.device.families import SERVED, check_served, max_positions
 from headwater.device.model import load
+from headwater.device.packing import pack
 from headwater.errors import ModelError
-from tests.device.driver import Driver
-from tests.device.families import FAMILIES, Reference, assert_same_tokens, prompt
 
 COUNT = 16
 
@@ -37,9 +38,26 @@ def test_tokens_equal_generate(name: str, family: Any) -> None:
     alone.finish(chunked, count=COUNT)
 
     expected, gaps = reference.generate(long, COUNT)
+    assert len(set(expected)) > COUNT // 2, "a model that repeats itself proves little"
     assert_same_tokens(sequences[0].output, expected, gaps)
     assert_same_tokens(chunked.output, expected, gaps)
     assert_same_tokens(sequences[1].output, *reference.generate(short, COUNT))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(SERVED))
+def test_tokens_equal_generate_when_packed(name: str, family: Any) -> None:
+    """Every linear layer, gate and norm replaced by its packed form, in every family."""
+    model = load(family(name))
+    assert pack(model.module, least_weights=0)
+    driver = Driver(model, block_tokens=4)
+    sequence = driver.add(prompt(25, seed=3))
+
+    driver.finish(sequence, count=COUNT)
+
+    assert_same_tokens(
+        sequence.output, *Reference(family(name)).generate(prompt(25, seed=3), COUNT)
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,7 +77,9 @@ def test_tokens_equal_generate(name: str, family: Any) -> None:
         ({}, "model_type"),
     ],
 )
-def test_what_is_not_served_is_refused_with_its_reason(config: dict[str, Any], why: str) -> None:
+def test_what_is_not_served_is_refused_with_its_reason(
+    config: dict[str, Any], why: str
+) -> None:
     """A model that would come out wrong is refused before it is loaded."""
     with pytest.raises(ModelError, match=why):
         check_served(config)
@@ -70,7 +90,9 @@ def test_longrope_is_limited_to_the_length_where_frequencies_change() -> None:
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
 
     assert max_positions({"max_position_embeddings": 131072}, rope) == 4096
-    assert max_positions({"max_position_embeddings": 131072}, {"rope_type": "default"}) == 131072
+    assert (
+        max_positions({"max_position_embeddings": 131072}, {"rope_type": "default"}) == 131072
+    )
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:

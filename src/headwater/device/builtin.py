@@ -83,7 +83,9 @@ def make_llama(folder: Path, shape: LlamaShape | None = None, *, seed: int = 0) 
     shape = shape or LlamaShape()
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", _config(shape))
-    _write_json(folder / "generation_config.json", {"eos_token_id": _END, "bos_token_id": _BEGIN})
+    _write_json(
+        folder / "generation_config.json", {"eos_token_id": _END, "bos_token_id": _BEGIN}
+    )
     save_file(_weights(shape, seed), folder / "model.safetensors", metadata={"format": "pt"})
     _tokenizer(shape.vocab).save(str(folder / "tokenizer.json"))
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(shape))

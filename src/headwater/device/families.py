@@ -60,7 +60,9 @@ _REFUSED = {
         ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "longcat_flash", "minicpm3"),
         _LATENT,
     ),
-    **dict.fromkeys(("llama4", "llama4_text"), "attends in chunks that are not told to attention"),
+    **dict.fromkeys(
+        ("llama4", "llama4_text"), "attends in chunks that are not told to attention"
+    ),
     **dict.fromkeys(("gemma3", "gemma3n", "llava", "mllama", "qwen2_vl", "qwen2_5_vl"), _MEDIA),
 }
 
@@ -74,7 +76,9 @@ def check_served(config: Mapping[str, object]) -> None:
     """Raise a `ModelError` that says why, unless the model of this config.json is served."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or not kind:
-        raise ModelError("config.json names no model_type, so nothing says how to run the model")
+        raise ModelError(
+            "config.json names no model_type, so nothing says how to run the model"
+        )
     reason = _why_not(kind, config)
     if reason is not None:
         raise ModelError(f"model type '{kind}' is not served: it {reason}")

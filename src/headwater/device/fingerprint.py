@@ -8,6 +8,7 @@ that a large model is read for it only once.
 import hashlib
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from headwater.device.folder import cache_folder, write_whole
@@ -25,10 +26,9 @@ def fingerprint(model_dir: Path) -> bytes:
     if known is not None:
         return known
     digest = _content_hash(files)
-    try:
+    # A cache folder that cannot be written costs a second hashing, nothing else.
+    with suppress(OSError):
         write_whole(note, json.dumps({"files": stamp, "fingerprint": digest.hex()}))
-    except OSError:
-        pass  # a cache folder that cannot be written costs a second hashing, nothing else
     return digest
 
 

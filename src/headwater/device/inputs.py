@@ -16,7 +16,7 @@ from headwater.device.attention.together import LaneStep
 from headwater.device.kv import Ints, KVPool
 from headwater.device.lanes import Lanes
 from headwater.scheduler.batch import ScheduledBatch
-from headwater.types import Tokens
+from headwater.types import Slots, Tokens
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -36,18 +36,20 @@ class StepInputs:
 class _Tables:
     """The block tables of a batch as one array, addressed by row and block."""
 
-    def __init__(self, tables: list[NDArray[np.int32]]) -> None:
-        self._flat = np.concatenate(tables)
+    def __init__(self, tables: list[Slots]) -> None:
+        self._flat = np.concatenate(tables).astype(np.int64, copy=False)
         self._widths = np.array([len(table) for table in tables], dtype=np.int64)
         self._starts = np.cumsum(self._widths) - self._widths
 
     def slots(self, rows: Ints, blocks: Ints) -> Ints:
-        return self._flat[self._starts[rows] + blocks].astype(np.int64)
+        slots: Ints = self._flat[self._starts[rows] + blocks]
+        return slots
 
-    def padded(self, rows: Ints, num_blocks: int) -> NDArray[np.int32]:
+    def padded(self, rows: Ints, num_blocks: int) -> Slots:
         """`[rows, num_blocks]`; beyond a table's end its last slot is repeated."""
         wanted = np.minimum(np.arange(num_blocks), self._widths[rows, None] - 1)
-        return self._flat[self._starts[rows, None] + wanted]
+        slots: Slots = self._flat[self._starts[rows, None] + wanted]
+        return slots
 
 
 def build(
@@ -66,7 +68,7 @@ def build(
     slots = tables.slots(row_of, positions // pool.block_tokens)
     together = _together(counts, contexts, lanes)
     decodes = _decodes(batch, tables, np.flatnonzero(together), pool=pool, lanes=lanes)
-    pool.mark_written(np.unique(slots).astype(np.int32))
+    pool.mark_written(np.unique(slots))
     if decodes is not None:
         decodes.advance()
     step = SdpaStep(
@@ -93,7 +95,7 @@ class _Decodes:
     step: LaneStep
     storage: Lanes
     lanes: Ints
-    tables: NDArray[np.int32]
+    tables: Slots
     contexts: Ints
 
     def advance(self) -> None:
@@ -102,7 +104,7 @@ class _Decodes:
 
 def _together(counts: Ints, contexts: Ints, lanes: Lanes) -> NDArray[np.bool_]:
     """Which rows are attended in lanes."""
-    together = counts == 1
+    together: NDArray[np.bool_] = counts == 1
     if together.any():
         single = np.flatnonzero(together)
         together[single] = lanes.choose(contexts[single])

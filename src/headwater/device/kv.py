@@ -6,8 +6,6 @@ holds what is decided elsewhere.
     flat rows   slot 0: layer 0: K of token 0, 1, … | V of token 0, 1, … | layer 1: K … | V …
 """
 
-from typing import cast
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -45,7 +43,7 @@ class KVPool:
     def num_bytes(self) -> int:
         return self.data.nbytes
 
-    def mark_written(self, slots: NDArray[np.int32]) -> None:
+    def mark_written(self, slots: Ints) -> None:
         """Whoever writes to slots says so first: copies of their KV elsewhere are stale."""
         self.writes[slots] += 1
 
@@ -94,4 +92,4 @@ class KVPool:
 
 def _merged(blocks: Tensor) -> Tensor:
     """`[blocks, block_tokens, …]` as `[tokens, …]`; a copy, for K and V alternate."""
-    return cast(Tensor, blocks.flatten(0, 1))
+    return blocks.flatten(0, 1)

@@ -54,7 +54,9 @@ class Lanes:
         count = np.arange(1, len(contexts) + 1)
         alone = _ALONE * ascending + _ALONE_ROW
         cost = count * ascending - np.cumsum(alone)
-        fits = (count <= self._max_lanes) & (count * _lane_tokens(ascending) <= self._max_tokens)
+        fits = (count <= self._max_lanes) & (
+            count * _lane_tokens(ascending) <= self._max_tokens
+        )
         cost = np.where(fits, cost, np.inf)
         best = int(np.argmin(cost))
         chosen = np.zeros(len(contexts), dtype=bool)
@@ -63,7 +65,7 @@ class Lanes:
         return chosen
 
     def place(
-        self, ids: Sequence[RequestId], tables: NDArray[np.int32], contexts: Ints
+        self, ids: Sequence[RequestId], tables: NDArray[np.int64], contexts: Ints
     ) -> tuple[Rows, int]:
         """A lane for each sequence, holding its KV up to this step's token; and their end.
 
@@ -82,7 +84,7 @@ class Lanes:
         self._lane_of = dict(zip(ids, lanes.tolist(), strict=True))
         return lanes, int(lanes.max()) + 1
 
-    def advance(self, lanes: Rows, tables: NDArray[np.int32], contexts: Ints) -> None:
+    def advance(self, lanes: Rows, tables: NDArray[np.int64], contexts: Ints) -> None:
         """This step's token is (about to be) in each lane, and marked written in the pool."""
         last = (contexts - 1) // self._pool.block_tokens
         slots = tables[np.arange(len(lanes)), last]
@@ -91,7 +93,7 @@ class Lanes:
         self._writes[lanes, last] = self._pool.writes[slots]
 
     def _holds(
-        self, lanes: Rows, tables: NDArray[np.int32], contexts: Ints
+        self, lanes: Rows, tables: NDArray[np.int64], contexts: Ints
     ) -> NDArray[np.bool_]:
         """Whether each lane provably has its sequence's KV before this step."""
         width = tables.shape[1]
@@ -102,7 +104,7 @@ class Lanes:
         held: NDArray[np.bool_] = same.all(axis=1) & (self._held[lanes] == contexts - 1)
         return held & (lanes >= 0)
 
-    def _fill(self, lane: int, table: NDArray[np.int32], num_tokens: int) -> None:
+    def _fill(self, lane: int, table: NDArray[np.int64], num_tokens: int) -> None:
         pool = self._pool
         blocks = -(-num_tokens // pool.block_tokens)
         self._held[lane] = num_tokens
@@ -111,11 +113,12 @@ class Lanes:
         slots = table[:blocks]
         self._slots[lane, :blocks] = slots
         self._writes[lane, :blocks] = pool.writes[slots]
-        whole = pool.read_whole(torch.from_numpy(slots.astype(np.int64)).to(pool.device))
+        whole = pool.read_whole(torch.from_numpy(slots).to(pool.device))
         end = blocks * pool.block_tokens
         heads = slice(lane * pool.kv_heads, (lane + 1) * pool.kv_heads)
         for part, target in enumerate((self.keys, self.values)):
-            by_block = target[:, heads, :end].unflatten(2, (blocks, pool.block_tokens))
+            lane_part = target[:, heads, :end]
+            by_block = lane_part.view(*lane_part.shape[:2], blocks, -1, pool.head_dim)
             by_block.copy_(whole[:, :, part].permute(1, 3, 0, 2, 4))
 
     def _make_room(self, num_lanes: int, num_tokens: int) -> None:
@@ -136,7 +139,7 @@ class Lanes:
         self.values = torch.zeros(shape, dtype=pool.data.dtype, device=pool.device)
         rows = max(num_lanes, 1)  # lane -1, which means none, must be readable
         self._held = np.zeros(rows, dtype=np.int64)
-        self._slots = np.zeros((rows, whole_blocks), dtype=np.int32)
+        self._slots = np.zeros((rows, whole_blocks), dtype=np.int64)
         self._writes = np.zeros((rows, whole_blocks), dtype=np.int64)
         self._lane_of = {}
 

@@ -9,7 +9,8 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils.quantization_config import Mxfp4Config
 
 from headwater.device import builtin, packing
 from headwater.device.attention.base import ATTENTION, register
@@ -68,7 +69,9 @@ def load(
     raw = read_config(folder)
     check_served(raw)
     name = fingerprint(folder)
-    module = _load_module(folder, raw, _torch_dtype(dtype)).to(device).eval()
+    loaded = _load_module(folder, raw, _torch_dtype(dtype))
+    module: nn.Module = loaded
+    module.to(device).eval()
     quick = packed and packing.pack(module)
     padded = quick and not packing.has_experts(module)
     return LoadedModel(
@@ -77,7 +80,7 @@ def load(
         model_dir=folder,
         device=torch.device(device),
         min_rows=packing.ROWS_WANTED if padded else 1,
-        **_facts(module.config, folder),
+        **_facts(loaded.config, folder),
     )
 
 
@@ -103,11 +106,15 @@ def _torch_dtype(name: str) -> torch.dtype | str:
     return _DTYPES[name]
 
 
-def _load_module(folder: Path, raw: Mapping[str, Any], dtype: torch.dtype | str) -> Any:
+def _load_module(
+    folder: Path, raw: Mapping[str, Any], dtype: torch.dtype | str
+) -> PreTrainedModel:
     register()
     whole = {"quantization_config": Mxfp4Config(dequantize=True)}
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         return AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
@@ -122,7 +129,7 @@ def _load_module(folder: Path, raw: Mapping[str, Any], dtype: torch.dtype | str)
         raise ModelError(f"{folder} could not be loaded: {exc}") from exc
 
 
-def _facts(config: Any, folder: Path) -> dict[str, Any]:
+def _facts(config: PretrainedConfig, folder: Path) -> dict[str, Any]:
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     rope = getattr(config, "rope_parameters", None) or {}
@@ -140,7 +147,7 @@ def _facts(config: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-def _eos_token_ids(config: Any, folder: Path) -> tuple[int, ...]:
+def _eos_token_ids(config: PretrainedConfig, folder: Path) -> tuple[int, ...]:
     """Ids that end a sequence: the generation config's, or else the model config's."""
     path = folder / "generation_config.json"
     named: object = None

@@ -26,7 +26,9 @@ def is_penalised(params: SamplingParams) -> bool:
     )
 
 
-def penalise(logits: Tensor, params: Sequence[SamplingParams], histories: dict[int, History]) -> None:
+def penalise(
+    logits: Tensor, params: Sequence[SamplingParams], histories: dict[int, History]
+) -> None:
     """Lower, in place, what a row has said before; `histories` has the rows to be done.
 
     Repetition counts prompt and output; presence and frequency the output only.

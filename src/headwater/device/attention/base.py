@@ -43,7 +43,7 @@ def register() -> None:
     AttentionInterface.register(ATTENTION, _attend)
 
 
-def _attend(
+def _attend(  # noqa: PLR0913 - transformers says what an attention function is given
     module: nn.Module,
     query: Tensor,
     key: Tensor,

@@ -1,7 +1,7 @@
 """Attention of one row by itself: a chunk of a prompt, with or without a cached prefix.
 
-    positions   0 ............ first ........ context
-                |  in the pool  |  this step   |
+positions   0 ............ first ........ context
+            |  in the pool  |  this step   |
 """
 
 from typing import NamedTuple
@@ -47,11 +47,11 @@ class ChunkRow:
         keys, values = own if self.first == 0 else self._read(pool, layer, sight.first_block)
         if how.softcap is None and how.sinks is None:
             return _fused(query, keys, values, sight, how.scaling)
-        parts = query.split(_QUERIES)
+        parts = torch.split(query, _QUERIES)
         masks = self._mask(how.window, query, sight.first_block * pool.block_tokens)
         out = [
             written_out(q, keys, values, m, how)
-            for q, m in zip(parts, masks.split(_QUERIES), strict=True)
+            for q, m in zip(parts, torch.split(masks, _QUERIES), strict=True)
         ]
         return torch.cat(out)
 
@@ -90,7 +90,9 @@ class ChunkRow:
         return mask.masked_fill_(hidden, float("-inf"))
 
 
-def written_out(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, how: Variant) -> Tensor:
+def written_out(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, how: Variant
+) -> Tensor:
     """Attention with its scores written out, for what the fused kernel cannot do."""
     tokens, heads, head_dim = query.shape
     kv_heads = keys.shape[1]

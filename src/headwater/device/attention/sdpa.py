@@ -5,7 +5,6 @@ one by one. K and V of the latter go to the pool layer by layer, since they are 
 those of the former once, after the last layer.
 """
 
-import torch
 from torch import Tensor
 
 from headwater.device.attention.base import Variant

@@ -17,7 +17,14 @@ class LaneStep:
     """The decoding rows of one step, in lanes `[0, end)`; lanes between them are idle."""
 
     def __init__(
-        self, pool: KVPool, storage: Lanes, *, lanes: Ints, end: int, contexts: Ints, tokens: Ints
+        self,
+        pool: KVPool,
+        storage: Lanes,
+        *,
+        lanes: Ints,
+        end: int,
+        contexts: Ints,
+        tokens: Ints,
     ) -> None:
         self._pool = pool
         self._keys, self._values = storage.keys, storage.values
@@ -55,7 +62,9 @@ class LaneStep:
         query, key, value = self._by_lane(query), self._by_lane(key), self._by_lane(value)
         keys, values = self._keys[layer], self._values[layer]
         keys.view(-1, pool.head_dim).index_copy_(0, self._rows, key.reshape(-1, pool.head_dim))
-        values.view(-1, pool.head_dim).index_copy_(0, self._rows, value.reshape(-1, pool.head_dim))
+        values.view(-1, pool.head_dim).index_copy_(
+            0, self._rows, value.reshape(-1, pool.head_dim)
+        )
         used = self._end * pool.kv_heads
         weights = self._weights(query, keys[:used, : self._span], how)
         out = torch.bmm(weights, values[:used, : self._span])

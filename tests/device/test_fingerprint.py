@@ -1,0 +1,76 @@
+"""The fingerprint: a content hash, computed once."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from headwater.device.builtin import LlamaShape, make_llama
+from headwater.device.fingerprint import fingerprint
+from headwater.errors import ModelError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    shape = LlamaShape(layers=1, hidden=16, ffn=24, heads=2, kv_heads=1, head_dim=8)
+    return make_llama(tmp_path / "model", shape)
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_one_changed_byte_is_another_model(folder: Path, name: str) -> None:
+    """Weights and config both count (lesson 39)."""
+    before = fingerprint(folder)
+    flip(folder / name, -3)
+
+    assert fingerprint(folder) != before
+    assert len(before) == 32
+
+
+def test_a_copy_elsewhere_is_the_same_model(folder: Path, tmp_path: Path) -> None:
+    """The place is not part of what a model is."""
+    shutil.copytree(folder, tmp_path / "elsewhere")
+
+    assert fingerprint(tmp_path / "elsewhere") == fingerprint(folder)
+
+
+def test_it_is_remembered_by_sizes_and_times(folder: Path) -> None:
+    """The weights are not read again: a change that leaves size and time is not seen."""
+    weights = folder / "model.safetensors"
+    stamp = weights.stat()
+    before = fingerprint(folder)
+    flip(weights, -1)
+
+    os.utime(weights, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    assert fingerprint(folder) == before
+
+    os.utime(weights, ns=(stamp.st_atime_ns, stamp.st_mtime_ns + 1))
+    assert fingerprint(folder) != before
+
+
+def test_a_damaged_note_is_a_hashing_not_an_error(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is in the cache folder, the answer is right."""
+    monkeypatch.setenv("HEADWATER_CACHE", str(tmp_path / "cache"))
+    before = fingerprint(folder)
+    (note,) = (tmp_path / "cache" / "fingerprints").iterdir()
+
+    for damage in ("", "{", "[]", '{"files": 1, "fingerprint": "zz"}'):
+        note.write_text(damage)
+        assert fingerprint(folder) == before
+
+
+def test_a_folder_without_weights_has_none(tmp_path: Path) -> None:
+    """The sentence says what is missing."""
+    with pytest.raises(ModelError, match=r"config\.json"):
+        fingerprint(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match="safetensors"):
+        fingerprint(tmp_path)

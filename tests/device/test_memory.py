@@ -1,0 +1,47 @@
+"""How many blocks fit."""
+
+import pytest
+
+from headwater.device.memory import num_blocks_that_fit
+from headwater.device.model import LoadedModel
+from headwater.errors import ConfigError
+
+MIB = 1 << 20
+
+
+def test_the_pool_and_its_lanes_stay_within_the_share(llama: LoadedModel) -> None:
+    """Half of what is free holds the pool and the lanes beside it, and little is wasted."""
+    blocks = num_blocks_that_fit(llama, block_tokens=16, available_bytes=64 * MIB)
+
+    used = blocks * 16 * llama.token_bytes * 1.5
+    assert 31 * MIB < used <= 32 * MIB
+
+
+def test_it_is_bounded_and_measured_when_nothing_is_said(llama: LoadedModel) -> None:
+    """A machine with much memory does not give it all away."""
+    much = num_blocks_that_fit(llama, block_tokens=16, available_bytes=1 << 45)
+
+    assert much * 16 * llama.token_bytes <= 2 << 30
+    assert num_blocks_that_fit(llama, block_tokens=16) >= 1
+
+
+def test_an_override_is_honoured(llama: LoadedModel) -> None:
+    """Whoever names a number gets it."""
+    assert num_blocks_that_fit(llama, block_tokens=16, override=7, available_bytes=1) == 7
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"available_bytes": 1000}, "not one block fits"),
+        ({"override": 0}, "at least one block"),
+        ({"utilization": 0.0}, "utilization"),
+        ({"block_tokens": 0}, "block_tokens"),
+    ],
+)
+def test_what_cannot_work_is_said_before_serving(
+    llama: LoadedModel, asked: dict[str, int], why: str
+) -> None:
+    """A ConfigError with a sentence, at start (lesson 61)."""
+    with pytest.raises(ConfigError, match=why):
+        num_blocks_that_fit(llama, **{"block_tokens": 16, **asked})

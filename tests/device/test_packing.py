@@ -1,0 +1,103 @@
+"""Packed modules compute what the modules they replace compute."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.device.driver import Driver
+from tests.device.families import prompt
+from torch import nn
+
+from headwater.device.builtin import LlamaShape, make_llama
+from headwater.device.model import load
+from headwater.device.packing import FusedNorm, PackedGate, PackedLinear, pack
+
+
+class Gated(nn.Module):
+    """An MLP as the families write it."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(hidden_size=512)
+        self.gate_proj = nn.Linear(512, 640, bias=False)
+        self.up_proj = nn.Linear(512, 640, bias=False)
+        self.down_proj: nn.Module = nn.Linear(640, 512)
+        self.act_fn = activation
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class OddRMSNorm(nn.Module):
+    """Named like the others, and different: it must be left alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(512))
+        self.eps = 1e-5
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x * 3 + self.weight
+
+
+class Block(nn.Module):
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.norm = OddRMSNorm()
+        self.mlp = Gated(activation)
+        self.small = nn.Linear(512, 8)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.small(self.mlp(self.norm(x)))
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 33])
+def test_a_packed_block_gives_the_same_numbers(num_rows: int) -> None:
+    """With bias and without, for any number of rows."""
+    torch.manual_seed(0)
+    block = Block(nn.SiLU())
+    x = torch.randn(1, num_rows, 512)
+    expected = block(x)
+
+    assert pack(block)
+
+    assert isinstance(block.mlp, PackedGate)
+    torch.testing.assert_close(block(x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_would_differ_is_left_alone() -> None:
+    """A norm that is none, an activation that is unknown, a matrix too small to gain."""
+    block = Block(nn.ReLU())
+
+    pack(block)
+
+    assert isinstance(block.norm, OddRMSNorm)
+    assert isinstance(block.mlp, Gated)
+    assert isinstance(block.mlp.down_proj, PackedLinear)
+    assert isinstance(block.small, nn.Linear)
+
+
+def test_other_dtypes_are_left_alone() -> None:
+    """Only what was measured is replaced."""
+    assert not pack(nn.Sequential(nn.Linear(600, 600)).to(torch.bfloat16))
+
+
+@pytest.mark.slow
+def test_a_packed_model_says_the_same_tokens(tmp_path: Path) -> None:
+    """Packed, fused and padded to four rows, against the model as transformers made it."""
+    shape = LlamaShape(layers=2, hidden=512, ffn=1024, heads=8, kv_heads=2, head_dim=64)
+    folder = make_llama(tmp_path, shape)
+    outputs = []
+    for packed in (True, False):
+        model = load(folder, packed=packed)
+        assert model.min_rows == (4 if packed else 1)
+        assert packed == any(isinstance(m, FusedNorm) for m in model.module.modules())
+        driver = Driver(model)
+        rows = [driver.add(prompt(n, seed=n), name=str(n)) for n in (19, 40)]
+        driver.finish(rows[0], count=6)
+        driver.finish(*rows, count=12)
+        outputs.append([row.output for row in rows])
+
+    assert outputs[0] == outputs[1]
