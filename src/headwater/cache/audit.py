@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headwater.cache.node import EMPTY, Node
+from headwater.cache.node import Node
 from headwater.cache.pool import SlotState
 from headwater.cache.shelf import Shelf
 from headwater.errors import InvariantError
-from headwater.types import Slots, Tier
+from headwater.types import EMPTY, Slots, Tier
 
 if TYPE_CHECKING:
     from headwater.cache.tiered import TieredCache

@@ -8,14 +8,14 @@ from collections import OrderedDict
 
 import numpy as np
 
-from headwater.cache.ghosts import Ghost, Ghosts
-from headwater.cache.node import EMPTY, Node
+from headwater.cache.ghosts import Ghosts
+from headwater.cache.node import Node
 from headwater.cache.plan import MissReason
 from headwater.cache.pool import SlotState
 from headwater.cache.shelf import Shelf
 from headwater.cache.tree import PrefixTree, subtree
 from headwater.errors import InvariantError
-from headwater.types import Slots
+from headwater.types import EMPTY, Slots
 
 
 class Evictor:
@@ -92,15 +92,18 @@ class Evictor:
             if count > need:
                 moved.append(slots[count - need :])
                 node.device = slots[: count - need]
-                self._settle(node, MissReason.EVICTED_DEVICE)
                 need = 0
+                self._settle(node, MissReason.EVICTED_DEVICE)
                 break
             moved.append(slots)
             node.device = EMPTY
             evicted.append(node)
             # The child leaves first; only then is its parent a leaf.
             node.parent.device_children -= 1  # type: ignore[union-attr]  # a root has no slots
-            self._settle(node, MissReason.EVICTED_DEVICE)
+            if node.num_stored or node.children or len(node.host):
+                self._settle(node, MissReason.EVICTED_DEVICE)
+            else:
+                self._remove(node, MissReason.EVICTED_DEVICE)
             need -= count
             if not need:
                 break
@@ -131,30 +134,35 @@ class Evictor:
 
     def _settle(self, node: Node, reason: MissReason) -> None:
         """Make the run of `node` end where its last block in any tier is."""
-        if not len(node.host) and not node.num_stored and not node.children:
-            left = len(node.device)
-        else:
+        left = len(node.device)
+        if node.num_stored or node.children or len(node.host):
             left = node.covered()
             if left and not len(node.device) and not len(node.host):
                 self.stored_only[node] = None
             if left == node.num_blocks:
                 return
             self._drop_children(node)
-        self.lost += node.num_blocks - left
         if left:
+            self.lost += node.num_blocks - left
             self._trim(node, left, reason)
-            return
+        else:
+            self._remove(node, reason)
+
+    def _remove(self, node: Node, reason: MissReason) -> None:
+        """Take `node`, which is in no tier and has no children, out of the tree."""
+        self.lost += node.num_blocks
         parent = node.parent
-        self._ghosts.add(parent, node.start, node.first, Ghost(reason, node.uid))  # type: ignore[arg-type]  # never a root
-        self.stored_only.pop(node, None)
+        self._ghosts.add(parent, node.start, node.first, (reason, node.uid))  # type: ignore[arg-type]  # never a root
         self._tree.detach(node)
+        if self.stored_only:
+            self.stored_only.pop(node, None)
 
     def _trim(self, node: Node, left: int, reason: MissReason) -> None:
-        stride = self._tree.scheme.block_tokens * 4
+        stride = self._tree.stride
         first = node.tokens[left * stride : (left + 1) * stride]
         if node.media is not None:
             first += node.media.get(left, b"")
-        self._ghosts.add(node, node.start + left, first, Ghost(reason, self._tree.new_uid()))
+        self._ghosts.add(node, node.start + left, first, (reason, self._tree.new_uid()))
         self._tree.shorten(node, left)
 
     def _drop_children(self, node: Node) -> None:

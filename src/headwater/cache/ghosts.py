@@ -1,19 +1,14 @@
 """Why blocks that were here are not here any more. Bounded; oldest forgotten first."""
 
 from collections import OrderedDict
-from typing import NamedTuple
+from typing import TypeAlias
 
 from headwater.cache.node import Node
 from headwater.cache.plan import MissReason
 
-
-class Ghost(NamedTuple):
-    """What is remembered of a run that left the tree."""
-
-    reason: MissReason
-    uid: int
-    """Of the node it was; a node made again in its place takes it over, so that ghosts
-    further down are still found."""
+Ghost: TypeAlias = tuple[MissReason, int]
+"""Why a run left the tree, and the uid of the node it was. A node made again in its place
+takes the uid over, so that ghosts further down are still found."""
 
 
 class Ghosts:
@@ -38,14 +33,12 @@ class Ghosts:
 
     def find(self, parent: Node, depth: int, first: bytes) -> Ghost | None:
         """The ghost at this place."""
-        return self._by_place.get((parent.uid, depth, first)) if self._by_place else None
+        return self._by_place.get((parent.uid, depth, first))
 
     def revive(self, parent: Node, depth: int, first: bytes) -> int | None:
         """The uid of the ghost at this place, which is a ghost no longer."""
-        if not self._by_place:
-            return None
         ghost = self._by_place.pop((parent.uid, depth, first), None)
-        return None if ghost is None else ghost.uid
+        return None if ghost is None else ghost[1]
 
     def clear(self) -> None:
         """Forget all."""

@@ -15,43 +15,38 @@ class Announcements:
 
     def __init__(self, tree: PrefixTree) -> None:
         self._tree = tree
-        self._by_place: dict[tuple[Node, bytes], Lease] = {}
+        self.by_place: dict[tuple[Node, bytes], Lease] = {}
 
     def announce(self, lease: Lease, path: TokenPath) -> None:
         """`lease`'s owner computes the blocks of `path` beyond the lease."""
         self.withdraw(lease)
         if lease.num_blocks < path.num_blocks(self._tree.scheme.block_tokens):
             lease.pending = path
-            self._by_place.setdefault(self._place(lease, path), lease)
+            lease.place = (lease.node, self._tree.first(path, lease.num_blocks))
+            self.by_place.setdefault(lease.place, lease)
 
     def withdraw(self, lease: Lease) -> None:
         """Nothing beyond `lease` is being computed by its owner any more."""
-        path = lease.pending
-        if path is None:
-            return
-        lease.pending = None
-        place = self._place(lease, path)
-        if self._by_place.get(place) is lease:
-            del self._by_place[place]
+        place = lease.place
+        if place is not None:
+            lease.pending = lease.place = None
+            if self.by_place.get(place) is lease:
+                del self.by_place[place]
 
-    def find(self, node: Node, path: TokenPath, block: int, max_blocks: int) -> InFlight | None:
-        """Who is computing `path` from `block` on, where `node` ends, and how far."""
-        if not self._by_place:
-            return None
-        lease = self._by_place.get((node, self._tree.first(path, block)))
+    def find(
+        self, node: Node, first: bytes, path: TokenPath, max_blocks: int
+    ) -> InFlight | None:
+        """Who is computing the block `first` of `path`, which follows `node`, and how far."""
+        lease = self.by_place.get((node, first))
         if lease is None or lease.pending is None:
             return None
-        common = self._common(lease.pending, path, block, max_blocks)
-        return InFlight(lease.owner, common)
+        return InFlight(lease.owner, self._common(lease.pending, path, node.end, max_blocks))
 
     def clear(self) -> None:
         """Forget all: the tree they refer to is gone."""
-        for lease in self._by_place.values():
-            lease.pending = None
-        self._by_place.clear()
-
-    def _place(self, lease: Lease, path: TokenPath) -> tuple[Node, bytes]:
-        return lease.node, self._tree.first(path, lease.num_blocks)
+        for lease in self.by_place.values():
+            lease.pending = lease.place = None
+        self.by_place.clear()
 
     def _common(self, theirs: TokenPath, mine: TokenPath, block: int, max_blocks: int) -> int:
         """Blocks from `block` on that are the same in both paths."""

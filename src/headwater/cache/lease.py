@@ -1,8 +1,8 @@
 """A pin on a path: its device blocks stay where they are until the lease is released."""
 
 from headwater.cache.keys import Namespace, TokenPath
-from headwater.cache.node import EMPTY, Node
-from headwater.types import RequestId, Slots
+from headwater.cache.node import Node
+from headwater.types import EMPTY, RequestId, Slots
 
 
 class Lease:
@@ -12,7 +12,16 @@ class Lease:
     its path, and a split leaves that node the tail.
     """
 
-    __slots__ = ("expires_s", "namespace", "node", "num_blocks", "owner", "pending", "slots")
+    __slots__ = (
+        "expires_s",
+        "namespace",
+        "node",
+        "num_blocks",
+        "owner",
+        "pending",
+        "place",
+        "slots",
+    )
 
     def __init__(
         self,
@@ -32,3 +41,5 @@ class Lease:
         """Device slots of the blocks found when the lease was made, in position order."""
         self.pending: TokenPath | None = None
         """The path its owner has announced, while some of it is not committed."""
+        self.place: tuple[Node, bytes] | None = None
+        """Where that is known: the node it continues, and its next block."""

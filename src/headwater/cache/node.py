@@ -13,15 +13,10 @@ The longest of the three is `num_blocks`: a block that left its last tier is not
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from headwater.types import BlockKey, Slots
+from headwater.types import EMPTY, BlockKey
 
 if TYPE_CHECKING:
     from headwater.cache.jobs import Job
-
-EMPTY: Slots = np.empty(0, dtype=np.int64)
-EMPTY.flags.writeable = False
 
 
 class Node:

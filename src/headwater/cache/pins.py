@@ -6,11 +6,11 @@ be evicted: the count of evictable blocks is exact, and taking slots is all or n
 
 import numpy as np
 
-from headwater.cache.node import EMPTY, Node
+from headwater.cache.node import Node
 from headwater.cache.pool import SlotState
 from headwater.cache.shelf import Shelf
 from headwater.cache.tree import PrefixTree
-from headwater.types import Slots
+from headwater.types import EMPTY, Slots, Tier
 
 
 class Pins:
@@ -26,10 +26,14 @@ class Pins:
 
     def pin(self, node: Node) -> None:
         """Keep `node` and all above it."""
+        device = self._device
         at: Node | None = node
         while at is not None:
-            if not at.pins and len(at.device):
-                self._device.discard(at)
+            if not at.pins:
+                count = len(at.device)
+                if count:
+                    device.order.discard(at)
+                    device.evictable -= count
             at.pins += 1
             at = at.parent
 
@@ -55,11 +59,14 @@ class Pins:
         while at is not None:
             at.pins -= 1
             at.used = tick
-            if not at.pins and len(at.device):
-                device.add(at, now=now)
+            if not at.pins:
+                count = len(at.device)
+                if count:
+                    device.order.add(at, now)
+                    device.evictable += count
             if touch_host and len(at.host) and not at.jobs:
                 self._host.discard(at)
-                self._host.add(at, now=now)
+                self._host.add(at, now)
             at = at.parent
 
     def let_go(self, node: Node, *, now: float, cold: bool = False) -> None:
@@ -74,10 +81,10 @@ class Pins:
         resident = [at for at in free if len(at.device)]
         for at in resident:
             if not (cold and at.used <= node.used):
-                self._device.add(at, now=now)
+                self._device.add(at, now)
         for at in reversed(resident):
             if cold and at.used <= node.used:
-                self._device.add(at, now=now, cold=True)
+                self._device.add(at, now, cold=True)
 
     def withheld_by(self, node: Node) -> int:
         """Device blocks that pinning `node` would keep from being evicted."""
@@ -88,19 +95,13 @@ class Pins:
             at = at.parent
         return blocks
 
-    def split(self, node: Node, at: int) -> Node:
+    def split(self, node: Node, at: int, now: float) -> Node:
         """Split `node`, and put the head beside it in the orders; return the head."""
-        on_host = len(node.host) > 0 and not node.jobs
-        on_device = len(node.device) > 0 and not node.pins
+        on_device = len(node.device) if not node.pins else 0
+        on_host = len(node.host) if not node.jobs else 0
         head = self._tree.split(node, at)
-        if on_device:
-            self._device.order.add_cold(head, now=0.0)
-            if not len(node.device):
-                self._device.order.discard(node)
-        if on_host:
-            self._host.order.add_cold(head, now=0.0)
-            if not len(node.host):
-                self._host.order.discard(node)
+        _place(self._device, head, node, on_device, now)
+        _place(self._host, head, node, on_host, now)
         return head
 
     def retire_all(self) -> None:
@@ -143,3 +144,24 @@ class Pins:
             self.retired.discard(node)
         self._device.pool.free(np.concatenate(device), SlotState.CACHED)
         self._host.pool.free(np.concatenate(host), SlotState.CACHED)
+
+
+def _place(shelf: Shelf, head: Node, tail: Node, was_evictable: int, now: float) -> None:
+    """Put the halves of a node that had `was_evictable` blocks in the order of `shelf` right.
+
+    A job may go with one half only, so a half can become evictable by the split.
+    """
+    # The tail keeps its place; the head is pinned or used next, so its place does not matter.
+    evictable = 0 if _kept(shelf, tail) else shelf.blocks(tail)
+    if was_evictable and not evictable:
+        shelf.order.discard(tail)
+    elif evictable and not was_evictable:
+        shelf.order.add_cold(tail, now)
+    shelf.evictable += evictable - was_evictable
+    if shelf.blocks(head) and not _kept(shelf, head):
+        shelf.add(head, now, cold=True)
+
+
+def _kept(shelf: Shelf, node: Node) -> bool:
+    """Whether `node` may not be evicted from `shelf`, however old it is."""
+    return node.pins > 0 if shelf.tier is Tier.DEVICE else bool(node.jobs)

@@ -16,10 +16,10 @@ from headwater.errors import InvariantError
 class EvictionPolicy(Protocol):
     """An order over the evictable nodes of one tier. Called by the decider thread only."""
 
-    def add(self, node: Node, *, now: float) -> None:
+    def add(self, node: Node, now: float) -> None:
         """`node` became evictable after being used: last in the order."""
 
-    def add_cold(self, node: Node, *, now: float) -> None:
+    def add_cold(self, node: Node, now: float) -> None:
         """`node` became evictable again without being used: first in the order."""
 
     def discard(self, node: Node) -> None:
@@ -44,13 +44,13 @@ class Lru:
     def __init__(self) -> None:
         self._order: OrderedDict[Node, None] = OrderedDict()
 
-    def add(self, node: Node, *, now: float) -> None:
+    def add(self, node: Node, now: float) -> None:
         if node in self._order:
             raise InvariantError("a node entered the eviction order twice")
         self._order[node] = None
 
-    def add_cold(self, node: Node, *, now: float) -> None:
-        self.add(node, now=now)
+    def add_cold(self, node: Node, now: float) -> None:
+        self.add(node, now)
         self._order.move_to_end(node, last=False)
 
     def discard(self, node: Node) -> None:

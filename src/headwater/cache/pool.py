@@ -10,7 +10,7 @@ from enum import IntEnum
 import numpy as np
 
 from headwater.errors import CacheUseError, InvariantError
-from headwater.types import Slots
+from headwater.types import EMPTY, Slots
 
 
 class SlotState(IntEnum):
@@ -54,10 +54,9 @@ class SlotPool:
             raise CacheUseError(f"a pool cannot have {num_slots} slots")
         self.num_slots = num_slots
         self.num_free = num_slots
-        # Lowest slot on top, so that a fresh pool hands out 0, 1, 2, …
-        self._free = np.arange(num_slots - 1, -1, -1, dtype=np.int64)
+        self._free = np.arange(num_slots, dtype=np.int64)
         self._state = np.zeros(num_slots, dtype=np.uint8)
-        # Scratch for finding a slot that is named twice in one batch, see `_require`.
+        # Scratch for finding a slot that is named twice in one batch.
         self._mark = np.zeros(num_slots, dtype=np.int64)
         self._ordinal = np.arange(num_slots, dtype=np.int64)
         self._counts = [num_slots, 0, 0, 0, 0]
@@ -66,29 +65,38 @@ class SlotPool:
         """Move `count` free slots to `state`, or change nothing and return None."""
         if count < 0:
             raise CacheUseError(f"cannot take {count} slots")
-        if count > self.num_free:
-            return None
         top = self.num_free
-        slots = self._free[top - count : top][::-1].copy()
+        if count > top:
+            return None
+        if not count:
+            return EMPTY
+        slots = self._free[top - count : top].copy()
         self._state[slots] = state
         self.num_free = top - count
-        self._count(SlotState.FREE, state, count)
+        self._counts[SlotState.FREE] -= count
+        self._counts[state] += count
         return slots
 
     def move(self, slots: Slots, old: SlotState, new: SlotState) -> None:
         """Change the state of `slots`, all of which must be in state `old`."""
         self._require(slots, old)
         self._state[slots] = new
-        self._count(old, new, len(slots))
+        self._counts[old] -= len(slots)
+        self._counts[new] += len(slots)
 
     def free(self, slots: Slots, old: SlotState) -> None:
         """Give back `slots`, all of which must be in state `old`, in one batch."""
-        self._require(slots, old)
         count = len(slots)
+        if not count:
+            return
+        self._require(slots, old)
+        if count > 1:
+            self._require_once(slots)
         self._state[slots] = SlotState.FREE
         self._free[self.num_free : self.num_free + count] = slots
         self.num_free += count
-        self._count(old, SlotState.FREE, count)
+        self._counts[old] -= count
+        self._counts[SlotState.FREE] += count
 
     def stats(self) -> PoolStats:
         """How many slots are in each state now."""
@@ -116,27 +124,21 @@ class SlotPool:
         if np.bincount(self._state, minlength=len(SlotState)).tolist() != self._counts:
             raise InvariantError("the count of a slot state is wrong")
 
-    def _count(self, old: SlotState, new: SlotState, count: int) -> None:
-        self._counts[old] -= count
-        self._counts[new] += count
-
     def _require(self, slots: Slots, state: SlotState) -> None:
-        """Raise unless every slot exists, is in `state`, and is named once."""
-        count = len(slots)
-        if count == 0:
-            return
+        """Raise unless every slot exists and is in `state`."""
         try:
             found = self._state[slots]
         except IndexError as exc:
             raise InvariantError(f"a slot is outside the pool of {self.num_slots}") from exc
-        if found.tobytes().count(state) != count:
+        if found.tobytes().count(state) != len(slots):
             self._explain(slots, state)
-        if count > 1:
-            # Two entries naming one slot leave the later ordinal in both places.
-            ordinal = self._ordinal[:count]
-            self._mark[slots] = ordinal
-            if self._mark[slots].tobytes() != ordinal.tobytes():
-                raise InvariantError("a slot is named twice in one batch")
+
+    def _require_once(self, slots: Slots) -> None:
+        """Raise if a slot is named twice: the later entry's ordinal is in both places then."""
+        ordinal = self._ordinal[: len(slots)]
+        self._mark[slots] = ordinal
+        if self._mark[slots].tobytes() != ordinal.tobytes():
+            raise InvariantError("a slot is named twice in one batch")
 
     def _explain(self, slots: Slots, state: SlotState) -> None:
         wrong = slots[self._state[slots] != state]

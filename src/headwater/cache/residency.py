@@ -39,7 +39,7 @@ class Residency:
             if len(at.host) and not at.jobs:
                 if at in self._host.order:
                     self._host.discard(at)
-                self._host.add(at, now=now)
+                self._host.add(at, now)
             at = at.parent
 
     def _attach_device(self, node: Node, parent: Node, start: int, slots: Slots) -> bool:

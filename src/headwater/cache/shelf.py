@@ -24,12 +24,12 @@ class Shelf:
         """Blocks of `node` in this tier."""
         return len(node.device if self.tier is Tier.DEVICE else node.host)
 
-    def add(self, node: Node, *, now: float, cold: bool = False) -> None:
+    def add(self, node: Node, now: float, *, cold: bool = False) -> None:
         """`node` may be evicted from now on: last, or first when `cold`."""
         if cold:
-            self.order.add_cold(node, now=now)
+            self.order.add_cold(node, now)
         else:
-            self.order.add(node, now=now)
+            self.order.add(node, now)
         self.evictable += self.blocks(node)
 
     def discard(self, node: Node) -> None:

@@ -17,7 +17,7 @@ from headwater.cache.jobs import loading_job
 from headwater.cache.keys import KeyScheme, TokenPath
 from headwater.cache.lease import Lease
 from headwater.cache.ledger import Ledger, LedgerStats
-from headwater.cache.node import EMPTY, Node
+from headwater.cache.node import Node
 from headwater.cache.pins import Pins
 from headwater.cache.plan import Demotion, Landing, Match, MissReason, Outcome, Promotion
 from headwater.cache.policy import POLICIES
@@ -26,7 +26,7 @@ from headwater.cache.shelf import Shelf
 from headwater.cache.transfers import Transfers
 from headwater.cache.tree import PrefixTree
 from headwater.errors import CacheUseError, StaleLease
-from headwater.types import BlockKey, RequestId, Slots, Tier
+from headwater.types import EMPTY, BlockKey, RequestId, Slots, Tier
 
 _SHORT_RUN = 64
 """A run up to this many blocks is extended in place whatever is appended."""
@@ -90,6 +90,7 @@ class TieredCache:
         self.transfers = Transfers(
             config, self.tree, self.device, self.host, self.pins, self.evictor
         )
+        self._writes = self.transfers.writes
         self.leases: dict[Lease, None] = {}
         self.generation = 0
         self._ledger = Ledger(config.block_tokens)
@@ -137,14 +138,14 @@ class TieredCache:
             match = self.match(match.path, match.max_blocks)
         if counted:
             self._ledger.record(match)
-        node, parts = self._claim(match)
+        node, parts = self._claim(match, now)
         lease = Lease(owner, node, match.device_blocks, match.path.namespace, expires_s)
         if parts:
-            lease.slots = np.concatenate(parts)
+            lease.slots = parts[0] if len(parts) == 1 else np.concatenate(parts)
         self.pins.pin(node)
         self.leases[lease] = None
         if counted:
-            self.transfers.writes.hit(node)
+            self._writes.hit(node)
         return lease
 
     def take(self, count: int, *, now: float) -> Slots | None:
@@ -177,6 +178,8 @@ class TieredCache:
         """
         self._require_live(lease)
         start, count = lease.num_blocks, len(slots)
+        if not count:
+            return EMPTY
         if start + count > path.num_blocks(self.block_tokens):
             raise CacheUseError(
                 f"blocks up to {start + count} cannot be committed: "
@@ -185,10 +188,11 @@ class TieredCache:
         if path.namespace is not lease.namespace and path.namespace != lease.namespace:
             raise CacheUseError("a lease cannot commit blocks of another namespace")
         pending = lease.pending
-        self.announcements.withdraw(lease)
+        if pending is not None:
+            self.announcements.withdraw(lease)
         surplus = slots
         if not lease.node.gone:
-            surplus = self._publish(lease, path, slots)
+            surplus = self._publish(lease, path, slots, now)
         lease.num_blocks = start + count
         if pending is not None:
             self.announcements.announce(lease, pending)
@@ -199,7 +203,8 @@ class TieredCache:
         self._require_live(lease)
         if slots is not None and len(slots):
             self.device.pool.free(slots, SlotState.HELD)
-        self.announcements.withdraw(lease)
+        if lease.pending is not None:
+            self.announcements.withdraw(lease)
         del self.leases[lease]
         self.pins.release(lease.node, now=now)
 
@@ -213,7 +218,7 @@ class TieredCache:
     def save(self, lease: Lease) -> None:
         """Ask for the leased blocks to be demoted soon, whatever the write policy."""
         self._require_live(lease)
-        self.transfers.writes.save(lease.node)
+        self._writes.save(lease.node)
 
     def promote(self, match: Match, *, limit_blocks: int, now: float) -> Promotion | None:
         """Plan to bring the next part of `match` one tier up; None if nothing can be.
@@ -256,7 +261,7 @@ class TieredCache:
         transfers in flight only release what they hold when they land."""
         self.generation += 1
         self.announcements.clear()
-        self.transfers.writes.clear()
+        self._writes.clear()
         self.evictor.stored_only.clear()
         self.ghosts.clear()
         self.pins.retire_all()
@@ -291,15 +296,17 @@ class TieredCache:
         node = nodes[-1] if nodes else self.tree.roots.get(path.namespace)
         if node is None or node.end != found:
             return
-        match.in_flight = self.announcements.find(node, path, found, match.max_blocks)
-        if match.in_flight is not None:
-            match.reason = MissReason.IN_FLIGHT
-            return
-        ghost = self.ghosts.find(node, found, self.tree.first(path, found))
+        first = self.tree.first(path, found)
+        if self.announcements.by_place:
+            match.in_flight = self.announcements.find(node, first, path, match.max_blocks)
+            if match.in_flight is not None:
+                match.reason = MissReason.IN_FLIGHT
+                return
+        ghost = self.ghosts.find(node, found, first)
         if ghost is not None:
-            match.reason = ghost.reason
+            match.reason = ghost[0]
 
-    def _claim(self, match: Match) -> tuple[Node, list[Slots]]:
+    def _claim(self, match: Match, now: float) -> tuple[Node, list[Slots]]:
         """The node at whose end the device part of `match` ends, cut there if need be."""
         left = match.device_blocks
         last = self.tree.root(match.path.namespace)
@@ -307,23 +314,24 @@ class TieredCache:
         for node in match.nodes:
             if not left:
                 break
-            last = node if left >= node.num_blocks else self.pins.split(node, left)
+            last = node if left >= node.num_blocks else self.pins.split(node, left, now)
             parts.append(last.device)
             left -= last.num_blocks
         return last, parts
 
-    def _publish(self, lease: Lease, path: TokenPath, slots: Slots) -> Slots:
+    def _publish(self, lease: Lease, path: TokenPath, slots: Slots, now: float) -> Slots:
         """Find or create a node for each block; return the slots nobody needs."""
         pool = self.device.pool
         pool.move(slots, SlotState.HELD, SlotState.CACHED)
         node, at, surplus = lease.node, 0, []
         while at < len(slots):
             block = lease.num_blocks + at
-            child = self.tree.child(node, path, block)
+            first = self.tree.first(path, block)
+            child = node.children.get(first)
             if child is None:
-                node = self._append(node, path, block, slots[at:])
+                node = self._append(node, first, path, slots[at:])
                 break
-            node, known, common = self._join(child, path, block, slots[at:])
+            node, known, common = self._join(child, path, block, slots[at:], now)
             surplus.append(slots[at : at + known])
             at += common
         lease.node = node
@@ -333,7 +341,7 @@ class TieredCache:
         pool.move(rest, SlotState.CACHED, SlotState.HELD)
         return rest
 
-    def _append(self, parent: Node, path: TokenPath, block: int, slots: Slots) -> Node:
+    def _append(self, parent: Node, first: bytes, path: TokenPath, slots: Slots) -> Node:
         """Put blocks that nobody has published after `parent`, which this lease pins."""
         count = len(slots)
         if _can_extend(parent, count):
@@ -341,19 +349,20 @@ class TieredCache:
             parent.device = np.concatenate((parent.device, slots))
             node = parent
         else:
-            node = self._make_child(parent, path, block, count)
+            node = self._make_child(parent, first, path, count)
             node.device = slots
             node.pins = 1
             parent.device_children += 1
-        self.transfers.writes.committed(node)
+        if self._writes.through:
+            self._writes.want(node)
         return node
 
-    def _make_child(self, parent: Node, path: TokenPath, block: int, count: int) -> Node:
-        uid = self.ghosts.revive(parent, block, self.tree.first(path, block))
-        return self.tree.graft(parent, path, block, count, uid or self.tree.new_uid())
+    def _make_child(self, parent: Node, first: bytes, path: TokenPath, count: int) -> Node:
+        uid = self.ghosts.revive(parent, parent.end, first)
+        return self.tree.graft(parent, first, path, count, uid or self.tree.new_uid())
 
     def _join(
-        self, child: Node, path: TokenPath, block: int, slots: Slots
+        self, child: Node, path: TokenPath, block: int, slots: Slots, now: float
     ) -> tuple[Node, int, int]:
         """Move a lease into `child`, which is in the tree already.
 
@@ -362,7 +371,7 @@ class TieredCache:
         """
         common = self.tree.common(child, path, block, block + len(slots))
         if common < child.num_blocks:
-            child = self.pins.split(child, common)
+            child = self.pins.split(child, common, now)
         known = len(child.device)
         self.pins.extend(child)
         if known < common:
@@ -370,7 +379,8 @@ class TieredCache:
             if not known:
                 child.parent.device_children += 1  # type: ignore[union-attr]  # not a root
                 self.evictor.stored_only.pop(child, None)
-            self.transfers.writes.committed(child)
+            if self._writes.through:
+                self._writes.want(child)
         return child, known, common
 
     def _require_live(self, lease: Lease) -> None:

@@ -12,7 +12,7 @@ from headwater.cache.config import CacheConfig
 from headwater.cache.evictor import Evictor
 from headwater.cache.jobs import Job, JobTable, Segment, leading
 from headwater.cache.keys import TokenPath
-from headwater.cache.node import EMPTY, Node
+from headwater.cache.node import Node
 from headwater.cache.pins import Pins
 from headwater.cache.plan import (
     Demotion,
@@ -29,9 +29,9 @@ from headwater.cache.shelf import Shelf
 from headwater.cache.tree import PrefixTree
 from headwater.cache.writes import Writes
 from headwater.errors import InvariantError
-from headwater.types import BlockKey, Slots, Tier
+from headwater.types import EMPTY, BlockKey, Slots, Tier
 
-MakeChild = Callable[[Node, TokenPath, int, int], Node]
+MakeChild = Callable[[Node, bytes, TokenPath, int], Node]
 
 
 class Transfers:
@@ -106,13 +106,14 @@ class Transfers:
         node, block = self._tree.root(path.namespace), 0
         self._pins.pin(node)
         while block < count:
-            child = self._tree.child(node, path, block)
+            first = self._tree.first(path, block)
+            child = node.children.get(first)
             if child is None:
-                child = make(node, path, block, count - block)
+                child = make(node, first, path, count - block)
                 self._evictor.stored_only[child] = None
             common = self._tree.common(child, path, block, count)
             if common < child.num_blocks:
-                child = self._pins.split(child, common)
+                child = self._pins.split(child, common, now)
             child.num_stored = common
             self._pins.extend(child)
             node, block = child, block + common
@@ -143,7 +144,7 @@ class Transfers:
         if len(first.node.host) != first.start:
             # The device has blocks before it that the host has not: cut, so that what the
             # host gets is the leading part of a node.
-            self._pins.split(first.node, first.start)
+            self._pins.split(first.node, first.start, now)
             first.start = 0
         self._pins.pin(node)
         target = self._take_host(count)

@@ -29,7 +29,7 @@ class PrefixTree:
         """Counts changes of structure: an answer is current while this stands still."""
         self.num_nodes = 0
         self.roots: dict[Namespace, Node] = {}
-        self._stride = scheme.block_tokens * 4
+        self.stride = scheme.block_tokens * 4
         self._next_uid = 0
         self._prune_at = _ROOTS_BEFORE_PRUNING
 
@@ -56,25 +56,33 @@ class PrefixTree:
         nodes: list[Node] = []
         node = self.roots.get(path.namespace)
         block = 0
+        view, stride, plain = path.view, self.stride, path.media is None
         while node is not None and block < max_blocks:
-            node = self.child(node, path, block)
+            at = block * stride
+            first = bytes(view[at : at + stride]) if plain else self.first(path, block)
+            node = node.children.get(first)
             if node is None:
                 break
-            common = self.common(node, path, block, max_blocks)
             nodes.append(node)
+            count = node.num_blocks
+            # The usual case of `common`, here once more because every request pays for it.
+            if (
+                block + count <= max_blocks
+                and plain
+                and node.media is None
+                and node.tokens.startswith(view[at : at + count * stride])
+            ):
+                block += count
+                continue
+            common = self.common(node, path, block, max_blocks)
             block += common
-            if common < node.num_blocks:
+            if common < count:
                 break
         return nodes, block
 
-    def child(self, node: Node, path: TokenPath, block: int) -> Node | None:
-        """The child of `node` whose first block is block `block` of `path`."""
-        children = node.children
-        return children.get(self.first(path, block)) if children else None
-
     def first(self, path: TokenPath, block: int) -> bytes:
         """What a node that starts with block `block` of `path` is found by."""
-        stride = self._stride
+        stride = self.stride
         first = bytes(path.view[block * stride : (block + 1) * stride])
         media = path.media
         return first if media is None else first + media.get(block, b"")
@@ -82,7 +90,7 @@ class PrefixTree:
     def common(self, node: Node, path: TokenPath, block: int, max_blocks: int) -> int:
         """How many leading blocks of `node` are the blocks of `path` from `block` on."""
         count = min(node.num_blocks, max_blocks - block)
-        stride = self._stride
+        stride = self.stride
         run = path.view[block * stride : (block + count) * stride]
         # startswith is memcmp without a copy; comparing two memoryviews is 70 times slower.
         if not node.tokens.startswith(run):
@@ -94,21 +102,22 @@ class PrefixTree:
             count = _common_media(node, path, block, count)
         return count
 
-    def graft(self, parent: Node, path: TokenPath, block: int, count: int, uid: int) -> Node:
-        """A new child of `parent` for blocks [block, block + count) of `path`."""
-        node = Node(parent, self.first(path, block), block, uid)
+    def graft(self, parent: Node, first: bytes, path: TokenPath, count: int, uid: int) -> Node:
+        """A new child of `parent` for the next `count` blocks of `path`, from `first` on."""
+        block = parent.end
+        node = Node(parent, first, block, uid)
         node.num_blocks = count
         node.tokens = self._bytes(path, block, count)
         if path.media is not None:
             node.media = _shifted(path.media, block, count)
-        parent.children[node.first] = node
+        parent.children[first] = node
         self.num_nodes += 1
         self.version += 1
         return node
 
     def extend(self, node: Node, path: TokenPath, count: int) -> None:
         """Append blocks [node.end, node.end + count) of `path` to the run of a leaf."""
-        stride = self._stride
+        stride = self.stride
         tokens = node.tokens[: node.num_blocks * stride]
         if path.media is not None:
             added = _shifted(path.media, node.end, count) or {}
@@ -144,11 +153,11 @@ class PrefixTree:
         if node.children:
             raise InvariantError("a node with children was shortened")
         node.num_blocks = count
-        if node.keys is not None:
+        if node.keys:
             del node.keys[count:]
         # Cutting the buffer each time would make trimming block by block quadratic.
-        if len(node.tokens) > 2 * count * self._stride:
-            node.tokens = node.tokens[: count * self._stride]
+        if len(node.tokens) > 2 * count * self.stride:
+            node.tokens = node.tokens[: count * self.stride]
         self.version += 1
 
     def detach(self, node: Node) -> None:
@@ -194,17 +203,17 @@ class PrefixTree:
         count = 0
         for node in self.nodes():
             count += 1
-            _check_node(node, self._stride)
+            _check_node(node, self.stride)
         if count != self.num_nodes:
             raise InvariantError(f"{count} nodes in the tree, {self.num_nodes} counted")
 
     def _bytes(self, path: TokenPath, block: int, count: int) -> bytes:
-        stride = self._stride
+        stride = self.stride
         return bytes(path.view[block * stride : (block + count) * stride])
 
     def _divide(self, head: Node, tail: Node, at: int) -> None:
         """Move the first `at` blocks of `tail`, with all that is known of them, to `head`."""
-        stride = self._stride
+        stride = self.stride
         cut = at * stride
         head.num_blocks = at
         head.tokens = tail.tokens[:cut]
@@ -234,7 +243,7 @@ class PrefixTree:
         if parent is None or not parent.keys:
             raise InvariantError("a node has no parent to chain its keys to")
         keys = node.keys or []
-        stride = self._stride
+        stride = self.stride
         run = memoryview(node.tokens)[len(keys) * stride : node.num_blocks * stride]
         media = node.media
         if media is not None and keys:

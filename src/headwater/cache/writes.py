@@ -14,6 +14,8 @@ class Writes:
 
     def __init__(self, config: CacheConfig, device: Shelf) -> None:
         self._enabled = config.host_blocks > 0
+        self.through = self._enabled and config.write_policy is WritePolicy.WRITE_THROUGH
+        """Whether every commit is to be told to `want`."""
         self._storage = config.storage
         self._policy = config.write_policy
         self._select_hits = config.select_hits
@@ -22,10 +24,10 @@ class Writes:
         self._to_host: dict[Node, None] = {}
         self._to_storage: dict[Node, None] = {}
 
-    def committed(self, node: Node) -> None:
-        """`node` got new device blocks."""
-        if self._policy is WritePolicy.WRITE_THROUGH:
-            self._want(node)
+    def want(self, node: Node) -> None:
+        """Write the device blocks of `node` that the host does not have."""
+        if self._enabled and len(node.host) < len(node.device):
+            self._to_host[node] = None
 
     def hit(self, node: Node) -> None:
         """A request found the path that ends with `node`."""
@@ -36,14 +38,14 @@ class Writes:
         while at is not None:
             at.hits += 1
             if selective and at.hits >= self._select_hits:
-                self._want(at)
+                self.want(at)
             at = at.parent
 
     def save(self, node: Node) -> None:
         """Write the path that ends with `node`, whatever the policy says."""
         at: Node | None = node
         while at is not None:
-            self._want(at)
+            self.want(at)
             at = at.parent
 
     def landed_on_host(self, node: Node) -> None:
@@ -73,10 +75,6 @@ class Writes:
         """Nothing is to be written any more."""
         self._to_host.clear()
         self._to_storage.clear()
-
-    def _want(self, node: Node) -> None:
-        if self._enabled and len(node.host) < len(node.device):
-            self._to_host[node] = None
 
     def _next_victims(self) -> list[Node]:
         """Unwritten nodes among the next victims of the device tier."""

@@ -1,0 +1,16 @@
+"""Settings of every property search; see `tests/search.py` for how long they are."""
+
+from hypothesis import HealthCheck, Phase, settings
+
+from tests.search import SCALE
+
+settings.register_profile(
+    "headwater",
+    deadline=None,
+    derandomize=SCALE == 1,
+    print_blob=True,
+    # No explain phase: it traces every line, and a shrunk example explains enough.
+    phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.target, Phase.shrink],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.load_profile("headwater")
