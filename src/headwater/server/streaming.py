@@ -92,6 +92,8 @@ async def stream(
         await events.end()
     except HeadwaterError as error:
         await events.fail(error, receive)
+    except Gone:
+        return  # nobody is left to tell
 
 
 async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:

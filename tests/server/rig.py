@@ -1,0 +1,89 @@
+"""A server over an echo engine, in the test's own event loop."""
+
+import asyncio
+import functools
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from headwater.clock import SystemClock
+from headwater.config import LimitsConfig, ServerConfig
+from headwater.engine.tokenizer import Tokenizer
+from headwater.server.app import create_app
+from headwater.server.gate import Gate
+from headwater.server.service import Service
+from headwater.testing.engines import EchoEngine, make_tokenizer_folder
+
+
+@functools.cache
+def byte_tokenizer() -> Tokenizer:
+    with tempfile.TemporaryDirectory() as folder:
+        return Tokenizer(make_tokenizer_folder(Path(folder)))
+
+
+class Rig:
+    """A client, the application it asks, and the engine behind it."""
+
+    def __init__(self, limits: LimitsConfig | None = None, **settings: Any) -> None:
+        config = ServerConfig(limits=limits or LimitsConfig(), **settings)
+        self.engine = EchoEngine()
+        self.service = Service(
+            self.engine, byte_tokenizer(), config, SystemClock(), created_s=1_700_000_000.0
+        )
+        self.gate = Gate(config.api_key)
+        self.gate.open(create_app(self.service))
+        transport = httpx.ASGITransport(self.gate)
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://test")
+
+    async def post(self, path: str, body: object = None, **options: Any) -> httpx.Response:
+        return await self.client.post(path, json=body, **options)
+
+    async def complete(self, **fields: Any) -> httpx.Response:
+        return await self.post(
+            "/v1/completions", {"prompt": "hello", "temperature": 0} | fields
+        )
+
+    async def chat(self, **fields: Any) -> httpx.Response:
+        messages = [{"role": "user", "content": "hello"}]
+        return await self.post(
+            "/v1/chat/completions", {"messages": messages, "max_tokens": 8} | fields
+        )
+
+    async def all_free(self) -> bool:
+        device = (await self.engine.stats()).tiers["device"]
+        return device.held == 0 and device.free + device.evictable == device.num_blocks
+
+
+def run(scenario: Any, limits: LimitsConfig | None = None, **settings: Any) -> None:
+    """Run `scenario(rig)`; afterwards nothing is alive and the books balance."""
+
+    async def whole() -> None:
+        rig = Rig(limits, **settings)
+        async with rig.client:
+            await scenario(rig)
+        rig.service.close()
+        assert rig.service.live.num_sequences == 0
+        rig.engine.core.check()
+
+    asyncio.run(whole())
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The events of a stream, the closing [DONE] checked and left out."""
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def error(response: httpx.Response, status: int) -> dict[str, Any]:
+    """The error object of an answer that must have this status."""
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    found: dict[str, Any] = body["error"]
+    return found

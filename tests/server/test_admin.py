@@ -1,0 +1,287 @@
+"""Health, models, metrics, cache control, tokenizer endpoints, the key."""
+
+import asyncio
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from headwater.metrics import names
+from headwater.server.app import ROUTES
+from headwater.server.openapi import document
+from tests.server.rig import error, run
+
+
+def samples(text):
+    families = text_string_to_metric_families(text)
+    return {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def test_health_is_cheap_and_the_deep_check_is_separate():
+    """Lesson 69: /health never runs the model; /health_generate does, and fails with it."""
+
+    async def scenario(rig):
+        assert (await rig.client.get("/health")).json() == {"status": "ok"}
+        assert rig.engine.core.stats().num_steps == 0
+        assert (await rig.client.get("/health_generate")).json() == {"status": "ok"}
+        assert rig.engine.core.stats().num_steps > 0
+        rig.engine.die("gone")
+        error(await rig.client.get("/health_generate"), 503)
+
+    run(scenario)
+
+
+def test_health_answers_while_the_engine_is_busy():
+    """Lesson 69: an engine in a long step is alive, and /health says so without asking it."""
+
+    async def scenario(rig):
+        rig.engine.hold()
+        waiting = asyncio.create_task(rig.complete())
+        while rig.service.live.num_sequences == 0:
+            await asyncio.sleep(0)
+        assert (await rig.client.get("/health")).status_code == 200
+        rig.engine.flow()
+        await waiting
+
+    run(scenario)
+
+
+def test_models_says_what_is_served_and_how_long_it_may_be():
+    """The name that clients use, and `max_model_len`."""
+
+    async def scenario(rig):
+        card = (await rig.client.get("/v1/models")).json()["data"][0]
+        assert (card["id"], card["max_model_len"]) == ("spring", 512)
+        assert (await rig.client.get("/v1/models/spring")).json() == card
+        error(await rig.client.get("/v1/models/other"), 404)
+        assert (await rig.complete(model="spring")).json()["model"] == "spring"
+
+    run(scenario, served_model_name="spring")
+
+
+def test_metrics_are_counters_that_only_go_up():
+    """Lesson 62: tokens asked, found and computed; the ratio is the reader's."""
+
+    async def scenario(rig):
+        prompt = "x" * 100
+        for _ in range(2):
+            await rig.complete(prompt=prompt, max_tokens=4)
+        found = samples((await rig.client.get("/metrics")).text)
+        prefix = names.PREFIX
+        assert found[f"{prefix}:prompt_tokens_total",] == 200
+        assert found[f"{prefix}:prompt_tokens_by_source_total", "device"] == 96
+        assert found[f"{prefix}:prompt_tokens_by_source_total", "computed"] == 104
+        assert found[f"{prefix}:prefix_cache_queries_total",] == 200
+        assert found[f"{prefix}:prefix_cache_hits_total",] == 96
+        assert found[f"{prefix}:generation_tokens_total",] == 8
+        assert found[f"{prefix}:request_success_total", "length"] == 2
+        assert found[f"{prefix}:time_to_first_token_seconds_count",] == 2
+        assert found[f"{prefix}:inter_token_latency_seconds_count",] == 6
+        assert found[f"{prefix}:e2e_request_latency_seconds_count",] == 2
+        assert found[f"{prefix}:request_queue_time_seconds_count",] == 2
+        assert found[f"{prefix}:num_requests_running",] == 0
+        assert found[f"{prefix}:kv_cache_usage_perc",] == 0
+        assert found[f"{prefix}:cache_config_info", "0", "16", "64"] == 1
+        assert found[f"{prefix}:tier_blocks", "device", "held"] == 0
+        assert not any(name.startswith("vllm:") for name, *_ in found)
+
+    run(scenario)
+
+
+def test_router_metrics_can_be_had_under_the_vllm_prefix():
+    """An option, for routers that scrape those names."""
+
+    async def scenario(rig):
+        found = samples((await rig.client.get("/metrics")).text)
+        for metric in names.SCRAPED_BY_ROUTERS:
+            assert any(name == f"vllm:{metric.name}" for name, *_ in found)
+
+    run(scenario, vllm_metric_names=True)
+
+
+def test_every_metric_is_exposed_once_under_its_name():
+    """The scrape has the metrics of names.py and no others."""
+
+    async def scenario(rig):
+        await rig.complete(prompt="y")
+        text = (await rig.client.get("/metrics")).text
+        shown = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+        wanted = names.ENGINE_METRICS + names.SERVER_METRICS
+        assert sorted(shown) == sorted(f"{names.PREFIX}:{metric.name}" for metric in wanted)
+
+    run(scenario)
+
+
+def test_cache_shows_tiers_ledger_and_the_shortest_prefix_that_can_hit():
+    """Lesson 65: zero hits never go unexplained."""
+
+    async def scenario(rig):
+        await rig.complete(prompt="short")
+        await rig.complete(prompt="x" * 100)
+        body = (await rig.client.get("/cache")).json()
+        assert body["block_tokens"] == 16
+        assert body["min_prefix_tokens"] == 17
+        device = body["tiers"]["device"]
+        assert device["free"] + device["held"] + device["cached"] == device["num_blocks"] == 64
+        assert body["ledger"]["queries"] == 2
+        assert body["ledger"]["misses"] == {"too_short": 1, "never_seen": 1}
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("path", ["/reset_prefix_cache", "/flush_cache"])
+def test_reset_forgets_what_was_cached(path):
+    """Both spellings; the next request computes everything again."""
+
+    async def scenario(rig):
+        prompt = "x" * 100
+        await rig.complete(prompt=prompt)
+        assert (await rig.post(path)).json() == {"status": "done"}
+        usage = (await rig.complete(prompt=prompt)).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+
+    run(scenario)
+
+
+def test_reset_works_under_load():
+    """Lesson 59: running requests keep their blocks and end with the tokens they would have."""
+
+    async def scenario(rig):
+        fields = {"prompt": "x" * 60, "max_tokens": 60, "return_token_ids": True, "seed": 1}
+        alone = (await rig.complete(**fields)).json()["choices"][0]["token_ids"]
+        running = [asyncio.create_task(rig.complete(**fields)) for _ in range(4)]
+        for _ in range(12):
+            await asyncio.sleep(0)
+            await rig.post("/reset_prefix_cache")
+        for task in running:
+            assert (await task).json()["choices"][0]["token_ids"] == alone
+        assert await rig.all_free()
+
+    run(scenario)
+
+
+def test_pause_holds_new_requests_until_resume():
+    """Lesson 58: paused is not stopped: requests wait, and are served after resume."""
+
+    async def scenario(rig):
+        await rig.post("/v1/pause")
+        waiting = asyncio.create_task(rig.complete())
+        while rig.engine.core.stats().num_waiting == 0:
+            await asyncio.sleep(0)
+        assert (await rig.client.get("/cache")).json()["is_paused"]
+        assert not waiting.done()
+        await rig.post("/v1/resume")
+        assert (await waiting).status_code == 200
+
+    run(scenario)
+
+
+def test_abort_all_ends_everything():
+    """Every request of every client ends; asking for nothing is a 400."""
+
+    async def scenario(rig):
+        rig.engine.hold()
+        waiting = [asyncio.create_task(rig.complete()) for _ in range(3)]
+        while rig.engine.core.stats().num_waiting < 3:
+            await asyncio.sleep(0)
+        assert (await rig.post("/v1/abort_requests", {"abort_all": True})).json() == {
+            "aborted": 3
+        }
+        assert [(await task).status_code for task in waiting] == [499] * 3
+        rig.engine.flow()
+        error(await rig.post("/v1/abort_requests", {}), 400)
+
+    run(scenario)
+
+
+def test_tokenize_and_detokenize_undo_each_other():
+    """Text, or a conversation through the template; ids back to text."""
+
+    async def scenario(rig):
+        body = (
+            await rig.post("/tokenize", {"prompt": "héllo", "return_token_strs": True})
+        ).json()
+        assert body["count"] == 6
+        assert len(body["token_strs"]) == 6
+        text = (await rig.post("/detokenize", {"tokens": body["tokens"]})).json()["prompt"]
+        assert text == "héllo"
+        messages = [{"role": "user", "content": "hi"}]
+        assert (await rig.post("/tokenize", {"messages": messages})).json()["count"] == 5
+        error(await rig.post("/tokenize", {}), 400)
+        error(await rig.post("/detokenize", {"tokens": [-1]}), 400)
+        error(await rig.post("/tokenize", {"prompt": "a", "model": "other"}), 404)
+
+    run(scenario)
+
+
+def test_server_info_hides_the_key():
+    """How it was started, so that a bench can record it; never a secret."""
+
+    async def scenario(rig):
+        headers = {"authorization": "Bearer hidden"}
+        response = await rig.client.get("/server_info", headers=headers)
+        assert response.json()["engine"]["block_tokens"] == 16
+        assert response.json()["server"]["api_key"] is True
+        assert "hidden" not in response.text
+
+    run(scenario, api_key="hidden")
+
+
+@pytest.mark.parametrize(
+    "header", [None, "", "hidden", "Bearer", "Bearer hidde", "Basic hidden"]
+)
+def test_without_the_key_only_health_answers(header):
+    """401 with an error object; the right key opens everything."""
+
+    async def scenario(rig):
+        headers = {} if header is None else {"authorization": header}
+        response = await rig.client.get("/v1/models", headers=headers)
+        assert error(response, 401)["code"] == "invalid_api_key"
+        assert response.headers["www-authenticate"] == "Bearer"
+        assert (await rig.client.get("/health", headers=headers)).status_code == 200
+        good = {"authorization": "Bearer hidden"}
+        assert (await rig.client.get("/v1/models", headers=good)).status_code == 200
+
+    run(scenario, api_key="hidden")
+
+
+def test_before_and_after_its_time_the_gate_answers_503():
+    """A client that comes while the model loads, or while the server stops, is told so."""
+
+    async def scenario(rig):
+        rig.gate.shut("the server is stopping")
+        response = await rig.client.get("/health")
+        assert error(response, 503)["message"] == "the server is stopping"
+        assert "retry-after" in response.headers
+
+    run(scenario)
+
+
+def test_unknown_paths_and_methods_have_error_objects():
+    """404 and 405 look like every other error."""
+
+    async def scenario(rig):
+        error(await rig.client.get("/nothing"), 404)
+        response = await rig.client.get("/v1/completions")
+        error(response, 405)
+        assert response.headers["allow"] == "POST"
+
+    run(scenario)
+
+
+def test_the_openapi_document_has_every_route():
+    """What is served is documented, path by path and method by method."""
+    paths = document()["paths"]
+    for route in ROUTES:
+        if route.path != "/openapi.json":
+            path = route.path.replace("{name:path}", "{name}")
+            assert {m.lower() for m in route.methods or () if m != "HEAD"} == set(paths[path])
+
+    async def scenario(rig):
+        body = (await rig.client.get("/openapi.json")).json()
+        assert body["openapi"] == "3.1.0"
+
+    run(scenario)

@@ -1,0 +1,180 @@
+"""POST /v1/chat/completions over an echo engine."""
+
+import pytest
+
+from tests.server.rig import error, events, run
+
+
+def test_an_answer_has_the_shape_of_openai():
+    """A message of the assistant, a reason, and usage with `cached_tokens`."""
+
+    async def scenario(rig):
+        body = (await rig.chat()).json()
+        assert body["object"] == "chat.completion"
+        assert body["id"].startswith("chatcmpl-")
+        choice = body["choices"][0]
+        assert choice["message"]["role"] == "assistant"
+        assert choice["finish_reason"] == "length"
+        # <|user|>hello<|end|><|assistant|>
+        assert body["usage"]["prompt_tokens"] == 8
+        assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+
+    run(scenario)
+
+
+def test_a_stream_names_the_role_first_and_joins_to_the_whole():
+    """The first chunk says who speaks; the contents joined are the message."""
+
+    async def scenario(rig):
+        fields = {"seed": 3, "temperature": 0, "max_tokens": 30}
+        whole = (await rig.chat(**fields)).json()["choices"][0]["message"]["content"]
+        chunks = events(
+            await rig.chat(**fields, stream=True, stream_options={"include_usage": True})
+        )
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks[:-1]]
+        assert deltas[0] == {"role": "assistant", "content": ""}
+        assert "".join(delta.get("content", "") for delta in deltas) == whole
+        assert all("role" not in delta for delta in deltas[1:])
+        assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+        assert chunks[-1]["usage"]["completion_tokens"] == 30
+
+    run(scenario)
+
+
+def test_usage_may_come_with_every_chunk():
+    """`continuous_usage_stats`: a client can stop reading and still know what it used."""
+
+    async def scenario(rig):
+        options = {"continuous_usage_stats": True, "include_usage": True}
+        chunks = events(await rig.chat(stream=True, stream_options=options))
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks if chunk["usage"]]
+        assert counts == sorted(counts)
+        assert counts[-1] == 8
+
+    run(scenario)
+
+
+def test_the_whole_context_is_used_unless_told_otherwise():
+    """Without a limit a reply may fill what the model has left."""
+
+    async def scenario(rig):
+        body = (await rig.chat(max_tokens=None)).json()
+        assert body["usage"]["total_tokens"] == 512
+        body = (await rig.chat(max_tokens=9, max_completion_tokens=4)).json()
+        assert body["usage"]["completion_tokens"] == 4
+
+    run(scenario)
+
+
+def test_logprobs_are_one_object_a_token():
+    """The chosen token with its bytes, and as many alternatives as asked for."""
+
+    async def scenario(rig):
+        choice = (await rig.chat(logprobs=True, top_logprobs=1)).json()["choices"][0]
+        content = choice["logprobs"]["content"]
+        assert len(content) == 8
+        assert content[0]["logprob"] == -0.5
+        assert content[0]["top_logprobs"][0]["bytes"] == content[0]["bytes"]
+        plain = (await rig.chat()).json()["choices"][0]
+        assert plain["logprobs"] is None
+
+    run(scenario)
+
+
+def test_content_may_be_text_parts():
+    """Parts of text are one text; the prompt is the same."""
+
+    async def scenario(rig):
+        parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+        messages = [{"role": "user", "content": parts}]
+        body = (await rig.chat(messages=messages)).json()
+        assert body["usage"]["prompt_tokens"] == 8
+
+    run(scenario)
+
+
+def test_the_next_turn_finds_the_one_before():
+    """Lesson 64: prompt and reply of a turn are cached, and the next turn says so."""
+
+    async def scenario(rig):
+        messages = [{"role": "user", "content": "x" * 100}]
+        first = (await rig.chat(messages=messages)).json()
+        reply = first["choices"][0]["message"]["content"]
+        messages += [
+            {"role": "assistant", "content": reply},
+            {"role": "user", "content": "and then?"},
+        ]
+        usage = (await rig.chat(messages=messages)).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] >= 96
+
+    run(scenario)
+
+
+def test_prompt_and_reply_ids_are_returned_when_asked():
+    """`return_token_ids` gives the ids that a text cannot give back exactly."""
+
+    async def scenario(rig):
+        body = (await rig.chat(return_token_ids=True)).json()
+        assert body["prompt_token_ids"] == [257, *b"hello", 256, 258]
+        assert len(body["choices"][0]["token_ids"]) == 8
+        first = events(await rig.chat(return_token_ids=True, stream=True))[0]
+        assert first["prompt_token_ids"] == body["prompt_token_ids"]
+        assert "prompt_token_ids" not in (await rig.chat()).json()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"function_call": "auto"}, "function_call"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"prediction": {"type": "content"}}, "prediction"),
+        ({"web_search_options": {}}, "web_search_options"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"documents": [{"text": "a"}]}, "documents"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 99}, "top_logprobs"),
+        ({"logprobs": 3}, "logprobs"),
+    ],
+)
+def test_what_is_not_served_is_a_400_that_names_the_field(fields, param):
+    """Known and not served, or not valid: either way the client learns which field."""
+
+    async def scenario(rig):
+        assert error(await rig.chat(**fields), 400)["param"] == param
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [], "tool_choice": "none", "functions": None},
+        {"response_format": {"type": "text"}},
+        {"modalities": ["text"]},
+        {"parallel_tool_calls": True, "metadata": {"a": "b"}, "reasoning_effort": "low"},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"messages": [{"role": "user", "content": None}]},
+        {"messages": [{"role": "user", "content": "x", "name": "me", "extra": 1}]},
+    ],
+)
+def test_what_asks_for_nothing_special_is_accepted(fields):
+    """Neutral values of known fields, and fields it never heard of."""
+
+    async def scenario(rig):
+        response = await rig.chat(**fields)
+        assert response.status_code == 200, response.text
+
+    run(scenario)
