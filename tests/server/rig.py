@@ -4,6 +4,7 @@ import asyncio
 import functools
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,23 @@ class Rig:
         return await self.post(
             "/v1/chat/completions", {"messages": messages, "max_tokens": 8} | fields
         )
+
+    async def until(self, reached: Callable[[], bool]) -> None:
+        """Turn the event loop until something is so; pytest's limit ends a wait for ever."""
+        while not reached():  # noqa: ASYNC110 -- what is waited for has no event of its own
+            await asyncio.sleep(0)
+
+    async def until_live(self, count: int) -> None:
+        """Until the server has this many sequences on its books."""
+        await self.until(lambda: self.service.live.num_sequences >= count)
+
+    async def until_waiting(self, count: int) -> None:
+        """Until the engine has this many sequences waiting."""
+        await self.until(lambda: self.engine.core.stats().num_waiting >= count)
+
+    async def until_idle(self) -> None:
+        """Until the engine has nothing to do."""
+        await self.until(lambda: not self.engine.core.has_work)
 
     async def all_free(self) -> bool:
         device = (await self.engine.stats()).tiers["device"]

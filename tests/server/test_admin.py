@@ -40,8 +40,7 @@ def test_health_answers_while_the_engine_is_busy():
     async def scenario(rig):
         rig.engine.hold()
         waiting = asyncio.create_task(rig.complete())
-        while rig.service.live.num_sequences == 0:
-            await asyncio.sleep(0)
+        await rig.until_live(1)
         assert (await rig.client.get("/health")).status_code == 200
         rig.engine.flow()
         await waiting
@@ -169,8 +168,7 @@ def test_pause_holds_new_requests_until_resume():
     async def scenario(rig):
         await rig.post("/v1/pause")
         waiting = asyncio.create_task(rig.complete())
-        while rig.engine.core.stats().num_waiting == 0:
-            await asyncio.sleep(0)
+        await rig.until_waiting(1)
         assert (await rig.client.get("/cache")).json()["is_paused"]
         assert not waiting.done()
         await rig.post("/v1/resume")
@@ -185,8 +183,7 @@ def test_abort_all_ends_everything():
     async def scenario(rig):
         rig.engine.hold()
         waiting = [asyncio.create_task(rig.complete()) for _ in range(3)]
-        while rig.engine.core.stats().num_waiting < 3:
-            await asyncio.sleep(0)
+        await rig.until_waiting(3)
         assert (await rig.post("/v1/abort_requests", {"abort_all": True})).json() == {
             "aborted": 3
         }

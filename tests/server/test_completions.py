@@ -107,8 +107,7 @@ def test_a_stop_string_ends_the_text_and_the_work():
         )
         assert kept.json()["choices"][0]["text"] == whole[: whole.index(stop) + 1]
         await asyncio.sleep(0)
-        while rig.engine.core.has_work:
-            await asyncio.sleep(0)
+        await rig.until_idle()
         assert await rig.all_free()
 
     run(scenario)
@@ -366,8 +365,7 @@ def test_a_full_queue_is_a_429_with_retry_after():
     async def scenario(rig):
         rig.engine.hold()
         waiting = [asyncio.create_task(rig.complete()) for _ in range(10)]
-        while rig.service.live.num_sequences < 10:
-            await asyncio.sleep(0)
+        await rig.until_live(10)
         response = await rig.complete()
         assert error(response, 429)["code"] == "queue_full"
         assert int(response.headers["retry-after"]) >= 1
@@ -385,8 +383,7 @@ def test_an_abort_is_told_to_the_client(stream):
     async def scenario(rig):
         rig.engine.hold()
         waiting = asyncio.create_task(rig.complete(request_id="mine", n=2, stream=stream))
-        while (await rig.engine.stats()).num_waiting < 2:
-            await asyncio.sleep(0)
+        await rig.until_waiting(2)
         unknown = await rig.post("/v1/abort_requests", {"request_ids": ["other"]})
         assert unknown.json() == {"aborted": 0}
         aborted = await rig.post("/v1/abort_requests", {"request_ids": ["cmpl-mine"]})
@@ -450,14 +447,12 @@ def test_a_client_that_leaves_is_aborted(num_streamed):
         if not num_streamed:
             rig.engine.hold()
         exchange = asyncio.create_task(rig.gate(scope, receive, send))
-        while not num_streamed and rig.service.live.num_sequences == 0:
-            await asyncio.sleep(0)
         if not num_streamed:
+            await rig.until_live(1)
             gone.set()
         await exchange
         rig.engine.flow()
-        while rig.engine.core.has_work:
-            await asyncio.sleep(0)
+        await rig.until_idle()
         assert await rig.all_free()
         assert (await rig.engine.stats()).num_running == 0
 
@@ -470,8 +465,7 @@ def test_a_dead_engine_is_told_at_once():
     async def scenario(rig):
         rig.engine.hold()
         waiting = [asyncio.create_task(rig.complete()) for _ in range(2)]
-        while rig.service.live.num_sequences < 2:
-            await asyncio.sleep(0)
+        await rig.until_live(2)
         rig.engine.die("the engine process ended with signal 9")
         for task in waiting:
             assert error(await task, 503)["code"] == "engine_dead"
@@ -487,8 +481,7 @@ def test_an_error_in_a_begun_stream_is_an_event():
 
     async def scenario(rig):
         async def die_later():
-            while rig.engine.core.stats().num_steps < 3:
-                await asyncio.sleep(0)
+            await rig.until(lambda: rig.engine.core.stats().num_steps >= 3)
             rig.engine.die("gone")
 
         task = asyncio.create_task(die_later())

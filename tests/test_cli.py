@@ -1,0 +1,194 @@
+"""The command line: help that teaches, errors that suggest, nothing heavy before it is needed."""
+
+import subprocess
+import sys
+
+import pytest
+
+from headwater import __version__
+from headwater.cli import main
+from headwater.cli.parser import build_parser
+from headwater.cli.serve import engine_config, refuse_later_features, server_config
+from headwater.config import EngineConfig, LimitsConfig, ServerConfig, idle_settings
+from headwater.errors import ConfigError
+
+
+def parse(*flags):
+    return build_parser().parse_args(["serve", *flags])
+
+
+@pytest.mark.slow
+def test_the_command_imports_no_torch_and_no_server_library():
+    """`headwater --help` is quick: neither model nor server is imported for it."""
+    script = (
+        "import sys\n"
+        "from headwater.cli import main\n"
+        "main(['version'])\n"
+        "heavy = {'torch', 'transformers', 'starlette', 'uvicorn', 'zmq', 'msgspec', 'rich'}\n"
+        "assert heavy.isdisjoint(sys.modules), heavy & set(sys.modules)\n"
+    )
+
+    found = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+
+    assert found.stdout.decode() == f"headwater {__version__}\n"
+
+
+def test_without_a_command_it_says_what_there_is(capsys):
+    """The first thing a newcomer types is answered with the commands."""
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    for command in ("serve", "demo", "bench", "version"):
+        assert command in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["serv"], "did you mean 'serve'?"),
+        (["banana"], "known: bench, demo, serve, version"),
+        (["serve", "--max-num-seq", "3"], "did you mean '--max-num-seqs'?"),
+        (["serve", "--prot=3"], "did you mean '--port'?"),
+        (["serve", "--completely-else"], "see --help"),
+        (["bench", "nonsense"], "unknown benchmark 'nonsense'"),
+    ],
+)
+def test_what_it_does_not_know_gets_a_suggestion(arguments, hint, capsys):
+    """A typing error is answered with what was probably meant, and exit code 2."""
+    assert main(arguments) == 2
+    assert hint in capsys.readouterr().err
+
+
+def test_every_flag_has_its_default_in_one_place():
+    """The command line without flags is the settings' own defaults."""
+    options = parse()
+
+    assert engine_config(options) == EngineConfig()
+    assert server_config(options) == ServerConfig()
+
+
+def test_flags_reach_the_settings():
+    """Known spellings, and their aliases."""
+    options = parse(
+        "folder",
+        *("--port", "0", "--block-size", "32", "--max-model-len", "1000", "--threads", "2"),
+        *("--max-num-seqs", "9", "--max-num-batched-tokens", "99", "--api-key", "k"),
+        *("--num-gpu-blocks-override", "7", "--no-enable-prefix-caching"),
+        *(
+            "--scheduling-policy",
+            "priority",
+            "--max-queued-requests",
+            "5",
+            "--max-body-mib",
+            "1",
+        ),
+    )
+
+    engine, server = engine_config(options), server_config(options)
+
+    assert engine == EngineConfig(
+        model="folder",
+        block_tokens=32,
+        max_model_len=1000,
+        num_threads=2,
+        max_num_seqs=9,
+        max_batched_tokens=99,
+        num_blocks_override=7,
+        prefix_caching=False,
+        scheduling_policy="priority",
+    )
+    assert server == ServerConfig(
+        port=0, api_key="k", limits=LimitsConfig(max_queued=5, max_body_bytes=1 << 20)
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "feature"),
+    [
+        (["--swap-space", "4"], "the host tier"),
+        (["--kv-offloading-size", "4"], "the host tier"),
+        (["--kvcache-storage-backend", "file"], "the storage tier"),
+        (["--kvcache-storage-config", "{}"], "the storage tier"),
+        (["--splitwise-role", "prefill"], "prefill/decode"),
+        (["--router", "http://x"], "router"),
+        (["--kv-events-config", "{}"], "KV events"),
+        (["--tensor-parallel-size", "2"], "tensor parallelism"),
+    ],
+)
+def test_a_feature_that_is_not_built_is_refused(flags, feature):
+    """Asked for and not there is an error with a sentence, never silence."""
+    with pytest.raises(ConfigError, match=f"{feature}.* is not in this release"):
+        refuse_later_features(parse(*flags))
+
+
+def test_values_that_ask_for_nothing_are_accepted():
+    """Scripts that spell out the defaults keep working."""
+    refuse_later_features(
+        parse("--swap-space", "0", "--splitwise-role", "mixed", "--tensor-parallel-size", "1")
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "settings", "word"),
+    [
+        (["--gpu-memory-utilization"], {"num_blocks_override": 3}, "--num-gpu-blocks-override"),
+        (["--enable-output-caching"], {"prefix_caching": False}, "prefix caching is off"),
+        (["--write-policy"], {}, "no host tier"),
+        (["--cache-transfer-protocol"], {}, "hands off to nobody"),
+    ],
+)
+def test_a_flag_that_does_nothing_says_so(flags, settings, word):
+    """Lesson 34: at start, with the reason; and only where it was given."""
+    config = EngineConfig(**settings)
+
+    (sentence,) = idle_settings(config, frozenset(flags))
+
+    assert sentence.startswith(f"{flags[0]} does nothing here")
+    assert word in sentence
+    assert idle_settings(config, frozenset()) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--block-size", "0"], "--block-size must be at least 1"),
+        (["--max-num-seqs", "-1"], "--max-num-seqs must be at least 1"),
+        (["--max-model-len", "0"], "--max-model-len"),
+        (["--threads", "0"], "--threads"),
+        (["--gpu-memory-utilization", "1.5"], "share between 0 and 1"),
+        (["--max-num-seqs", "9", "--max-num-batched-tokens", "8"], "cannot carry one token"),
+        (["--port", "70000"], "--port"),
+        (["--api-key", ""], "--api-key is empty"),
+        (["--api-key", "a b"], "printable ASCII"),
+        (["--drain-timeout", "-1"], "--drain-timeout"),
+        (["--max-queued-requests", "-1"], "--max-queued-requests"),
+        (["--max-body-mib", "0"], "--max-body-mib"),
+    ],
+)
+def test_impossible_settings_are_refused_by_their_flag(flags, sentence, capsys):
+    """Nothing is started: a sentence that names the flag, and exit code 1."""
+    assert main(["serve", *flags]) == 1
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("a.b", False),
+    ],
+)
+def test_loopback_is_recognised(host, expected):
+    """Lesson 66: the default binds to loopback, and anything else is known as open."""
+    assert ServerConfig(host=host).is_loopback is expected
+    assert ServerConfig().is_loopback
+
+
+def test_the_key_may_come_from_the_environment(monkeypatch):
+    """A key on a command line can be read by every user of the machine."""
+    monkeypatch.setenv("HEADWATER_API_KEY", "secret")
+
+    assert server_config(parse()).api_key == "secret"
+    assert server_config(parse("--api-key", "other")).api_key == "other"
