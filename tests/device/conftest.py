@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.device.families import Reference, save_family
 
 from headwater.device.model import LoadedModel, load
+from tests.device.families import Reference, save_family
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,8 +9,6 @@ import jinja2
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from tests.device.driver import Driver
-from tests.device.families import Reference, assert_same_tokens
 from tokenizers import Tokenizer
 
 from headwater.device import builtin
@@ -18,6 +16,8 @@ from headwater.device.builtin import LlamaShape, ensure, ensure_model, make_llam
 from headwater.device.fingerprint import fingerprint
 from headwater.device.folder import cache_folder, filled_whole
 from headwater.device.model import load
+from tests.device.driver import Driver
+from tests.device.families import Reference, assert_same_tokens
 
 SMALL = LlamaShape(layers=1, hidden=16, ffn=24, heads=2, kv_heads=1, head_dim=8)
 

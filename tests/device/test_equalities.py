@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from tests.device.driver import Driver, Running
-from tests.device.families import Reference, assert_same_tokens, prompt
 
 from headwater.device.model import LoadedModel
+from tests.device.driver import Driver, Running
+from tests.device.families import Reference, assert_same_tokens, prompt
 
 COUNT = 12
 WHOLE = 37

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.device.driver import Driver
-from tests.device.families import prompt
 from torch import nn
 
 from headwater.device.builtin import LlamaShape, make_llama
 from headwater.device.model import load
-from headwater.device.packing import FusedNorm, PackedGate, PackedLinear, pack
+from headwater.device.packing import pack
+from headwater.device.products import FusedNorm, Gate, PackedLinear
+from tests.device.driver import Driver
+from tests.device.families import prompt
 
 
 class Gated(nn.Module):
@@ -63,7 +64,7 @@ def test_a_packed_block_gives_the_same_numbers(num_rows: int) -> None:
 
     assert pack(block)
 
-    assert isinstance(block.mlp, PackedGate)
+    assert isinstance(block.mlp, Gate)
     torch.testing.assert_close(block(x), expected, rtol=1e-4, atol=1e-4)
 
 

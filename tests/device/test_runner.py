@@ -1,13 +1,13 @@
 """TorchRunner: what a step returns, in order, whatever else is in the batch."""
 
 import pytest
-from tests.device.driver import Driver
-from tests.device.families import prompt
 
 from headwater.device.model import LoadedModel, load
 from headwater.device.runner import TorchRunner
 from headwater.errors import ConfigError
 from headwater.scheduler.sequence import SamplingParams
+from tests.device.driver import Driver
+from tests.device.families import prompt
 
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=7)
 

@@ -1,0 +1,131 @@
+"""A decoder layer of the Llama kind in as few operations as it takes.
+
+At a small batch a layer's arithmetic is over before Python has called the next operation,
+so operations are what costs. Q, K and V are one product, rotary is applied to Q and K at
+once, residuals and gates are inside products.
+"""
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from headwater.device.attention.base import AttentionStep, Variant
+from headwater.device.products import ACTIVATIONS, FusedNorm, Gate, Product, agree, product
+
+_KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer")
+
+
+class LeanLayer(nn.Module):
+    """The same function as the layer it is made from, provided `lean_layer` says so."""
+
+    def __init__(self, layer: nn.Module, how: Variant, *, least_weights: int) -> None:
+        super().__init__()
+        attention, mlp = cast(nn.Module, layer.self_attn), cast(nn.Module, layer.mlp)
+        self._layer = cast(int, attention.layer_idx)
+        self._head_dim = cast(int, attention.head_dim)
+        self._how = how
+        self.before = _norm(cast(nn.Module, layer.input_layernorm))
+        self.between = _norm(cast(nn.Module, layer.post_attention_layernorm))
+        queries, keys, values = (_linear(attention, f"{n}_proj") for n in "qkv")
+        self._heads = queries.out_features // self._head_dim
+        self._rotated = self._heads + keys.out_features // self._head_dim
+
+        def made(*parts: nn.Linear) -> Product:
+            biases: list[Tensor | None] = [part.bias for part in parts]
+            given = [bias for bias in biases if bias is not None]
+            weights: list[Tensor] = [part.weight for part in parts]
+            return product(
+                torch.cat(weights),
+                torch.cat(given) if given else None,
+                least_weights=least_weights,
+            )
+
+        self.inward = made(queries, keys, values)
+        self.outward = made(_linear(attention, "o_proj"))
+        gate, up, down = (made(_linear(mlp, f"{n}_proj")) for n in ("gate", "up", "down"))
+        self.mlp = Gate(gate, up, down, cast(nn.Module, mlp.act_fn))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_step: AttentionStep,
+        **_: object,
+    ) -> Tensor:
+        inward = self.inward(self.before(hidden_states))[0]
+        heads = inward.view(inward.shape[0], -1, self._head_dim)
+        turned = _rotary(heads[:, : self._rotated], position_embeddings)
+        attended = attention_step.attend(
+            self._layer,
+            turned[:, : self._heads],
+            turned[:, self._heads :],
+            heads[:, self._rotated :],
+            self._how,
+        )
+        hidden_states = self.outward.plus(attended.reshape(1, len(inward), -1), hidden_states)
+        gated = self.mlp.gated(self.between(hidden_states))
+        return self.mlp.down.plus(gated, hidden_states)
+
+
+def lean_layer(layer: nn.Module, *, least_weights: int) -> LeanLayer | None:
+    """A lean form of this layer; None if it is of another kind, or would differ."""
+    if type(layer).__name__ not in _KINDS or not _is_known(layer):
+        return None
+    probe = _Probe()
+    expected, x, rotary = _try(layer, probe)
+    if probe.how is None or probe.how.softcap is not None or probe.how.sinks is not None:
+        return None
+    lean = LeanLayer(layer, probe.how, least_weights=least_weights)
+    ours = lean(x, position_embeddings=rotary, attention_step=probe)
+    return lean if agree(ours, expected) else None
+
+
+class _Probe:
+    """An attention that shows in its output what it was given, and keeps how it was called."""
+
+    def __init__(self) -> None:
+        self.how: Variant | None = None
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant
+    ) -> Tensor:
+        self.how = variant
+        groups = query.shape[1] // key.shape[1]
+        mixed = key * 0.5 + value * 0.25
+        return query + mixed.repeat_interleave(groups, dim=1) * (1 + layer)
+
+
+def _try(layer: nn.Module, probe: _Probe) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    attention = cast(nn.Module, layer.self_attn)
+    x = torch.randn(1, 5, _linear(attention, "q_proj").in_features)
+    angles = torch.randn(1, 5, cast(int, attention.head_dim) // 2).repeat(1, 1, 2)
+    rotary = angles.cos(), angles.sin()
+    out = layer(x, position_embeddings=rotary, attention_step=probe)
+    return cast(Tensor, out[0] if isinstance(out, tuple) else out), x, rotary
+
+
+def _is_known(layer: nn.Module) -> bool:
+    """Made of the parts this module expects."""
+    return (
+        type(getattr(layer.mlp, "act_fn", None)).__name__ in ACTIVATIONS
+        and isinstance(getattr(layer.self_attn, "q_proj", None), nn.Linear)
+        and isinstance(getattr(layer.mlp, "gate_proj", None), nn.Linear)
+    )
+
+
+def _linear(parent: nn.Module, name: str) -> nn.Linear:
+    return cast(nn.Linear, getattr(parent, name))
+
+
+def _norm(norm: nn.Module) -> FusedNorm:
+    return FusedNorm(cast(Tensor, norm.weight).detach(), cast(float, norm.variance_epsilon))
+
+
+def _rotary(heads: Tensor, embeddings: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn the two halves of each head, `[tokens, heads, head_dim]`, by its position."""
+    cos, sin = embeddings[0].transpose(0, 1), embeddings[1].transpose(0, 1)
+    half = heads.shape[-1] // 2
+    crossed = torch.cat((-heads[..., half:], heads[..., :half]), dim=-1)
+    return torch.addcmul(heads * cos, crossed, sin)

@@ -1,0 +1,134 @@
+"""Matrix products with what follows them in the same pass: activation, gate, residual.
+
+Two forms with the same methods: packed, in the order oneDNN's kernels read, for large
+weights; plain for small ones, where a packed call costs more than it saves.
+"""
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+LEAST_WEIGHTS = 1 << 18
+"""A packed product costs some 15 µs to call; below this size it does not earn them back."""
+
+_ROWS_HINT = 16
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weight is kept in oneDNN's own order."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_HINT)
+        self.bias = None if bias is None else bias.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activated(x, "none", "")
+
+    def activated(self, x: Tensor, activation: str, variant: str) -> Tensor:
+        """`activation(linear(x))`."""
+        fused = torch.ops.mkldnn._linear_pointwise.default
+        return cast(Tensor, fused(x, self.packed, self.bias, activation, [], variant))
+
+    def times(self, x: Tensor, other: Tensor) -> Tensor:
+        """`linear(x) * other`."""
+        fused = torch.ops.mkldnn._linear_pointwise.binary
+        return cast(Tensor, fused(x, other, self.packed, self.bias, "mul"))
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """`linear(x) + other`."""
+        fused = torch.ops.mkldnn._linear_pointwise.binary
+        return cast(Tensor, fused(x, other, self.packed, self.bias, "add"))
+
+
+class PlainLinear(nn.Module):
+    """A small linear layer, with the methods of a packed one."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight = weight.detach()
+        self.bias = None if bias is None else bias.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def activated(self, x: Tensor, activation: str, variant: str) -> Tensor:
+        """`activation(linear(x))`."""
+        out = F.linear(x, self.weight, self.bias)
+        return F.silu(out) if activation == "swish" else F.gelu(out, approximate=variant)
+
+    def times(self, x: Tensor, other: Tensor) -> Tensor:
+        """`linear(x) * other`."""
+        return F.linear(x, self.weight, self.bias) * other
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """`linear(x) + other`."""
+        return F.linear(x, self.weight, self.bias) + other
+
+
+Product = PackedLinear | PlainLinear
+
+
+def product(
+    weight: Tensor, bias: Tensor | None, *, least_weights: int = LEAST_WEIGHTS
+) -> Product:
+    """The faster form for a weight of this size."""
+    kind = PackedLinear if weight.numel() >= least_weights else PlainLinear
+    return kind(weight, bias)
+
+
+class Gate(nn.Module):
+    """`down(activation(gate(x)) * up(x))`."""
+
+    def __init__(
+        self, gate: Product, up: Product, down: Product, activation: nn.Module
+    ) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = gate, up, down
+        self.activation, self.variant = ACTIVATIONS[type(activation).__name__]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.down(self.gated(x)))
+
+    def gated(self, x: Tensor) -> Tensor:
+        """All but the last product."""
+        return self.up.times(x, self.gate.activated(x, self.activation, self.variant))
+
+
+ACTIVATIONS = {
+    "GELUTanh": ("gelu", "tanh"),
+    "SiLU": ("swish", "none"),
+    "SiLUActivation": ("swish", "none"),
+}
+"""Activations known by oneDNN: its name and variant for each class."""
+
+
+class FusedNorm(nn.Module):
+    """Root-mean-square norm as one operation."""
+
+    def __init__(self, weight: Tensor, epsilon: float) -> None:
+        super().__init__()
+        self.weight = weight
+        self.epsilon = epsilon
+        self.shape = list(weight.shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.rms_norm(x, self.shape, self.weight, self.epsilon)
+
+
+def can_pack() -> bool:
+    """Whether this build of torch has oneDNN's packed products, and they are right."""
+    torch_linear = nn.Linear(32, 48)
+    x = torch.randn(5, 32)
+    try:
+        packed = PackedLinear(torch_linear.weight, torch_linear.bias)
+        return agree(packed(x), torch_linear(x))
+    except (RuntimeError, AttributeError):
+        return False
+
+
+def agree(ours: Tensor, theirs: Tensor) -> bool:
+    """Equal but for the order of additions."""
+    return torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
