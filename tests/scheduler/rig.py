@@ -1,5 +1,6 @@
 """A whole engine without a model: real scheduler, real cache, EchoRunner, virtual clock."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,6 +10,7 @@ from headwater.cache.pool import SlotState
 from headwater.clock import VirtualClock
 from headwater.engine.core import EngineCore
 from headwater.engine.output import SequenceOutput, Usage
+from headwater.scheduler.batch import ScheduledBatch
 from headwater.scheduler.config import SchedulerConfig
 from headwater.scheduler.request import Request, SamplingParams
 from headwater.scheduler.scheduler import Scheduler
@@ -63,6 +65,18 @@ def expected_tokens(
     return tokens[start:]
 
 
+class NotingRunner(EchoRunner):
+    """An EchoRunner that keeps what was submitted."""
+
+    def __init__(self, **settings: int) -> None:
+        super().__init__(**settings)
+        self.batches: list[ScheduledBatch] = []
+
+    def submit(self, batch: ScheduledBatch) -> None:
+        self.batches.append(batch)
+        super().submit(batch)
+
+
 @dataclass
 class Rig:
     """An engine, and what came out of it so far."""
@@ -70,7 +84,8 @@ class Rig:
     num_blocks: int = 64
     block_tokens: int = 4
     depth: int = 1
-    settings: dict[str, object] = field(default_factory=dict)
+    host_blocks: int = 0
+    settings: Mapping[str, object] = field(default_factory=dict)
     outputs: dict[str, list[int]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     usages: dict[str, Usage] = field(default_factory=dict)
@@ -78,19 +93,28 @@ class Rig:
 
     def __post_init__(self) -> None:
         self.cache = TieredCache(
-            CacheConfig(device_blocks=self.num_blocks, block_tokens=self.block_tokens)
+            CacheConfig(
+                device_blocks=self.num_blocks,
+                block_tokens=self.block_tokens,
+                host_blocks=self.host_blocks,
+            )
         )
-        config: dict[str, object] = {"max_model_len": 10_000, "follow_min_blocks": 1}
+        config: dict[str, object] = {
+            "max_model_len": 10_000,
+            "follow_min_blocks": 1,
+            "expected_output_tokens": 1,  # eager: small pools preempt
+        }
         self.scheduler = Scheduler(
             SchedulerConfig(**{**config, **self.settings}),  # type: ignore[arg-type]
             self.cache,
         )
-        self.runner = EchoRunner(
+        self.runner = NotingRunner(
             num_blocks=self.num_blocks,
             block_tokens=self.block_tokens,
             depth=self.depth,
             vocab_size=VOCAB_SIZE,
         )
+        self.batches = self.runner.batches
         self.clock = VirtualClock()
         self.core = EngineCore(self.scheduler, self.runner, self.clock)
 
@@ -105,13 +129,35 @@ class Rig:
 
     def run(self, *requests: Request, max_steps: int = 5_000) -> dict[str, list[int]]:
         """Add `requests` and turn the loop until there is no work; every output so far."""
-        for request in requests:
-            self.core.add(request)
+        self.add(*requests)
         for _ in range(max_steps):
             if not self.core.has_work:
                 return self.outputs
             self.step()
         raise AssertionError(f"still working after {max_steps} steps")
+
+    def add(self, *requests: Request) -> None:
+        """Let them wait."""
+        for request in requests:
+            self.core.add(request)
+
+    def steps(self, count: int) -> None:
+        """Turn the loop `count` times."""
+        for _ in range(count):
+            self.step()
+
+    def names(self, step: int = -1) -> list[str]:
+        """Whose rows the batch submitted `step`-th had, or the last one."""
+        return list(self.batches[step].request_ids)
+
+    def num_computed(self, name: str) -> int:
+        """Tokens that were computed for one request, over all batches."""
+        return sum(
+            int(count)
+            for batch in self.batches
+            for row, count in zip(batch.request_ids, np.diff(batch.query_start), strict=True)
+            if row == name
+        )
 
     def check(self) -> None:
         """Every book balances, and no slot is free that a step in flight still uses."""

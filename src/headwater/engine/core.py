@@ -58,10 +58,6 @@ class EngineCore:
         """End a request, whatever its state. Unknown and finished ones are ignored."""
         self._scheduler.abort(request_id, now=self._clock.now())
 
-    def abort_all(self) -> None:
-        """End every request."""
-        self._scheduler.abort_all(now=self._clock.now())
-
     def pause(self) -> None:
         """Admit no new request; the loop stays alive and running ones go on."""
         self._scheduler.pause()

@@ -35,6 +35,9 @@ class SchedulerConfig:
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end any output, unless its request ignores them."""
 
+    expected_output_tokens: int = 128
+    """Output length that admission reckons with until it has seen some end."""
+
     max_passes: int = 16
     """How many later sequences may be admitted before a blocked one; then it is a wall."""
 
@@ -50,6 +53,7 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_batched_tokens", "lookahead", "follow_min_blocks"):
             _at_least(1, name, getattr(self, name))
+        _at_least(1, "expected_output_tokens", self.expected_output_tokens)
         _at_least(2, "max_model_len", self.max_model_len)
         _at_least(0, "max_passes", self.max_passes)
         if self.long_prefill_tokens is not None:

@@ -4,9 +4,6 @@ from collections.abc import Iterable
 
 from headwater.scheduler.sequence import Sequence
 
-_FIRST_GUESS_TOKENS = 128.0
-"""Expected output before any was observed; a request's own limit still bounds it."""
-
 _SHORTEST_MEMORY = 1 / 64
 """Weight of one observed length once there are many; the first ones weigh more."""
 
@@ -28,10 +25,10 @@ class GrowthEstimate:
     raises and each step lowers, so that admission backs off exactly when it was too eager.
     """
 
-    def __init__(self, block_tokens: int) -> None:
+    def __init__(self, block_tokens: int, first_guess_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._num_observed = 0
-        self.mean_tokens = _FIRST_GUESS_TOKENS
+        self.mean_tokens = float(first_guess_tokens)
         self.caution = 1.0
 
     def observe(self, num_output: int) -> None:
@@ -48,18 +45,23 @@ class GrowthEstimate:
         """A step passed."""
         self.caution = max(self.caution * _CALMING, _CALM)
 
-    def num_tokens(self, sequence: Sequence) -> int:
-        """Tokens it is expected to add, never more than it may."""
-        mean = self.mean_tokens
-        expected = max(mean - sequence.num_output, mean * _OVERDUE) * self.caution
-        return min(int(expected) + 1, sequence.num_tokens_end - sequence.num_tokens)
-
     def num_blocks(self, sequences: Iterable[Sequence]) -> int:
-        """Blocks that `sequences` are expected to need beyond what they have or ask for."""
+        """Blocks that `sequences` are expected to need beyond what they have or ask for.
+
+        Never more than they may need. Written out in one loop, because it runs over all
+        running sequences in every step that looks at the queue.
+        """
         blocks = 0
         block_tokens = self._block_tokens
+        mean = self.mean_tokens * self.caution
+        least = mean * _OVERDUE
         for sequence in sequences:
-            end = sequence.num_tokens + self.num_tokens(sequence) - 1
-            has = sequence.num_blocks or sequence.num_blocks_wanted
-            blocks += max(-(-end // block_tokens) - has, 0)
+            num_tokens = sequence.num_tokens
+            left = mean - (num_tokens - sequence.prompt_tokens) * self.caution
+            end = num_tokens + int(left if left > least else least)
+            if end > sequence.max_computed:
+                end = sequence.max_computed
+            more = -(-end // block_tokens) - (sequence.num_blocks or sequence.num_blocks_wanted)
+            if more > 0:
+                blocks += more
         return blocks

@@ -51,9 +51,8 @@ class Intake:
         growth = self._growth.num_blocks(self._roster.running())
         chunks: list[Chunk] = []
         blocked: list[Sequence] = []
+        patience = self._config.max_passes
         for sequence in list(self._roster.waiting):
-            if not budget.has_room or len(blocked) > self._config.lookahead:
-                break
             if self.is_paused and not sequence.num_preemptions:
                 continue
             own = self._growth.num_blocks((sequence,))
@@ -62,13 +61,21 @@ class Intake:
                 growth += own
                 budget.spend_place()
                 chunks.append(budget.spend_chunk(sequence))
-                for passed in blocked:
-                    passed.num_passes += 1
+                patience -= _pass(blocked)
             elif verdict is Verdict.BLOCKED:
                 blocked.append(sequence)
-                if sequence.num_preemptions or sequence.num_passes >= self._config.max_passes:
-                    break
+                patience = min(patience, self._patience(sequence))
+            if not budget.has_room or patience <= 0 < len(blocked):
+                break
+            if len(blocked) > self._config.lookahead:
+                break
         return chunks
+
+    def _patience(self, sequence: Sequence) -> int:
+        """How many more may pass a blocked sequence; a preempted one has no patience left."""
+        if sequence.num_preemptions:
+            return 0
+        return self._config.max_passes - sequence.num_passes
 
     def _start(self, sequence: Sequence, num_growth: int, now: float) -> Verdict:
         """Admit `sequence` if there is room for it and nothing is worth waiting for."""
@@ -121,3 +128,10 @@ class Intake:
             return True
         beside = self._holdings.num_available_beside(match, sequence, now)
         return ask(num_available=beside)
+
+
+def _pass(blocked: list[Sequence]) -> int:
+    """One more was admitted past these; how many passes that takes of their patience."""
+    for sequence in blocked:
+        sequence.num_passes += 1
+    return 1 if blocked else 0

@@ -54,7 +54,7 @@ class Scheduler:
         all but its last token, which is chosen and never computed."""
         self._roster = Roster()
         self._holdings = Holdings(cache, prefix_caching=config.prefix_caching)
-        self._growth = GrowthEstimate(cache.block_tokens)
+        self._growth = GrowthEstimate(cache.block_tokens, config.expected_output_tokens)
         self._intake = Intake(config, self._roster, self._holdings, self._growth)
         self._flights: deque[Flight] = deque()
         self._outputs: list[SequenceOutput] = []
@@ -103,11 +103,6 @@ class Scheduler:
             return
         self._outputs.append(SequenceOutput(request_id, [], [], finish_reason="abort"))
         self._finish(sequence, "abort", now)
-
-    def abort_all(self, *, now: float) -> None:
-        """End every request."""
-        for request_id in list(self._roster.alive):
-            self.abort(request_id, now=now)
 
     def pause(self) -> None:
         """Admit no new sequence. Running ones go on, also when they are preempted on the way."""

@@ -61,6 +61,12 @@ class EchoRunner:
             raise AssertionError(f"more than {self.depth} steps in flight")
         if batch.step != self.num_steps + len(self._submitted):
             raise AssertionError(f"step {batch.step} is not the next one")
+        if len(batch.query_start) != batch.num_rows + 1 or np.any(
+            np.diff(batch.query_start) < 1
+        ):
+            raise AssertionError(f"a row of step {batch.step} computes nothing")
+        for earlier in self._submitted:
+            self._require_apart(earlier, batch)
         self._submitted.append(batch)
 
     def collect(self) -> StepResult:
@@ -93,6 +99,19 @@ class EchoRunner:
         """Slots that submitted batches may still read or write. For checks."""
         tables = [table for batch in self._submitted for table in batch.block_tables]
         return np.unique(np.concatenate(tables)) if tables else np.empty(0, dtype=np.int64)
+
+    def _require_apart(self, earlier: ScheduledBatch, batch: ScheduledBatch) -> None:
+        """Raise if `batch` writes to slots that another sequence still uses in `earlier`."""
+        users = {
+            int(slot): name
+            for name, table in zip(earlier.request_ids, earlier.block_tables, strict=True)
+            for slot in table
+        }
+        for row, name in enumerate(batch.request_ids):
+            start = int(batch.positions[batch.query_start[row]]) // self._block_tokens
+            for slot in batch.block_tables[row][start:]:
+                if users.get(int(slot), name) != name:
+                    raise AssertionError(f"{name} was given slot {slot}, which is in flight")
 
     def _write(self, batch: ScheduledBatch) -> Tokens:
         """Put every token of `batch` where its row's block table says; the tokens."""

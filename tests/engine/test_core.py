@@ -1,0 +1,139 @@
+"""The loop: steps in flight, time spent deciding, the snapshot, the end."""
+
+import pytest
+
+from headwater.clock import VirtualClock
+from headwater.engine.core import EngineCore
+from headwater.scheduler.batch import ScheduledBatch, StepResult
+from headwater.testing.runners import EchoRunner
+from tests.scheduler.rig import Rig, make_prompt, make_request
+
+
+class SlowRunner(EchoRunner):
+    """Each collected step takes a second."""
+
+    clock: VirtualClock
+
+    def collect(self) -> StepResult:
+        self.clock.advance(1.0)
+        return super().collect()
+
+
+class TickingClock(VirtualClock):
+    """Every look at it takes a millisecond, so that deciding takes time too."""
+
+    def now(self) -> float:
+        self.advance(0.001)
+        return super().now()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_as_many_steps_are_in_flight_as_the_runner_allows(depth: int) -> None:
+    """Depth 2 submits the next step before it collects the last; depth 1 never does."""
+    rig = Rig(depth=depth)
+    rig.add(make_request("a", make_prompt(5), max_tokens=6))
+    in_flight = []
+
+    while rig.core.has_work:
+        rig.step()
+        in_flight.append(rig.scheduler.num_in_flight)
+
+    assert max(in_flight) == depth - 1
+    assert in_flight[-1] == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_step_with_nothing_to_submit_collects_what_is_in_flight(depth: int) -> None:
+    """The last tokens come out although no batch follows them."""
+    rig = Rig(depth=depth)
+    rig.add(make_request("a", make_prompt(5), max_tokens=1))
+
+    rig.steps(depth)
+
+    assert rig.reasons == {"a": "length"}
+    assert not rig.core.has_work
+
+
+def test_without_work_a_step_does_nothing() -> None:
+    """Nothing is submitted or collected; whoever turns the loop should rather wait."""
+    rig = Rig()
+
+    assert not rig.core.has_work
+    assert rig.core.step() == []
+    assert rig.batches == []
+
+
+def test_an_abort_is_told_in_the_next_step() -> None:
+    """Also when nothing runs: has_work stays true until it is told."""
+    rig = Rig()
+    request = make_request("a", make_prompt(5))
+    rig.add(request)
+    rig.core.abort(request.request_id)
+
+    assert rig.core.has_work
+    (output,) = rig.core.step()
+
+    assert (output.finish_reason, output.tokens, output.usage) == ("abort", [], None)
+    assert not rig.core.has_work
+
+
+def test_time_spent_deciding_is_measured_apart() -> None:
+    """Scheduling and taking in count; waiting for the runner does not."""
+    rig = Rig()
+    clock = TickingClock()
+    runner = SlowRunner(num_blocks=rig.num_blocks, block_tokens=rig.block_tokens)
+    runner.clock = clock
+    core = EngineCore(rig.scheduler, runner, clock)
+    core.add(make_request("a", make_prompt(5), max_tokens=10))
+
+    while core.has_work:
+        core.step()
+
+    stats = core.stats()
+    assert stats.decide_s == pytest.approx(10 * 0.002)
+    assert stats.step_s == pytest.approx(10 * 1.003)
+
+
+def test_the_snapshot_has_every_owner_in_plain_numbers() -> None:
+    """Running, waiting, tiers, the ledger: what the dashboard and the metrics read."""
+    rig = Rig(num_blocks=20, settings={"max_num_seqs": 1, "max_batched_tokens": 64})
+    rig.run(make_request("warm", make_prompt(12), max_tokens=1))
+    rig.add(make_request("a", make_prompt(13)), make_request("b", make_prompt(4)))
+    rig.steps(2)
+    rig.core.pause()
+
+    stats = rig.core.stats()
+
+    assert (stats.num_running, stats.num_waiting, stats.is_paused) == (1, 1, True)
+    assert (stats.num_steps, stats.num_admitted, stats.num_preemptions) == (3, 2, 0)
+    assert (stats.queries, stats.query_tokens) == (2, 25)
+    assert stats.found_tokens == {"device": 12, "host": 0, "storage": 0}
+    assert stats.misses == {"never_seen": 1}
+    device = stats.tiers["device"]
+    assert (device.num_blocks, device.free, device.held, device.cached) == (20, 16, 1, 3)
+    assert device.evictable == 0
+
+
+def test_closing_closes_the_runner() -> None:
+    """Twice is safe."""
+    rig = Rig()
+
+    rig.core.close()
+    rig.core.close()
+
+    assert rig.runner.closed
+
+
+def test_a_failing_runner_is_not_hidden() -> None:
+    """What it raises reaches whoever turns the loop, which ends the engine."""
+
+    class Broken(EchoRunner):
+        def submit(self, batch: ScheduledBatch) -> None:
+            raise RuntimeError("the device is gone")
+
+    rig = Rig()
+    core = EngineCore(rig.scheduler, Broken(num_blocks=64, block_tokens=4), rig.clock)
+    core.add(make_request("a", make_prompt(5)))
+
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        core.step()
