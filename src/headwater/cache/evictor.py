@@ -4,8 +4,6 @@ O(evicted), however many leaves are cached. Slots are *moved out* of their node 
 go to the pool, so there is no second path by which they could be freed again.
 """
 
-from collections import OrderedDict
-
 import numpy as np
 
 from headwater.cache.ghosts import Ghosts
@@ -29,8 +27,7 @@ class Evictor:
         self._host = host
         self._ghosts = ghosts
         self._max_stored = max_stored
-        self.stored_only: OrderedDict[Node, None] = OrderedDict()
-        """Nodes that only storage has, oldest first; bounded."""
+        self.stored_only = tree.stored_only
         self.lost = 0
         """Blocks that left their last tier, ever."""
 
@@ -136,8 +133,10 @@ class Evictor:
         """Make the run of `node` end where its last block in any tier is."""
         left = len(node.device)
         if node.num_stored or node.children or len(node.host):
-            left = node.covered()
-            if left and not len(node.device) and not len(node.host):
+            local, left = max(left, len(node.host)), node.covered()
+            if node.host_children and local < node.num_blocks:
+                self._strip_host_below(node)
+            if left and not local:
                 self.stored_only[node] = None
             if left == node.num_blocks:
                 return
@@ -165,24 +164,28 @@ class Evictor:
         self._ghosts.add(node, node.start + left, first, (reason, self._tree.new_uid()))
         self._tree.shorten(node, left)
 
-    def _drop_children(self, node: Node) -> None:
-        """Forget everything below `node`: without its parent it could never be found.
+    def _strip_host_below(self, node: Node) -> None:
+        """Take everything below `node` off the host: its parent is there no longer.
 
-        It is all in lower tiers, and nothing of it is pinned: a pin would be on `node` too.
+        Nothing of it is pinned, for a pin would be on `node` too; what storage has, stays.
         """
         moved: list[Slots] = []
+        for below in reversed(list(subtree(node))[1:]):
+            if len(below.host):
+                moved.append(below.host)
+                self._host.discard(below)
+                below.host = EMPTY
+                below.parent.host_children -= 1  # type: ignore[union-attr]  # not a root
+                self._settle(below, MissReason.EVICTED_HOST)
+        self._host.pool.free(_joined(moved), SlotState.CACHED)
+
+    def _drop_children(self, node: Node) -> None:
+        """Forget what storage has below `node`: without its parent it is never found."""
         for child in list(node.children.values()):
             self._tree.detach(child)
             for gone in subtree(child):
-                if len(gone.host):
-                    moved.append(gone.host)
-                    self._host.discard(gone)
-                    gone.host = EMPTY
-                gone.num_stored = 0
                 self.stored_only.pop(gone, None)
                 self.lost += gone.num_blocks
-        node.host_children = 0
-        self._host.pool.free(_joined(moved), SlotState.CACHED)
 
 
 def _joined(parts: list[Slots]) -> Slots:

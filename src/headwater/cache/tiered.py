@@ -262,7 +262,6 @@ class TieredCache:
         self.generation += 1
         self.announcements.clear()
         self._writes.clear()
-        self.evictor.stored_only.clear()
         self.ghosts.clear()
         self.pins.retire_all()
 

@@ -29,6 +29,8 @@ class PrefixTree:
         """Counts changes of structure: an answer is current while this stands still."""
         self.num_nodes = 0
         self.roots: dict[Namespace, Node] = {}
+        self.stored_only: dict[Node, None] = {}
+        """Nodes that neither the device nor the host has, oldest first; bounded by the evictor."""
         self.stride = scheme.block_tokens * 4
         self._next_uid = 0
         self._prune_at = _ROOTS_BEFORE_PRUNING
@@ -155,6 +157,8 @@ class PrefixTree:
         node.num_blocks = count
         if node.keys:
             del node.keys[count:]
+        if node.media is not None:
+            node.media = _shifted(node.media, 0, count)
         # Cutting the buffer each time would make trimming block by block quadratic.
         if len(node.tokens) > 2 * count * self.stride:
             node.tokens = node.tokens[: count * self.stride]
@@ -178,6 +182,7 @@ class PrefixTree:
     def clear(self) -> None:
         """Let go of everything; whoever has marked the nodes gone still has them."""
         self.roots.clear()
+        self.stored_only.clear()
         self.num_nodes = 0
         self.version += 1
 
@@ -235,6 +240,9 @@ class PrefixTree:
             tail.first += tail.media.get(0, b"")
         head.device_children = int(len(tail.device) > 0)
         head.host_children = int(len(tail.host) > 0)
+        for half in (head, tail):
+            if not len(half.device) and not len(half.host):
+                self.stored_only[half] = None
         for job in tail.jobs:
             job.divide(head, tail, at)
 

@@ -1,0 +1,273 @@
+"""A cache over simulated memory, with hands that make every mistake an executor can make.
+
+Every slot holds what was really written to it. After every operation each block that can be
+found must hold exactly its own tokens, in every tier; that is `nothing_is_wrong`.
+"""
+
+import numpy as np
+
+from headwater.cache import (
+    Demotion,
+    Ending,
+    Landing,
+    Outcome,
+    Promotion,
+    TieredCache,
+    TokenPath,
+)
+from headwater.types import Tier
+
+GARBAGE = "garbage"
+
+
+class Sequence:
+    """A request as the scheduler would keep it."""
+
+    def __init__(self, path, lease, held):
+        self.path = path
+        self.lease = lease
+        self.table = [*lease.slots.tolist(), *held.tolist()]
+        self.computed = lease.num_blocks
+        self.surplus = []
+
+    @property
+    def unpublished(self):
+        return np.array(self.table[self.lease.num_blocks :] + self.surplus, dtype=np.int64)
+
+
+class Rig:
+    """The cache, its memory, its storage, and everything in flight."""
+
+    def __init__(self, config):
+        self.block = config.block_tokens
+        self.cache = TieredCache(config)
+        self.memory = {
+            Tier.DEVICE: [GARBAGE] * config.device_blocks,
+            Tier.HOST: [GARBAGE] * config.host_blocks,
+        }
+        self.storage = {}
+        self.sequences = []
+        self.jobs = []
+        self.zombies = []
+        self.ended = []
+        self.asked = [TokenPath([0, 0])]
+        self.now = 0.0
+
+    # -- sequences ------------------------------------------------------------------------
+
+    def start(self, path):
+        """Match, lease, take; when there is no room, all of it is undone."""
+        self.asked = [*self.asked[-30:], path]
+        before = self.cache.stats()
+        match = self.cache.match(path)
+        self.agree(path, match)
+        lease = self.cache.lease(match, owner=f"r{len(self.asked)}", now=self.now)
+        held = self.cache.take(path.num_blocks(self.block) - lease.num_blocks, now=self.now)
+        if held is None:
+            self.cache.release(lease, now=self.now)
+            assert self.cache.stats().device == before.device
+            return None
+        self.cache.announce(lease, path)
+        self.sequences.append(Sequence(path, lease, held))
+        return self.sequences[-1]
+
+    def publish(self, sequence, end):
+        """A step wrote the blocks of `sequence` up to `end`; only then are they committed."""
+        settled = sequence.lease.num_blocks
+        for block in range(settled, end):
+            slot = sequence.table[block]
+            self.memory[Tier.DEVICE][slot] = self.identity(sequence.path, block)
+        slots = np.array(sequence.table[settled:end], dtype=np.int64)
+        surplus = self.cache.commit(sequence.lease, sequence.path, slots, now=self.now)
+        sequence.surplus += surplus.tolist()
+        sequence.computed = end
+
+    def grow(self, sequence, tokens):
+        """Output follows the prompt: more tokens, more blocks."""
+        old = sequence.path
+        more = np.array(tokens, dtype=np.int32)
+        longer = TokenPath(np.concatenate((old.tokens, more)), old.namespace, old.media)
+        missing = longer.num_blocks(self.block) - len(sequence.table)
+        held = self.cache.take(missing, now=self.now)
+        if held is not None:
+            sequence.path = longer
+            sequence.table += held.tolist()
+
+    def end(self, sequence, save=False):
+        """Finished, aborted or preempted: every slot that was not published goes back."""
+        self.sequences.remove(sequence)
+        if save:
+            self.cache.save(sequence.lease)
+        self.cache.release(sequence.lease, now=self.now, slots=sequence.unpublished)
+
+    def serve(self, path):
+        """A whole request at once: what fills a cache in ordinary times."""
+        sequence = self.start(path)
+        if sequence is not None:
+            self.publish(sequence, len(sequence.table))
+            self.end(sequence)
+
+    # -- transfers ------------------------------------------------------------------------
+
+    def demote(self, limit):
+        plans = self.cache.demote(limit_blocks=limit, now=self.now)
+        assert sum(plan.num_blocks for plan in plans) <= limit
+        assert all(isinstance(plan, Demotion) for plan in plans)
+        self.jobs += plans
+
+    def promote(self, path, limit):
+        """Somebody asks again for what was asked before, wherever it is by now."""
+        plan = self.cache.promote(self.cache.match(path), limit_blocks=limit, now=self.now)
+        if plan is not None:
+            assert isinstance(plan, Promotion)
+            assert 0 < plan.num_blocks <= limit
+            self.jobs.append(plan)
+            # Lesson 26: others who want the same blocks share this load.
+            again = self.cache.match(path)
+            assert again.loading == plan.job
+            assert self.cache.promote(again, limit_blocks=limit, now=self.now) is None
+
+    def land(self, plan, wanted):
+        """A transfer ends after `wanted` blocks; the rest of its target is half written."""
+        self.jobs.remove(plan)
+        copied = self.copy(plan, wanted)
+        self.scribble(plan, copied)
+        ending = Ending.DONE if copied == plan.num_blocks else Ending.PARTIAL
+        if copied < plan.num_blocks and plan.source is Tier.STORAGE:
+            ending = Ending.DAMAGED
+        elif not copied:
+            ending = Ending.FAILED
+        outcome = Outcome(job=plan.job, ending=ending, num_blocks=copied)
+        self.tell(outcome)
+        self.ended = [*self.ended[-9:], outcome]
+
+    def work_off(self, limit):
+        """Executors that do their work: everything wanted is copied, in order."""
+        self.jobs += self.cache.demote(limit_blocks=limit, now=self.now)
+        for plan in list(self.jobs):
+            self.land(plan, plan.num_blocks)
+
+    def time_out(self, plan):
+        """Nobody waits for it any more, but its executor has not returned."""
+        self.jobs.remove(plan)
+        self.zombies.append(plan)
+        landing = self.tell(Outcome(job=plan.job, ending=Ending.TIMED_OUT))
+        assert landing is Landing.QUARANTINED
+
+    def quiet(self, plan, ending):
+        """The executor returns at last; even if it says it is done, it is too late."""
+        self.zombies.remove(plan)
+        self.scribble(plan, 0)
+        outcome = Outcome(job=plan.job, ending=ending)
+        assert self.tell(outcome) is Landing.NOTHING
+        self.ended = [*self.ended[-9:], outcome]
+
+    def tell_twice(self, outcome):
+        """A duplicate or very late outcome changes nothing."""
+        assert self.tell(outcome) is Landing.UNKNOWN
+
+    def scribble(self, plan, start=0):
+        """What an executor that failed, or is late, leaves in its targets."""
+        if plan.target is not Tier.STORAGE:
+            for slot in plan.target_slots[start:]:
+                self.memory[plan.target][slot] = GARBAGE
+
+    def copy(self, plan, count):
+        """Move `count` leading blocks, as late as an executor may; how many could be moved."""
+        for i in range(count):
+            if plan.source is not Tier.STORAGE:
+                content = self.memory[plan.source][plan.source_slots[i]]
+            elif plan.keys[i] in self.storage:
+                content = self.storage[plan.keys[i]]
+            else:
+                return i
+            if plan.target is Tier.STORAGE:
+                self.storage[plan.keys[i]] = content
+            else:
+                self.memory[plan.target][plan.target_slots[i]] = content
+        return count
+
+    def tell(self, outcome):
+        return self.cache.land(outcome, now=self.now)
+
+    # -- storage and control --------------------------------------------------------------
+
+    def look_up(self, path):
+        """Storage is asked which leading blocks it has, and the cache is told."""
+        keys = self.cache.keys(path, path.num_blocks(self.block))
+        found = next((i for i, key in enumerate(keys) if key not in self.storage), len(keys))
+        if self.cache.config.storage:
+            self.cache.learn_stored(path, found, now=self.now)
+
+    def reset(self):
+        """Works under load: with leases held and transfers in flight."""
+        self.cache.reset()
+        assert self.cache.tree.num_nodes == 0
+
+    def close(self):
+        """Liveness: when everybody has let go, every slot comes back."""
+        while self.sequences:
+            self.end(self.sequences[-1])
+        for plan in [*self.jobs, *self.zombies]:
+            self.tell(Outcome(job=plan.job, ending=Ending.FAILED))
+        self.cache.check()
+        assert self.cache.num_available == self.cache.config.device_blocks
+        self.cache.reset()
+        stats = self.cache.stats()
+        assert stats.device.free == self.cache.config.device_blocks
+        assert stats.host.free == self.cache.config.host_blocks
+
+    # -- what must always hold ------------------------------------------------------------
+
+    def nothing_is_wrong(self):
+        self.now += 1.0
+        self.cache.check()
+        for what, node, block in self.found():
+            if block < len(node.device):
+                assert self.memory[Tier.DEVICE][node.device[block]] == what
+            if block < len(node.host):
+                assert self.memory[Tier.HOST][node.host[block]] == what
+            key = self.cache.tree.keys(node)[block]
+            assert self.storage.get(key, what) == what
+        for sequence in self.sequences:
+            for block in range(sequence.computed):
+                read = self.memory[Tier.DEVICE][sequence.table[block]]
+                assert read == self.identity(sequence.path, block)
+
+    def agree(self, path, match):
+        """A match is the leading run of a plain dict of blocks, tier by tier in order."""
+        tiers = {}
+        for what, node, block in self.found():
+            lower = Tier.HOST if block < len(node.host) else Tier.STORAGE
+            tiers[what] = Tier.DEVICE if block < len(node.device) else lower
+        run = []
+        for block in range(path.num_blocks(self.block)):
+            tier = tiers.get(self.identity(path, block))
+            if tier is None:
+                break
+            run.append(tier)
+        assert run == sorted(run)
+        counts = [match.device_blocks, match.host_blocks, match.storage_blocks]
+        assert counts == [run.count(tier) for tier in Tier]
+        complete = len(run) == path.num_blocks(self.block) > 0
+        assert (match.reason is None) == complete
+
+    def identity(self, path, block):
+        """What block `block` of `path` is: everything up to its end."""
+        marks = [(i, m) for i, m in (path.media or {}).items() if i <= block]
+        tokens = path.tokens[: (block + 1) * self.block].tolist()
+        return (path.namespace, tuple(sorted(marks)), tuple(tokens))
+
+    def found(self):
+        """Every block in the tree: its identity put together from the root, node, index."""
+        for namespace, root in self.cache.tree.roots.items():
+            pending = [(child, (), ()) for child in root.children.values()]
+            while pending:
+                node, marks, tokens = pending.pop()
+                run = np.frombuffer(node.tokens, dtype=np.int32).tolist()
+                for block in range(node.num_blocks):
+                    tokens += tuple(run[block * self.block : (block + 1) * self.block])
+                    if node.media and block in node.media:
+                        marks += ((node.start + block, node.media[block]),)
+                    yield (namespace, marks, tokens), node, block
+                pending += [(child, marks, tokens) for child in node.children.values()]
