@@ -13,7 +13,7 @@ def test_the_pool_and_its_lanes_stay_within_the_share(llama: LoadedModel) -> Non
     """Half of what is free holds the pool and the lanes beside it, and little is wasted."""
     blocks = num_blocks_that_fit(llama, block_tokens=16, available_bytes=64 * MIB)
 
-    used = blocks * 16 * llama.token_bytes * 1.5
+    used = blocks * 16 * llama.token_bytes * 2
     assert 31 * MIB < used <= 32 * MIB
 
 
@@ -21,7 +21,7 @@ def test_it_is_bounded_and_measured_when_nothing_is_said(llama: LoadedModel) -> 
     """A machine with much memory does not give it all away."""
     much = num_blocks_that_fit(llama, block_tokens=16, available_bytes=1 << 45)
 
-    assert much * 16 * llama.token_bytes <= 2 << 30
+    assert much * 16 * llama.token_bytes <= 4 << 30
     assert num_blocks_that_fit(llama, block_tokens=16) >= 1
 
 

@@ -139,13 +139,13 @@ def _chunks(
     for row in rows.tolist():
         context = int(contexts[row])
         blocks = np.arange(-(-context // pool.block_tokens))
-        layer_rows = tables.slots(np.full(len(blocks), row), blocks) * pool.num_layers
+        slots = tables.slots(np.full(len(blocks), row), blocks)
         chunks.append(
             ChunkRow(
                 start=int(starts[row]),
                 end=int(starts[row + 1]),
                 context=context,
-                layer_rows=torch.from_numpy(layer_rows).to(pool.device),
+                slots=torch.from_numpy(slots).to(pool.device),
             )
         )
     return chunks

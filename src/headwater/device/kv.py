@@ -36,8 +36,7 @@ class KVPool:
         """Per slot: a count that changes with every step or copy that writes to it."""
         self._token_rows = self.data.view(-1, self.kv_heads * self.head_dim)
         self._head_rows = self.data.view(-1, self.head_dim)
-        self._layer_rows = self.data.view(num_blocks * self.num_layers, -1)
-        self._scratch = torch.empty(0, dtype=model.dtype, device=model.device)
+        self._scratch = [self.data.new_empty(0), self.data.new_empty(0)]
 
     @property
     def num_bytes(self) -> int:
@@ -65,31 +64,26 @@ class KVPool:
         self._head_rows.index_copy_(0, by_head[:, 0].flatten(), keys)
         self._head_rows.index_copy_(0, by_head[:, 1].flatten(), values)
 
-    def read(self, layer_rows: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V, `[tokens, kv_heads, head_dim]`, of the blocks at `slot * layers + layer`.
+    def read(self, slots: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V, `[tokens, kv_heads, head_dim]`, of one layer of the blocks in these slots.
 
-        They live in a scratch buffer, good until the next read: fresh memory of this size
+        They live in scratch buffers, good until the next read: fresh memory of this size
         would cost more in page faults than the copy itself.
         """
-        taken = self._take(self._layer_rows, layer_rows)
-        both = taken.view(-1, 2, self.block_tokens, self.kv_heads, self.head_dim)
-        return _merged(both[:, 0]), _merged(both[:, 1])
+        rows = slots * (2 * self.num_layers) + 2 * layer
+        planes = self.data.view(self.num_blocks * self.num_layers * 2, -1)
+        keys, values = self._take(planes, rows, 0), self._take(planes, rows + 1, 1)
+        shape = (-1, self.kv_heads, self.head_dim)
+        return keys.view(shape), values.view(shape)
 
     def read_whole(self, slots: Tensor) -> Tensor:
-        """All layers of these blocks, `[blocks, layers, 2, …]`, in the scratch buffer."""
-        taken = self._take(self.data.view(self.num_blocks, -1), slots)
+        """All layers of these blocks, `[blocks, layers, 2, …]`, in a scratch buffer."""
+        taken = self._take(self.data.view(self.num_blocks, -1), slots, 0)
         return taken.view(-1, *self.data.shape[1:])
 
-    def _take(self, source: Tensor, rows: Tensor) -> Tensor:
+    def _take(self, source: Tensor, rows: Tensor, buffer: int) -> Tensor:
         needed = rows.numel() * source.shape[1]
-        if self._scratch.numel() < needed:
-            self._scratch = torch.empty(
-                needed + needed // 2, dtype=source.dtype, device=source.device
-            )
-        into = self._scratch[:needed].view(rows.numel(), source.shape[1])
+        if self._scratch[buffer].numel() < needed:
+            self._scratch[buffer] = source.new_empty(needed + needed // 2)
+        into = self._scratch[buffer][:needed].view(rows.numel(), source.shape[1])
         return torch.index_select(source, 0, rows, out=into)
-
-
-def _merged(blocks: Tensor) -> Tensor:
-    """`[blocks, block_tokens, …]` as `[tokens, …]`; a copy, for K and V alternate."""
-    return blocks.flatten(0, 1)

@@ -145,6 +145,7 @@ class Lanes:
 
 
 def _lane_tokens(contexts: Ints) -> Ints:
-    """Lane size for a sequence of this many tokens: room to grow, in powers of two."""
+    """Lane size for a sequence of this many tokens: room to grow, in steps 2, 3, 4, 6, 8 …"""
     wanted = np.maximum(contexts + contexts // 8, _LANE_TOKENS)
-    return np.asarray(2 ** np.ceil(np.log2(wanted)), dtype=np.int64)
+    whole = 2 ** np.ceil(np.log2(wanted))
+    return np.where(wanted <= whole * 0.75, whole * 0.75, whole).astype(np.int64)

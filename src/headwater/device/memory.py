@@ -6,8 +6,8 @@ from headwater.device.model import LoadedModel
 from headwater.device.runner import LANE_SHARE
 from headwater.errors import ConfigError
 
-_MOST_BYTES = 2 << 30
-"""A pool of main memory is no larger than this unless it is asked to be."""
+_MOST_BYTES = 4 << 30
+"""Pool and lanes take no more main memory than this unless a number is given."""
 
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")

@@ -16,7 +16,7 @@ from headwater.errors import ConfigError
 from headwater.scheduler.batch import ScheduledBatch, StepResult
 from headwater.types import Tokens
 
-LANE_SHARE = 0.5
+LANE_SHARE = 1.0
 """Memory for lanes, as a share of the pool's."""
 
 

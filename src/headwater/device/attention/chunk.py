@@ -30,10 +30,10 @@ class Sight(NamedTuple):
 class ChunkRow:
     """One row of the packed batch, tokens `[start, end)`."""
 
-    def __init__(self, *, start: int, end: int, context: int, layer_rows: Tensor) -> None:
+    def __init__(self, *, start: int, end: int, context: int, slots: Tensor) -> None:
         self.start, self.end, self.context = start, end, context
         self.first = context - (end - start)
-        self._layer_rows = layer_rows
+        self._slots = slots
         self._sights: dict[int | None, Sight] = {}
 
     def attend(
@@ -56,7 +56,7 @@ class ChunkRow:
         return torch.cat(out)
 
     def _read(self, pool: KVPool, layer: int, first_block: int) -> tuple[Tensor, Tensor]:
-        keys, values = pool.read(self._layer_rows[first_block:] + layer)
+        keys, values = pool.read(self._slots[first_block:], layer)
         seen = self.context - first_block * pool.block_tokens
         return keys[:seen], values[:seen]
 
