@@ -22,6 +22,11 @@ Slots: TypeAlias = NDArray[np.int64]
 """Places of blocks in one tier's pool, in position order. 64-bit, because numpy indexes with
 these five times as fast as with 32-bit ones."""
 
+EMPTY: Slots = np.empty(0, dtype=np.int64)
+"""No slots. Shared, so never written to."""
+
+EMPTY.flags.writeable = False
+
 
 class Tier(IntEnum):
     """Where a block's bytes can be, fastest first."""

@@ -1,0 +1,46 @@
+"""Builders for cache tests: a cache, and requests that go all the way through it."""
+
+import numpy as np
+
+from headwater.cache import CacheConfig, Ending, Outcome, TieredCache, TokenPath
+from headwater.types import WritePolicy
+
+BLOCK = 4
+
+
+def make_cache(device_blocks=8, **settings):
+    settings.setdefault("write_policy", WritePolicy.NONE)
+    config = CacheConfig(block_tokens=BLOCK, device_blocks=device_blocks, **settings)
+    return TieredCache(config)
+
+
+def make_path(*blocks, **kwargs):
+    """One block for each number: four times that token."""
+    return TokenPath(np.repeat(np.array(blocks, dtype=np.int32), BLOCK), **kwargs)
+
+
+def begin(cache, path, owner="r"):
+    """Match, lease and take: a sequence that is ready to compute; (lease, held slots)."""
+    lease = cache.lease(cache.match(path), owner=owner, now=0.0)
+    held = cache.take(path.num_blocks(BLOCK) - lease.num_blocks, now=0.0)
+    assert held is not None
+    return lease, held
+
+
+def serve(cache, path):
+    """A whole request: begin, commit, release."""
+    lease, held = begin(cache, path)
+    surplus = cache.commit(lease, path, held, now=0.0)
+    cache.release(lease, now=0.0, slots=surplus)
+
+
+def write_down(cache, limit=100):
+    """Carry out every demotion that is wanted, with success."""
+    for plan in cache.demote(limit_blocks=limit, now=0.0):
+        cache.land(Outcome(job=plan.job, ending=Ending.DONE), now=0.0)
+
+
+def extents(cache, path):
+    """(device, host, storage) blocks of a match."""
+    match = cache.match(path)
+    return match.device_blocks, match.host_blocks, match.storage_blocks
