@@ -2,6 +2,8 @@
 
 import pytest
 
+from headwater.cache import InFlight
+from headwater.scheduler.follow import starts_following
 from tests.scheduler.rig import STEP_S, Rig, expected_tokens, make_prompt, make_request
 
 CHUNKED = {"max_num_seqs": 8, "max_batched_tokens": 16}
@@ -54,6 +56,8 @@ def test_a_follower_wakes_when_its_leader_is_aborted() -> None:
     rig.step()
 
     rig.core.abort(leader.request_id)
+    rig.step()
+    assert rig.names() == ["b"]
     rig.run()
 
     assert rig.usages["b"].cached_tokens == 16
@@ -73,8 +77,23 @@ def test_a_follower_wakes_at_its_deadline() -> None:
     assert rig.usages["b"].cached_tokens == 12
 
 
-def test_nobody_follows_a_waiting_sequence() -> None:
-    """With the leader preempted, its follower wakes instead of waiting for a waiter."""
+def test_a_waiting_sequence_is_no_leader() -> None:
+    """Whatever a match says: only one that runs, and so has its slots, is worth waiting for."""
+    rig = Rig(settings=CHUNKED)
+    rig.add(make_request("a", make_prompt(40)), make_request("b", make_prompt(42)))
+    first, second = rig.scheduler._roster.waiting
+    match = rig.cache.match(second.path())
+    match.in_flight = InFlight(first.request_id, 10)
+    alive = rig.scheduler._roster.alive
+
+    follows = starts_following(second, match, alive, min_blocks=1, until_s=9.0)
+
+    assert not follows
+    assert second.leader is None
+
+
+def test_a_follower_of_a_preempted_leader_wakes() -> None:
+    """It does not wait for a sequence that waits itself."""
     rig = Rig(num_blocks=14, settings=CHUNKED)
     rig.add(make_request("old", make_prompt(8, family=1), max_tokens=40))
     rig.step()

@@ -16,10 +16,13 @@ def make_crowd(count: int, *, max_tokens: int = 40) -> list[Request]:
     ]
 
 
-def step_until_preempted(rig: Rig) -> None:
-    """Turn the loop until somebody had to give way."""
-    while not rig.scheduler.stats().num_preemptions:
+def step_until_preempted(rig: Rig) -> int:
+    """Turn the loop until somebody had to give way; in which step that was, from 1."""
+    for step in range(1, 1000):
         rig.step()
+        if rig.scheduler.stats().num_preemptions:
+            return step
+    raise AssertionError("nobody had to give way")
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -128,6 +131,29 @@ def test_a_request_that_finishes_after_preemption_is_released_once(depth: int) -
         rig.check_empty()
 
 
+@pytest.mark.parametrize("ends_by", ["abort", "length"])
+def test_nobody_gives_way_when_a_step_in_flight_makes_room(ends_by: str) -> None:
+    """With two steps in flight, a sequence that needs a block waits for one that is ending."""
+    probe = Rig(num_blocks=12, depth=2)
+    probe.add(*make_crowd(2))
+    step = step_until_preempted(probe)
+    num_rows = sum("r0" in batch.request_ids for batch in probe.batches)
+
+    rig = Rig(num_blocks=12, depth=2)
+    old, new = make_crowd(2)
+    if ends_by == "length":
+        old = make_request("r0", make_prompt(8), max_tokens=num_rows)
+    rig.add(old, new)
+    rig.steps(step - 1)
+    assert rig.scheduler.stats().num_running == 2
+    if ends_by == "abort":
+        rig.core.abort(old.request_id)
+    rig.run()
+
+    assert rig.scheduler.stats().num_preemptions == 0
+    assert rig.outputs["r1"] == expected_tokens(new)
+
+
 def test_nobody_is_admitted_in_the_step_that_preempts() -> None:
     """Lesson 36: no preempt, admit, preempt: the freed blocks are for those who needed them."""
     rig = Rig(num_blocks=20)
@@ -206,6 +232,22 @@ def test_a_blocked_head_is_passed_a_bounded_number_of_times() -> None:
     started = list(dict.fromkeys(name for batch in rig.batches for name in batch.request_ids))
     assert started[:5] == ["a", "s0", "s1", "s2", "big"]
     assert list(rig.reasons)[:4] == ["s0", "s1", "s2", "a"]
+
+
+@pytest.mark.parametrize(("lookahead", "passes"), [(1, False), (2, True)])
+def test_no_more_blocked_sequences_are_looked_past_than_allowed(
+    lookahead: int, passes: bool
+) -> None:
+    """A step's cost is bounded however many wait."""
+    rig = Rig(num_blocks=20, settings={"lookahead": lookahead})
+    rig.add(make_request("a", make_prompt(48), max_tokens=20))
+    rig.step()
+    rig.add(*(make_request(f"big{n}", make_prompt(60, family=1 + n)) for n in range(2)))
+    rig.add(make_request("small", make_prompt(3, family=4)))
+
+    rig.step()
+
+    assert ("small" in rig.names()) == passes
 
 
 def test_nothing_passes_a_preempted_sequence() -> None:

@@ -39,7 +39,8 @@ class SchedulerConfig:
     """Output length that admission reckons with until it has seen some end."""
 
     max_passes: int = 16
-    """How many later sequences may be admitted before a blocked one; then it is a wall."""
+    """How many later sequences may be admitted before a blocked one, which is then a wall;
+    0 lets nothing pass, ever."""
 
     lookahead: int = 8
     """How many blocked sequences are looked past in one step."""

@@ -111,8 +111,8 @@ class Holdings:
             self._cache.save(sequence.lease)
 
     def usage(self, sequence: Sequence, match: Match | None, now: float) -> Usage:
-        """What its prompt costs, as it is admitted for the first time."""
-        found = 0 if match is None else match.device_blocks * self._cache.block_tokens
+        """What its prompt costs; asked as it begins for the first time."""
+        found = sequence.num_computed
         reason: str | None = "caching_off"
         if match is not None:
             reason = None if match.reason is None else match.reason.value

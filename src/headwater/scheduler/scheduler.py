@@ -194,8 +194,8 @@ class Scheduler:
             if s.schedulable_end <= s.num_scheduled < s.max_computed
         ]
         if not needy or self._holdings.grow(needy, now):
-            return not self._roster.leaving
-        for sequence in sorted(needy, key=lambda s: s.rank):
+            return True
+        for sequence in needy:
             while sequence.state is SequenceState.DECODE:
                 if self._holdings.grow((sequence,), now):
                     break
