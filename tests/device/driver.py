@@ -8,7 +8,7 @@ import numpy as np
 from headwater.device.model import LoadedModel
 from headwater.device.runner import TorchRunner
 from headwater.scheduler.batch import ScheduledBatch, StepResult
-from headwater.scheduler.sequence import SamplingParams
+from headwater.scheduler.request import SamplingParams
 from headwater.types import RequestId, Tokens
 
 GREEDY = SamplingParams(temperature=0.0)

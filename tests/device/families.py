@@ -1,5 +1,6 @@
 """A tiny random-weight instance of each served family, and its own `generate` as the truth."""
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers as hf
+from safetensors.torch import load_file, save_file
 
 from headwater.types import Tokens
 
@@ -80,6 +82,26 @@ def save_family(name: str, folder: Path, *, seed: int = 0) -> Path:
     return folder
 
 
+def quantize_experts(folder: Path) -> None:
+    """Give a gpt_oss model the 4-bit experts that its published weights have."""
+    random = torch.Generator().manual_seed(0)
+    weights = load_file(folder / "model.safetensors")
+    for name in [
+        n for n in weights if n.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    ]:
+        experts, inward, outward = weights.pop(name).shape
+        shape = (experts, outward, inward // 32)
+        whole = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=random)
+        weights[name + "_blocks"] = whole
+        weights[name + "_scales"] = torch.randint(
+            121, 125, shape, dtype=torch.uint8, generator=random
+        )
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def prompt(num_tokens: int, *, seed: int = 0) -> Tokens:
     random = np.random.default_rng(seed)
     return random.integers(1, VOCAB, num_tokens).astype(np.int32)
@@ -88,10 +110,17 @@ def prompt(num_tokens: int, *, seed: int = 0) -> Tokens:
 class Reference:
     """The same folder in transformers alone, with its own attention and its own cache."""
 
-    def __init__(self, folder: Path) -> None:
-        model: Any = hf.AutoModelForCausalLM.from_pretrained(
-            folder, attn_implementation="eager", dtype=torch.float32, local_files_only=True
+    def __init__(self, folder: Path, **loading: object) -> None:
+        loader: Any = hf.AutoModelForCausalLM
+        model = loader.from_pretrained(
+            folder,
+            attn_implementation="eager",
+            dtype=torch.float32,
+            local_files_only=True,
+            **loading,
         )
+        for weight in model.parameters():
+            weight.data = weight.data.float()
         self._model = model.eval()
 
     def generate(self, tokens: Tokens, count: int) -> tuple[list[int], list[float]]:

@@ -3,14 +3,26 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+from transformers.utils.quantization_config import Mxfp4Config
 
+from headwater.device.builtin import LlamaShape, make_llama
 from headwater.device.families import SERVED, check_served, max_positions
 from headwater.device.model import load
 from headwater.device.packing import pack
 from headwater.errors import ModelError
 from tests.device.driver import Driver
-from tests.device.families import FAMILIES, Reference, assert_same_tokens, prompt
+from tests.device.families import (
+    FAMILIES,
+    Reference,
+    assert_same_tokens,
+    prompt,
+    quantize_experts,
+    save_family,
+)
 
 COUNT = 16
 
@@ -60,6 +72,21 @@ def test_tokens_equal_generate_when_packed(name: str, family: Any) -> None:
     )
 
 
+@pytest.mark.slow
+def test_four_bit_experts_are_turned_back_to_the_serving_dtype(tmp_path: Path) -> None:
+    """Published gpt_oss weights are mxfp4; they are served as `generate` reads them."""
+    quantize_experts(save_family("gpt_oss", tmp_path))
+    model = load(tmp_path)
+    driver = Driver(model)
+    sequence = driver.add(prompt(25, seed=3))
+
+    driver.finish(sequence, count=COUNT)
+
+    assert {weight.dtype for weight in model.module.parameters()} == {torch.float32}
+    reference = Reference(tmp_path, quantization_config=Mxfp4Config(dequantize=True))
+    assert_same_tokens(sequence.output, *reference.generate(prompt(25, seed=3), COUNT))
+
+
 @pytest.mark.parametrize(
     ("config", "why"),
     [
@@ -104,4 +131,22 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
         load(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ModelError, match="safetensors"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["missing", "reshaped", "cut"])
+def test_weights_that_are_not_whole_are_refused(damage: str, tmp_path: Path) -> None:
+    """A weight the folder lacks is an error: transformers would make it up (lesson 61)."""
+    shape = LlamaShape(layers=1, hidden=16, ffn=24, heads=2, kv_heads=1, head_dim=8)
+    path = make_llama(tmp_path, shape) / "model.safetensors"
+    weights = load_file(path)
+    if damage == "missing":
+        del weights["model.layers.0.self_attn.q_proj.weight"]
+    if damage == "reshaped":
+        weights["model.layers.0.mlp.up_proj.weight"] = np.zeros((3, 4), dtype=np.float32)
+    save_file(weights, path)
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:-8])
+
+    with pytest.raises(ModelError, match=str(tmp_path)):
         load(tmp_path)

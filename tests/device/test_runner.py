@@ -5,7 +5,7 @@ import pytest
 from headwater.device.model import LoadedModel, load
 from headwater.device.runner import TorchRunner
 from headwater.errors import ConfigError
-from headwater.scheduler.sequence import SamplingParams
+from headwater.scheduler.request import SamplingParams
 from tests.device.driver import Driver
 from tests.device.families import prompt
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headwater.device.noise import uniform
 from headwater.device.sampler import SampledRows, Sampler
-from headwater.scheduler.sequence import SamplingParams
+from headwater.scheduler.request import SamplingParams
 
 VOCAB = 40
 EOS = (5, 6)

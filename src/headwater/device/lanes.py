@@ -148,4 +148,5 @@ def _lane_tokens(contexts: Ints) -> Ints:
     """Lane size for a sequence of this many tokens: room to grow, in steps 2, 3, 4, 6, 8 …"""
     wanted = np.maximum(contexts + contexts // 8, _LANE_TOKENS)
     whole = 2 ** np.ceil(np.log2(wanted))
-    return np.where(wanted <= whole * 0.75, whole * 0.75, whole).astype(np.int64)
+    step = np.where(wanted <= whole * 0.75, whole * 0.75, whole)
+    return np.asarray(step, dtype=np.int64)

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 from transformers.utils.quantization_config import Mxfp4Config
 
 from headwater.device import builtin, packing
@@ -19,6 +21,8 @@ from headwater.device.fingerprint import fingerprint
 from headwater.errors import ConfigError, ModelError
 
 _log = logging.getLogger(__name__)
+
+_LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 _DTYPES = {
     "float32": torch.float32,
@@ -110,23 +114,37 @@ def _load_module(
     folder: Path, raw: Mapping[str, Any], dtype: torch.dtype | str
 ) -> PreTrainedModel:
     register()
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers' own
     whole = {"quantization_config": Mxfp4Config(dequantize=True)}
+    loader: Any = AutoModelForCausalLM
     try:
-        config = AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-        return AutoModelForCausalLM.from_pretrained(
+        module, found = loader.from_pretrained(
             folder,
-            config=config,
+            config=AutoConfig.from_pretrained(folder, **_LOCAL),
             dtype=dtype,
             attn_implementation=ATTENTION,
-            local_files_only=True,
-            trust_remote_code=False,
             use_safetensors=True,
+            output_loading_info=True,
+            **_LOCAL,
             **(whole if "quantization_config" in raw else {}),
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as exc:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as exc:
         raise ModelError(f"{folder} could not be loaded: {exc}") from exc
+    _check_complete(folder, found)
+    for weight in module.parameters():
+        # Weights that were quantised come out in a dtype of the quantiser's choice.
+        weight.data = weight.data.to(module.config.dtype)
+    return cast(PreTrainedModel, module)
+
+
+def _check_complete(folder: Path, found: Mapping[str, Any]) -> None:
+    """Weights that the folder lacks would be random, with no more than a warning."""
+    for fault in ("missing_keys", "mismatched_keys"):
+        if found.get(fault):
+            first = sorted(map(str, found[fault]))[0]
+            what = fault.removesuffix("_keys")
+            count = len(found[fault])
+            raise ModelError(f"{folder}: {count} weights are {what}, the first is {first}")
 
 
 def _facts(config: PretrainedConfig, folder: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headwater.device.kv import Ints
-from headwater.scheduler.sequence import SamplingParams
+from headwater.scheduler.request import SamplingParams
 from headwater.types import Tokens
 
 History = tuple[Tokens, int]
