@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -192,3 +194,10 @@ def test_the_key_may_come_from_the_environment(monkeypatch):
 
     assert server_config(parse()).api_key == "secret"
     assert server_config(parse("--api-key", "other")).api_key == "other"
+
+
+def test_the_version_is_that_of_the_package():
+    """One number: the one pyproject.toml builds, and the one the program says."""
+    settings = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
+
+    assert settings["project"]["version"] == __version__

@@ -6,13 +6,14 @@ it is first used.
 
 from typing import TYPE_CHECKING
 
+from headwater.config import VERSION
 from headwater.errors import HeadwaterError
 from headwater.scheduler.request import SamplingParams
 
 if TYPE_CHECKING:
     from headwater.launch.llm import LLM
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = ["LLM", "HeadwaterError", "SamplingParams", "__version__"]
 

@@ -11,6 +11,9 @@ from typing import Literal
 
 from headwater.errors import ConfigError
 
+VERSION = "0.1.0"
+"""Of this program; `headwater.__version__` is the same."""
+
 MIB = 1 << 20
 
 

@@ -14,7 +14,7 @@ from headwater.config import (
     idle_settings,
 )
 from headwater.errors import ConfigError
-from headwater.launch.server import Serving, serve
+from headwater.launch.server import Serving, StopSignals, serve
 
 
 def run_serve(options: Namespace, given: frozenset[str]) -> int:
@@ -25,8 +25,9 @@ def run_serve(options: Namespace, given: frozenset[str]) -> int:
         _say(f"note: {sentence}")
     if not server.is_loopback and server.api_key is None:
         _say(f"note: anyone who can reach {server.host} can use this server; see --api-key")
+    signals = StopSignals()
     _say(f"loading {engine.model or 'the built-in tiny model'}")
-    return serve(engine, server, lambda serving: _say(banner(serving, engine)))
+    return serve(engine, server, lambda serving: _say(banner(serving, engine)), signals)
 
 
 def engine_config(options: Namespace) -> EngineConfig:

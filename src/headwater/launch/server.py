@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
+from types import FrameType
 
 import msgspec
 import uvloop
@@ -23,6 +24,29 @@ from headwater.server.http import HttpServer, bind, url_of
 from headwater.server.service import Service
 
 
+class StopSignals:
+    """SIGTERM and SIGINT from now on: remembered until someone can act on them.
+
+    A server that is told to stop while it starts neither dies of it nor forgets it.
+    """
+
+    def __init__(self) -> None:
+        self._was_told = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._remember)
+
+    def attach(self, stop: Callable[[], None]) -> None:
+        """Call `stop`, in the running event loop, for each signal that came or comes."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop)
+        if self._was_told:
+            stop()
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self._was_told = True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
     """What a server says when it is ready."""
@@ -37,8 +61,9 @@ def serve(
     engine_config: EngineConfig,
     server_config: ServerConfig,
     announce: Callable[[Serving], None],
+    signals: StopSignals,
 ) -> int:
-    """Serve until told to stop by SIGTERM or SIGINT; the exit code.
+    """Serve until told to stop by one of `signals`; the exit code.
 
     Raises ConfigError or ModelError, with a sentence, where nothing can be served.
     """
@@ -46,8 +71,8 @@ def serve(
     with contextlib.closing(listener):
         child = EngineChild(["headwater.launch.engine"], msgspec.json.encode(engine_config))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            engine = AsyncEngine(child)
-            return runner.run(_Server(engine, server_config, listener, announce).run())
+            server = _Server(AsyncEngine(child), server_config, listener, announce, signals)
+            return runner.run(server.run())
 
 
 class _Server:
@@ -59,19 +84,20 @@ class _Server:
         config: ServerConfig,
         listener: socket.socket,
         announce: Callable[[Serving], None],
+        signals: StopSignals,
     ) -> None:
         self._engine = engine
         self._config = config
         self._listener = listener
         self._announce = announce
+        self._signals = signals
+        self._service: Service | None = None
         self._gate = Gate(config.api_key)
         self._http = HttpServer(self._gate, drain_timeout_s=config.drain_timeout_s)
 
     async def run(self) -> int:
         """Everything from the first byte to the exit code."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop)
+        self._signals.attach(self._stop)
         http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
         start = asyncio.create_task(self._start())
         try:
@@ -86,12 +112,14 @@ class _Server:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.gather(start, http, return_exceptions=True)
             await self._engine.close()
+            if self._service is not None:
+                self._service.close()
 
     async def _start(self) -> None:
         engine, config = self._engine, self._config
         await engine.start(timeout_s=config.start_timeout_s)
         tokenizer = await asyncio.to_thread(Tokenizer, engine.info.model_dir)
-        service = Service(
+        service = self._service = Service(
             engine, tokenizer, config, SystemClock(), created_s=datetime.now().timestamp()
         )
         self._gate.open(create_app(service))

@@ -7,7 +7,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headwater import __version__
+from headwater.config import VERSION
 from headwater.errors import EngineDead
 from headwater.metrics.prometheus import CONTENT_TYPE, render
 from headwater.metrics.stats import EngineStats
@@ -65,7 +65,7 @@ async def model(request: Request) -> Response:
 
 async def version(request: Request) -> Response:
     """The version of this program."""
-    return JsonReply(Version(version=__version__))
+    return JsonReply(Version(version=VERSION))
 
 
 async def metrics(request: Request) -> Response:
@@ -91,7 +91,7 @@ async def server_info(request: Request) -> Response:
     config["api_key"] = service.config.api_key is not None
     return JsonReply(
         {
-            "version": __version__,
+            "version": VERSION,
             "model": service.model_name,
             "engine": asdict(service.engine.info),
             "server": config,

@@ -8,7 +8,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headwater import __version__
+from headwater.config import VERSION
 from headwater.server import answers, schema
 from headwater.server.errors import ErrorAnswer
 from headwater.server.reply import JsonReply
@@ -49,7 +49,7 @@ def document() -> dict[str, Any]:
     """What this server answers, path by path."""
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Headwater", "version": __version__},
+        "info": {"title": "Headwater", "version": VERSION},
         "paths": _paths(),
         "components": {
             "schemas": _schemas(),

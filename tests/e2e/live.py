@@ -1,0 +1,127 @@
+"""A real server process on the built-in model, as an operator would start it."""
+
+import http.client
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+_READY = re.compile(r"is ready at (http://\S+)")
+_ENGINE = re.compile(r"engine +process (\d+)")
+
+
+class LiveServer:
+    """`headwater serve` with these flags, on a free port, until `stop`."""
+
+    def __init__(self, *flags: str, blocks: int = 128) -> None:
+        command = [sys.executable, "-m", "headwater", "serve", "--port", "0", "--threads", "1"]
+        self.process = subprocess.Popen(
+            [*command, "--num-gpu-blocks-override", str(blocks), *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.said: list[str] = []
+        self.errors: list[str] = []
+        self.url = ""
+        self.engine_pid = 0
+        self._reader = threading.Thread(target=self._read_errors, daemon=True)
+        self._reader.start()
+
+    def wait_ready(self) -> "LiveServer":
+        """Read the banner; raises with what the server said where there is none."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.said.append(line)
+            if found := _READY.search(line):
+                self.url = found.group(1)
+            if found := _ENGINE.search(line):
+                self.engine_pid = int(found.group(1))
+            if line.startswith("stop with"):
+                return self
+        raise AssertionError(f"no server: {self.said} {self.errors}")
+
+    def _read_errors(self) -> None:
+        assert self.process.stderr is not None
+        with self.process.stderr as lines:
+            self.errors.extend(lines)
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Tell it to stop; its exit code."""
+        self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        """The exit code, once there is one."""
+        code = self.process.wait(timeout=60)
+        assert self.process.stdout is not None
+        self.said.extend(self.process.stdout)
+        self.process.stdout.close()
+        self._reader.join()
+        return code
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=60, **options)
+
+    def post(self, path: str, body: object = None, **options: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=60, **options)
+
+    def complete(self, **fields: Any) -> httpx.Response:
+        return self.post("/v1/completions", {"prompt": "hello", "temperature": 0} | fields)
+
+    def open_stream(self, **fields: Any) -> "Stream":
+        return Stream(self.url, fields)
+
+    def until_idle(self) -> dict[str, Any]:
+        """Ask until nothing runs; what /cache says then."""
+        while True:
+            state: dict[str, Any] = self.get("/cache").json()
+            if state["num_running"] == 0 and state["num_waiting"] == 0:
+                return state
+
+
+class Stream:
+    """A streamed completion that is read event by event, over a connection of its own."""
+
+    def __init__(self, url: str, fields: dict[str, Any]) -> None:
+        place = urlsplit(url)
+        self._connection = http.client.HTTPConnection(
+            place.hostname or "", place.port, timeout=60
+        )
+        body = {
+            "prompt": "hello",
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        } | fields
+        self._connection.request("POST", "/v1/completions", json.dumps(body))
+        self._response = self._connection.getresponse()
+        self.status = self._response.status
+
+    def next(self) -> Any:
+        """The next event; None at the end."""
+        for line in self._response:
+            data = line.removeprefix(b"data: ").strip()
+            if data == b"[DONE]":
+                return None
+            if data:
+                return json.loads(data)
+        raise ConnectionError("the stream ended without [DONE]")
+
+    def rest(self) -> list[Any]:
+        """Every event up to the end."""
+        found = []
+        while (event := self.next()) is not None:
+            found.append(event)
+        return found
+
+    def close(self) -> None:
+        """Leave, in the middle or not."""
+        self._response.close()
+        self._connection.close()

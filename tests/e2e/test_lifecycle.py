@@ -1,0 +1,133 @@
+"""How a server starts, dies and stops: exit codes, messages, and what clients are told."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from tests.e2e.live import LiveServer
+
+pytestmark = pytest.mark.slow
+
+
+def test_sigterm_drains_then_exits_0():
+    """Lesson 59: what runs is finished, what is new is refused, and the exit code is 0."""
+    server = LiveServer().wait_ready()
+    stream = server.open_stream(max_tokens=300)
+    first = stream.next()
+
+    server.process.send_signal(signal.SIGTERM)
+    rest = stream.rest()
+
+    assert first["choices"][0]["finish_reason"] is None
+    assert rest[-1]["choices"][0]["finish_reason"] == "length"
+    stream.close()
+    assert server.wait() == 0
+    with pytest.raises(httpx.ConnectError):
+        server.get("/health")
+
+
+def test_a_drain_is_bounded_and_two_servers_live_side_by_side():
+    """Lesson 59: a request that would take for ever does not keep the server; and
+    lesson 60: two servers share nothing, so stopping one leaves the other."""
+    other = LiveServer().wait_ready()
+    server = LiveServer("--drain-timeout", "1").wait_ready()
+    stream = server.open_stream(max_tokens=8000)
+    stream.next()
+
+    assert server.stop() == 0
+    stream.close()
+
+    assert other.complete(max_tokens=4).status_code == 200
+    assert other.url != server.url
+    assert other.stop(signal.SIGINT) == 0
+
+
+def test_a_killed_engine_is_told_to_every_client_at_once():
+    """Streams get an error event, waiting requests and /health a 503 with the reason."""
+    server = LiveServer("--max-num-seqs", "1").wait_ready()
+    stream = server.open_stream(max_tokens=8000)
+    stream.next()
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(server.complete)
+        while server.get("/cache").json()["num_waiting"] == 0:
+            pass
+
+        os.kill(server.engine_pid, signal.SIGKILL)
+
+        assert stream.rest()[-1]["error"]["code"] == "engine_dead"
+        answer = waiting.result(timeout=10)
+    stream.close()
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "engine_dead"
+    health = server.get("/health")
+    assert health.status_code == 503
+    assert "signal 9" in health.json()["error"]["message"]
+    assert server.complete().status_code == 503
+    assert server.get("/metrics").status_code == 200
+    assert server.stop() == 0
+
+
+def test_a_server_may_be_told_to_go_with_its_engine():
+    """For supervisors that restart what exits: the sentence, and exit code 1."""
+    server = LiveServer("--exit-with-engine").wait_ready()
+
+    os.kill(server.engine_pid, signal.SIGKILL)
+
+    assert server.wait() == 1
+    assert any("the engine process ended with signal 9" in line for line in server.errors)
+
+
+def test_a_taken_port_is_a_clear_message():
+    """Lesson 60: known before anything is loaded; names the port; exit code 1."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+
+        found = subprocess.run(
+            [sys.executable, "-m", "headwater", "serve", "--port", str(port)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    assert found.returncode == 1
+    assert f"port {port} on 127.0.0.1 is in use" in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_a_model_that_cannot_be_served_is_a_sentence(tmp_path):
+    """Lesson 61: the engine's own sentence reaches the operator; exit code 1, no traceback."""
+    server = LiveServer(str(tmp_path))
+
+    assert server.wait() == 1
+    errors = "".join(server.errors)
+    assert "headwater: error:" in errors
+    assert "config.json" in errors
+    assert "Traceback" not in errors
+
+
+def test_a_server_can_be_stopped_while_it_loads():
+    """Told to stop before the model is there, it ends at once, with 0."""
+    server = LiveServer()
+    assert server.process.stdout is not None
+    assert server.process.stdout.readline().startswith("loading")
+
+    assert server.stop() == 0
+
+
+def test_the_demo_ends_by_itself():
+    """`headwater demo` shows a table with what was reused, and exits 0."""
+    found = subprocess.run(
+        [sys.executable, "-m", "headwater", "demo"], capture_output=True, text=True, timeout=120
+    )
+
+    assert found.returncode == 0, found.stderr
+    assert "what the prefix cache saved" in found.stdout
+    assert "prompt tokens were found in the cache" in found.stdout
