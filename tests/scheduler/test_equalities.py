@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.scheduler.request import Request
 from headwater.types import RequestId
 from tests.scheduler.rig import Rig, expected_tokens, make_prompt, make_request
+from tests.search import search
 
 EOS = (7,)
 
@@ -107,7 +108,7 @@ def cases(draw, *, with_aborts: bool = False) -> Case:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@search(examples=150)
 @given(case=cases())
 def test_every_request_ends_with_the_tokens_it_yields_alone(case: Case) -> None:
     """Liveness and the three equalities at once, at both depths, whatever pool can hold one
@@ -121,7 +122,7 @@ def test_every_request_ends_with_the_tokens_it_yields_alone(case: Case) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@search(examples=100)
 @given(case=cases(with_aborts=True))
 def test_an_abort_at_any_step_returns_every_slot_and_disturbs_nobody(case: Case) -> None:
     """Lesson 58: whatever is aborted when, the others' tokens are exact and the pool is whole."""
