@@ -166,3 +166,14 @@ def test_min_tokens_lets_an_ignored_end_through() -> None:
     assert choice(ignore_eos=True) == EOS[0]
     assert choice() not in EOS
     assert choice(stop_token_ids=(0,)) not in (0, *EOS)
+
+
+def test_rows_without_a_history_can_be_drawn() -> None:
+    """Only what needs the tokens said before asks for them."""
+    rows = SampledRows(
+        params=[SamplingParams(seed=1)], positions=np.array([4]), prompt_lens=[], histories={}
+    )
+
+    chosen, _ = Sampler(EOS).choose(torch.zeros(1, VOCAB), rows)
+
+    assert 0 <= int(chosen[0]) < VOCAB

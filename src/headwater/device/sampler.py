@@ -76,8 +76,9 @@ class Sampler:
         """Tokens that would end a row which must go on."""
         forbidden = []
         for row, params in enumerate(rows.params):
-            generated = int(rows.positions[row]) - rows.prompt_lens[row]
-            if generated < params.min_tokens:
+            if params.min_tokens == 0:
+                continue
+            if int(rows.positions[row]) - rows.prompt_lens[row] < params.min_tokens:
                 ends = () if params.ignore_eos else self._eos_token_ids
                 forbidden.append((row, params.stop_token_ids + ends))
         return forbidden
