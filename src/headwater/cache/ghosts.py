@@ -1,6 +1,7 @@
 """Why blocks that were here are not here any more. Bounded; oldest forgotten first."""
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from headwater.cache.node import Node
@@ -26,10 +27,15 @@ class Ghosts:
 
     def add(self, parent: Node, depth: int, first: bytes, ghost: Ghost) -> None:
         """Remember that the run at this place is gone."""
+        self._by_place[parent.uid, depth, first] = ghost
+        self._bound()
+
+    def add_nodes(self, nodes: Sequence[Node], reason: MissReason) -> None:
+        """Remember that `nodes` were taken out of the tree, parents after their children."""
         ghosts = self._by_place
-        ghosts[parent.uid, depth, first] = ghost
-        if len(ghosts) > self._max:
-            ghosts.popitem(last=False)
+        for node in nodes:
+            ghosts[node.parent.uid, node.start, node.first] = (reason, node.uid)  # type: ignore[union-attr]  # never a root
+        self._bound()
 
     def find(self, parent: Node, depth: int, first: bytes) -> Ghost | None:
         """The ghost at this place."""
@@ -43,3 +49,7 @@ class Ghosts:
     def clear(self) -> None:
         """Forget all."""
         self._by_place.clear()
+
+    def _bound(self) -> None:
+        while len(self._by_place) > self._max:
+            self._by_place.popitem(last=False)

@@ -75,9 +75,8 @@ class Pins:
         With `cold`, the node and what was last used with it are the next to be evicted.
         """
         free = self._unpin(node)
-        if node.gone:
-            self._drain(free)
-            return
+        # Storage may have lost the end of the path meanwhile, a reset all of it.
+        self._drain([at for at in free if at.gone])
         resident = [at for at in free if len(at.device)]
         for at in resident:
             if not (cold and at.used <= node.used):

@@ -36,7 +36,7 @@ class Residency:
         """Make the path that ends with `node` the most recent of the host tier."""
         at: Node | None = node
         while at is not None:
-            if len(at.host) and not at.jobs:
+            if len(at.host) and not at.jobs and not at.gone:
                 if at in self._host.order:
                     self._host.discard(at)
                 self._host.add(at, now)

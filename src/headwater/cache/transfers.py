@@ -242,11 +242,10 @@ class Transfers:
     def _finish(self, job: Job, *, now: float) -> None:
         """`job` is over: back into the host order with its nodes, and let go of the path."""
         self.jobs.finish(job)
-        if not job.node.gone:
-            self._residency.touch_host(job.node, now=now)
-            if job.transfer.target is Tier.HOST:
-                for segment in job.segments:
-                    self.writes.landed_on_host(segment.node)
+        self._residency.touch_host(job.node, now=now)
+        if job.transfer.target is Tier.HOST:
+            for segment in job.segments:
+                self.writes.landed_on_host(segment.node)
         self._pins.let_go(job.node, now=now, cold=job.cold)
 
     def _forget_from(self, job: Job, arrived: int) -> None:

@@ -164,20 +164,17 @@ class PrefixTree:
             node.tokens = node.tokens[: count * self.stride]
         self.version += 1
 
-    def detach(self, node: Node) -> None:
-        """Take `node`, and all below it, out of the tree. It is `gone` from here on."""
-        parent = node.parent
-        if parent is None or parent.children.get(node.first) is not node:
-            raise InvariantError("a node that is not in the tree cannot be detached")
-        del parent.children[node.first]
+    def cut(self, node: Node) -> None:
+        """Take `node` out of the tree. It is `gone` from here on."""
+        if node.parent is None or node.parent.children.pop(node.first, None) is not node:
+            raise InvariantError("a node that is not in the tree cannot be taken out")
+        node.gone = True
+        self.count_cut(1)
+
+    def count_cut(self, count: int) -> None:
+        """`count` nodes were taken out of the tree."""
+        self.num_nodes -= count
         self.version += 1
-        if not node.children:
-            node.gone = True
-            self.num_nodes -= 1
-            return
-        for gone in subtree(node):
-            gone.gone = True
-            self.num_nodes -= 1
 
     def clear(self) -> None:
         """Let go of everything; whoever has marked the nodes gone still has them."""
