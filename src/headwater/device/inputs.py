@@ -12,6 +12,7 @@ from torch import Tensor
 
 from headwater.device.attention.chunk import ChunkRow
 from headwater.device.attention.sdpa import SdpaStep
+from headwater.device.attention.shared import shared_tokens
 from headwater.device.attention.together import LaneStep
 from headwater.device.kv import Ints, KVPool
 from headwater.device.lanes import Lanes
@@ -128,6 +129,7 @@ def _decodes(
         end=end,
         contexts=contexts,
         tokens=batch.query_start[rows].astype(np.int64),
+        shared=shared_tokens(padded, contexts, pool.block_tokens),
     )
     return _Decodes(step=step, storage=lanes, lanes=placed, tables=padded, contexts=contexts)
 

@@ -75,7 +75,7 @@ def lean_layer(layer: nn.Module, *, least_weights: int) -> LeanLayer | None:
         return None
     probe = _Probe()
     expected, x, rotary = _try(layer, probe)
-    if probe.how is None or probe.how.softcap is not None or probe.how.sinks is not None:
+    if probe.how is None or not probe.how.has_plain_scores:
         return None
     lean = LeanLayer(layer, probe.how, least_weights=least_weights)
     ours = lean(x, position_embeddings=rotary, attention_step=probe)

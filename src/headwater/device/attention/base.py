@@ -25,6 +25,11 @@ class Variant(NamedTuple):
     sinks: Tensor | None = None
     """Per head: a score that takes part in the softmax and has no value."""
 
+    @property
+    def has_plain_scores(self) -> bool:
+        """Whether scores are scaled products and nothing else."""
+        return self.softcap is None and self.sinks is None
+
 
 class AttentionStep(Protocol):
     """What all layers of one step share, and how they attend."""

@@ -45,7 +45,7 @@ class ChunkRow:
         """
         sight = self._sight(how.window, query, pool.block_tokens)
         keys, values = own if self.first == 0 else self._read(pool, layer, sight.first_block)
-        if how.softcap is None and how.sinks is None:
+        if how.has_plain_scores:
             return _fused(query, keys, values, sight, how.scaling)
         parts = torch.split(query, _QUERIES)
         masks = self._mask(how.window, query, sight.first_block * pool.block_tokens)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from headwater.device.attention.base import Variant
 from headwater.device.attention.chunk import softmax_with_sinks
+from headwater.device.attention.shared import attend_shared
 from headwater.device.kv import Ints, KVPool
 from headwater.device.lanes import Lanes
 
@@ -25,8 +26,10 @@ class LaneStep:
         end: int,
         contexts: Ints,
         tokens: Ints,
+        shared: int = 0,
     ) -> None:
         self._pool = pool
+        self._shared = shared
         self._keys, self._values = storage.keys, storage.values
         self._lane_tokens = storage.lane_tokens
         self._num_lanes = storage.num_lanes
@@ -66,9 +69,26 @@ class LaneStep:
             0, self._rows, value.reshape(-1, pool.head_dim)
         )
         used = self._end * pool.kv_heads
-        weights = self._weights(query, keys[:used, : self._span], how)
-        out = torch.bmm(weights, values[:used, : self._span])
+        keys, values = keys[:, : self._span], values[:, : self._span]
+        if self._shared and how.window is None and how.has_plain_scores:
+            out = self._with_shared(query, keys, values, how.scaling)
+        else:
+            out = torch.bmm(self._weights(query, keys[:used], how), values[:used])
         return out.view(self._end, -1, pool.head_dim)
+
+    def _with_shared(
+        self, query: Tensor, keys: Tensor, values: Tensor, scaling: float
+    ) -> Tensor:
+        kv_heads, used = self._pool.kv_heads, self._end * self._pool.kv_heads
+        first = slice(int(self._lanes[0]) * kv_heads, (int(self._lanes[0]) + 1) * kv_heads)
+        at = self._shared
+        mask = self._mask(None, query.dtype)
+        return attend_shared(
+            query.reshape(used, -1, self._pool.head_dim) * scaling,
+            (keys[first, :at], values[first, :at]),
+            (keys[:used, at:], values[:used, at:]),
+            None if mask is None else mask[..., at:],
+        )
 
     def fills(self, num_tokens: int) -> bool:
         """Whether what `attend` returns is, as it stands, that of all tokens of the batch."""
@@ -100,7 +120,7 @@ class LaneStep:
         """Softmax of scores, `[lanes * kv_heads, queries a head, keys]`."""
         grouped = query.reshape(keys.shape[0], -1, keys.shape[2])
         mask = self._mask(how.window, query.dtype)
-        if how.softcap is None and how.sinks is None:
+        if how.has_plain_scores:
             if mask is None:
                 return torch.bmm(grouped * how.scaling, keys.transpose(1, 2)).softmax(-1)
             return torch.baddbmm(
