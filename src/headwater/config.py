@@ -102,6 +102,9 @@ class LimitsConfig:
     max_stop_chars: int = 256
     """Longest stop string."""
 
+    max_stop_token_ids: int = 128
+    """Most stop token ids a request; all of a vocabulary would leave nothing to choose."""
+
     max_logprobs: int = 20
     """Most alternatives reported beside each token."""
 

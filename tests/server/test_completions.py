@@ -273,6 +273,8 @@ def test_values_that_ask_for_nothing_special_are_accepted(fields):
         ({"logit_bias": {"260": 1}}, "logit_bias"),
         ({"logit_bias": {str(i): 1 for i in range(2000)}}, "logit_bias"),
         ({"stop_token_ids": [99999]}, "stop_token_ids"),
+        ({"stop_token_ids": list(range(200))}, "stop_token_ids"),
+        ({"repetition_penalty": 5e-324}, "repetition_penalty"),
         ({"cache_salt": ""}, "cache_salt"),
         ({"request_id": "a b"}, "request_id"),
         ({"seed": 2**63}, "seed"),

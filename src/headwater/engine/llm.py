@@ -17,7 +17,7 @@ from headwater.engine.output import SequenceOutput, Usage
 from headwater.engine.progress import Progress, SilentProgress, show_progress
 from headwater.engine.text import TextStream
 from headwater.engine.tokenizer import Tokenizer
-from headwater.errors import RequestError
+from headwater.errors import HeadwaterError, RequestError
 from headwater.scheduler.batch import TokenLogprobs
 from headwater.scheduler.request import Request, SamplingParams
 from headwater.types import RequestId, Tokens
@@ -117,8 +117,10 @@ class OfflineEngine:
                 pending[request.request_id] = _Pending(answer, one, stop, self.tokenizer)
             with progress:
                 self._turn(pending, progress)
-        finally:
+        except HeadwaterError:
             self._end(pending)
+            raise
+        self._end(pending)
         return answers
 
     def _request(self, tokens: Tokens, params: SamplingParams, cache_salt: str) -> Request:
@@ -143,7 +145,7 @@ class OfflineEngine:
                         self.core.abort(output.request_id)
 
     def _end(self, pending: dict[RequestId, "_Pending"]) -> None:
-        """Leave nothing running, whatever happened."""
+        """Leave nothing running: not the rest of a batch, not what a stop string ended."""
         for request_id in pending:
             self.core.abort(request_id)
         while self.core.has_work:

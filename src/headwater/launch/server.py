@@ -71,8 +71,10 @@ def serve(
     with contextlib.closing(listener):
         child = EngineChild(["headwater.launch.engine"], msgspec.json.encode(engine_config))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            server = _Server(AsyncEngine(child), server_config, listener, announce, signals)
-            return runner.run(server.run())
+            server = _Server(
+                AsyncEngine(child), engine_config, server_config, listener, announce
+            )
+            return runner.run(server.run(signals))
 
 
 class _Server:
@@ -81,23 +83,23 @@ class _Server:
     def __init__(
         self,
         engine: AsyncEngine,
+        engine_config: EngineConfig,
         config: ServerConfig,
         listener: socket.socket,
         announce: Callable[[Serving], None],
-        signals: StopSignals,
     ) -> None:
         self._engine = engine
+        self._engine_config = engine_config
         self._config = config
         self._listener = listener
         self._announce = announce
-        self._signals = signals
         self._service: Service | None = None
         self._gate = Gate(config.api_key)
         self._http = HttpServer(self._gate, drain_timeout_s=config.drain_timeout_s)
 
-    async def run(self) -> int:
+    async def run(self, signals: StopSignals) -> int:
         """Everything from the first byte to the exit code."""
-        self._signals.attach(self._stop)
+        signals.attach(self._stop)
         http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
         start = asyncio.create_task(self._start())
         try:
@@ -120,7 +122,12 @@ class _Server:
         await engine.start(timeout_s=config.start_timeout_s)
         tokenizer = await asyncio.to_thread(Tokenizer, engine.info.model_dir)
         service = self._service = Service(
-            engine, tokenizer, config, SystemClock(), created_s=datetime.now().timestamp()
+            engine,
+            tokenizer,
+            config,
+            SystemClock(),
+            created_s=datetime.now().timestamp(),
+            engine_config=self._engine_config,
         )
         self._gate.open(create_app(service))
         self._announce(

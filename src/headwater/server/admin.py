@@ -89,11 +89,13 @@ async def server_info(request: Request) -> Response:
     service = _service(request)
     config = asdict(service.config)
     config["api_key"] = service.config.api_key is not None
+    asked = service.engine_config
     return JsonReply(
         {
             "version": VERSION,
             "model": service.model_name,
             "engine": asdict(service.engine.info),
+            "engine_config": None if asked is None else asdict(asked),
             "server": config,
             "kv_events": None,
         }

@@ -12,6 +12,7 @@ from headwater.server.schema import Sampling
 from headwater.types import Tokens
 
 _SEED_RANGE = 1 << 63
+_LEAST_TEMPERATURE = 0.001
 
 
 def stop_strings(body: Sampling, limits: LimitsConfig) -> tuple[str, ...]:
@@ -94,7 +95,7 @@ def sampling_params(
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        temperature=_or(body.temperature, 1.0),
+        temperature=_temperature(body),
         top_p=_or(body.top_p, 1.0),
         top_k=max(0, body.top_k or 0),
         min_p=_or(body.min_p, 0.0),
@@ -118,6 +119,12 @@ def _or(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
+def _temperature(body: Sampling) -> float:
+    """What is nearly greedy is greedy: dividing by almost nothing makes no numbers."""
+    wanted = _or(body.temperature, 1.0)
+    return wanted if wanted >= _LEAST_TEMPERATURE else 0.0
+
+
 def _logit_bias(body: Sampling, limits: LimitsConfig, info: EngineInfo) -> dict[int, float]:
     bias = body.logit_bias or {}
     if len(bias) > limits.max_logit_bias:
@@ -136,8 +143,8 @@ def _bias_token(key: str, info: EngineInfo) -> int:
 def _stop_token_ids(
     ids: Sequence[int], limits: LimitsConfig, info: EngineInfo
 ) -> tuple[int, ...]:
-    if len(ids) > limits.max_logit_bias:
-        raise Refused(f"at most {limits.max_logit_bias} ids", param="stop_token_ids")
+    if len(ids) > limits.max_stop_token_ids:
+        raise Refused(f"at most {limits.max_stop_token_ids} ids", param="stop_token_ids")
     for token in ids:
         if token >= info.vocab_size:
             raise Refused(f"{token} is not a token id of this model", param="stop_token_ids")

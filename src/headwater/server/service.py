@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from headwater.clock import Clock
-from headwater.config import ServerConfig
+from headwater.config import EngineConfig, ServerConfig
 from headwater.engine.client import EngineClient
 from headwater.engine.tokenizer import Tokenizer
 from headwater.metrics.recorder import Recorder
@@ -30,10 +30,13 @@ class Service:
         clock: Clock,
         *,
         created_s: float,
+        engine_config: EngineConfig | None = None,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.config = config
+        self.engine_config = engine_config
+        """What the engine was asked to be, where the server started it; for `/server_info`."""
         self.clock = clock
         self.created = math.floor(created_s)
         """Seconds since 1970 when serving began."""

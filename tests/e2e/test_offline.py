@@ -1,0 +1,75 @@
+"""`headwater.LLM` on the built-in model, and that it says what the server says."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import headwater
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def llm():
+    llm = headwater.LLM(num_blocks_override=64, max_model_len=2048, num_threads=1)
+    yield llm
+    llm.close()
+
+
+def test_offline_equals_served(llm, server):
+    """The same prompt gives the same tokens in this process and behind HTTP, greedy and seeded."""
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.8, "seed": 7, "top_p": 0.9},
+    ]
+    for options in ways:
+        params = headwater.SamplingParams(max_tokens=16, ignore_eos=True, **options)
+
+        mine = llm.generate("a spring in the mountains", params)[0]
+        answer = server.complete(
+            prompt="a spring in the mountains",
+            max_tokens=16,
+            ignore_eos=True,
+            return_token_ids=True,
+            **options,
+        ).json()
+
+        assert mine.tokens == answer["choices"][0]["token_ids"]
+        assert mine.text == answer["choices"][0]["text"]
+
+
+def test_a_conversation_is_reused_turn_by_turn(llm):
+    """Lesson 64: the next turn finds the one before, and says how much of it."""
+    messages = [{"role": "user", "content": "tell me about water " * 10}]
+    first = llm.chat(messages, headwater.SamplingParams(max_tokens=4))[0]
+    second = llm.chat(
+        [
+            *messages,
+            {"role": "assistant", "content": "ok"},
+            {"role": "user", "content": "more"},
+        ],
+        headwater.SamplingParams(max_tokens=4),
+    )[0]
+
+    assert first.cached_tokens == 0
+    assert second.cached_tokens == 192
+
+
+def test_importing_the_package_does_not_import_torch():
+    """`headwater.LLM` is there, and costs nothing until it is used."""
+    script = (
+        "import sys, headwater\n"
+        "assert 'LLM' in headwater.__all__\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert headwater.LLM.__name__ == 'LLM'\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path):
+    """Lesson 61: an error with a sentence; no half-built object."""
+    with pytest.raises(headwater.HeadwaterError, match=r"config\.json"):
+        headwater.LLM(str(tmp_path))

@@ -1,0 +1,76 @@
+"""Counts and histograms of one server."""
+
+from headwater.clock import VirtualClock
+from headwater.metrics import names
+from headwater.metrics.prometheus import render
+from headwater.metrics.recorder import Histogram, Recorder, RequestTimer
+from headwater.metrics.stats import EngineStats, TierStats
+from headwater.scheduler.output import SequenceOutput
+from headwater.scheduler.usage import Usage
+from headwater.types import RequestId
+
+
+def make_output(num_tokens, usage=None):
+    return SequenceOutput(
+        request_id=RequestId("r"),
+        tokens=[1] * num_tokens,
+        logprobs=[None] * num_tokens,
+        usage=usage,
+    )
+
+
+def test_a_histogram_counts_each_value_in_its_bucket():
+    """A bound is inside its bucket; what is above all bounds has a bucket of its own."""
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 9.0):
+        histogram.observe(value)
+
+    assert histogram.counts == [2, 1, 1]
+    assert histogram.total == 12.0
+
+
+def test_a_sequence_is_timed_from_arrival_to_end():
+    """First token, each later token, and the end, on the clock that was passed in."""
+    clock, recorder = VirtualClock(), Recorder()
+    usage = Usage(
+        prompt_tokens=9, cached_tokens=4, by_tier={"device": 4}, computed=5, queued_s=0.5
+    )
+    timer = RequestTimer(recorder, clock)
+    clock.advance(2.0)
+    timer.land(make_output(1, usage))
+    clock.advance(0.3)
+    timer.land(make_output(3))
+    clock.advance(1.0)
+    timer.end("length")
+
+    assert recorder.histograms[names.TTFT].total == 2.0
+    itl = recorder.histograms[names.ITL]
+    assert (sum(itl.counts), round(itl.total, 6)) == (3, 0.3)
+    assert recorder.histograms[names.E2E].total == 3.3
+    assert recorder.histograms[names.QUEUE].total == 0.5
+    assert recorder.counts[names.GENERATION_TOKENS, ""] == 4
+    assert recorder.counts[names.PROMPT_TOKENS, ""] == 9
+    assert recorder.counts[names.PROMPT_TOKENS_BY_SOURCE, "computed"] == 5
+    assert recorder.counts[names.PROMPT_TOKENS_BY_SOURCE, "device"] == 4
+    assert recorder.counts[names.SUCCESS, "length"] == 1
+
+
+def test_usage_counts_what_sequences_hold_once():
+    """Lesson 62: cached blocks that nobody leases are room, not use; shared ones count once."""
+    tier = TierStats(num_blocks=10, free=2, held=3, cached=5, evictable=4)
+    stats = EngineStats(tiers={"device": tier})
+
+    text = render(Recorder(), stats, block_tokens=64).decode()
+
+    assert "headwater:kv_cache_usage_perc 0.4" in text
+
+
+def test_every_metric_has_a_name_once_and_a_help():
+    """Names are unique; counters say so in their name; nothing is without an explanation."""
+    metrics = names.ENGINE_METRICS + names.SERVER_METRICS
+
+    assert len({metric.name for metric in metrics}) == len(metrics)
+    for metric in metrics:
+        assert metric.help.endswith(".")
+        assert (metric.kind is names.Kind.COUNTER) == metric.name.endswith("_total")
+        assert (metric.kind is names.Kind.HISTOGRAM) == bool(metric.buckets)
