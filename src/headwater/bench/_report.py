@@ -25,5 +25,5 @@ def _flat(result: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     return rows
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"

@@ -9,7 +9,8 @@ import gc
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -77,8 +78,8 @@ def measure_long(block: int) -> dict[str, float]:
     path = TokenPath(np.arange(LONG, dtype=np.int32))
     for _ in range(9):
         cache = _make_cache(LONG // block, block)
-        inserts.append(_time(lambda cache=cache: _insert(cache, path)))
-        matches += [_time(lambda cache=cache: _full_match(cache, path)) for _ in range(30)]
+        inserts.append(_time(partial(_insert, cache, path)))
+        matches += [_time(partial(_full_match, cache, path)) for _ in range(30)]
     return {"match_131072_us": median(matches), "insert_131072_us": median(inserts)}
 
 
@@ -93,7 +94,7 @@ def measure_takes(leaves: int) -> dict[str, float]:
     gc.freeze()
     taken = {}
     for count, times in TAKES.items():
-        took = [_time(lambda n=count: cache.take(n, now=0.0)) for _ in range(times)]
+        took = [_time(partial(cache.take, count, now=0.0)) for _ in range(times)]
         taken[str(count)] = median(took)
     return taken
 
@@ -148,7 +149,7 @@ def _full_match(cache: TieredCache, path: TokenPath) -> None:
         raise InvariantError("a prompt that was just published is not a full hit")
 
 
-def _time(call: Any) -> float:
+def _time(call: Callable[[], object]) -> float:
     start = time.perf_counter_ns()
     call()
     return (time.perf_counter_ns() - start) / 1e3

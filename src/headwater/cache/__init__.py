@@ -14,7 +14,8 @@ from headwater.cache.plan import (
     Outcome,
     Promotion,
 )
-from headwater.cache.tiered import CacheStats, TieredCache
+from headwater.cache.stats import CacheStats
+from headwater.cache.tiered import TieredCache
 
 __all__ = [
     "CacheConfig",

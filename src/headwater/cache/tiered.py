@@ -4,8 +4,6 @@ Pure: no I/O, no threads, no clock. Callers pass `now` and get back values that 
 move. One thread calls it; nothing here waits, and nothing is locked.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from headwater.cache.audit import audit
@@ -16,13 +14,14 @@ from headwater.cache.inflight import Announcements
 from headwater.cache.jobs import loading_job
 from headwater.cache.keys import KeyScheme, TokenPath
 from headwater.cache.lease import Lease
-from headwater.cache.ledger import Ledger, LedgerStats
+from headwater.cache.ledger import Ledger
 from headwater.cache.node import Node
 from headwater.cache.pins import Pins
 from headwater.cache.plan import Demotion, Landing, Match, MissReason, Outcome, Promotion
 from headwater.cache.policy import POLICIES
-from headwater.cache.pool import PoolStats, SlotState
+from headwater.cache.pool import SlotState
 from headwater.cache.shelf import Shelf
+from headwater.cache.stats import CacheStats
 from headwater.cache.transfers import Transfers
 from headwater.cache.tree import PrefixTree
 from headwater.errors import CacheUseError, StaleLease
@@ -30,29 +29,6 @@ from headwater.types import EMPTY, BlockKey, RequestId, Slots, Tier
 
 _SHORT_RUN = 64
 """A run up to this many blocks is extended in place whatever is appended."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheStats:
-    """A snapshot of the cache. Counters only; ratios are the reader's."""
-
-    device: PoolStats
-    host: PoolStats
-    device_evictable: int
-    host_evictable: int
-    evicted_device: int
-    evicted_host: int
-    lost_blocks: int
-    """Blocks that left their last tier."""
-
-    nodes: int
-    leases: int
-    jobs: int
-    late_outcomes: int
-    """Outcomes of jobs that were not in flight."""
-
-    generation: int
-    ledger: LedgerStats
 
 
 class TieredCache:

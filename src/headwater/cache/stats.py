@@ -1,0 +1,29 @@
+"""A snapshot of the cache, for whoever reports on it."""
+
+from dataclasses import dataclass
+
+from headwater.cache.ledger import LedgerStats
+from headwater.cache.pool import PoolStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheStats:
+    """A snapshot of the cache. Counters only; ratios are the reader's."""
+
+    device: PoolStats
+    host: PoolStats
+    device_evictable: int
+    host_evictable: int
+    evicted_device: int
+    evicted_host: int
+    lost_blocks: int
+    """Blocks that left their last tier."""
+
+    nodes: int
+    leases: int
+    jobs: int
+    late_outcomes: int
+    """Outcomes of jobs that were not in flight."""
+
+    generation: int
+    ledger: LedgerStats

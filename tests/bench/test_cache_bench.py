@@ -1,0 +1,74 @@
+"""`headwater bench cache`: the figures it promises, and that its cache is an exact LRU."""
+
+import json
+from argparse import Namespace
+
+import pytest
+
+from headwater.bench import cache as bench
+from headwater.bench._workload import make_workload, read_trace
+from headwater.cli import main
+from headwater.errors import ConfigError
+from tests.cache.naive import NaiveLru
+
+
+@pytest.mark.slow
+def test_json_has_the_promised_keys(capsys):
+    """One JSON object on standard output, and nothing else."""
+    assert main(["bench", "cache", "--quick", "--requests", "50", "--json"]) == 0
+
+    result = json.loads(capsys.readouterr().out)
+    for name in ("mean_us", "p50_us", "p99_us", "match_131072_us", "insert_131072_us"):
+        assert result[name] > 0
+    assert result["hit_tokens"] > 0
+    assert result["metadata_bytes_per_block"] > 4 * 64
+    assert "evicted_blocks" in result
+    assert set(result["take_us"]) == {"1000", "10000", "100000"}
+    assert set(result["take_us"]["1000"]) == {"1", "64", "1000", "10000"}
+
+
+@pytest.mark.parametrize("capacity_tokens", [60_000, 4_000_000])
+def test_hits_are_those_of_a_naive_model(capacity_tokens):
+    """The same workload through a dict of blocks hits the same number of tokens."""
+    requests = [r for r in make_workload(150) if r.input_length < 20_000]
+    options = Namespace(block=512, capacity_tokens=capacity_tokens)
+    model = NaiveLru(capacity_tokens // 512, 512)
+    hits = 0
+    for number, request in enumerate(requests):
+        prompt = request.prompt().tolist()
+        whole = prompt + request.output(number).tolist()
+        blocks = model.blocks(whole)
+        found = model.match(prompt, (len(prompt) - 1) // 512)
+        hits += found * 512
+        model.lease(blocks[:found])
+        first = -(-len(prompt) // 512)
+        assert model.take(first - found)
+        surplus = model.commit(blocks[found : len(prompt) // 512])
+        growth = -(-len(whole) // 512) - first
+        assert model.take(growth)
+        done = max(len(prompt) // 512, found)
+        surplus += model.commit(blocks[done:])
+        published = len(blocks) - found - surplus
+        model.release(blocks, first - found + growth - published)
+
+    result = bench.replay(requests, options)
+
+    assert result["hit_tokens"] == hits > 0
+    assert (result["evicted_blocks"] > 0) == (capacity_tokens == 60_000)
+
+
+def test_the_workload_is_the_same_every_time():
+    """A seed is a workload."""
+    assert make_workload(20) == make_workload(20)
+    assert make_workload(20) != make_workload(20, seed=2)
+
+
+def test_a_missing_or_broken_trace_is_a_sentence(tmp_path, capsys):
+    """What is wrong with a trace is said, with its line."""
+    broken = tmp_path / "trace.jsonl"
+    broken.write_text('{"hash_ids": [1], "input_length": 3, "output_length": 1}\n{}\n')
+
+    with pytest.raises(ConfigError, match="line 2"):
+        read_trace(broken, 10)
+    assert main(["bench", "cache", "--trace", str(tmp_path / "none.jsonl")]) == 1
+    assert "cannot read the trace" in capsys.readouterr().err
