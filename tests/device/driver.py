@@ -25,8 +25,6 @@ class Running:
     params: SamplingParams = GREEDY
     num_computed: int = 0
     results: list[object] = field(default_factory=list)
-    in_flight: bool = False
-    """A token was chosen in a step that is not collected yet."""
 
     @property
     def output(self) -> list[int]:
@@ -59,6 +57,7 @@ class Driver:
         self._free = np.random.default_rng(seed).permutation(num_blocks).tolist()
         self._step = 0
         self._submitted: list[list[tuple[Running, int]]] = []
+        self._sampled_at: list[list[int | None]] = []
 
     def add(
         self,
@@ -87,14 +86,10 @@ class Driver:
         self._submitted.append(list(work))
         for sequence, count in work:
             sequence.num_computed += count
-            sequence.in_flight = sequence.num_computed >= len(sequence.tokens)
 
     def collect(self) -> StepResult:
         result = self.runner.collect()
         work = self._submitted.pop(0)
-        if not self._submitted:
-            for sequence, _ in work:
-                sequence.in_flight = False
         for (sequence, _), at in zip(work, self._sampled_at.pop(0), strict=True):
             if at is not None:
                 sequence.tokens.append(int(result.tokens[at]))
@@ -105,8 +100,6 @@ class Driver:
         """Whole prompts, then steps together until each has `count` new tokens."""
         while todo := [s for s in sequences if len(s.output) < count]:
             self.step(*((s, len(s.tokens) - s.num_computed) for s in todo))
-
-    _sampled_at: list[list[int | None]]
 
     def _batch(self, work: Items[tuple[Running, int]]) -> ScheduledBatch:
         tokens: list[int] = []
@@ -126,8 +119,6 @@ class Driver:
             if end >= len(sequence.tokens):
                 sampled.append(row)
         places = iter(range(len(sampled)))
-        if not hasattr(self, "_sampled_at"):
-            self._sampled_at = []
         self._sampled_at.append(
             [next(places) if r in sampled else None for r in range(len(work))]
         )

@@ -4,7 +4,7 @@ import pytest
 
 from headwater.device.model import LoadedModel, load
 from headwater.device.runner import TorchRunner
-from headwater.errors import ConfigError
+from headwater.errors import ConfigError, InvariantError
 from headwater.scheduler.request import SamplingParams
 from tests.device.driver import Driver
 from tests.device.families import prompt
@@ -84,6 +84,15 @@ def test_results_come_in_the_order_of_submission(llama: LoadedModel) -> None:
     assert [driver.collect().step, driver.collect().step] == [0, 1]
     driver.runner.close()
     driver.runner.close()
+
+
+def test_a_carry_from_nothing_is_found(llama: LoadedModel) -> None:
+    """A broken batch is our mistake, and stops the engine rather than inventing a token."""
+    batch = Driver(llama)._batch([(Driver(llama).add(prompt(3)), 3)])
+    batch.carry[0] = 0
+
+    with pytest.raises(InvariantError, match="nothing to carry"):
+        Driver(llama).runner.submit(batch)
 
 
 def test_an_impossible_depth_is_refused(llama: LoadedModel) -> None:

@@ -12,7 +12,7 @@ from headwater.device.lanes import Lanes
 from headwater.device.model import LoadedModel
 from headwater.device.penalties import History, is_penalised
 from headwater.device.sampler import SampledRows, Sampler
-from headwater.errors import ConfigError
+from headwater.errors import ConfigError, InvariantError
 from headwater.scheduler.batch import ScheduledBatch, StepResult
 from headwater.types import Tokens
 
@@ -41,12 +41,13 @@ class TorchRunner:
         if depth not in (1, 2):
             raise ConfigError(f"a runner has 1 or 2 steps in flight, not {depth}")
         self.depth = depth
-        self.max_batched_tokens = max_batched_tokens
         self._model = model
         self.pool = KVPool(model, num_blocks=num_blocks, block_tokens=block_tokens)
         if lane_bytes is None:
             lane_bytes = int(self.pool.num_bytes * LANE_SHARE)
-        self._lanes = Lanes(self.pool, max_lanes=max_num_seqs, max_bytes=lane_bytes)
+        # A row is at least a token, so no step has more rows than either.
+        max_lanes = min(max_num_seqs, max_batched_tokens)
+        self._lanes = Lanes(self.pool, max_lanes=max_lanes, max_bytes=lane_bytes)
         self._sampler = Sampler(model.eos_token_ids)
         self._results: deque[StepResult] = deque()
         self._last: tuple[ScheduledBatch, StepResult] | None = None
@@ -98,12 +99,14 @@ class TorchRunner:
         rows = np.flatnonzero(batch.carry >= 0)
         if len(rows) == 0:
             return {}
-        assert self._last is not None, "a first batch has nothing to carry"
+        if self._last is None:
+            raise InvariantError("a first batch has nothing to carry")
         before, result = self._last
         place = np.full(before.num_rows, -1, dtype=np.int64)
         place[before.sampled] = np.arange(len(before.sampled))
         places = place[batch.carry[rows]]
-        assert (places >= 0).all(), "a carry names a row that chose no token"
+        if (places < 0).any():
+            raise InvariantError("a carry names a row that chose no token")
         return dict(zip(rows.tolist(), result.tokens[places].tolist(), strict=True))
 
 
