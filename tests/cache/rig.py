@@ -61,7 +61,9 @@ class Rig:
         before = self.cache.stats()
         match = self.cache.match(path)
         self.agree(path, match)
+        beside = self.cache.available_beside(match)
         lease = self.cache.lease(match, owner=f"r{len(self.asked)}", now=self.now)
+        assert self.cache.num_available == beside
         held = self.cache.take(path.num_blocks(self.block) - lease.num_blocks, now=self.now)
         if held is None:
             self.cache.release(lease, now=self.now)

@@ -76,6 +76,17 @@ class TieredCache:
         """Device blocks that `take` could deliver now."""
         return self.device.pool.num_free + self.device.evictable
 
+    def available_beside(self, match: Match) -> int:
+        """Device blocks that `take` could deliver once `match` is leased: found blocks that
+        nobody has pinned are available now, and would be no longer."""
+        left, kept = match.device_blocks, 0
+        for node in match.nodes:
+            count = min(left, len(node.device))
+            left -= count
+            if not node.pins:
+                kept += count
+        return self.num_available - kept
+
     def match(self, path: TokenPath, max_blocks: int | None = None) -> Match:
         """How far `path` is cached, in at most `max_blocks` blocks. Changes nothing.
 
@@ -150,7 +161,8 @@ class TieredCache:
 
         They are blocks [lease.num_blocks, lease.num_blocks + len(slots)); the lease covers
         them from here on. Returns the surplus: slots of blocks that were published already,
-        which stay held by the caller. After a reset everything is surplus.
+        which stay held by the caller. After a reset everything is surplus. The tree keeps
+        the array it is given, so it must not be changed afterwards.
         """
         self._require_live(lease)
         start, count = lease.num_blocks, len(slots)

@@ -25,11 +25,6 @@ class Holdings:
         self._cache = cache
         self._prefix_caching = prefix_caching
 
-    @property
-    def num_available(self) -> int:
-        """Blocks that could be taken now."""
-        return self._cache.num_available
-
     def match(self, sequence: Sequence) -> Match | None:
         """How much of its tokens is found; None when nothing is looked for.
 
@@ -40,16 +35,11 @@ class Holdings:
         longest = (sequence.num_tokens - 1) // self._cache.block_tokens
         return self._cache.match(sequence.path(), max_blocks=longest)
 
-    def num_available_beside(self, match: Match, sequence: Sequence, now: float) -> int:
-        """Blocks that could be taken once `match` is leased.
-
-        Less than `num_available`, because found blocks that nobody else has leased are counted
-        there and are about to be pinned. Known by trying: the pin is dropped at once.
-        """
-        probe = self._cache.lease(match, owner=sequence.request_id, now=now, counted=False)
-        available = self._cache.num_available
-        self._cache.release(probe, now=now)
-        return available
+    def available(self, match: Match | None) -> int:
+        """Blocks that could be taken once `match` is leased."""
+        return (
+            self._cache.num_available if match is None else self._cache.available_beside(match)
+        )
 
     def begin(self, sequence: Sequence, match: Match | None, now: float) -> bool:
         """Lease what was found and hold all the rest, or change nothing and return False."""

@@ -1,7 +1,5 @@
 """Which waiting sequences start now."""
 
-from functools import partial
-
 from headwater.cache import Match
 from headwater.scheduler.admission import Verdict, admits
 from headwater.scheduler.batch import Chunk
@@ -85,7 +83,7 @@ class Intake:
         if match is not None and self._starts_following(sequence, match, now):
             self.num_follows += 1
             return Verdict.FOLLOWING
-        if not self._fits(sequence, match, num_growth, now):
+        if not self._fits(sequence, match, num_growth):
             return Verdict.BLOCKED
         if not self._holdings.begin(sequence, match, now):
             return Verdict.BLOCKED
@@ -111,23 +109,14 @@ class Intake:
             until_s=now + config.follow_timeout_s,
         )
 
-    def _fits(
-        self, sequence: Sequence, match: Match | None, num_growth: int, now: float
-    ) -> bool:
-        """Ask admission, first without counting what the match would pin: that is cheap."""
+    def _fits(self, sequence: Sequence, match: Match | None, num_growth: int) -> bool:
         found = 0 if match is None else match.device_blocks
-        ask = partial(
-            admits,
+        return admits(
             num_needed=sequence.num_blocks_wanted - found,
+            num_available=self._holdings.available(match),
             num_growth=num_growth,
             num_running=self._roster.num_running,
         )
-        if not ask(num_available=self._holdings.num_available):
-            return False
-        if match is None or found == 0:
-            return True
-        beside = self._holdings.num_available_beside(match, sequence, now)
-        return ask(num_available=beside)
 
 
 def _pass(blocked: list[Sequence]) -> int:
