@@ -50,13 +50,19 @@ def has_experts(model: nn.Module) -> bool:
     return any("Experts" in type(module).__name__ for module in model.modules())
 
 
-def _replace(model: nn.Module, better: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Put what `better` returns in the place of every module it is given."""
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            found = better(child)
-            if found is not None:
-                setattr(parent, name, found)
+def _replace(parent: nn.Module, better: Callable[[nn.Module], nn.Module | None]) -> None:
+    """Put what `better` returns in the place of every module below `parent` it is given.
+
+    Names, not modules, are remembered on the way: a replaced weight is freed before the
+    next one is made, so a model is never in memory twice.
+    """
+    for name in [name for name, _ in parent.named_children()]:
+        child = parent.get_submodule(name)
+        found = better(child)
+        if found is None:
+            _replace(child, better)
+        else:
+            setattr(parent, name, found)
 
 
 def _better(module: nn.Module) -> nn.Module | None:
