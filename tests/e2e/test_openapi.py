@@ -57,7 +57,7 @@ def test_no_answer_is_undocumented(schema, method, path):
         modes.append(schemathesis.GenerationMode.NEGATIVE)
     for mode in modes:
 
-        @settings(max_examples=25 * SCALE, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=15 * SCALE, suppress_health_check=list(HealthCheck))
         @given(case=operation.as_strategy(generation_mode=mode))
         def send(case):
             case.call_and_validate(checks=CHECKS)

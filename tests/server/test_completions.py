@@ -378,6 +378,16 @@ def test_a_full_queue_is_a_429_with_retry_after():
     run(scenario, LimitsConfig(max_queued=2))
 
 
+def test_more_than_ever_fits_is_a_400_and_not_a_429():
+    """A client that is told to come back later must have a chance then."""
+
+    async def scenario(rig):
+        assert "11 sequences" in error(await rig.complete(n=11), 400)["message"]
+        assert (await rig.complete(n=10)).status_code == 200
+
+    run(scenario, LimitsConfig(max_queued=2))
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_abort_is_told_to_the_client(stream):
     """Lesson 58: by the name the client gave; a 499, or the last chunk of a stream."""

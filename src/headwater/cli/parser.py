@@ -44,6 +44,7 @@ def build_parser() -> ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     serve = commands.add_parser(
         "serve",
+        usage="headwater serve [MODEL] [flags]",
         description=_SERVE,
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -94,6 +94,7 @@ class _Server:
         self._listener = listener
         self._announce = announce
         self._service: Service | None = None
+        self._drain: asyncio.Task[None] | None = None
         self._gate = Gate(config.api_key)
         self._http = HttpServer(self._gate, drain_timeout_s=config.drain_timeout_s)
 
@@ -113,6 +114,8 @@ class _Server:
             self._http.stop()
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.gather(start, http, return_exceptions=True)
+            if self._drain is not None:
+                self._drain.cancel()
             await self._engine.close()
             if self._service is not None:
                 self._service.close()
@@ -152,5 +155,15 @@ class _Server:
             death.cancel()
 
     def _stop(self) -> None:
+        """Begin to drain. Told again: end at once what still runs."""
         self._gate.shut("the server is stopping")
         self._http.stop()
+        if self._drain is not None:
+            self._drain.cancel()
+        wait_s = self._config.drain_timeout_s if self._drain is None else 0.0
+        self._drain = asyncio.get_running_loop().create_task(self._abort_after(wait_s))
+
+    async def _abort_after(self, wait_s: float) -> None:
+        """Clients whose time is up get a last event, not a broken connection."""
+        await asyncio.sleep(wait_s)
+        await self._engine.abort(None)

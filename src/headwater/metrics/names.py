@@ -18,9 +18,9 @@ class Kind(Enum):
     HISTOGRAM = "histogram"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Metric:
-    """One line of the scrape."""
+    """One line of the scrape. Each exists once, so it is its own identity."""
 
     name: str
     """Without the prefix; a counter's ends in `_total`."""

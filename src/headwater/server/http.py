@@ -17,6 +17,9 @@ _BACKLOG = 2048
 _KEEP_ALIVE_S = 65
 """Longer than the usual idle limit of clients and proxies, so that they close first."""
 
+_CLOSE_S = 5
+"""For answers to requests that were just ended."""
+
 
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket, or a ConfigError that says what is in the way."""
@@ -52,6 +55,7 @@ class HttpServer(uvicorn.Server):
     """uvicorn that leaves signals to its owner, and ends when told to."""
 
     def __init__(self, app: ASGIApp, *, drain_timeout_s: float) -> None:
+        """The owner ends what still runs after `drain_timeout_s`; a little later uvicorn does."""
         super().__init__(
             uvicorn.Config(
                 app,
@@ -61,16 +65,12 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
+                timeout_graceful_shutdown=round(drain_timeout_s) + _CLOSE_S,
             )
         )
 
     def stop(self) -> None:
-        """Refuse new connections and finish what runs, within the drain limit.
-
-        Told a second time: end now.
-        """
-        self.force_exit = self.should_exit
+        """Refuse new connections, and end when what runs has ended."""
         self.should_exit = True
 
     @contextlib.contextmanager

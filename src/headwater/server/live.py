@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from headwater.errors import QueueFull
+from headwater.errors import QueueFull, RequestError
 from headwater.types import RequestId
 
 
@@ -23,8 +23,14 @@ class LiveRequests:
     def enter(self, name: str, num_sequences: int) -> Iterator[list[RequestId]]:
         """Ids for the sequences of one request, alive until the block is left.
 
-        Raises QueueFull, changing nothing, where they are more than may wait.
+        Raises QueueFull where they are more than may wait now, RequestError where they are
+        more than ever may; nothing is changed then.
         """
+        if num_sequences > self._max_sequences:
+            raise RequestError(
+                f"{num_sequences} sequences in one request are more than the "
+                f"{self._max_sequences} that this server takes at once"
+            )
         if self.num_sequences + num_sequences > self._max_sequences:
             raise QueueFull(
                 f"{self.num_sequences} sequences are running or waiting, and at most "
