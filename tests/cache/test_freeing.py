@@ -16,8 +16,10 @@ def test_eviction_frees_one_batch_per_take():
     for leaf in range(8):
         serve(cache, make_path(leaf))
     batches = []
-    free = cache.device.pool.free
-    cache.device.pool.free = lambda slots, old: (batches.append(len(slots)), free(slots, old))
+    reuse = cache.device.pool.reuse
+    cache.device.pool.reuse = lambda slots, *how: (
+        batches.append(len(slots)) or reuse(slots, *how)
+    )
 
     assert len(cache.take(5, now=0.0)) == 5
     assert batches == [5]

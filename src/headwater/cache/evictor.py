@@ -31,11 +31,20 @@ class Evictor:
         self.lost = 0
         """Blocks that left their last tier, ever."""
 
-    def evict_device(self, count: int) -> None:
-        """Free exactly `count` device slots; there must be as many evictable blocks."""
+    def take_device(self, count: int, state: SlotState) -> Slots | None:
+        """Take `count` device slots, evicting exactly as many blocks as are missing; or change
+        nothing and return None."""
         shelf = self._device
-        if count > shelf.evictable:
-            raise InvariantError(f"asked to evict {count} of {shelf.evictable} blocks")
+        missing = count - shelf.pool.num_free
+        if missing <= 0:
+            return shelf.pool.take(count, state)
+        if missing > shelf.evictable:
+            return None
+        return shelf.pool.reuse(self._evict_device(missing), SlotState.CACHED, state)
+
+    def _evict_device(self, count: int) -> Slots:
+        """Move `count` evictable blocks' slots out of their nodes."""
+        shelf = self._device
         moved: list[Slots] = []
         need = count
         # One pass suffices unless the policy offers parents before their children.
@@ -43,7 +52,7 @@ class Evictor:
             need = self._device_pass(need, moved)
         shelf.evictable -= count
         shelf.evicted += count
-        shelf.pool.free(_joined(moved), SlotState.CACHED)
+        return _joined(moved)
 
     def evict_host(self, count: int) -> int:
         """Free up to `count` host slots; return how many. Less, when the rest is in use."""
@@ -92,7 +101,10 @@ class Evictor:
                 moved.append(slots[count - need :])
                 node.device = slots[: count - need]
                 need = 0
-                self._settle(node, MissReason.EVICTED_DEVICE)
+                if node.num_stored or node.children or len(node.host):
+                    self._settle(node, MissReason.EVICTED_DEVICE)
+                else:
+                    self._trim(node, len(node.device), MissReason.EVICTED_DEVICE)
                 break
             moved.append(slots)
             node.device = EMPTY
@@ -150,7 +162,6 @@ class Evictor:
                 return
             self._drop_children(node)
         if left:
-            self.lost += node.num_blocks - left
             self._trim(node, left, reason)
         else:
             self._tree.cut(node)
@@ -165,6 +176,8 @@ class Evictor:
                 self.stored_only.pop(node, None)
 
     def _trim(self, node: Node, left: int, reason: MissReason) -> None:
+        """Make the first `left` blocks of `node`, which has no children, all of its run."""
+        self.lost += node.num_blocks - left
         stride = self._tree.stride
         first = node.tokens[left * stride : (left + 1) * stride]
         if node.media is not None:

@@ -84,6 +84,18 @@ class SlotPool:
         self._counts[old] -= len(slots)
         self._counts[new] += len(slots)
 
+    def reuse(self, slots: Slots, old: SlotState, new: SlotState) -> Slots:
+        """Free `slots`, which must be in state `old`, and take just these and all free ones.
+
+        What an eviction needs: the slots go from one owner to the next in one batch.
+        """
+        if len(slots) > 1:
+            self._require_once(slots)
+        self.move(slots, old, new)
+        return (
+            np.concatenate((self.take(self.num_free, new), slots)) if self.num_free else slots
+        )
+
     def free(self, slots: Slots, old: SlotState) -> None:
         """Give back `slots`, all of which must be in state `old`, in one batch."""
         count = len(slots)
@@ -134,7 +146,12 @@ class SlotPool:
             self._explain(slots, state)
 
     def _require_once(self, slots: Slots) -> None:
-        """Raise if a slot is named twice: the later entry's ordinal is in both places then."""
+        """Raise if a slot is named twice."""
+        if len(slots) <= 8:
+            if len(set(slots.tolist())) != len(slots):
+                raise InvariantError("a slot is named twice in one batch")
+            return
+        # Where two entries name one slot, the later ordinal is in both places.
         ordinal = self._ordinal[: len(slots)]
         self._mark[slots] = ordinal
         if self._mark[slots].tobytes() != ordinal.tobytes():

@@ -139,12 +139,7 @@ class TieredCache:
         """Hold `count` device slots, evicting as needed, or change nothing and return None."""
         if count < 0:
             raise CacheUseError(f"cannot take {count} slots")
-        missing = count - self.device.pool.num_free
-        if missing > 0:
-            if missing > self.device.evictable:
-                return None
-            self.evictor.evict_device(missing)
-        return self.device.pool.take(count)
+        return self.evictor.take_device(count, SlotState.HELD)
 
     def free(self, slots: Slots) -> None:
         """Give back held slots."""

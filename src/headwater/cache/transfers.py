@@ -130,9 +130,7 @@ class Transfers:
         if missing > device.evictable - self._pins.withheld_by(node):
             return None
         self._pins.pin(node)
-        if missing > 0:
-            self._evictor.evict_device(missing)
-        target = device.pool.take(count, SlotState.MOVING)
+        target = self._evictor.take_device(count, SlotState.MOVING)
         source = [s.node.host[s.start : s.start + s.count] for s in segments]
         return self._promotion(segments, Tier.HOST, joined(source), target)
 
