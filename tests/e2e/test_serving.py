@@ -1,6 +1,7 @@
 """A live server under odd clients: leaving, flooding, pausing, resetting."""
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -71,6 +72,17 @@ def test_abort_by_name(server):
     assert stream.rest()[-1]["choices"][0]["finish_reason"] == "abort"
     stream.close()
     assert server.until_idle()["tiers"]["device"]["held"] == 0
+
+
+def test_the_http_process_has_no_torch(server):
+    """Neither torch nor transformers is loaded where HTTP is served; the engine has them."""
+    server.complete()
+
+    def loaded(pid):
+        return "/torch/" in Path(f"/proc/{pid}/maps").read_text()
+
+    assert not loaded(server.process.pid)
+    assert loaded(server.engine_pid)
 
 
 def test_metrics_of_a_live_server(server):

@@ -107,7 +107,6 @@ def test_no_template_is_a_refused_chat(tmp_path):
     """A base model completes text, and says so when asked to chat."""
     tokenizer = Tokenizer(make_tokenizer_folder(tmp_path, template=None))
 
-    assert not tokenizer.has_chat_template
     with pytest.raises(RequestError, match="no chat template"):
         tokenizer.chat_text([{"role": "user", "content": "hi"}])
 

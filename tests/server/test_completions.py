@@ -518,3 +518,36 @@ def test_broken_characters_never_reach_a_stream_in_halves():
         assert text == byte_tokenizer().decode(ids)
 
     run(scenario)
+
+
+def test_choices_of_one_stream_never_overtake_its_beginning():
+    """However slow the connection is, the status line is sent before any event."""
+
+    async def scenario(rig):
+        sent = []
+
+        async def send(message):
+            for _ in range(5):
+                await asyncio.sleep(0)
+            sent.append(message["type"])
+
+        body = b'{"prompt": "hello", "n": 4, "max_tokens": 3, "stream": true}'
+        incoming = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive():
+            if incoming:
+                return incoming.pop()
+            return await asyncio.Event().wait()  # the client stays
+
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "headers": [],
+            "query_string": b"",
+        }
+        await rig.gate(scope, receive, send)
+        assert sent[0] == "http.response.start"
+        assert set(sent[1:]) == {"http.response.body"}
+
+    run(scenario)

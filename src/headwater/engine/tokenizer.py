@@ -30,12 +30,7 @@ class Tokenizer:
         named = {name: _token_text(settings.get(name)) for name in _NAMED_TOKENS}
         self._special = {name: text for name, text in named.items() if text is not None}
         self._template = ChatTemplate.find(folder, settings)
-        self.vocab_size: int = self._fast.get_vocab_size(with_added_tokens=True)
         self._bytes_of_char = _byte_alphabet()
-
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Tokens:
         """Token ids of `text`, as the int32 array that travels to the tree."""

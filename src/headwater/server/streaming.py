@@ -55,6 +55,8 @@ class EventStream:
         self._send = send
         self._headers = _HEADERS + headers
         self._has_begun = False
+        self._turn = asyncio.Lock()
+        """Choices write side by side, and a full connection may hold up the first of them."""
 
     async def write(self, *events: msgspec.Struct) -> None:
         """Send events in one piece."""
@@ -75,12 +77,13 @@ class EventStream:
             await response({"type": "http"}, receive, self._send)
 
     async def _write(self, body: bytes, *, more: bool = True) -> None:
-        if not self._has_begun:
-            self._has_begun = True
-            await self._send(
-                {"type": "http.response.start", "status": 200, "headers": self._headers}
-            )
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        async with self._turn:
+            if not self._has_begun:
+                self._has_begun = True
+                await self._send(
+                    {"type": "http.response.start", "status": 200, "headers": self._headers}
+                )
+            await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
 
 async def stream(
