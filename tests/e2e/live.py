@@ -1,5 +1,6 @@
 """A real server process on the built-in model, as an operator would start it."""
 
+import atexit
 import http.client
 import json
 import re
@@ -33,6 +34,8 @@ class LiveServer:
         self.engine_pid = 0
         self._reader = threading.Thread(target=self._read_errors, daemon=True)
         self._reader.start()
+        # A test that fails half-way leaves its server; the end of the tests does not.
+        atexit.register(self.process.kill)
 
     def wait_ready(self) -> "LiveServer":
         """Read the banner; raises with what the server said where there is none."""

@@ -37,9 +37,12 @@ OPERATIONS = [
 def server():
     server = LiveServer("--max-model-len", "96").wait_ready()
     yield server
-    assert server.get("/health").status_code == 200
-    assert server.until_idle()["tiers"]["device"]["held"] == 0
-    assert server.stop() == 0, server.errors
+    try:
+        assert server.get("/health").status_code == 200, server.errors
+        assert server.until_idle()["tiers"]["device"]["held"] == 0
+    finally:
+        code = server.stop()
+    assert code == 0, server.errors
 
 
 @pytest.fixture(scope="module")
