@@ -121,7 +121,7 @@ def test_ghosts_are_bounded():
     for leaf in range(100):
         serve(cache, make_path(leaf, leaf + 1))
 
-    assert len(cache.ghosts) == 10
+    assert 5 <= len(cache.ghosts) <= 10
 
 
 def test_media_are_compared_in_the_tree():

@@ -36,7 +36,7 @@ class CacheConfig:
     eviction: str = "lru"
     """Name of the eviction policy, for the device and the host tier."""
 
-    max_ghosts: int = 65_536
+    max_ghosts: int = 32_768
     """Runs of evicted blocks that are remembered, to explain misses."""
 
     max_stored_nodes: int = 65_536

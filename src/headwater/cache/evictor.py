@@ -124,9 +124,11 @@ class Evictor:
                 break
         if not evicted and need:
             raise InvariantError("blocks counted as evictable cannot be evicted")
-        self._device.order.discard_all(evicted)
-        self._tree.count_cut(len(leaves))
-        self._removed(leaves, MissReason.EVICTED_DEVICE)
+        if evicted:
+            self._device.order.discard_all(evicted)
+        if leaves:
+            self._tree.count_cut(len(leaves))
+            self._removed(leaves, MissReason.EVICTED_DEVICE)
         return need
 
     def _host_pass(self, need: int, moved: list[Slots]) -> int:
@@ -169,8 +171,7 @@ class Evictor:
 
     def _removed(self, nodes: list[Node], reason: MissReason) -> None:
         """Count and remember nodes that were cut off: they are in no tier any more."""
-        self.lost += sum(node.num_blocks for node in nodes)
-        self._ghosts.add_nodes(nodes, reason)
+        self.lost += self._ghosts.add(nodes, reason)
         if self.stored_only:
             for node in nodes:
                 self.stored_only.pop(node, None)
@@ -178,12 +179,7 @@ class Evictor:
     def _trim(self, node: Node, left: int, reason: MissReason) -> None:
         """Make the first `left` blocks of `node`, which has no children, all of its run."""
         self.lost += node.num_blocks - left
-        stride = self._tree.stride
-        first = node.tokens[left * stride : (left + 1) * stride]
-        if node.media is not None:
-            first += node.media.get(left, b"")
-        self._ghosts.add(node, node.start + left, first, (reason, self._tree.new_uid()))
-        self._tree.shorten(node, left)
+        self._tree.shorten(node, left, reason)
 
     def _strip_host_below(self, node: Node) -> None:
         """Take everything below `node` off the host: its parent is there no longer.

@@ -1,6 +1,5 @@
-"""Why blocks that were here are not here any more. Bounded; oldest forgotten first."""
+"""Why blocks that were here are not here any more. Bounded; the oldest are forgotten first."""
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -8,48 +7,55 @@ from headwater.cache.node import Node
 from headwater.cache.plan import MissReason
 
 Ghost: TypeAlias = tuple[MissReason, int]
-"""Why a run left the tree, and the uid of the node it was. A node made again in its place
-takes the uid over, so that ghosts further down are still found."""
+"""Why a node left the tree, and its uid. A node made again in its place takes the uid over,
+so that ghosts further down are still found."""
+
+_Place: TypeAlias = tuple[int, int, bytes]
 
 
 class Ghosts:
     """Ghosts by place: the node they followed, the depth, and their first block.
 
-    Namespaces have different roots, so a ghost is only ever found by its own tenant.
+    Namespaces have different roots, so a ghost is only ever found by its own tenant. Kept in
+    two generations, each up to half of the limit: forgetting the older one is one step, and
+    adding needs no order.
     """
 
     def __init__(self, max_ghosts: int) -> None:
-        self._max = max_ghosts
-        self._by_place: OrderedDict[tuple[int, int, bytes], Ghost] = OrderedDict()
+        self._half = max_ghosts // 2
+        self._young: dict[_Place, Ghost] = {}
+        self._old: dict[_Place, Ghost] = {}
 
     def __len__(self) -> int:
-        return len(self._by_place)
+        return len(self._young) + len(self._old)
 
-    def add(self, parent: Node, depth: int, first: bytes, ghost: Ghost) -> None:
-        """Remember that the run at this place is gone."""
-        self._by_place[parent.uid, depth, first] = ghost
-        self._bound()
-
-    def add_nodes(self, nodes: Sequence[Node], reason: MissReason) -> None:
-        """Remember that `nodes` were taken out of the tree, parents after their children."""
-        ghosts = self._by_place
+    def add(self, nodes: Sequence[Node], reason: MissReason) -> int:
+        """Remember `nodes`, which were taken out of the tree; how many blocks that were."""
+        young, blocks = self._young, 0
         for node in nodes:
-            ghosts[node.parent.uid, node.start, node.first] = (reason, node.uid)  # type: ignore[union-attr]  # never a root
-        self._bound()
+            young[node.parent.uid, node.start, node.first] = (reason, node.uid)  # type: ignore[union-attr]  # never a root
+            blocks += node.num_blocks
+        if len(young) > self._half:
+            # A batch larger than half of the limit is forgotten at once.
+            self._old = young if len(young) <= 2 * self._half else {}
+            self._young = {}
+        return blocks
 
-    def find(self, parent: Node, depth: int, first: bytes) -> Ghost | None:
-        """The ghost at this place."""
-        return self._by_place.get((parent.uid, depth, first))
+    def find(self, parent: Node, depth: int, first: bytes) -> MissReason | None:
+        """Why the block at this place is gone, if it is remembered."""
+        place = (parent.uid, depth, first)
+        ghost = self._young.get(place) or self._old.get(place)
+        return None if ghost is None else ghost[0]
 
     def revive(self, parent: Node, depth: int, first: bytes) -> int | None:
         """The uid of the ghost at this place, which is a ghost no longer."""
-        ghost = self._by_place.pop((parent.uid, depth, first), None)
+        if not self._young and not self._old:
+            return None
+        place = (parent.uid, depth, first)
+        ghost = self._young.pop(place, None) or self._old.pop(place, None)
         return None if ghost is None else ghost[1]
 
     def clear(self) -> None:
         """Forget all."""
-        self._by_place.clear()
-
-    def _bound(self) -> None:
-        while len(self._by_place) > self._max:
-            self._by_place.popitem(last=False)
+        self._young.clear()
+        self._old.clear()

@@ -17,6 +17,7 @@ from headwater.types import EMPTY, BlockKey
 
 if TYPE_CHECKING:
     from headwater.cache.jobs import Job
+    from headwater.cache.plan import MissReason
 
 
 class Node:
@@ -37,6 +38,7 @@ class Node:
         "host_children",
         "jobs",
         "keys",
+        "lost",
         "media",
         "num_blocks",
         "num_stored",
@@ -58,7 +60,9 @@ class Node:
         self.uid = uid
         self.num_blocks = 0
         self.tokens = b""
-        """At least `num_blocks` blocks of int32; a trimmed node may keep a longer buffer."""
+        """`num_blocks` blocks of int32; after those of a trimmed node, some that it had."""
+        self.lost: MissReason | None = None
+        """Why the block that follows in `tokens`, if one does, is not here any more."""
         self.media: Mapping[int, bytes] | None = None
         self.keys: list[BlockKey] | None = None
         """Content keys of the leading blocks, once somebody asked."""

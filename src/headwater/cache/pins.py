@@ -20,6 +20,7 @@ class Pins:
         self._tree = tree
         self._device = device
         self._host = host
+        self._has_host = host.pool.num_slots > 0
         self._tick = 0
         self.retired: set[Node] = set()
         """Nodes of an earlier generation that are pinned still, and own their slots."""
@@ -54,7 +55,6 @@ class Pins:
             self._drain(self._unpin(node))
             return
         device = self._device
-        touch_host = self._host.pool.num_slots > 0
         at: Node | None = node
         while at is not None:
             at.pins -= 1
@@ -64,7 +64,7 @@ class Pins:
                 if count:
                     device.order.add(at, now)
                     device.evictable += count
-            if touch_host and len(at.host) and not at.jobs:
+            if self._has_host and len(at.host) and not at.jobs:
                 self._host.discard(at)
                 self._host.add(at, now)
             at = at.parent

@@ -57,8 +57,8 @@ class SlotPool:
         self._free = np.arange(num_slots, dtype=np.int64)
         self._state = np.zeros(num_slots, dtype=np.uint8)
         # Scratch for finding a slot that is named twice in one batch.
-        self._mark = np.zeros(num_slots, dtype=np.int64)
-        self._ordinal = np.arange(num_slots, dtype=np.int64)
+        self._mark = np.zeros(num_slots, dtype=np.int32)
+        self._ordinal = np.arange(num_slots, dtype=np.int32)
         self._counts = [num_slots, 0, 0, 0, 0]
 
     def take(self, count: int, state: SlotState = SlotState.HELD) -> Slots | None:
@@ -92,9 +92,8 @@ class SlotPool:
         if len(slots) > 1:
             self._require_once(slots)
         self.move(slots, old, new)
-        return (
-            np.concatenate((self.take(self.num_free, new), slots)) if self.num_free else slots
-        )
+        rest = self.take(self.num_free, new)
+        return slots if rest is None or not len(rest) else np.concatenate((rest, slots))
 
     def free(self, slots: Slots, old: SlotState) -> None:
         """Give back `slots`, all of which must be in state `old`, in one batch."""

@@ -93,7 +93,7 @@ class TieredCache:
         To sample the next token of n tokens, ask for at most (n - 1) // block_tokens: the
         last token must be computed, whatever is cached.
         """
-        limit = path.num_blocks(self.block_tokens)
+        limit = len(path.tokens) // self.block_tokens
         if max_blocks is not None:
             if max_blocks < 0:
                 raise CacheUseError(f"cannot match {max_blocks} blocks")
@@ -284,9 +284,9 @@ class TieredCache:
             if match.in_flight is not None:
                 match.reason = MissReason.IN_FLIGHT
                 return
-        ghost = self.ghosts.find(node, found, first)
-        if ghost is not None:
-            match.reason = ghost[0]
+        lost = self.tree.lost_after(node, first) or self.ghosts.find(node, found, first)
+        if lost is not None:
+            match.reason = lost
 
     def _claim(self, match: Match, now: float) -> tuple[Node, list[Slots]]:
         """The node at whose end the device part of `match` ends, cut there if need be."""
@@ -387,6 +387,12 @@ def _can_extend(node: Node, count: int) -> bool:
 
 def _measure(match: Match, found: int) -> None:
     """Count the blocks of `match` in each tier; `found` of them match in all."""
+    for node in match.nodes:
+        if len(node.device) < node.num_blocks:
+            break
+    else:
+        match.device_blocks = found
+        return
     left = found
     for node in match.nodes:
         count = min(node.num_blocks, left)

@@ -10,6 +10,7 @@ import numpy as np
 
 from headwater.cache.keys import KeyScheme, Namespace, TokenPath
 from headwater.cache.node import Node
+from headwater.cache.plan import MissReason
 from headwater.errors import InvariantError
 from headwater.types import BlockKey
 
@@ -121,12 +122,13 @@ class PrefixTree:
         """Append blocks [node.end, node.end + count) of `path` to the run of a leaf."""
         stride = self.stride
         tokens = node.tokens[: node.num_blocks * stride]
-        if path.media is not None:
-            added = _shifted(path.media, node.end, count) or {}
-            kept = node.media or {}
+        if path.media is not None or node.media is not None:
+            added = _shifted(path.media or {}, node.end, count) or {}
+            kept = _shifted(node.media or {}, 0, node.num_blocks) or {}
             node.media = {**kept, **{i + node.num_blocks: m for i, m in added.items()}} or None
         node.tokens = tokens + self._bytes(path, node.end, count)
         node.num_blocks += count
+        node.lost = None
         self.version += 1
 
     def split(self, node: Node, at: int) -> Node:
@@ -150,19 +152,31 @@ class PrefixTree:
         self.version += 1
         return head
 
-    def shorten(self, node: Node, count: int) -> None:
-        """Forget all but the first `count` blocks of a run that has no children."""
+    def shorten(self, node: Node, count: int, reason: MissReason) -> None:
+        """Forget all but the first `count` blocks of a run that has no children.
+
+        The tokens of the first block that is forgotten are kept, with the reason.
+        """
         if node.children:
             raise InvariantError("a node with children was shortened")
         node.num_blocks = count
+        node.lost = reason
         if node.keys:
             del node.keys[count:]
-        if node.media is not None:
-            node.media = _shifted(node.media, 0, count)
         # Cutting the buffer each time would make trimming block by block quadratic.
-        if len(node.tokens) > 2 * count * self.stride:
-            node.tokens = node.tokens[: count * self.stride]
+        if len(node.tokens) > 2 * (count + 1) * self.stride:
+            node.tokens = node.tokens[: (count + 1) * self.stride]
         self.version += 1
+
+    def lost_after(self, node: Node, first: bytes) -> MissReason | None:
+        """Why block `first` is not here any more, if it was the next of the run of `node`."""
+        if node.lost is None:
+            return None
+        at = node.num_blocks
+        was = node.tokens[at * self.stride : (at + 1) * self.stride]
+        if node.media is not None:
+            was += node.media.get(at, b"")
+        return node.lost if was == first else None
 
     def cut(self, node: Node) -> None:
         """Take `node` out of the tree. It is `gone` from here on."""
@@ -230,6 +244,7 @@ class PrefixTree:
             whole = tail.media
             head.media = _shifted(whole, 0, at)
             tail.media = _shifted(whole, at, tail.num_blocks - at)
+        tail.lost = None
         tail.start += at
         tail.num_blocks -= at
         tail.first = tail.tokens[:stride]
