@@ -9,10 +9,12 @@ from headwater.cache.plan import (
     Extent,
     InFlight,
     Landing,
+    Lookup,
     Match,
     MissReason,
     Outcome,
     Promotion,
+    Transfer,
 )
 from headwater.cache.stats import CacheStats
 from headwater.cache.tiered import TieredCache
@@ -27,6 +29,7 @@ __all__ = [
     "KeyScheme",
     "Landing",
     "Lease",
+    "Lookup",
     "Match",
     "MediaSpan",
     "MissReason",
@@ -35,5 +38,6 @@ __all__ = [
     "Promotion",
     "TieredCache",
     "TokenPath",
+    "Transfer",
     "media_by_block",
 ]

@@ -60,7 +60,7 @@ def _check_pins(cache: "TieredCache", nodes: list[Node]) -> None:
     """Pins are exactly those of the leases and jobs, on whole paths."""
     expected: Counter[Node] = Counter()
     ends = [lease.node for lease in cache.leases]
-    ends += [job.node for job in cache.transfers.jobs.by_id.values()]
+    ends += [job.node for job in cache.transfers.jobs.by_id.values() if not job.detached]
     for end in ends:
         at: Node | None = end
         while at is not None:

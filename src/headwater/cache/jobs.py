@@ -34,6 +34,8 @@ class Job:
     """Planned because its blocks were next to be evicted: they are so again afterwards."""
 
     timed_out: bool = False
+    detached: bool = False
+    """Timed out, and no longer about any node: only its target slots are kept from others."""
 
     def divide(self, head: Node, tail: Node, at: int) -> None:
         """`tail` was split before its block `at`, and `head` is the new first part."""
@@ -75,8 +77,18 @@ class JobTable:
     def finish(self, job: Job) -> None:
         """`job` is over: it concerns no node any more."""
         del self.by_id[job.transfer.job]
-        for node in {segment.node for segment in job.segments}:
-            node.jobs = tuple(other for other in node.jobs if other is not job)
+        _leave(job)
+
+    def detach(self, job: Job) -> None:
+        """`job` is still in flight, and concerns no node any more."""
+        _leave(job)
+        job.segments = []
+        job.detached = True
+
+
+def _leave(job: Job) -> None:
+    for node in {segment.node for segment in job.segments}:
+        node.jobs = tuple(other for other in node.jobs if other is not job)
 
 
 def leading(job: Job, num_blocks: int) -> Iterator[tuple[Segment, int]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
-from headwater.cache.keys import TokenPath
+from headwater.cache.keys import KeyScheme, TokenPath
 from headwater.cache.node import Node
 from headwater.types import BlockKey, JobId, RequestId, Slots, Tier
 
@@ -133,6 +133,25 @@ class Demotion(Transfer):
     """Down a tier: device to host, or host to storage."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Lookup:
+    """Ask storage how many of the first `num_blocks` blocks of `path` it has.
+
+    Its outcome is DONE with the number of leading blocks found. It holds nothing.
+    """
+
+    job: JobId
+    path: TokenPath
+    num_blocks: int
+    scheme: KeyScheme
+
+    def keys(self) -> list[BlockKey]:
+        """What to ask for. Pure and slow, so made by whoever asks, in whatever thread."""
+        stride = self.scheme.block_tokens * 4
+        run = self.path.view[: self.num_blocks * stride]
+        return self.scheme.chain(self.scheme.root(self.path.namespace), run, self.path.media)
+
+
 class Ending(Enum):
     """How a job ended, as its executor tells it."""
 
@@ -158,7 +177,7 @@ class Outcome:
     job: JobId
     ending: Ending
     num_blocks: int = 0
-    """For PARTIAL and DAMAGED: leading blocks that arrived whole."""
+    """For PARTIAL and DAMAGED: leading blocks that arrived whole. For a lookup: found."""
 
 
 class Landing(Enum):

@@ -17,7 +17,15 @@ from headwater.cache.lease import Lease
 from headwater.cache.ledger import Ledger
 from headwater.cache.node import Node
 from headwater.cache.pins import Pins
-from headwater.cache.plan import Demotion, Landing, Match, MissReason, Outcome, Promotion
+from headwater.cache.plan import (
+    Demotion,
+    Landing,
+    Lookup,
+    Match,
+    MissReason,
+    Outcome,
+    Promotion,
+)
 from headwater.cache.policy import POLICIES
 from headwater.cache.pool import SlotState
 from headwater.cache.shelf import Shelf
@@ -214,14 +222,37 @@ class TieredCache:
             match = self.match(match.path, match.max_blocks)
         return self.transfers.promote(match, limit_blocks, now=now)
 
-    def demote(self, *, limit_blocks: int, now: float) -> list[Demotion]:
-        """Plan the writes to lower tiers that the write policy wants by now."""
+    def demote(
+        self, *, limit_blocks: int, now: float, limit_stored: int | None = None
+    ) -> list[Demotion]:
+        """Plan the writes to lower tiers that the write policy wants by now.
+
+        At most `limit_blocks` to the host and `limit_stored` to storage; without the latter,
+        what the host leaves of `limit_blocks`.
+        """
         _require_limit(limit_blocks)
-        return self.transfers.demote(limit_blocks, now=now)
+        plans = self.transfers.demote(limit_blocks, now=now)
+        if limit_stored is None:
+            limit_stored = limit_blocks - sum(plan.num_blocks for plan in plans)
+        return plans + self.transfers.demote_stored(limit_stored)
 
     def land(self, outcome: Outcome, *, now: float) -> Landing:
         """Take the end of a transfer. Never fails; late and duplicate ends change nothing."""
         return self.transfers.land(outcome, now=now)
+
+    def look_up(self, path: TokenPath, num_blocks: int) -> Lookup:
+        """Plan to ask storage how many of the first `num_blocks` blocks of `path` it has.
+
+        The answer is for `learn_stored`. Nothing waits for it here, and nothing changed.
+        """
+        if not 0 < num_blocks <= path.num_blocks(self.block_tokens):
+            raise CacheUseError(f"the path does not have {num_blocks} full blocks")
+        return Lookup(
+            job=self.transfers.jobs.new_id(),
+            path=path,
+            num_blocks=num_blocks,
+            scheme=self.tree.scheme,
+        )
 
     def learn_stored(self, path: TokenPath, num_blocks: int, *, now: float) -> None:
         """Storage said that it has the first `num_blocks` blocks of `path`."""

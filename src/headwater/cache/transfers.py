@@ -64,7 +64,7 @@ class Transfers:
         return self._from_storage(match, min(match.storage_blocks, limit), now=now)
 
     def demote(self, limit: int, *, now: float) -> list[Demotion]:
-        """Plan up to `limit` blocks of the writes that are wanted."""
+        """Plan up to `limit` blocks of the writes to the host that are wanted."""
         plans: list[Demotion] = []
         for node, cold in self.writes.for_host():
             start = len(node.host)
@@ -82,7 +82,29 @@ class Transfers:
             self._start(Job(plan, [Segment(node, start, len(target))], node, cold=cold))
             plans.append(plan)
             limit -= plan.num_blocks
-        return plans + self._to_storage(limit)
+        return plans
+
+    def demote_stored(self, limit: int) -> list[Demotion]:
+        """Plan up to `limit` blocks of the writes to storage that are wanted."""
+        plans: list[Demotion] = []
+        for node in self.writes.for_storage():
+            start = node.num_stored
+            count = min(len(node.host) - start, limit)
+            if count <= 0:
+                break
+            plan = Demotion(
+                job=self.jobs.new_id(),
+                source=Tier.HOST,
+                target=Tier.STORAGE,
+                source_slots=node.host[start : start + count],
+                target_slots=EMPTY,
+                keys=tuple(self._tree.keys(node)[start : start + count]),
+            )
+            self._pins.pin(node)
+            self._start(Job(plan, [Segment(node, start, count)], node))
+            plans.append(plan)
+            limit -= count
+        return plans
 
     def land(self, outcome: Outcome, *, now: float) -> Landing:
         """Attach what arrived, free what did not, and let go of the path."""
@@ -92,10 +114,12 @@ class Transfers:
             self.late_outcomes += 1
             return Landing.UNKNOWN
         if timed_out:
-            self._quarantine(job)
+            self._quarantine(job, now=now)
             return Landing.QUARANTINED
         arrived = 0 if job.timed_out else _arrived(job, outcome)
         attached = self._attach(job, arrived)
+        if arrived < job.transfer.num_blocks:
+            self._give_up(job)
         self._finish(job, now=now)
         if outcome.ending is Ending.DAMAGED and not job.timed_out:
             self._forget_from(job, arrived)
@@ -174,27 +198,6 @@ class Transfers:
         self._start(job)
         return plan
 
-    def _to_storage(self, limit: int) -> list[Demotion]:
-        plans: list[Demotion] = []
-        for node in self.writes.for_storage():
-            start = node.num_stored
-            count = min(len(node.host) - start, limit)
-            if count <= 0:
-                break
-            plan = Demotion(
-                job=self.jobs.new_id(),
-                source=Tier.HOST,
-                target=Tier.STORAGE,
-                source_slots=node.host[start : start + count],
-                target_slots=EMPTY,
-                keys=tuple(self._tree.keys(node)[start : start + count]),
-            )
-            self._pins.pin(node)
-            self._start(Job(plan, [Segment(node, start, count)], node))
-            plans.append(plan)
-            limit -= count
-        return plans
-
     def _take_host(self, count: int) -> Slots | None:
         """Up to `count` host slots, evicting as needed; None when there is none."""
         pool = self._shelves[Tier.HOST].pool
@@ -211,13 +214,22 @@ class Transfers:
                 host.discard(segment.node)
         self.jobs.start(job)
 
-    def _quarantine(self, job: Job) -> None:
-        """Nobody waits for `job` any more; what it may still write to stays out of reach."""
+    def _quarantine(self, job: Job, *, now: float) -> None:
+        """Nobody waits for `job` any more; what it may still write to stays out of reach.
+
+        Its path is let go: whatever its executor still reads ends in a quarantined slot. Only
+        a write to storage keeps its source, which would otherwise be stored under a wrong key.
+        """
         job.timed_out = True
+        self._give_up(job)
         shelf = self._shelves.get(job.transfer.target)
-        if shelf is not None:
-            target = job.transfer.target_slots
-            shelf.pool.move(target, SlotState.MOVING, SlotState.QUARANTINED)
+        if shelf is None:
+            return
+        target = job.transfer.target_slots
+        shelf.pool.move(target, SlotState.MOVING, SlotState.QUARANTINED)
+        self.jobs.detach(job)
+        self._residency.touch_host(job.node, now=now)
+        self._pins.let_go(job.node, now=now, cold=job.cold)
 
     def _attach(self, job: Job, arrived: int) -> int:
         """Make the first `arrived` blocks findable, and free the other targets."""
@@ -240,11 +252,19 @@ class Transfers:
     def _finish(self, job: Job, *, now: float) -> None:
         """`job` is over: back into the host order with its nodes, and let go of the path."""
         self.jobs.finish(job)
+        if job.detached:
+            return
         self._residency.touch_host(job.node, now=now)
         if job.transfer.target is Tier.HOST:
             for segment in job.segments:
                 self.writes.landed_on_host(segment.node)
         self._pins.let_go(job.node, now=now, cold=job.cold)
+
+    def _give_up(self, job: Job) -> None:
+        """A write that failed is not tried again at once, or a broken tier would keep us busy."""
+        if isinstance(job.transfer, Demotion):
+            for segment in job.segments:
+                self.writes.give_up(segment.node)
 
     def _forget_from(self, job: Job, arrived: int) -> None:
         """What storage has from block `arrived` of `job` on is not to be used."""

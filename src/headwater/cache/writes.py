@@ -53,6 +53,11 @@ class Writes:
         if self._storage:
             self._to_storage[node] = None
 
+    def give_up(self, node: Node) -> None:
+        """A write of `node` failed: not again until somebody wants it anew."""
+        self._to_host.pop(node, None)
+        self._to_storage.pop(node, None)
+
     def for_host(self) -> Iterator[tuple[Node, bool]]:
         """Nodes with device blocks to write, and whether they are next to be evicted."""
         for node in list(self._to_host):
