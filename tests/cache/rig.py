@@ -15,7 +15,8 @@ from headwater.cache import (
     TieredCache,
     TokenPath,
 )
-from headwater.types import Tier
+from headwater.cache.node import Node
+from headwater.types import RequestId, Tier
 
 GARBAGE = "garbage"
 
@@ -62,7 +63,7 @@ class Rig:
         match = self.cache.match(path)
         self.agree(path, match)
         beside = self.cache.available_beside(match)
-        lease = self.cache.lease(match, owner=f"r{len(self.asked)}", now=self.now)
+        lease = self.cache.lease(match, owner=RequestId(f"r{len(self.asked)}"), now=self.now)
         assert self.cache.num_available == beside
         held = self.cache.take(path.num_blocks(self.block) - lease.num_blocks, now=self.now)
         if held is None:
@@ -263,13 +264,14 @@ class Rig:
     def found(self):
         """Every block in the tree: its identity put together from the root, node, index."""
         for namespace, root in self.cache.tree.roots.items():
-            pending = [(child, (), ()) for child in root.children.values()]
+            pending: list[tuple[Node, list[tuple[int, bytes]], tuple[int, ...]]]
+            pending = [(child, [], ()) for child in root.children.values()]
             while pending:
                 node, marks, tokens = pending.pop()
                 run = np.frombuffer(node.tokens, dtype=np.int32).tolist()
                 for block in range(node.num_blocks):
                     tokens += tuple(run[block * self.block : (block + 1) * self.block])
                     if node.media and block in node.media:
-                        marks += ((node.start + block, node.media[block]),)
-                    yield (namespace, marks, tokens), node, block
+                        marks = [*marks, (node.start + block, node.media[block])]
+                    yield (namespace, tuple(marks), tokens), node, block
                 pending += [(child, marks, tokens) for child in node.children.values()]

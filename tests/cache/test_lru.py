@@ -12,6 +12,7 @@ from hypothesis.stateful import (
 )
 
 from headwater.cache import CacheConfig, TieredCache, TokenPath
+from headwater.types import RequestId
 from tests.cache.naive import NaiveLru
 from tests.search import search
 
@@ -40,7 +41,7 @@ class LruMachine(RuleBasedStateMachine):
         match = self.cache.match(path)
         found = self.model.match(tokens, len(blocks))
         assert match.device_blocks == match.num_blocks == found
-        lease = self.cache.lease(match, owner="r", now=0.0)
+        lease = self.cache.lease(match, owner=RequestId("r"), now=0.0)
         self.model.lease(blocks[:found])
         slots = self.cache.take(len(blocks) - found, now=0.0)
         if not self.model.take(len(blocks) - found):

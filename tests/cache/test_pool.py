@@ -18,13 +18,20 @@ from headwater.errors import CacheUseError, InvariantError
 HELD, CACHED, FREE = SlotState.HELD, SlotState.CACHED, SlotState.FREE
 
 
+def taken(pool, count):
+    """`count` held slots, which the pool must have."""
+    slots = pool.take(count)
+    assert slots is not None
+    return slots
+
+
 def test_take_is_all_or_nothing():
     """Too large a take changes nothing and returns None."""
     pool = SlotPool(4)
 
     assert pool.take(5) is None
     assert pool.num_free == 4
-    assert len(pool.take(4)) == 4
+    assert len(taken(pool, 4)) == 4
     pool.check()
 
 
@@ -32,7 +39,7 @@ def test_taken_slots_are_distinct_and_held():
     """No slot is handed out twice."""
     pool = SlotPool(10)
 
-    slots = np.concatenate([pool.take(3), pool.take(4)])
+    slots = np.concatenate([taken(pool, 3), taken(pool, 4)])
 
     assert len(set(slots.tolist())) == 7
     assert pool.stats().held == 7
@@ -53,7 +60,7 @@ def test_zero_is_a_count():
     """Lesson 8: taking and freeing nothing is allowed and does nothing."""
     pool = SlotPool(0)
 
-    pool.free(pool.take(0), HELD)
+    pool.free(taken(pool, 0), HELD)
 
     assert pool.num_free == 0
     pool.check()
@@ -62,7 +69,7 @@ def test_zero_is_a_count():
 def test_freeing_a_free_slot_is_found():
     """Lesson 7: a double free is an invariant violation, found before anything changes."""
     pool = SlotPool(4)
-    slots = pool.take(2)
+    slots = taken(pool, 2)
     pool.free(slots, HELD)
 
     with pytest.raises(InvariantError, match="is FREE, not HELD"):
@@ -74,7 +81,7 @@ def test_freeing_a_free_slot_is_found():
 def test_one_batch_naming_a_slot_twice_is_found():
     """Lesson 7: a duplicate inside one batch is a double free too."""
     pool = SlotPool(4)
-    slots = pool.take(2)
+    slots = taken(pool, 2)
 
     with pytest.raises(InvariantError, match="twice"):
         pool.free(np.array([slots[0], slots[1], slots[0]]), HELD)
@@ -85,7 +92,7 @@ def test_one_batch_naming_a_slot_twice_is_found():
 def test_freeing_from_the_wrong_state_is_found():
     """A cached slot cannot be freed as if it were held."""
     pool = SlotPool(4)
-    slots = pool.take(2)
+    slots = taken(pool, 2)
     pool.move(slots[:1], HELD, CACHED)
 
     with pytest.raises(InvariantError, match="1 of 2 wrong"):
@@ -104,11 +111,11 @@ def test_a_slot_outside_the_pool_is_found():
 def test_freeing_many_is_one_batch():
     """Lesson 1: freeing 100,000 slots is one call, and they can all be taken again."""
     pool = SlotPool(100_000)
-    slots = pool.take(100_000)
+    slots = taken(pool, 100_000)
 
     pool.free(slots, HELD)
 
-    assert len(pool.take(100_000)) == 100_000
+    assert len(taken(pool, 100_000)) == 100_000
     pool.check()
 
 

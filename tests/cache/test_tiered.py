@@ -16,8 +16,10 @@ from headwater.cache import (
     media_by_block,
 )
 from headwater.errors import CacheUseError, ConfigError, StaleLease
-from headwater.types import Tier, WritePolicy
+from headwater.types import RequestId, Tier, WritePolicy
 from tests.cache.make import BLOCK, begin, extents, make_cache, make_path, serve, write_down
+
+X = RequestId("x")
 
 
 def done(plan):
@@ -161,8 +163,8 @@ def test_a_block_is_findable_only_after_commit():
     cache.commit(lease, path, held[:2], now=0.0)
     after = cache.match(path)
 
-    assert (before.num_blocks, before.in_flight) == (0, InFlight("x", 3))
-    assert (after.num_blocks, after.in_flight) == (2, InFlight("x", 1))
+    assert (before.num_blocks, before.in_flight) == (0, InFlight(X, 3))
+    assert (after.num_blocks, after.in_flight) == (2, InFlight(X, 1))
     cache.release(lease, now=0.0, slots=held[2:])
     assert cache.match(path).in_flight is None
 
@@ -173,7 +175,7 @@ def test_in_flight_says_how_far_it_goes():
     lease, _ = begin(cache, make_path(1, 2, 3), "x")
     cache.announce(lease, make_path(1, 2, 3))
 
-    assert cache.match(make_path(1, 2, 9)).in_flight == InFlight("x", 2)
+    assert cache.match(make_path(1, 2, 9)).in_flight == InFlight(X, 2)
     assert cache.match(make_path(9, 2)).in_flight is None
 
 

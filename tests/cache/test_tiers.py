@@ -50,7 +50,7 @@ paths = st.builds(
 class TierMachine(RuleBasedStateMachine):
     """Operations, faults and late completions in any order, shrunk to the least that fails."""
 
-    rig = None
+    rig: Rig
 
     @initialize(
         policy=st.sampled_from(WritePolicy),
@@ -140,11 +140,11 @@ class TierMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_wrong(self):
-        if self.rig is not None:
+        if hasattr(self, "rig"):
             self.rig.nothing_is_wrong()
 
     def teardown(self):
-        if self.rig is not None:
+        if hasattr(self, "rig"):
             self.rig.close()
 
 
