@@ -11,10 +11,10 @@ from headwater.cache.config import CacheConfig
 from headwater.cache.evictor import Evictor
 from headwater.cache.ghosts import Ghosts
 from headwater.cache.inflight import Announcements
-from headwater.cache.jobs import loading_job
 from headwater.cache.keys import KeyScheme, TokenPath
 from headwater.cache.lease import Lease
 from headwater.cache.ledger import Ledger
+from headwater.cache.matcher import Matcher
 from headwater.cache.node import Node
 from headwater.cache.pins import Pins
 from headwater.cache.plan import (
@@ -22,21 +22,18 @@ from headwater.cache.plan import (
     Landing,
     Lookup,
     Match,
-    MissReason,
     Outcome,
     Promotion,
 )
 from headwater.cache.policy import POLICIES
 from headwater.cache.pool import SlotState
+from headwater.cache.publisher import Publisher
 from headwater.cache.shelf import Shelf
 from headwater.cache.stats import CacheStats
 from headwater.cache.transfers import Transfers
 from headwater.cache.tree import PrefixTree
 from headwater.errors import CacheUseError, StaleLease
 from headwater.types import EMPTY, BlockKey, RequestId, Slots, Tier
-
-_SHORT_RUN = 64
-"""A run up to this many blocks is extended in place whatever is appended."""
 
 
 class TieredCache:
@@ -75,6 +72,10 @@ class TieredCache:
             config, self.tree, self.device, self.host, self.pins, self.evictor
         )
         self._writes = self.transfers.writes
+        self._matcher = Matcher(self.tree, self.announcements, self.ghosts)
+        self._publisher = Publisher(
+            self.tree, self.device.pool, self.pins, self.ghosts, self._writes
+        )
         self.leases: dict[Lease, None] = {}
         self.generation = 0
         self._ledger = Ledger(config.block_tokens)
@@ -106,14 +107,7 @@ class TieredCache:
             if max_blocks < 0:
                 raise CacheUseError(f"cannot match {max_blocks} blocks")
             limit = min(limit, max_blocks)
-        nodes, found = self.tree.walk(path, limit)
-        match = Match(path, limit, nodes, self.tree.version)
-        _measure(match, found)
-        if found < limit:
-            self._explain(match, found)
-        elif limit == 0:
-            match.reason = MissReason.TOO_SHORT
-        return match
+        return self._matcher.match(path, limit)
 
     def lease(
         self,
@@ -183,7 +177,7 @@ class TieredCache:
             self.announcements.withdraw(lease)
         surplus = slots
         if not lease.node.gone:
-            surplus = self._publish(lease, path, slots, now)
+            surplus = self._publisher.publish(lease, path, slots, now)
         lease.num_blocks = start + count
         if pending is not None:
             self.announcements.announce(lease, pending)
@@ -258,7 +252,7 @@ class TieredCache:
         """Storage said that it has the first `num_blocks` blocks of `path`."""
         if not 0 <= num_blocks <= path.num_blocks(self.block_tokens):
             raise CacheUseError(f"the path does not have {num_blocks} full blocks")
-        self.transfers.learn_stored(path, num_blocks, self._make_child, now=now)
+        self.transfers.learn_stored(path, num_blocks, self._publisher.make_child, now=now)
 
     def keys(self, path: TokenPath, num_blocks: int) -> list[BlockKey]:
         """Content keys of the first `num_blocks` blocks; those in the tree are remembered."""
@@ -301,24 +295,6 @@ class TieredCache:
         """Raise InvariantError if any book does not balance. O(everything)."""
         audit(self)
 
-    def _explain(self, match: Match, found: int) -> None:
-        """Say why `match` ended after `found` blocks."""
-        match.reason = MissReason.NEVER_SEEN
-        path = match.path
-        nodes = match.nodes
-        node = nodes[-1] if nodes else self.tree.roots.get(path.namespace)
-        if node is None or node.end != found:
-            return
-        first = self.tree.first(path, found)
-        if self.announcements.by_place:
-            match.in_flight = self.announcements.find(node, first, path, match.max_blocks)
-            if match.in_flight is not None:
-                match.reason = MissReason.IN_FLIGHT
-                return
-        lost = self.tree.lost_after(node, first) or self.ghosts.find(node, found, first)
-        if lost is not None:
-            match.reason = lost
-
     def _claim(self, match: Match, now: float) -> tuple[Node, list[Slots]]:
         """The node at whose end the device part of `match` ends, cut there if need be."""
         left = match.device_blocks
@@ -332,111 +308,9 @@ class TieredCache:
             left -= last.num_blocks
         return last, parts
 
-    def _publish(self, lease: Lease, path: TokenPath, slots: Slots, now: float) -> Slots:
-        """Find or create a node for each block; return the slots nobody needs."""
-        pool = self.device.pool
-        pool.move(slots, SlotState.HELD, SlotState.CACHED)
-        node, at, surplus = lease.node, 0, []
-        while at < len(slots):
-            block = lease.num_blocks + at
-            first = self.tree.first(path, block)
-            child = node.children.get(first)
-            if child is None:
-                node = self._append(node, first, path, slots[at:])
-                break
-            node, known, common = self._join(child, path, block, slots[at:], now)
-            surplus.append(slots[at : at + known])
-            at += common
-        lease.node = node
-        if not surplus:
-            return EMPTY
-        rest = np.concatenate(surplus)
-        pool.move(rest, SlotState.CACHED, SlotState.HELD)
-        return rest
-
-    def _append(self, parent: Node, first: bytes, path: TokenPath, slots: Slots) -> Node:
-        """Put blocks that nobody has published after `parent`, which this lease pins."""
-        count = len(slots)
-        if _can_extend(parent, count):
-            self.tree.extend(parent, path, count)
-            parent.device = np.concatenate((parent.device, slots))
-            node = parent
-        else:
-            node = self._make_child(parent, first, path, count)
-            node.device = slots
-            node.pins = 1
-            parent.device_children += 1
-        if self._writes.through:
-            self._writes.want(node)
-        return node
-
-    def _make_child(self, parent: Node, first: bytes, path: TokenPath, count: int) -> Node:
-        uid = self.ghosts.revive(parent, parent.end, first)
-        return self.tree.graft(parent, first, path, count, uid or self.tree.new_uid())
-
-    def _join(
-        self, child: Node, path: TokenPath, block: int, slots: Slots, now: float
-    ) -> tuple[Node, int, int]:
-        """Move a lease into `child`, which is in the tree already.
-
-        Returns the node the lease goes to, how many of its blocks the device had (those slots
-        are surplus; the others are taken over), and how many blocks are common.
-        """
-        common = self.tree.common(child, path, block, block + len(slots))
-        if common < child.num_blocks:
-            child = self.pins.split(child, common, now)
-        known = len(child.device)
-        self.pins.extend(child)
-        if known < common:
-            child.device = np.concatenate((child.device, slots[known:common]))
-            if not known:
-                child.parent.device_children += 1  # type: ignore[union-attr]  # not a root
-                self.evictor.stored_only.pop(child, None)
-            if self._writes.through:
-                self._writes.want(child)
-        return child, known, common
-
     def _require_live(self, lease: Lease) -> None:
         if lease not in self.leases:
             raise StaleLease(f"the lease of {lease.owner!r} is not held here")
-
-
-def _can_extend(node: Node, count: int) -> bool:
-    """Whether appending to the run of `node` is better than a new node after it.
-
-    Only where nobody else can tell the difference: a leaf that one lease pins. Each time
-    copies the run, so a long one is extended by a good part of its length or not at all.
-    """
-    return (
-        node.pins == 1
-        and not node.children
-        and not node.jobs
-        and node.parent is not None
-        and (node.num_blocks <= _SHORT_RUN or count * 8 >= node.num_blocks)
-    )
-
-
-def _measure(match: Match, found: int) -> None:
-    """Count the blocks of `match` in each tier; `found` of them match in all."""
-    for node in match.nodes:
-        if len(node.device) < node.num_blocks:
-            break
-    else:
-        match.device_blocks = found
-        return
-    left = found
-    for node in match.nodes:
-        count = min(node.num_blocks, left)
-        left -= count
-        device = min(len(node.device), count)
-        match.device_blocks += device
-        if device == count:
-            continue
-        host = max(min(len(node.host), count), device)
-        if match.loading is None:
-            match.loading = loading_job(node)
-        match.host_blocks += host - device
-        match.storage_blocks += count - host
 
 
 def _require_limit(limit_blocks: int) -> None:

@@ -1,0 +1,109 @@
+"""Publishing: the one place where computed blocks become findable."""
+
+import numpy as np
+
+from headwater.cache.ghosts import Ghosts
+from headwater.cache.keys import TokenPath
+from headwater.cache.lease import Lease
+from headwater.cache.node import Node
+from headwater.cache.pins import Pins
+from headwater.cache.pool import SlotPool, SlotState
+from headwater.cache.tree import PrefixTree
+from headwater.cache.writes import Writes
+from headwater.types import EMPTY, Slots
+
+_SHORT_RUN = 64
+"""A run up to this many blocks is extended in place whatever is appended."""
+
+
+class Publisher:
+    """Find or create: where two sequences computed the same block, the first published stays."""
+
+    def __init__(
+        self, tree: PrefixTree, pool: SlotPool, pins: Pins, ghosts: Ghosts, writes: Writes
+    ) -> None:
+        self._tree = tree
+        self._pool = pool
+        self._pins = pins
+        self._ghosts = ghosts
+        self._writes = writes
+
+    def publish(self, lease: Lease, path: TokenPath, slots: Slots, now: float) -> Slots:
+        """Find or create a node for each block; return the slots nobody needs."""
+        pool = self._pool
+        pool.move(slots, SlotState.HELD, SlotState.CACHED)
+        node, at, surplus = lease.node, 0, []
+        while at < len(slots):
+            block = lease.num_blocks + at
+            first = self._tree.first(path, block)
+            child = node.children.get(first)
+            if child is None:
+                node = self._append(node, first, path, slots[at:])
+                break
+            node, known, common = self._join(child, path, block, slots[at:], now)
+            surplus.append(slots[at : at + known])
+            at += common
+        lease.node = node
+        if not surplus:
+            return EMPTY
+        rest = np.concatenate(surplus)
+        pool.move(rest, SlotState.CACHED, SlotState.HELD)
+        return rest
+
+    def make_child(self, parent: Node, first: bytes, path: TokenPath, count: int) -> Node:
+        """A new node after `parent`, in no tier yet."""
+        uid = self._ghosts.revive(parent, parent.end, first)
+        return self._tree.graft(parent, first, path, count, uid or self._tree.new_uid())
+
+    def _append(self, parent: Node, first: bytes, path: TokenPath, slots: Slots) -> Node:
+        """Put blocks that nobody has published after `parent`, which this lease pins."""
+        count = len(slots)
+        if _can_extend(parent, count):
+            self._tree.extend(parent, path, count)
+            parent.device = np.concatenate((parent.device, slots))
+            node = parent
+        else:
+            node = self.make_child(parent, first, path, count)
+            node.device = slots
+            node.pins = 1
+            parent.device_children += 1
+        if self._writes.through:
+            self._writes.want(node)
+        return node
+
+    def _join(
+        self, child: Node, path: TokenPath, block: int, slots: Slots, now: float
+    ) -> tuple[Node, int, int]:
+        """Move a lease into `child`, which is in the tree already.
+
+        Returns the node the lease goes to, how many of its blocks the device had (those slots
+        are surplus; the others are taken over), and how many blocks are common.
+        """
+        common = self._tree.common(child, path, block, block + len(slots))
+        if common < child.num_blocks:
+            child = self._pins.split(child, common, now)
+        known = len(child.device)
+        self._pins.extend(child)
+        if known < common:
+            child.device = np.concatenate((child.device, slots[known:common]))
+            if not known:
+                child.parent.device_children += 1  # type: ignore[union-attr]  # not a root
+                self._tree.stored_only.pop(child, None)
+            if self._writes.through:
+                self._writes.want(child)
+        return child, known, common
+
+
+def _can_extend(node: Node, count: int) -> bool:
+    """Whether appending to the run of `node` is better than a new node after it.
+
+    Only where nobody else can tell the difference: a leaf that one lease pins. Each time
+    copies the run, so a long one is extended by a good part of its length or not at all.
+    """
+    return (
+        node.pins == 1
+        and not node.children
+        and not node.jobs
+        and node.parent is not None
+        and (node.num_blocks <= _SHORT_RUN or count * 8 >= node.num_blocks)
+    )
