@@ -140,3 +140,12 @@ def test_it_is_made_without_torch(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)
 
     assert load_file(tmp_path / "model.safetensors")["model.norm.weight"].shape == (16,)
+
+
+@pytest.mark.slow
+def test_loading_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """No progress bar of transformers on the engine's standard error."""
+    load(None)
+
+    said = capfd.readouterr()
+    assert said.out == said.err == ""

@@ -1,5 +1,6 @@
 """The sampler against a plain reference that does one row at a time, in the obvious way."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -177,3 +178,78 @@ def test_rows_without_a_history_can_be_drawn() -> None:
     chosen, _ = Sampler(EOS).choose(torch.zeros(1, VOCAB), rows)
 
     assert 0 <= int(chosen[0]) < VOCAB
+
+
+FORBIDDEN = SamplingParams(temperature=0.0, min_tokens=9, stop_token_ids=tuple(range(VOCAB)))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-300, 1e-30, 1.0])
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ([1.0, float("nan"), 3.0, 2.0], 2),
+        ([1.0, float("inf"), float("-inf"), 2.0], 3),
+        ([float("nan")] * 4, 0),
+        ([float("-inf")] * 4, 0),
+    ],
+)
+def test_what_is_not_a_number_is_not_chosen(
+    row: list[float], expected: int, temperature: float
+) -> None:
+    """A broken row is greedy over its finite logits; a sound one beside it is untouched."""
+    logits = torch.tensor([row, [0.0, 9.0, 1.0, 2.0]])
+    params = SamplingParams(temperature=temperature, top_k=3, top_p=0.9, min_p=0.01, logprobs=2)
+    sound = SamplingParams(temperature=0.0)
+
+    chosen, logprobs = Sampler(EOS).choose(logits, rows_of([params, sound], [[1, 2]] * 2))
+
+    assert chosen.tolist() == [expected, 1]
+    assert logprobs[0] is not None
+    assert all(value <= 0 for value in (logprobs[0].chosen, *logprobs[0].top_values))
+
+
+def test_plain_rows_that_are_not_numbers_are_chosen_from_too() -> None:
+    """The quick way for a wholly greedy batch keeps the same promise."""
+    logits = torch.tensor([[1.0, float("nan"), 3.0], [4.0, 5.0, 0.0]])
+
+    chosen, _ = Sampler(EOS).choose(
+        logits, rows_of([SamplingParams(temperature=0.0)] * 2, [[1, 2]] * 2)
+    )
+
+    assert chosen.tolist() == [2, 1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_where_every_token_is_forbidden_the_model_decides(temperature: float) -> None:
+    """`min_tokens` with every token a stop id: the likeliest, which does not stop yet."""
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 17] = 1.0
+
+    chosen, _ = Sampler(EOS).choose(
+        logits, rows_of([replace(FORBIDDEN, temperature=temperature)], [[1, 2]])
+    )
+
+    assert chosen.tolist() == [17]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"temperature": 1e-9},
+        {"temperature": 0.001},
+        {"temperature": 100.0},
+        {"repetition_penalty": 0.01},
+        {"repetition_penalty": 100.0},
+        {"top_p": 1e-45},
+        {"min_p": 1.0},
+        {"logit_bias": dict.fromkeys(range(VOCAB), -100.0)},
+    ],
+)
+def test_the_ends_of_each_range_choose_a_token(asked: dict[str, Any]) -> None:
+    """Whatever `SamplingParams` lets through, with logits as large as floats go."""
+    for scale in (1.0, 1e37):
+        logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3)) * scale
+
+        chosen, _ = Sampler(EOS).choose(logits, rows_of([SamplingParams(**asked)], [[1, 2]]))
+
+        assert 0 <= int(chosen[0]) < VOCAB

@@ -3,6 +3,10 @@
 The order: penalties, biases and forbidden tokens; then temperature; then the k most likely,
 the top p of those, and what is at least `min_p` as likely as the likeliest. Tokens as
 likely as the last one kept are kept too, so the order of ids decides nothing.
+
+A row whose largest logit is not a finite number (a model that overflowed, every token
+forbidden) is greedy over what is finite: of the edited logits, else of the model's, else
+token 0. Other rows never notice.
 """
 
 from collections.abc import Sequence
@@ -44,14 +48,16 @@ class Sampler:
     ) -> tuple[Tokens, list[TokenLogprobs | None]]:
         """A token for each row of `logits`, and log-probabilities where asked for."""
         if all(map(_is_plain, rows.params)):
-            return _tokens(logits.argmax(-1)), [None] * len(rows.params)
+            return _tokens(_greedy(logits, logits)), [None] * len(rows.params)
         edited = self._edited(logits.float(), rows)
-        chosen = edited.argmax(-1)
-        random = [row for row, params in enumerate(rows.params) if params.temperature > 0]
+        chosen = _greedy(edited, logits)
+        random = [row for row, params in enumerate(rows.params) if not params.is_greedy]
         if random:
             at = torch.tensor(random, device=logits.device)
+            best = chosen.index_select(0, at)
             drawn = _draw(
                 edited.index_select(0, at),
+                best,
                 [rows.params[row] for row in random],
                 rows.positions[random],
             )
@@ -87,7 +93,7 @@ class Sampler:
 def _is_plain(params: SamplingParams) -> bool:
     """Greedy, and nothing else asked for."""
     return (
-        params.temperature <= 0
+        params.is_greedy
         and params.logprobs is None
         and params.min_tokens == 0
         and not params.logit_bias
@@ -100,10 +106,34 @@ def _tokens(chosen: Tensor) -> Tokens:
     return tokens
 
 
-def _draw(logits: Tensor, params: Sequence[SamplingParams], positions: Ints) -> Tensor:
-    """Invert the cumulative distribution at one number a row."""
+def _greedy(edited: Tensor, logits: Tensor) -> Tensor:
+    """The likeliest token of each row, whatever is in it."""
+    best = _argmax(edited)  # of a row with a NaN, that NaN
+    if bool(edited.gather(1, best[:, None]).isfinite().all()):
+        return best
+    usable = _finite_only(edited)
+    empty = usable.amax(-1, keepdim=True).isneginf()
+    return _argmax(torch.where(empty, _finite_only(logits), usable))
+
+
+def _argmax(logits: Tensor) -> Tensor:
+    """On a CPU numpy's, which is several times faster; it knows no bfloat16."""
+    if logits.device.type == "cpu" and logits.dtype == torch.float32:
+        return torch.from_numpy(logits.numpy().argmax(-1))
+    return logits.argmax(-1)
+
+
+def _finite_only(logits: Tensor) -> Tensor:
+    return torch.where(logits.isfinite(), logits, -torch.inf)
+
+
+def _draw(
+    logits: Tensor, best: Tensor, params: Sequence[SamplingParams], positions: Ints
+) -> Tensor:
+    """Invert the cumulative distribution at one number a row; `best` where there is none."""
     temperatures = _column([p.temperature for p in params], logits)
-    probs = (logits / temperatures).softmax(-1)
+    largest = logits.gather(1, best[:, None])
+    probs = ((logits - largest) / temperatures).softmax(-1)
     floor = _floor(probs, params)
     if floor is not None:
         probs = probs.masked_fill(probs < floor, 0.0)
@@ -113,7 +143,8 @@ def _draw(logits: Tensor, params: Sequence[SamplingParams], positions: Ints) -> 
     at = torch.from_numpy(drawn).to(logits.device)[:, None] * total
     # The product may round up to the total, beyond which there is no token.
     at = torch.minimum(at, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, at, right=True)[:, 0]
+    drawn_ids = torch.searchsorted(cumulative, at, right=True)[:, 0]
+    return torch.where(total[:, 0].isfinite(), drawn_ids, best)
 
 
 def _floor(probs: Tensor, params: Sequence[SamplingParams]) -> Tensor | None:
@@ -159,7 +190,9 @@ def _logprobs(
     if not wanted:
         return found
     at = torch.tensor([row for row, _ in wanted], device=logits.device)
-    all_values = logits.index_select(0, at).float().log_softmax(-1)
+    # A row without one finite logit has no probabilities: all are reported as none at all.
+    all_values = _finite_only(logits.index_select(0, at).float()).log_softmax(-1)
+    all_values = all_values.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
     picked = all_values.gather(1, chosen.index_select(0, at)[:, None])
     ranks = (all_values > picked).sum(-1).tolist()
     top = all_values.topk(min(max(n for _, n in wanted), logits.shape[1]), dim=-1)

@@ -3,12 +3,32 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from headwater.errors import RequestError
 from headwater.types import RequestId, Tokens
+
+BOUNDS: Mapping[str, tuple[float, float]] = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "logit_bias": (-100.0, 100.0),
+}
+"""Least and most of each number that changes a choice; `top_p` is above its least."""
+
+LEAST_TEMPERATURE = 0.001
+"""Anything colder is greedy: dividing by almost nothing makes no numbers."""
+
+_LEAST_COUNTS = (("max_tokens", 1), ("min_tokens", 0), ("top_k", 0), ("logprobs", 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the next token is chosen, and when to stop choosing."""
+    """How the next token is chosen, and when to stop choosing.
+
+    Raises RequestError, naming the field, for a value no engine can work with.
+    """
 
     max_tokens: int = 16
     """Most tokens to generate."""
@@ -17,7 +37,7 @@ class SamplingParams:
     """No end-of-sequence or stop token is chosen before this many."""
 
     temperature: float = 1.0
-    """0 is greedy: the most likely token, always."""
+    """0, or nearly, is greedy: the most likely token, always."""
 
     top_p: float = 1.0
     top_k: int = 0
@@ -39,6 +59,29 @@ class SamplingParams:
 
     ignore_eos: bool = False
 
+    def __post_init__(self) -> None:
+        for name in BOUNDS:
+            if name != "logit_bias":
+                _check_bounds(name, getattr(self, name))
+        for amount in self.logit_bias.values():
+            _check_bounds("logit_bias", amount)
+        if self.top_p == 0.0:
+            raise RequestError("top_p must be more than 0")
+        for name, least in _LEAST_COUNTS:
+            count = getattr(self, name)
+            if count is not None and count < least:
+                raise RequestError(f"{name} must be at least {least}, got {count}")
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens {self.min_tokens} is more than the {self.max_tokens} that may be "
+                "generated"
+            )
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken, rather than one drawn by chance."""
+        return self.temperature < LEAST_TEMPERATURE
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
@@ -53,3 +96,10 @@ class Request:
 
     cache_salt: str = ""
     """Requests share cached blocks only with requests of the same salt."""
+
+
+def _check_bounds(name: str, value: float) -> None:
+    """What is not a number is not between any two."""
+    least, most = BOUNDS[name]
+    if not least <= value <= most:
+        raise RequestError(f"{name} must be between {least:g} and {most:g}, got {value}")

@@ -172,10 +172,6 @@ class Scheduler:
             raise RequestError(f"a request named {request.request_id!r} is running already")
         if num_tokens == 0:
             raise RequestError("the prompt is empty")
-        if request.params.max_tokens < 1:
-            raise RequestError(
-                f"max_tokens must be at least 1, got {request.params.max_tokens}"
-            )
         if num_tokens >= self.max_model_len:
             raise PromptTooLong(
                 f"the prompt has {num_tokens} tokens; with one token of output at most "

@@ -12,7 +12,6 @@ from headwater.server.schema import Sampling
 from headwater.types import Tokens
 
 _SEED_RANGE = 1 << 63
-_LEAST_TEMPERATURE = 0.001
 
 
 def stop_strings(body: Sampling, limits: LimitsConfig) -> tuple[str, ...]:
@@ -95,7 +94,7 @@ def sampling_params(
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        temperature=_temperature(body),
+        temperature=_or(body.temperature, 1.0),
         top_p=_or(body.top_p, 1.0),
         top_k=max(0, body.top_k or 0),
         min_p=_or(body.min_p, 0.0),
@@ -117,12 +116,6 @@ def seed_of_choice(seed: int, choice: int) -> int:
 
 def _or(value: float | None, default: float) -> float:
     return default if value is None else value
-
-
-def _temperature(body: Sampling) -> float:
-    """What is nearly greedy is greedy: dividing by almost nothing makes no numbers."""
-    wanted = _or(body.temperature, 1.0)
-    return wanted if wanted >= _LEAST_TEMPERATURE else 0.0
 
 
 def _logit_bias(body: Sampling, limits: LimitsConfig, info: EngineInfo) -> dict[int, float]:

@@ -8,9 +8,10 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
+from headwater.scheduler.request import BOUNDS
+
 Count = Annotated[int, Meta(ge=1, le=1 << 31)]
 SmallCount = Annotated[int, Meta(ge=0, le=1 << 31)]
-Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -18,6 +19,12 @@ Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Prompt = str | list[int | str | list[TokenId]]
 """Text, token ids, or a list of either: looser than meant, because the reader cannot tell
 lists apart. `openapi` documents the exact shape and `completions` checks it."""
+
+
+def _within(name: str) -> Meta:
+    """The bounds of a sampling field, so that the answer can name it and the document too."""
+    least, most = BOUNDS[name]
+    return Meta(gt=least, le=most) if name == "top_p" else Meta(ge=least, le=most)
 
 
 class StreamOptions(Struct, kw_only=True):
@@ -33,14 +40,14 @@ class Sampling(Struct, kw_only=True):
     model: Name | None = None
     max_tokens: Count | None = None
     min_tokens: SmallCount | None = None
-    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    temperature: Annotated[float, _within("temperature")] | None = None
+    top_p: Annotated[float, _within("top_p")] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
-    min_p: Share | None = None
-    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] | None = None
-    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
-    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
-    logit_bias: dict[str, Annotated[float, Meta(ge=-100.0, le=100.0)]] | None = None
+    min_p: Annotated[float, _within("min_p")] | None = None
+    repetition_penalty: Annotated[float, _within("repetition_penalty")] | None = None
+    presence_penalty: Annotated[float, _within("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, _within("frequency_penalty")] | None = None
+    logit_bias: dict[str, Annotated[float, _within("logit_bias")]] | None = None
     seed: Seed | None = None
     n: Count | None = None
     stop: str | list[str] | None = None

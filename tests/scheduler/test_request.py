@@ -1,0 +1,47 @@
+"""`SamplingParams` refuses what no engine can work with, whoever made it."""
+
+import math
+from typing import Any
+
+import pytest
+
+from headwater.errors import RequestError
+from headwater.scheduler.request import BOUNDS, LEAST_TEMPERATURE, SamplingParams
+
+
+@pytest.mark.parametrize("name", [name for name in BOUNDS if name != "logit_bias"])
+def test_numbers_outside_their_bounds_are_refused(name):
+    """Below, above, infinite and not a number; the sentence names the field."""
+    least, most = BOUNDS[name]
+    for value in (least - 0.1, most + 0.1, math.inf, -math.inf, math.nan):
+        asked: dict[str, Any] = {name: value}
+        with pytest.raises(RequestError, match=name):
+            SamplingParams(**asked)
+    for value in (most, least or 1e-300):
+        asked = {name: value}
+        SamplingParams(**asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"min_tokens": -1}, "min_tokens must be at least 0"),
+        ({"top_k": -1}, "top_k must be at least 0"),
+        ({"logprobs": -1}, "logprobs must be at least 0"),
+        ({"top_p": 0.0}, "top_p must be more than 0"),
+        ({"logit_bias": {3: math.nan}}, "logit_bias must be between -100 and 100, got nan"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens 9 is more than the 8"),
+    ],
+)
+def test_what_cannot_work_is_a_sentence(asked, sentence):
+    """Counts, biases, and fields that contradict each other."""
+    with pytest.raises(RequestError, match=sentence):
+        SamplingParams(**asked)
+
+
+def test_nearly_greedy_is_greedy():
+    """Below the least temperature the likeliest token is taken."""
+    assert SamplingParams(temperature=0.0).is_greedy
+    assert SamplingParams(temperature=LEAST_TEMPERATURE / 2).is_greedy
+    assert not SamplingParams(temperature=LEAST_TEMPERATURE).is_greedy
