@@ -119,6 +119,8 @@ class Transfer:
     source_slots: Slots
     target_slots: Slots
     keys: tuple[BlockKey, ...] = ()
+    parent: BlockKey | None = None
+    """Key of the block before the first of `keys`, for a write to storage."""
 
     @property
     def num_blocks(self) -> int:
@@ -163,6 +165,9 @@ class Ending(Enum):
     DAMAGED = auto()
     """The leading `num_blocks` are good; what storage has after them is not to be used."""
 
+    ABSENT = auto()
+    """The leading `num_blocks` are good; storage no longer has what follows them."""
+
     TIMED_OUT = auto()
     """Nobody waits any longer, but the executor may still touch the slots."""
 
@@ -177,7 +182,7 @@ class Outcome:
     job: JobId
     ending: Ending
     num_blocks: int = 0
-    """For PARTIAL and DAMAGED: leading blocks that arrived whole. For a lookup: found."""
+    """For PARTIAL, DAMAGED and ABSENT: leading blocks that arrived whole. For a lookup: found."""
 
 
 class Landing(Enum):

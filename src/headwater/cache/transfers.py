@@ -33,6 +33,12 @@ from headwater.types import EMPTY, BlockKey, Slots, Tier
 
 MakeChild = Callable[[Node, bytes, TokenPath, int], Node]
 
+_LOST = {
+    Ending.DAMAGED: MissReason.DAMAGED,
+    Ending.ABSENT: MissReason.EVICTED_STORAGE,
+}
+"""Endings that say that storage has not what was thought, and why a match will end there."""
+
 
 class Transfers:
     """Plans promotions and demotions, and lands them."""
@@ -99,6 +105,7 @@ class Transfers:
                 source_slots=node.host[start : start + count],
                 target_slots=EMPTY,
                 keys=tuple(self._tree.keys(node)[start : start + count]),
+                parent=self._tree.key_before(node, start),
             )
             self._pins.pin(node)
             self._start(Job(plan, [Segment(node, start, count)], node))
@@ -121,8 +128,8 @@ class Transfers:
         if arrived < job.transfer.num_blocks:
             self._give_up(job)
         self._finish(job, now=now)
-        if outcome.ending is Ending.DAMAGED and not job.timed_out:
-            self._forget_from(job, arrived)
+        if outcome.ending in _LOST and not job.timed_out:
+            self._forget_from(job, arrived, _LOST[outcome.ending])
         return Landing.ATTACHED if attached else Landing.NOTHING
 
     def learn_stored(self, path: TokenPath, count: int, make: MakeChild, *, now: float) -> None:
@@ -266,7 +273,7 @@ class Transfers:
             for segment in job.segments:
                 self.writes.give_up(segment.node)
 
-    def _forget_from(self, job: Job, arrived: int) -> None:
+    def _forget_from(self, job: Job, arrived: int, reason: MissReason) -> None:
         """What storage has from block `arrived` of `job` on is not to be used."""
         if job.transfer.source is not Tier.STORAGE:
             return
@@ -274,7 +281,7 @@ class Transfers:
         for segment in job.segments:
             if arrived < at + segment.count and not segment.node.gone:
                 keep = segment.start + arrived - at
-                self._evictor.forget_stored(segment.node, keep, MissReason.DAMAGED)
+                self._evictor.forget_stored(segment.node, keep, reason)
                 return
             at += segment.count
 
@@ -301,7 +308,7 @@ def _arrived(job: Job, outcome: Outcome) -> int:
     match outcome.ending:
         case Ending.DONE:
             return total
-        case Ending.PARTIAL | Ending.DAMAGED:
+        case Ending.PARTIAL | Ending.DAMAGED | Ending.ABSENT:
             return min(max(outcome.num_blocks, 0), total)
         case _:
             return 0

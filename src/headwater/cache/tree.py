@@ -208,6 +208,11 @@ class PrefixTree:
             self._compute_keys(late)
         return node.keys or []
 
+    def key_before(self, node: Node, block: int) -> BlockKey:
+        """The key that the key of block `block` of `node` is chained to."""
+        keys = self.keys(node)
+        return keys[block - 1] if block else node.parent.keys[-1]  # type: ignore[union-attr,index]  # not a root
+
     def nodes(self) -> Iterator[Node]:
         """Every node but the roots, parents first."""
         for root in list(self.roots.values()):
