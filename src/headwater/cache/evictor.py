@@ -42,17 +42,16 @@ class Evictor:
             return None
         return shelf.pool.reuse(self._evict_device(missing), SlotState.CACHED, state)
 
-    def _evict_device(self, count: int) -> Slots:
+    def _evict_device(self, count: int) -> list[Slots]:
         """Move `count` evictable blocks' slots out of their nodes."""
         shelf = self._device
         moved: list[Slots] = []
-        need = count
-        # One pass suffices unless the policy offers parents before their children.
-        while need:
+        need = self._device_pass(count, moved)
+        while need:  # The policy offered parents before their children.
             need = self._device_pass(need, moved)
         shelf.evictable -= count
         shelf.evicted += count
-        return _joined(moved)
+        return moved
 
     def evict_host(self, count: int) -> int:
         """Free up to `count` host slots; return how many. Less, when the rest is in use."""

@@ -19,7 +19,8 @@ class Announcements:
 
     def announce(self, lease: Lease, path: TokenPath) -> None:
         """`lease`'s owner computes the blocks of `path` beyond the lease."""
-        self.withdraw(lease)
+        if lease.place is not None:
+            self.withdraw(lease)
         if lease.num_blocks < path.num_blocks(self._tree.scheme.block_tokens):
             lease.pending = path
             lease.place = (lease.node, self._tree.first(path, lease.num_blocks))

@@ -79,30 +79,41 @@ class SlotPool:
 
     def move(self, slots: Slots, old: SlotState, new: SlotState) -> None:
         """Change the state of `slots`, all of which must be in state `old`."""
-        self._require(slots, old)
+        count = len(slots)
+        self._require(slots, count, old)
         self._state[slots] = new
-        self._counts[old] -= len(slots)
-        self._counts[new] += len(slots)
+        self._counts[old] -= count
+        self._counts[new] += count
 
-    def reuse(self, slots: Slots, old: SlotState, new: SlotState) -> Slots:
-        """Free `slots`, which must be in state `old`, and take just these and all free ones.
+    def reuse(self, parts: list[Slots], old: SlotState, new: SlotState) -> Slots:
+        """Free the slots of `parts`, all in state `old`, and take these and all free ones.
 
         What an eviction needs: the slots go from one owner to the next in one batch.
         """
-        if len(slots) > 1:
-            self._require_once(slots)
-        self.move(slots, old, new)
-        rest = self.take(self.num_free, new)
-        return slots if rest is None or not len(rest) else np.concatenate((rest, slots))
+        num_free = self.num_free
+        if num_free:
+            parts = [self._free[:num_free], *parts]
+        slots = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        total = len(slots)
+        if total > 1:
+            self._require_once(slots, total)
+        if self._state[slots].tobytes().count(old) != total - num_free:
+            self._explain(slots[num_free:], old)
+        self._state[slots] = new
+        self.num_free = 0
+        self._counts[SlotState.FREE] = 0
+        self._counts[old] -= total - num_free
+        self._counts[new] += total
+        return slots
 
     def free(self, slots: Slots, old: SlotState) -> None:
         """Give back `slots`, all of which must be in state `old`, in one batch."""
         count = len(slots)
         if not count:
             return
-        self._require(slots, old)
+        self._require(slots, count, old)
         if count > 1:
-            self._require_once(slots)
+            self._require_once(slots, count)
         self._state[slots] = SlotState.FREE
         self._free[self.num_free : self.num_free + count] = slots
         self.num_free += count
@@ -135,23 +146,23 @@ class SlotPool:
         if np.bincount(self._state, minlength=len(SlotState)).tolist() != self._counts:
             raise InvariantError("the count of a slot state is wrong")
 
-    def _require(self, slots: Slots, state: SlotState) -> None:
+    def _require(self, slots: Slots, count: int, state: SlotState) -> None:
         """Raise unless every slot exists and is in `state`."""
         try:
             found = self._state[slots]
         except IndexError as exc:
             raise InvariantError(f"a slot is outside the pool of {self.num_slots}") from exc
-        if found.tobytes().count(state) != len(slots):
+        if found.tobytes().count(state) != count:
             self._explain(slots, state)
 
-    def _require_once(self, slots: Slots) -> None:
+    def _require_once(self, slots: Slots, count: int) -> None:
         """Raise if a slot is named twice."""
-        if len(slots) <= 8:
-            if len(set(slots.tolist())) != len(slots):
+        if count <= 8:
+            if len(set(slots.tolist())) != count:
                 raise InvariantError("a slot is named twice in one batch")
             return
         # Where two entries name one slot, the later ordinal is in both places.
-        ordinal = self._ordinal[: len(slots)]
+        ordinal = self._ordinal[:count]
         self._mark[slots] = ordinal
         if self._mark[slots].tobytes() != ordinal.tobytes():
             raise InvariantError("a slot is named twice in one batch")

@@ -33,7 +33,8 @@ class Publisher:
         pool = self._pool
         pool.move(slots, SlotState.HELD, SlotState.CACHED)
         node, at, surplus = lease.node, 0, []
-        while at < len(slots):
+        count = len(slots)
+        while at < count:
             block = lease.num_blocks + at
             first = self._tree.first(path, block)
             child = node.children.get(first)

@@ -161,11 +161,12 @@ class TieredCache:
         which stay held by the caller. After a reset everything is surplus. The tree keeps
         the array it is given, so it must not be changed afterwards.
         """
-        self._require_live(lease)
+        if lease not in self.leases:
+            self._require_live(lease)
         start, count = lease.num_blocks, len(slots)
         if not count:
             return EMPTY
-        if start + count > path.num_blocks(self.block_tokens):
+        if (start + count) * self.block_tokens > len(path.tokens):
             raise CacheUseError(
                 f"blocks up to {start + count} cannot be committed: "
                 f"the path has {path.num_blocks(self.block_tokens)} full ones"
@@ -185,8 +186,9 @@ class TieredCache:
 
     def release(self, lease: Lease, *, now: float, slots: Slots | None = None) -> None:
         """End a lease; its blocks are the most recently used. Held `slots` go back with it."""
-        self._require_live(lease)
-        if slots is not None and len(slots):
+        if lease not in self.leases:
+            self._require_live(lease)
+        if slots is not None:
             self.device.pool.free(slots, SlotState.HELD)
         if lease.pending is not None:
             self.announcements.withdraw(lease)

@@ -1,6 +1,5 @@
 """The engine process: `python -m headwater.launch.engine ADDRESS`, started by the server."""
 
-import gc
 import logging
 import sys
 
@@ -8,6 +7,7 @@ import msgspec
 
 from headwater.config import EngineConfig
 from headwater.engine.client import EngineInfo
+from headwater.engine.collector import settle_collector
 from headwater.engine.core import EngineCore
 from headwater.engine.process import run_engine
 from headwater.launch.core import build_core
@@ -21,9 +21,7 @@ def main(address: str) -> int:
 
 def _build(settings: bytes) -> tuple[EngineCore, EngineInfo]:
     built = build_core(msgspec.json.decode(settings, type=EngineConfig))
-    # What was loaded stays for ever: the collector need not look at it again.
-    gc.collect()
-    gc.freeze()
+    settle_collector()
     return built
 
 
