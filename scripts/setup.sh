@@ -17,11 +17,13 @@ command -v "$PYTHON" >/dev/null || die "$PYTHON not found; install Python 3.11 o
 install_digest() { cat pyproject.toml constraints.txt | sha256sum | cut -d' ' -f1; }
 
 install_headwater() {  # $1: extras
-  local stamp=".venv/.installed-${1//,/-}" digest
+  local stamp=".venv/.installed-${1//,/-}" digest installed
   digest=$(install_digest)
-  if [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$digest" ]; then
-    return
-  fi
+  for installed in "$stamp"*; do  # more extras than asked for will do
+    if [ -x .venv/bin/python ] && [ "$(cat "$installed" 2>/dev/null)" = "$digest" ]; then
+      return
+    fi
+  done
   [ -x .venv/bin/python ] || { say "creating .venv"; "$PYTHON" -m venv .venv; }
   # torch first and alone: a dependency asking for "torch" would otherwise bring CUDA builds.
   say "installing torch (a few hundred MB the first time)"
