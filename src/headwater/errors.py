@@ -8,11 +8,16 @@
     - PromptTooLong
     - QueueFull       the server's queue limit; becomes a 429
   + ModelError        a model directory that cannot be served; says why
+  + StorageError      a tier below failed; becomes a cache miss, never a 5xx
+    - StorageTimeout  it did not answer in time; `quiet` says when it will touch nothing more
+    - StorageCorrupt  a block could not prove what it is; `reason` says how
   + EngineDead        unrecoverable; the process exits
 
 A broken invariant is not in this tree: it is an `InvariantError`, an AssertionError,
 because it is our mistake. It is raised by explicit checks, so `python -O` keeps it.
 """
+
+from threading import Event
 
 
 class HeadwaterError(Exception):
@@ -45,6 +50,28 @@ class QueueFull(RequestError):
 
 class ModelError(HeadwaterError):
     """A model directory that is missing, damaged, or of a kind not served."""
+
+
+class StorageError(HeadwaterError):
+    """A storage backend could not do what it was asked; to a request this is a miss."""
+
+
+class StorageTimeout(StorageError):
+    """A storage call did not end in time. Nobody waits for it, but it may still be running."""
+
+    def __init__(self, message: str, *, quiet: Event | None = None) -> None:
+        super().__init__(message)
+        self.quiet = quiet
+        """Set once the call touches its buffers no more; None where that is so already."""
+
+
+class StorageCorrupt(StorageError):
+    """Bytes came back that are not the block that was asked for."""
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        """One word for counting, such as `bad_checksum`."""
 
 
 class EngineDead(HeadwaterError):

@@ -5,6 +5,7 @@ from argparse import ArgumentParser, BooleanOptionalAction, RawDescriptionHelpFo
 from collections.abc import Iterable
 from typing import Any
 
+from headwater.cli.storage import add_storage
 from headwater.config import EngineConfig, LimitsConfig, ServerConfig
 
 _ABOUT = """\
@@ -15,6 +16,7 @@ commands:
   serve [MODEL]   an OpenAI-compatible server; without MODEL the built-in tiny model
   demo            a short conversation on the built-in model, with what the cache saved
   bench NAME      the benchmarks of the documentation
+  storage ACTION  look into a storage directory: ls, stats, verify, prune
   version         the version of this program
 """
 
@@ -56,6 +58,7 @@ def build_parser() -> ArgumentParser:
     serve.set_defaults(flags=flags)
     commands.add_parser("demo", allow_abbrev=False, help="show what the cache saves")
     commands.add_parser("bench", allow_abbrev=False, help="run a benchmark")
+    add_storage(commands)
     commands.add_parser("version", allow_abbrev=False, help="print the version")
     return parser
 

@@ -1,0 +1,172 @@
+"""`headwater storage`: what a directory of the file backend holds, whether it is whole, less of it."""
+
+import dataclasses
+import json
+import sys
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter, _SubParsersAction
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headwater.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headwater.storage.survey import SlabSurvey, Survey
+
+_ABOUT = """\
+Look into a directory of the file backend (--kvcache-storage-backend file). All of it can be
+done while servers use the directory: nothing that a living process owns is changed.
+
+  headwater storage stats DIR               how much is in it, by model
+  headwater storage ls DIR                  the slabs; with --blocks every block
+  headwater storage verify DIR              read every block and check its header and checksum
+  headwater storage prune DIR --to 10GiB    delete the oldest slabs that no process owns
+"""
+
+
+def add_storage(commands: "_SubParsersAction[ArgumentParser]") -> None:
+    """Add the command to the parser of `headwater`."""
+    parser = commands.add_parser(
+        "storage",
+        usage="headwater storage {ls,stats,verify,prune} DIR [flags]",
+        description=_ABOUT,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    texts = {
+        "ls": "list slabs, oldest first",
+        "stats": "sums over the directory, by model",
+        "verify": "read and check every block; exit 1 if one is damaged",
+        "prune": "delete slabs that no living process owns, oldest first",
+    }
+    for name, text in texts.items():
+        action = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
+        action.add_argument("directory", metavar="DIR", type=Path, help="storage directory")
+        action.add_argument("--json", action="store_true", help="print JSON")
+        if name == "ls":
+            action.add_argument("--blocks", action="store_true", help="list every block")
+        if name == "prune":
+            _add_prune(action)
+        flags = [flag for entry in action._actions for flag in entry.option_strings]
+        action.set_defaults(flags=flags)
+
+
+def run_storage(options: Namespace) -> int:
+    """Run one action; the exit code."""
+    from headwater.storage.survey import Survey
+
+    survey = Survey(options.directory)
+    if options.action == "ls":
+        return _list(survey, options)
+    if options.action == "stats":
+        return _stats(survey, options)
+    if options.action == "verify":
+        return _verify(survey, options)
+    return _prune(survey, options)
+
+
+def _add_prune(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--to", metavar="SIZE", help="stop when the directory takes no more, for example 10GiB"
+    )
+    parser.add_argument(
+        "--model", metavar="HEX", help="only slabs whose model begins with this"
+    )
+    parser.add_argument("--all", action="store_true", help="every slab without an owner")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would go")
+
+
+def _list(survey: "Survey", options: Namespace) -> int:
+    if options.blocks:
+        rows: list[dict[str, Any]] = [
+            {
+                "slab": name,
+                "slot": entry.slot,
+                "key": entry.key.hex(),
+                "parent": entry.parent.hex(),
+                "bytes": slab.geometry.form.block_bytes,
+            }
+            for name, slab, entry in survey.blocks()
+        ]
+        lines = [f"{row['key']}  {_size(row['bytes'])}  {row['slab'][:8]}" for row in rows]
+        return _print(options, {"blocks": rows}, lines)
+    slabs = survey.slabs()
+    return _print(
+        options,
+        {"slabs": [dataclasses.asdict(slab) for slab in slabs]},
+        [_line(slab) for slab in slabs],
+    )
+
+
+def _stats(survey: "Survey", options: Namespace) -> int:
+    models: dict[str, dict[str, Any]] = {}
+    for slab in survey.slabs():
+        sums = models.setdefault(
+            slab.model, {"slabs": 0, "blocks": 0, "slots": 0, "bytes": 0, "in_use": 0}
+        )
+        sums["slabs"] += 1
+        sums["blocks"] += slab.num_blocks
+        sums["slots"] += slab.num_slots
+        sums["bytes"] += slab.total_bytes
+        sums["in_use"] += slab.in_use
+    lines = [
+        f"model {model[:16]}  {sums['blocks']} of {sums['slots']} slots filled  "
+        f"{_size(sums['bytes'])} in {sums['slabs']} slabs, {sums['in_use']} in use"
+        for model, sums in models.items()
+    ]
+    used = survey.used_bytes
+    return _print(
+        options, {"used_bytes": used, "models": models}, [*lines, f"{_size(used)} in all"]
+    )
+
+
+def _verify(survey: "Survey", options: Namespace) -> int:
+    result = survey.verify()
+    lines = [
+        f"damaged: block {bad.key[:16]} in slot {bad.slot} of {bad.slab[:8]} ({bad.reason})"
+        for bad in result.findings
+    ]
+    total = f"{result.blocks_good} blocks are whole, {len(result.findings)} are not"
+    _print(options, dataclasses.asdict(result), [*lines, total])
+    return 1 if result.findings else 0
+
+
+def _prune(survey: "Survey", options: Namespace) -> int:
+    if options.to is None and options.model is None and not options.all:
+        raise ConfigError("say what to prune: --to SIZE, --model HEX or --all")
+    from headwater.storage.settings import parse_bytes
+
+    to_bytes = None if options.to is None else parse_bytes(options.to)
+    gone = survey.prune(to_bytes=to_bytes, model=options.model, dry_run=options.dry_run)
+    verb = "would delete" if options.dry_run else "deleted"
+    freed = sum(slab.total_bytes for slab in gone)
+    result = {
+        "deleted": [] if options.dry_run else [slab.name for slab in gone],
+        "would_delete": [slab.name for slab in gone] if options.dry_run else [],
+        "freed_bytes": freed,
+    }
+    return _print(options, result, [f"{verb} {len(gone)} slabs, {_size(freed)}"])
+
+
+def _line(slab: "SlabSurvey") -> str:
+    written = datetime.fromtimestamp(slab.written_at_s, UTC).strftime("%Y-%m-%d %H:%M")
+    owner = "in use" if slab.in_use else "no owner"
+    return (
+        f"{slab.name[:8]}  model {slab.model[:16]}  {slab.num_blocks}/{slab.num_slots} blocks "
+        f"of {_size(slab.block_bytes)}  {_size(slab.total_bytes)}  {written}  {owner}"
+    )
+
+
+def _print(options: Namespace, result: dict[str, Any], lines: list[str]) -> int:
+    text = json.dumps(result, indent=2) if options.json else "\n".join(lines)
+    sys.stdout.write(f"{text}\n" if text else "nothing\n")
+    return 0
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.4g} TiB"

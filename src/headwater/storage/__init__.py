@@ -1,0 +1,30 @@
+"""Keeps blocks by key, below the host tier. Blocking I/O, no torch.
+
+Called from transfer threads only. `open_storage` makes a backend by name; `GuardedStorage`
+puts a circuit breaker in front of one. A failure here is a miss, never wrong text.
+"""
+
+from headwater.storage.base import (
+    BlockRead,
+    BlockWrite,
+    Opening,
+    StorageBackend,
+    StorageStats,
+)
+from headwater.storage.breaker import Breaker, BreakerConfig, BreakerState, GuardedStorage
+from headwater.storage.codec import BlockFormat
+from headwater.storage.registry import open_storage
+
+__all__ = [
+    "BlockFormat",
+    "BlockRead",
+    "BlockWrite",
+    "Breaker",
+    "BreakerConfig",
+    "BreakerState",
+    "GuardedStorage",
+    "Opening",
+    "StorageBackend",
+    "StorageStats",
+    "open_storage",
+]

@@ -1,0 +1,288 @@
+"""Blocks in slab files of one directory: the embedded default, with nothing to install.
+
+Each process writes only to slabs that it owns and reads everybody's. What it reads it verifies
+afterwards, because another owner may reuse a slot while it is being read. A process may be
+killed at any instant: a block is found only when it is whole, and the next process that opens
+the directory takes the slabs over. There is no `fsync`: after a power cut a block may be lost
+or damaged, and is then a miss.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from typing import Any, Self
+
+from headwater.clock import Clock
+from headwater.errors import ConfigError, StorageCorrupt, StorageError
+from headwater.storage.base import BlockRead, BlockWrite, Opening, StorageStats
+from headwater.storage.codec import BlockFormat
+from headwater.storage.deadline import Deadline
+from headwater.storage.folder import FULL, Folder
+from headwater.storage.index import Place, SlotIndex
+from headwater.storage.lanes import Lanes
+from headwater.storage.settings import read_settings
+from headwater.storage.slab import Slab
+from headwater.storage.table import Geometry
+from headwater.storage.tally import Tally
+from headwater.types import BlockKey
+
+_RETRY_S = 10.0
+"""How long after the directory was full it is asked again whether it still is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileConfig:
+    """Settings of the `file` backend."""
+
+    path: str
+    """Directory of the slabs; made if missing. Several processes may share it."""
+
+    capacity_bytes: int = 16 << 30
+    """Most bytes that all slabs in the directory may take together."""
+
+    slab_bytes: int = 256 << 20
+    """Bytes of one slab file, taken from the disk at once; smaller where capacity is."""
+
+    reserve_bytes: int = 1 << 30
+    """Bytes of the disk that are left free, whatever the capacity is."""
+
+    num_threads: int = 4
+    """Reads and writes in flight at once."""
+
+    direct: bool = True
+    """Bypass the page cache where the file system can."""
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise ConfigError("the file backend needs a path")
+        if self.num_threads < 1:
+            raise ConfigError(f"num_threads must be positive, got {self.num_threads}")
+
+    def geometry(self, form: BlockFormat) -> Geometry:
+        """Slabs that fit the capacity; ConfigError where not even one block does."""
+        wanted = min(self.slab_bytes, self.capacity_bytes)
+        num_slots = max(1, wanted // Geometry(form, 1).slot_bytes)
+        while num_slots > 1 and Geometry(form, num_slots).total_bytes > wanted:
+            num_slots -= 1
+        geometry = Geometry(form, num_slots)
+        if geometry.total_bytes > self.capacity_bytes:
+            raise ConfigError(
+                f"capacity_bytes of {self.capacity_bytes} is too little: a slab of one block "
+                f"takes {geometry.total_bytes}"
+            )
+        return geometry
+
+
+class FileStorage:
+    """Content-addressed blocks in slabs. `headwater storage` shows what a directory holds."""
+
+    def __init__(self, config: FileConfig, form: BlockFormat, clock: Clock) -> None:
+        self._config = config
+        self._form = form
+        self._clock = clock
+        self._geometry = config.geometry(form)
+        self._folder = Folder(Path(config.path), direct=config.direct)
+        self._index = SlotIndex()
+        self._tally = Tally("file", form.block_bytes)
+        self._lanes = Lanes("file storage", config.num_threads)
+        self._growing = Lock()
+        self._full_until_s = float("-inf")
+        self._refreshing = Lock()
+        self._names: set[str] = set()
+        self._theirs: dict[str, Slab] = {}
+        self._refresh()
+
+    @classmethod
+    def open(cls, settings: Mapping[str, Any], opening: Opening) -> Self:
+        config = read_settings(FileConfig, settings, "file")
+        try:
+            return cls(config, opening.format, opening.clock)
+        except OSError as error:
+            raise ConfigError(
+                f"storage directory {config.path} cannot be used: {error}"
+            ) from error
+
+    def contains(self, keys: Sequence[BlockKey], *, timeout_s: float) -> int:
+        self._look(keys, self._deadline(timeout_s))
+        return self._index.leading(keys)
+
+    def read(
+        self, keys: Sequence[BlockKey], into: Sequence[memoryview], *, timeout_s: float
+    ) -> list[BlockRead]:
+        self._form.check(into)
+        deadline = self._deadline(timeout_s)
+        self._look(keys, deadline)
+        calls = [partial(self._read, *one) for one in zip(keys, into, strict=True)]
+        outcomes = self._lanes.run(calls, timeout_s=deadline.left_s())
+        self._index.touch(keys)
+        return self._tally.reads(outcomes)
+
+    def write(
+        self,
+        keys: Sequence[BlockKey],
+        blocks: Sequence[memoryview],
+        *,
+        parents: Sequence[BlockKey],
+        timeout_s: float,
+    ) -> list[BlockWrite]:
+        self._form.check(blocks)
+        deadline = self._deadline(timeout_s)
+        self._look(keys, deadline)
+        calls = [partial(self._write, *one) for one in zip(keys, blocks, parents, strict=True)]
+        outcomes = self._lanes.run(calls, timeout_s=deadline.left_s())
+        self._index.touch(keys)
+        return self._tally.writes(outcomes)
+
+    def remove(self, keys: Sequence[BlockKey], *, timeout_s: float) -> int:
+        """Forget blocks of ours. Those in other processes' slabs are theirs to remove."""
+        return sum(self._lanes.run([partial(self._remove, keys)], timeout_s=timeout_s))
+
+    def stats(self) -> StorageStats:
+        return self._tally.stats(
+            num_blocks=self._index.num_blocks,
+            used_bytes=sum(slab.geometry.total_bytes for slab in self._index.slabs),
+            capacity_bytes=self._config.capacity_bytes,
+        )
+
+    def close(self) -> None:
+        """Stop owning: another process may take the slabs over at once."""
+        self._lanes.close()
+        self._index.clear()
+        self._theirs.clear()
+
+    def check(self) -> None:
+        """Raise AssertionError if a slot is lost or has two states."""
+        self._index.check()
+
+    def _deadline(self, timeout_s: float) -> Deadline:
+        return Deadline(self._clock, timeout_s, "file storage")
+
+    def _look(self, keys: Sequence[BlockKey], deadline: Deadline) -> None:
+        """See what other processes have written, if that could make a difference."""
+        if self._index.missing(keys):
+            self._lanes.run([self._refresh], timeout_s=deadline.left_s())
+
+    def _read(self, key: BlockKey, into: memoryview) -> BlockRead:
+        place = self._index.lease(key)
+        if place is None:
+            return BlockRead.ABSENT
+        try:
+            place.slab.read(place.entry, into)
+        except StorageCorrupt as error:
+            if place.slab.table.at(place.entry.slot) == place.entry:
+                self._give_up(place, error.reason)
+                return BlockRead.DAMAGED
+            self._index.forget(place)  # its owner reused the slot while we read it
+            return BlockRead.ABSENT
+        except OSError as error:
+            self._give_up(place, "io_error")
+            raise StorageError(f"cannot read {place.slab.path}: {error}") from error
+        finally:
+            self._index.release(place)
+        return BlockRead.READ
+
+    def _give_up(self, place: Place, reason: str) -> None:
+        """Count a block that cannot be used, and let nobody find it again."""
+        self._tally.reason(reason)
+        if place.slab.owned:
+            place.slab.table.clear(place.entry.slot)
+        self._index.forget(place)
+
+    def _write(self, key: BlockKey, block: memoryview, parent: BlockKey) -> BlockWrite:
+        if not self._index.claim(key):
+            return BlockWrite.PRESENT
+        try:
+            reason = self._store(key, block, parent)
+        except OSError as error:
+            reason = "disk_full" if error.errno in FULL else "io_error"
+            if error.errno not in FULL:
+                raise StorageError(f"cannot write to {self._folder.path}: {error}") from error
+        finally:
+            self._index.unclaim(key)
+        if reason is None:
+            return BlockWrite.WRITTEN
+        self._tally.reason(reason)
+        return BlockWrite.REFUSED
+
+    def _store(self, key: BlockKey, block: memoryview, parent: BlockKey) -> str | None:
+        """Write a claimed block; the reason where it was refused."""
+        place = self._take(key, parent)
+        if place is None:
+            return "no_room"
+        try:
+            place.slab.write(place.entry, block)
+        except OSError:
+            self._index.abandon(place)
+            raise
+        self._index.commit(place)
+        return None
+
+    def _take(self, key: BlockKey, parent: BlockKey) -> Place | None:
+        """A slot: a free one, one of a new slab, or the least recently used."""
+        place, _ = self._index.take(key, parent, evict=False)
+        if place is None and self._grow():
+            place, _ = self._index.take(key, parent, evict=False)
+        if place is None:
+            place, evicted = self._index.take(key, parent, evict=True)
+            self._tally.evicted(int(evicted))
+        return place
+
+    def _grow(self) -> bool:
+        """Whether there may be free slots now: another slab, unless there is no room for one."""
+        with self._growing:
+            if self._index.has_free():
+                return True
+            if self._clock.now() < self._full_until_s:
+                return False
+            self._adopt()
+            if self._index.has_free():
+                return True
+            slab = self._folder.create(
+                self._geometry,
+                capacity_bytes=self._config.capacity_bytes,
+                reserve_bytes=self._config.reserve_bytes,
+            )
+            if slab is None:
+                self._full_until_s = self._clock.now() + _RETRY_S
+                return False
+            self._index.add_slab(slab)
+            return True
+
+    def _remove(self, keys: Sequence[BlockKey]) -> int:
+        removed = 0
+        for key in keys:
+            place = self._index.lease(key)
+            if place is None:
+                continue
+            if place.slab.owned:
+                place.slab.table.clear(place.entry.slot)
+                removed += self._index.forget(place)
+            self._index.release(place)
+        return removed
+
+    def _refresh(self) -> None:
+        """Take over new slabs without an owner, and learn what others have written since."""
+        with self._refreshing:
+            names = self._folder.names()
+            if names != self._names:
+                self._rescan()
+                self._names = names
+            for slab in self._theirs.values():
+                self._index.learn(slab, slab.table.changed())
+
+    def _rescan(self) -> None:
+        self._adopt()
+        names = self._folder.names() - self._index.names
+        for gone in self._theirs.keys() - names:
+            self._index.unlearn(self._theirs.pop(gone))
+        for name in names - self._theirs.keys():
+            slab = self._folder.peek(name)
+            if slab is not None and slab.geometry.form == self._form:
+                self._theirs[name] = slab
+
+    def _adopt(self) -> None:
+        """Become the owner of slabs that have none."""
+        for slab in self._folder.adopt(self._form, known=self._index.names):
+            self._index.add_slab(slab)

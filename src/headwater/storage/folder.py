@@ -1,0 +1,155 @@
+"""A directory of slabs that several processes share: who owns what, and how much there may be.
+
+Everything that makes, takes over or deletes a slab happens under an exclusive `flock` on the
+file `lock`, held for microseconds and by nobody who died. What is found half-made under that
+lock was left by a process that was killed, and is swept.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from headwater.errors import ConfigError, StorageCorrupt
+from headwater.storage.codec import BlockFormat
+from headwater.storage.openfile import OpenFile
+from headwater.storage.slab import Slab, slab_path
+from headwater.storage.table import Geometry, Table, lock_file
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Errors that mean that there is no room."""
+
+_OURS = frozenset({".slab", ".table", ".new"})
+
+
+class Folder:
+    """One storage directory, as one process sees it."""
+
+    def __init__(self, path: Path, *, direct: bool = True) -> None:
+        self.path = path
+        self._direct = direct
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            OpenFile(path / "lock", os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            raise ConfigError(f"storage directory {path} cannot be used: {error}") from error
+
+    def names(self) -> set[str]:
+        """The slabs there are, living or not."""
+        return {
+            name[: -len(".table")] for name in os.listdir(self.path) if name.endswith(".table")
+        }
+
+    def used_bytes(self) -> int:
+        """Bytes of all slabs and tables, of every model and process."""
+        return sum(_file_bytes(path) for path in self.path.iterdir() if path.suffix in _OURS)
+
+    def create(
+        self, geometry: Geometry, *, capacity_bytes: int, reserve_bytes: int
+    ) -> Slab | None:
+        """A new slab of ours, or None where the directory or the disk has no room for it."""
+        with self._locked():
+            self._sweep()
+            if not self._make_room(geometry.total_bytes, capacity_bytes):
+                return None
+            disk = os.statvfs(self.path)
+            if disk.f_bavail * disk.f_frsize < geometry.total_bytes + reserve_bytes:
+                return None
+            try:
+                name = f"{uuid.uuid4().hex}.table"
+                return Slab.create(self.path / name, geometry, direct=self._direct)
+            except OSError as error:
+                if error.errno in FULL:
+                    return None
+                raise
+
+    def adopt(self, form: BlockFormat, known: set[str]) -> list[Slab]:
+        """Take over the slabs of this format, not `known`, whose owners are dead."""
+        adopted = []
+        with self._locked():
+            self._sweep()
+            for name in sorted(self.names() - known):
+                slab = self._open(name, writable=True)
+                if slab is not None and slab.geometry.form == form and slab.table.own():
+                    adopted.append(slab)
+        return adopted
+
+    def peek(self, name: str) -> Slab | None:
+        """Another process's slab, for reading; None if it is gone or damaged."""
+        return self._open(name, writable=False)
+
+    def is_owned(self, name: str) -> bool:
+        """Whether a living process owns a slab."""
+        with self._locked():
+            try:
+                return not lock_file(OpenFile(self.path / f"{name}.table", os.O_RDWR))
+            except FileNotFoundError:
+                return False
+
+    def prune(self, name: str) -> bool:
+        """Delete a slab that has no owner; False if a living process owns it."""
+        with self._locked():
+            return self._delete_dead(name)
+
+    def _make_room(self, wanted_bytes: int, capacity_bytes: int) -> bool:
+        """Whether there is room; dead slabs, which nobody of their model took over, give way."""
+        used = self.used_bytes()
+        dead = sorted(self.names(), key=lambda name: _age(self.path / f"{name}.table"))
+        while used + wanted_bytes > capacity_bytes and dead:
+            if self._delete_dead(dead.pop(0)):
+                used = self.used_bytes()
+        return used + wanted_bytes <= capacity_bytes
+
+    def _delete_dead(self, name: str) -> bool:
+        path = self.path / f"{name}.table"
+        try:
+            file = OpenFile(path, os.O_RDWR)
+        except FileNotFoundError:
+            return False
+        if not lock_file(file):
+            return False
+        path.unlink(missing_ok=True)
+        slab_path(path).unlink(missing_ok=True)
+        return True
+
+    def _open(self, name: str, *, writable: bool) -> Slab | None:
+        try:
+            table = Table(self.path / f"{name}.table", writable=writable)
+            return Slab(table, owned=writable, direct=self._direct)
+        except (OSError, StorageCorrupt):
+            return None
+
+    def _sweep(self) -> None:
+        """Remove what a killed process left half-made or half-deleted."""
+        for path in self.path.glob("*.new"):
+            path.unlink(missing_ok=True)
+        tables = self.names()
+        for path in self.path.glob("*.slab"):
+            if path.stem not in tables:
+                path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        file = OpenFile(self.path / "lock", os.O_RDWR | os.O_CREAT)
+        fcntl.flock(file.fd, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(file.fd, fcntl.LOCK_UN)
+
+
+def _file_bytes(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _age(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0

@@ -1,0 +1,230 @@
+"""Where each block of the file backend is: in memory, for all threads, without I/O.
+
+A block of ours is found, or being read (leased: its slot is not reused), or being written
+(claimed: not found yet). A slot of ours is free, in a found block, or taken by one writer.
+Blocks in other processes' slabs are only known of.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from threading import Lock
+from typing import NamedTuple
+
+from headwater.storage.slab import Slab
+from headwater.storage.table import Entry
+from headwater.types import BlockKey
+
+
+class Place(NamedTuple):
+    """A slot of a slab, and the block in it or about to be."""
+
+    slab: Slab
+    entry: Entry
+
+
+class SlotIndex:
+    """Finds blocks by key, and picks the slot of the next one."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._ours: OrderedDict[BlockKey, Place] = OrderedDict()  # least recently used first
+        self._theirs: dict[BlockKey, Place] = {}
+        self._their_keys: dict[tuple[int, int], BlockKey] = {}
+        self._free: list[tuple[Slab, int]] = []
+        self._leases: Counter[tuple[int, int]] = Counter()
+        self._doomed: set[tuple[int, int]] = set()
+        self._claimed: set[BlockKey] = set()
+        self._slabs: list[Slab] = []
+        self._sequence = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of ours."""
+        return len(self._ours)
+
+    def has_free(self) -> bool:
+        """Whether a slot is free without evicting."""
+        return bool(self._free)
+
+    @property
+    def names(self) -> set[str]:
+        """Slabs of ours, by name."""
+        return {slab.table.path.stem for slab in self.slabs}
+
+    @property
+    def slabs(self) -> list[Slab]:
+        """Slabs of ours."""
+        return list(self._slabs)
+
+    def add_slab(self, slab: Slab) -> None:
+        """A slab of ours, made or taken over: its blocks can be found, its room be used."""
+        entries = list(slab.table.entries())
+        used = {entry.slot for entry in entries}
+        with self._lock:
+            self._slabs.append(slab)
+            self._free.extend(
+                (slab, slot)
+                for slot in reversed(range(slab.geometry.num_slots))
+                if slot not in used
+            )
+            for entry in sorted(entries, key=lambda entry: entry.sequence):
+                self._ours[entry.key] = Place(slab, entry)
+                self._sequence = max(self._sequence, entry.sequence)
+            parents = {entry.parent for entry in entries}
+            for entry in sorted(entries, key=lambda entry: entry.sequence):
+                if entry.key not in parents:
+                    self._touch(entry.key)
+
+    def learn(self, slab: Slab, changes: Iterable[tuple[int, Entry | None]]) -> None:
+        """What changed in another process's slab."""
+        with self._lock:
+            for slot, entry in changes:
+                self._unlearn((id(slab), slot))
+                if entry is not None:
+                    self._theirs[entry.key] = Place(slab, entry)
+                    self._their_keys[id(slab), slot] = entry.key
+
+    def unlearn(self, slab: Slab) -> None:
+        """Another process's slab is gone, or ours now."""
+        with self._lock:
+            for slot in range(slab.geometry.num_slots):
+                self._unlearn((id(slab), slot))
+
+    def leading(self, keys: Sequence[BlockKey]) -> int:
+        """How many leading keys can be found, ours or theirs."""
+        with self._lock:
+            for count, key in enumerate(keys):
+                if key not in self._ours and key not in self._theirs:
+                    return count
+            return len(keys)
+
+    def missing(self, keys: Sequence[BlockKey]) -> bool:
+        """Whether any of these cannot be found."""
+        with self._lock:
+            return any(key not in self._ours and key not in self._theirs for key in keys)
+
+    def lease(self, key: BlockKey) -> Place | None:
+        """Where a block is. A slot of ours stays as it is until `release`."""
+        with self._lock:
+            place = self._ours.get(key)
+            if place is None:
+                return self._theirs.get(key)
+            self._leases[_name(place)] += 1
+            return place
+
+    def release(self, place: Place) -> None:
+        """The end of a lease."""
+        name = _name(place)
+        with self._lock:
+            if name in self._leases:
+                self._leases[name] -= 1
+                if not self._leases[name]:
+                    del self._leases[name]
+                    if name in self._doomed:
+                        self._doomed.remove(name)
+                        self._free.append((place.slab, place.entry.slot))
+
+    def claim(self, key: BlockKey) -> bool:
+        """Become the one writer of a block, unless it is there or has a writer."""
+        with self._lock:
+            if key in self._ours or key in self._theirs or key in self._claimed:
+                return False
+            self._claimed.add(key)
+            return True
+
+    def take(
+        self, key: BlockKey, parent: BlockKey, *, evict: bool
+    ) -> tuple[Place | None, bool]:
+        """A slot for a claimed block, and whether another block had to go for it."""
+        with self._lock:
+            evicted = False
+            if not self._free and evict:
+                evicted = self._evict()
+            if not self._free:
+                return None, False
+            slab, slot = self._free.pop()
+            self._sequence += 1
+            return Place(slab, Entry(slot, key, parent, self._sequence)), evicted
+
+    def commit(self, place: Place) -> None:
+        """The slot is whole: the block can be found."""
+        with self._lock:
+            self._ours[place.entry.key] = place
+
+    def abandon(self, place: Place) -> None:
+        """The block will not come; its slot is free."""
+        with self._lock:
+            self._free.append((place.slab, place.entry.slot))
+
+    def unclaim(self, key: BlockKey) -> None:
+        """The block is committed, or will not come."""
+        with self._lock:
+            self._claimed.discard(key)
+
+    def forget(self, place: Place) -> bool:
+        """A block cannot be found any more; its slot is free once nobody reads it."""
+        key, name = place.entry.key, _name(place)
+        with self._lock:
+            if self._theirs.get(key) == place:
+                self._unlearn(name)
+            if self._ours.get(key) != place:
+                return False
+            del self._ours[key]
+            if name in self._leases:
+                self._doomed.add(name)
+            else:
+                self._free.append((place.slab, place.entry.slot))
+            return True
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """A run was used. Its tail becomes recent first and the head, with all before it, last:
+        so that eviction, oldest first, takes leaves before what they hang on."""
+        with self._lock:
+            for key in reversed(keys):
+                if key in self._ours:
+                    self._ours.move_to_end(key)
+            if keys:
+                self._touch(keys[0])
+
+    def clear(self) -> None:
+        """Know nothing, and let go of every slab."""
+        with self._lock:
+            self._ours.clear()
+            self._theirs.clear()
+            self._their_keys.clear()
+            self._free.clear()
+            self._slabs.clear()
+
+    def check(self) -> None:
+        """Raise AssertionError unless every slot of ours is in one state."""
+        with self._lock:
+            found = [_name(place) for place in self._ours.values()]
+            free = [(id(slab), slot) for slab, slot in self._free]
+            held = len(self._claimed) + len(self._doomed)
+            total = sum(slab.geometry.num_slots for slab in self._slabs)
+            assert len(set(found + free)) == len(found) + len(free), "a slot has two states"
+            assert 0 <= total - len(found) - len(free) <= held, "a slot is lost"
+
+    def _unlearn(self, name: tuple[int, int]) -> None:
+        key = self._their_keys.pop(name, None)
+        if key is not None and _name(self._theirs[key]) == name:
+            del self._theirs[key]
+
+    def _touch(self, key: BlockKey) -> None:
+        seen = 0
+        while (place := self._ours.get(key)) is not None and seen <= len(self._ours):
+            self._ours.move_to_end(key)
+            key = place.entry.parent
+            seen += 1
+
+    def _evict(self) -> bool:
+        for key, place in self._ours.items():
+            if _name(place) not in self._leases:
+                del self._ours[key]
+                self._free.append((place.slab, place.entry.slot))
+                return True
+        return False
+
+
+def _name(place: Place) -> tuple[int, int]:
+    return id(place.slab), place.entry.slot

@@ -1,0 +1,132 @@
+"""Blocks in this process's memory: the reference of what a backend does, and a fake for tests."""
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, Self
+
+from headwater.errors import ConfigError, StorageCorrupt
+from headwater.storage.base import BlockRead, BlockWrite, Opening, StorageStats
+from headwater.storage.codec import (
+    HEADER_BYTES,
+    BlockFormat,
+    encode_header,
+    verify_block,
+)
+from headwater.storage.settings import read_settings
+from headwater.storage.tally import Tally
+from headwater.types import BlockKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryConfig:
+    """Settings of the `memory` backend."""
+
+    capacity_bytes: int = 1 << 30
+    """Most bytes of payload kept; the least recently used block goes first."""
+
+    def __post_init__(self) -> None:
+        if self.capacity_bytes < 1:
+            raise ConfigError("capacity_bytes must be positive")
+
+
+class MemoryStorage:
+    """A dictionary of blocks, each kept as the very bytes that another medium would keep."""
+
+    def __init__(self, config: MemoryConfig, form: BlockFormat) -> None:
+        self._form = form
+        self._max_blocks = config.capacity_bytes // form.block_bytes
+        self._lock = Lock()
+        self.values: OrderedDict[BlockKey, bytes] = OrderedDict()
+        """Header and payload of each block, least recently used first; tests damage these."""
+        self._tally = Tally("memory", form.block_bytes)
+
+    @classmethod
+    def open(cls, settings: Mapping[str, Any], opening: Opening) -> Self:
+        return cls(read_settings(MemoryConfig, settings, "memory"), opening.format)
+
+    def contains(self, keys: Sequence[BlockKey], *, timeout_s: float) -> int:
+        with self._lock:
+            for count, key in enumerate(keys):
+                if key not in self.values:
+                    return count
+            return len(keys)
+
+    def read(
+        self, keys: Sequence[BlockKey], into: Sequence[memoryview], *, timeout_s: float
+    ) -> list[BlockRead]:
+        self._form.check(into)
+        outcomes = [self._read(key, into) for key, into in zip(keys, into, strict=True)]
+        self._touch(keys)
+        return self._tally.reads(outcomes)
+
+    def write(
+        self,
+        keys: Sequence[BlockKey],
+        blocks: Sequence[memoryview],
+        *,
+        parents: Sequence[BlockKey],
+        timeout_s: float,
+    ) -> list[BlockWrite]:
+        self._form.check(blocks)
+        outcomes = [self._write(*one) for one in zip(keys, blocks, parents, strict=True)]
+        self._touch(keys)
+        return self._tally.writes(outcomes)
+
+    def remove(self, keys: Sequence[BlockKey], *, timeout_s: float) -> int:
+        with self._lock:
+            return sum(self.values.pop(key, None) is not None for key in keys)
+
+    def stats(self) -> StorageStats:
+        with self._lock:
+            num_blocks = len(self.values)
+        return self._tally.stats(
+            num_blocks=num_blocks,
+            used_bytes=num_blocks * self._form.block_bytes,
+            capacity_bytes=self._max_blocks * self._form.block_bytes,
+        )
+
+    def close(self) -> None:
+        with self._lock:
+            self.values.clear()
+
+    def _read(self, key: BlockKey, into: memoryview) -> BlockRead:
+        with self._lock:
+            value = self.values.get(key)
+        if value is None:
+            return BlockRead.ABSENT
+        try:
+            payload = memoryview(value)[HEADER_BYTES:]
+            if len(payload) != len(into):
+                raise StorageCorrupt("a block was cut short", reason="truncated")
+            into[:] = payload
+            verify_block(value, into, form=self._form, key=key)
+        except StorageCorrupt as error:
+            self._tally.reason(error.reason)
+            with self._lock:
+                self.values.pop(key, None)
+            return BlockRead.DAMAGED
+        return BlockRead.READ
+
+    def _write(self, key: BlockKey, block: memoryview, parent: BlockKey) -> BlockWrite:
+        with self._lock:
+            if key in self.values:
+                return BlockWrite.PRESENT
+        if not self._max_blocks:
+            self._tally.reason("no_room")
+            return BlockWrite.REFUSED
+        value = encode_header(self._form, key, parent, block) + block
+        with self._lock:
+            self.values[key] = value
+            while len(self.values) > self._max_blocks:
+                self.values.popitem(last=False)
+                self._tally.evicted()
+        return BlockWrite.WRITTEN
+
+    def _touch(self, keys: Sequence[BlockKey]) -> None:
+        # Last block first, so that the head of a run is evicted after its tail.
+        with self._lock:
+            for key in reversed(keys):
+                if key in self.values:
+                    self.values.move_to_end(key)

@@ -1,0 +1,284 @@
+"""Blocks in a Mooncake pool: the memory of many machines, reached over TCP or RDMA.
+
+Every process that opens it lends a segment of its memory to the pool and finds what all others
+have stored; a `mooncake_master` says where. Payloads move straight between the pool and the
+caller's buffers. The calls are C++ and cannot be interrupted, so they run in lanes: a call that
+hangs is left behind, and says when it is out of the caller's buffers.
+"""
+
+import contextlib
+import mmap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from threading import local
+from typing import Any, Self, TypeVar
+
+from headwater.clock import Clock
+from headwater.errors import ConfigError, StorageCorrupt, StorageError, StorageTimeout
+from headwater.storage.base import BlockRead, BlockWrite, Opening, StorageStats
+from headwater.storage.codec import HEADER_BYTES, BlockFormat, encode_header, verify_block
+from headwater.storage.deadline import Deadline
+from headwater.storage.lanes import Lanes
+from headwater.storage.pointer import address_of
+from headwater.storage.pool import MooncakeConfig, mooncake_config
+from headwater.storage.tally import Tally
+from headwater.types import BlockKey
+
+T = TypeVar("T")
+
+_BATCH_BLOCKS = 64
+_NOT_FOUND = -704
+_NO_ROOM = -200
+
+
+class MooncakeStorage:
+    """A member of one Mooncake pool."""
+
+    def __init__(
+        self,
+        config: MooncakeConfig,
+        form: BlockFormat,
+        clock: Clock,
+        memory: memoryview | None = None,
+    ) -> None:
+        """Join the pool; ConfigError where that fails."""
+        self._config = config
+        self._form = form
+        self._clock = clock
+        self._tally = Tally("mooncake", form.block_bytes)
+        self._lanes = Lanes("mooncake storage", config.num_threads)
+        self._headers = local()
+        self._closed = False
+        self._store = _import_store()()
+        self._memory = (0, 0)
+        self._join(memory)
+
+    @classmethod
+    def open(cls, settings: Mapping[str, Any], opening: Opening) -> Self:
+        config = mooncake_config(settings, opening.environ)
+        return cls(config, opening.format, opening.clock, opening.memory)
+
+    def contains(self, keys: Sequence[BlockKey], *, timeout_s: float) -> int:
+        deadline = self._deadline(timeout_s)
+        present = self._call(partial(self._exist, keys), deadline)
+        return present.index(False) if False in present else len(keys)
+
+    def read(
+        self, keys: Sequence[BlockKey], into: Sequence[memoryview], *, timeout_s: float
+    ) -> list[BlockRead]:
+        self._form.check(into)
+        deadline = self._deadline(timeout_s)
+        work = list(zip(keys, into, strict=True))
+        outcomes: list[BlockRead] = []
+        for start in range(0, len(work), _BATCH_BLOCKS):
+            part = work[start : start + _BATCH_BLOCKS]
+            outcomes += self._call(partial(self._read, part), deadline)
+        return self._tally.reads(outcomes)
+
+    def write(
+        self,
+        keys: Sequence[BlockKey],
+        blocks: Sequence[memoryview],
+        *,
+        parents: Sequence[BlockKey],
+        timeout_s: float,
+    ) -> list[BlockWrite]:
+        self._form.check(blocks)
+        deadline = self._deadline(timeout_s)
+        work = list(zip(keys, blocks, parents, strict=True))
+        outcomes: list[BlockWrite] = []
+        for start in range(0, len(work), _BATCH_BLOCKS):
+            part = work[start : start + _BATCH_BLOCKS]
+            outcomes += self._call(partial(self._write, part), deadline)
+        return self._tally.writes(outcomes)
+
+    def remove(self, keys: Sequence[BlockKey], *, timeout_s: float) -> int:
+        return self._call(partial(self._remove, keys), self._deadline(timeout_s))
+
+    def stats(self) -> StorageStats:
+        return self._tally.stats()
+
+    def close(self) -> None:
+        """Leave the pool; what this process lent to it is gone from it."""
+        if not self._closed:
+            self._closed = True
+            with contextlib.suppress(StorageError):
+                self._lanes.run([self._store.close], timeout_s=self._config.join_timeout_s)
+            self._lanes.close()
+
+    def _join(self, memory: memoryview | None) -> None:
+        config = self._config
+        join = partial(
+            self._store.setup,
+            config.local_hostname,
+            config.metadata_server,
+            config.segment_bytes,
+            config.buffer_bytes,
+            config.protocol,
+            config.rdma_devices,
+            config.master,
+        )
+        try:
+            [code] = self._lanes.run([join], timeout_s=config.join_timeout_s)
+        except StorageTimeout:
+            code = "no answer"
+        if code != 0:
+            self._closed = True
+            self._lanes.close()
+            raise ConfigError(
+                f"cannot join the Mooncake pool of the master at {config.master} ({code}); "
+                "is mooncake_master running there?"
+            )
+        if memory is not None:
+            start = address_of(memory)
+            if self._store.register_buffer(start, len(memory)) != 0:
+                self.close()
+                raise ConfigError("Mooncake cannot register the host slab")
+            self._memory = (start, start + len(memory))
+
+    def _call(self, call: Callable[[], T], deadline: Deadline) -> T:
+        if self._closed:
+            raise StorageError("mooncake storage is closed")
+        [answer] = self._lanes.run([call], timeout_s=deadline.left_s())
+        return answer
+
+    def _exist(self, keys: Sequence[BlockKey]) -> list[bool]:
+        if not keys:
+            return []
+        answers = self._store.batch_is_exist([self._name(key) for key in keys])
+        if any(answer < 0 for answer in answers):
+            raise StorageError(f"the Mooncake master at {self._config.master} does not answer")
+        return [answer == 1 for answer in answers]
+
+    def _read(self, work: Sequence[tuple[BlockKey, memoryview]]) -> list[BlockRead]:
+        names = [self._name(key) for key, _ in work]
+        views = [view for _, view in work]
+        headers = self._header_buffers(len(work))
+        with self._registered(views):
+            pointers, sizes = _gather(headers, views)
+            codes = self._store.batch_get_into_multi_buffers(names, pointers, sizes)
+        self._raise_if_dead(codes)
+        outcomes = [
+            self._verified(key, header, view, code)
+            for (key, view), header, code in zip(work, headers, codes, strict=True)
+        ]
+        damaged = [
+            name for name, got in zip(names, outcomes, strict=True) if got is BlockRead.DAMAGED
+        ]
+        if damaged:
+            # A key is never rewritten, so what is damaged has to go first.
+            self._store.batch_remove(damaged, True)
+        return outcomes
+
+    def _verified(
+        self, key: BlockKey, header: memoryview, view: memoryview, code: int
+    ) -> BlockRead:
+        if code == _NOT_FOUND:
+            return BlockRead.ABSENT
+        if code < 0:
+            return self._failed(key)
+        try:
+            verify_block(header, view, form=self._form, key=key)
+        except StorageCorrupt as error:
+            self._tally.reason(error.reason)
+            return BlockRead.DAMAGED
+        return BlockRead.READ
+
+    def _failed(self, key: BlockKey) -> BlockRead:
+        """A block that is there and could not be moved: of another size, or on a dead machine."""
+        there = self._store.get_size(self._name(key))
+        if there >= 0 and there != HEADER_BYTES + self._form.block_bytes:
+            self._tally.reason("bad_length")
+            return BlockRead.DAMAGED
+        self._tally.reason("transfer_failed")
+        return BlockRead.ABSENT
+
+    def _write(self, work: Sequence[tuple[BlockKey, memoryview, BlockKey]]) -> list[BlockWrite]:
+        present = self._exist([key for key, _, _ in work])
+        missing = {one[0]: one for one, there in zip(work, present, strict=True) if not there}
+        stored = self._put(list(missing.values())) if missing else []
+        fresh = dict(zip(missing, stored, strict=True))
+        return [fresh.pop(key, BlockWrite.PRESENT) for key, _, _ in work]
+
+    def _put(self, work: Sequence[tuple[BlockKey, memoryview, BlockKey]]) -> list[BlockWrite]:
+        headers = self._header_buffers(len(work))
+        for (key, block, parent), header in zip(work, headers, strict=True):
+            header[:] = encode_header(self._form, key, parent, block)
+        views = [block for _, block, _ in work]
+        with self._registered(views):
+            pointers, sizes = _gather(headers, views)
+            codes = self._store.batch_put_from_multi_buffers(
+                [self._name(key) for key, _, _ in work], pointers, sizes
+            )
+        self._raise_if_dead([code for code in codes if code != _NO_ROOM])
+        for code in codes:
+            if code != 0:
+                self._tally.reason("no_room" if code == _NO_ROOM else "transfer_failed")
+        return [BlockWrite.WRITTEN if code == 0 else BlockWrite.REFUSED for code in codes]
+
+    def _remove(self, keys: Sequence[BlockKey]) -> int:
+        # By force: every probe of a block leases it for seconds, and would keep it.
+        codes = self._store.batch_remove([self._name(key) for key in keys], True)
+        self._raise_if_dead(codes)
+        return sum(code == 0 for code in codes)
+
+    def _raise_if_dead(self, codes: Sequence[int]) -> None:
+        """One block that fails is a miss; when all do, the pool is what fails."""
+        if codes and all(code < 0 and code != _NOT_FOUND for code in codes):
+            raise StorageError(f"the Mooncake pool of {self._config.master} failed: {codes[0]}")
+
+    def _header_buffers(self, count: int) -> list[memoryview]:
+        """Registered memory of this thread, one header each."""
+        buffers: list[memoryview] | None = getattr(self._headers, "buffers", None)
+        if buffers is None:
+            view = memoryview(mmap.mmap(-1, _BATCH_BLOCKS * HEADER_BYTES))
+            self._store.register_buffer(address_of(view), len(view))
+            buffers = [view[at : at + HEADER_BYTES] for at in range(0, len(view), HEADER_BYTES)]
+            self._headers.buffers = buffers
+        return buffers[:count]
+
+    @contextlib.contextmanager
+    def _registered(self, views: Sequence[memoryview]) -> Iterator[None]:
+        """Make buffers that are not in the registered slab usable for one call."""
+        start, end = self._memory
+        spans = [(address_of(view), len(view)) for view in views]
+        strange = [at for at, size in spans if not start <= at <= at + size <= end]
+        sizes = dict(spans)
+        for at in strange:
+            self._store.register_buffer(at, sizes[at])
+        try:
+            yield
+        finally:
+            for at in strange:
+                self._store.unregister_buffer(at)
+
+    def _name(self, key: BlockKey) -> str:
+        return self._config.key_prefix + key.hex()
+
+    def _deadline(self, timeout_s: float) -> Deadline:
+        return Deadline(self._clock, timeout_s, "mooncake storage")
+
+
+def _gather(
+    headers: Sequence[memoryview], views: Sequence[memoryview]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Each block as the addresses and lengths of its two parts."""
+    pairs = list(zip(headers, views, strict=True))
+    pointers = [[address_of(header), address_of(view)] for header, view in pairs]
+    return pointers, [[len(header), len(view)] for header, view in pairs]
+
+
+def _import_store() -> Callable[[], Any]:
+    try:
+        from mooncake.store import MooncakeDistributedStore
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "storage backend 'mooncake' needs: pip install 'headwater[mooncake]'"
+        ) from error
+    except ImportError as error:
+        raise ConfigError(
+            f"storage backend 'mooncake' cannot be loaded: {error}; "
+            "on Debian: apt-get install libibverbs1"
+        ) from error
+    store: Callable[[], Any] = MooncakeDistributedStore
+    return store

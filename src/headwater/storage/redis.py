@@ -1,0 +1,295 @@
+"""Blocks on a Redis or Valkey server, one string a block: header, then payload.
+
+Bounded by the server: `maxmemory` with an eviction policy such as `allkeys-lru`, or a time to
+live that every read renews. Batches are pipelined over one connection a thread; a connection
+that broke since its last use is replaced and the batch asked again, once.
+"""
+
+import ssl
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, Self, TypeVar
+
+from headwater.clock import Clock
+from headwater.errors import ConfigError, StorageCorrupt, StorageError
+from headwater.storage.base import BlockRead, BlockWrite, Opening, StorageStats
+from headwater.storage.codec import HEADER_BYTES, BlockFormat, encode_header, verify_block
+from headwater.storage.deadline import Deadline
+from headwater.storage.resp import Address, AuthError, Connection, ReplyError, command
+from headwater.storage.settings import read_settings
+from headwater.storage.tally import Tally
+from headwater.types import BlockKey
+
+T = TypeVar("T")
+
+_WINDOW_BYTES = 16 << 20
+"""Payload that is asked for and not read yet: what the server must buffer for us."""
+
+_MAX_IDLE = 32
+_DRAIN_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedisConfig:
+    """Settings of the `redis` backend."""
+
+    url: str = "redis://127.0.0.1:6379/0"
+    """redis://[user:password@]host[:port][/db]; rediss:// for TLS."""
+
+    ttl_s: float | None = None
+    """Seconds a block lives after it was last read or written; None leaves it to the server."""
+
+    key_prefix: str = "headwater:"
+    """What the names of blocks on the server begin with."""
+
+    connect_timeout_s: float = 1.0
+    """Longest wait for a connection."""
+
+    tls_ca_file: str | None = None
+    """Certificate authorities that rediss:// trusts; None is the system's."""
+
+    def __post_init__(self) -> None:
+        if self.ttl_s is not None and self.ttl_s <= 0:
+            raise ConfigError(f"ttl_s must be positive, got {self.ttl_s}")
+        if self.connect_timeout_s <= 0:
+            raise ConfigError("connect_timeout_s must be positive")
+
+
+class RedisStorage:
+    """A client of one server."""
+
+    def __init__(self, config: RedisConfig, form: BlockFormat, clock: Clock) -> None:
+        """Connect once, to find mistakes now: ConfigError where that fails."""
+        self._config = config
+        self._form = form
+        self._clock = clock
+        self._address = Address.parse(config.url)
+        self._tls = _tls_context(config) if self._address.tls else None
+        self._prefix = config.key_prefix.encode()
+        self._ttl = [b"PX", b"%d" % (config.ttl_s * 1e3)] if config.ttl_s is not None else []
+        self._value_bytes = HEADER_BYTES + form.block_bytes
+        self._tally = Tally("redis", form.block_bytes)
+        self._lock = Lock()
+        self._idle: list[Connection] = []
+        self._closed = False
+        try:
+            self._idle.append(self._connect(self._deadline(config.connect_timeout_s)))
+        except StorageError as error:
+            raise ConfigError(f"storage backend 'redis': {error}") from error
+
+    @classmethod
+    def open(cls, settings: Mapping[str, Any], opening: Opening) -> Self:
+        config = read_settings(RedisConfig, settings, "redis")
+        return cls(config, opening.format, opening.clock)
+
+    def contains(self, keys: Sequence[BlockKey], *, timeout_s: float) -> int:
+        deadline = self._deadline(timeout_s)
+        present = self._with_connection(
+            lambda link: self._exists(link, keys, deadline), deadline
+        )
+        return present.index(False) if False in present else len(keys)
+
+    def read(
+        self, keys: Sequence[BlockKey], into: Sequence[memoryview], *, timeout_s: float
+    ) -> list[BlockRead]:
+        self._form.check(into)
+        deadline = self._deadline(timeout_s)
+        outcomes = self._with_connection(
+            lambda link: self._read(link, keys, into, deadline), deadline
+        )
+        return self._tally.reads(outcomes)
+
+    def write(
+        self,
+        keys: Sequence[BlockKey],
+        blocks: Sequence[memoryview],
+        *,
+        parents: Sequence[BlockKey],
+        timeout_s: float,
+    ) -> list[BlockWrite]:
+        self._form.check(blocks)
+        deadline = self._deadline(timeout_s)
+        work = list(zip(keys, blocks, parents, strict=True))
+        outcomes = self._with_connection(
+            lambda link: self._write(link, work, deadline), deadline
+        )
+        return self._tally.writes(outcomes)
+
+    def remove(self, keys: Sequence[BlockKey], *, timeout_s: float) -> int:
+        deadline = self._deadline(timeout_s)
+        gone = self._with_connection(
+            lambda link: self._ask(link, b"UNLINK", keys, deadline), deadline
+        )
+        return gone.count(b":1")
+
+    def stats(self) -> StorageStats:
+        return self._tally.stats()
+
+    def close(self) -> None:
+        with self._lock:
+            idle, self._idle, self._closed = self._idle, [], True
+        for link in idle:
+            link.close()
+
+    def _read(
+        self,
+        link: Connection,
+        keys: Sequence[BlockKey],
+        into: Sequence[memoryview],
+        deadline: Deadline,
+    ) -> list[BlockRead]:
+        verb, more = (b"GETEX", self._ttl) if self._ttl else (b"GET", [])
+        asks = [command(verb, self._name(key), *more) for key in keys]
+        window = max(2, _WINDOW_BYTES // self._value_bytes)
+        link.send([b"".join(asks[:window])], deadline)
+        header = bytearray(HEADER_BYTES)
+        outcomes = []
+        for place, (key, view) in enumerate(zip(keys, into, strict=True)):
+            there = self._receive(link, header, view, deadline)
+            if place + window < len(asks):
+                # Asked before verifying, so that the server works meanwhile.
+                link.send([asks[place + window]], deadline)
+            outcomes.append(self._verified(key, header, view, there))
+        damaged = [k for k, o in zip(keys, outcomes, strict=True) if o is BlockRead.DAMAGED]
+        if damaged:
+            # A key is never rewritten, so what is damaged has to go first.
+            self._ask(link, b"UNLINK", damaged, deadline)
+        return outcomes
+
+    def _receive(
+        self, link: Connection, header: bytearray, view: memoryview, deadline: Deadline
+    ) -> BlockRead:
+        """Take one reply to a GET, whatever it is; READ is not verified yet."""
+        value_bytes = int(link.reply(deadline)[1:])
+        if value_bytes < 0:
+            return BlockRead.ABSENT
+        if value_bytes != HEADER_BYTES + len(view):
+            _drain(link, value_bytes + 2, deadline)
+            self._tally.reason("bad_length")
+            return BlockRead.DAMAGED
+        link.fill(memoryview(header), deadline)
+        link.fill(view, deadline)
+        _drain(link, 2, deadline)
+        return BlockRead.READ
+
+    def _verified(
+        self, key: BlockKey, header: bytearray, view: memoryview, there: BlockRead
+    ) -> BlockRead:
+        if there is not BlockRead.READ:
+            return there
+        try:
+            verify_block(header, view, form=self._form, key=key)
+        except StorageCorrupt as error:
+            self._tally.reason(error.reason)
+            return BlockRead.DAMAGED
+        return BlockRead.READ
+
+    def _write(
+        self,
+        link: Connection,
+        work: Sequence[tuple[BlockKey, memoryview, BlockKey]],
+        deadline: Deadline,
+    ) -> list[BlockWrite]:
+        present = self._exists(link, [key for key, _, _ in work], deadline)
+        tail = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(w), w) for w in [b"NX", *self._ttl])
+        num_words = 4 + len(self._ttl)
+        for (key, block, parent), there in zip(work, present, strict=True):
+            if there:
+                continue
+            header = encode_header(self._form, key, parent, block)
+            name = self._name(key)
+            start = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n" % (num_words, len(name), name)
+            value = b"$%d\r\n%b" % (len(header) + len(block), header)
+            link.send([start + value, block, tail], deadline)
+        return [
+            BlockWrite.PRESENT if there else self._stored(link, deadline) for there in present
+        ]
+
+    def _stored(self, link: Connection, deadline: Deadline) -> BlockWrite:
+        try:
+            reply = link.reply(deadline)
+        except ReplyError as error:
+            if ": OOM " not in str(error):
+                raise
+            self._tally.reason("no_room")
+            return BlockWrite.REFUSED
+        return BlockWrite.WRITTEN if reply == b"+OK" else BlockWrite.PRESENT
+
+    def _exists(
+        self, link: Connection, keys: Sequence[BlockKey], deadline: Deadline
+    ) -> list[bool]:
+        return [reply == b":1" for reply in self._ask(link, b"EXISTS", keys, deadline)]
+
+    def _ask(
+        self, link: Connection, verb: bytes, keys: Sequence[BlockKey], deadline: Deadline
+    ) -> list[bytes]:
+        """One small reply for each key."""
+        if not keys:
+            return []
+        link.send([b"".join(command(verb, self._name(key)) for key in keys)], deadline)
+        return [link.reply(deadline) for _ in keys]
+
+    def _name(self, key: BlockKey) -> bytes:
+        return self._prefix + key.hex().encode()
+
+    def _with_connection(self, work: Callable[[Connection], T], deadline: Deadline) -> T:
+        """Do `work` on a connection; again on a new one if an idle one turned out dead."""
+        link = self._take_idle()
+        if link is not None:
+            try:
+                return self._finish(link, work)
+            except StorageError:
+                deadline.left_s()
+                self._drop_idle()
+        return self._finish(self._connect(deadline), work)
+
+    def _finish(self, link: Connection, work: Callable[[Connection], T]) -> T:
+        try:
+            result = work(link)
+        except BaseException:
+            link.close()
+            raise
+        with self._lock:
+            if not self._closed and len(self._idle) < _MAX_IDLE:
+                self._idle.append(link)
+                return result
+        link.close()
+        return result
+
+    def _connect(self, deadline: Deadline) -> Connection:
+        if self._closed:
+            raise StorageError("redis storage is closed")
+        return Connection(self._address, self._tls, self._config.connect_timeout_s, deadline)
+
+    def _take_idle(self) -> Connection | None:
+        with self._lock:
+            return self._idle.pop() if self._idle else None
+
+    def _drop_idle(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for link in idle:
+            link.close()
+
+    def _deadline(self, timeout_s: float) -> Deadline:
+        return Deadline(self._clock, timeout_s, str(self._address))
+
+
+def _drain(link: Connection, num_bytes: int, deadline: Deadline) -> None:
+    """Read and drop, so that the connection stays in step."""
+    scratch = memoryview(bytearray(min(num_bytes, _DRAIN_BYTES)))
+    while num_bytes:
+        piece = scratch[: min(num_bytes, len(scratch))]
+        link.fill(piece, deadline)
+        num_bytes -= len(piece)
+
+
+def _tls_context(config: RedisConfig) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=config.tls_ca_file)
+    except OSError as error:
+        raise ConfigError(f"tls_ca_file {config.tls_ca_file!r}: {error}") from error
+
+
+__all__ = ["AuthError", "RedisConfig", "RedisStorage"]

@@ -1,0 +1,43 @@
+"""Storage backends by name, imported when asked for.
+
+A backend of your own is "module:Class"; its class has an `open(settings, opening)` that takes
+a mapping of settings and an `Opening`, and returns a `StorageBackend`.
+"""
+
+import difflib
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from headwater.errors import ConfigError
+from headwater.storage.base import Opening, StorageBackend
+
+_BACKENDS = {
+    "file": "headwater.storage.file:FileStorage",
+    "memory": "headwater.storage.memory:MemoryStorage",
+    "mooncake": "headwater.storage.mooncake:MooncakeStorage",
+    "redis": "headwater.storage.redis:RedisStorage",
+}
+
+
+def open_storage(name: str, settings: Mapping[str, Any], opening: Opening) -> StorageBackend:
+    """The backend `name`, ready for use, or ConfigError with what to change."""
+    path = _BACKENDS.get(name, name)
+    if ":" not in path:
+        raise ConfigError(f"unknown storage backend {name!r}; {_suggest(name)}")
+    module_name, _, class_name = path.partition(":")
+    try:
+        backend = getattr(importlib.import_module(module_name), class_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"storage backend {name!r} cannot be imported: {error}") from error
+    except AttributeError as error:
+        raise ConfigError(f"module {module_name!r} has no {class_name!r}") from error
+    opened: StorageBackend = backend.open(settings, opening)
+    return opened
+
+
+def _suggest(name: str) -> str:
+    close = difflib.get_close_matches(name, _BACKENDS, n=1)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return f"known: {', '.join(_BACKENDS)}, or your own as 'module:Class'"

@@ -1,0 +1,224 @@
+"""One connection to a Redis or Valkey server: commands out, replies in, payloads in place.
+
+Speaks RESP2 over a plain or TLS socket. Bytes of a block go from the caller's buffer to the
+kernel and back without a copy in between. Every wait ends with the call's deadline; after an
+error of any kind a connection is out of step and must be closed.
+"""
+
+import contextlib
+import socket
+import ssl
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import unquote, urlsplit
+
+from headwater.errors import ConfigError, StorageError, StorageTimeout
+from headwater.storage.deadline import Deadline
+
+Part = bytes | bytearray | memoryview
+
+_LINE_BYTES = 1024
+_MAX_PARTS = 512  # of one sendmsg; the kernel allows 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where a server is and who we are to it."""
+
+    host: str
+    port: int
+    user: str | None = None
+    password: str | None = None
+    db: int = 0
+    tls: bool = False
+
+    @classmethod
+    def parse(cls, url: str) -> "Address":
+        """redis://[user:password@]host[:port][/db], or rediss:// for TLS."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("redis", "rediss") or not parts.hostname:
+            raise ConfigError(
+                f"{_masked(url)!r} is no Redis URL; write redis://[user:password@]host[:port][/db]"
+            )
+        db = parts.path.strip("/")
+        if db and not db.isdigit():
+            raise ConfigError(f"the database in a Redis URL is a number, got {db!r}")
+        try:
+            port = parts.port or 6379
+        except ValueError as error:
+            raise ConfigError(f"{_masked(url)!r} has no usable port") from error
+        return cls(
+            host=parts.hostname,
+            port=port,
+            user=unquote(parts.username) if parts.username else None,
+            password=unquote(parts.password) if parts.password else None,
+            db=int(db or 0),
+            tls=parts.scheme == "rediss",
+        )
+
+    def __str__(self) -> str:
+        """Without the password."""
+        return f"{'rediss' if self.tls else 'redis'}://{self.host}:{self.port}/{self.db}"
+
+
+class ReplyError(StorageError):
+    """The server answered with an error; the connection is still in step."""
+
+
+class AuthError(StorageError):
+    """The server does not let us in."""
+
+
+class Connection:
+    """An open connection, logged in. One thread uses it at a time."""
+
+    def __init__(
+        self, address: Address, tls: ssl.SSLContext | None, connect_s: float, deadline: Deadline
+    ) -> None:
+        """Connect within `connect_s` and the deadline; StorageError if that fails."""
+        self._address = address
+        self._line = bytearray(_LINE_BYTES)
+        self._start = self._end = 0
+        try:
+            self._socket = _connect(address, tls, min(connect_s, deadline.left_s()))
+        except OSError as error:
+            raise _lost(address, error) from error
+        self._tls = tls is not None
+        try:
+            self._log_in(deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, parts: Sequence[Part], deadline: Deadline) -> None:
+        """Send all parts, in order."""
+        try:
+            if self._tls:
+                self._socket.settimeout(deadline.left_s())
+                for part in parts:
+                    self._socket.sendall(part)
+            else:
+                self._send_parts([memoryview(part) for part in parts], deadline)
+        except (TimeoutError, BlockingIOError) as error:
+            raise self._late() from error
+        except OSError as error:
+            raise _lost(self._address, error) from error
+
+    def reply(self, deadline: Deadline) -> bytes:
+        """One reply line, such as b"+OK", b":1" or b"$-1". ReplyError where it is an error."""
+        while (at := self._line.find(b"\r\n", self._start, self._end)) < 0:
+            self._more(deadline)
+        line = bytes(self._line[self._start : at])
+        self._start = at + 2
+        if line.startswith(b"-"):
+            raise ReplyError(f"{self._address}: {line[1:].decode(errors='replace')}")
+        return line
+
+    def fill(self, view: memoryview, deadline: Deadline) -> None:
+        """The next len(view) bytes."""
+        have = min(self._end - self._start, len(view))
+        view[:have] = self._line[self._start : self._start + have]
+        self._start += have
+        while have < len(view):
+            have += self._receive(view[have:], deadline, socket.MSG_WAITALL)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.close()
+
+    def _log_in(self, deadline: Deadline) -> None:
+        address = self._address
+        if address.password is not None:
+            user = [address.user.encode()] if address.user else []
+            self.send([command(b"AUTH", *user, address.password.encode())], deadline)
+            try:
+                self.reply(deadline)
+            except ReplyError as error:
+                who = f"user {address.user!r}" if address.user else "the default user"
+                raise AuthError(f"{address} refused the password of {who}") from error
+        if address.db or address.password is None:
+            self.send([command(b"SELECT", b"%d" % address.db)], deadline)
+            try:
+                self.reply(deadline)
+            except ReplyError as error:
+                if "NOAUTH" in str(error):
+                    raise AuthError(
+                        f"{address} wants a password; write redis://user:password@host"
+                    ) from error
+                raise
+
+    def _send_parts(self, views: list[memoryview], deadline: Deadline) -> None:
+        while views:
+            self._bound(socket.SO_SNDTIMEO, deadline)
+            sent = self._socket.sendmsg(views[:_MAX_PARTS])
+            while views and sent >= len(views[0]):
+                sent -= len(views.pop(0))
+            if views and sent:
+                views[0] = views[0][sent:]
+
+    def _more(self, deadline: Deadline) -> None:
+        """Read on into the line buffer, which keeps only what is not consumed."""
+        rest = self._end - self._start
+        if rest == _LINE_BYTES:
+            raise StorageError(f"{self._address} sent a line that is no reply")
+        self._line[:rest] = self._line[self._start : self._end]
+        self._start, self._end = 0, rest
+        self._end += self._receive(memoryview(self._line)[rest:], deadline, 0)
+
+    def _receive(self, view: memoryview, deadline: Deadline, flags: int) -> int:
+        try:
+            if self._tls:
+                self._socket.settimeout(deadline.left_s())
+                got = self._socket.recv_into(view)
+            else:
+                self._bound(socket.SO_RCVTIMEO, deadline)
+                got = self._socket.recv_into(view, 0, flags)
+        except (TimeoutError, BlockingIOError) as error:
+            raise self._late() from error
+        except OSError as error:
+            raise _lost(self._address, error) from error
+        if not got:
+            raise StorageError(f"{self._address} closed the connection")
+        return got
+
+    def _bound(self, option: int, deadline: Deadline) -> None:
+        # A timeout in the kernel, not Python's: Python's makes the socket non-blocking, and
+        # then a payload takes a poll and a call for each piece that has arrived.
+        micros = max(1, int(deadline.left_s() * 1e6))
+        timeval = struct.pack("ll", micros // 1_000_000, micros % 1_000_000)
+        self._socket.setsockopt(socket.SOL_SOCKET, option, timeval)
+
+    def _late(self) -> StorageTimeout:
+        return StorageTimeout(f"{self._address} did not answer in time")
+
+
+def command(*words: bytes) -> bytes:
+    """A command with small arguments."""
+    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(w), w) for w in words)
+
+
+def _connect(address: Address, tls: ssl.SSLContext | None, timeout_s: float) -> socket.socket:
+    plain = socket.create_connection((address.host, address.port), timeout_s)
+    try:
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if tls is not None:
+            return tls.wrap_socket(plain, server_hostname=address.host)
+    except BaseException:
+        plain.close()
+        raise
+    plain.settimeout(None)
+    return plain
+
+
+def _lost(address: Address, error: OSError) -> StorageError:
+    if isinstance(error, TimeoutError):
+        return StorageTimeout(f"{address} did not answer in time")
+    return StorageError(f"{address}: {error}")
+
+
+def _masked(url: str) -> str:
+    """A URL as it may be shown: without what stands before the @."""
+    scheme, found, rest = url.partition("://")
+    return f"{scheme}{found}{rest.rpartition('@')[2]}"

@@ -1,0 +1,130 @@
+"""What a storage directory holds, without being a backend: for the command line.
+
+Looks at every slab of every model, living or not, and changes nothing unless told to.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from headwater.errors import ConfigError, StorageCorrupt
+from headwater.storage.folder import Folder
+from headwater.storage.slab import Slab
+from headwater.storage.table import Entry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlabSurvey:
+    """One slab, as its table tells it."""
+
+    name: str
+    model: str
+    """Fingerprint of the deployment, in hexadecimal."""
+
+    block_bytes: int
+    num_blocks: int
+    num_slots: int
+    total_bytes: int
+    in_use: bool
+    """Whether a living process owns it."""
+
+    written_at_s: float
+    """When its table last changed, in seconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A block that is not what the table says."""
+
+    slab: str
+    slot: int
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What a full read of a directory found."""
+
+    blocks_good: int
+    bytes_read: int
+    findings: list[Finding]
+
+
+class Survey:
+    """A directory, opened for looking. ConfigError where it is not a storage directory."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_dir():
+            raise ConfigError(f"{path} is not a directory")
+        if not (path / "lock").exists():
+            raise ConfigError(f"{path} is not a storage directory: it has no file named 'lock'")
+        self._folder = Folder(path)
+
+    @property
+    def used_bytes(self) -> int:
+        return self._folder.used_bytes()
+
+    def slabs(self) -> list[SlabSurvey]:
+        """Every slab that can be opened, oldest first."""
+        found = [self._describe(name, slab) for name, slab in self._open_all()]
+        return sorted(found, key=lambda slab: slab.written_at_s)
+
+    def blocks(self) -> Iterator[tuple[str, Slab, Entry]]:
+        """Every block that a table knows, slab by slab, in the order of writing."""
+        for name, slab in self._open_all():
+            for entry in sorted(slab.table.entries(), key=lambda entry: entry.sequence):
+                yield name, slab, entry
+
+    def verify(self) -> Verification:
+        """Read every block and have it prove what it is."""
+        good, num_bytes, findings = 0, 0, []
+        for name, slab, entry in self.blocks():
+            form = slab.geometry.form
+            try:
+                slab.read(entry, memoryview(bytearray(form.block_bytes)))
+            except (StorageCorrupt, OSError) as error:
+                if slab.table.at(entry.slot) == entry:
+                    reason = error.reason if isinstance(error, StorageCorrupt) else "io_error"
+                    findings.append(
+                        Finding(slab=name, slot=entry.slot, key=entry.key.hex(), reason=reason)
+                    )
+            else:
+                good += 1
+                num_bytes += form.block_bytes
+        return Verification(blocks_good=good, bytes_read=num_bytes, findings=findings)
+
+    def prune(
+        self, *, to_bytes: int | None = None, model: str | None = None, dry_run: bool = False
+    ) -> list[SlabSurvey]:
+        """Delete slabs without an owner, oldest first: those of `model`, or of every model, until
+        the directory takes no more than `to_bytes`. What was, or would be, deleted."""
+        gone: list[SlabSurvey] = []
+        used = self.used_bytes
+        for slab in self.slabs():
+            if slab.in_use or (model is not None and not slab.model.startswith(model)):
+                continue
+            if to_bytes is not None and used <= to_bytes:
+                break
+            if dry_run or self._folder.prune(slab.name):
+                gone.append(slab)
+                used -= slab.total_bytes
+        return gone
+
+    def _open_all(self) -> Iterator[tuple[str, Slab]]:
+        for name in sorted(self._folder.names()):
+            slab = self._folder.peek(name)
+            if slab is not None:
+                yield name, slab
+
+    def _describe(self, name: str, slab: Slab) -> SlabSurvey:
+        return SlabSurvey(
+            name=name,
+            model=slab.geometry.form.fingerprint.hex(),
+            block_bytes=slab.geometry.form.block_bytes,
+            num_blocks=sum(1 for _ in slab.table.entries()),
+            num_slots=slab.geometry.num_slots,
+            total_bytes=slab.geometry.total_bytes,
+            in_use=self._folder.is_owned(name),
+            written_at_s=slab.table.path.stat().st_mtime,
+        )

@@ -1,0 +1,209 @@
+"""The table of a slab: which block is in which slot, in a small file beside the slab.
+
+    page 0        magic, version, fingerprint, sizes, check · at 2048 a count of changes
+    from 4096 on  one entry of 80 bytes a slot: key 32, parent 32, sequence 8, zero 4, check 4
+
+Its owner holds an exclusive `flock` on it for as long as it lives, so a slab whose table can
+be locked has no owner. An entry is written after the slot is whole and cleared before the slot
+is written again; one whose check does not hold is an empty slot. The table is only a hint of
+what a slot holds: the header in the slot, verified at every read, is the proof.
+"""
+
+import fcntl
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwater.errors import StorageCorrupt
+from headwater.storage.codec import BlockFormat
+from headwater.storage.openfile import OpenFile
+from headwater.types import BlockKey
+
+PAGE_BYTES = 4096
+ENTRY_BYTES = 80
+
+_MAGIC = b"HWTABLE\0"
+_VERSION = 1
+_HEAD = struct.Struct("<8sII32sQQQ")
+_CHANGES_AT = 2048
+_ENTRY = struct.Struct("<32s32sQI")
+_CHECK = struct.Struct("<I")
+_EMPTY = bytes(ENTRY_BYTES)
+_ROW = np.dtype(
+    [("key", "V32"), ("parent", "V32"), ("sequence", "<u8"), ("zero", "<u4"), ("check", "<u4")]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What kind of blocks a slab holds, and how many."""
+
+    form: BlockFormat
+    num_slots: int
+
+    @property
+    def slot_bytes(self) -> int:
+        """One page for the header, and the payload padded to whole pages."""
+        return PAGE_BYTES + -(-self.form.block_bytes // PAGE_BYTES) * PAGE_BYTES
+
+    @property
+    def slab_bytes(self) -> int:
+        return self.num_slots * self.slot_bytes
+
+    @property
+    def table_bytes(self) -> int:
+        return PAGE_BYTES + self.num_slots * ENTRY_BYTES
+
+    @property
+    def total_bytes(self) -> int:
+        """What a slab and its table take of the disk."""
+        return self.slab_bytes + self.table_bytes
+
+
+class Entry(NamedTuple):
+    """A whole block in a slot."""
+
+    slot: int
+    key: BlockKey
+    parent: BlockKey
+    sequence: int
+    """Order of writing within a directory's life; higher is newer."""
+
+
+class Table:
+    """An open table file. One thread at a time calls `put` and `clear` for one slot."""
+
+    def __init__(self, path: Path, *, writable: bool) -> None:
+        """Open an existing table; StorageCorrupt where it is not one."""
+        self.path = path
+        self._file = OpenFile(path, os.O_RDWR if writable else os.O_RDONLY)
+        self.geometry = _decode_head(os.pread(self._file.fd, _HEAD.size + _CHECK.size, 0))
+        self._changes = self._count()
+        self._seen: NDArray[np.void] = np.zeros(0, dtype=_ROW)
+
+    @classmethod
+    def create(cls, path: Path, geometry: Geometry) -> "Table":
+        """A new table, owned, that appears under its name only when it is whole."""
+        fresh = path.with_suffix(".new")
+        try:
+            file = OpenFile(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            os.posix_fallocate(file.fd, 0, geometry.table_bytes)
+            os.pwrite(file.fd, _encode_head(geometry), 0)
+        except OSError:
+            fresh.unlink(missing_ok=True)
+            raise
+        table = cls(fresh, writable=True)
+        table.own()
+        os.rename(fresh, path)
+        table.path = path
+        return table
+
+    def own(self) -> bool:
+        """Become the owner, unless a living process is."""
+        return lock_file(self._file)
+
+    def put(self, entry: Entry) -> None:
+        """The slot is whole: let it be found."""
+        fields = _ENTRY.pack(entry.key, entry.parent, entry.sequence, 0)
+        self._write(entry.slot, fields + _CHECK.pack(zlib.crc32(fields)))
+
+    def clear(self, slot: int) -> None:
+        """The slot is about to be written, or forgotten."""
+        self._write(slot, _EMPTY)
+
+    def entries(self) -> Iterator[Entry]:
+        """Every whole block that the table knows, slot by slot."""
+        rows = self._rows()
+        for slot in np.flatnonzero(rows["sequence"]):
+            entry = _decode_entry(int(slot), rows[slot].tobytes())
+            if entry is not None:
+                yield entry
+
+    def at(self, slot: int) -> Entry | None:
+        """What the table says of one slot now."""
+        raw = os.pread(self._file.fd, ENTRY_BYTES, PAGE_BYTES + slot * ENTRY_BYTES)
+        return _decode_entry(slot, raw)
+
+    def changed(self) -> list[tuple[int, Entry | None]]:
+        """Slots that another process changed since the last call, with what is in them now."""
+        changes = self._count()
+        if changes == self._changes and len(self._seen):
+            return []
+        rows = self._rows()
+        before = self._seen if len(self._seen) else np.zeros(len(rows), dtype=_ROW)
+        self._changes, self._seen = changes, rows
+        differs = (rows["sequence"] != before["sequence"]) | (rows["check"] != before["check"])
+        slots = np.flatnonzero(differs)
+        return [(int(slot), _decode_entry(int(slot), rows[slot].tobytes())) for slot in slots]
+
+    def _count(self) -> int:
+        return int.from_bytes(os.pread(self._file.fd, 8, _CHANGES_AT), "little")
+
+    def _write(self, slot: int, raw: bytes) -> None:
+        os.pwrite(self._file.fd, raw, PAGE_BYTES + slot * ENTRY_BYTES)
+        # Lost updates do no harm: two threads that write the same count still changed it.
+        self._changes += 1
+        os.pwrite(self._file.fd, self._changes.to_bytes(8, "little"), _CHANGES_AT)
+
+    def _rows(self) -> NDArray[np.void]:
+        wanted = self.geometry.num_slots * ENTRY_BYTES
+        raw = os.pread(self._file.fd, wanted, PAGE_BYTES)
+        return np.frombuffer(raw.ljust(wanted, b"\0"), dtype=_ROW)
+
+
+def lock_file(file: OpenFile) -> bool:
+    """Own a table until it is closed, unless a living process does."""
+    try:
+        fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _encode_head(geometry: Geometry) -> bytes:
+    form = geometry.form
+    head = _HEAD.pack(
+        _MAGIC,
+        _VERSION,
+        ENTRY_BYTES,
+        form.fingerprint,
+        form.block_bytes,
+        geometry.slot_bytes,
+        geometry.num_slots,
+    )
+    return head + _CHECK.pack(zlib.crc32(head))
+
+
+def _decode_head(raw: bytes) -> Geometry:
+    if len(raw) < _HEAD.size + _CHECK.size or raw[:8] != _MAGIC:
+        raise StorageCorrupt("a slab table has no head", reason="bad_table")
+    head, (check,) = raw[: _HEAD.size], _CHECK.unpack(raw[_HEAD.size :])
+    _, version, entry_bytes, fingerprint, block_bytes, slot_bytes, num_slots = _HEAD.unpack(
+        head
+    )
+    if check != zlib.crc32(head) or entry_bytes != ENTRY_BYTES or version != _VERSION:
+        raise StorageCorrupt(
+            f"a slab table of version {version} or damaged", reason="bad_table"
+        )
+    form = BlockFormat(fingerprint=fingerprint, block_bytes=block_bytes)
+    geometry = Geometry(form, num_slots)
+    if slot_bytes != geometry.slot_bytes:
+        raise StorageCorrupt("a slab table with other slots", reason="bad_table")
+    return geometry
+
+
+def _decode_entry(slot: int, raw: bytes) -> Entry | None:
+    if len(raw) < ENTRY_BYTES or raw == _EMPTY:
+        return None
+    fields = raw[: _ENTRY.size]
+    if _CHECK.unpack(raw[_ENTRY.size :])[0] != zlib.crc32(fields):
+        return None
+    key, parent, sequence, _ = _ENTRY.unpack(fields)
+    return Entry(slot, BlockKey(key), BlockKey(parent), sequence)

@@ -1,0 +1,210 @@
+"""A storage backend that fails as a script says, and media whose bytes can be damaged.
+
+Faults of two kinds. Some are of calls: an error, a timeout, a hang, a death half-way. Some are
+of bytes, and are done to the medium below a backend, which must notice them by itself.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum, auto
+from threading import Event, Lock, Thread
+from typing import Protocol, TypeVar
+
+from headwater.errors import StorageError, StorageTimeout
+from headwater.storage.base import BlockRead, BlockWrite, StorageBackend, StorageStats
+from headwater.storage.codec import HEADER_BYTES, BlockFormat, decode_header, encode_header
+from headwater.types import BlockKey
+
+T = TypeVar("T")
+
+
+class Fault(Enum):
+    """What goes wrong with one call."""
+
+    ERROR = auto()
+    """It raises, having done nothing."""
+
+    TIMEOUT = auto()
+    """It raises StorageTimeout, and is quiet."""
+
+    HANG = auto()
+    """It raises StorageTimeout when its time is up, and does its work after `release()`."""
+
+    REFUSED = auto()
+    """A write finds the medium full. Other calls are as usual."""
+
+    DIES = auto()
+    """It does half of its work and raises; so does everything after it, until `revive()`."""
+
+    TRUNCATED = auto()
+    """The end of the first block is missing."""
+
+    FLIPPED_BIT = auto()
+    """One bit of the first block is not what it was."""
+
+    SWAPPED = auto()
+    """The first two blocks have changed places."""
+
+    OTHER_MODEL = auto()
+    """The first block is another model's, whole and under the right key."""
+
+
+BYTE_FAULTS = (Fault.TRUNCATED, Fault.FLIPPED_BIT, Fault.SWAPPED, Fault.OTHER_MODEL)
+
+
+class Medium(Protocol):
+    """The bytes below a backend, as they are kept: header and payload of a block."""
+
+    def fetch(self, key: BlockKey) -> bytes: ...
+
+    def replace(self, key: BlockKey, value: bytes) -> None: ...
+
+
+class FaultyStorage:
+    """Passes every call on to `backend`, except where the script has a fault for it.
+
+    The script has a list for each of `contains`, `read`, `write`, `remove`: the n-th call of
+    that name meets the n-th entry, None being none. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        backend: StorageBackend,
+        script: Mapping[str, Sequence[Fault | None]],
+        medium: Medium | None = None,
+    ) -> None:
+        """`medium` is what lies below `backend`; only faults of bytes need it."""
+        self._backend = backend
+        self._script = {name: list(faults) for name, faults in script.items()}
+        self._medium = medium
+        self._lock = Lock()
+        self._released = Event()
+        self._dead = False
+
+    def release(self) -> None:
+        """Let every call that hangs do its work now, late."""
+        self._released.set()
+
+    def revive(self) -> None:
+        """A backend that died is back."""
+        self._dead = False
+
+    def contains(self, keys: Sequence[BlockKey], *, timeout_s: float) -> int:
+        return self._meet(
+            "contains",
+            keys,
+            timeout_s,
+            lambda n: self._backend.contains(keys[:n], timeout_s=timeout_s),
+        )
+
+    def read(
+        self, keys: Sequence[BlockKey], into: Sequence[memoryview], *, timeout_s: float
+    ) -> list[BlockRead]:
+        return self._meet(
+            "read",
+            keys,
+            timeout_s,
+            lambda n: self._backend.read(keys[:n], into[:n], timeout_s=timeout_s),
+        )
+
+    def write(
+        self,
+        keys: Sequence[BlockKey],
+        blocks: Sequence[memoryview],
+        *,
+        parents: Sequence[BlockKey],
+        timeout_s: float,
+    ) -> list[BlockWrite]:
+        def work(count: int) -> list[BlockWrite]:
+            return self._backend.write(
+                keys[:count], blocks[:count], parents=parents[:count], timeout_s=timeout_s
+            )
+
+        if self._peek("write") is Fault.REFUSED:
+            self._next("write")
+            return [BlockWrite.REFUSED] * len(keys)
+        return self._meet("write", keys, timeout_s, work)
+
+    def remove(self, keys: Sequence[BlockKey], *, timeout_s: float) -> int:
+        return self._meet(
+            "remove",
+            keys,
+            timeout_s,
+            lambda n: self._backend.remove(keys[:n], timeout_s=timeout_s),
+        )
+
+    def stats(self) -> StorageStats:
+        return self._backend.stats()
+
+    def close(self) -> None:
+        """Ends hangs too, so that no thread is left behind."""
+        self.release()
+        self._backend.close()
+
+    def _meet(
+        self, name: str, keys: Sequence[BlockKey], timeout_s: float, work: Callable[[int], T]
+    ) -> T:
+        fault = self._next(name)
+        if self._dead or fault is Fault.ERROR:
+            raise StorageError(f"{name} failed, as the script says")
+        if fault is Fault.TIMEOUT:
+            raise StorageTimeout(f"{name} was too late, as the script says")
+        if fault is Fault.HANG:
+            return self._hang(name, timeout_s, lambda: work(len(keys)))
+        if fault is Fault.DIES:
+            self._dead = True
+            work(len(keys) // 2)
+            raise StorageError(f"{name} died half-way, as the script says")
+        if fault in BYTE_FAULTS:
+            assert self._medium is not None, f"{fault} needs the medium below"
+            damage(self._medium, keys, fault)
+        return work(len(keys))
+
+    def _hang(self, name: str, timeout_s: float, work: Callable[[], T]) -> T:
+        quiet = Event()
+        answers: list[T] = []
+
+        def late() -> None:
+            self._released.wait()
+            try:
+                answers.append(work())
+            finally:
+                quiet.set()
+
+        Thread(target=late, daemon=True).start()
+        if not quiet.wait(timeout_s):
+            raise StorageTimeout(f"{name} hangs, as the script says", quiet=quiet)
+        return answers[0]
+
+    def _next(self, name: str) -> Fault | None:
+        with self._lock:
+            faults = self._script.get(name)
+            return faults.pop(0) if faults else None
+
+    def _peek(self, name: str) -> Fault | None:
+        with self._lock:
+            faults = self._script.get(name)
+            return faults[0] if faults else None
+
+
+def damage(medium: Medium, keys: Sequence[BlockKey], fault: Fault) -> None:
+    """Do to the bytes of `keys` what the fault says."""
+    first = medium.fetch(keys[0])
+    if fault is Fault.TRUNCATED:
+        medium.replace(keys[0], first[: len(first) - len(first) // 3])
+    elif fault is Fault.FLIPPED_BIT:
+        middle = HEADER_BYTES + (len(first) - HEADER_BYTES) // 2
+        medium.replace(
+            keys[0], first[:middle] + bytes([first[middle] ^ 4]) + first[middle + 1 :]
+        )
+    elif fault is Fault.SWAPPED:
+        second = medium.fetch(keys[1])
+        medium.replace(keys[0], second)
+        medium.replace(keys[1], first)
+    elif fault is Fault.OTHER_MODEL:
+        header, payload = decode_header(first), memoryview(first)[HEADER_BYTES:]
+        other = BlockFormat(fingerprint=header.fingerprint[::-1], block_bytes=len(payload))
+        medium.replace(
+            keys[0], encode_header(other, header.key, header.parent, payload) + payload
+        )
+    else:
+        raise ValueError(f"{fault} is not a fault of bytes")

@@ -1,0 +1,156 @@
+"""Real servers for the storage tests: started on loopback at a free port, stopped afterwards."""
+
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from headwater.storage import BlockFormat, Opening, StorageBackend, open_storage
+
+MakeBackend = Callable[..., StorageBackend]
+
+
+def free_port() -> int:
+    """A port that nobody listens on, on loopback."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def await_port(port: int, process: subprocess.Popen[bytes]) -> None:
+    """Return when something listens; fail if the process ends first."""
+    for _ in range(500):
+        assert process.poll() is None, f"{process.args!r} ended: {process.returncode}"
+        try:
+            socket.create_connection(("127.0.0.1", port), 1.0).close()
+        except OSError:
+            Event().wait(0.02)
+        else:
+            return
+    raise AssertionError(f"nothing listens on port {port}")
+
+
+class RedisServer:
+    """A redis-server of our own."""
+
+    def __init__(self, folder: Path, *more: str) -> None:
+        self._program = shutil.which("redis-server") or shutil.which("valkey-server")
+        if self._program is None:
+            pytest.skip("redis-server is not installed (Debian: apt-get install redis-server)")
+        self._folder = folder
+        self._more = more
+        self.port = free_port()
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self) -> None:
+        assert self._program is not None
+        flags = f"--bind 127.0.0.1 --port {self.port} --appendonly no --save".split()
+        flags += ["", "--dir", str(self._folder)]
+        self._process = subprocess.Popen(
+            [self._program, *flags, *self._more],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        if "--port" not in self._more:
+            await_port(self.port, self._process)
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class MooncakeMaster:
+    """A mooncake_master of our own."""
+
+    def __init__(self) -> None:
+        program = Path(sys.executable).with_name("mooncake_master")
+        if not program.exists():
+            pytest.skip("mooncake is not installed (pip install 'headwater[mooncake]')")
+        try:
+            import mooncake.store  # noqa: F401 - only whether it can be loaded
+        except ImportError as error:
+            pytest.skip(f"mooncake cannot be loaded: {error}")
+        port, metrics_port = free_port(), free_port()
+        flags = [f"--rpc_port={port}", f"--metrics_port={metrics_port}"]
+        flags += ["--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1"]
+        self.address = f"127.0.0.1:{port}"
+        self._process = subprocess.Popen(
+            [str(program), *flags],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        await_port(port, self._process)
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """One server for all tests that do not stop it."""
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def mooncake_master() -> Iterator[MooncakeMaster]:
+    """One master for all tests that do not stop it."""
+    master = MooncakeMaster()
+    yield master
+    master.stop()
+
+
+BACKENDS = (
+    "memory",
+    "file",
+    "redis",
+    pytest.param("mooncake", marks=pytest.mark.slow),
+)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend_name(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def make_backend(
+    request: pytest.FixtureRequest, backend_name: str, tmp_path: Path
+) -> Iterator[MakeBackend]:
+    """Opens backends of each kind on a medium of the test's own; closes them at the end."""
+    if backend_name == "file":
+        settings = {"path": str(tmp_path / "blocks"), "slab_bytes": 8 << 20, "reserve_bytes": 0}
+    elif backend_name == "redis":
+        server = request.getfixturevalue("redis_server")
+        settings = {"url": server.url, "key_prefix": f"{tmp_path}:"}
+    elif backend_name == "mooncake":
+        master = request.getfixturevalue("mooncake_master")
+        settings = {
+            "master": master.address,
+            "segment_bytes": 1 << 26,
+            "key_prefix": f"{tmp_path}:",
+        }
+    else:
+        settings = {}
+    opened = []
+
+    def make(form: BlockFormat, **more: object) -> StorageBackend:
+        opened.append(open_storage(backend_name, settings | more, Opening(format=form)))
+        return opened[-1]
+
+    yield make
+    for backend in opened:
+        backend.close()

@@ -1,0 +1,370 @@
+"""The file backend alone: room, order of eviction, rebuilding, and a disk that refuses."""
+
+import errno
+import os
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from headwater.clock import SystemClock, VirtualClock
+from headwater.errors import ConfigError, StorageError, StorageTimeout
+from headwater.storage import BlockRead, BlockWrite
+from headwater.storage.file import FileConfig, FileStorage
+from headwater.storage.slab import Slab
+from headwater.storage.table import PAGE_BYTES, Entry, Geometry, Table
+from headwater.testing.storage import make_format, make_keys, read_run, write_run
+from headwater.types import BlockKey
+
+BLOCK_BYTES = 4096
+FORM = make_format(block_bytes=BLOCK_BYTES)
+MakeFile = Callable[..., FileStorage]
+
+
+@pytest.fixture
+def make_file(tmp_path: Path) -> Iterator[MakeFile]:
+    """Opens the file backend on one directory, in small."""
+    opened = []
+
+    def make(**more: object) -> FileStorage:
+        settings = {
+            "path": str(tmp_path / "blocks"),
+            "reserve_bytes": 0,
+            "slab_bytes": 8 * 8272,
+        }
+        form = more.pop("form", FORM)
+        clock = more.pop("clock", SystemClock())
+        opened.append(FileStorage(FileConfig(**settings | more), form, clock))  # type: ignore[arg-type]
+        return opened[-1]
+
+    yield make
+    for storage in opened:
+        storage.close()
+
+
+def disk_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.iterdir())
+
+
+def test_the_directory_never_exceeds_its_capacity(make_file: MakeFile, tmp_path: Path) -> None:
+    """However much is written; the least recently used blocks go (lesson 43)."""
+    capacity = 40 * 8272
+    storage = make_file(capacity_bytes=capacity)
+
+    for number in range(30):
+        outcomes = write_run(storage, make_keys(4, run=f"run {number}"), BLOCK_BYTES)
+        assert outcomes == [BlockWrite.WRITTEN] * 4
+        assert disk_bytes(tmp_path / "blocks") <= capacity
+        storage.check()
+
+    stats = storage.stats()
+    assert stats.blocks_evicted == 120 - (stats.num_blocks or 0) > 0
+    newest, oldest = make_keys(4, run="run 29"), make_keys(4, run="run 0")
+    assert storage.contains(newest, timeout_s=1) == 4
+    assert storage.contains(oldest, timeout_s=1) == 0
+
+
+def test_eviction_takes_the_tail_of_a_run_first(make_file: MakeFile) -> None:
+    """Also where a run was written in several calls: what is left is a prefix (lesson 9)."""
+    storage = make_file(capacity_bytes=8 * 8272 + PAGE_BYTES)
+    keys = make_keys(6)
+    write_run(storage, keys[:3], BLOCK_BYTES)
+    blocks = [memoryview(bytes(BLOCK_BYTES))] * 3
+    storage.write(keys[3:], blocks, parents=keys[2:5], timeout_s=1)
+    capacity = storage._index.slabs[0].geometry.num_slots
+
+    for number in range(1, 7):
+        write_run(storage, make_keys(1, run=f"single {number}"), BLOCK_BYTES)
+        left = storage.contains(keys, timeout_s=1)
+        assert left == sum(storage.contains([key], timeout_s=1) for key in keys), "a hole"
+        assert left == min(6, capacity - number)
+
+
+def test_reading_keeps_a_block_from_eviction(make_file: MakeFile) -> None:
+    """Order is by last use, not by age."""
+    storage = make_file(capacity_bytes=8 * 8272 + PAGE_BYTES)
+    num_slots = storage._geometry.num_slots
+    keys = [key for n in range(num_slots) for key in make_keys(1, run=f"one {n}")]
+    for key in keys:
+        write_run(storage, [key], BLOCK_BYTES)
+
+    read_run(storage, keys[:1], BLOCK_BYTES)
+    write_run(storage, make_keys(1, run="new"), BLOCK_BYTES)
+
+    assert storage.contains(keys[:1], timeout_s=1) == 1
+    assert storage.contains(keys[1:2], timeout_s=1) == 0
+
+
+def test_the_index_is_rebuilt_without_reading_payloads(
+    make_file: MakeFile, tmp_path: Path
+) -> None:
+    """A restart finds every block, and its order, from the small tables alone (lesson 43)."""
+    storage = make_file(capacity_bytes=8 * 8272 + PAGE_BYTES)
+    keys = make_keys(5)
+    write_run(storage, keys, BLOCK_BYTES)
+    storage.close()
+    for slab in (tmp_path / "blocks").glob("*.slab"):
+        os.truncate(slab, 0)
+        os.truncate(slab, storage._geometry.slab_bytes)
+
+    again = make_file(capacity_bytes=8 * 8272 + PAGE_BYTES)
+
+    assert again.contains(keys, timeout_s=1) == 5
+    write_run(again, make_keys(3, run="more"), BLOCK_BYTES)
+    left = again.contains(keys, timeout_s=1)
+    assert 0 < left < 5
+    assert read_run(again, keys[:left], BLOCK_BYTES) == [BlockRead.DAMAGED] * left
+
+
+def test_the_second_write_of_a_prefix_moves_nothing(make_file: MakeFile) -> None:
+    """Not in this process, not in the next (lesson 40)."""
+    keys = make_keys(4)
+    write_run(make_file(), keys, BLOCK_BYTES)
+    other = make_file()
+
+    assert write_run(other, keys, BLOCK_BYTES) == [BlockWrite.PRESENT] * 4
+    assert other.stats().bytes_written == 0
+
+
+def test_a_torn_table_entry_is_an_empty_slot(make_file: MakeFile, tmp_path: Path) -> None:
+    """Whatever bytes a crash leaves in the table, nothing wrong is found through it."""
+    storage = make_file()
+    keys = make_keys(3)
+    write_run(storage, keys, BLOCK_BYTES)
+    storage.close()
+    [table] = (tmp_path / "blocks").glob("*.table")
+    with table.open("r+b") as file:
+        file.seek(PAGE_BYTES + 40)
+        file.write(b"torn")
+
+    again = make_file()
+
+    assert sum(again.contains([key], timeout_s=1) for key in keys) == 2
+    assert again.stats().num_blocks == 2
+    again.check()
+
+
+@pytest.mark.parametrize("suffix", [".table", ".slab"])
+def test_a_damaged_file_is_left_out(make_file: MakeFile, tmp_path: Path, suffix: str) -> None:
+    """A head that is no head, or a slab cut short: its blocks are misses, the rest is served."""
+    storage = make_file()
+    keys = make_keys(3)
+    write_run(storage, keys, BLOCK_BYTES)
+    storage.close()
+    [path] = (tmp_path / "blocks").glob(f"*{suffix}")
+    os.truncate(path, 100)
+
+    again = make_file()
+
+    assert again.contains(keys, timeout_s=1) == 0
+    assert write_run(again, keys, BLOCK_BYTES) == [BlockWrite.WRITTEN] * 3
+
+
+def test_what_a_killed_process_left_half_made_is_swept(
+    make_file: MakeFile, tmp_path: Path
+) -> None:
+    """A slab without a table and a table without its name take no room for ever."""
+    folder = tmp_path / "blocks"
+    folder.mkdir()
+    (folder / "half.slab").write_bytes(bytes(100))
+    (folder / "half.new").write_bytes(bytes(100))
+
+    write_run(make_file(), make_keys(1), BLOCK_BYTES)
+
+    assert not list(folder.glob("half.*"))
+
+
+def test_dead_slabs_of_another_model_give_way(make_file: MakeFile, tmp_path: Path) -> None:
+    """Nobody may read them, and the directory is bounded over all models (lessons 39, 43)."""
+    capacity = 2 * (8 * 8272 + PAGE_BYTES)
+    other = make_file(form=make_format("old", block_bytes=BLOCK_BYTES), capacity_bytes=capacity)
+    for number in range(5):
+        write_run(other, make_keys(4, run=f"{number}"), BLOCK_BYTES)
+    other.close()
+
+    ours = make_file(capacity_bytes=capacity)
+
+    assert write_run(ours, make_keys(8), BLOCK_BYTES) == [BlockWrite.WRITTEN] * 8
+    assert disk_bytes(tmp_path / "blocks") <= capacity
+
+
+def test_a_living_slab_never_gives_way(make_file: MakeFile) -> None:
+    """A directory that others fill refuses writes, and says why."""
+    capacity = 8 * 8272 + PAGE_BYTES
+    other = make_file(form=make_format("new", block_bytes=BLOCK_BYTES), capacity_bytes=capacity)
+    write_run(other, make_keys(2), BLOCK_BYTES)
+
+    ours = make_file(capacity_bytes=capacity)
+
+    assert write_run(ours, make_keys(2), BLOCK_BYTES) == [BlockWrite.REFUSED] * 2
+    assert ours.stats().reasons == {"no_room": 2}
+    assert other.contains(make_keys(2), timeout_s=1) == 2
+
+
+def test_room_that_comes_back_is_used(make_file: MakeFile) -> None:
+    """A full directory is asked again after a while, not at every write."""
+    clock, capacity = VirtualClock(), 8 * 8272 + PAGE_BYTES
+    other = make_file(form=make_format("new", block_bytes=BLOCK_BYTES), capacity_bytes=capacity)
+    write_run(other, make_keys(2), BLOCK_BYTES)
+    ours = make_file(capacity_bytes=capacity, clock=clock)
+    write_run(ours, make_keys(1), BLOCK_BYTES)
+    other.close()
+
+    assert write_run(ours, make_keys(1), BLOCK_BYTES) == [BlockWrite.REFUSED]
+    clock.advance(60.0)
+    assert write_run(ours, make_keys(1), BLOCK_BYTES) == [BlockWrite.WRITTEN]
+
+
+def test_a_full_disk_is_a_refused_write(make_file: MakeFile) -> None:
+    """No exception, a count, and everything written before is still served (lesson 43).
+
+    The limit on file sizes stands for a disk without room: both end in the same place.
+    """
+    storage = make_file(slab_bytes=4 * 8272 + PAGE_BYTES)
+    num_slots = storage._geometry.num_slots
+    keys = make_keys(num_slots)
+    write_run(storage, keys, BLOCK_BYTES)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        fresh = make_file(path=str(storage._folder.path) + "-2")
+        assert (
+            write_run(fresh, make_keys(2, run="late"), BLOCK_BYTES) == [BlockWrite.REFUSED] * 2
+        )
+        late = write_run(storage, make_keys(1, run="late"), BLOCK_BYTES)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+    assert late == [BlockWrite.REFUSED]
+    assert storage.stats().reasons == {"disk_full": 1}
+    assert fresh.stats().reasons == {"no_room": 2}
+    assert storage.contains(keys, timeout_s=1) >= num_slots - 1
+    storage.check()
+
+
+def test_the_disk_keeps_its_reserve(make_file: MakeFile) -> None:
+    """What the operator wants free stays free, whatever the capacity says."""
+    storage = make_file(reserve_bytes=1 << 60)
+
+    assert write_run(storage, make_keys(1), BLOCK_BYTES) == [BlockWrite.REFUSED]
+    assert storage.stats().reasons == {"no_room": 1}
+
+
+def test_a_failed_write_can_never_be_found(
+    make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short writes and disk errors leave an empty slot, here and after a restart (lesson 40)."""
+    storage = make_file()
+    keys = make_keys(2)
+    write_run(storage, keys[:1], BLOCK_BYTES)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", lambda fd, parts, at: PAGE_BYTES)
+        assert write_run(storage, keys[1:], BLOCK_BYTES) == [BlockWrite.REFUSED]
+
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, "the disk is broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", broken)
+        with pytest.raises(StorageError, match="the disk is broken"):
+            write_run(storage, keys[1:], BLOCK_BYTES)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", broken)
+        with pytest.raises(StorageError, match="cannot read"):
+            read_run(storage, keys[:1], BLOCK_BYTES)
+
+    assert storage.stats().reasons == {"disk_full": 1, "io_error": 1}
+    storage.check()
+    storage.close()
+    assert make_file().contains(keys[1:], timeout_s=1) == 0
+
+
+def test_a_read_that_hangs_is_left_behind(
+    make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its caller is told in time, and told when the buffer is out of danger (lesson 50)."""
+    from threading import Event
+
+    storage = make_file()
+    [key] = make_keys(1)
+    write_run(storage, [key], BLOCK_BYTES)
+    hung, real = Event(), os.preadv
+
+    def slow(fd: int, parts: list[memoryview], at: int) -> int:
+        hung.wait(30.0)
+        return real(fd, parts, at)
+
+    monkeypatch.setattr(os, "preadv", slow)
+    into = memoryview(bytearray(BLOCK_BYTES))
+    with pytest.raises(StorageTimeout) as caught:
+        storage.read([key], [into], timeout_s=0.02)
+
+    quiet = caught.value.quiet
+    assert quiet is not None
+    assert not quiet.is_set()
+    hung.set()
+    assert quiet.wait(10.0)
+    storage.check()
+
+
+def test_a_slot_is_not_reused_while_it_is_read(make_file: MakeFile) -> None:
+    """Eviction passes over a leased block; a removed one frees its slot when the read ends."""
+    storage = make_file(capacity_bytes=8 * 8272 + PAGE_BYTES)
+    index, num_slots = storage._index, storage._geometry.num_slots
+    keys = make_keys(num_slots)
+    write_run(storage, keys, BLOCK_BYTES)
+    place = index.lease(keys[-1])
+    assert place is not None
+
+    write_run(storage, make_keys(1, run="new"), BLOCK_BYTES)
+    assert storage.contains(keys[-1:], timeout_s=1) == 1
+    assert storage.contains(keys[-2:-1], timeout_s=1) == 0
+
+    assert storage.remove(keys[-1:], timeout_s=1) == 1
+    assert not index.has_free()
+    index.release(place)
+    assert index.has_free()
+    storage.check()
+
+
+def test_blocks_are_whole_slots_of_pages() -> None:
+    """Header and payload each begin at a page, as direct I/O wants them."""
+    for block_bytes, slot_bytes in ((1, 8192), (4096, 8192), (4097, 12_288)):
+        geometry = Geometry(make_format(block_bytes=block_bytes), 3)
+        assert geometry.slot_bytes == slot_bytes
+        assert geometry.slab_bytes == 3 * slot_bytes
+
+
+def test_a_table_tells_readers_what_changed(tmp_path: Path) -> None:
+    """Each change once, and nothing when nothing changed."""
+    geometry = Geometry(FORM, 4)
+    slab = Slab.create(tmp_path / "one.table", geometry, direct=True)
+    reader = Table(tmp_path / "one.table", writable=False)
+    [key, parent] = make_keys(2)
+    entry = Entry(2, key, BlockKey(parent), 7)
+
+    assert reader.changed() == []
+    slab.table.put(entry)
+    assert reader.changed() == [(2, entry)]
+    assert reader.changed() == []
+    slab.table.clear(2)
+    assert reader.changed() == [(2, None)]
+    assert not reader.own()
+
+
+def test_capacity_for_less_than_a_block_is_refused(make_file: MakeFile) -> None:
+    """The sentence says how much one block takes."""
+    with pytest.raises(ConfigError, match="too little: a slab of one block takes 12368"):
+        make_file(capacity_bytes=10_000)
+
+
+def test_a_path_that_cannot_be_a_directory_is_refused(tmp_path: Path) -> None:
+    """At start, with the path in the sentence (lesson 61)."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        FileStorage(FileConfig(path=str(tmp_path / "file" / "x")), FORM, SystemClock())
