@@ -19,7 +19,8 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
-from headwater.bench._workload import make_workload, read_trace
+from headwater.bench._workload import make_workload
+from headwater.replay.trace import read_trace
 
 
 def make_manager(blocks: int, block_tokens: int) -> KVCacheManager:

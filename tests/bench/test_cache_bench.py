@@ -6,9 +6,10 @@ from argparse import Namespace
 import pytest
 
 from headwater.bench import cache as bench
-from headwater.bench._workload import make_workload, read_trace
+from headwater.bench._workload import make_workload
 from headwater.cli import main
 from headwater.errors import ConfigError
+from headwater.replay.trace import read_trace
 from tests.cache.naive import NaiveLru
 
 

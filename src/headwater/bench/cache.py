@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from headwater.bench._report import print_report
-from headwater.bench._workload import TraceRequest, make_workload, read_trace
+from headwater.bench._workload import make_workload
 from headwater.cache import CacheConfig, TieredCache, TokenPath
 from headwater.engine.collector import settle_collector
 from headwater.errors import InvariantError
+from headwater.replay.trace import TraceRequest, read_trace
 from headwater.types import RequestId, Slots, Tokens
 
 LONG = 131_072

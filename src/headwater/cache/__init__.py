@@ -16,6 +16,7 @@ from headwater.cache.plan import (
     Promotion,
     Transfer,
 )
+from headwater.cache.policy import Turn
 from headwater.cache.stats import CacheStats
 from headwater.cache.tiered import TieredCache
 
@@ -39,5 +40,6 @@ __all__ = [
     "TieredCache",
     "TokenPath",
     "Transfer",
+    "Turn",
     "media_by_block",
 ]

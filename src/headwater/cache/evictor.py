@@ -42,6 +42,14 @@ class Evictor:
             return None
         return shelf.pool.reuse(self._evict_device(missing), SlotState.CACHED, state)
 
+    def trim_device(self, count: int) -> int:
+        """Evict up to `count` device blocks, and free their slots; return how many."""
+        count = min(count, self._device.evictable)
+        if count <= 0:
+            return 0
+        self._device.pool.free(_joined(self._evict_device(count)), SlotState.CACHED)
+        return count
+
     def _evict_device(self, count: int) -> list[Slots]:
         """Move `count` evictable blocks' slots out of their nodes."""
         shelf = self._device

@@ -18,8 +18,11 @@ class Lease:
         "node",
         "num_blocks",
         "owner",
+        "path",
         "pending",
         "place",
+        "prompt_tokens",
+        "since",
         "slots",
     )
 
@@ -28,14 +31,19 @@ class Lease:
         owner: RequestId,
         node: Node,
         num_blocks: int,
-        namespace: Namespace,
+        path: TokenPath,
+        now: float,
         expires_s: float | None,
     ) -> None:
         self.owner = owner
         self.node = node
         self.num_blocks = num_blocks
         """Leading blocks of the owner's path that are settled: leased, or committed since."""
-        self.namespace = namespace
+        self.namespace: Namespace = path.namespace
+        self.path = path
+        """The longest path its owner has shown: the prompt, later what was committed."""
+        self.prompt_tokens = len(path.tokens)
+        self.since = now
         self.expires_s = expires_s
         self.slots: Slots = EMPTY
         """Device slots of the blocks found when the lease was made, in position order."""

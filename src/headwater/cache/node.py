@@ -11,13 +11,20 @@ The longest of the three is `num_blocks`: a block that left its last tier is not
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from headwater.types import EMPTY, BlockKey
 
 if TYPE_CHECKING:
     from headwater.cache.jobs import Job
     from headwater.cache.plan import MissReason
+
+
+class Mark(NamedTuple):
+    """What an eviction policy remembers of a run: when it was used, and what it is like."""
+
+    used_s: float
+    run_class: int
 
 
 class Node:
@@ -39,6 +46,7 @@ class Node:
         "jobs",
         "keys",
         "lost",
+        "mark",
         "media",
         "num_blocks",
         "num_stored",
@@ -78,6 +86,8 @@ class Node:
         self.hits = 0
         self.used = 0
         """Tick of the last release; orders nodes by age."""
+        self.mark: Mark | None = None
+        """Set when the path is released, and read, by policies that mark runs."""
         self.gone = False
         """Terminal: no longer in the tree. It keeps slots only while it is pinned."""
 

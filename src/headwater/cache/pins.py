@@ -4,9 +4,12 @@ So an unpinned node has nothing pinned below it, and every block of every unpinn
 be evicted: the count of evictable blocks is exact, and taking slots is all or nothing.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from headwater.cache.node import Node
+from headwater.cache.policy import Run
 from headwater.cache.pool import SlotState
 from headwater.cache.shelf import Shelf
 from headwater.cache.tree import PrefixTree
@@ -84,6 +87,16 @@ class Pins:
         for at in reversed(resident):
             if cold and at.used <= node.used:
                 self._device.add(at, now, cold=True)
+
+    def mark(self, node: Node, runs: Sequence[Run], *, now: float) -> None:
+        """Cut the path that ends with `node` where `runs` end, and mark each part."""
+        at, last = node, len(runs) - 1
+        while at.parent is not None:
+            while last and runs[last - 1].end >= at.end:
+                last -= 1
+            at.mark = runs[last].mark
+            begin = runs[last - 1].end if last else 0
+            at = self.split(at, begin - at.start, now) if begin > at.start else at.parent
 
     def withheld_by(self, node: Node) -> int:
         """Device blocks that pinning `node` would keep from being evicted."""

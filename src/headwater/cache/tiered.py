@@ -25,7 +25,7 @@ from headwater.cache.plan import (
     Outcome,
     Promotion,
 )
-from headwater.cache.policy import POLICIES
+from headwater.cache.policy import POLICIES, Turn
 from headwater.cache.pool import SlotState
 from headwater.cache.publisher import Publisher
 from headwater.cache.shelf import Shelf
@@ -58,10 +58,12 @@ class TieredCache:
             kv_format=config.kv_format,
             shard=config.shard,
         )
-        make_order = POLICIES[config.eviction]
+        orders = POLICIES[config.eviction](
+            config.device_blocks, config.host_blocks, config.block_tokens
+        )
         self.tree = PrefixTree(scheme)
-        self.device = Shelf(Tier.DEVICE, config.device_blocks, make_order())
-        self.host = Shelf(Tier.HOST, config.host_blocks, make_order())
+        self.device = Shelf(Tier.DEVICE, config.device_blocks, orders.device)
+        self.host = Shelf(Tier.HOST, config.host_blocks, orders.host)
         self.ghosts = Ghosts(config.max_ghosts)
         self.evictor = Evictor(
             self.tree, self.device, self.host, self.ghosts, config.max_stored_nodes
@@ -128,7 +130,7 @@ class TieredCache:
         if counted:
             self._ledger.record(match)
         node, parts = self._claim(match, now)
-        lease = Lease(owner, node, match.device_blocks, match.path.namespace, expires_s)
+        lease = Lease(owner, node, match.device_blocks, match.path, now, expires_s)
         if parts:
             lease.slots = parts[0] if len(parts) == 1 else np.concatenate(parts)
         self.pins.pin(node)
@@ -176,6 +178,8 @@ class TieredCache:
         pending = lease.pending
         if pending is not None:
             self.announcements.withdraw(lease)
+        if len(path.tokens) > len(lease.path.tokens):
+            lease.path = path
         surplus = slots
         if not lease.node.gone:
             surplus = self._publisher.publish(lease, path, slots, now)
@@ -184,8 +188,13 @@ class TieredCache:
             self.announcements.announce(lease, pending)
         return surplus
 
-    def release(self, lease: Lease, *, now: float, slots: Slots | None = None) -> None:
-        """End a lease; its blocks are the most recently used. Held `slots` go back with it."""
+    def release(
+        self, lease: Lease, *, now: float, slots: Slots | None = None, turn: Turn | None = None
+    ) -> None:
+        """End a lease; its blocks are the most recently used. Held `slots` go back with it.
+
+        `turn` says that the request has ended, and what it was: eviction may learn from it.
+        """
         if lease not in self.leases:
             self._require_live(lease)
         if slots is not None:
@@ -193,7 +202,18 @@ class TieredCache:
         if lease.pending is not None:
             self.announcements.withdraw(lease)
         del self.leases[lease]
+        if turn is not None and not lease.node.gone:
+            runs = self.device.order.visit(lease, turn, now)
+            if runs:
+                self.pins.mark(lease.node, runs, now=now)
         self.pins.release(lease.node, now=now)
+
+    def trim(self, max_cached: int) -> int:
+        """Evict device blocks until at most `max_cached` are cached; return how many went.
+
+        What is leased stays, so more than that may be left.
+        """
+        return self.evictor.trim_device(self.device.pool.stats().cached - max_cached)
 
     def expire(self, now: float) -> list[Lease]:
         """Release the leases whose time has come, and return them."""

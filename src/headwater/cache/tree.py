@@ -148,6 +148,7 @@ class PrefixTree:
         node.parent = head
         head.children[node.first] = node
         head.pins, head.hits, head.used = node.pins, node.hits, node.used
+        head.mark = node.mark
         self.num_nodes += 1
         self.version += 1
         return head

@@ -1,0 +1,53 @@
+"""What an eviction policy is: an order over the evictable nodes of one tier.
+
+How much goes is the evictor's business. A node is in the order exactly while it may be
+evicted: it has blocks in this tier and nobody has pinned it. The evictor takes a node only when
+its children are gone from the tier, so a policy may offer a parent before its child; it is
+then passed over until its turn comes.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from headwater.cache.lease import Lease
+from headwater.cache.node import Mark, Node
+
+
+class Turn(NamedTuple):
+    """What a request was, once it has ended."""
+
+    prompt_tokens: int
+    output_tokens: int
+
+
+class Run(NamedTuple):
+    """Blocks of a path up to `end`, from where the run before ends, share one mark."""
+
+    end: int
+    mark: Mark
+
+
+class EvictionPolicy(Protocol):
+    """An order over the evictable nodes of one tier. Called by the decider thread only."""
+
+    def visit(self, lease: Lease, turn: Turn, now: float) -> Sequence[Run]:
+        """A request ends, and its path is about to be added. Returns the runs that the path is
+        to be cut into, so that each node has one mark; none leaves nodes as they are."""
+
+    def add(self, node: Node, now: float) -> None:
+        """`node` became evictable after being used: last in the order."""
+
+    def add_cold(self, node: Node, now: float) -> None:
+        """`node` became evictable again without being used: first in the order."""
+
+    def discard(self, node: Node) -> None:
+        """`node` is pinned, or has no blocks here any more."""
+
+    def discard_all(self, nodes: Iterable[Node]) -> None:
+        """The same for many: those evicted in one batch."""
+
+    def victims(self) -> Iterator[Node]:
+        """The nodes, first to go first. The order does not change while this is read."""
+
+    def __contains__(self, node: object) -> bool:
+        """Whether `node` is in the order; for checks."""

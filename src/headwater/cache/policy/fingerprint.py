@@ -1,0 +1,74 @@
+"""A number for every prefix of a path: equal prefixes, equal numbers, whatever is cached.
+
+For remembering, never for matching: where two prefixes share a number by chance, a policy
+guesses worse, and no wrong block is found. All prefixes of a prompt cost one pass over it.
+"""
+
+import zlib
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwater.cache.keys import Namespace, TokenPath
+
+_SEED = 0x48656164
+_MAX_PREFIXES = 1024
+"""Factors are made for this many at first, and doubled when a longer path comes."""
+
+_MEDIA = np.uint64(0xD6E8FEB86659FD93)
+
+
+class Fingerprints:
+    """Numbers of the prefixes that end with each whole piece of `piece_tokens` tokens."""
+
+    def __init__(self, piece_tokens: int) -> None:
+        self._piece_tokens = piece_tokens
+        self._rng = np.random.default_rng(_SEED)
+        self._inside = self._factors(piece_tokens)
+        self._places = self._factors(_MAX_PREFIXES)
+        self._starts: dict[Namespace, np.uint64] = {}
+
+    def of(self, path: TokenPath, num_pieces: int, blocks_per_piece: int) -> list[int]:
+        """The number of each of the first `num_pieces` prefixes, shortest first."""
+        if num_pieces > len(self._places):
+            more = self._factors(max(len(self._places), num_pieces - len(self._places)))
+            self._places = np.concatenate((self._places, more))
+        size = self._piece_tokens
+        tokens = path.tokens[: num_pieces * size]
+        # Two tokens at a time where they are even in number: four times as fast.
+        pairs = tokens.view(np.uint64) if size % 2 == 0 else tokens.astype(np.uint64)
+        pieces = pairs.reshape(num_pieces, -1)
+        mixed = pieces @ self._inside[: pieces.shape[1]]
+        if path.media is not None:
+            self._mix_media(mixed, path, blocks_per_piece)
+        mixed ^= mixed >> np.uint64(31)
+        mixed *= self._places[:num_pieces]
+        mixed[0] ^= self._start(path.namespace)
+        numbers: list[int] = np.cumsum(mixed, dtype=np.uint64).tolist()
+        return numbers
+
+    def _mix_media(
+        self, mixed: NDArray[np.uint64], path: TokenPath, blocks_per_piece: int
+    ) -> None:
+        for block, media in (path.media or {}).items():
+            piece = block // blocks_per_piece
+            if piece < len(mixed):
+                digest = np.uint64(zlib.crc32(media, block) + 1)
+                mixed[piece] += np.array([digest], dtype=np.uint64).dot(_MEDIA)
+
+    def _start(self, namespace: Namespace) -> np.uint64:
+        """Tells namespaces apart, so that nobody's past is taken for another tenant's."""
+        start = self._starts.get(namespace)
+        if start is None:
+            if len(self._starts) >= _MAX_PREFIXES:
+                self._starts.clear()
+            named = "\0".join(namespace).encode()
+            number = zlib.crc32(named) << 32 | zlib.crc32(named, _SEED)
+            start = self._starts[namespace] = np.uint64(number)
+        return start
+
+    def _factors(self, count: int) -> NDArray[np.uint64]:
+        factors: NDArray[np.uint64] = self._rng.integers(
+            1, 1 << 64, size=count, dtype=np.uint64
+        )
+        return factors | np.uint64(1)

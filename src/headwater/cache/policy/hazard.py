@@ -1,0 +1,147 @@
+"""When blocks come back: a hazard for each age, learned online from what came back before.
+
+A run of blocks is in a *class*, made of a few features. The chance that it is used again in
+age bin b, if it was not before, is
+
+    q = sigmoid(bias[b] + sum over its features f of (weight[f] + weight[f, age group of b]))
+
+From these follows its *hit density* at each age: the best ratio of hits to block-seconds that
+keeping it from now on can give, over all times to give it up. Evicting the least dense first
+is the order that an optimal price for block-seconds would give.
+"""
+
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats: TypeAlias = NDArray[np.float64]
+Ints: TypeAlias = NDArray[np.int64]
+
+EDGES = (
+    0, 3, 6, 12, 20, 30, 45, 60, 80, 105, 135, 170, 220,
+    280, 360, 460, 600, 800, 1050, 1400, 1900, 2600, 3600,
+)  # fmt: skip
+"""Where age bins begin, in seconds; the last is where nothing is expected any more."""
+
+NUM_BINS = len(EDGES) - 1
+ROW = 32
+"""Places of a class in the table of densities: one a bin, then zeros."""
+
+_GROUP_ENDS = (30, 105, 360)
+_FIRST_BIAS = -4.0
+_RATE = 0.2
+_BIAS_SHARE, _WEIGHT_SHARE, _GROUP_SHARE = 1.0, 0.5, 0.3
+_LOW, _HIGH = -12.0, 6.0
+
+
+class HazardModel:
+    """Weights, one AdaGrad step a batch of samples, and the table of densities they imply.
+
+    `num_features` features; feature 0 stands for none, and its weight stays 0.
+    """
+
+    def __init__(self, num_features: int, features_per_class: int) -> None:
+        self._edges = np.array(EDGES, dtype=np.float64)
+        self._widths = np.diff(self._edges)
+        self._group = np.searchsorted(_GROUP_ENDS, self._edges[:-1], side="right")
+        groups = len(_GROUP_ENDS) + 1
+        self._bias = np.full(NUM_BINS, _FIRST_BIAS)
+        # Column 0 holds at every age, the others in one age group each.
+        self._weights = np.zeros((num_features, groups + 1))
+        self._bias_squares = np.ones(NUM_BINS)
+        self._squares = np.ones((num_features, groups + 1))
+        self._features = np.zeros((64, features_per_class), dtype=np.int64)
+        self.num_classes = 0
+        self.densities = np.zeros(64 * ROW)
+        """By class * ROW + bin."""
+
+    def add_class(self, features: tuple[int, ...]) -> int:
+        """A new class with these features; its number."""
+        new = self.num_classes
+        if new == len(self._features):
+            self._features = np.concatenate((self._features, np.zeros_like(self._features)))
+            self.densities = np.concatenate((self.densities, np.zeros_like(self.densities)))
+        self._features[new, : len(features)] = features
+        self.num_classes += 1
+        hazards = self._hazards(self._features[new : new + 1])[0]
+        self.densities[new * ROW : new * ROW + NUM_BINS] = densities_of_one(hazards.tolist())
+        return new
+
+    def refresh(self) -> None:
+        """Make the densities those of the weights now."""
+        count = self.num_classes
+        table = self.densities[: count * ROW].reshape(count, ROW)
+        table[:, :NUM_BINS] = self._all_densities(self._hazards(self._features[:count]))
+
+    def learn(self, classes: Ints, bins: Ints, returned: NDArray[np.bool_]) -> None:
+        """One step: in its bin, each sample of a class was used again, or was not."""
+        features, groups = self._features[classes], self._group[bins] + 1
+        weights = self._weights
+        logits = self._bias[bins] + weights[features, 0].sum(axis=1)
+        logits += weights[features, groups[:, None]].sum(axis=1)
+        gradient = (_sigmoid(logits) - returned) / 3
+        squares = gradient * gradient
+        self._bias_squares += np.bincount(bins, squares, NUM_BINS)
+        step = np.bincount(bins, gradient, NUM_BINS) / np.sqrt(self._bias_squares)
+        self._bias -= _RATE * _BIAS_SHARE * step
+        self._step(features, gradient, squares, groups)
+
+    def _step(self, features: Ints, gradient: Floats, squares: Floats, groups: Ints) -> None:
+        rows, columns = self._weights.shape
+        per = features.shape[1]
+        for share, column in ((_WEIGHT_SHARE, None), (_GROUP_SHARE, groups)):
+            at = features * columns
+            if column is not None:
+                at = at + column[:, None]
+            flat = at.ravel()
+            shape = (rows, columns)
+            size = rows * columns
+            summed = np.bincount(flat, np.repeat(gradient, per), size).reshape(shape)
+            self._squares += np.bincount(flat, np.repeat(squares, per), size).reshape(shape)
+            self._weights -= _RATE * share * summed / np.sqrt(self._squares)
+        self._weights[0] = 0.0
+
+    def _hazards(self, features: Ints) -> Floats:
+        """The hazard of each class in each bin."""
+        sums = self._weights[features].sum(axis=1)
+        return _sigmoid(self._bias + sums[:, :1] + sums[:, 1 + self._group])
+
+    def _all_densities(self, hazards: Floats) -> Floats:
+        """Hits over block-seconds, for each class and age, given up at the best later edge."""
+        best = np.zeros_like(hazards)
+        value = np.zeros_like(hazards)
+        cost = np.zeros_like(hazards)
+        spent = self._widths * (1 - hazards / 2)
+        for b in range(NUM_BINS - 1, -1, -1):
+            left = 1 - hazards[:, b : b + 1]
+            # Give up after bin b, or after a later one, if it was not used in b.
+            value[:, b:] = value[:, b:] * left + hazards[:, b : b + 1]
+            cost[:, b:] = cost[:, b:] * left + spent[:, b : b + 1]
+            best[:, b] = (value[:, b:] / cost[:, b:]).max(axis=1)
+        return best
+
+
+def densities_of_one(hazards: list[float]) -> list[float]:
+    """The same for one class, in one pass from the last bin to the first.
+
+    A stack of stretches, each worth keeping through; a stretch swallows the next while that
+    one is denser, for then it is worth going on.
+    """
+    best = [0.0] * NUM_BINS
+    stack: list[tuple[float, float, float]] = []
+    for b in range(NUM_BINS - 1, -1, -1):
+        value = hazards[b]
+        cost = (EDGES[b + 1] - EDGES[b]) * (1 - value / 2)
+        left = 1 - value
+        while stack and stack[-1][0] * cost > value * stack[-1][1]:
+            more, dear, survives = stack.pop()
+            value, cost, left = value + left * more, cost + left * dear, left * survives
+        stack.append((value, cost, left))
+        best[b] = value / cost
+    return best
+
+
+def _sigmoid(logits: Floats) -> Floats:
+    clamped: Floats = np.minimum(np.maximum(logits, _LOW), _HIGH)
+    return 1 / (1 + np.exp(-clamped))

@@ -1,0 +1,45 @@
+"""Least recently used first: the default, and what every other policy is measured against."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+
+from headwater.cache.lease import Lease
+from headwater.cache.node import Node
+from headwater.cache.policy.base import Run, Turn
+from headwater.errors import InvariantError
+
+
+class Lru:
+    """Least recently used first. Adding and discarding are O(1), whatever the number of nodes.
+
+    A path is added deepest node first, so a node comes before its parent.
+    """
+
+    def __init__(self) -> None:
+        self._order: OrderedDict[Node, None] = OrderedDict()
+
+    def visit(self, lease: Lease, turn: Turn, now: float) -> Sequence[Run]:
+        return ()
+
+    def add(self, node: Node, now: float) -> None:
+        if node in self._order:
+            raise InvariantError("a node entered the eviction order twice")
+        self._order[node] = None
+
+    def add_cold(self, node: Node, now: float) -> None:
+        self.add(node, now)
+        self._order.move_to_end(node, last=False)
+
+    def discard(self, node: Node) -> None:
+        del self._order[node]
+
+    def discard_all(self, nodes: Iterable[Node]) -> None:
+        order = self._order
+        for node in nodes:
+            del order[node]
+
+    def victims(self) -> Iterator[Node]:
+        return iter(self._order)
+
+    def __contains__(self, node: object) -> bool:
+        return node in self._order

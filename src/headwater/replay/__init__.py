@@ -1,0 +1,1 @@
+"""Traces, and what a cache would have made of them. No torch."""

@@ -1,0 +1,94 @@
+"""Replays a trace through the cache alone: one request after the other, nothing computed.
+
+Every hash id is one whole block, the last one of a request too; no output is appended. What a
+request brings is cached when it ends, and then, if the cache holds too much, what the
+eviction policy says goes: a request's own blocks may be the victims.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from headwater.cache import CacheConfig, TieredCache, TokenPath, Turn
+from headwater.errors import ConfigError, InvariantError
+from headwater.replay.trace import TRACE_BLOCK, TraceRequest
+from headwater.types import RequestId, WritePolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheReplay:
+    """What was found in the cache, and why the rest was not."""
+
+    requests: int
+    blocks: int
+    hit_blocks: int
+    tokens: int
+    hit_tokens: int
+    misses_by_reason: dict[str, int]
+
+    @property
+    def block_hit(self) -> float:
+        """Share of all blocks that were found."""
+        return self.hit_blocks / max(self.blocks, 1)
+
+    @property
+    def token_hit(self) -> float:
+        """Share of all prompt tokens that were found; a partial block counts its tokens."""
+        return self.hit_tokens / max(self.tokens, 1)
+
+
+class CacheOnly:
+    """One cache of `capacity_blocks` that requests go through one by one."""
+
+    def __init__(
+        self, capacity_blocks: int, longest_blocks: int, *, eviction: str = "lru"
+    ) -> None:
+        if capacity_blocks < 0:
+            raise ConfigError(f"a cache cannot hold {capacity_blocks} blocks")
+        self._capacity = capacity_blocks
+        self.cache = TieredCache(
+            CacheConfig(
+                # Room for one request beside what is kept: it is trimmed when it ends.
+                device_blocks=capacity_blocks + longest_blocks,
+                block_tokens=TRACE_BLOCK,
+                write_policy=WritePolicy.NONE,
+                eviction=eviction,
+            )
+        )
+
+    def serve(self, request: TraceRequest) -> int:
+        """Send one request through; how many of its blocks were found."""
+        cache, now = self.cache, request.arrival_s
+        path = TokenPath(request.whole_blocks())
+        lease = cache.lease(cache.match(path), owner=RequestId(""), now=now)
+        found = lease.num_blocks
+        slots = cache.take(len(request.hash_ids) - found, now=now)
+        if slots is None:
+            raise InvariantError("an idle cache has no room for a request")
+        cache.commit(lease, path, slots, now=now)
+        turn = Turn(request.input_length, request.output_length)
+        cache.release(lease, now=now, turn=turn)
+        cache.trim(self._capacity)
+        return found
+
+
+def replay_cache(
+    requests: Sequence[TraceRequest], capacity_blocks: int | None, *, eviction: str = "lru"
+) -> CacheReplay:
+    """Send every request through a fresh cache, in order; None is a cache that never fills."""
+    longest = max((len(request.hash_ids) for request in requests), default=0)
+    if capacity_blocks is None:
+        capacity_blocks = len({i for request in requests for i in request.hash_ids})
+    replay = CacheOnly(capacity_blocks, longest, eviction=eviction)
+    found = np.array([replay.serve(request) for request in requests], dtype=np.int64)
+    lengths = np.array([request.input_length for request in requests], dtype=np.int64)
+    reasons = replay.cache.stats().ledger.misses_by_reason
+    return CacheReplay(
+        requests=len(requests),
+        blocks=sum(len(request.hash_ids) for request in requests),
+        hit_blocks=int(found.sum()),
+        tokens=int(lengths.sum()),
+        hit_tokens=int(np.minimum(found * TRACE_BLOCK, lengths).sum()),
+        misses_by_reason={reason.value: count for reason, count in reasons.items()},
+    )

@@ -1,0 +1,61 @@
+"""Traces of requests in the Mooncake format, and the prompts they stand for."""
+
+import json
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from headwater.errors import ConfigError
+from headwater.types import Tokens
+
+TRACE_BLOCK = 512
+"""Tokens that one hash id of a trace stands for."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One line of a trace: an id stands for 512 tokens *and all before them*."""
+
+    hash_ids: list[int]
+    input_length: int
+    output_length: int
+    arrival_s: float = 0.0
+
+    def prompt(self) -> Tokens:
+        """The ids expanded to tokens: the same id gives the same tokens, always."""
+        return self.whole_blocks()[: self.input_length]
+
+    def whole_blocks(self) -> Tokens:
+        """The same with the last block filled up."""
+        ids = np.array(self.hash_ids, dtype=np.int32) * TRACE_BLOCK
+        return np.add.outer(ids, np.arange(TRACE_BLOCK, dtype=np.int32)).ravel()
+
+    def output(self, number: int) -> Tokens:
+        """Tokens that no other request generates; `number` tells requests apart."""
+        start = -1 - number * TRACE_BLOCK
+        return np.arange(start, start - self.output_length, -1, dtype=np.int32)
+
+
+def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
+    """The requests of a trace in the Mooncake format, in file order; the first `limit`."""
+    try:
+        with path.open() as lines:
+            return [_parse(line, n) for n, line in enumerate(islice(lines, limit), start=1)]
+    except OSError as exc:
+        raise ConfigError(f"cannot read the trace {path}: {exc.strerror}") from exc
+
+
+def _parse(line: str, number: int) -> TraceRequest:
+    try:
+        row = json.loads(line)
+        ids, arrival_s = row["hash_ids"], float(row.get("timestamp", 0)) / 1e3
+        request = TraceRequest(ids, row["input_length"], row["output_length"], arrival_s)
+        if not all(type(i) is int and 0 <= i < 1 << 22 for i in ids):
+            raise ValueError("a hash id is not a number below 4194304")
+        if not 0 <= request.input_length <= len(ids) * TRACE_BLOCK or request.output_length < 0:
+            raise ValueError("its lengths do not fit its hash ids")
+        return request
+    except (ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise ConfigError(f"line {number} of the trace is not a request: {exc!r}") from exc
