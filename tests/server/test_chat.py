@@ -142,6 +142,7 @@ def test_prompt_and_reply_ids_are_returned_when_asked():
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages"),
         ({"messages": []}, "messages"),
         ({"messages": None}, "messages"),
         ({"top_logprobs": 2}, "top_logprobs"),

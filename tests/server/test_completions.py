@@ -412,6 +412,22 @@ def test_an_abort_is_told_to_the_client(stream):
     run(scenario)
 
 
+@pytest.mark.parametrize("name", ["cmpl-1", "chatcmpl-1", "chatcmpl-cmpl-1"])
+def test_a_name_that_looks_like_an_answers_id_can_be_aborted(name):
+    """Whatever a client calls its request: by that name, or by the id of its answer."""
+
+    async def scenario(rig):
+        rig.engine.hold()
+        for given in (name, f"cmpl-{name}"):
+            waiting = asyncio.create_task(rig.complete(request_id=name))
+            await rig.until_waiting(1)
+            aborted = await rig.post("/v1/abort_requests", {"request_ids": [given]})
+            assert aborted.json() == {"aborted": 1}
+            error(await waiting, 499)
+
+    run(scenario)
+
+
 def test_request_ids_are_echoed_and_may_be_used_twice():
     """A client's own id comes back, in the header and the body; two may share one."""
 

@@ -155,7 +155,7 @@ async def abort_requests(request: Request) -> Response:
         raise Refused("give request_ids, or abort_all: true", param="request_ids")
     if body.abort_all:
         return JsonReply(Aborted(aborted=await service.engine.abort(None)))
-    names = [_own_name(name) for name in body.request_ids or []]
+    names = {known for name in body.request_ids or [] for known in _own_names(name)}
     ids = [entry for name in names for entry in service.live.sequences_of(name)]
     return JsonReply(Aborted(aborted=await service.engine.abort(ids)))
 
@@ -182,6 +182,6 @@ async def _stats(service: Service) -> EngineStats:
         raise Refused("the engine is in a long step; try again", status=503) from exc
 
 
-def _own_name(name: str) -> str:
-    """A request's own name, of an answer's id or of itself."""
-    return name.removeprefix("chatcmpl-").removeprefix("cmpl-")
+def _own_names(name: str) -> tuple[str, ...]:
+    """What a request is called if this is its own name, and if it is the id of its answer."""
+    return name, name.removeprefix("chatcmpl-"), name.removeprefix("cmpl-")

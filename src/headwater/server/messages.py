@@ -27,7 +27,9 @@ def _text(message: Message) -> str:
     if message.content is None or isinstance(message.content, str):
         return message.content or ""
     for part in message.content:
-        if part.type != "text" or part.text is None:
+        if part.type == "text" and part.text is None:
+            raise Refused("a part of type 'text' has no text", param="messages")
+        if part.type != "text":
             raise Refused(
                 f"content of type {part.type[:40]!r} is not supported; only text is",
                 param="messages",
