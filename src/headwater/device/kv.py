@@ -6,12 +6,15 @@ holds what is decided elsewhere.
     flat rows   slot 0: layer 0: K of token 0, 1, … | V of token 0, 1, … | layer 1: K … | V …
 """
 
+import math
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from headwater.device.model import LoadedModel
+from headwater.errors import ConfigError
 
 Ints = NDArray[np.int64]
 
@@ -27,10 +30,8 @@ class KVPool:
         self.device = model.device
         # Zeros, not whatever was there: a masked key still meets its zero weight, and
         # zero times a stray NaN is NaN.
-        self.data = torch.zeros(
-            (num_blocks, self.num_layers, 2, block_tokens, self.kv_heads, self.head_dim),
-            dtype=model.dtype,
-            device=model.device,
+        self.data = _zeros(
+            (num_blocks, self.num_layers, 2, block_tokens, self.kv_heads, self.head_dim), model
         )
         self.writes: Ints = np.zeros(num_blocks, dtype=np.int64)
         """Per slot: a count that changes with every step or copy that writes to it."""
@@ -87,3 +88,14 @@ class KVPool:
             self._scratch[buffer] = source.new_empty(needed + needed // 2)
         into = self._scratch[buffer][:needed].view(rows.numel(), source.shape[1])
         return torch.index_select(source, 0, rows, out=into)
+
+
+def _zeros(shape: tuple[int, ...], model: LoadedModel) -> Tensor:
+    try:
+        return torch.zeros(shape, dtype=model.dtype, device=model.device)
+    except RuntimeError as exc:
+        gib = math.prod(shape) * model.dtype.itemsize / (1 << 30)
+        raise ConfigError(
+            f"{shape[0]:,} blocks of KV take {gib:,.1f} GiB, which {model.device} does not have; "
+            "ask for fewer with --num-gpu-blocks-override"
+        ) from exc

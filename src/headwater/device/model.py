@@ -69,20 +69,21 @@ def load(
     `packed` lets a CPU model's weights be reordered for speed. Nothing is fetched from
     anywhere and no code from the folder is run.
     """
+    target = _torch_device(device)
     folder = Path(model_dir) if model_dir is not None else builtin.ensure()
     raw = read_config(folder)
     check_served(raw)
     name = fingerprint(folder)
     loaded = _load_module(folder, raw, _torch_dtype(dtype))
     module: nn.Module = loaded
-    module.to(device).eval()
+    module.to(target).eval()
     quick = packed and packing.pack(module)
     padded = quick and not packing.has_experts(module)
     return LoadedModel(
         module=module,
         fingerprint=name,
         model_dir=folder,
-        device=torch.device(device),
+        device=target,
         min_rows=packing.ROWS_WANTED if padded else 1,
         **_facts(loaded.config, folder),
     )
@@ -108,6 +109,22 @@ def _torch_dtype(name: str) -> torch.dtype | str:
     if name not in _DTYPES:
         raise ConfigError(f"unknown dtype '{name}'; known: auto, {', '.join(_DTYPES)}")
     return _DTYPES[name]
+
+
+def _torch_device(name: str) -> torch.device:
+    """The device, after something was put on it; a ConfigError says why that did not work."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as exc:
+        raise ConfigError(f"device '{name}' cannot be used: {_first_line(exc)}") from exc
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device '{name}' is not served; known: cpu, cuda, cuda:N")
+    return device
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _load_module(
