@@ -1,12 +1,18 @@
 """Every flag, in groups, with help that says what it does and what it is when left out."""
 
 import difflib
-from argparse import ArgumentParser, BooleanOptionalAction, RawDescriptionHelpFormatter
+import math
+from argparse import (
+    ArgumentParser,
+    ArgumentTypeError,
+    BooleanOptionalAction,
+    RawDescriptionHelpFormatter,
+)
 from collections.abc import Iterable
 from typing import Any
 
 from headwater.cli.storage import add_storage
-from headwater.config import EngineConfig, LimitsConfig, ServerConfig
+from headwater.config import VERSION, EngineConfig, LimitsConfig, ServerConfig
 
 _ABOUT = """\
 Headwater serves large language models whose prompts repeat: a prefix is computed once,
@@ -42,7 +48,8 @@ def build_parser() -> ArgumentParser:
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.set_defaults(command=None, flags=["--help"])
+    parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
+    parser.set_defaults(command=None, flags=["--help", "--version"])
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     serve = commands.add_parser(
         "serve",
@@ -89,7 +96,7 @@ def _add_http(parser: ArgumentParser) -> None:
     )
     group.add_argument(
         "--drain-timeout",
-        type=float,
+        type=_number,
         metavar="S",
         default=_SERVER.drain_timeout_s,
         help=_help("seconds that running requests get to finish when the server is stopped"),
@@ -132,7 +139,7 @@ def _add_memory(parser: ArgumentParser) -> None:
     )
     group.add_argument(
         "--gpu-memory-utilization",
-        type=float,
+        type=_number,
         metavar="SHARE",
         default=_ENGINE.memory_utilization,
         help=_help("share of the device's free memory for KV blocks"),
@@ -185,7 +192,7 @@ def _add_later(parser: ArgumentParser) -> None:
     )
     hidden: dict[str, Any] = {"default": None}
     group.add_argument(
-        "--swap-space", "--kv-offloading-size", type=float, metavar="GIB", **hidden
+        "--swap-space", "--kv-offloading-size", type=_number, metavar="GIB", **hidden
     )
     group.add_argument(
         "--write-policy",
@@ -207,7 +214,7 @@ def _add_limits(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("limits on one client")
     group.add_argument(
         "--max-body-mib",
-        type=float,
+        type=_number,
         metavar="MIB",
         default=_LIMITS.max_body_bytes / (1 << 20),
         help=_help("longest request body"),
@@ -219,6 +226,14 @@ def _add_limits(parser: ArgumentParser) -> None:
         default=_LIMITS.max_queued,
         help=_help("sequences that may wait; more get a 429"),
     )
+
+
+def _number(text: str) -> float:
+    """A number to reckon with: neither `nan` nor `inf`, which Python reads as one."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ArgumentTypeError(f"{text!r} is not a number")
+    return value
 
 
 def _help(text: str) -> str:
