@@ -14,8 +14,14 @@ from headwater.scheduler.batch import ScheduledBatch
 from headwater.scheduler.config import SchedulerConfig
 from headwater.scheduler.request import Request, SamplingParams
 from headwater.scheduler.scheduler import Scheduler
+from headwater.storage.base import StorageBackend
+from headwater.storage.codec import BlockFormat
+from headwater.storage.memory import MemoryConfig, MemoryStorage
+from headwater.testing.copiers import EchoCopier, HeldWorkers
 from headwater.testing.runners import EchoRunner, echo_token
-from headwater.types import RequestId
+from headwater.transfer.mover import Mover, TransferConfig
+from headwater.transfer.slab import HostSlab
+from headwater.types import RequestId, WritePolicy
 
 VOCAB_SIZE = 40
 STEP_S = 0.01
@@ -65,6 +71,12 @@ def expected_tokens(
     return tokens[start:]
 
 
+def make_storage(block_tokens: int = 4) -> MemoryStorage:
+    """Room for everything."""
+    form = BlockFormat(fingerprint=bytes(32), block_bytes=8 * block_tokens)
+    return MemoryStorage(MemoryConfig(), form)
+
+
 class NotingRunner(EchoRunner):
     """An EchoRunner that keeps what was submitted."""
 
@@ -85,6 +97,11 @@ class Rig:
     block_tokens: int = 4
     depth: int = 1
     host_blocks: int = 0
+    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH_SELECTIVE
+    stored: StorageBackend | None = None
+    held: bool = False
+    """Whether copies end only when the test says so."""
+    timeouts: Mapping[str, float] = field(default_factory=dict)
     settings: Mapping[str, object] = field(default_factory=dict)
     outputs: dict[str, list[int]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
@@ -97,6 +114,9 @@ class Rig:
                 device_blocks=self.num_blocks,
                 block_tokens=self.block_tokens,
                 host_blocks=self.host_blocks,
+                storage=self.stored is not None,
+                write_policy=self.write_policy,
+                write_ahead_blocks=4,
             )
         )
         config: dict[str, object] = {
@@ -116,7 +136,13 @@ class Rig:
         )
         self.batches = self.runner.batches
         self.clock = VirtualClock()
-        self.core = EngineCore(self.scheduler, self.runner, self.clock)
+        self.slab = HostSlab(self.host_blocks, self.runner.rows.shape[1])
+        self.copier = EchoCopier(self.runner, self.slab, held=self.held)
+        self.storage = make_storage(self.block_tokens) if self.stored is None else self.stored
+        self.workers = HeldWorkers(self.storage, self.slab, self.clock, held=self.held)
+        workers = None if self.stored is None else self.workers
+        mover = Mover(self.copier, workers, TransferConfig(**self.timeouts))
+        self.core = EngineCore(self.scheduler, self.runner, self.clock, mover)
 
     def step(self) -> list[SequenceOutput]:
         """Turn the loop once, verify every invariant, and note the outputs."""
@@ -132,9 +158,30 @@ class Rig:
         self.add(*requests)
         for _ in range(max_steps):
             if not self.core.has_work:
-                return self.outputs
+                if not self.num_waiting or self.scheduler.stats().is_paused:
+                    return self.outputs
+                self.sleep()
             self.step()
         raise AssertionError(f"still working after {max_steps} steps")
+
+    def run_until(self, name: str, *requests: Request, max_steps: int = 500) -> None:
+        """Add `requests` and turn the loop until the request `name` has ended."""
+        self.add(*requests)
+        for _ in range(max_steps):
+            if name in self.reasons:
+                return
+            self.step()
+        raise AssertionError(f"{name} does not end")
+
+    @property
+    def num_waiting(self) -> int:
+        return self.scheduler.stats().num_waiting
+
+    def sleep(self) -> None:
+        """What a loop does that has no work: nothing, until a deadline comes."""
+        sleep_s = self.core.sleep_s()
+        assert sleep_s is not None, "everybody waits, and nobody for a deadline"
+        self.clock.advance(sleep_s)
 
     def add(self, *requests: Request) -> None:
         """Let them wait."""

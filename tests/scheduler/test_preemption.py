@@ -91,9 +91,20 @@ def test_a_victim_is_saved_to_a_lower_tier() -> None:
     rig.add(*make_crowd(3))
     step_until_preempted(rig)
 
-    plans = rig.cache.demote(limit_blocks=100, now=rig.clock.now())
+    rig.step()
 
-    assert sum(plan.num_blocks for plan in plans) >= 2
+    assert sum(plan.num_blocks for plan in rig.copier.started) >= 2
+    assert rig.cache.stats().host.cached >= 2
+
+
+def test_saving_can_be_turned_off() -> None:
+    """Lesson 29: then a victim's blocks are only kept as long as the device can."""
+    rig = Rig(num_blocks=20, host_blocks=50, settings={"save_preempted": False})
+
+    rig.run(*make_crowd(3))
+
+    assert rig.scheduler.stats().num_preemptions > 0
+    assert rig.copier.started == []
 
 
 def test_resumed_sequences_are_not_counted_again() -> None:

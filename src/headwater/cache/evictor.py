@@ -61,14 +61,15 @@ class Evictor:
         shelf.evicted += count
         return moved
 
-    def evict_host(self, count: int) -> int:
-        """Free up to `count` host slots; return how many. Less, when the rest is in use."""
+    def evict_host(self, count: int, kept: Node | None = None) -> int:
+        """Free up to `count` host slots, none of `kept`; return how many. Less, when the rest
+        is in use."""
         shelf = self._host
         moved: list[Slots] = []
         need = count
         while need:
             before = need
-            need = self._host_pass(need, moved)
+            need = self._host_pass(need, moved, kept)
             if need == before:
                 break
         freed = count - need
@@ -138,12 +139,14 @@ class Evictor:
             self._removed(leaves, MissReason.EVICTED_DEVICE)
         return need
 
-    def _host_pass(self, need: int, moved: list[Slots]) -> int:
+    def _host_pass(self, need: int, moved: list[Slots], kept: Node | None) -> int:
         evicted: list[Node] = []
         for node in self._host.order.victims():
             # What the device has too is free to go. What it has not carries the children
             # that are only on the host, and the path of a transfer.
             if len(node.device) < node.num_blocks and (node.host_children or node.pins):
+                continue
+            if node is kept:
                 continue
             keep = max(len(node.host) - need, 0)
             need -= len(node.host) - keep

@@ -52,6 +52,7 @@ class Node:
         "num_stored",
         "parent",
         "pins",
+        "settled",
         "start",
         "tokens",
         "uid",
@@ -84,6 +85,8 @@ class Node:
         """Leases and jobs that go through this node; a pin on a node is on all above it too."""
         self.jobs: tuple[Job, ...] = ()
         self.hits = 0
+        self.settled = -1
+        """The `used` at which the last write of this node was settled."""
         self.used = 0
         """Tick of the last release; orders nodes by age."""
         self.mark: Mark | None = None

@@ -73,10 +73,16 @@ class Transfers:
         """Plan up to `limit` blocks of the writes to the host that are wanted."""
         plans: list[Demotion] = []
         for node, cold in self.writes.for_host():
-            start = len(node.host)
-            target = self._take_host(min(len(node.device) - start, limit))
-            if target is None:
+            if limit <= 0:
                 break
+            start = len(node.host)
+            wanted = min(len(node.device) - start, limit)
+            target = self._take_host(wanted, keep=node)
+            count = 0 if target is None else len(target)
+            if count < wanted or start + count == len(node.device):
+                self.writes.settle(node)
+            if target is None:
+                continue
             plan = Demotion(
                 job=self.jobs.new_id(),
                 source=Tier.DEVICE,
@@ -205,11 +211,12 @@ class Transfers:
         self._start(job)
         return plan
 
-    def _take_host(self, count: int) -> Slots | None:
-        """Up to `count` host slots, evicting as needed; None when there is none."""
+    def _take_host(self, count: int, keep: Node | None = None) -> Slots | None:
+        """Up to `count` host slots, evicting as needed but nothing of `keep`; None when there
+        is none."""
         pool = self._shelves[Tier.HOST].pool
         if count > pool.num_free:
-            self._evictor.evict_host(count - pool.num_free)
+            self._evictor.evict_host(count - pool.num_free, keep)
         count = min(count, pool.num_free)
         return pool.take(count, SlotState.MOVING) if count > 0 else None
 
@@ -271,7 +278,7 @@ class Transfers:
         """A write that failed is not tried again at once, or a broken tier would keep us busy."""
         if isinstance(job.transfer, Demotion):
             for segment in job.segments:
-                self.writes.give_up(segment.node)
+                self.writes.settle(segment.node)
 
     def _forget_from(self, job: Job, arrived: int, reason: MissReason) -> None:
         """What storage has from block `arrived` of `job` on is not to be used."""

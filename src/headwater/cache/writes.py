@@ -53,10 +53,13 @@ class Writes:
         if self._storage:
             self._to_storage[node] = None
 
-    def give_up(self, node: Node) -> None:
-        """A write of `node` failed: not again until somebody wants it anew."""
+    def settle(self, node: Node) -> None:
+        """Nothing more of `node` is to be written until it is used again: all of it is being
+        written, or there is no room for the rest, or writing failed. Without this, a tier that
+        is too small or broken would keep the engine busy for ever."""
         self._to_host.pop(node, None)
         self._to_storage.pop(node, None)
+        node.settled = node.used
 
     def for_host(self) -> Iterator[tuple[Node, bool]]:
         """Nodes with device blocks to write, and whether they are next to be evicted."""
@@ -89,6 +92,8 @@ class Writes:
             if seen >= self._write_ahead:
                 break
             seen += len(node.device)
-            if len(node.host) < len(node.device) and not node.jobs:
+            if len(node.host) >= len(node.device) or node.settled == node.used:
+                continue
+            if not node.jobs:
                 due.append(node)
         return due

@@ -1,16 +1,21 @@
-"""The engine loop: joins the scheduler that decides and the runner that computes.
+"""The engine loop: joins the scheduler that decides, the runner that computes and the mover
+that copies.
 
 Nothing here decides, computes or waits for anything but the runner. One thread owns a core;
-whoever stands in front of it hands over requests and aborts between two turns of the loop.
+whoever stands in front of it hands over requests and aborts between two turns of the loop,
+and sleeps on `completions` when there is no work.
 """
 
 from typing import Protocol
 
 from headwater.clock import Clock
 from headwater.engine.output import EngineStats, SequenceOutput, engine_stats
+from headwater.engine.pace import Pace
 from headwater.scheduler.batch import ScheduledBatch, StepResult
 from headwater.scheduler.request import Request
 from headwater.scheduler.scheduler import Scheduler
+from headwater.transfer.completions import CompletionQueue
+from headwater.transfer.mover import Mover
 from headwater.types import RequestId
 
 
@@ -37,18 +42,44 @@ class Runner(Protocol):
 class EngineCore:
     """Requests in, tokens out, one step at a time."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, clock: Clock) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, clock: Clock, mover: Mover | None = None
+    ) -> None:
+        """Without a mover there are no tiers below the device."""
         self._scheduler = scheduler
         self._cache = scheduler.cache
         self._runner = runner
         self._clock = clock
+        self._mover = mover or Mover()
+        self._pace = Pace()
+        self._has_tiers = self._cache.config.host_blocks > 0
         self._decide_s = 0.0
         self._step_s = 0.0
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would do something; if not, wait for a request before calling it."""
-        return self._scheduler.has_work
+        """Whether `step` would do something; if not, `wait`, or wait for a request as well."""
+        if self._scheduler.has_work:
+            return True
+        if not self._has_tiers:
+            return False
+        now, wake_s = self._clock.now(), self._scheduler.wake_s
+        return self._mover.has_news(now) or (wake_s is not None and wake_s <= now)
+
+    @property
+    def completions(self) -> CompletionQueue:
+        """Where finished copies arrive; its descriptor wakes whoever sleeps."""
+        return self._mover.completions
+
+    def sleep_s(self) -> float | None:
+        """How long nothing is to be done if nothing arrives; None is for ever."""
+        ends = [end for end in (self._mover.wake_s, self._scheduler.wake_s) if end is not None]
+        return max(min(ends) - self._clock.now(), 0.0) if ends else None
+
+    def wait(self) -> None:
+        """Sleep until a copy is done or a deadline has come; for loops without other input."""
+        if not self.has_work:
+            self.completions.wait(self.sleep_s())
 
     def add(self, request: Request) -> None:
         """Take a request, or raise RequestError if it can never be served."""
@@ -71,12 +102,16 @@ class EngineCore:
         self._cache.reset()
 
     def step(self) -> list[SequenceOutput]:
-        """Turn the loop once: schedule and submit a step, collect one, say what came of it."""
+        """Turn the loop once: take in copies that are done, schedule and submit a step, collect
+        one, say what came of it."""
         began = self._clock.now()
+        self._land(began)
         batch = self._scheduler.schedule(now=began)
+        self._mover.start(self._scheduler.take_copies(), now=began)
         decided = self._clock.now()
         result = self._run(batch)
         collected = self._clock.now()
+        self._pace.note(batch, decided, result, collected)
         outputs = self._scheduler.advance(result, now=collected)
         ended = self._clock.now()
         self._decide_s += decided - began + ended - collected
@@ -88,6 +123,7 @@ class EngineCore:
         return engine_stats(
             self._scheduler.stats(),
             self._cache.stats(),
+            self._mover.links,
             decide_s=self._decide_s,
             step_s=self._step_s,
         )
@@ -98,8 +134,16 @@ class EngineCore:
         self._cache.check()
 
     def close(self) -> None:
-        """Release the runner's device. Twice is safe."""
+        """End the executors and release the runner's device. Twice is safe."""
+        self._mover.close()
         self._runner.close()
+
+    def _land(self, now: float) -> None:
+        """Take in what the executors report, and what they tell about their speed."""
+        for outcome in self._mover.take(now=now):
+            self._scheduler.land(outcome, now=now)
+        if self._has_tiers:
+            self._scheduler.learn(self._pace.rates(self._mover, now))
 
     def _run(self, batch: ScheduledBatch | None) -> StepResult | None:
         """Submit `batch`; collect the oldest step once as many are in flight as may be.

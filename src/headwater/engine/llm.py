@@ -136,6 +136,7 @@ class OfflineEngine:
 
     def _turn(self, pending: dict[RequestId, "_Pending"], progress: Progress) -> None:
         while pending:
+            self.core.wait()
             for output in self.core.step():
                 entry = pending.get(output.request_id)
                 if entry is not None and entry.land(output):

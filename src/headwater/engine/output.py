@@ -1,17 +1,27 @@
 """What the engine loop hands out: new tokens a sequence, and a snapshot of everything."""
 
+from collections.abc import Mapping
+
 from headwater.cache import CacheStats
 from headwater.cache.pool import PoolStats
-from headwater.metrics.stats import EngineStats, TierStats
+from headwater.metrics.stats import EngineStats, LinkStats, TierStats
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.stats import SchedulerStats
 from headwater.scheduler.usage import Usage
+from headwater.transfer.mover import LinkTotals
 
 __all__ = ["EngineStats", "SequenceOutput", "Usage", "engine_stats"]
 
+_TIERS = ("device", "host", "storage")
+
 
 def engine_stats(
-    scheduler: SchedulerStats, cache: CacheStats, *, decide_s: float, step_s: float
+    scheduler: SchedulerStats,
+    cache: CacheStats,
+    links: Mapping[str, LinkTotals],
+    *,
+    decide_s: float,
+    step_s: float,
 ) -> EngineStats:
     """Every owner's snapshot in one, in plain numbers and names."""
     ledger = cache.ledger
@@ -26,21 +36,35 @@ def engine_stats(
         queue_s=scheduler.queue_s,
         num_admitted=scheduler.num_admitted,
         tiers={
-            "device": _tier(cache.device, cache.device_evictable),
-            "host": _tier(cache.host, cache.host_evictable),
+            "device": _tier(cache.device, cache.device_evictable, cache.evicted_device),
+            "host": _tier(cache.host, cache.host_evictable, cache.evicted_host),
         },
+        links={name: _link(totals) for name, totals in links.items()},
+        load_choices=scheduler.load_choices,
         queries=ledger.queries,
         query_tokens=ledger.prompt_tokens,
-        found_tokens={tier.name.lower(): n for tier, n in ledger.tokens_by_tier.items()},
-        misses={reason.value: n for reason, n in ledger.misses_by_reason.items()},
+        found_tokens={tier: scheduler.found_tokens.get(tier, 0) for tier in _TIERS},
+        misses=scheduler.misses,
     )
 
 
-def _tier(pool: PoolStats, evictable: int) -> TierStats:
+def _tier(pool: PoolStats, evictable: int, evicted: int) -> TierStats:
     return TierStats(
         num_blocks=pool.total,
         free=pool.free,
         held=pool.held + pool.moving + pool.quarantined,
         cached=pool.cached,
         evictable=evictable,
+        evicted=evicted,
+    )
+
+
+def _link(totals: LinkTotals) -> LinkStats:
+    return LinkStats(
+        num_jobs=totals.num_jobs,
+        num_blocks=totals.num_blocks,
+        busy_s=totals.busy_s,
+        failures=dict(totals.failures),
+        in_flight=totals.in_flight,
+        blocks_in_flight=totals.blocks_in_flight,
     )

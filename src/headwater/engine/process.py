@@ -21,6 +21,7 @@ from headwater.errors import HeadwaterError, RequestError
 from headwater.metrics.stats import EngineStats
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.request import Request
+from headwater.transfer.completions import CompletionQueue
 from headwater.types import RequestId
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,10 @@ class Core(Protocol):
     def reset_cache(self) -> None: ...
     def step(self) -> list[SequenceOutput]: ...
     def stats(self) -> EngineStats: ...
+    def sleep_s(self) -> float | None: ...
+    @property
+    def completions(self) -> CompletionQueue: ...
+    def close(self) -> None: ...
 
 
 Build = Callable[[bytes], tuple[Core, EngineInfo]]
@@ -59,6 +64,7 @@ def run_engine(build: Build, address: str) -> int:
         core, info = build(settings)
         socket.send(wire.encode(wire.Ready(info)))
         EngineLoop(core, socket).run()
+        core.close()
         return 0
     except HeadwaterError as exc:
         socket.send(wire.encode(wire.Failure(type(exc).__name__, str(exc))))
@@ -80,15 +86,25 @@ class EngineLoop:
         self._core = core
         self._socket = socket
         self._stopped = False
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(core.completions.fileno(), zmq.POLLIN)
 
     def run(self) -> None:
         """Until a `Stop` arrives."""
         while not self._stopped:
             if not self._core.has_work:
-                self._socket.poll(None)
+                self._sleep()
             self._take_inbox()
             if self._core.has_work:
                 self._report(self._core.step())
+
+    def _sleep(self) -> None:
+        """In C, until a message or a finished copy arrives, or a deadline comes."""
+        sleep_s = self._core.sleep_s()
+        # A millisecond more, so that the deadline has passed when this returns.
+        self._poller.poll(None if sleep_s is None else int(sleep_s * 1e3) + 1)
+        self._core.completions.clear()
 
     def _take_inbox(self) -> None:
         while True:

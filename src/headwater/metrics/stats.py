@@ -22,6 +22,25 @@ class TierStats:
     evictable: int
     """Cached and leased by nobody."""
 
+    evicted: int = 0
+    """Blocks that were evicted from it, ever."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkStats:
+    """What moved between two tiers, or was asked of storage, since the engine started."""
+
+    num_jobs: int = 0
+    num_blocks: int = 0
+    busy_s: float = 0.0
+    """Seconds of work, over all threads."""
+
+    failures: Mapping[str, int] = field(default_factory=dict)
+    """Jobs that did not end well, by reason."""
+
+    in_flight: int = 0
+    blocks_in_flight: int = 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
@@ -44,6 +63,12 @@ class EngineStats:
     num_admitted: int = 0
     tiers: Mapping[str, TierStats] = field(default_factory=dict)
     """By tier name, fastest first."""
+
+    links: Mapping[str, LinkStats] = field(default_factory=dict)
+    """By name: `host_to_device`, `device_to_host`, …, `lookup`."""
+
+    load_choices: Mapping[str, int] = field(default_factory=dict)
+    """Load or recompute: how often each was chosen, by reason."""
 
     queries: int = 0
     """Requests that asked the prefix cache."""

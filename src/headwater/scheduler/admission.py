@@ -10,9 +10,10 @@ Why someone always finishes, whatever the pool and the load:
 2. Only decoding sequences are preempted. By 1 each has chosen a token since it was admitted,
    and a preempted sequence keeps its tokens. A request chooses finitely many tokens, so it is
    preempted finitely often.
-3. When nothing runs, no block is leased or held, so the whole pool is available. A request
-   that needs more than the whole pool at its longest was refused when it came. So the head is
-   admitted: that is the `num_running == 0` line below, which asks for no reserve.
+3. When nothing runs, no block is leased or held. Blocks of transfers in flight come back when
+   those end, and each has a deadline; then the whole pool is available. A request that needs
+   more than the whole pool at its longest was refused when it came. So the head is admitted:
+   that is the `num_running == 0` line below, which asks for no reserve.
 4. When something runs, a step computes at least one row, or waits for a step in flight that
    will end or vacate a sequence, or preempts. By 2 it cannot preempt for ever.
 
@@ -29,6 +30,9 @@ class Verdict(Enum):
     ADMITTED = auto()
     BLOCKED = auto()
     """There is no room for it now. Others may pass, a bounded number of times."""
+
+    LOADING = auto()
+    """It waits, by choice, for blocks on their way up from a lower tier."""
 
     FOLLOWING = auto()
     """It waits, by choice, for blocks that a running sequence is computing."""

@@ -51,7 +51,27 @@ class SchedulerConfig:
     follow_timeout_s: float = 2.0
     """Longest such wait."""
 
+    load_policy: Literal["priced", "best_effort", "wait", "deadline"] = "priced"
+    """Blocks on the host or in storage: load or compute, whatever is cheaper by measurement;
+    the same, but never wait for storage; always load all; always load, up to the deadline."""
+
+    load_timeout_s: float = 5.0
+    """Longest wait of a request for lower tiers; `wait` has none but the transfers' own."""
+
+    save_preempted: bool = True
+    """Whether the blocks of a preempted sequence are written to the host tier, if there is one."""
+
+    max_write_blocks: int = 64
+    """Most blocks on their way to each lower tier at once."""
+
     def __post_init__(self) -> None:
+        _at_least(1, "max_write_blocks", self.max_write_blocks)
+        if self.load_policy not in ("priced", "best_effort", "wait", "deadline"):
+            raise ConfigError(
+                f"load_policy is priced, best_effort, wait or deadline, got {self.load_policy!r}"
+            )
+        if self.load_timeout_s < 0:
+            raise ConfigError(f"load_timeout_s cannot be negative, got {self.load_timeout_s}")
         for name in ("max_num_seqs", "max_batched_tokens", "lookahead", "follow_min_blocks"):
             _at_least(1, name, getattr(self, name))
         _at_least(1, "expected_output_tokens", self.expected_output_tokens)

@@ -35,6 +35,12 @@ class Holdings:
         longest = (sequence.num_tokens - 1) // self._cache.block_tokens
         return self._cache.match(sequence.path(), max_blocks=longest)
 
+    def renew(self, sequence: Sequence, match: Match | None) -> Match | None:
+        """`match` again, if the tree has changed since it was made."""
+        if match is None or match.version == self._cache.tree.version:
+            return match
+        return self.match(sequence)
+
     def available(self, match: Match | None) -> int:
         """Blocks that could be taken once `match` is leased."""
         return (
@@ -103,16 +109,19 @@ class Holdings:
     def usage(self, sequence: Sequence, match: Match | None, now: float) -> Usage:
         """What its prompt costs; asked as it begins for the first time."""
         found = sequence.num_computed
-        reason: str | None = "caching_off"
-        if match is not None:
-            reason = None if match.reason is None else match.reason.value
+        block_tokens, load = self._cache.block_tokens, sequence.load
+        tiers = (sequence.num_committed, 0, 0)
+        if load is not None:
+            tiers = load.by_tier(sequence.num_committed)
+        names = zip(("device", "host", "storage"), tiers, strict=True)
         return Usage(
             prompt_tokens=sequence.prompt_tokens,
             cached_tokens=found,
-            by_tier={"device": found, "host": 0, "storage": 0, "peer": 0},
+            by_tier={name: num * block_tokens for name, num in names} | {"peer": 0},
             computed=sequence.prompt_tokens - found,
-            miss_reason=reason,
+            miss_reason=_miss_reason(sequence, match),
             queued_s=max(now - sequence.request.arrival_s, 0.0),
+            load=None if load is None else load.usage(now),
         )
 
     def check(self, sequences: Listed[Sequence]) -> None:
@@ -124,3 +133,18 @@ class Holdings:
             raise InvariantError(
                 f"sequences hold {ours.tolist()}, the pool says {theirs.tolist()}"
             )
+
+
+def _miss_reason(sequence: Sequence, match: Match | None) -> str | None:
+    """Why no more of the prompt was found, or was found and not used."""
+    if match is None:
+        return "caching_off"
+    load = sequence.load
+    if load is not None and match.device_blocks < match.num_blocks:
+        choice = "in_lower_tier" if load.choice is None else load.choice.reason
+        return load.ended or load.shortfall or choice
+    if match.reason is None:
+        return None
+    if load is not None and load.shortfall is not None:
+        return load.shortfall
+    return match.reason.value

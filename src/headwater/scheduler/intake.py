@@ -1,5 +1,7 @@
 """Which waiting sequences start now."""
 
+from collections import Counter
+
 from headwater.cache import Match
 from headwater.scheduler.admission import Verdict, admits
 from headwater.scheduler.batch import Chunk
@@ -8,6 +10,7 @@ from headwater.scheduler.config import SchedulerConfig
 from headwater.scheduler.follow import starts_following, still_follows
 from headwater.scheduler.growth import GrowthEstimate
 from headwater.scheduler.holdings import Holdings
+from headwater.scheduler.loading import Loads
 from headwater.scheduler.roster import Roster
 from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.scheduler.usage import Usage
@@ -22,17 +25,21 @@ class Intake:
         roster: Roster,
         holdings: Holdings,
         growth: GrowthEstimate,
+        loads: Loads,
     ) -> None:
         self._config = config
         self._roster = roster
         self._holdings = holdings
         self._growth = growth
+        self._loads = loads
         self.is_paused = False
         """Whether only preempted sequences, which are not new, may start."""
         self.num_follows = 0
         self.num_admitted = 0
         self.prompt_tokens = 0
         self.queue_s = 0.0
+        self.found_tokens: Counter[str] = Counter()
+        self.misses: Counter[str] = Counter()
 
     @property
     def has_candidates(self) -> bool:
@@ -80,10 +87,14 @@ class Intake:
         if still_follows(sequence, now):
             return Verdict.FOLLOWING
         match = self._holdings.match(sequence)
+        fits = self._fits(sequence, match, num_growth)
+        if match is not None and self._loads.waits(sequence, match, fits=fits, now=now):
+            return Verdict.LOADING
+        match = self._holdings.renew(sequence, match)
         if match is not None and self._starts_following(sequence, match, now):
             self.num_follows += 1
             return Verdict.FOLLOWING
-        if not self._fits(sequence, match, num_growth):
+        if not fits:
             return Verdict.BLOCKED
         if not self._holdings.begin(sequence, match, now):
             return Verdict.BLOCKED
@@ -98,6 +109,9 @@ class Intake:
         self.num_admitted += 1
         self.prompt_tokens += usage.prompt_tokens
         self.queue_s += usage.queued_s
+        self.found_tokens.update(usage.by_tier)
+        if usage.miss_reason is not None:
+            self.misses[usage.miss_reason] += 1
 
     def _starts_following(self, sequence: Sequence, match: Match, now: float) -> bool:
         config = self._config

@@ -8,7 +8,7 @@ scheduled in between. The cost of a step is in sequences, never in blocks.
 
 from collections import Counter, deque
 
-from headwater.cache import TieredCache
+from headwater.cache import Demotion, Lookup, Outcome, TieredCache, Transfer
 from headwater.errors import InvariantError, PromptTooLong, RequestError
 from headwater.scheduler.audit import audit
 from headwater.scheduler.batch import (
@@ -20,12 +20,15 @@ from headwater.scheduler.batch import (
 )
 from headwater.scheduler.budget import StepBudget
 from headwater.scheduler.config import SchedulerConfig
+from headwater.scheduler.demotions import Demotions
 from headwater.scheduler.flight import Flight
 from headwater.scheduler.growth import GrowthEstimate
 from headwater.scheduler.holdings import Holdings
 from headwater.scheduler.intake import Intake
+from headwater.scheduler.loading import Loads
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.preempt import choose_victim
+from headwater.scheduler.price import Rates
 from headwater.scheduler.request import Request
 from headwater.scheduler.roster import Roster
 from headwater.scheduler.sequence import Sequence, SequenceState
@@ -55,7 +58,13 @@ class Scheduler:
         self._roster = Roster()
         self._holdings = Holdings(cache, prefix_caching=config.prefix_caching)
         self._growth = GrowthEstimate(cache.block_tokens, config.expected_output_tokens)
-        self._intake = Intake(config, self._roster, self._holdings, self._growth)
+        self._loads = Loads(config, cache)
+        self._demotions = Demotions(cache, config.max_write_blocks)
+        self._intake = Intake(config, self._roster, self._holdings, self._growth, self._loads)
+        self._writes: list[Demotion] = []
+        """Planned, and not handed to the loop yet."""
+        self._is_stalled = False
+        """Whether nothing can be done before a transfer ends, or a wait."""
         self._flights: deque[Flight] = deque()
         self._outputs: list[SequenceOutput] = []
         """Of sequences that ended outside a step."""
@@ -75,7 +84,14 @@ class Scheduler:
         """Whether another turn of the loop would do something."""
         if self._flights or self._outputs or self._roster.num_running:
             return True
-        return self._intake.has_candidates
+        if self._writes or self._loads.plans:
+            return True
+        return self._intake.has_candidates and not self._is_stalled
+
+    @property
+    def wake_s(self) -> float | None:
+        """When a stalled scheduler has something to do although nothing landed."""
+        return self._loads.wake_s(self._roster.waiting) if self._is_stalled else None
 
     def add(self, request: Request) -> None:
         """Let `request` wait, or raise RequestError if it can never be served."""
@@ -95,6 +111,8 @@ class Scheduler:
         )
         self._num_arrived += 1
         self._roster.enter(sequence)
+        self._loads.enter(sequence)
+        self._is_stalled = False
 
     def abort(self, request_id: RequestId, *, now: float) -> None:
         """End a request wherever it is; its last output says so. Unknown ones are ignored."""
@@ -111,6 +129,24 @@ class Scheduler:
     def resume(self) -> None:
         """Admit again."""
         self._intake.is_paused = False
+        self._is_stalled = False
+
+    def learn(self, rates: Rates) -> None:
+        """What the loop measured lately; prices are made from it."""
+        self._loads.rates = rates
+
+    def land(self, outcome: Outcome, *, now: float) -> None:
+        """A transfer or a lookup ended. Late and duplicate ends change nothing."""
+        self._demotions.land(outcome)
+        self._loads.land(outcome, now=now)
+        self._is_stalled = False
+
+    def take_copies(self) -> list[Transfer | Lookup]:
+        """What is to be copied and asked from now on; each plan once."""
+        copies: list[Transfer | Lookup] = [*self._loads.plans, *self._writes]
+        self._loads.plans.clear()
+        self._writes = []
+        return copies
 
     def schedule(self, *, now: float) -> ScheduledBatch | None:
         """The next step, or None when nothing can be computed before a step is collected."""
@@ -127,7 +163,10 @@ class Scheduler:
         chunks = [budget.spend_chunk(s) for s in roster.prefilling if budget.num_tokens]
         if is_settled and budget.has_room and self._intake.has_candidates:
             chunks += self._intake.admit(budget, now)
+        if not is_settled:
+            self._writes += self._demotions.plan(now)  # of those that gave way, before they go
         if not decodes and not chunks:
+            self._is_stalled = not roster.num_running and self._num_copies > 0
             return None
         return self._launch(decodes, chunks)
 
@@ -138,7 +177,8 @@ class Scheduler:
         """
         outputs, self._outputs = self._outputs, []
         if result is not None:
-            self._land(result, outputs, now)
+            self._take_result(result, outputs, now)
+        self._writes += self._demotions.plan(now)
         return outputs
 
     def stats(self) -> SchedulerStats:
@@ -154,6 +194,10 @@ class Scheduler:
             num_admitted=self._intake.num_admitted,
             queue_s=self._intake.queue_s,
             prompt_tokens=self._intake.prompt_tokens,
+            found_tokens=dict(self._intake.found_tokens),
+            misses=dict(self._intake.misses),
+            load_choices=dict(self._loads.choices),
+            num_copies=self._num_copies,
             generated_tokens=self._generated_tokens,
             finished=dict(self._finished),
             expected_output_tokens=self._growth.mean_tokens,
@@ -164,6 +208,10 @@ class Scheduler:
         """Raise InvariantError if the books do not balance. O(everything)."""
         audit(self._roster, self._flights, self._block_tokens)
         self._holdings.check([*self._roster.running(), *self._roster.departing])
+
+    @property
+    def _num_copies(self) -> int:
+        return self._loads.num_in_flight + self._demotions.num_in_flight
 
     def _length_end(self, request: Request) -> int:
         """The number of tokens at which `request` has reached its length."""
@@ -217,8 +265,10 @@ class Scheduler:
 
     def _vacate(self, victim: Sequence, now: float) -> None:
         """Give back its blocks, all full ones committed by now, and let it wait to resume."""
-        self._holdings.save(victim)
+        if self.config.save_preempted:
+            self._holdings.save(victim)
         self._holdings.release(victim, now)
+        victim.load = None
         victim.num_preemptions += 1
         self._roster.move(victim, SequenceState.WAITING)
         self._num_preemptions += 1
@@ -240,7 +290,9 @@ class Scheduler:
         self._growth.lower_caution()
         return batch
 
-    def _land(self, result: StepResult, outputs: list[SequenceOutput], now: float) -> None:
+    def _take_result(
+        self, result: StepResult, outputs: list[SequenceOutput], now: float
+    ) -> None:
         """Note what the oldest step in flight computed and chose."""
         flight = self._flights.popleft()
         if flight.step != result.step:

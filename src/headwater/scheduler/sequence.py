@@ -14,6 +14,7 @@ from enum import Enum, auto
 import numpy as np
 
 from headwater.cache import Lease, Namespace, TokenPath
+from headwater.scheduler.load import Load
 from headwater.scheduler.request import Request, SamplingParams
 from headwater.scheduler.usage import Usage
 from headwater.types import Slots, Tokens
@@ -62,6 +63,7 @@ class Sequence:
         "last_token",
         "leader",
         "lease",
+        "load",
         "max_committed",
         "max_computed",
         "min_stop",
@@ -156,6 +158,8 @@ class Sequence:
         """It waits until its leader has committed this many."""
         self.follow_until_s: float | None = None
         """Set by its first wait, and the end of all its waits."""
+        self.load: Load | None = None
+        """What it found below the device while it waits; None when that is nothing."""
         self.usage: Usage | None = None
         """What the first output will report; None before admission and after that output."""
         self.num_in_flight = 0

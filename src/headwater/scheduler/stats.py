@@ -26,6 +26,18 @@ class SchedulerStats:
     prompt_tokens: int
     """Their prompts' tokens."""
 
+    found_tokens: Mapping[str, int]
+    """Of those, what was not computed, by the tier it was found in."""
+
+    misses: Mapping[str, int]
+    """Requests that found less than they could, by the first reason."""
+
+    load_choices: Mapping[str, int]
+    """Load or recompute: how often each was chosen, by reason."""
+
+    num_copies: int
+    """Transfers and lookups in flight."""
+
     generated_tokens: int
     finished: Mapping[str, int]
     """Requests that ended, by finish reason."""

@@ -5,6 +5,29 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoadUsage:
+    """What was chosen for blocks found below the device, and what came of it."""
+
+    choice: str
+    """`load_cheaper`, `split`, `recompute_cheaper`, `unmeasured`, `policy_…`, or `none`."""
+
+    num_blocks: int
+    """Chosen to be loaded."""
+
+    load_s: float | None
+    """Expected seconds of the load; None where nothing was measured."""
+
+    recompute_s: float | None
+    """Expected seconds of computing it all."""
+
+    waited_s: float
+    """How long the request waited for nothing else."""
+
+    shortfall: str | None
+    """Why less arrived than was chosen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """Fixed when a request is first admitted; being preempted later changes nothing in it."""
 
@@ -23,3 +46,6 @@ class Usage:
 
     queued_s: float = 0.0
     """From the request's arrival to its admission."""
+
+    load: LoadUsage | None = None
+    """Where lower tiers had something, or were asked."""

@@ -9,6 +9,7 @@ from collections import deque
 from zlib import crc32
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headwater.scheduler.batch import ScheduledBatch, StepResult, TokenLogprobs
 from headwater.scheduler.request import SamplingParams
@@ -45,8 +46,10 @@ class EchoRunner:
         self.depth = depth
         self.vocab_size = vocab_size
         self._block_tokens = block_tokens
-        self._tokens = np.full((num_blocks, block_tokens), _UNWRITTEN, dtype=np.int32)
-        self._positions = np.full((num_blocks, block_tokens), _UNWRITTEN, dtype=np.int32)
+        kv = np.full((num_blocks, 2, block_tokens), _UNWRITTEN, dtype=np.int32)
+        self._tokens, self._positions = kv[:, 0], kv[:, 1]
+        self.rows: NDArray[np.uint8] = kv.reshape(num_blocks, -1).view(np.uint8)
+        """The bytes of each block, for copiers; a block that is copied wrong reads wrong."""
         self._submitted: deque[ScheduledBatch] = deque()
         self._previous: dict[int, int] = {}
         """The token that each row of the batch before chose."""

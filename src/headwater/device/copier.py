@@ -1,0 +1,88 @@
+"""Copies blocks between the KV pool and the host slab, while the model computes.
+
+On a CPU both are main memory: two threads, one for each direction as a device has two copy
+engines, move whole blocks with plain memory copies that hold no interpreter lock. A device
+with streams gets another class behind the same `DeviceCopier` seam.
+"""
+
+import logging
+from collections.abc import Iterator
+from itertools import pairwise
+from queue import SimpleQueue
+from threading import Thread
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headwater.cache import Ending, Promotion, Transfer
+from headwater.clock import Clock
+from headwater.device.kv import KVPool
+from headwater.transfer.completions import Completion
+from headwater.transfer.slab import HostSlab
+from headwater.transfer.workers import Report
+from headwater.types import Slots
+
+log = logging.getLogger(__name__)
+
+Bytes = NDArray[np.uint8]
+
+_PIECE_BLOCKS = 8
+"""Most blocks in one copy: between two, other threads may have the processor."""
+
+
+class CpuCopier:
+    """The `DeviceCopier` of a pool in main memory."""
+
+    def __init__(self, pool: KVPool, slab: HostSlab, clock: Clock) -> None:
+        self._pool = pool
+        # Bytes, because numpy does not know every type that a pool may have.
+        flat = pool.data.view(pool.num_blocks, -1).view(torch.uint8)
+        self._device: Bytes = flat.numpy()
+        self._host: Bytes = slab.rows
+        self._clock = clock
+        self._queues: list[SimpleQueue[tuple[Transfer, Report] | None]] = []
+        for name in ("promote", "demote"):
+            queue: SimpleQueue[tuple[Transfer, Report] | None] = SimpleQueue()
+            self._queues.append(queue)
+            Thread(target=self._work, args=(queue,), name=name, daemon=True).start()
+
+    def start(self, transfer: Transfer, report: Report) -> None:
+        """Queue a copy behind those of the same direction."""
+        up = isinstance(transfer, Promotion)
+        if up:
+            self._pool.mark_written(transfer.target_slots)
+        self._queues[0 if up else 1].put((transfer, report))
+
+    def close(self) -> None:
+        """Let the threads end after what they are doing. Twice is safe."""
+        for queue in self._queues:
+            queue.put(None)
+
+    def _work(self, queue: "SimpleQueue[tuple[Transfer, Report] | None]") -> None:
+        while (entry := queue.get()) is not None:
+            transfer, report = entry
+            began = self._clock.now()
+            try:
+                self._copy(transfer)
+                ended = Completion(transfer.job, Ending.DONE, transfer.num_blocks)
+            except Exception:
+                log.exception("a copy failed")
+                ended = Completion(transfer.job, Ending.FAILED, reason="bug")
+            report(ended._replace(busy_s=self._clock.now() - began))
+
+    def _copy(self, transfer: Transfer) -> None:
+        source, target = self._host, self._device
+        if not isinstance(transfer, Promotion):
+            source, target = target, source
+        for at, to, count in _runs(transfer.source_slots, transfer.target_slots):
+            np.copyto(target[to : to + count], source[at : at + count])
+
+
+def _runs(sources: Slots, targets: Slots) -> Iterator[tuple[int, int, int]]:
+    """Source, target and count of each piece that is contiguous on both sides."""
+    breaks = np.flatnonzero((np.diff(sources) != 1) | (np.diff(targets) != 1)) + 1
+    bounds = [0, *breaks.tolist(), len(sources)]
+    for start, end in pairwise(bounds):
+        for at in range(start, end, _PIECE_BLOCKS):
+            yield int(sources[at]), int(targets[at]), min(end - at, _PIECE_BLOCKS)

@@ -1,0 +1,45 @@
+"""Writes to lower tiers: as many in flight as the pool can spare, never more.
+
+A block that is being written is pinned, so what is in flight is not available to anybody.
+"""
+
+from headwater.cache import Demotion, Ending, Outcome, TieredCache
+from headwater.types import JobId, Tier
+
+_SHARE = 8
+"""At most one device block in this many is being written."""
+
+
+class Demotions:
+    """Plans what the write policy and preemptions want, within a bound for each link."""
+
+    def __init__(self, cache: TieredCache, max_blocks: int) -> None:
+        self._cache = cache
+        self._enabled = cache.config.host_blocks > 0
+        spare = max(cache.config.device_blocks // _SHARE, 1)
+        self._limits = {Tier.HOST: min(max_blocks, spare), Tier.STORAGE: max_blocks}
+        self._in_flight: dict[JobId, Demotion] = {}
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def plan(self, now: float) -> list[Demotion]:
+        """What may be written now. Costs nothing without a host tier."""
+        if not self._enabled:
+            return []
+        plans = self._cache.demote(
+            limit_blocks=self._room(Tier.HOST), limit_stored=self._room(Tier.STORAGE), now=now
+        )
+        for plan in plans:
+            self._in_flight[plan.job] = plan
+        return plans
+
+    def land(self, outcome: Outcome) -> None:
+        """A transfer ended. One that timed out still has its executor, so it still counts."""
+        if outcome.ending is not Ending.TIMED_OUT:
+            self._in_flight.pop(outcome.job, None)
+
+    def _room(self, target: Tier) -> int:
+        used = sum(p.num_blocks for p in self._in_flight.values() if p.target is target)
+        return max(self._limits[target] - used, 0)

@@ -1,0 +1,65 @@
+"""What a waiting sequence found below the device, and how far its loads got."""
+
+from headwater.scheduler.price import Below, Choice
+from headwater.scheduler.usage import LoadUsage
+from headwater.types import JobId
+
+
+class Load:
+    """One a sequence that has anything to load or to ask for; changed by `Loads` only."""
+
+    __slots__ = (
+        "began_s",
+        "below",
+        "choice",
+        "device_blocks",
+        "ended",
+        "job",
+        "lookup",
+        "num_jobs",
+        "shortfall",
+        "until_s",
+    )
+
+    def __init__(self, lookup: JobId | None = None) -> None:
+        self.lookup = lookup
+        """The question to storage that is not answered yet."""
+        self.device_blocks = 0
+        """Found on the device when the choice was made; `below` followed them."""
+        self.below = Below()
+        self.choice: Choice | None = None
+        self.job: JobId | None = None
+        """The job it waits for, or waited for last; others may wait for the same."""
+        self.num_jobs = 0
+        """Started for this sequence."""
+        self.began_s: float | None = None
+        """When it began to wait: nothing but the load kept it from being admitted."""
+        self.until_s: float | None = None
+        """When it waits no longer."""
+        self.ended: str | None = None
+        """Why nothing more is loaded, whatever there is."""
+        self.shortfall: str | None = None
+        """Why less arrived than was wanted."""
+
+    def by_tier(self, num_blocks: int) -> tuple[int, int, int]:
+        """Where the first `num_blocks` of the path were found: device, host, storage.
+
+        Promoted blocks count for the tier they came from. What somebody else computed
+        meanwhile was found on the device.
+        """
+        host_start = min(self.device_blocks, num_blocks)
+        host = min(num_blocks - host_start, self.below.host)
+        storage = min(num_blocks - host_start - host, self.below.storage)
+        return num_blocks - host - storage, host, storage
+
+    def usage(self, now: float) -> LoadUsage:
+        """The choice and what came of it, for the ledger."""
+        choice = self.choice
+        return LoadUsage(
+            choice="none" if choice is None else choice.reason,
+            num_blocks=0 if choice is None else choice.num_blocks,
+            load_s=None if choice is None else choice.load_s,
+            recompute_s=None if choice is None else choice.recompute_s,
+            waited_s=0.0 if self.began_s is None else now - self.began_s,
+            shortfall=self.ended or self.shortfall,
+        )

@@ -1,0 +1,210 @@
+"""Waiting for blocks that are on the host or in storage, or computing them instead.
+
+A sequence that waits for a load holds no slots and no lease: the targets are the job's. When
+the job has landed, an ordinary match finds the blocks on the device. Several sequences wait
+for one job. A deadline ends the wait and not the job, and a failure ends in computing: there
+is no way in which a slow or broken tier costs more than its hits.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from math import inf
+
+from headwater.cache import Ending, Lookup, Match, Outcome, Promotion, TieredCache
+from headwater.scheduler.config import SchedulerConfig
+from headwater.scheduler.load import Load
+from headwater.scheduler.price import Below, Choice, Rates, choose
+from headwater.scheduler.sequence import Sequence, SequenceState
+from headwater.types import JobId, Tier
+
+_MOST_JOBS = 8
+"""Loads that are started for one sequence; what is evicted as often is not worth more."""
+
+_LEAST_WAIT_S = 0.05
+"""A wait that was chosen by price is not cut shorter than this."""
+
+_SHORTFALL = {
+    Ending.TIMED_OUT: "timeout",
+    Ending.FAILED: "load_failed",
+    Ending.PARTIAL: "load_failed",
+    Ending.DAMAGED: "damaged",
+    Ending.ABSENT: "evicted_storage",
+}
+
+
+class Loads:
+    """Decides who loads what and who waits for it. Plans are left in `plans`."""
+
+    def __init__(self, config: SchedulerConfig, cache: TieredCache) -> None:
+        self._policy = config.load_policy
+        self._timeout_s = config.load_timeout_s
+        self._cache = cache
+        self._has_storage = cache.config.storage and config.prefix_caching
+        self.rates = Rates()
+        """What the loop measured lately; it puts a new value here."""
+        self.plans: list[Promotion | Lookup] = []
+        """Decided, and not handed to the loop yet."""
+        self._lookups: dict[JobId, tuple[Lookup, Sequence]] = {}
+        self._moving: dict[JobId, Promotion] = {}
+        self._waiters: dict[JobId, list[Sequence]] = {}
+        self.choices: Counter[str] = Counter()
+        """Priced choices, by reason."""
+
+    @property
+    def num_in_flight(self) -> int:
+        """Jobs whose executor is still at work, and whose end will change what can be done."""
+        return len(self._lookups) + len(self._moving)
+
+    def enter(self, sequence: Sequence) -> None:
+        """A new sequence waits: ask storage for what nothing else has, while it queues."""
+        if not self._has_storage:
+            return
+        longest = (sequence.num_tokens - 1) // self._cache.block_tokens
+        path = sequence.path()
+        if not longest or self._cache.match(path, max_blocks=longest).num_blocks == longest:
+            return
+        lookup = self._cache.look_up(path, longest)
+        self._lookups[lookup.job] = lookup, sequence
+        sequence.load = Load(lookup=lookup.job)
+        self.plans.append(lookup)
+
+    def waits(self, sequence: Sequence, match: Match, *, fits: bool, now: float) -> bool:
+        """Whether `sequence`, which would fit or not, waits for blocks below the device."""
+        load = sequence.load
+        below = match.host_blocks + match.storage_blocks
+        if load is None:
+            if not below:
+                return False
+            load = sequence.load = Load()
+        if load.ended is not None:
+            return False
+        if load.lookup is None and not self._wants(load, match):
+            return False
+        if fits and load.until_s is None:
+            load.began_s, load.until_s = now, now + self._patience_s(sequence, load, match)
+        if load.until_s is not None and now >= load.until_s:
+            load.ended = "timeout"
+            return False
+        if load.lookup is not None:
+            return fits and self._policy != "best_effort"
+        return self._brings(sequence, load, match, fits=fits, now=now) and fits
+
+    def land(self, outcome: Outcome, *, now: float) -> None:
+        """A lookup or a transfer ended; whoever waits for it is told."""
+        asked = self._lookups.pop(outcome.job, None)
+        if asked is not None:
+            self._land_lookup(*asked, outcome, now)
+            return
+        self._cache.land(outcome, now=now)
+        if outcome.ending is not Ending.TIMED_OUT:
+            self._moving.pop(outcome.job, None)
+        for sequence in self._waiters.pop(outcome.job, ()):
+            load = sequence.load
+            if load is not None and outcome.ending is not Ending.DONE:
+                load.shortfall = _SHORTFALL.get(outcome.ending)
+                if outcome.ending in (Ending.FAILED, Ending.TIMED_OUT):
+                    load.ended = load.shortfall
+
+    def wake_s(self, waiting: Iterable[Sequence]) -> float | None:
+        """When the first of `waiting` ends its wait, if nothing lands before."""
+        ends = [
+            sequence.load.until_s
+            for sequence in waiting
+            if sequence.load is not None
+            and sequence.load.ended is None
+            and sequence.load.until_s is not None
+        ]
+        earliest = min(ends, default=inf)
+        return None if earliest == inf else earliest
+
+    def _land_lookup(
+        self, lookup: Lookup, sequence: Sequence, outcome: Outcome, now: float
+    ) -> None:
+        load = sequence.load
+        if load is not None and load.lookup == lookup.job:
+            load.lookup = None
+        if outcome.ending is not Ending.DONE:
+            if load is not None:
+                late = outcome.ending is Ending.TIMED_OUT
+                load.shortfall = "storage_timeout" if late else "storage_failed"
+            return
+        found = min(outcome.num_blocks, lookup.num_blocks)
+        if found:
+            self._cache.learn_stored(lookup.path, found, now=now)
+        if sequence.state is SequenceState.WAITING and load is not None and load.ended is None:
+            match = self._cache.match(lookup.path, max_blocks=lookup.num_blocks)
+            # What is on the host already waits for admission; what is not comes there now.
+            if match.storage_blocks and not match.host_blocks and self._wants(load, match):
+                self._brings(sequence, load, match, fits=False, now=now)
+
+    def _wants(self, load: Load, match: Match) -> bool:
+        """Whether more of `match` is to be loaded; the choice is made when it is first asked."""
+        if not match.host_blocks and not match.storage_blocks:
+            return False
+        if load.choice is None:
+            load.device_blocks = match.device_blocks
+            load.below = Below(match.host_blocks, match.storage_blocks)
+            load.choice = self._choose(load, match)
+            self.choices[load.choice.reason] += 1
+        if match.device_blocks < load.device_blocks + load.choice.num_blocks:
+            return True
+        return self._policy == "best_effort" and match.storage_blocks > 0
+
+    def _choose(self, load: Load, match: Match) -> Choice:
+        found = load.below
+        if self._policy in ("wait", "deadline"):
+            return Choice(num_blocks=found.num_blocks, reason=f"policy_{self._policy}")
+        if self._policy == "best_effort":
+            found = Below(found.host, 0)
+        moving = self._moving.values()
+        return choose(
+            found,
+            rates=self.rates,
+            # Blocks that are on their way already are not queued before themselves.
+            queued=Below()
+            if match.loading is not None
+            else Below(
+                sum(plan.num_blocks for plan in moving if plan.source is Tier.HOST),
+                sum(plan.num_blocks for plan in moving if plan.source is Tier.STORAGE),
+            ),
+            block_tokens=self._cache.block_tokens,
+            max_wait_s=self._timeout_s,
+        )
+
+    def _patience_s(self, sequence: Sequence, load: Load, match: Match) -> float:
+        """How long it is worth waiting: by price, twice what computing it all would take."""
+        if self._policy == "wait":
+            return inf
+        speed = self.rates.prefill_tokens_s
+        if self._policy == "deadline" or not speed:
+            return self._timeout_s
+        missing = sequence.num_tokens - match.device_blocks * self._cache.block_tokens
+        return min(self._timeout_s, max(2 * missing / speed, _LEAST_WAIT_S))
+
+    def _brings(
+        self, sequence: Sequence, load: Load, match: Match, *, fits: bool, now: float
+    ) -> bool:
+        """Have the next part brought one tier up; whether something is on its way to wait for.
+
+        The device's slots are only taken for a sequence that could be admitted.
+        """
+        job = match.loading
+        if job is None:
+            if (match.host_blocks and not fits) or load.num_jobs >= _MOST_JOBS:
+                return False
+            chosen = 0 if load.choice is None else load.choice.num_blocks
+            wanted = load.device_blocks + chosen - match.device_blocks
+            if self._policy == "best_effort" and not match.host_blocks:
+                wanted = match.storage_blocks
+            plan = self._cache.promote(match, limit_blocks=max(wanted, 0), now=now)
+            if plan is None:
+                load.shortfall = "no_room"
+                return False
+            job = plan.job
+            load.num_jobs += 1
+            self._moving[job] = plan
+            self.plans.append(plan)
+        if load.job != job:
+            load.job = job
+            self._waiters.setdefault(job, []).append(sequence)
+        return self._policy != "best_effort" or match.host_blocks > 0

@@ -1,0 +1,97 @@
+"""Executors for the mover that do their work when told to, and make every mistake.
+
+They copy the very bytes that an `EchoRunner` reads, so a block that is copied too early, too
+late or to the wrong place changes the tokens that come out. They need neither torch nor
+threads; what ends when is the test's choice.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwater.cache import Ending, Lookup, Promotion, Transfer
+from headwater.clock import Clock
+from headwater.storage.base import StorageBackend
+from headwater.testing.runners import EchoRunner
+from headwater.transfer.completions import Completion
+from headwater.transfer.slab import HostSlab
+from headwater.transfer.workers import Report, StorageWorkers, Task
+from headwater.types import JobId
+
+_GARBAGE = 0xA5
+
+
+class EchoCopier:
+    """A `DeviceCopier` over the memory of an `EchoRunner`.
+
+    It finishes each job at once, or with `held` when `finish` is called.
+    """
+
+    def __init__(self, runner: EchoRunner, slab: HostSlab, *, held: bool = False) -> None:
+        self._device = runner.rows
+        self._host = slab.rows
+        self.held = held
+        self.pending: dict[JobId, tuple[Transfer, Report]] = {}
+        """Started and not finished, oldest first."""
+        self.started: list[Transfer] = []
+        self.closed = False
+
+    def start(self, transfer: Transfer, report: Report) -> None:
+        """Take a job."""
+        self.started.append(transfer)
+        self.pending[transfer.job] = transfer, report
+        if not self.held:
+            self.finish(transfer.job)
+
+    def finish(self, job: JobId, num_blocks: int | None = None) -> None:
+        """Copy the leading `num_blocks` (by default all), leave garbage in the other targets,
+        and report what that is: done, partial or failed."""
+        transfer, report = self.pending.pop(job)
+        total = transfer.num_blocks
+        count = total if num_blocks is None else min(num_blocks, total)
+        source, target = self._sides(transfer)
+        target[transfer.target_slots[:count]] = source[transfer.source_slots[:count]]
+        target[transfer.target_slots[count:]] = _GARBAGE
+        ending = Ending.DONE if count == total else Ending.PARTIAL if count else Ending.FAILED
+        report(Completion(job, ending, count, reason="" if count == total else "error"))
+
+    def scribble(self, job: JobId) -> None:
+        """Write garbage to all targets of a job that is not finished, as a late executor may."""
+        transfer, _ = self.pending[job]
+        self._sides(transfer)[1][transfer.target_slots] = _GARBAGE
+
+    def close(self) -> None:
+        """Finish nothing more."""
+        self.closed = True
+
+    def _sides(self, transfer: Transfer) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        up = isinstance(transfer, Promotion)
+        return (self._host, self._device) if up else (self._device, self._host)
+
+
+class HeldWorkers(StorageWorkers):
+    """Storage workers without threads: a task runs when the test says so, or at once."""
+
+    def __init__(
+        self, backend: StorageBackend, slab: HostSlab, clock: Clock, *, held: bool = False
+    ) -> None:
+        super().__init__(backend, slab, clock, num_threads=0)
+        self.held = held
+        self.tasks: list[Task] = []
+        """Started and not run, oldest first."""
+        self.started: list[Transfer | Lookup] = []
+
+    def start(self, plan: Transfer | Lookup, report: Report, *, deadline_s: float) -> Task:
+        """Take a task."""
+        task = Task(plan, report, deadline_s)
+        self.started.append(plan)
+        self.tasks.append(task)
+        if not self.held:
+            self.work_off()
+        return task
+
+    def work_off(self) -> None:
+        """Run everything that was started and not abandoned."""
+        tasks, self.tasks = self.tasks, []
+        for task in tasks:
+            if task.claim():
+                self.run(task)

@@ -1,0 +1,1 @@
+"""Moves bytes between tiers: threads, no torch. What to move is decided elsewhere."""

@@ -1,0 +1,89 @@
+"""The one queue through which every executor says that a job ended, and how it wakes the loop.
+
+    executor threads ── put ──▶ queue ── take ──▶ the loop
+                          └──── signal ──▶ file descriptor that the loop sleeps on, in C
+
+A completion is queued before the signal is given, and the signal is swallowed before the
+queue is emptied, so none is ever slept through.
+"""
+
+import os
+import select
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
+
+from headwater.cache import Ending
+from headwater.types import JobId
+
+
+class Completion(NamedTuple):
+    """What an executor says of a job, once; after TIMED_OUT once more, when it is quiet."""
+
+    job: JobId
+    ending: Ending
+    num_blocks: int = 0
+    """Leading blocks that arrived whole; for a lookup, that were found."""
+
+    busy_s: float = 0.0
+    """How long it was worked on, waiting not counted."""
+
+    reason: str = ""
+    """Why it did not end well: a word for the statistics."""
+
+
+class CompletionQueue:
+    """`put` from any thread; everything else from the loop's thread only."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Completion] = SimpleQueue()
+        self._signal: int | None = None
+        """Made when somebody first wants to sleep on it."""
+
+    def put(self, completion: Completion) -> None:
+        """A job ended."""
+        self._queue.put(completion)
+        signal = self._signal
+        if signal is not None:
+            os.eventfd_write(signal, 1)
+
+    @property
+    def has_any(self) -> bool:
+        return not self._queue.empty()
+
+    def take(self) -> list[Completion]:
+        """Everything since the last call, in order. Never waits; only empty means empty."""
+        taken = []
+        while True:
+            try:
+                taken.append(self._queue.get_nowait())
+            except Empty:
+                return taken
+
+    def fileno(self) -> int:
+        """Readable while there may be completions; `clear` it before taking them."""
+        if self._signal is None:
+            self._signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            if self.has_any:
+                os.eventfd_write(self._signal, 1)
+        return self._signal
+
+    def clear(self) -> None:
+        """Swallow the signal, if there is one."""
+        if self._signal is not None:
+            try:
+                os.eventfd_read(self._signal)
+            except BlockingIOError:
+                return
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Sleep until there is a signal, at most `timeout_s`; swallow it."""
+        poller = select.poll()
+        poller.register(self.fileno(), select.POLLIN)
+        poller.poll(None if timeout_s is None else max(timeout_s, 0.0) * 1e3 + 1)
+        self.clear()
+
+    def close(self) -> None:
+        """Release the descriptor; completions that come later are kept and wake nobody."""
+        signal, self._signal = self._signal, None
+        if signal is not None:
+            os.close(signal)

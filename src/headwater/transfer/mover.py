@@ -1,0 +1,255 @@
+"""The mover: takes plans, has them carried out, and says once how each ended.
+
+Belongs to the loop's thread. Nothing here waits for a copy: executors put completions into
+one queue, and deadlines are enforced when the loop looks, so there is no thread that polls.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from headwater.cache import Ending, Lookup, Outcome, Transfer
+from headwater.errors import ConfigError, InvariantError
+from headwater.transfer.completions import Completion, CompletionQueue
+from headwater.transfer.meter import LinkMeter, LinkRate
+from headwater.transfer.workers import Report, StorageWorkers, Task
+from headwater.types import JobId, Tier
+
+
+class DeviceCopier(Protocol):
+    """Copies whole blocks between the device's pool and the host slab.
+
+    `start` is called from the loop's thread and returns at once. The blocks of a demotion are
+    written by steps that were collected, and nobody reads the targets of a promotion before
+    it has landed, so an implementation needs no order against compute but its own events.
+    It reports each job once, from any thread, when the bytes are there; submitted is not done.
+    """
+
+    def start(self, transfer: Transfer, report: Report) -> None:
+        """Begin to copy `transfer.source_slots` to `transfer.target_slots`."""
+
+    def close(self) -> None:
+        """End the threads, streams and pinned memory. Twice is safe."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferConfig:
+    """How long a job may take before nobody waits for it any more."""
+
+    copy_timeout_s: float = 30.0
+    """Between device and host."""
+
+    read_timeout_s: float = 10.0
+    """From storage."""
+
+    write_timeout_s: float = 60.0
+    """To storage; nobody waits for it."""
+
+    lookup_timeout_s: float = 5.0
+    """Asking storage what it has."""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+
+
+@dataclass(slots=True)
+class LinkTotals:
+    """What one link has moved and has in flight."""
+
+    num_jobs: int = 0
+    """Ended, well or not."""
+
+    num_blocks: int = 0
+    busy_s: float = 0.0
+    failures: Counter[str] = field(default_factory=Counter)
+    """Jobs that did not end well, by reason."""
+
+    in_flight: int = 0
+    """Jobs that have not ended, those waited for no longer included."""
+
+    blocks_in_flight: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A job that has not ended."""
+
+    plan: Transfer | Lookup
+    deadline_s: float
+    task: Task | None = None
+    timed_out: bool = False
+
+
+class Mover:
+    """Numbered jobs, a deadline each, exactly one outcome each; after TIMED_OUT also QUIET.
+
+    Without a copier or workers there are no such tiers, and no plan may need them.
+    """
+
+    def __init__(
+        self,
+        copier: DeviceCopier | None = None,
+        workers: StorageWorkers | None = None,
+        config: TransferConfig | None = None,
+    ) -> None:
+        self._copier = copier
+        self._workers = workers
+        self._config = config or TransferConfig()
+        self.completions = CompletionQueue()
+        self._running: dict[JobId, _Running] = {}
+        self._deadlines: list[tuple[float, JobId]] = []
+        """A heap; jobs that ended meanwhile are skipped when their turn comes."""
+        self.links: dict[str, LinkTotals] = {}
+        """What each link has moved and has in flight. For reading."""
+        self._meters: dict[str, LinkMeter] = {}
+
+    @property
+    def num_in_flight(self) -> int:
+        """Jobs whose executor may still be at work."""
+        return len(self._running)
+
+    @property
+    def wake_s(self) -> float | None:
+        """When the next deadline is, if nothing happens before."""
+        self._skip_ended()
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def start(self, plans: Iterable[Transfer | Lookup], *, now: float) -> None:
+        """Have each plan carried out; returns without waiting for any."""
+        for plan in plans:
+            link = link_of(plan)
+            running = _Running(plan, now + self._timeout_s(link))
+            self._running[plan.job] = running
+            heapq.heappush(self._deadlines, (running.deadline_s, plan.job))
+            totals = self.links.setdefault(link, LinkTotals())
+            totals.in_flight += 1
+            totals.blocks_in_flight += plan.num_blocks
+            self._begin(running)
+
+    def take(self, *, now: float) -> list[Outcome]:
+        """The outcomes since the last call, and those of jobs whose deadline has passed."""
+        outcomes = []
+        for completion in self.completions.take():
+            outcome = self._end(completion, now)
+            if outcome is not None:
+                outcomes.append(outcome)
+        return outcomes + self._expire(now)
+
+    def has_news(self, now: float) -> bool:
+        """Whether `take` would return something."""
+        if self.completions.has_any:
+            return True
+        wake_s = self.wake_s
+        return wake_s is not None and wake_s <= now
+
+    def rate(self, link: str, *, now: float) -> LinkRate | None:
+        """How fast `link` was lately."""
+        meter = self._meters.get(link)
+        return None if meter is None else meter.rate(now=now)
+
+    def close(self) -> None:
+        """End the executors without waiting for what they have begun. Twice is safe."""
+        if self._copier is not None:
+            self._copier.close()
+        if self._workers is not None:
+            self._workers.close()
+        self.completions.close()
+
+    def _begin(self, running: _Running) -> None:
+        plan = running.plan
+        if isinstance(plan, Lookup) or Tier.STORAGE in (plan.source, plan.target):
+            if self._workers is None:
+                raise InvariantError("a plan needs storage, and there is none")
+            running.task = self._workers.start(
+                plan, self.completions.put, deadline_s=running.deadline_s
+            )
+        elif self._copier is None:
+            raise InvariantError("a plan needs a host tier, and there is none")
+        else:
+            self._copier.start(plan, self.completions.put)
+
+    def _end(self, completion: Completion, now: float) -> Outcome | None:
+        """What a completion means; None when nobody is to be told."""
+        running = self._running.get(completion.job)
+        if running is None:
+            return None
+        if completion.ending is Ending.TIMED_OUT:
+            return None if running.timed_out else self._time_out(running)
+        del self._running[completion.job]
+        self._count_end(running, completion, now)
+        if running.timed_out:
+            # Told before that it took too long: what it brought now is not wanted any more.
+            quiet = Outcome(job=completion.job, ending=Ending.QUIET)
+            return None if isinstance(running.plan, Lookup) else quiet
+        return Outcome(
+            job=completion.job, ending=completion.ending, num_blocks=completion.num_blocks
+        )
+
+    def _expire(self, now: float) -> list[Outcome]:
+        outcomes = []
+        self._skip_ended()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            running = self._running[heapq.heappop(self._deadlines)[1]]
+            outcomes.append(self._time_out(running))
+            if running.task is not None and running.task.claim():
+                # No thread has begun it, and none will: it is quiet at once.
+                del self._running[running.plan.job]
+                self._leave(running)
+                if not isinstance(running.plan, Lookup):
+                    outcomes.append(Outcome(job=running.plan.job, ending=Ending.QUIET))
+            self._skip_ended()
+        return outcomes
+
+    def _time_out(self, running: _Running) -> Outcome:
+        running.timed_out = True
+        self.links[link_of(running.plan)].failures["timeout"] += 1
+        return Outcome(job=running.plan.job, ending=Ending.TIMED_OUT)
+
+    def _skip_ended(self) -> None:
+        """Drop deadlines of jobs that have ended or timed out."""
+        heap = self._deadlines
+        while heap:
+            running = self._running.get(heap[0][1])
+            if running is not None and not running.timed_out:
+                return
+            heapq.heappop(heap)
+
+    def _count_end(self, running: _Running, completion: Completion, now: float) -> None:
+        link = link_of(running.plan)
+        totals = self._leave(running)
+        totals.busy_s += completion.busy_s
+        if completion.ending is not Ending.DONE:
+            if not running.timed_out:
+                totals.failures[completion.reason or "error"] += 1
+            return
+        moved = running.plan.num_blocks
+        totals.num_blocks += moved
+        meter = self._meters.setdefault(link, LinkMeter())
+        meter.observe(moved, completion.busy_s, now=now)
+
+    def _leave(self, running: _Running) -> LinkTotals:
+        totals = self.links[link_of(running.plan)]
+        totals.num_jobs += 1
+        totals.in_flight -= 1
+        totals.blocks_in_flight -= running.plan.num_blocks
+        return totals
+
+    def _timeout_s(self, link: str) -> float:
+        config = self._config
+        timeouts = {
+            "lookup": config.lookup_timeout_s,
+            "storage_to_host": config.read_timeout_s,
+            "host_to_storage": config.write_timeout_s,
+        }
+        return timeouts.get(link, config.copy_timeout_s)
+
+
+def link_of(plan: Transfer | Lookup) -> str:
+    """The name of what `plan` uses: `host_to_device`, `storage_to_host`, …, `lookup`."""
+    if isinstance(plan, Lookup):
+        return "lookup"
+    return f"{plan.source.name.lower()}_to_{plan.target.name.lower()}"

@@ -1,0 +1,52 @@
+"""The host tier's memory: one anonymous mapping, cut into slots that start on a page.
+
+The system gives a page when it is first written, so a slab of any size opens at once.
+"""
+
+import mmap
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwater.errors import ConfigError
+
+PAGE_BYTES = mmap.PAGESIZE
+
+
+class HostSlab:
+    """Bytes of every host block, addressed by slot; who has which slot is decided elsewhere."""
+
+    def __init__(self, num_slots: int, block_bytes: int) -> None:
+        self.num_slots = num_slots
+        self.block_bytes = block_bytes
+        self.slot_bytes = slot_bytes(block_bytes)
+        total = max(num_slots * self.slot_bytes, PAGE_BYTES)
+        try:
+            self._map = mmap.mmap(-1, total, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as exc:
+            raise ConfigError(
+                f"a host tier of {total / (1 << 30):.1f} GiB is more memory than there is: {exc}"
+            ) from exc
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.memory = memoryview(self._map)
+        """All of it, for whoever has to register it."""
+        whole: NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
+        slots = whole[: num_slots * self.slot_bytes].reshape(num_slots, self.slot_bytes)
+        self.rows = slots[:, :block_bytes]
+        """`[slots, block_bytes]`; a row is one contiguous block."""
+
+    def view(self, slot: int) -> memoryview:
+        """The bytes of one block, in place."""
+        start = slot * self.slot_bytes
+        return self.memory[start : start + self.block_bytes]
+
+    def views(self, slots: Iterable[int]) -> list[memoryview]:
+        """The same for each of `slots`."""
+        return [self.view(slot) for slot in slots]
+
+
+def slot_bytes(block_bytes: int) -> int:
+    """Memory that one slot takes: a block, up to the next page."""
+    return -(-block_bytes // PAGE_BYTES) * PAGE_BYTES

@@ -1,0 +1,138 @@
+"""The threads that call a storage backend, so that nobody else ever waits for one.
+
+A call blocks in the system or in C, without the interpreter's lock. The threads are daemons:
+one that hangs in a dead backend keeps neither the loop nor the end of the process waiting.
+"""
+
+import logging
+from collections.abc import Callable
+from queue import SimpleQueue
+from threading import Thread
+
+from headwater.cache import Ending, Lookup, Promotion, Transfer
+from headwater.clock import Clock
+from headwater.errors import StorageError, StorageTimeout
+from headwater.storage.base import BlockRead, BlockWrite, StorageBackend
+from headwater.transfer.completions import Completion
+from headwater.transfer.slab import HostSlab
+
+log = logging.getLogger(__name__)
+
+Report = Callable[[Completion], None]
+"""Told of the end of a job, from any thread."""
+
+_KINDS = ("lookup", "read", "write")
+"""Kinds of calls have threads of their own: slow writes never delay a read."""
+
+
+class Task:
+    """A plan on its way to a thread. Begun by a thread or abandoned by the loop, never both."""
+
+    def __init__(self, plan: Transfer | Lookup, report: Report, deadline_s: float) -> None:
+        self.plan = plan
+        self.report = report
+        self.deadline_s = deadline_s
+        self._unclaimed = [True]
+
+    def claim(self) -> bool:
+        """Whether the caller is the first to ask; what it does with the plan is its own."""
+        try:
+            return self._unclaimed.pop()  # one operation, so only one thread gets it
+        except IndexError:
+            return False
+
+
+class StorageWorkers:
+    """Carries out plans that read, write or ask a `StorageBackend`; owns the backend."""
+
+    def __init__(
+        self, backend: StorageBackend, slab: HostSlab, clock: Clock, *, num_threads: int = 2
+    ) -> None:
+        """`num_threads` for each kind of call."""
+        self.backend = backend
+        self._slab = slab
+        self._clock = clock
+        self._num_threads = num_threads
+        self._queues: dict[str, SimpleQueue[Task | None]] = {}
+        for kind in _KINDS:
+            queue = self._queues[kind] = SimpleQueue()
+            for number in range(num_threads):
+                name = f"storage-{kind}-{number}"
+                Thread(target=self._work, args=(queue,), name=name, daemon=True).start()
+
+    def start(self, plan: Transfer | Lookup, report: Report, *, deadline_s: float) -> Task:
+        """Begin as soon as a thread is free; `report` is told once, at the end."""
+        task = Task(plan, report, deadline_s)
+        self._queues[_kind(plan)].put(task)
+        return task
+
+    def close(self) -> None:
+        """Let each thread end after what it is doing, and wait for none. Twice is safe."""
+        for queue in self._queues.values():
+            for _ in range(self._num_threads):
+                queue.put(None)
+        self.backend.close()
+
+    def run(self, task: Task) -> None:
+        """Carry out a task that the caller has claimed, and report its end."""
+        job, began = task.plan.job, self._clock.now()
+        try:
+            ended = self._call(task.plan, timeout_s=max(task.deadline_s - began, 0.001))
+        except StorageTimeout as error:
+            if error.quiet is not None and not error.quiet.is_set():
+                # The backend gave up waiting, but something of it may still touch the slots.
+                task.report(Completion(job, Ending.TIMED_OUT, reason="timeout"))
+                error.quiet.wait()
+            ended = Completion(job, Ending.FAILED, reason="timeout")
+        except StorageError as error:
+            log.warning("storage: %s", error)
+            ended = Completion(job, Ending.FAILED, reason="error")
+        except Exception:
+            log.exception("a storage thread caught what a backend should not raise")
+            ended = Completion(job, Ending.FAILED, reason="bug")
+        task.report(ended._replace(busy_s=self._clock.now() - began))
+
+    def _work(self, queue: "SimpleQueue[Task | None]") -> None:
+        while (task := queue.get()) is not None:
+            if task.claim():
+                self.run(task)
+
+    def _call(self, plan: Transfer | Lookup, *, timeout_s: float) -> Completion:
+        if isinstance(plan, Lookup):
+            found = self.backend.contains(plan.keys(), timeout_s=timeout_s)
+            return Completion(plan.job, Ending.DONE, found)
+        if isinstance(plan, Promotion):
+            return self._read(plan, timeout_s)
+        return self._write(plan, timeout_s)
+
+    def _read(self, plan: Transfer, timeout_s: float) -> Completion:
+        into = self._slab.views(plan.target_slots.tolist())
+        results = self.backend.read(plan.keys, into, timeout_s=timeout_s)
+        good = _leading(results, {BlockRead.READ})
+        if good == plan.num_blocks:
+            return Completion(plan.job, Ending.DONE, good)
+        if results[good] is BlockRead.DAMAGED:
+            return Completion(plan.job, Ending.DAMAGED, good, reason="damaged")
+        return Completion(plan.job, Ending.ABSENT, good, reason="absent")
+
+    def _write(self, plan: Transfer, timeout_s: float) -> Completion:
+        blocks = self._slab.views(plan.source_slots.tolist())
+        before = () if plan.parent is None else (plan.parent,)
+        results = self.backend.write(
+            plan.keys, blocks, parents=(*before, *plan.keys[:-1]), timeout_s=timeout_s
+        )
+        good = _leading(results, {BlockWrite.WRITTEN, BlockWrite.PRESENT})
+        if good == plan.num_blocks:
+            return Completion(plan.job, Ending.DONE, good)
+        return Completion(plan.job, Ending.PARTIAL, good, reason="refused")
+
+
+def _kind(plan: Transfer | Lookup) -> str:
+    if isinstance(plan, Lookup):
+        return "lookup"
+    return "read" if isinstance(plan, Promotion) else "write"
+
+
+def _leading(results: list[BlockRead] | list[BlockWrite], good: set[object]) -> int:
+    """How many results, from the first on, are good."""
+    return next((i for i, result in enumerate(results) if result not in good), len(results))
