@@ -31,11 +31,14 @@ class NaiveLru:
 
     def take(self, count):
         free = self.capacity - len(self.last_use) - self.held
+        if count <= free:
+            self.held += count
+            return True
         idle = [b for b in self.last_use if not self.leased.get(b)]
         if count > free + len(idle):
             return False
         idle.sort(key=lambda b: (self.last_use[b], -len(b)))
-        for block in idle[: max(0, count - free)]:
+        for block in idle[: count - free]:
             del self.last_use[block]
         self.held += count
         return True
