@@ -106,10 +106,6 @@ def test_flags_reach_the_settings():
 @pytest.mark.parametrize(
     ("flags", "feature"),
     [
-        (["--swap-space", "4"], "the host tier"),
-        (["--kv-offloading-size", "4"], "the host tier"),
-        (["--kvcache-storage-backend", "file"], "the storage tier"),
-        (["--kvcache-storage-config", "{}"], "the storage tier"),
         (["--splitwise-role", "prefill"], "prefill/decode"),
         (["--router", "http://x"], "router"),
         (["--kv-events-config", "{}"], "KV events"),
@@ -135,6 +131,19 @@ def test_values_that_ask_for_nothing_are_accepted():
         (["--gpu-memory-utilization"], {"num_blocks_override": 3}, "--num-gpu-blocks-override"),
         (["--enable-output-caching"], {"prefix_caching": False}, "prefix caching is off"),
         (["--write-policy"], {}, "no host tier"),
+        (["--no-save-preempted"], {}, "no host tier"),
+        (["--load-policy"], {}, "no host tier"),
+        (["--swap-space"], {"swap_space_gib": 1.0, "prefix_caching": False}, "caching is off"),
+        (
+            ["--swap-space"],
+            {"swap_space_gib": 1.0, "write_policy": "none", "save_preempted": False},
+            "nothing that would fill",
+        ),
+        (
+            ["--load-timeout"],
+            {"swap_space_gib": 1.0, "load_policy": "wait"},
+            "has no timeout",
+        ),
         (["--cache-transfer-protocol"], {}, "hands off to nobody"),
     ],
 )
@@ -222,3 +231,42 @@ def test_the_version_is_that_of_the_package():
     settings = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
 
     assert settings["project"]["version"] == __version__
+
+
+def test_tier_flags_become_settings():
+    """Every spelling of the host tier, and a backend's settings as JSON."""
+    options = parse(
+        *("--kv-offloading-size", "2.5", "--write-policy", "write_back", "--no-save-preempted"),
+        *("--load-policy", "deadline", "--load-timeout", "0.5"),
+        *("--kvcache-storage-backend", "file", "--kvcache-storage-config", '{"path": "/x"}'),
+    )
+
+    assert engine_config(options) == EngineConfig(
+        swap_space_gib=2.5,
+        write_policy="write_back",
+        save_preempted=False,
+        load_policy="deadline",
+        load_timeout_s=0.5,
+        storage_backend="file",
+        storage_config={"path": "/x"},
+    )
+
+
+STORED = ["--swap-space", "1", "--kvcache-storage-backend", "file"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--swap-space", "-1"], "--swap-space is a size"),
+        (["--kvcache-storage-backend", "file"], "needs a host tier"),
+        (["--swap-space", "1", "--kvcache-storage-config", '{"a": 1}'], "nothing to set"),
+        ([*STORED, "--kvcache-storage-config", "{"], "is not JSON"),
+        ([*STORED, "--kvcache-storage-config", "[]"], "is a JSON object"),
+        (["--swap-space", "1", "--load-timeout", "-1"], "cannot be negative"),
+    ],
+)
+def test_impossible_tiers_are_refused(flags, sentence):
+    """Before anything is loaded, with a sentence to act on."""
+    with pytest.raises(ConfigError, match=sentence):
+        engine_config(parse(*flags))

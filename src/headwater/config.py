@@ -7,7 +7,7 @@ raises `ConfigError` with a sentence an operator can act on.
 import ipaddress
 import os
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from headwater.errors import ConfigError
 
@@ -15,6 +15,14 @@ VERSION = "0.1.0"
 """Of this program; `headwater.__version__` is the same."""
 
 MIB = 1 << 20
+
+WRITE_POLICIES = ("write_through", "write_through_selective", "write_back", "none")
+_TIER_FLAGS = (
+    *("--write-policy", "--load-policy", "--load-timeout"),
+    *("--save-preempted", "--no-save-preempted"),
+)
+_SWAP_FLAGS = frozenset({"--swap-space", "--kv-offloading-size"})
+LOAD_POLICIES = ("priced", "best_effort", "wait", "deadline")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +69,31 @@ class EngineConfig:
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     """Order of the waiting line: by arrival, or by the request's `priority` first."""
 
+    swap_space_gib: float = 0.0
+    """Main memory of the host tier, to which device blocks are written; 0 is no host tier."""
+
+    write_policy: Literal["write_through", "write_through_selective", "write_back", "none"] = (
+        "write_through_selective"
+    )
+    """When a device block is written to the host: when computed, when found again, when about
+    to be evicted, or never."""
+
+    save_preempted: bool = True
+    """Whether a preempted sequence's blocks are written to the host, whatever the policy."""
+
+    load_policy: Literal["priced", "best_effort", "wait", "deadline"] = "priced"
+    """Blocks in lower tiers: load or compute, whatever is cheaper; the same, but never wait for
+    storage; always load; always load, up to the timeout."""
+
+    load_timeout_s: float = 5.0
+    """Longest wait of a request for lower tiers."""
+
+    storage_backend: str | None = None
+    """Storage below the host tier: `file`, `redis`, `mooncake`, or `module:Class`."""
+
+    storage_config: dict[str, Any] = field(default_factory=dict)
+    """Settings of the backend."""
+
     def __post_init__(self) -> None:
         _positive("--block-size", self.block_tokens)
         _positive("--max-num-seqs", self.max_num_seqs)
@@ -76,10 +109,27 @@ class EngineConfig:
             raise ConfigError(
                 f"--scheduling-policy is fcfs or priority, got {self.scheduling_policy!r}"
             )
+        self._check_tiers()
         if self.max_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"--max-num-batched-tokens {self.max_batched_tokens} cannot carry one token for "
                 f"each of --max-num-seqs {self.max_num_seqs} sequences"
+            )
+
+    def _check_tiers(self) -> None:
+        if not 0.0 <= self.swap_space_gib < float("inf"):
+            raise ConfigError(f"--swap-space is a size in GiB, got {self.swap_space_gib}")
+        if self.load_timeout_s < 0:
+            raise ConfigError(f"--load-timeout cannot be negative, got {self.load_timeout_s}")
+        _one_of("--write-policy", self.write_policy, WRITE_POLICIES)
+        _one_of("--load-policy", self.load_policy, LOAD_POLICIES)
+        if self.storage_backend is not None and not self.swap_space_gib:
+            raise ConfigError(
+                "--kvcache-storage-backend needs a host tier to pass through: give --swap-space"
+            )
+        if self.storage_config and self.storage_backend is None:
+            raise ConfigError(
+                "--kvcache-storage-config has nothing to set: give --kvcache-storage-backend"
             )
 
 
@@ -187,8 +237,7 @@ def idle_settings(engine: EngineConfig, given: frozenset[str]) -> list[str]:
         )
     if "--enable-output-caching" in given and not engine.prefix_caching:
         sentences.append("--enable-output-caching does nothing here: prefix caching is off")
-    if "--write-policy" in given:
-        sentences.append("--write-policy does nothing here: there is no host tier to write to")
+    sentences += _idle_tiers(engine, given)
     if "--cache-transfer-protocol" in given:
         sentences.append(
             "--cache-transfer-protocol does nothing here: a mixed instance hands off to nobody"
@@ -196,9 +245,34 @@ def idle_settings(engine: EngineConfig, given: frozenset[str]) -> list[str]:
     return sentences
 
 
+def _idle_tiers(engine: EngineConfig, given: frozenset[str]) -> list[str]:
+    if not engine.swap_space_gib:
+        return [
+            f"{flag} does nothing here: there is no host tier (--swap-space)"
+            for flag in _TIER_FLAGS
+            if flag in given
+        ]
+    sentences = []
+    if given & _SWAP_FLAGS and not engine.prefix_caching:
+        sentences.append("--swap-space does nothing here: prefix caching is off")
+    if given & _SWAP_FLAGS and engine.write_policy == "none" and not engine.save_preempted:
+        sentences.append(
+            "--swap-space does nothing here: --write-policy none and --no-save-preempted leave "
+            "nothing that would fill the host tier"
+        )
+    if engine.load_policy == "wait" and "--load-timeout" in given:
+        sentences.append("--load-timeout does nothing here: --load-policy wait has no timeout")
+    return sentences
+
+
 def _positive(flag: str, value: int | None) -> None:
     if value is not None and value < 1:
         raise ConfigError(f"{flag} must be at least 1, got {value}")
+
+
+def _one_of(flag: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{flag} is one of {', '.join(known)}; got {value!r}")
 
 
 def _is_header_value(text: str) -> bool:

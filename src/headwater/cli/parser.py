@@ -12,7 +12,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from headwater.cli.storage import add_storage
-from headwater.config import VERSION, EngineConfig, LimitsConfig, ServerConfig
+from headwater.config import (
+    LOAD_POLICIES,
+    VERSION,
+    WRITE_POLICIES,
+    EngineConfig,
+    LimitsConfig,
+    ServerConfig,
+)
 
 _ABOUT = """\
 Headwater serves large language models whose prompts repeat: a prefix is computed once,
@@ -59,7 +66,15 @@ def build_parser() -> ArgumentParser:
         allow_abbrev=False,
     )
     serve.add_argument("model", nargs="?", metavar="MODEL", help="model directory")
-    for add in (_add_http, _add_model, _add_memory, _add_scheduling, _add_later, _add_limits):
+    for add in (
+        _add_http,
+        _add_model,
+        _add_memory,
+        _add_tiers,
+        _add_scheduling,
+        _add_later,
+        _add_limits,
+    ):
         add(serve)
     flags = [flag for action in serve._actions for flag in action.option_strings]
     serve.set_defaults(flags=flags)
@@ -161,6 +176,51 @@ def _add_memory(parser: ArgumentParser) -> None:
     )
 
 
+def _add_tiers(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("host and storage tiers")
+    group.add_argument(
+        "--swap-space",
+        "--kv-offloading-size",
+        type=_number,
+        metavar="GIB",
+        default=_ENGINE.swap_space_gib,
+        help=_help("main memory of the host tier; 0 is none"),
+    )
+    group.add_argument(
+        "--write-policy",
+        choices=WRITE_POLICIES,
+        default=_ENGINE.write_policy,
+        help=_help("when a computed block is written to the host tier"),
+    )
+    group.add_argument(
+        "--save-preempted",
+        action=BooleanOptionalAction,
+        default=_ENGINE.save_preempted,
+        help="write the blocks of preempted sequences to the host tier (default: on)",
+    )
+    group.add_argument(
+        "--load-policy",
+        choices=LOAD_POLICIES,
+        default=_ENGINE.load_policy,
+        help=_help("load blocks from lower tiers, or compute them again"),
+    )
+    group.add_argument(
+        "--load-timeout",
+        type=_number,
+        metavar="S",
+        default=_ENGINE.load_timeout_s,
+        help=_help("longest wait of a request for lower tiers"),
+    )
+    group.add_argument(
+        "--kvcache-storage-backend",
+        metavar="NAME",
+        help="storage below the host tier: file, redis, mooncake, memory or module:Class",
+    )
+    group.add_argument(
+        "--kvcache-storage-config", metavar="JSON", help="settings of the storage backend"
+    )
+
+
 def _add_scheduling(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("scheduling")
     group.add_argument(
@@ -191,16 +251,6 @@ def _add_later(parser: ArgumentParser) -> None:
         "not in this release (refused where they ask for something)"
     )
     hidden: dict[str, Any] = {"default": None}
-    group.add_argument(
-        "--swap-space", "--kv-offloading-size", type=_number, metavar="GIB", **hidden
-    )
-    group.add_argument(
-        "--write-policy",
-        choices=("write_through", "write_through_selective", "write_back", "none"),
-        **hidden,
-    )
-    group.add_argument("--kvcache-storage-backend", metavar="NAME", **hidden)
-    group.add_argument("--kvcache-storage-config", metavar="JSON", **hidden)
     group.add_argument("--splitwise-role", choices=("mixed", "prefill", "decode"), **hidden)
     group.add_argument("--router", metavar="URL", **hidden)
     group.add_argument(

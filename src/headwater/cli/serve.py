@@ -3,6 +3,7 @@
 import json
 import sys
 from argparse import Namespace
+from typing import Any
 
 from headwater import __version__
 from headwater.config import (
@@ -46,6 +47,13 @@ def engine_config(options: Namespace) -> EngineConfig:
         prefix_caching=options.enable_prefix_caching,
         output_caching=options.enable_output_caching,
         scheduling_policy=options.scheduling_policy,
+        swap_space_gib=options.swap_space,
+        write_policy=options.write_policy,
+        save_preempted=options.save_preempted,
+        load_policy=options.load_policy,
+        load_timeout_s=options.load_timeout,
+        storage_backend=options.kvcache_storage_backend,
+        storage_config=_storage_config(options.kvcache_storage_config),
     )
 
 
@@ -69,9 +77,6 @@ def server_config(options: Namespace) -> ServerConfig:
 def refuse_later_features(options: Namespace) -> None:
     """A feature that is asked for and not built is an error, never silence."""
     later = {
-        "--swap-space": bool(options.swap_space) and "the host tier",
-        "--kvcache-storage-backend": options.kvcache_storage_backend and "the storage tier",
-        "--kvcache-storage-config": options.kvcache_storage_config and "the storage tier",
         "--splitwise-role": options.splitwise_role not in (None, "mixed")
         and "prefill/decode disaggregation",
         "--router": options.router and "registering at a router",
@@ -82,6 +87,19 @@ def refuse_later_features(options: Namespace) -> None:
     for flag, feature in later.items():
         if feature:
             raise ConfigError(f"{flag}: {feature} is not in this release")
+
+
+def _storage_config(text: str | None) -> dict[str, Any]:
+    """The backend's settings, as JSON says them."""
+    if text is None:
+        return {}
+    try:
+        settings = json.loads(text)
+    except ValueError as exc:
+        raise ConfigError(f"--kvcache-storage-config is not JSON: {exc}") from exc
+    if not isinstance(settings, dict):
+        raise ConfigError(f"--kvcache-storage-config is a JSON object, got {text}")
+    return settings
 
 
 def banner(serving: Serving, engine: EngineConfig) -> str:
@@ -96,10 +114,11 @@ def banner(serving: Serving, engine: EngineConfig) -> str:
         if engine.prefix_caching
         else "prefix caching is off"
     )
+    tiers = "".join(f"\n  {line}" for line in info.tiers)
     return f"""\
 Headwater {__version__} is ready at {serving.url}
   model   {serving.model_name} ({info.dtype} on {info.device}, up to {info.max_model_len:,} tokens a request)
-  cache   {info.num_device_blocks:,} blocks of {info.block_tokens} tokens ({num_tokens:,} in all), empty; {caching}
+  cache   {info.num_device_blocks:,} blocks of {info.block_tokens} tokens ({num_tokens:,} in all), empty; {caching}{tiers}
   engine  process {serving.engine_pid}, up to {info.max_num_seqs} sequences a step
 try:
   curl {serving.url}/v1/chat/completions -d '{body}'

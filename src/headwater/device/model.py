@@ -19,6 +19,7 @@ from headwater.device.attention.base import ATTENTION, register
 from headwater.device.families import check_served, max_positions
 from headwater.device.fingerprint import fingerprint
 from headwater.errors import ConfigError, ModelError
+from headwater.transfer.layout import KVLayout
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +51,17 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     min_rows: int = 1
     """Smaller steps are padded to this many tokens, because they are faster so."""
+
+    def layout(self, block_tokens: int) -> KVLayout:
+        """What the bytes of a block are."""
+        return KVLayout(
+            num_layers=self.num_layers,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            block_tokens=block_tokens,
+            dtype=str(self.dtype).removeprefix("torch."),
+            element_bytes=self.dtype.itemsize,
+        )
 
     @property
     def token_bytes(self) -> int:

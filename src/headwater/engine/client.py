@@ -36,6 +36,9 @@ class EngineInfo:
     eos_token_ids: tuple[int, ...]
     dtype: str = "float32"
     device: str = "cpu"
+    num_host_blocks: int = 0
+    tiers: tuple[str, ...] = ()
+    """A line for each tier below the device: what it will do, as it was set up."""
 
 
 class EngineClient(Protocol):

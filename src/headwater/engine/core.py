@@ -123,7 +123,7 @@ class EngineCore:
         return engine_stats(
             self._scheduler.stats(),
             self._cache.stats(),
-            self._mover.links,
+            self._mover,
             decide_s=self._decide_s,
             step_s=self._step_s,
         )

@@ -1,14 +1,12 @@
 """What the engine loop hands out: new tokens a sequence, and a snapshot of everything."""
 
-from collections.abc import Mapping
-
 from headwater.cache import CacheStats
 from headwater.cache.pool import PoolStats
 from headwater.metrics.stats import EngineStats, LinkStats, TierStats
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.stats import SchedulerStats
 from headwater.scheduler.usage import Usage
-from headwater.transfer.mover import LinkTotals
+from headwater.transfer.mover import LinkTotals, Mover
 
 __all__ = ["EngineStats", "SequenceOutput", "Usage", "engine_stats"]
 
@@ -18,7 +16,7 @@ _TIERS = ("device", "host", "storage")
 def engine_stats(
     scheduler: SchedulerStats,
     cache: CacheStats,
-    links: Mapping[str, LinkTotals],
+    mover: Mover,
     *,
     decide_s: float,
     step_s: float,
@@ -39,7 +37,11 @@ def engine_stats(
             "device": _tier(cache.device, cache.device_evictable, cache.evicted_device),
             "host": _tier(cache.host, cache.host_evictable, cache.evicted_host),
         },
-        links={name: _link(totals) for name, totals in links.items()},
+        links={
+            name: _link(totals, 0 if name == "lookup" else mover.block_bytes)
+            for name, totals in mover.links.items()
+        },
+        storage=mover.storage_stats(),
         load_choices=scheduler.load_choices,
         queries=ledger.queries,
         query_tokens=ledger.prompt_tokens,
@@ -59,10 +61,11 @@ def _tier(pool: PoolStats, evictable: int, evicted: int) -> TierStats:
     )
 
 
-def _link(totals: LinkTotals) -> LinkStats:
+def _link(totals: LinkTotals, block_bytes: int) -> LinkStats:
     return LinkStats(
         num_jobs=totals.num_jobs,
         num_blocks=totals.num_blocks,
+        num_bytes=totals.num_blocks * block_bytes,
         busy_s=totals.busy_s,
         failures=dict(totals.failures),
         in_flight=totals.in_flight,

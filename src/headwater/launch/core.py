@@ -13,8 +13,11 @@ from headwater.config import EngineConfig
 from headwater.engine.client import EngineInfo
 from headwater.engine.core import EngineCore
 from headwater.errors import ConfigError
+from headwater.launch.tiers import describe_tiers, host_blocks, open_mover
 from headwater.scheduler.config import SchedulerConfig
 from headwater.scheduler.scheduler import Scheduler
+from headwater.transfer.layout import KVLayout
+from headwater.types import WritePolicy
 
 if TYPE_CHECKING:
     from headwater.device.model import LoadedModel
@@ -37,7 +40,9 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
         utilization=config.memory_utilization,
         override=config.num_blocks_override,
     )
-    scheduler = _scheduler(config, model, num_blocks)
+    layout = model.layout(config.block_tokens)
+    num_host_blocks = host_blocks(config, layout)
+    scheduler = _scheduler(config, model, layout, num_blocks, num_host_blocks)
     runner = TorchRunner(
         model,
         num_blocks=num_blocks,
@@ -57,11 +62,21 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
         eos_token_ids=model.eos_token_ids,
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(model.device),
+        num_host_blocks=num_host_blocks,
+        tiers=describe_tiers(config, layout, num_host_blocks),
     )
-    return EngineCore(scheduler, runner, SystemClock()), info
+    clock = SystemClock()
+    mover = open_mover(config, scheduler.cache, runner.pool, layout, clock)
+    return EngineCore(scheduler, runner, clock, mover), info
 
 
-def _scheduler(config: EngineConfig, model: "LoadedModel", num_blocks: int) -> Scheduler:
+def _scheduler(
+    config: EngineConfig,
+    model: "LoadedModel",
+    layout: KVLayout,
+    num_blocks: int,
+    num_host_blocks: int,
+) -> Scheduler:
     max_model_len = config.max_model_len or model.max_model_len
     if max_model_len > model.max_model_len:
         raise ConfigError(
@@ -72,8 +87,11 @@ def _scheduler(config: EngineConfig, model: "LoadedModel", num_blocks: int) -> S
         CacheConfig(
             device_blocks=num_blocks,
             block_tokens=config.block_tokens,
+            host_blocks=num_host_blocks,
+            storage=config.storage_backend is not None,
+            write_policy=WritePolicy(config.write_policy),
             fingerprint=model.fingerprint,
-            kv_format=str(model.dtype),
+            kv_format=layout.kv_format,
         )
     )
     settings = SchedulerConfig(
@@ -84,6 +102,9 @@ def _scheduler(config: EngineConfig, model: "LoadedModel", num_blocks: int) -> S
         prefix_caching=config.prefix_caching,
         output_caching=config.output_caching,
         eos_token_ids=model.eos_token_ids,
+        load_policy=config.load_policy,
+        load_timeout_s=config.load_timeout_s,
+        save_preempted=config.save_preempted,
     )
     return Scheduler(settings, cache)
 
@@ -94,3 +115,5 @@ def _limit_threads(num_threads: int | None) -> None:
     wanted = num_threads or max(1, cores - 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(wanted))
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Weights in huge pages: a fifth less time a small step, and torch asks only once.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

@@ -60,6 +60,42 @@ MISSES = Metric(
     ("reason",),
 )
 TIER_BLOCKS = Metric("tier_blocks", Kind.GAUGE, "Blocks of a tier by state.", ("tier", "state"))
+TIER_EVICTED = Metric(
+    "tier_evicted_blocks_total", Kind.COUNTER, "Blocks evicted from a tier.", ("tier",)
+)
+TRANSFER_BYTES = Metric(
+    "transfer_bytes_total", Kind.COUNTER, "Bytes moved between two tiers.", ("link",)
+)
+TRANSFER_SECONDS = Metric(
+    "transfer_seconds_total",
+    Kind.COUNTER,
+    "Seconds of work that moving or looking them up took, over all threads.",
+    ("link",),
+)
+TRANSFER_JOBS = Metric(
+    "transfer_jobs_total", Kind.COUNTER, "Transfers and lookups that ended.", ("link",)
+)
+TRANSFER_FAILURES = Metric(
+    "transfer_failures_total",
+    Kind.COUNTER,
+    "Transfers and lookups that did not end well.",
+    ("link", "reason"),
+)
+TRANSFER_QUEUE = Metric(
+    "transfer_jobs_in_flight",
+    Kind.GAUGE,
+    "Transfers and lookups that have not ended.",
+    ("link",),
+)
+LOAD_CHOICES = Metric(
+    "load_choices_total",
+    Kind.COUNTER,
+    "Requests with blocks in lower tiers: loaded, split or computed, by reason.",
+    ("reason",),
+)
+STORAGE_FAULTS = Metric(
+    "storage_faults_total", Kind.COUNTER, "What went wrong in the backend.", ("reason",)
+)
 CACHE_CONFIG = Metric(
     "cache_config_info",
     Kind.GAUGE,
@@ -117,6 +153,14 @@ ENGINE_METRICS = (
     HITS,
     MISSES,
     TIER_BLOCKS,
+    TIER_EVICTED,
+    TRANSFER_BYTES,
+    TRANSFER_SECONDS,
+    TRANSFER_JOBS,
+    TRANSFER_FAILURES,
+    TRANSFER_QUEUE,
+    LOAD_CHOICES,
+    STORAGE_FAULTS,
     CACHE_CONFIG,
 )
 """Read from the engine's own snapshot."""

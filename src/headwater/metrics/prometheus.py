@@ -101,7 +101,27 @@ def _engine_values(stats: EngineStats, block_tokens: int) -> dict[Metric, Values
         names.HITS: {(): sum(stats.found_tokens.values())},
         names.MISSES: {(reason,): n for reason, n in stats.misses.items()},
         names.TIER_BLOCKS: blocks,
+        names.TIER_EVICTED: {(tier,): entry.evicted for tier, entry in stats.tiers.items()},
+        **_transfer_values(stats),
         names.CACHE_CONFIG: {shape: 1},
+    }
+
+
+def _transfer_values(stats: EngineStats) -> dict[Metric, Values]:
+    links = stats.links
+    faults = {} if stats.storage is None else stats.storage.reasons
+    return {
+        names.TRANSFER_BYTES: {(name,): link.num_bytes for name, link in links.items()},
+        names.TRANSFER_SECONDS: {(name,): link.busy_s for name, link in links.items()},
+        names.TRANSFER_JOBS: {(name,): link.num_jobs for name, link in links.items()},
+        names.TRANSFER_FAILURES: {
+            (name, reason): n
+            for name, link in links.items()
+            for reason, n in link.failures.items()
+        },
+        names.TRANSFER_QUEUE: {(name,): link.in_flight for name, link in links.items()},
+        names.LOAD_CHOICES: {(reason,): n for reason, n in stats.load_choices.items()},
+        names.STORAGE_FAULTS: {(reason,): n for reason, n in faults.items()},
     }
 
 

@@ -6,6 +6,8 @@ Counters only go up while the engine lives; ratios are the reader's.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from headwater.storage.base import StorageStats
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStats:
@@ -32,6 +34,9 @@ class LinkStats:
 
     num_jobs: int = 0
     num_blocks: int = 0
+    """Moved, or asked for."""
+
+    num_bytes: int = 0
     busy_s: float = 0.0
     """Seconds of work, over all threads."""
 
@@ -66,6 +71,9 @@ class EngineStats:
 
     links: Mapping[str, LinkStats] = field(default_factory=dict)
     """By name: `host_to_device`, `device_to_host`, …, `lookup`."""
+
+    storage: StorageStats | None = None
+    """What the storage backend says of itself, where there is one."""
 
     load_choices: Mapping[str, int] = field(default_factory=dict)
     """Load or recompute: how often each was chosen, by reason."""

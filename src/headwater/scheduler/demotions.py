@@ -6,7 +6,7 @@ A block that is being written is pinned, so what is in flight is not available t
 from headwater.cache import Demotion, Ending, Outcome, TieredCache
 from headwater.types import JobId, Tier
 
-_SHARE = 8
+_SHARE = 4
 """At most one device block in this many is being written."""
 
 

@@ -89,13 +89,16 @@ async def server_info(request: Request) -> Response:
     service = _service(request)
     config = asdict(service.config)
     config["api_key"] = service.config.api_key is not None
-    asked = service.engine_config
+    asked = None if service.engine_config is None else asdict(service.engine_config)
+    if asked is not None:
+        # A backend's settings may hold a password; their names do not.
+        asked["storage_config"] = sorted(asked["storage_config"])
     return JsonReply(
         {
             "version": VERSION,
             "model": service.model_name,
             "engine": asdict(service.engine.info),
-            "engine_config": None if asked is None else asdict(asked),
+            "engine_config": asked,
             "server": config,
             "kv_events": None,
         }
@@ -113,11 +116,14 @@ async def cache(request: Request) -> Response:
             # The last token of a prompt is always computed.
             "min_prefix_tokens": block_tokens + 1,
             "tiers": {name: asdict(tier) for name, tier in stats.tiers.items()},
+            "links": {name: asdict(link) for name, link in stats.links.items()},
+            "storage": None if stats.storage is None else asdict(stats.storage),
             "ledger": {
                 "queries": stats.queries,
                 "query_tokens": stats.query_tokens,
                 "found_tokens": stats.found_tokens,
                 "misses": stats.misses,
+                "load_choices": stats.load_choices,
             },
             "num_running": stats.num_running,
             "num_waiting": stats.num_waiting,

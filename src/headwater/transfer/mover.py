@@ -12,6 +12,7 @@ from typing import Protocol
 
 from headwater.cache import Ending, Lookup, Outcome, Transfer
 from headwater.errors import ConfigError, InvariantError
+from headwater.storage.base import StorageStats
 from headwater.transfer.completions import Completion, CompletionQueue
 from headwater.transfer.meter import LinkMeter, LinkRate
 from headwater.transfer.workers import Report, StorageWorkers, Task
@@ -95,10 +96,13 @@ class Mover:
         copier: DeviceCopier | None = None,
         workers: StorageWorkers | None = None,
         config: TransferConfig | None = None,
+        *,
+        block_bytes: int = 0,
     ) -> None:
         self._copier = copier
         self._workers = workers
         self._config = config or TransferConfig()
+        self.block_bytes = block_bytes
         self.completions = CompletionQueue()
         self._running: dict[JobId, _Running] = {}
         self._deadlines: list[tuple[float, JobId]] = []
@@ -150,6 +154,10 @@ class Mover:
         """How fast `link` was lately."""
         meter = self._meters.get(link)
         return None if meter is None else meter.rate(now=now)
+
+    def storage_stats(self) -> StorageStats | None:
+        """What storage says of itself, where there is any."""
+        return None if self._workers is None else self._workers.backend.stats()
 
     def close(self) -> None:
         """End the executors without waiting for what they have begun. Twice is safe."""
