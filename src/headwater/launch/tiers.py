@@ -1,0 +1,111 @@
+"""Builds what is below the device: the host slab, the copier, storage; and says what it will do."""
+
+import os
+from typing import TYPE_CHECKING
+
+from headwater.cache import Namespace, TieredCache
+from headwater.clock import Clock
+from headwater.config import EngineConfig
+from headwater.errors import ConfigError
+from headwater.storage.base import Opening
+from headwater.storage.breaker import Breaker, BreakerConfig, GuardedStorage
+from headwater.storage.codec import BlockFormat
+from headwater.storage.registry import open_storage
+from headwater.transfer.layout import KVLayout
+from headwater.transfer.mover import Mover
+from headwater.transfer.slab import HostSlab, slot_bytes
+from headwater.transfer.workers import StorageWorkers
+
+if TYPE_CHECKING:
+    from headwater.device.kv import KVPool
+
+_GIB = 1 << 30
+
+_WRITTEN = {
+    "write_through": "every computed block is written to it at once",
+    "write_through_selective": "a block is written to it when it is first found again",
+    "write_back": "a block is written to it when the device is about to evict it",
+    "none": "no block is written to it by use",
+}
+
+_LOADED = {
+    "priced": "loaded or computed, whatever is measured to be faster",
+    "best_effort": "loaded or computed, whatever is faster; storage is never waited for",
+    "wait": "always loaded, however long it takes",
+    "deadline": "always loaded",
+}
+
+
+def host_blocks(config: EngineConfig, layout: KVLayout) -> int:
+    """Blocks of the host tier; 0 without one, or ConfigError where it cannot be."""
+    if not config.swap_space_gib:
+        return 0
+    if config.device != "cpu":
+        raise ConfigError(
+            f"--swap-space: copies between {config.device} and the host are not in this release"
+        )
+    num_blocks = int(config.swap_space_gib * _GIB) // slot_bytes(layout.block_bytes)
+    if not num_blocks:
+        raise ConfigError(
+            f"--swap-space {config.swap_space_gib:g} does not hold one block of "
+            f"{layout.block_bytes / (1 << 20):.1f} MiB"
+        )
+    return num_blocks
+
+
+def open_mover(
+    config: EngineConfig, cache: TieredCache, pool: "KVPool", layout: KVLayout, clock: Clock
+) -> Mover:
+    """The mover of the tiers there are."""
+    num_blocks = cache.config.host_blocks
+    if not num_blocks:
+        return Mover()
+    # Beside torch, which is imported by the time there is a pool.
+    from headwater.device.copier import CpuCopier
+
+    slab = HostSlab(num_blocks, layout.block_bytes)
+    workers = _open_workers(config, cache, slab, clock)
+    copier = CpuCopier(pool, slab, clock)
+    return Mover(copier, workers, block_bytes=layout.block_bytes)
+
+
+def describe_tiers(
+    config: EngineConfig, layout: KVLayout, num_host_blocks: int
+) -> tuple[str, ...]:
+    """A line for each tier below the device: what fills it, and how it is read."""
+    if not num_host_blocks:
+        return ()
+    size = num_host_blocks * slot_bytes(layout.block_bytes) / _GIB
+    saved = "preempted sequences are" if config.save_preempted else "preempted ones are not"
+    written = f"{_WRITTEN[config.write_policy]}; {saved} saved"
+    lines = [f"host    {num_host_blocks:,} blocks ({size:.2f} GiB), empty; {written}"]
+    if config.storage_backend is not None:
+        lines.append(
+            f"storage {config.storage_backend}; what is written to the host is written there too; "
+            "asked for each prompt that is not in memory"
+        )
+    bound = (
+        "" if config.load_policy == "wait" else f", waits end after {config.load_timeout_s:g} s"
+    )
+    lines.append(f"loads   found blocks are {_LOADED[config.load_policy]}{bound}")
+    return tuple(lines)
+
+
+def _open_workers(
+    config: EngineConfig, cache: TieredCache, slab: HostSlab, clock: Clock
+) -> StorageWorkers | None:
+    if config.storage_backend is None:
+        return None
+    opening = Opening(
+        format=BlockFormat(
+            # The key that all of a deployment's keys are chained to says what its bytes are.
+            fingerprint=cache.tree.scheme.root(Namespace()),
+            block_bytes=slab.block_bytes,
+        ),
+        clock=clock,
+        memory=slab.memory,
+        environ=dict(os.environ),
+    )
+    backend = open_storage(config.storage_backend, config.storage_config, opening)
+    guarded = GuardedStorage(backend, Breaker(BreakerConfig(), clock))
+    return StorageWorkers(guarded, slab, clock)
