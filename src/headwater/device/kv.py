@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headwater.device import pages
 from headwater.device.model import LoadedModel
 from headwater.errors import ConfigError
 
@@ -92,8 +93,8 @@ class KVPool:
 
 def _zeros(shape: tuple[int, ...], model: LoadedModel) -> Tensor:
     try:
-        return torch.zeros(shape, dtype=model.dtype, device=model.device)
-    except RuntimeError as exc:
+        return pages.zeros(shape, dtype=model.dtype, device=model.device)
+    except (RuntimeError, OSError, OverflowError) as exc:
         gib = math.prod(shape) * model.dtype.itemsize / (1 << 30)
         raise ConfigError(
             f"{shape[0]:,} blocks of KV take {gib:,.1f} GiB, which {model.device} does not have; "

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headwater.device import pages
 from headwater.device.kv import Ints, KVPool
 from headwater.types import RequestId
 
@@ -134,9 +135,10 @@ class Lanes:
         self.num_lanes = num_lanes
         self.lane_tokens = whole_blocks * pool.block_tokens
         shape = (pool.num_layers, num_lanes * pool.kv_heads, self.lane_tokens, pool.head_dim)
-        # The pages of a fresh zeroed mapping cost nothing until they are touched.
-        self.keys = torch.zeros(shape, dtype=pool.data.dtype, device=pool.device)
-        self.values = torch.zeros(shape, dtype=pool.data.dtype, device=pool.device)
+        # Let go of the old ones first: both together may be more than there is.
+        self.keys = self.values = torch.empty(0)
+        self.keys = pages.zeros(shape, dtype=pool.data.dtype, device=pool.device)
+        self.values = pages.zeros(shape, dtype=pool.data.dtype, device=pool.device)
         rows = max(num_lanes, 1)  # lane -1, which means none, must be readable
         self._held = np.zeros(rows, dtype=np.int64)
         self._slots = np.zeros((rows, whole_blocks), dtype=np.int64)

@@ -1,0 +1,22 @@
+"""Large memory: mapped in huge pages, and free of charge until it is touched.
+
+Weights and KV are read from end to end in every step. In pages of 4 KiB a core spends a
+fifth of a small step looking up addresses.
+"""
+
+import math
+import mmap
+
+import torch
+from torch import Tensor
+
+
+def zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of zeros; on a CPU its memory is taken page by page, as it is written."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or size == 0:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, size)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
