@@ -117,3 +117,5 @@ def _limit_threads(num_threads: int | None) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Weights in huge pages: a fifth less time a small step, and torch asks only once.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    # Weights in huge pages: a fifth less time a small step, and torch asks only once.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
