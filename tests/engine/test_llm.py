@@ -2,6 +2,7 @@
 
 import io
 
+import numpy as np
 import pytest
 
 from headwater.clock import SystemClock
@@ -10,13 +11,14 @@ from headwater.engine.progress import LineProgress, show_progress
 from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import PromptTooLong, RequestError
 from headwater.scheduler.request import SamplingParams
-from headwater.testing.engines import make_echo_core, make_tokenizer_folder
+from headwater.testing.engines import VOCAB_SIZE, make_echo_core, make_tokenizer_folder
 
 
 @pytest.fixture
 def llm(tmp_path):
     core = make_echo_core()
-    yield OfflineEngine(core, Tokenizer(make_tokenizer_folder(tmp_path)), SystemClock())
+    tokenizer = Tokenizer(make_tokenizer_folder(tmp_path))
+    yield OfflineEngine(core, tokenizer, SystemClock(), vocab_size=VOCAB_SIZE)
     assert not core.has_work
     core.check()
 
@@ -35,9 +37,25 @@ def test_answers_come_in_the_order_of_the_prompts(llm):
 
 
 def test_token_ids_are_prompts_too(llm):
-    """A flat list of ids is one prompt, a list of lists several."""
+    """A flat list of ids is one prompt, a list of lists several; arrays will do."""
     assert len(llm.generate([1, 2, 3])) == 1
     assert len(llm.generate([[1, 2, 3], [4]])) == 2
+    assert len(llm.generate(np.array([1, 2, 3]))) == 1
+    assert len(llm.generate([np.int64(1), np.int64(2)])) == 1
+    assert len(llm.generate(["text", [4], np.array([1, 2, 3])])) == 3
+    assert llm.generate([]) == []
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [[VOCAB_SIZE], [-1], [1 << 40], [1 << 70], [1.5], [None], [[[1]]], [[1, [2]]], ["a", [-1]]],
+)
+def test_what_is_no_token_of_the_model_is_refused(llm, prompt):
+    """Lesson 68: an id beyond the vocabulary is the caller's error, and not the engine's end."""
+    with pytest.raises(RequestError, match="token id"):
+        llm.generate(prompt)
+
+    assert llm.generate([1])[0].finish_reason == "length"
 
 
 def test_a_repeated_prompt_is_found_in_the_cache(llm):
@@ -61,6 +79,25 @@ def test_a_stop_string_ends_an_answer(llm):
     assert cut.text == whole.text[: whole.text.index(stop)]
     assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
     assert len(cut.tokens) < len(whole.tokens)
+
+
+def test_a_stop_string_may_be_alone(llm):
+    """One string is one stop string, not one for each of its letters; an empty one is refused."""
+    params = SamplingParams(max_tokens=30)
+    whole = llm.generate([7, 8, 9], params)[0]
+
+    assert llm.generate([7, 8, 9], params, stop="no such text")[0].text == whole.text
+    with pytest.raises(RequestError, match="stop string is empty"):
+        llm.generate([7, 8, 9], params, stop=[""])
+
+
+@pytest.mark.parametrize(
+    "conversations", ["hi", ["hi"], [{"content": "hi"}], [[{"role": "user"}]]]
+)
+def test_what_is_no_conversation_is_refused(llm, conversations):
+    """A template would make a prompt of almost anything."""
+    with pytest.raises(RequestError, match="list of messages"):
+        llm.chat(conversations)
 
 
 def test_chat_takes_one_conversation_or_several(llm):

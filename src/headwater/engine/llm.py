@@ -5,25 +5,27 @@ Turns any `EngineCore`, real or simulated, until every prompt has its answer.
 
 import itertools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
 
 from headwater.clock import Clock
 from headwater.engine.core import EngineCore
 from headwater.engine.output import SequenceOutput, Usage
 from headwater.engine.progress import Progress, SilentProgress, show_progress
+from headwater.engine.prompts import (
+    Messages,
+    Prompt,
+    read_conversations,
+    read_ids,
+    read_prompts,
+    read_stops,
+)
 from headwater.engine.text import TextStream
 from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import HeadwaterError, RequestError
 from headwater.scheduler.batch import TokenLogprobs
 from headwater.scheduler.request import Request, SamplingParams
 from headwater.types import RequestId, Tokens
-
-Prompt = str | Sequence[int]
-Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,9 +49,13 @@ class Completion:
 class OfflineEngine:
     """Answers batches of prompts. One thread; blocks until all are answered."""
 
-    def __init__(self, core: EngineCore, tokenizer: Tokenizer, clock: Clock) -> None:
+    def __init__(
+        self, core: EngineCore, tokenizer: Tokenizer, clock: Clock, *, vocab_size: int
+    ) -> None:
+        """`vocab_size` is the model's: a token id beyond it would end the engine."""
         self.core = core
         self.tokenizer = tokenizer
+        self._vocab_size = vocab_size
         self._clock = clock
         self._numbers = itertools.count()
 
@@ -58,7 +64,7 @@ class OfflineEngine:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         cache_salt: str = "",
         show: bool | None = None,
     ) -> list[Completion]:
@@ -68,8 +74,7 @@ class OfflineEngine:
         when standard error is a terminal. Raises RequestError for a prompt that cannot be
         served, after ending the others.
         """
-        batch = _one_by_one(prompts)
-        tokens = [self._encode(prompt) for prompt in batch]
+        tokens = [self._encode(prompt) for prompt in read_prompts(prompts)]
         return self._run(tokens, params, stop=stop, cache_salt=cache_salt, show=show)
 
     def chat(
@@ -77,13 +82,12 @@ class OfflineEngine:
         conversations: Messages | Sequence[Messages],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         cache_salt: str = "",
         show: bool | None = None,
     ) -> list[Completion]:
         """The next turn of each conversation, through the model's chat template."""
-        one = bool(conversations) and isinstance(conversations[0], Mapping)
-        batch: Any = [conversations] if one else conversations
+        batch = read_conversations(conversations)
         tokens = [self.tokenizer.encode_chat(messages) for messages in batch]
         return self._run(tokens, params, stop=stop, cache_salt=cache_salt, show=show)
 
@@ -94,18 +98,19 @@ class OfflineEngine:
     def _encode(self, prompt: Prompt) -> Tokens:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        return np.array(prompt, dtype=np.int32)
+        return read_ids(prompt, self._vocab_size)
 
     def _run(
         self,
         prompts: list[Tokens],
         params: SamplingParams | Sequence[SamplingParams] | None,
         *,
-        stop: Sequence[str],
+        stop: str | Sequence[str],
         cache_salt: str,
         show: bool | None,
     ) -> list[Completion]:
         each = _params_each(params, len(prompts))
+        stops = read_stops(stop)
         pending: dict[RequestId, _Pending] = {}
         answers = [Completion(prompt_tokens=tokens) for tokens in prompts]
         shown = sys.stderr.isatty() if show is None else show
@@ -114,7 +119,7 @@ class OfflineEngine:
             for answer, one in zip(answers, each, strict=True):
                 request = self._request(answer.prompt_tokens, one, cache_salt)
                 self.core.add(request)
-                pending[request.request_id] = _Pending(answer, one, stop, self.tokenizer)
+                pending[request.request_id] = _Pending(answer, one, stops, self.tokenizer)
             with progress:
                 self._turn(pending, progress)
         except HeadwaterError:
@@ -180,15 +185,6 @@ class _Pending:
         answer.usage = answer.usage or output.usage
         answer.finish_reason, answer.stop_reason = piece.finish_reason, piece.stop_reason
         return piece.finish_reason is not None
-
-
-def _one_by_one(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A single prompt is a batch of one."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]  # a flat list of ids, as just seen
-    return list(prompts)  # type: ignore[arg-type]  # no flat list of ids, as just seen
 
 
 def _params_each(

@@ -18,5 +18,7 @@ class LLM(OfflineEngine):
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:  # noqa: ANN401 -- typed by EngineConfig
         core, info = build_core(EngineConfig(model=model, **settings))
-        super().__init__(core, Tokenizer(info.model_dir), SystemClock())
+        super().__init__(
+            core, Tokenizer(info.model_dir), SystemClock(), vocab_size=info.vocab_size
+        )
         self.info = info
