@@ -100,12 +100,18 @@ def test_freeing_from_the_wrong_state_is_found():
     pool.check()
 
 
-def test_a_slot_outside_the_pool_is_found():
-    """A slot of another pool is an invariant violation, not an IndexError."""
+@pytest.mark.parametrize("slot", [4, 9, -1, -4, -9])
+def test_a_slot_outside_the_pool_is_found(slot):
+    """A slot of another pool is an invariant violation, not an IndexError; and a negative one
+    is not a slot counted from the end."""
     pool = SlotPool(4)
+    taken(pool, 4)
 
     with pytest.raises(InvariantError, match="outside"):
-        pool.free(np.array([4]), HELD)
+        pool.free(np.array([slot]), HELD)
+    with pytest.raises(InvariantError, match="outside"):
+        pool.move(np.array([slot]), HELD, CACHED)
+    pool.check()
 
 
 def test_freeing_many_is_one_batch():

@@ -30,6 +30,10 @@ class SlotState(IntEnum):
     """The target of a transfer that timed out; its executor may still write to it."""
 
 
+_OUTSIDE = 255
+"""No state: what an index that is not a slot finds."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStats:
     """How many slots are in each state."""
@@ -55,7 +59,9 @@ class SlotPool:
         self.num_slots = num_slots
         self.num_free = num_slots
         self._free = np.arange(num_slots, dtype=np.int64)
-        self._state = np.zeros(num_slots, dtype=np.uint8)
+        # Twice as long: indices from the end, which numpy would take, meet no state at all.
+        self._state = np.full(2 * num_slots, _OUTSIDE, dtype=np.uint8)
+        self._state[:num_slots] = SlotState.FREE
         # Scratch for finding a slot that is named twice in one batch.
         self._mark = np.zeros(num_slots, dtype=np.int32)
         self._ordinal = np.arange(num_slots, dtype=np.int32)
@@ -143,7 +149,8 @@ class SlotPool:
             raise InvariantError("a slot is free twice")
         if not np.array_equal(np.sort(free), self.owned(SlotState.FREE)):
             raise InvariantError("the free stack and the slot states disagree")
-        if np.bincount(self._state, minlength=len(SlotState)).tolist() != self._counts:
+        states = self._state[: self.num_slots]
+        if np.bincount(states, minlength=len(SlotState)).tolist() != self._counts:
             raise InvariantError("the count of a slot state is wrong")
 
     def _require(self, slots: Slots, count: int, state: SlotState) -> None:
@@ -169,6 +176,8 @@ class SlotPool:
 
     def _explain(self, slots: Slots, state: SlotState) -> None:
         wrong = slots[self._state[slots] != state]
+        if self._state[wrong[0]] == _OUTSIDE:
+            raise InvariantError(f"slot {wrong[0]} is outside the pool of {self.num_slots}")
         actual = SlotState(int(self._state[wrong[0]])).name
         raise InvariantError(
             f"slot {wrong[0]} is {actual}, not {state.name} ({len(wrong)} of {len(slots)} wrong)"
