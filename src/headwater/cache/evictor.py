@@ -136,7 +136,7 @@ class Evictor:
             self._device.order.discard_all(evicted)
         if leaves:
             self._tree.count_cut(len(leaves))
-            self._removed(leaves, MissReason.EVICTED_DEVICE)
+            self.lost += self._ghosts.add(leaves, MissReason.EVICTED_DEVICE)
         return need
 
     def _host_pass(self, need: int, moved: list[Slots], kept: Node | None) -> int:

@@ -110,7 +110,8 @@ class PrefixTree:
         block = parent.end
         node = Node(parent, first, block, uid)
         node.num_blocks = count
-        node.tokens = self._bytes(path, block, count)
+        alone = count == 1 and path.media is None
+        node.tokens = first if alone else self._bytes(path, block, count)
         if path.media is not None:
             node.media = _shifted(path.media, block, count)
         parent.children[first] = node
