@@ -161,7 +161,7 @@ class FileStorage:
 
     def _look(self, keys: Sequence[BlockKey], deadline: Deadline) -> None:
         """See what other processes have written, if that could make a difference."""
-        if self._index.missing(keys):
+        if not self._index.all_ours(keys):
             self._lanes.run([self._refresh], timeout_s=deadline.left_s())
 
     def _read(self, key: BlockKey, into: memoryview) -> BlockRead:

@@ -98,10 +98,10 @@ class SlotIndex:
                     return count
             return len(keys)
 
-    def missing(self, keys: Sequence[BlockKey]) -> bool:
-        """Whether any of these cannot be found."""
+    def all_ours(self, keys: Sequence[BlockKey]) -> bool:
+        """Whether other processes make no difference to where these are."""
         with self._lock:
-            return any(key not in self._ours and key not in self._theirs for key in keys)
+            return all(key in self._ours for key in keys)
 
     def lease(self, key: BlockKey) -> Place | None:
         """Where a block is. A slot of ours stays as it is until `release`."""

@@ -6,7 +6,7 @@ deadline passes the caller is told so, with an event that says when the lane is 
 
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from threading import Event, Lock, Thread
+from threading import Condition, Event, Lock, Thread
 from typing import Generic, TypeVar
 
 from headwater.errors import StorageError, StorageTimeout
@@ -24,6 +24,8 @@ class Lanes:
         self._lock = Lock()
         self._threads: list[Thread] = []
         self._closed = False
+        self._idle = Condition()
+        self._running = 0
 
     def run(self, calls: Sequence[Callable[[], T]], *, timeout_s: float) -> list[T]:
         """The results of all calls, in order; the first error if one failed.
@@ -43,6 +45,11 @@ class Lanes:
                 f"{self._name} did not answer within {timeout_s:g} s", quiet=group.quiet
             )
         return group.results()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until no call is running; False if one still is."""
+        with self._idle:
+            return self._idle.wait_for(lambda: not self._running, timeout_s)
 
     def close(self) -> None:
         """Let every thread end after what it is doing; waits for none."""
@@ -64,7 +71,12 @@ class Lanes:
 
     def _work(self) -> None:
         while (call := self._queue.get()) is not None:
+            with self._idle:
+                self._running += 1
             call()
+            with self._idle:
+                self._running -= 1
+                self._idle.notify_all()
             del call  # it holds buffers and files, and the next one may be long in coming
 
 

@@ -38,8 +38,10 @@ class MemoryStorage:
         self._form = form
         self._max_blocks = config.capacity_bytes // form.block_bytes
         self._lock = Lock()
-        self.values: OrderedDict[BlockKey, bytes] = OrderedDict()
+        self.values: OrderedDict[BlockKey, bytearray] = OrderedDict()
         """Header and payload of each block, least recently used first; tests damage these."""
+        # Memory that was used before is filled four times as fast as fresh memory.
+        self._spare: list[bytearray] = []
         self._tally = Tally("memory", form.block_bytes)
 
     @classmethod
@@ -76,7 +78,10 @@ class MemoryStorage:
 
     def remove(self, keys: Sequence[BlockKey], *, timeout_s: float) -> int:
         with self._lock:
-            return sum(self.values.pop(key, None) is not None for key in keys)
+            present = [key for key in keys if key in self.values]
+            for key in present:
+                self._forget(key)
+            return len(present)
 
     def stats(self) -> StorageStats:
         with self._lock:
@@ -90,18 +95,21 @@ class MemoryStorage:
     def close(self) -> None:
         with self._lock:
             self.values.clear()
+            self._spare.clear()
 
     def _read(self, key: BlockKey, into: memoryview) -> BlockRead:
-        with self._lock:
+        with self._lock:  # a buffer is refilled only by who has the lock
             value = self.values.get(key)
-        if value is None:
-            return BlockRead.ABSENT
+            if value is None:
+                return BlockRead.ABSENT
+            header = bytes(value[:HEADER_BYTES])
+            whole = len(value) == HEADER_BYTES + len(into)
+            if whole:
+                into[:] = memoryview(value)[HEADER_BYTES:]
         try:
-            payload = memoryview(value)[HEADER_BYTES:]
-            if len(payload) != len(into):
+            if not whole:
                 raise StorageCorrupt("a block was cut short", reason="truncated")
-            into[:] = payload
-            verify_block(value, into, form=self._form, key=key)
+            verify_block(header, into, form=self._form, key=key)
         except StorageCorrupt as error:
             self._tally.reason(error.reason)
             with self._lock:
@@ -116,13 +124,23 @@ class MemoryStorage:
         if not self._max_blocks:
             self._tally.reason("no_room")
             return BlockWrite.REFUSED
-        value = encode_header(self._form, key, parent, block) + block
+        header = encode_header(self._form, key, parent, block)
         with self._lock:
-            self.values[key] = value
-            while len(self.values) > self._max_blocks:
-                self.values.popitem(last=False)
+            if key in self.values:
+                return BlockWrite.PRESENT
+            if len(self.values) == self._max_blocks:
+                self._forget(next(iter(self.values)))
                 self._tally.evicted()
+            value = self._spare.pop() if self._spare else bytearray(HEADER_BYTES + len(block))
+            value[:HEADER_BYTES] = header
+            memoryview(value)[HEADER_BYTES:] = block
+            self.values[key] = value
         return BlockWrite.WRITTEN
+
+    def _forget(self, key: BlockKey) -> None:
+        value = self.values.pop(key)
+        if len(value) == HEADER_BYTES + self._form.block_bytes:
+            self._spare.append(value)
 
     def _touch(self, keys: Sequence[BlockKey]) -> None:
         # Last block first, so that the head of a run is evicted after its tail.

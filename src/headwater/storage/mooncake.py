@@ -7,7 +7,9 @@ hangs is left behind, and says when it is out of the caller's buffers.
 """
 
 import contextlib
+import ctypes
 import mmap
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from threading import local
@@ -100,11 +102,17 @@ class MooncakeStorage:
 
     def close(self) -> None:
         """Leave the pool; what this process lent to it is gone from it."""
-        if not self._closed:
-            self._closed = True
+        if self._closed:
+            return
+        self._closed = True
+        if self._lanes.drain(self._config.join_timeout_s) and self._master_listens():
             with contextlib.suppress(StorageError):
                 self._lanes.run([self._store.close], timeout_s=self._config.join_timeout_s)
-            self._lanes.close()
+        else:
+            # Closing the store under a call that hangs would crash the process, and closing or
+            # destroying it without a master stops every thread for seconds: it is left open.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._store))
+        self._lanes.close()
 
     def _join(self, memory: memoryview | None) -> None:
         config = self._config
@@ -118,10 +126,12 @@ class MooncakeStorage:
             config.rdma_devices,
             config.master,
         )
-        try:
-            [code] = self._lanes.run([join], timeout_s=config.join_timeout_s)
-        except StorageTimeout:
-            code = "no answer"
+        code: int | str = "nobody listens there"
+        if self._master_listens():  # `setup` would try for minutes, and stop every thread
+            try:
+                [code] = self._lanes.run([join], timeout_s=config.join_timeout_s)
+            except StorageTimeout:
+                code = "no answer"
         if code != 0:
             self._closed = True
             self._lanes.close()
@@ -135,6 +145,17 @@ class MooncakeStorage:
                 self.close()
                 raise ConfigError("Mooncake cannot register the host slab")
             self._memory = (start, start + len(memory))
+
+    def _master_listens(self) -> bool:
+        host, _, port = self._config.master.rpartition(":")
+        if not port.isdigit():
+            return True  # an address of another kind, such as etcd://, that only Mooncake knows
+        try:
+            address = (host.strip("[]"), int(port))
+            socket.create_connection(address, self._config.join_timeout_s).close()
+        except OSError:
+            return False
+        return True
 
     def _call(self, call: Callable[[], T], deadline: Deadline) -> T:
         if self._closed:

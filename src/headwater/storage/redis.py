@@ -161,8 +161,8 @@ class RedisStorage:
         self, link: Connection, header: bytearray, view: memoryview, deadline: Deadline
     ) -> BlockRead:
         """Take one reply to a GET, whatever it is; READ is not verified yet."""
-        value_bytes = int(link.reply(deadline)[1:])
-        if value_bytes < 0:
+        value_bytes = link.bulk(deadline)
+        if value_bytes is None:
             return BlockRead.ABSENT
         if value_bytes != HEADER_BYTES + len(view):
             _drain(link, value_bytes + 2, deadline)

@@ -115,6 +115,14 @@ class Connection:
             raise ReplyError(f"{self._address}: {line[1:].decode(errors='replace')}")
         return line
 
+    def bulk(self, deadline: Deadline) -> int | None:
+        """The number of bytes that follow as a value, before their CR LF; None for no value."""
+        line = self.reply(deadline)
+        if line[:1] != b"$" or not line[1:].lstrip(b"-").isdigit():
+            raise StorageError(f"{self._address} sent {line[:40]!r} in place of a value")
+        num_bytes = int(line[1:])
+        return None if num_bytes < 0 else num_bytes
+
     def fill(self, view: memoryview, deadline: Deadline) -> None:
         """The next len(view) bytes."""
         have = min(self._end - self._start, len(view))

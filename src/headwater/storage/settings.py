@@ -56,9 +56,9 @@ def _convert(backend: str, name: str, value: Any, hint: Any) -> Any:  # noqa: AN
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise ConfigError(f"{name} of storage backend {backend!r} is a number of bytes")
         return parse_bytes(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
     allowed = getattr(hint, "__args__", (hint,))
+    if float in allowed and type(value) is int:
+        return float(value)
     if type(value) not in allowed:
         wanted = " or ".join(getattr(kind, "__name__", str(kind)) for kind in allowed)
         raise ConfigError(

@@ -20,10 +20,10 @@ class MemoryMedium:
         self._storage = storage
 
     def fetch(self, key: BlockKey) -> bytes:
-        return self._storage.values[key]
+        return bytes(self._storage.values[key])
 
     def replace(self, key: BlockKey, value: bytes) -> None:
-        self._storage.values[key] = value
+        self._storage.values[key] = bytearray(value)
 
 
 class FileMedium:
@@ -65,7 +65,7 @@ class RedisMedium:
 
     def fetch(self, key: BlockKey) -> bytes:
         self._link.send([command(b"GET", self._name(key))], self._deadline)
-        value = memoryview(bytearray(int(self._link.reply(self._deadline)[1:]) + 2))
+        value = memoryview(bytearray((self._link.bulk(self._deadline) or 0) + 2))
         self._link.fill(value, self._deadline)
         return bytes(value[:-2])
 

@@ -1,0 +1,135 @@
+"""The mooncake backend against a real master: a pool of several processes."""
+
+import builtins
+import mmap
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headwater.errors import ConfigError, StorageError
+from headwater.storage import BlockRead, BlockWrite, Opening, open_storage
+from headwater.testing.storage import (
+    make_block,
+    make_format,
+    make_keys,
+    make_parents,
+    read_run,
+    write_run,
+)
+from tests.storage.conftest import MooncakeMaster, free_port
+from tests.storage.member import BLOCK_BYTES
+
+FORM = make_format(block_bytes=BLOCK_BYTES)
+
+
+@pytest.mark.slow
+def test_two_processes_hit_each_others_blocks(mooncake_master: MooncakeMaster) -> None:
+    """How a deployment outgrows one machine: what one stored, the other reads and never writes."""
+    keys = make_keys(6, run="member")
+    member = subprocess.Popen(
+        [sys.executable, "-m", "tests.storage.member", mooncake_master.address, "member", "6"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert member.stdout is not None
+    assert member.stdout.readline() == f"stored {['written'] * 6}\n"
+    ours = open_storage(
+        "mooncake",
+        {"master": mooncake_master.address, "segment_bytes": 0},
+        Opening(format=FORM),
+    )
+
+    assert ours.contains(keys, timeout_s=10) == 6
+    assert read_run(ours, keys, BLOCK_BYTES) == [BlockRead.READ] * 6
+    assert write_run(ours, keys, BLOCK_BYTES) == [BlockWrite.PRESENT] * 6
+    assert ours.stats().bytes_written == 0
+
+    member.communicate()
+    assert read_run(ours, keys, BLOCK_BYTES) == [BlockRead.ABSENT] * 6, "it took them with it"
+    ours.close()
+
+
+@pytest.mark.slow
+def test_slots_of_the_slab_are_used_in_place(mooncake_master: MooncakeMaster) -> None:
+    """Memory given at opening is registered once; a full pool refuses, counted (lesson 43)."""
+    slab = memoryview(mmap.mmap(-1, 64 * BLOCK_BYTES))
+    slots = [slab[at : at + BLOCK_BYTES] for at in range(0, len(slab), BLOCK_BYTES)]
+    storage = open_storage(
+        "mooncake",
+        {"master": mooncake_master.address, "segment_bytes": 1 << 24},
+        Opening(format=FORM, memory=slab),
+    )
+    keys = make_keys(150, run="slab")
+    for key, slot in zip(keys, slots, strict=False):
+        slot[:] = make_block(key, BLOCK_BYTES)
+
+    wrote = storage.write(keys[:64], slots, parents=make_parents(keys[:64]), timeout_s=10)
+    slab[:] = bytes(len(slab))
+    got = storage.read(keys[:64], slots, timeout_s=10)
+
+    assert wrote == [BlockWrite.WRITTEN] * 64
+    assert got == [BlockRead.READ] * 64
+    for key, slot in zip(keys, slots, strict=False):
+        assert slot == make_block(key, BLOCK_BYTES)
+    storage.close()
+
+
+@pytest.mark.slow
+def test_a_dead_master_is_an_error_within_the_timeout() -> None:
+    """Not a hang, and not a miss that looks like an answer (lessons 18, 38)."""
+    master = MooncakeMaster()
+    storage = open_storage(
+        "mooncake",
+        {"master": master.address, "segment_bytes": 1 << 24, "join_timeout_s": 1.0},
+        Opening(format=FORM),
+    )
+    keys = make_keys(2)
+    write_run(storage, keys, BLOCK_BYTES)
+    master.stop()
+
+    with pytest.raises(StorageError):
+        storage.contains(keys, timeout_s=0.5)
+    with pytest.raises(StorageError):
+        storage.read(keys, [memoryview(bytearray(BLOCK_BYTES))] * 2, timeout_s=0.5)
+    storage.close()
+
+
+@pytest.mark.slow
+def test_no_master_is_a_sentence_at_start() -> None:
+    """With its address (lesson 61)."""
+    pytest.importorskip("mooncake")
+    with pytest.raises(ConfigError, match="is mooncake_master running there"):
+        open_storage(
+            "mooncake",
+            {"master": f"127.0.0.1:{free_port()}", "join_timeout_s": 2.0, "segment_bytes": 0},
+            Opening(format=FORM),
+        )
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (ModuleNotFoundError("mooncake"), r"pip install 'headwater\[mooncake\]'"),
+        (ImportError("libibverbs.so.1: no such file"), "apt-get install libibverbs1"),
+    ],
+)
+def test_a_missing_package_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, error: ImportError, sentence: str
+) -> None:
+    """It says what to install."""
+    real = builtins.__import__
+
+    def refuse(name: str, *more: Any) -> Any:
+        if name.startswith("mooncake"):
+            raise error
+        return real(name, *more)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(ConfigError, match=sentence):
+        open_storage("mooncake", {"master": "127.0.0.1:1"}, Opening(format=FORM))

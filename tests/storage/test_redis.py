@@ -1,0 +1,266 @@
+"""The redis backend against a real server: logging in, TLS, bounds, restarts, time."""
+
+import contextlib
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Event, Thread
+
+import pytest
+
+from headwater.errors import ConfigError, StorageError, StorageTimeout
+from headwater.storage import BlockRead, BlockWrite, Opening, open_storage
+from headwater.storage.deadline import Deadline
+from headwater.storage.redis import RedisStorage
+from headwater.storage.resp import Connection, command
+from headwater.testing.storage import make_format, make_keys, read_run, write_run
+from tests.storage.conftest import RedisServer, await_port, free_port
+
+BLOCK_BYTES = 8192
+FORM = make_format(block_bytes=BLOCK_BYTES)
+
+
+def open_redis(url: str, **more: object) -> RedisStorage:
+    storage = open_storage("redis", {"url": url, **more}, Opening(format=FORM))
+    assert isinstance(storage, RedisStorage)
+    return storage
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[RedisServer]:
+    """A server that the test may stop, with two users and little memory."""
+    server = RedisServer(
+        tmp_path,
+        *("--requirepass", "open sesame"),
+        *("--user", "worker", "on", ">work@home", "~*", "+@all"),
+        *("--maxmemory", "3mb", "--maxmemory-policy", "noeviction"),
+    )
+    yield server
+    server.stop()
+
+
+def url_of(server: RedisServer, who: str) -> str:
+    return f"redis://{who}@127.0.0.1:{server.port}"
+
+
+def test_users_and_passwords(own_server: RedisServer) -> None:
+    """The default user, a named one, and characters that a URL must quote."""
+    for who in (":open%20sesame", "default:open%20sesame", "worker:work%40home"):
+        storage = open_redis(url_of(own_server, who), key_prefix=who)
+        assert write_run(storage, make_keys(1), BLOCK_BYTES) == [BlockWrite.WRITTEN]
+        storage.close()
+
+
+def test_a_wrong_password_is_a_sentence_at_start(own_server: RedisServer) -> None:
+    """It names the user, and shows no password (lesson 61)."""
+    with pytest.raises(ConfigError, match="refused the password of user 'worker'") as caught:
+        open_redis(url_of(own_server, "worker:guess"))
+    assert "guess" not in str(caught.value)
+    with pytest.raises(ConfigError, match="refused the password of the default user"):
+        open_redis(url_of(own_server, ":guess"))
+    with pytest.raises(ConfigError, match="wants a password"):
+        open_redis(own_server.url)
+
+
+def test_a_server_that_is_not_there_is_a_sentence_at_start() -> None:
+    """With its address (lesson 61)."""
+    with pytest.raises(ConfigError, match=r"redis://127\.0\.0\.1:\d+/0"):
+        open_redis(f"redis://127.0.0.1:{free_port()}")
+
+
+def test_databases_are_apart(redis_server: RedisServer) -> None:
+    """The number in the URL is honoured."""
+    first = open_redis(f"redis://127.0.0.1:{redis_server.port}/1")
+    second = open_redis(f"redis://127.0.0.1:{redis_server.port}/2")
+    keys = make_keys(1)
+    write_run(first, keys, BLOCK_BYTES)
+
+    assert (first.contains(keys, timeout_s=5), second.contains(keys, timeout_s=5)) == (1, 0)
+    first.remove(keys, timeout_s=5)
+    first.close()
+    second.close()
+    with pytest.raises(ConfigError, match="DB index is out of range"):
+        open_redis(f"redis://127.0.0.1:{redis_server.port}/999")
+
+
+def test_a_restarted_server_is_found_again(own_server: RedisServer) -> None:
+    """While it is gone calls fail at once; idle connections to the old one do no harm."""
+    storage = open_redis(url_of(own_server, ":open%20sesame"))
+    keys = make_keys(2)
+    write_run(storage, keys, BLOCK_BYTES)
+
+    own_server.stop()
+    with pytest.raises(StorageError, match="redis://"):
+        read_run(storage, keys, BLOCK_BYTES)
+    with pytest.raises(StorageError):
+        storage.contains(keys, timeout_s=5)
+
+    own_server.start()
+    assert read_run(storage, keys, BLOCK_BYTES) == [BlockRead.ABSENT] * 2
+    assert write_run(storage, keys, BLOCK_BYTES) == [BlockWrite.WRITTEN] * 2
+    own_server.stop()
+    own_server.start()
+    assert storage.contains(keys, timeout_s=5) == 0, "the idle connection was dead"
+    storage.close()
+
+
+def test_a_full_server_refuses_writes(own_server: RedisServer) -> None:
+    """Counted, no error, and what is there is served (lesson 43)."""
+    storage = open_redis(url_of(own_server, ":open%20sesame"))
+    keys = make_keys(400)
+
+    outcomes = write_run(storage, keys, BLOCK_BYTES)
+
+    assert set(outcomes) == {BlockWrite.WRITTEN, BlockWrite.REFUSED}
+    refused = outcomes.count(BlockWrite.REFUSED)
+    assert storage.stats().reasons == {"no_room": refused}
+    assert storage.contains(keys, timeout_s=5) == outcomes.index(BlockWrite.REFUSED)
+    storage.close()
+
+
+def test_a_block_lives_for_its_time_after_it_was_last_read(redis_server: RedisServer) -> None:
+    """The server is told to forget it, and reading starts the time anew (lesson 43)."""
+    storage = open_redis(redis_server.url, ttl_s=1000.0, key_prefix="ttl:")
+    keys = make_keys(2)
+    write_run(storage, keys, BLOCK_BYTES)
+    deadline = storage._deadline(5.0)
+
+    def shorten(link: Connection, deadline: Deadline) -> None:
+        name = storage._name(keys[0])
+        link.send([command(b"PEXPIRE", name, b"5000")], deadline)
+        link.reply(deadline)
+
+    def left_ms() -> list[int]:
+        return storage._with_connection(
+            lambda link: [int(ms[1:]) for ms in storage._ask(link, b"PTTL", keys, deadline)],
+            deadline,
+        )
+
+    assert all(900_000 < ms <= 1_000_000 for ms in left_ms())
+    storage._with_connection(lambda link: shorten(link, deadline), deadline)
+    assert left_ms()[0] <= 5000
+    assert read_run(storage, keys, BLOCK_BYTES) == [BlockRead.READ] * 2
+    assert all(ms > 900_000 for ms in left_ms())
+    storage.remove(keys, timeout_s=5)
+    storage.close()
+
+
+def test_a_server_that_does_not_answer_costs_the_timeout_only() -> None:
+    """And the buffer is quiet: a late answer has nowhere to go (lessons 18, 38)."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    done = Event()
+
+    def greet_and_hang() -> None:
+        peer, _ = listener.accept()
+        with peer:
+            peer.recv(1000)
+            peer.sendall(b"+OK\r\n")
+            done.wait(30.0)
+
+    server = Thread(target=greet_and_hang, daemon=True)
+    server.start()
+    storage = open_redis(f"redis://127.0.0.1:{listener.getsockname()[1]}")
+
+    with pytest.raises(StorageTimeout) as caught:
+        read_run_within(storage, 0.05)
+
+    assert caught.value.quiet is None
+    done.set()
+    server.join()
+    storage.close()
+    listener.close()
+
+
+def read_run_within(storage: RedisStorage, timeout_s: float) -> None:
+    storage.read(make_keys(1), [memoryview(bytearray(BLOCK_BYTES))], timeout_s=timeout_s)
+
+
+def test_what_is_no_redis_is_an_error() -> None:
+    """A server that talks otherwise is told apart from a miss (lesson 18)."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def talk() -> None:
+        for answer in (b"+OK\r\n", b"x" * 3000):
+            peer, _ = listener.accept()
+            with peer, contextlib.suppress(ConnectionError):
+                peer.recv(1000)
+                peer.sendall(b"+OK\r\n")
+                peer.recv(1000)
+                peer.sendall(answer)
+                peer.recv(1000)
+
+    server = Thread(target=talk, daemon=True)
+    server.start()
+    storage = open_redis(f"redis://127.0.0.1:{listener.getsockname()[1]}")
+
+    with pytest.raises(StorageError):
+        read_run_within(storage, 5.0)
+
+    storage.close()
+    server.join()
+    listener.close()
+
+
+def test_large_batches_do_not_flood_the_server(redis_server: RedisServer) -> None:
+    """Only so many answers are asked for ahead of reading; the order is kept."""
+    form = make_format(block_bytes=1 << 20)
+    storage = open_storage(
+        "redis", {"url": redis_server.url, "key_prefix": "big:"}, Opening(format=form)
+    )
+    keys = make_keys(24)
+    write_run(storage, keys[:20], 1 << 20)
+
+    outcomes = read_run(storage, keys, 1 << 20)
+
+    assert outcomes == [BlockRead.READ] * 20 + [BlockRead.ABSENT] * 4
+    storage.remove(keys, timeout_s=5)
+    storage.close()
+
+
+@pytest.mark.slow
+def test_blocks_travel_over_tls(tmp_path: Path) -> None:
+    """rediss:// with an authority of one's own; without it the server is not trusted."""
+    words = [
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=127.0.0.1",
+    ]
+    words += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(tmp_path / "key.pem")]
+    words += ["-out", str(tmp_path / "cert.pem")]
+    openssl = subprocess.run(["openssl", *words], capture_output=True, check=False)
+    if openssl.returncode:
+        pytest.skip("openssl cannot make a certificate here")
+    port = free_port()
+    tls = ["--tls-port", str(port), "--tls-auth-clients", "no"]
+    tls += ["--tls-cert-file", str(tmp_path / "cert.pem")]
+    tls += ["--tls-key-file", str(tmp_path / "key.pem")]
+    tls += ["--tls-ca-cert-file", str(tmp_path / "cert.pem")]
+    server = RedisServer(tmp_path, *tls)
+    try:
+        await_port(port, server._process)
+        url, keys = f"rediss://127.0.0.1:{port}", make_keys(3)
+        storage = open_redis(url, tls_ca_file=str(tmp_path / "cert.pem"))
+        assert write_run(storage, keys, BLOCK_BYTES) == [BlockWrite.WRITTEN] * 3
+        assert read_run(storage, keys, BLOCK_BYTES) == [BlockRead.READ] * 3
+        storage.close()
+        with pytest.raises(ConfigError, match="CERTIFICATE_VERIFY_FAILED"):
+            open_redis(url)
+    finally:
+        server.stop()
+
+
+def test_a_closed_backend_opens_no_connection(redis_server: RedisServer) -> None:
+    """Closing twice is safe; asking afterwards is an error, not a new connection."""
+    storage = open_redis(redis_server.url)
+    storage.close()
+    storage.close()
+
+    with pytest.raises(StorageError, match="closed"):
+        storage.contains(make_keys(1), timeout_s=1)

@@ -1,0 +1,134 @@
+"""`headwater storage` on directories that servers use or used."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headwater.cli import main
+from headwater.clock import SystemClock
+from headwater.storage.file import FileConfig, FileStorage
+from headwater.testing.faults import Fault, damage
+from headwater.testing.media import FileMedium
+from headwater.testing.storage import make_format, make_keys, write_run
+
+BLOCK_BYTES = 4096
+
+
+def fill(path: Path, model: str, num_blocks: int) -> FileStorage:
+    form = make_format(model, block_bytes=BLOCK_BYTES)
+    config = FileConfig(path=str(path), slab_bytes=4 * 8272 + 4096, reserve_bytes=0)
+    storage = FileStorage(config, form, SystemClock())
+    write_run(storage, make_keys(num_blocks, run=model), BLOCK_BYTES)
+    return storage
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Path]:
+    """A living slab of one model, and two dead ones of another."""
+    fill(tmp_path, "old", 6).close()
+    storage = fill(tmp_path, "new", 3)
+    yield tmp_path
+    storage.close()
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> Any:
+    assert main(["storage", *arguments, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_ls_lists_slabs_and_blocks(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With their model, how full they are, and whether somebody owns them."""
+    slabs = run_json(capsys, "ls", str(directory))["slabs"]
+    assert sorted((slab["num_blocks"], slab["in_use"]) for slab in slabs) == [
+        (2, False),
+        (3, True),
+        (4, False),
+    ]
+
+    blocks = run_json(capsys, "ls", str(directory), "--blocks")["blocks"]
+    assert {block["key"] for block in blocks} == {
+        key.hex() for key in make_keys(6, run="old") + make_keys(3, run="new")
+    }
+    assert main(["storage", "ls", str(directory)]) == 0
+    assert "in use" in capsys.readouterr().out
+
+
+def test_stats_sums_by_model(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And over all, as the disk has it."""
+    stats = run_json(capsys, "stats", str(directory))
+
+    assert sorted(model["blocks"] for model in stats["models"].values()) == [3, 6]
+    assert stats["used_bytes"] == sum(
+        path.stat().st_size for path in directory.iterdir() if path.name != "lock"
+    )
+    assert main(["storage", "stats", str(directory)]) == 0
+    assert "in all" in capsys.readouterr().out
+
+
+def test_verify_reads_everything_and_names_what_is_damaged(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 0 when all is whole, 1 when not."""
+    assert run_json(capsys, "verify", str(directory))["blocks_good"] == 9
+    key = make_keys(6, run="old")[2]
+    damage(FileMedium(directory), [key], Fault.FLIPPED_BIT)
+
+    result = run_json(capsys, "verify", str(directory), code=1)
+
+    assert result["blocks_good"] == 8
+    [finding] = result["findings"]
+    assert (finding["key"], finding["reason"]) == (key.hex(), "bad_checksum")
+    assert main(["storage", "verify", str(directory)]) == 1
+    assert "8 blocks are whole, 1 are not" in capsys.readouterr().out
+
+
+def test_prune_deletes_only_what_nobody_owns(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oldest first, down to a size; a dry run only says so."""
+    would = run_json(capsys, "prune", str(directory), "--all", "--dry-run")
+    assert len(would["would_delete"]) == 2
+    assert len(list(directory.glob("*.slab"))) == 3
+
+    run_json(capsys, "prune", str(directory), "--to", "80KiB")
+    assert len(list(directory.glob("*.slab"))) == 2
+    run_json(capsys, "prune", str(directory), "--model", "ffff")
+    assert len(list(directory.glob("*.slab"))) == 2
+    run_json(capsys, "prune", str(directory), "--all")
+    assert len(list(directory.glob("*.slab"))) == 1
+    [slab] = run_json(capsys, "ls", str(directory))["slabs"]
+    assert slab["in_use"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["ls", "/no/such"], "/no/such is not a directory"),
+        (["stats", "{empty}"], "is not a storage directory"),
+        (["prune", "{directory}"], "say what to prune"),
+        (["prune", "{directory}", "--to", "lots"], "is no number of bytes"),
+    ],
+)
+def test_mistakes_are_sentences(
+    directory: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    sentence: str,
+) -> None:
+    """Exit code 1, and nothing is made or deleted."""
+    names = {"directory": directory, "empty": tmp_path_factory.mktemp("empty")}
+
+    assert main(["storage", *(word.format(**names) for word in arguments)]) == 1
+    assert sentence in capsys.readouterr().err
+
+
+def test_an_unknown_flag_gets_a_suggestion(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As for every other command."""
+    assert main(["storage", "prune", str(directory), "--dryrun"]) == 2
+    assert "--dry-run" in capsys.readouterr().err
