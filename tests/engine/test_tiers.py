@@ -561,3 +561,22 @@ def test_without_a_host_tier_nothing_is_copied() -> None:
 
     assert rig.copier.started == []
     assert rig.core.stats().links == {}
+
+
+def test_a_drain_ends_what_is_being_written_and_is_bounded() -> None:
+    """Lesson 59: writes in flight land before the end; one that hangs is waited for so long."""
+    rig = Rig(num_blocks=64, host_blocks=64, write_policy=WritePolicy.WRITE_THROUGH, held=True)
+    rig.add(make_request("a", PROMPT, max_tokens=1))
+    while "a" not in rig.reasons:
+        rig.step()
+    assert rig.cache.stats().host.cached == 0
+
+    rig.core.drain(0.0)
+    assert rig.scheduler.num_copies > 0
+    rig.core.step()
+    for job in list(rig.copier.pending):
+        rig.copier.finish(job)
+    rig.core.drain(1.0)
+
+    assert rig.scheduler.num_copies == 0
+    assert rig.cache.stats().host.cached == 8

@@ -10,7 +10,7 @@ from headwater.cache.pool import SlotState
 from headwater.clock import VirtualClock
 from headwater.engine.core import EngineCore
 from headwater.engine.output import SequenceOutput, Usage
-from headwater.scheduler.batch import ScheduledBatch
+from headwater.scheduler.batch import ScheduledBatch, StepResult
 from headwater.scheduler.config import SchedulerConfig
 from headwater.scheduler.request import Request, SamplingParams
 from headwater.scheduler.scheduler import Scheduler
@@ -83,10 +83,19 @@ class NotingRunner(EchoRunner):
     def __init__(self, **settings: int) -> None:
         super().__init__(**settings)
         self.batches: list[ScheduledBatch] = []
+        self.clock = VirtualClock()
+        self.token_s = 0.0
+        """How long computing a token takes."""
 
     def submit(self, batch: ScheduledBatch) -> None:
         self.batches.append(batch)
         super().submit(batch)
+
+    def collect(self) -> StepResult:
+        before = self.num_tokens
+        result = super().collect()
+        self.clock.advance((self.num_tokens - before) * self.token_s)
+        return result
 
 
 @dataclass
@@ -135,7 +144,7 @@ class Rig:
             vocab_size=VOCAB_SIZE,
         )
         self.batches = self.runner.batches
-        self.clock = VirtualClock()
+        self.clock = self.runner.clock
         self.slab = HostSlab(self.host_blocks, self.runner.rows.shape[1])
         self.copier = EchoCopier(self.runner, self.slab, held=self.held)
         self.storage = make_storage(self.block_tokens) if self.stored is None else self.stored

@@ -118,6 +118,16 @@ class EngineCore:
         self._step_s += ended - began
         return outputs
 
+    def drain(self, within_s: float) -> None:
+        """Turn the loop until no copy is in flight, at most so long: what was written is found
+        after a restart."""
+        end_s = self._clock.now() + within_s
+        while self._scheduler.num_copies and (left_s := end_s - self._clock.now()) > 0:
+            if not self.has_work:
+                sleep_s = self.sleep_s()
+                self.completions.wait(left_s if sleep_s is None else min(sleep_s, left_s))
+            self.step()
+
     def stats(self) -> EngineStats:
         """A snapshot of every owner's counts. O(1)."""
         return engine_stats(

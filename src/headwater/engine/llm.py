@@ -27,6 +27,9 @@ from headwater.scheduler.batch import TokenLogprobs
 from headwater.scheduler.request import Request, SamplingParams
 from headwater.types import RequestId, Tokens
 
+_DRAIN_S = 2.0
+"""Longest wait for writes to lower tiers at the end."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Completion:
@@ -92,7 +95,8 @@ class OfflineEngine:
         return self._run(tokens, params, stop=stop, cache_salt=cache_salt, show=show)
 
     def close(self) -> None:
-        """Release the device. Safe to call twice."""
+        """End writes to lower tiers, within bounds, and release the device. Twice is safe."""
+        self.core.drain(_DRAIN_S)
         self.core.close()
 
     def _encode(self, prompt: Prompt) -> Tokens:

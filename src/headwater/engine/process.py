@@ -26,6 +26,9 @@ from headwater.types import RequestId
 
 log = logging.getLogger(__name__)
 
+_DRAIN_S = 2.0
+"""Longest wait for writes to lower tiers before the process ends."""
+
 
 class Core(Protocol):
     """What the loop turns; `EngineCore` is the real one."""
@@ -42,6 +45,7 @@ class Core(Protocol):
     def sleep_s(self) -> float | None: ...
     @property
     def completions(self) -> CompletionQueue: ...
+    def drain(self, within_s: float) -> None: ...
     def close(self) -> None: ...
 
 
@@ -64,6 +68,7 @@ def run_engine(build: Build, address: str) -> int:
         core, info = build(settings)
         socket.send(wire.encode(wire.Ready(info)))
         EngineLoop(core, socket).run()
+        core.drain(_DRAIN_S)
         core.close()
         return 0
     except HeadwaterError as exc:

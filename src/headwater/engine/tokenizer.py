@@ -14,7 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer as FastTokenizer
 
 from headwater.engine.template import ChatTemplate
-from headwater.errors import ModelError, RequestError
+from headwater.errors import ModelError, PromptTooLong, RequestError
 from headwater.types import Tokens
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -31,9 +31,21 @@ class Tokenizer:
         self._special = {name: text for name, text in named.items() if text is not None}
         self._template = ChatTemplate.find(folder, settings)
         self._bytes_of_char = _byte_alphabet()
+        self._longest = max((len(piece) for piece in self._fast.get_vocab()), default=1)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> Tokens:
-        """Token ids of `text`, as the int32 array that travels to the tree."""
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> Tokens:
+        """Token ids of `text`, as the int32 array that travels to the tree.
+
+        Raises PromptTooLong, without having looked, for a text that `max_tokens` of the
+        longest tokens there are could not hold.
+        """
+        if max_tokens is not None and len(text) > max_tokens * self._longest:
+            raise PromptTooLong(
+                f"the prompt has {len(text)} characters, and {max_tokens} tokens hold at most "
+                f"{max_tokens * self._longest}"
+            )
         ids = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
         return np.array(ids, dtype=np.int32)
 
@@ -89,12 +101,13 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         settings: Mapping[str, Any] | None = None,
+        max_tokens: int | None = None,
     ) -> Tokens:
         """Token ids of a conversation; the template writes its special tokens itself."""
         text = self.chat_text(
             messages, add_generation_prompt=add_generation_prompt, settings=settings
         )
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(text, add_special_tokens=False, max_tokens=max_tokens)
 
 
 def _load_fast(path: Path) -> FastTokenizer:

@@ -80,6 +80,11 @@ class Scheduler:
         return len(self._flights)
 
     @property
+    def num_copies(self) -> int:
+        """Transfers and lookups that were planned and have not ended."""
+        return self._loads.num_in_flight + self._demotions.num_in_flight
+
+    @property
     def has_work(self) -> bool:
         """Whether another turn of the loop would do something."""
         if self._flights or self._outputs or self._roster.num_running:
@@ -166,7 +171,7 @@ class Scheduler:
         if not is_settled:
             self._writes += self._demotions.plan(now)  # of those that gave way, before they go
         if not decodes and not chunks:
-            self._is_stalled = not roster.num_running and self._num_copies > 0
+            self._is_stalled = not roster.num_running and self.num_copies > 0
             return None
         return self._launch(decodes, chunks)
 
@@ -197,7 +202,7 @@ class Scheduler:
             found_tokens=dict(self._intake.found_tokens),
             misses=dict(self._intake.misses),
             load_choices=dict(self._loads.choices),
-            num_copies=self._num_copies,
+            num_copies=self.num_copies,
             generated_tokens=self._generated_tokens,
             finished=dict(self._finished),
             expected_output_tokens=self._growth.mean_tokens,
@@ -208,10 +213,6 @@ class Scheduler:
         """Raise InvariantError if the books do not balance. O(everything)."""
         audit(self._roster, self._flights, self._block_tokens)
         self._holdings.check([*self._roster.running(), *self._roster.departing])
-
-    @property
-    def _num_copies(self) -> int:
-        return self._loads.num_in_flight + self._demotions.num_in_flight
 
     def _length_end(self, request: Request) -> int:
         """The number of tokens at which `request` has reached its length."""

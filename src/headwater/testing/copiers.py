@@ -33,6 +33,8 @@ class EchoCopier:
         self.pending: dict[JobId, tuple[Transfer, Report]] = {}
         """Started and not finished, oldest first."""
         self.started: list[Transfer] = []
+        self.block_s = 0.0
+        """How long it says that a block took."""
         self.closed = False
 
     def start(self, transfer: Transfer, report: Report) -> None:
@@ -52,7 +54,8 @@ class EchoCopier:
         target[transfer.target_slots[:count]] = source[transfer.source_slots[:count]]
         target[transfer.target_slots[count:]] = _GARBAGE
         ending = Ending.DONE if count == total else Ending.PARTIAL if count else Ending.FAILED
-        report(Completion(job, ending, count, reason="" if count == total else "error"))
+        reason = "" if count == total else "error"
+        report(Completion(job, ending, count, busy_s=count * self.block_s, reason=reason))
 
     def scribble(self, job: JobId) -> None:
         """Write garbage to all targets of a job that is not finished, as a late executor may."""

@@ -1,0 +1,102 @@
+"""Host and storage tiers of a live server, as an operator and a client see them."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.e2e.live import LiveServer
+
+pytestmark = pytest.mark.slow
+
+ASK = {"max_tokens": 4, "ignore_eos": True, "return_token_ids": True, "cache_details": True}
+
+
+def make_prompt(number: int) -> str:
+    """Ten blocks of 64 tokens and some more, unlike any other number's."""
+    return f"prompt {number}: " + " ".join(str(number * n) for n in range(200))
+
+
+def ask(server: LiveServer, number: int) -> tuple[list[int], dict[str, Any]]:
+    """The tokens of an answer, and where its prompt's tokens came from."""
+    answer = server.complete(prompt=make_prompt(number), **ASK).json()
+    details = answer["usage"]["prompt_tokens_details"]
+    cache = details["cache"]
+    assert details["cached_tokens"] == sum(cache[t] for t in ("device", "host", "storage"))
+    return answer["choices"][0]["token_ids"], cache
+
+
+def until_written(server: LiveServer, link: str) -> dict[str, Any]:
+    """Ask until nothing is being written any more; what /cache says then."""
+    while True:
+        state: dict[str, Any] = server.get("/cache").json()
+        links = state["links"]
+        if link in links and not any(entry["in_flight"] for entry in links.values()):
+            return state
+
+
+def test_a_prompt_that_the_device_evicted_comes_back_from_the_host():
+    """Lessons 14, 64: the start says what fills the tier, the usage where the hit was."""
+    server = LiveServer("--swap-space", "0.25", blocks=24).wait_ready()
+    first, _ = ask(server, 1)
+    again, on_device = ask(server, 1)
+    until_written(server, "device_to_host")
+    for number in range(2, 5):
+        ask(server, number)
+
+    tokens, cache = ask(server, 1)
+    state = server.get("/cache").json()
+    scraped = server.get("/metrics").text
+    code = server.stop()
+
+    assert first == again == tokens
+    assert on_device["device"] > 0
+    assert cache["host"] > 0
+    assert cache["device"] == 0
+    assert state["tiers"]["host"]["cached"] > 0
+    assert state["ledger"]["found_tokens"]["host"] == cache["host"]
+    assert 'headwater:transfer_bytes_total{link="host_to_device"}' in scraped
+    assert 'headwater:tier_blocks{state="cached",tier="host"}' in scraped
+    assert any("is written to it when it is first found again" in line for line in server.said)
+    assert code == 0, server.errors
+
+
+def test_a_restarted_server_hits_on_its_first_request(tmp_path):
+    """The same directory, another process: the first request finds what the last one wrote."""
+    flags = (
+        *("--swap-space", "0.25", "--write-policy", "write_through"),
+        *("--kvcache-storage-backend", "file", "--kvcache-storage-config"),
+        json.dumps({"path": str(tmp_path), "capacity_bytes": "64MiB", "reserve_bytes": 0}),
+    )
+    server = LiveServer(*flags).wait_ready()
+    before, cold = ask(server, 1)
+    state = until_written(server, "host_to_storage")
+    assert server.stop() == 0, server.errors
+
+    restarted = LiveServer(*flags).wait_ready()
+    after, warm = ask(restarted, 1)
+    assert restarted.stop() == 0, restarted.errors
+
+    assert cold["storage"] == 0
+    assert state["storage"]["blocks_written"] > 0
+    assert before == after
+    assert warm["storage"] > 0
+    assert warm["miss_reason"] is None
+    assert any("storage file" in line for line in restarted.said)
+
+
+def test_a_server_whose_storage_is_dead_serves():
+    """Lesson 38: a store that refuses every connection costs hits; no request fails."""
+    server = LiveServer(
+        *("--swap-space", "0.25", "--write-policy", "write_through"),
+        *("--kvcache-storage-backend", "tests.e2e.dead:DeadStorage"),
+    ).wait_ready()
+
+    answers = [ask(server, number) for number in (1, 2, 1)]
+    failures = server.get("/cache").json()["links"]["lookup"]["failures"]
+    code = server.stop()
+
+    assert answers[0][0] == answers[2][0]
+    assert answers[2][1]["device"] > 0
+    assert failures
+    assert code == 0, server.errors

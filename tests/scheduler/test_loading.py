@@ -1,0 +1,211 @@
+"""Who waits for a load, for how long, and what the ledger says of it."""
+
+from typing import Any
+
+import pytest
+
+from headwater.cache import Lookup, Promotion
+from headwater.errors import ConfigError
+from headwater.scheduler.config import SchedulerConfig
+from headwater.types import WritePolicy
+from tests.scheduler.rig import Rig, expected_tokens, make_prompt, make_request, make_storage
+
+PROMPT = make_prompt(33)
+"""Eight full blocks, and the token that is always computed."""
+
+
+def make_rig(**options: Any) -> Rig:
+    """The host has the blocks of PROMPT, the device has not."""
+    whole: dict[str, Any] = {"num_blocks": 17, "host_blocks": 64}
+    rig = Rig(**(whole | options))
+    for number in range(2):
+        rig.run(make_request(f"warm{number}", PROMPT, max_tokens=1))
+    for family in range(5, 9):
+        rig.run(make_request(f"crowd{family}", make_prompt(60, family=family), max_tokens=1))
+    return rig
+
+
+def make_stored(**options: Any) -> Rig:
+    """Storage has the blocks of PROMPT, nothing else has."""
+    whole: dict[str, Any] = {"num_blocks": 17, "host_blocks": 64, "stored": make_storage()}
+    whole |= {"write_policy": WritePolicy.WRITE_THROUGH}
+    Rig(**whole).run(make_request("before", PROMPT, max_tokens=1))
+    return Rig(**(whole | options))
+
+
+def make_measured(*, token_s: float, block_s: float, **options: Any) -> Rig:
+    """The same, and the loop has seen how long prompts and copies take."""
+    rig = make_rig(**options)
+    rig.runner.token_s, rig.copier.block_s = token_s, block_s
+    rig.run(make_request("probe", PROMPT, max_tokens=1))
+    assert rig.usages["probe"].by_tier["host"] == 32
+    for family in range(9, 13):
+        rig.run(make_request(f"crowd{family}", make_prompt(60, family=family), max_tokens=1))
+    rig.copier.started.clear()
+    return rig
+
+
+def test_cheaper_to_compute_is_computed_and_said():
+    """Lessons 45, 63: nothing is copied, and the usage says `recompute_cheaper` with prices."""
+    rig = make_measured(token_s=1e-6, block_s=1.0)
+
+    rig.run(make_request("a", PROMPT, max_tokens=1))
+
+    usage = rig.usages["a"]
+    assert (usage.cached_tokens, usage.miss_reason) == (0, "recompute_cheaper")
+    assert usage.load is not None
+    assert 0 < (usage.load.recompute_s or 0) < 1e-3
+    assert usage.load.load_s == pytest.approx(8.0)
+    assert not any(isinstance(plan, Promotion) for plan in rig.copier.started)
+    assert rig.core.stats().load_choices == {"unmeasured": 1, "recompute_cheaper": 1}
+    assert rig.core.stats().misses["recompute_cheaper"] == 1
+
+
+def test_a_split_loads_the_head_and_computes_the_tail():
+    """Only what arrives in time is loaded; the rest is computed over it."""
+    rig = make_measured(token_s=0.05, block_s=0.1, settings={"load_timeout_s": 0.301})
+
+    rig.run(make_request("a", PROMPT, max_tokens=1))
+
+    usage = rig.usages["a"]
+    assert usage.load is not None
+    assert (usage.load.choice, usage.load.num_blocks) == ("split", 3)
+    assert usage.by_tier["host"] == 12
+    assert usage.computed == 21
+    assert rig.outputs["a"] == expected_tokens(make_request("x", PROMPT, max_tokens=1))
+
+
+def test_wait_loads_whatever_it_costs():
+    """The override: no price, and no end but the transfers' own."""
+    settings = {"load_policy": "wait", "load_timeout_s": 0.0}
+    rig = make_measured(token_s=1e-6, block_s=1.0, settings=settings)
+    rig.copier.held = True
+    rig.add(make_request("a", PROMPT, max_tokens=1))
+    rig.step()
+    rig.clock.advance(20.0)
+    rig.step()
+    assert "a" not in rig.usages
+    rig.copier.finish(next(iter(rig.copier.pending)))
+
+    rig.run()
+
+    assert rig.usages["a"].by_tier["host"] == 32
+    assert rig.usages["a"].load.choice == "policy_wait"  # type: ignore[union-attr]  # it loaded
+
+
+def test_deadline_loads_and_gives_up():
+    """The override: whatever the price, but not longer than this."""
+    settings = {"load_policy": "deadline", "load_timeout_s": 0.5}
+    rig = make_measured(token_s=1e-6, block_s=1.0, settings=settings)
+    rig.copier.held = True
+    rig.add(make_request("a", PROMPT, max_tokens=1))
+    rig.step()
+    assert rig.core.sleep_s() == pytest.approx(0.49, abs=0.02)
+
+    rig.run_until("a")
+
+    assert rig.usages["a"].miss_reason == "timeout"
+    assert rig.usages["a"].load.waited_s == pytest.approx(0.5, abs=0.05)  # type: ignore[union-attr]
+
+
+def test_best_effort_never_waits_for_storage():
+    """A first request computes; what was fetched meanwhile serves the next."""
+    rig = make_stored(settings={"load_policy": "best_effort"})
+
+    rig.run(make_request("a", PROMPT, max_tokens=1))
+
+    assert rig.usages["a"].load.waited_s <= 0.02  # type: ignore[union-attr]  # storage was asked
+    assert rig.usages["a"].cached_tokens == 0
+    rig.cache.reset()
+    rig.run(make_request("b", PROMPT, max_tokens=1))
+    assert rig.outputs["a"] == rig.outputs["b"]
+
+
+def test_storage_is_asked_while_the_request_queues():
+    """The answer and the bytes come to the host before there is room on the device."""
+    rig = make_stored(settings={"max_num_seqs": 1})
+    rig.add(make_request("busy", make_prompt(9, family=3), max_tokens=10))
+    rig.step()
+    rig.add(make_request("waits", PROMPT, max_tokens=1))
+    for _ in range(5):
+        rig.step()
+
+    assert "busy" not in rig.reasons
+    assert rig.cache.stats().host.cached >= 8
+    rig.run()
+    assert rig.usages["waits"].by_tier["storage"] == 32
+
+
+def test_what_memory_has_is_not_asked_for():
+    """Lesson 25: a full hit costs storage nothing."""
+    rig = make_stored()
+    rig.run(make_request("a", PROMPT, max_tokens=1))
+    asked = len(rig.workers.started)
+
+    rig.run(make_request("b", PROMPT, max_tokens=1))
+
+    assert rig.usages["b"].cached_tokens == 32
+    assert len(rig.workers.started) == asked
+
+
+def test_too_short_a_prompt_asks_nobody():
+    """Lesson 65: less than a block can never be found."""
+    rig = make_stored()
+
+    rig.run(make_request("a", PROMPT[:4], max_tokens=1))
+
+    assert not any(isinstance(plan, Lookup) for plan in rig.workers.started)
+    assert rig.usages["a"].miss_reason == "too_short"
+
+
+def test_a_load_takes_device_slots_only_for_whoever_fits():
+    """Lessons 31, 36: a blocked head neither loads nor evicts what runs."""
+    rig = make_rig()
+    rig.add(make_request("long", make_prompt(40, family=2), max_tokens=20))
+    rig.step()
+    started = len(rig.copier.started)
+    rig.add(make_request("blocked", PROMPT, max_tokens=1))
+    rig.step()
+
+    ups = [plan for plan in rig.copier.started[started:] if isinstance(plan, Promotion)]
+    assert ups == []
+    rig.run()
+    assert rig.outputs["blocked"] == expected_tokens(make_request("x", PROMPT, max_tokens=1))
+
+
+def test_resumed_sequences_may_load_and_are_counted_once():
+    """Lessons 37, 62: coming back from the host is a hit, and no second query."""
+    rig = Rig(num_blocks=20, host_blocks=100)
+    requests = [
+        make_request(f"r{n}", make_prompt(8, family=n), max_tokens=40) for n in range(4)
+    ]
+
+    rig.run(*requests)
+
+    stats = rig.scheduler.stats()
+    assert stats.num_preemptions > 0
+    assert stats.num_admitted == 4
+    assert any(isinstance(plan, Promotion) for plan in rig.copier.started)
+    for request in requests:
+        assert rig.outputs[request.request_id] == expected_tokens(request)
+
+
+def test_writes_in_flight_leave_room_for_sequences():
+    """Lesson 25: at most a share of the device is pinned by writes, whatever is wanted."""
+    rig = Rig(num_blocks=16, host_blocks=64, write_policy=WritePolicy.WRITE_THROUGH, held=True)
+    rig.add(make_request("a", make_prompt(50), max_tokens=4))
+
+    for _ in range(4):
+        rig.step()
+
+    assert 0 < sum(plan.num_blocks for plan, _ in rig.copier.pending.values()) <= 4
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"load_policy": "sometimes"}, {"load_timeout_s": -1.0}, {"max_write_blocks": 0}],
+)
+def test_impossible_settings_are_refused(settings):
+    """Before anything runs."""
+    with pytest.raises(ConfigError):
+        SchedulerConfig(max_model_len=100, **settings)

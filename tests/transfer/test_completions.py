@@ -1,0 +1,95 @@
+"""The one completion queue: nothing is lost, nothing is polled, a sleeping loop is woken."""
+
+import select
+import threading
+
+from headwater.cache import Ending
+from headwater.transfer.completions import Completion, CompletionQueue
+from headwater.types import JobId
+
+
+def make_completion(number: int) -> Completion:
+    return Completion(JobId(number), Ending.DONE, 1)
+
+
+def test_completions_come_out_in_order_and_once():
+    """Lesson 18: a take that finds nothing returns nothing, at once."""
+    queue = CompletionQueue()
+    assert queue.take() == []
+
+    queue.put(make_completion(1))
+    queue.put(make_completion(2))
+
+    assert queue.has_any
+    assert [completion.job for completion in queue.take()] == [1, 2]
+    assert queue.take() == []
+
+
+def test_a_sleeping_loop_is_woken_by_another_thread():
+    """Lesson 15: it sleeps in the system, on a descriptor, not in a loop."""
+    queue = CompletionQueue()
+    queue.fileno()
+    thread = threading.Thread(target=queue.put, args=(make_completion(7),))
+
+    thread.start()
+    queue.wait(None)
+    thread.join()
+
+    assert [completion.job for completion in queue.take()] == [7]
+
+
+def test_no_wake_up_is_lost():
+    """A thousand completions from four threads, and a loop that sleeps whenever it can."""
+    queue = CompletionQueue()
+    queue.fileno()
+
+    def put(start):
+        for number in range(start, start + 250):
+            queue.put(make_completion(number))
+
+    threads = [threading.Thread(target=put, args=(250 * n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    taken: list[int] = []
+    while len(taken) < 1000:
+        queue.wait(None)
+        taken += [completion.job for completion in queue.take()]
+    for thread in threads:
+        thread.join()
+
+    assert sorted(taken) == list(range(1000))
+
+
+def test_what_came_before_anybody_slept_wakes_too():
+    """The descriptor is made when it is first wanted, and is readable if it should be."""
+    queue = CompletionQueue()
+    queue.put(make_completion(1))
+    poller = select.poll()
+    poller.register(queue.fileno(), select.POLLIN)
+
+    assert poller.poll(0)
+    queue.clear()
+    assert not poller.poll(0)
+    assert queue.has_any
+    queue.clear()
+
+
+def test_a_wait_ends_by_itself():
+    """A deadline ends it, however late the copy."""
+    queue = CompletionQueue()
+
+    queue.wait(0.001)
+
+    assert queue.take() == []
+
+
+def test_a_late_completion_after_the_end_does_no_harm():
+    """Closing twice is safe; a thread that reports later is not hurt."""
+    queue = CompletionQueue()
+    queue.fileno()
+
+    queue.close()
+    queue.close()
+    queue.put(make_completion(1))
+
+    assert queue.has_any

@@ -1,0 +1,54 @@
+"""Link speeds: what was measured is what is told."""
+
+import pytest
+
+from headwater.transfer.meter import LinkMeter
+
+
+def test_a_line_is_found():
+    """Latency and seconds a block, from jobs of different sizes."""
+    meter = LinkMeter()
+    for num_blocks in (1, 4, 9, 2, 30):
+        meter.observe(num_blocks, 0.01 + 0.002 * num_blocks, now=1.0)
+
+    rate = meter.rate(now=2.0)
+
+    assert rate is not None
+    assert rate == pytest.approx((0.01, 0.002))
+
+
+def test_jobs_of_one_size_give_a_mean():
+    """Nothing tells latency and speed apart then."""
+    meter = LinkMeter()
+    meter.observe(4, 0.2, now=0.0)
+    meter.observe(4, 0.4, now=0.0)
+
+    rate = meter.rate(now=0.0)
+
+    assert rate is not None
+    assert rate.latency_s == 0.0
+    assert rate.block_s == pytest.approx(0.075, rel=0.1)
+
+
+def test_nonsense_becomes_a_mean():
+    """Longer jobs that were faster do not make a negative price."""
+    meter = LinkMeter()
+    meter.observe(10, 0.1, now=0.0)
+    meter.observe(1, 1.0, now=0.0)
+
+    rate = meter.rate(now=0.0)
+
+    assert rate is not None
+    assert rate.latency_s == 0.0
+    assert rate.block_s > 0
+
+
+def test_an_old_measurement_is_forgotten():
+    """A link that was slow once is tried again."""
+    meter = LinkMeter()
+    assert meter.rate(now=0.0) is None
+
+    meter.observe(1, 100.0, now=0.0)
+
+    assert meter.rate(now=59.0) is not None
+    assert meter.rate(now=61.0) is None

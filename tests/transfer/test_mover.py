@@ -1,0 +1,227 @@
+"""Jobs: a deadline each, one outcome each, and quiet after a time-out."""
+
+import numpy as np
+import pytest
+
+from headwater.cache import Demotion, Ending, KeyScheme, Lookup, Outcome, Promotion, TokenPath
+from headwater.clock import VirtualClock
+from headwater.errors import ConfigError, InvariantError
+from headwater.storage.codec import BlockFormat
+from headwater.storage.memory import MemoryConfig, MemoryStorage
+from headwater.testing.copiers import EchoCopier, HeldWorkers
+from headwater.testing.runners import EchoRunner
+from headwater.transfer.completions import Completion
+from headwater.transfer.mover import Mover, TransferConfig
+from headwater.transfer.slab import HostSlab
+from headwater.types import EMPTY, BlockKey, JobId, Tier
+
+SCHEME = KeyScheme(block_tokens=4)
+
+
+def make_promotion(job: int, slots=(0, 1)) -> Promotion:
+    return Promotion(
+        job=JobId(job),
+        source=Tier.HOST,
+        target=Tier.DEVICE,
+        source_slots=np.array(slots),
+        target_slots=np.array(slots),
+    )
+
+
+def make_write(job: int) -> Demotion:
+    return Demotion(
+        job=JobId(job),
+        source=Tier.HOST,
+        target=Tier.STORAGE,
+        source_slots=np.array([0]),
+        target_slots=EMPTY,
+        keys=(BlockKey(bytes([job]) * 32),),
+        parent=BlockKey(bytes(32)),
+    )
+
+
+def make_lookup(job: int) -> Lookup:
+    return Lookup(job=JobId(job), path=TokenPath([1, 2, 3, 4] * 2), num_blocks=2, scheme=SCHEME)
+
+
+class Rig:
+    """A mover whose executors wait to be told."""
+
+    def __init__(self) -> None:
+        runner = EchoRunner(num_blocks=8, block_tokens=4)
+        slab = HostSlab(8, 32)
+        self.clock = VirtualClock()
+        form = BlockFormat(fingerprint=bytes(32), block_bytes=32)
+        self.storage = MemoryStorage(MemoryConfig(), form)
+        self.copier = EchoCopier(runner, slab, held=True)
+        self.workers = HeldWorkers(self.storage, slab, self.clock, held=True)
+        config = TransferConfig(copy_timeout_s=1.0, lookup_timeout_s=0.5, write_timeout_s=2.0)
+        self.mover = Mover(self.copier, self.workers, config)
+
+    def start(self, *plans) -> None:
+        self.mover.start(plans, now=self.clock.now())
+
+    def take(self) -> list[tuple[int, Ending]]:
+        return [(o.job, o.ending) for o in self.mover.take(now=self.clock.now())]
+
+
+def test_each_job_has_one_outcome():
+    """Lesson 20: started is not done; done is told once, and counted once."""
+    rig = Rig()
+    rig.start(make_promotion(1), make_promotion(2))
+    assert rig.take() == []
+    assert rig.mover.num_in_flight == 2
+
+    rig.copier.finish(JobId(2))
+    assert rig.mover.has_news(0.0)
+    assert rig.take() == [(2, Ending.DONE)]
+    assert rig.take() == []
+    rig.copier.finish(JobId(1))
+    assert rig.take() == [(1, Ending.DONE)]
+
+    totals = rig.mover.links["host_to_device"]
+    assert (totals.num_jobs, totals.num_blocks, totals.in_flight) == (2, 4, 0)
+    assert rig.mover.wake_s is None
+
+
+def test_a_deadline_then_quiet():
+    """Lesson 50: after TIMED_OUT the job's slots wait for QUIET, whatever it says by then."""
+    rig = Rig()
+    rig.start(make_promotion(1))
+    assert [rig.mover.wake_s] == [1.0]
+    rig.clock.advance(0.9)
+    assert not rig.mover.has_news(rig.clock.now())
+    rig.clock.advance(0.1)
+
+    assert rig.mover.has_news(rig.clock.now())
+    assert rig.take() == [(1, Ending.TIMED_OUT)]
+    assert rig.take() == []
+    assert rig.mover.wake_s is None
+    rig.copier.finish(JobId(1))
+    assert rig.take() == [(1, Ending.QUIET)]
+    assert rig.mover.links["host_to_device"].failures == {"timeout": 1}
+
+
+def test_a_task_that_no_thread_began_is_quiet_at_once():
+    """Lesson 17: nobody waits for a worker that will not answer, and it never begins."""
+    rig = Rig()
+    rig.start(make_write(1))
+    rig.clock.advance(2.0)
+
+    assert rig.take() == [(1, Ending.TIMED_OUT), (1, Ending.QUIET)]
+    rig.workers.work_off()
+
+    assert rig.take() == []
+    assert rig.storage.stats().num_blocks == 0
+
+
+def test_a_begun_write_is_quiet_when_it_returns():
+    """Its source stays pinned until then, or another block would be stored under its key."""
+    rig = Rig()
+    rig.start(make_write(1))
+    (task,) = rig.workers.tasks
+    assert task.claim()
+    rig.clock.advance(2.0)
+    assert rig.take() == [(1, Ending.TIMED_OUT)]
+
+    rig.workers.run(task)
+
+    assert rig.take() == [(1, Ending.QUIET)]
+
+
+def test_a_lookup_is_answered_or_given_up():
+    """It holds nothing, so a late answer is nobody's."""
+    rig = Rig()
+    first, late = make_lookup(1), make_lookup(2)
+    keys = first.keys()
+    rig.storage.write(
+        keys[:1], [memoryview(bytes(32))], parents=[BlockKey(bytes(32))], timeout_s=1
+    )
+    rig.start(first)
+    rig.workers.work_off()
+    assert rig.mover.take(now=0.0) == [Outcome(job=JobId(1), ending=Ending.DONE, num_blocks=1)]
+
+    rig.start(late)
+    (task,) = rig.workers.tasks
+    assert task.claim()
+    rig.clock.advance(0.5)
+    assert rig.take() == [(2, Ending.TIMED_OUT)]
+    rig.workers.run(task)
+
+    assert rig.take() == []
+    assert rig.mover.num_in_flight == 0
+
+
+def test_one_failed_job_does_not_poison_the_next():
+    """Lesson 24."""
+    rig = Rig()
+    rig.start(make_promotion(1), make_promotion(2))
+
+    rig.copier.finish(JobId(1), num_blocks=0)
+    rig.copier.finish(JobId(2))
+
+    assert rig.take() == [(1, Ending.FAILED), (2, Ending.DONE)]
+    assert rig.mover.links["host_to_device"].failures == {"error": 1}
+
+
+def test_a_completion_of_nothing_is_ignored():
+    """Lesson 17: late and duplicate completions change nothing."""
+    rig = Rig()
+    rig.start(make_promotion(1))
+    rig.copier.finish(JobId(1))
+
+    rig.mover.completions.put(Completion(JobId(1), Ending.DONE, 2))
+    rig.mover.completions.put(Completion(JobId(99), Ending.FAILED))
+
+    assert rig.take() == [(1, Ending.DONE)]
+
+
+def test_an_executor_may_time_out_by_itself():
+    """A backend that gave up waiting says so before it is quiet; told once."""
+    rig = Rig()
+    rig.start(make_promotion(1))
+    rig.mover.completions.put(Completion(JobId(1), Ending.TIMED_OUT))
+    rig.mover.completions.put(Completion(JobId(1), Ending.TIMED_OUT))
+
+    assert rig.take() == [(1, Ending.TIMED_OUT)]
+    rig.clock.advance(5.0)
+    assert rig.take() == []
+    rig.copier.finish(JobId(1))
+    assert rig.take() == [(1, Ending.QUIET)]
+
+
+def test_without_tiers_no_plan_may_need_them():
+    """A plan that nobody can carry out is our mistake, found at once."""
+    with pytest.raises(InvariantError, match="host tier"):
+        Mover().start([make_promotion(1)], now=0.0)
+    with pytest.raises(InvariantError, match="storage"):
+        Mover().start([make_write(1)], now=0.0)
+
+
+def test_a_rate_comes_from_jobs_that_ended_well():
+    """What failed says nothing about speed."""
+    rig = Rig()
+    rig.start(make_promotion(1))
+    report = rig.copier.pending.pop(JobId(1))[1]
+    report(Completion(JobId(1), Ending.DONE, 2, busy_s=0.5))
+    rig.take()
+
+    assert rig.mover.rate("host_to_device", now=0.0) == (0.0, 0.25)
+    assert rig.mover.rate("storage_to_host", now=0.0) is None
+
+
+def test_closing_twice_is_safe():
+    """Nothing is waited for."""
+    rig = Rig()
+    rig.start(make_promotion(1))
+
+    rig.mover.close()
+    rig.mover.close()
+
+    assert rig.copier.closed
+
+
+def test_a_timeout_of_nothing_is_refused():
+    """Every wait has an end, and a beginning."""
+    with pytest.raises(ConfigError, match="read_timeout_s"):
+        TransferConfig(read_timeout_s=0)

@@ -1,0 +1,189 @@
+"""Storage threads: calls that block, hang, lie or break hold up nobody."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from headwater.cache import Demotion, Ending, Promotion
+from headwater.clock import SystemClock
+from headwater.errors import StorageError, StorageTimeout
+from headwater.storage.base import BlockWrite
+from headwater.storage.codec import BlockFormat
+from headwater.storage.memory import MemoryConfig, MemoryStorage
+from headwater.transfer.mover import Mover, TransferConfig
+from headwater.transfer.slab import HostSlab
+from headwater.transfer.workers import StorageWorkers
+from headwater.types import EMPTY, BlockKey, JobId, Tier
+
+FORM = BlockFormat(fingerprint=bytes(32), block_bytes=64)
+ROOT = BlockKey(bytes(32))
+
+
+def make_keys(count: int) -> tuple[BlockKey, ...]:
+    return tuple(BlockKey(bytes([n + 1]) * 32) for n in range(count))
+
+
+def make_read(job: int, slots: list[int]) -> Promotion:
+    return Promotion(
+        job=JobId(job),
+        source=Tier.STORAGE,
+        target=Tier.HOST,
+        source_slots=EMPTY,
+        target_slots=np.array(slots),
+        keys=make_keys(len(slots)),
+    )
+
+
+def make_write(job: int, slots: list[int]) -> Demotion:
+    return Demotion(
+        job=JobId(job),
+        source=Tier.HOST,
+        target=Tier.STORAGE,
+        source_slots=np.array(slots),
+        target_slots=EMPTY,
+        keys=make_keys(len(slots)),
+        parent=ROOT,
+    )
+
+
+class Blocking(MemoryStorage):
+    """Writes wait for a gate; what a call is to do instead can be set."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryConfig(), FORM)
+        self.gate = threading.Event()
+        self.begun = threading.Event()
+        self.error: Exception | None = None
+        self.results: list[BlockWrite] | None = None
+
+    def write(self, keys, blocks, *, parents, timeout_s):
+        self.begun.set()
+        self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        if self.results is not None:
+            return self.results
+        return super().write(keys, blocks, parents=parents, timeout_s=timeout_s)
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.storage = Blocking()
+        self.slab = HostSlab(8, 64)
+        self.workers = StorageWorkers(self.storage, self.slab, SystemClock())
+        self.mover = Mover(None, self.workers, TransferConfig())
+
+    def outcomes(self, count: int) -> dict[int, tuple[Ending, int]]:
+        """The next `count` outcomes, slept for in the system."""
+        found: dict[int, tuple[Ending, int]] = {}
+        while len(found) < count:
+            self.mover.completions.wait(10)
+            for outcome in self.mover.take(now=0.0):
+                found[outcome.job] = outcome.ending, outcome.num_blocks
+        return found
+
+
+@pytest.fixture
+def rig():
+    rig = Rig()
+    yield rig
+    rig.storage.gate.set()
+    rig.mover.close()
+
+
+def test_blocks_go_there_and_come_back(rig):
+    """Straight from one slot into another, nothing repacked; twice moves nothing (lesson 40)."""
+    rig.storage.gate.set()
+    for slot in range(3):
+        rig.slab.rows[slot] = slot + 1
+    rig.mover.start([make_write(1, [0, 1, 2])], now=0.0)
+    assert rig.outcomes(1) == {1: (Ending.DONE, 3)}
+    rig.mover.start([make_write(2, [0, 1, 2])], now=0.0)
+    assert rig.outcomes(1) == {2: (Ending.DONE, 3)}
+
+    rig.mover.start([make_read(3, [5, 6, 7])], now=0.0)
+
+    assert rig.outcomes(1) == {3: (Ending.DONE, 3)}
+    assert [set(rig.slab.rows[slot].tolist()) for slot in (5, 6, 7)] == [{1}, {2}, {3}]
+    assert rig.storage.stats().blocks_written == 3
+
+
+def test_a_write_that_blocks_delays_no_read(rig):
+    """Lesson 13: the loop goes on, and so do the other kinds of calls."""
+    rig.mover.start([make_write(n, [0]) for n in range(10)], now=0.0)
+    rig.storage.begun.wait()
+
+    rig.mover.start([make_read(20, [1])], now=0.0)
+
+    assert rig.outcomes(1) == {20: (Ending.ABSENT, 0)}
+    rig.storage.gate.set()
+    assert all(ending is Ending.DONE for ending, _ in rig.outcomes(10).values())
+
+
+def test_a_damaged_block_shortens_the_hit(rig):
+    """Lesson 44: the leading whole blocks count, and what is wrong is named."""
+    rig.storage.gate.set()
+    rig.mover.start([make_write(1, [0, 1, 2])], now=0.0)
+    rig.outcomes(1)
+    key = make_keys(3)[1]
+    rig.storage.values[key] = rig.storage.values[key][:-1] + b"?"
+
+    rig.mover.start([make_read(2, [5, 6, 7])], now=0.0)
+
+    assert rig.outcomes(1) == {2: (Ending.DAMAGED, 1)}
+    assert rig.mover.links["storage_to_host"].failures == {"damaged": 1}
+
+
+def test_a_refused_write_counts_what_was_stored(rig):
+    """Lesson 43: a full store is a shorter write, not an error."""
+    rig.storage.gate.set()
+    rig.storage.results = [BlockWrite.WRITTEN, BlockWrite.PRESENT, BlockWrite.REFUSED]
+
+    rig.mover.start([make_write(1, [0, 1, 2])], now=0.0)
+
+    assert rig.outcomes(1) == {1: (Ending.PARTIAL, 2)}
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(StorageError("gone"), "error"), (StorageTimeout("late"), "timeout"), (KeyError(), "bug")],
+)
+def test_whatever_a_backend_raises_ends_one_job(rig, error, reason):
+    """Lesson 24: counted by its reason; the thread lives on and takes the next."""
+    rig.storage.gate.set()
+    rig.storage.error = error
+    rig.mover.start([make_write(1, [0])], now=0.0)
+    assert rig.outcomes(1) == {1: (Ending.FAILED, 0)}
+    assert rig.mover.links["host_to_storage"].failures == {reason: 1}
+
+    rig.storage.error = None
+    rig.mover.start([make_write(2, [0])], now=0.0)
+
+    assert rig.outcomes(1) == {2: (Ending.DONE, 1)}
+
+
+def test_a_backend_that_is_not_quiet_keeps_the_slots(rig):
+    """Lesson 50: TIMED_OUT first; QUIET only when nothing of it can touch the slots any more."""
+    quiet = threading.Event()
+    rig.storage.gate.set()
+    rig.storage.error = StorageTimeout("late", quiet=quiet)
+
+    rig.mover.start([make_write(1, [0])], now=0.0)
+
+    assert rig.outcomes(1) == {1: (Ending.TIMED_OUT, 0)}
+    assert rig.mover.num_in_flight == 1
+    quiet.set()
+    assert rig.outcomes(1) == {1: (Ending.QUIET, 0)}
+
+
+def test_threads_never_keep_a_process_from_ending(rig):
+    """Lesson 17: they are daemons, and closing waits for none of them."""
+    rig.mover.start([make_write(1, [0])], now=0.0)
+    rig.storage.begun.wait()
+
+    rig.mover.close()
+
+    storage_threads = [t for t in threading.enumerate() if t.name.startswith("storage-")]
+    assert storage_threads
+    assert all(thread.daemon for thread in storage_threads)
