@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from headwater.engine.tokenizer import Tokenizer
-from headwater.errors import ModelError, RequestError
+from headwater.errors import ModelError, PromptTooLong, RequestError
 from headwater.testing.engines import make_tokenizer_folder
 
 
@@ -24,6 +24,21 @@ def test_encode_gives_int32_and_decode_undoes_it(tokenizer):
 
     assert tokens.dtype == np.int32
     assert tokenizer.decode(tokens.tolist()) == text
+
+
+def test_a_text_that_cannot_fit_is_not_looked_at(tokenizer):
+    """Lesson 68: refused by its length alone, where not even the longest tokens could hold it."""
+    longest = max(map(len, ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>")))
+
+    assert len(tokenizer.encode("a" * 2 * longest, max_tokens=2)) == 2 * longest
+    for encode in (
+        tokenizer.encode,
+        lambda text, **limit: tokenizer.encode_chat(
+            [{"role": "user", "content": text}], **limit
+        ),
+    ):
+        with pytest.raises(PromptTooLong, match="characters"):
+            encode("a" * (2 * longest + 1), max_tokens=2)
 
 
 def test_special_tokens_are_skipped_unless_wanted(tokenizer):

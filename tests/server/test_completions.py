@@ -1,6 +1,7 @@
 """POST /v1/completions over an echo engine."""
 
 import asyncio
+import threading
 
 import pytest
 
@@ -321,6 +322,38 @@ def test_too_long_a_request_is_a_400_with_openais_code(fields):
 
     async def scenario(rig):
         assert error(await rig.complete(**fields), 400)["code"] == "context_length_exceeded"
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+def test_a_text_that_cannot_fit_is_refused_unread(path):
+    """Lesson 68: megabytes of text are not tokenised to find out that they are too long."""
+
+    async def scenario(rig):
+        text = "long " * 200_000
+        messages = [{"role": "user", "content": text}]
+        body = {"messages": messages} if "chat" in path else {"prompt": text}
+        detail = error(await rig.post(path, body), 400)
+        assert detail["code"] == "context_length_exceeded"
+        assert "characters" in detail["message"]
+
+    run(scenario)
+
+
+def test_a_short_prompt_does_not_wait_for_long_ones():
+    """Lesson 68: a client with long texts cannot keep the others from being tokenised."""
+
+    async def scenario(rig):
+        block = threading.Event()
+        long = [
+            asyncio.create_task(rig.service.in_thread(block.wait, size=1 << 20))
+            for _ in range(8)
+        ]
+        assert (await rig.complete()).status_code == 200
+        assert (await rig.chat()).status_code == 200
+        block.set()
+        await asyncio.gather(*long)
 
     run(scenario)
 

@@ -19,7 +19,7 @@ from headwater.server.errors import Refused
 from headwater.server.generation import Delta, Generation, Job
 from headwater.server.jobs import job_of
 from headwater.server.logprobs import chat_logprobs
-from headwater.server.messages import plain_messages
+from headwater.server.messages import num_characters, plain_messages
 from headwater.server.params import num_logprobs
 from headwater.server.reply import JsonReply, Reply
 from headwater.server.schema import ChatRequest
@@ -72,9 +72,10 @@ async def _prompt_tokens(service: Service, body: ChatRequest) -> Tokens:
             messages,
             add_generation_prompt=body.add_generation_prompt is not False,
             settings=body.chat_template_kwargs,
+            max_tokens=service.engine.info.max_model_len,
         )
 
-    return await service.in_thread(encode)
+    return await service.in_thread(encode, size=num_characters(messages))
 
 
 class _Chat:

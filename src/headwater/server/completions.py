@@ -59,16 +59,19 @@ async def _prompt_tokens(service: Service, body: CompletionRequest) -> list[Toke
             param="prompt",
         )
     add_special_tokens = body.add_special_tokens is not False
+    max_tokens = service.engine.info.max_model_len
 
     def encode() -> list[Tokens]:
         return [
-            service.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+            service.tokenizer.encode(
+                prompt, add_special_tokens=add_special_tokens, max_tokens=max_tokens
+            )
             if isinstance(prompt, str)
             else np.array(prompt, dtype=np.int32)
             for prompt in prompts
         ]
 
-    return await service.in_thread(encode)
+    return await service.in_thread(encode, size=sum(len(prompt) for prompt in prompts))
 
 
 def _prompts(body: CompletionRequest) -> list[str | list[int]]:

@@ -12,6 +12,11 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [_plain(message) for message in messages]
 
 
+def num_characters(messages: Sequence[dict[str, Any]]) -> int:
+    """How long a conversation is, before a template adds to it."""
+    return sum(len(message["content"]) for message in messages)
+
+
 def _plain(message: Message) -> dict[str, Any]:
     if message.tool_calls not in (None, []):
         raise Refused("'tool_calls' in a message is not supported", param="messages")

@@ -18,6 +18,9 @@ T = TypeVar("T")
 
 _TOKENIZER_THREADS = 2
 
+_SHORT = 1 << 16
+"""Characters up to which a text is short: milliseconds of work, never behind seconds of it."""
+
 
 class Service:
     """Owns nothing of the engine; `close` ends the tokenizer's threads."""
@@ -42,7 +45,8 @@ class Service:
         """Seconds since 1970 when serving began."""
         self.recorder = Recorder()
         self.live = LiveRequests(engine.info.max_num_seqs + config.limits.max_queued)
-        self._threads = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+        self._short = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="text")
+        self._long = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="long-text")
         self._start_s = clock.now()
 
     @property
@@ -63,10 +67,15 @@ class Service:
                 code="model_not_found",
             )
 
-    async def in_thread(self, work: Callable[[], T]) -> T:
-        """Run tokenizer work off the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    async def in_thread(self, work: Callable[[], T], *, size: int) -> T:
+        """Run tokenizer work on `size` characters or tokens off the event loop.
+
+        Long texts wait for one another; a short one never waits for a long one.
+        """
+        threads = self._short if size <= _SHORT else self._long
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     def close(self) -> None:
         """End the threads. Safe to call twice."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._short, self._long):
+            threads.shutdown(wait=False, cancel_futures=True)

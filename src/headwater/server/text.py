@@ -1,12 +1,15 @@
 """POST /tokenize and /detokenize: the tokenizer alone, without the engine."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from starlette.requests import Request
 from starlette.responses import Response
 
 from headwater.server.answers import DetokenizeAnswer, TokenizeAnswer
 from headwater.server.body import read_body
 from headwater.server.errors import Refused
-from headwater.server.messages import plain_messages
+from headwater.server.messages import num_characters, plain_messages
 from headwater.server.reply import JsonReply
 from headwater.server.schema import DetokenizeRequest, TokenizeRequest
 from headwater.server.service import Service
@@ -20,7 +23,12 @@ async def tokenize(request: Request) -> Response:
         request, TokenizeRequest, max_bytes=service.config.limits.max_body_bytes
     )
     service.check_model(body.model)
-    tokens = (await service.in_thread(lambda: _encode(service, body))).tolist()
+    if (body.prompt is None) == (body.messages is None):
+        raise Refused("give either prompt or messages", param="prompt")
+    messages = plain_messages(body.messages or [])
+    size = len(body.prompt or "") + num_characters(messages)
+    encoded = await service.in_thread(lambda: _encode(service, body, messages), size=size)
+    tokens = encoded.tolist()
     names = None
     if body.return_token_strs:
         names = [service.tokenizer.token_piece(token) for token in tokens]
@@ -43,20 +51,25 @@ async def detokenize(request: Request) -> Response:
     text = await service.in_thread(
         lambda: service.tokenizer.decode(
             body.tokens, skip_special_tokens=bool(body.skip_special_tokens)
-        )
+        ),
+        size=len(body.tokens),
     )
     return JsonReply(DetokenizeAnswer(prompt=text))
 
 
-def _encode(service: Service, body: TokenizeRequest) -> Tokens:
-    if (body.prompt is None) == (body.messages is None):
-        raise Refused("give either prompt or messages", param="prompt")
-    if body.messages is not None:
+def _encode(
+    service: Service, body: TokenizeRequest, messages: Sequence[dict[str, Any]]
+) -> Tokens:
+    max_tokens = service.engine.info.max_model_len
+    if messages:
         return service.tokenizer.encode_chat(
-            plain_messages(body.messages),
+            messages,
             add_generation_prompt=body.add_generation_prompt is not False,
             settings=body.chat_template_kwargs,
+            max_tokens=max_tokens,
         )
     return service.tokenizer.encode(
-        body.prompt or "", add_special_tokens=body.add_special_tokens is not False
+        body.prompt or "",
+        add_special_tokens=body.add_special_tokens is not False,
+        max_tokens=max_tokens,
     )
