@@ -14,6 +14,7 @@ from headwater.cache import (
     Promotion,
     TieredCache,
     TokenPath,
+    Turn,
 )
 from headwater.cache.node import Node
 from headwater.types import RequestId, Tier
@@ -39,9 +40,9 @@ class Sequence:
 class Rig:
     """The cache, its memory, its storage, and everything in flight."""
 
-    def __init__(self, config):
+    def __init__(self, config, orders=None):
         self.block = config.block_tokens
-        self.cache = TieredCache(config)
+        self.cache = TieredCache(config, orders)
         self.memory = {
             Tier.DEVICE: [GARBAGE] * config.device_blocks,
             Tier.HOST: [GARBAGE] * config.host_blocks,
@@ -101,7 +102,8 @@ class Rig:
         self.sequences.remove(sequence)
         if save:
             self.cache.save(sequence.lease)
-        self.cache.release(sequence.lease, now=self.now, slots=sequence.unpublished)
+        turn = None if save else Turn(len(sequence.path.tokens), len(self.sequences))
+        self.cache.release(sequence.lease, now=self.now, slots=sequence.unpublished, turn=turn)
 
     def serve(self, path):
         """A whole request at once: what fills a cache in ordinary times."""

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headwater.cache import CacheConfig, Ending, Namespace, TokenPath
+from headwater.cache.duel import make_orders as session_orders
+from headwater.cache.policy import POLICIES
 from headwater.types import WritePolicy
 from tests.cache.rig import Rig
 from tests.search import SCALE, search
@@ -17,19 +19,21 @@ MEDIA = [None] * 6 + [{0: b"cat"}, {1: b"dog"}, {1: b"cat"}]
 LATE = [Ending.QUIET, Ending.DONE, Ending.FAILED]
 
 
-def make_rig(policy, device, host, storage, stored_nodes):
-    return Rig(
-        CacheConfig(
-            block_tokens=2,
-            device_blocks=device,
-            host_blocks=host,
-            storage=storage and host > 0,
-            write_policy=policy,
-            write_ahead_blocks=3,
-            max_ghosts=3,
-            max_stored_nodes=stored_nodes,
-        )
+def make_rig(eviction, policy, device, host, storage, stored_nodes):
+    config = CacheConfig(
+        block_tokens=2,
+        device_blocks=device,
+        host_blocks=host,
+        storage=storage and host > 0,
+        write_policy=policy,
+        write_ahead_blocks=3,
+        eviction=eviction,
+        max_ghosts=3,
+        max_stored_nodes=stored_nodes,
     )
+    # Prompts are short here, so the session policy is to tell apart every block of them.
+    orders = session_orders(device, host, 2, piece_tokens=2)
+    return Rig(config, orders if eviction == "session" else None)
 
 
 def make_path(blocks, tail, namespace, media):
@@ -53,14 +57,15 @@ class TierMachine(RuleBasedStateMachine):
     rig: Rig
 
     @initialize(
+        eviction=st.sampled_from(sorted(POLICIES)),
         policy=st.sampled_from(WritePolicy),
         device=st.sampled_from([4, 6, 9]),
         host=st.sampled_from([8, 5, 3, 12, 0]),
         storage=st.sampled_from([True, False]),
         stored_nodes=st.sampled_from([4, 1, 0]),
     )
-    def open(self, policy, device, host, storage, stored_nodes):
-        self.rig = make_rig(policy, device, host, storage, stored_nodes)
+    def open(self, eviction, policy, device, host, storage, stored_nodes):
+        self.rig = make_rig(eviction, policy, device, host, storage, stored_nodes)
 
     @rule(path=paths)
     def start(self, path):
@@ -148,17 +153,18 @@ class TierMachine(RuleBasedStateMachine):
             self.rig.close()
 
 
-TierMachine.TestCase.settings = search(examples=60, steps=40)
+TierMachine.TestCase.settings = search(examples=100, steps=40)
 TestTierMachine = TierMachine.TestCase
 
 
+@pytest.mark.parametrize("eviction", sorted(POLICIES))
 @pytest.mark.parametrize("seed", range(12 * SCALE))
-def test_a_long_random_walk_goes_nowhere_wrong(seed):
+def test_a_long_random_walk_goes_nowhere_wrong(seed, eviction):
     """Hundreds of operations, all equally likely: reaches states that a search seldom does."""
     rng = random.Random(seed)
     storage = rng.random() < 0.7
     rig = make_rig(
-        rng.choice(list(WritePolicy)), rng.choice([4, 6, 9]), rng.choice([0, 3, 5, 8, 12]),
+        eviction, rng.choice(list(WritePolicy)), rng.choice([4, 6, 9]), rng.choice([0, 3, 5, 8, 12]),
         storage, rng.choice([0, 1, 4, 50]),
     )  # fmt: skip
     for _ in range(500):

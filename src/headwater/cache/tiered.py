@@ -25,7 +25,7 @@ from headwater.cache.plan import (
     Outcome,
     Promotion,
 )
-from headwater.cache.policy import POLICIES, Turn
+from headwater.cache.policy import Orders, Turn, make_orders
 from headwater.cache.pool import SlotState
 from headwater.cache.publisher import Publisher
 from headwater.cache.shelf import Shelf
@@ -49,7 +49,8 @@ class TieredCache:
     evicted; no transfer is without an end; a block is findable only after commit.
     """
 
-    def __init__(self, config: CacheConfig) -> None:
+    def __init__(self, config: CacheConfig, orders: Orders | None = None) -> None:
+        """`orders`, where given, are instead of those that `config.eviction` names."""
         self.config = config
         self.block_tokens = config.block_tokens
         scheme = KeyScheme(
@@ -58,9 +59,13 @@ class TieredCache:
             kv_format=config.kv_format,
             shard=config.shard,
         )
-        orders = POLICIES[config.eviction](
-            config.device_blocks, config.host_blocks, config.block_tokens
-        )
+        if orders is None:
+            orders = make_orders(
+                config.eviction,
+                device_blocks=config.device_blocks,
+                host_blocks=config.host_blocks,
+                block_tokens=config.block_tokens,
+            )
         self.tree = PrefixTree(scheme)
         self.device = Shelf(Tier.DEVICE, config.device_blocks, orders.device)
         self.host = Shelf(Tier.HOST, config.host_blocks, orders.host)

@@ -51,3 +51,10 @@ class EvictionPolicy(Protocol):
 
     def __contains__(self, node: object) -> bool:
         """Whether `node` is in the order; for checks."""
+
+
+class Orders(NamedTuple):
+    """The orders of the two local tiers; they may know things in common."""
+
+    device: EvictionPolicy
+    host: EvictionPolicy

@@ -12,23 +12,23 @@ from numpy.typing import NDArray
 from headwater.cache.keys import Namespace, TokenPath
 
 _SEED = 0x48656164
+_NOT_ZERO = np.uint64(0x9E3779B97F4A7C15)
 _MAX_PREFIXES = 1024
 """Factors are made for this many at first, and doubled when a longer path comes."""
-
-_MEDIA = np.uint64(0xD6E8FEB86659FD93)
 
 
 class Fingerprints:
     """Numbers of the prefixes that end with each whole piece of `piece_tokens` tokens."""
 
-    def __init__(self, piece_tokens: int) -> None:
+    def __init__(self, piece_tokens: int, blocks_per_piece: int) -> None:
         self._piece_tokens = piece_tokens
+        self._blocks_per_piece = blocks_per_piece
         self._rng = np.random.default_rng(_SEED)
         self._inside = self._factors(piece_tokens)
         self._places = self._factors(_MAX_PREFIXES)
         self._starts: dict[Namespace, np.uint64] = {}
 
-    def of(self, path: TokenPath, num_pieces: int, blocks_per_piece: int) -> list[int]:
+    def of(self, path: TokenPath, num_pieces: int) -> list[int]:
         """The number of each of the first `num_pieces` prefixes, shortest first."""
         if num_pieces > len(self._places):
             more = self._factors(max(len(self._places), num_pieces - len(self._places)))
@@ -40,21 +40,20 @@ class Fingerprints:
         pieces = pairs.reshape(num_pieces, -1)
         mixed = pieces @ self._inside[: pieces.shape[1]]
         if path.media is not None:
-            self._mix_media(mixed, path, blocks_per_piece)
+            self._mix_media(mixed, path)
         mixed ^= mixed >> np.uint64(31)
+        # Nothing but zeros makes a longer prefix too.
+        mixed += _NOT_ZERO
         mixed *= self._places[:num_pieces]
         mixed[0] ^= self._start(path.namespace)
         numbers: list[int] = np.cumsum(mixed, dtype=np.uint64).tolist()
         return numbers
 
-    def _mix_media(
-        self, mixed: NDArray[np.uint64], path: TokenPath, blocks_per_piece: int
-    ) -> None:
+    def _mix_media(self, mixed: NDArray[np.uint64], path: TokenPath) -> None:
         for block, media in (path.media or {}).items():
-            piece = block // blocks_per_piece
+            piece = block // self._blocks_per_piece
             if piece < len(mixed):
-                digest = np.uint64(zlib.crc32(media, block) + 1)
-                mixed[piece] += np.array([digest], dtype=np.uint64).dot(_MEDIA)
+                mixed[piece] ^= np.uint64(zlib.crc32(media, block) << 31)
 
     def _start(self, namespace: Namespace) -> np.uint64:
         """Tells namespaces apart, so that nobody's past is taken for another tenant's."""

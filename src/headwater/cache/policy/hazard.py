@@ -109,17 +109,20 @@ class HazardModel:
 
     def _all_densities(self, hazards: Floats) -> Floats:
         """Hits over block-seconds, for each class and age, given up at the best later edge."""
-        best = np.zeros_like(hazards)
-        value = np.zeros_like(hazards)
-        cost = np.zeros_like(hazards)
-        spent = self._widths * (1 - hazards / 2)
+        chances = np.ascontiguousarray(hazards.T)
+        best = np.empty_like(chances)
+        value, cost, ratio = np.zeros((3, *chances.shape))
+        spent = self._widths[:, None] * (1 - chances / 2)
+        left = 1 - chances
         for b in range(NUM_BINS - 1, -1, -1):
-            left = 1 - hazards[:, b : b + 1]
-            # Give up after bin b, or after a later one, if it was not used in b.
-            value[:, b:] = value[:, b:] * left + hazards[:, b : b + 1]
-            cost[:, b:] = cost[:, b:] * left + spent[:, b : b + 1]
-            best[:, b] = (value[:, b:] / cost[:, b:]).max(axis=1)
-        return best
+            # Given up after bin b, or after a later one if it was not used in b.
+            value[b:] *= left[b]
+            value[b:] += chances[b]
+            cost[b:] *= left[b]
+            cost[b:] += spent[b]
+            np.divide(value[b:], cost[b:], out=ratio[b:])
+            np.max(ratio[b:], axis=0, out=best[b])
+        return best.T
 
 
 def densities_of_one(hazards: list[float]) -> list[float]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from headwater.cache.lease import Lease
 from headwater.cache.node import Node
-from headwater.cache.policy.base import Run, Turn
+from headwater.cache.policy.base import Orders, Run, Turn
 from headwater.errors import InvariantError
 
 
@@ -43,3 +43,8 @@ class Lru:
 
     def __contains__(self, node: object) -> bool:
         return node in self._order
+
+
+def make_orders(device_blocks: int, host_blocks: int, block_tokens: int) -> Orders:
+    """An LRU for each tier."""
+    return Orders(Lru(), Lru())

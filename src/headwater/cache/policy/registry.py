@@ -1,30 +1,23 @@
-"""Every eviction policy by the name it has in settings."""
+"""Every eviction policy by the name it has in settings; imported when asked for."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from importlib import import_module
 
-from headwater.cache.policy.base import EvictionPolicy
-from headwater.cache.policy.lru import Lru
-from headwater.cache.policy.retention import Retention
-from headwater.cache.policy.session import Session
-from headwater.types import Tier
+from headwater.cache.policy.base import Orders
 
-
-class Orders(NamedTuple):
-    """The orders of the two local tiers; they may know things in common."""
-
-    device: EvictionPolicy
-    host: EvictionPolicy
+POLICIES = {
+    "arc": "headwater.cache.policy.arc",
+    "lru": "headwater.cache.policy.lru",
+    "s3fifo": "headwater.cache.policy.s3fifo",
+    "session": "headwater.cache.duel",
+}
+"""Where the `make_orders` of each policy is."""
 
 
-def _lru(device_blocks: int, host_blocks: int, block_tokens: int) -> Orders:
-    return Orders(Lru(), Lru())
-
-
-def _session(device_blocks: int, host_blocks: int, block_tokens: int) -> Orders:
-    retention = Retention(block_tokens)
-    return Orders(Session(retention, Tier.DEVICE), Session(retention, Tier.HOST))
-
-
-POLICIES: dict[str, Callable[[int, int, int], Orders]] = {"lru": _lru, "session": _session}
-"""Makes the orders of a cache, from device blocks, host blocks and tokens a block."""
+def make_orders(
+    name: str, *, device_blocks: int, host_blocks: int, block_tokens: int
+) -> Orders:
+    """The orders of one cache by the policy `name`."""
+    orders: Orders = import_module(POLICIES[name]).make_orders(
+        device_blocks, host_blocks, block_tokens
+    )
+    return orders

@@ -1,38 +1,41 @@
 """What the session policy knows, shared by the tiers: the past, the hazards, the classes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from headwater.cache.lease import Lease
 from headwater.cache.node import Mark
 from headwater.cache.policy.base import Run, Turn
 from headwater.cache.policy.hazard import HazardModel
-from headwater.cache.policy.history import (
-    GROWTHS,
-    NUM_KINDS,
-    OUTPUTS,
-    PARTIAL_AGAIN,
-    TURNS,
-    USES,
-    History,
-    Traits,
-)
+from headwater.cache.policy.history import History
 from headwater.cache.policy.samples import Samples
+from headwater.cache.policy.traits import MAX_FEATURES, NUM_FEATURES, UNKNOWN, features_of
 
-_LEARN_EVERY = 16
-_BATCH = 256
-_REFRESH_SHARE = 0.03
+PIECE_TOKENS = 256
+"""Prefixes are told apart in steps of at least this many tokens, in whole blocks."""
+
+_LEARN_EVERY = 32
+"""Requests; what became ready meanwhile is learned in batches."""
+
+_BATCH = 512
+_REFRESH_SHARE = 0.06
+"""Densities are made anew when this share of all samples is new."""
+
 _MIN_REFRESH, _MAX_REFRESH = 256, 16_384
 
-_TURN = 1 + NUM_KINDS
-_RELATION = _TURN + len(TURNS)
-_GROWTH = _RELATION + 3
-_NUM_GROWTHS = len(GROWTHS) + 2
-_OUTPUT = _GROWTH + _NUM_GROWTHS
-_KIND_GROWTH = _OUTPUT + len(OUTPUTS) + 1
-_KIND_OUTPUT = _KIND_GROWTH + len(USES) * _NUM_GROWTHS
-_NUM_HALVES = len(OUTPUTS) // 2 + 1
-_NUM_FEATURES = _KIND_OUTPUT + len(USES) * _NUM_HALVES
-_PER_CLASS = 7
+
+class Visit(NamedTuple):
+    """One request that ended, in pieces, for whoever watches."""
+
+    session: int
+    """A number that the requests of a session share."""
+
+    prefixes: list[int]
+    runs: list[Run]
+    """Their ends are counted in pieces."""
+
+    blocks_per_piece: int
+    now: float
 
 
 class Retention:
@@ -41,48 +44,50 @@ class Retention:
     `version` changes when densities do; an order that keeps nodes by density reads it.
     """
 
-    def __init__(self, block_tokens: int) -> None:
-        self._history = History(block_tokens)
+    def __init__(self, block_tokens: int, piece_tokens: int = PIECE_TOKENS) -> None:
+        self._history = History(block_tokens, max(1, piece_tokens // block_tokens))
         self._samples = Samples()
-        self._classes: dict[Traits, int] = {}
-        self.hazards = HazardModel(_NUM_FEATURES, _PER_CLASS)
+        self._classes: dict[int, int] = {}
+        self.hazards = HazardModel(NUM_FEATURES, MAX_FEATURES)
         self.version = 0
         self.now = 0.0
-        self.session = 0
-        """Of the last visit: a number that requests of a session share."""
+        self.watch: Callable[[Visit], None] | None = None
+        """Told of every request that ended."""
         self._visits = 0
         self._learned = 0
         self._unseen = 0
-        self.unknown = self.class_of(Traits(PARTIAL_AGAIN + 1))
+        self.unknown = self._class_of(UNKNOWN)
         """The class of a run that no request has told anything about."""
 
     def visit(self, lease: Lease, turn: Turn, now: float) -> Sequence[Run]:
         """A request ended: learn from what it used again, and mark the runs of its path."""
-        self.now = max(self.now, now)
+        now = self.now = max(self.now, now)
         self._visits += 1
         if self._visits % _LEARN_EVERY == 0:
             self._learn()
         seen = self._history.see(lease, turn, now)
         if seen is None:
             return ()
-        self.session = seen.session
         for number in seen.returned:
             self._samples.came_back(number, lease.since)
         runs = []
         per = self._history.blocks_per_piece
-        for _, end, traits, past in seen.runs:
-            run_class = self.class_of(traits)
-            past.sample = self._samples.add(run_class, self.now)
-            runs.append(Run(end * per, Mark(self.now, run_class)))
-        if runs[-1].end < lease.num_blocks:
-            runs[-1] = Run(lease.num_blocks, runs[-1].mark)
-        return runs
+        for past in seen.runs:
+            run_class = self._class_of(past.traits)
+            past.sample = self._samples.add(run_class, now)
+            runs.append(Run(past.end, Mark(now, run_class)))
+        if self.watch is not None:
+            self.watch(Visit(seen.session, seen.prefixes, runs, per, now))
+        last = runs.pop()
+        if per > 1:
+            runs = [Run(end * per, mark) for end, mark in runs]
+        return [*runs, Run(lease.num_blocks, last.mark)]
 
-    def class_of(self, traits: Traits) -> int:
+    def _class_of(self, traits: int) -> int:
         """The class with these traits, made when there is none yet."""
         known = self._classes.get(traits)
         if known is None:
-            known = self._classes[traits] = self.hazards.add_class(_features(traits))
+            known = self._classes[traits] = self.hazards.add_class(features_of(traits))
         return known
 
     def _learn(self) -> None:
@@ -97,20 +102,3 @@ class Retention:
             self._unseen = 0
             self.hazards.refresh()
             self.version += 1
-
-
-def _features(traits: Traits) -> tuple[int, ...]:
-    """The features that are on: the kind alone where that says it all."""
-    kind, turn, relation, growth, output = traits
-    if kind <= PARTIAL_AGAIN:
-        return (1 + kind,)
-    use = kind - PARTIAL_AGAIN - 1
-    return (
-        1 + kind,
-        _TURN + turn,
-        _RELATION + relation,
-        _GROWTH + growth,
-        _OUTPUT + output,
-        _KIND_GROWTH + use * _NUM_GROWTHS + growth,
-        _KIND_OUTPUT + use * _NUM_HALVES + output // 2,
-    )

@@ -2,13 +2,14 @@
 
 All nodes of one class and age bin have the same density, so they share a queue, oldest first,
 and the order is an order of queues. A node changes queue when it gets older than its bin; when
-densities change, no node is touched.
+densities change, no node is touched. What leaves a queue early stays in it as a stale entry.
 """
 
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
+from typing import TypeAlias
 
 from headwater.cache.lease import Lease
 from headwater.cache.node import Mark, Node
@@ -18,26 +19,36 @@ from headwater.cache.policy.retention import Retention
 from headwater.errors import InvariantError
 from headwater.types import Tier
 
+_Entry: TypeAlias = tuple[float, Node, int]
+"""When a node was used, the node, and its place: class * ROW + bin. Current while the order
+has this very entry for the node, stale from then on."""
+
+_MIN_SWEEP = 1024
+
 
 class Session:
     """Least hit density first, leaves before what they hang on.
 
-    `cautious` is what the guard may set: the order is then that of an LRU.
+    While `cautious`, which the guard may set, the order is that of an LRU.
     """
 
     def __init__(self, retention: Retention, tier: Tier) -> None:
         self._retention = retention
-        self._parks = tier is Tier.DEVICE
-        self._order: OrderedDict[Node, int] = OrderedDict()
-        """Least recently used first; the place of each node: its class * ROW + its bin."""
-        self._queues: dict[int, OrderedDict[Node, None]] = {}
+        self._on_device = tier is Tier.DEVICE
+        self._order: OrderedDict[Node, _Entry] = OrderedDict()
+        """Least recently used first."""
+        self._queues: dict[int, deque[_Entry]] = {}
         self._heap: list[tuple[float, int]] = []
         """Every queue that is not empty, by density; and some that are, or were denser."""
         self._parked: dict[Node, None] = {}
         """Nodes that were least, and have children on the device."""
-        self._timers: list[deque[tuple[float, Node]]] = [deque() for _ in range(NUM_BINS)]
-        """Nodes in each bin, oldest first, and when they were used."""
+        self._timers: list[deque[_Entry]] = [deque() for _ in range(NUM_BINS)]
+        """Entries in each bin, oldest first."""
         self._timers.append(deque(maxlen=0))
+        self._entered = 0
+        """Entries made since the last sweep."""
+        self.resident_blocks = 0
+        """Blocks of the nodes in the order when it was last swept: what the tier holds."""
         self._aged_s = 0.0
         self._version = 0
         self.cautious = False
@@ -46,115 +57,140 @@ class Session:
         return self._retention.visit(lease, turn, now)
 
     def add(self, node: Node, now: float) -> None:
-        if node in self._order:
-            raise InvariantError("a node entered the eviction order twice")
-        mark = node.mark
-        if mark is None:
-            mark = node.mark = Mark(now, self._retention.unknown)
-        age_bin = 0 if mark.used_s >= now else bisect_right(EDGES, now - mark.used_s) - 1
-        self._put(node, mark, min(age_bin, NUM_BINS))
+        self._enqueue(self._enter(node, now))
+        if self._entered > self._max_entered():
+            self._grow_older()
+            self._sweep()
 
     def add_cold(self, node: Node, now: float) -> None:
-        self.add(node, now)
+        entry = self._enter(node, now)
         self._order.move_to_end(node, last=False)
-        self._queues[self._order[node]].move_to_end(node, last=False)
+        self._enqueue(entry, first=True)
 
     def discard(self, node: Node) -> None:
-        place = self._order.pop(node)
+        del self._order[node]
         if node in self._parked:
             del self._parked[node]
-        else:
-            del self._queues[place][node]
 
     def discard_all(self, nodes: Iterable[Node]) -> None:
+        parked = self._parked
         for node in nodes:
             self.discard(node)
-            self._unpark(node.parent)
+            if node.parent in parked:
+                self._unpark(node.parent)
 
     def victims(self) -> Iterator[Node]:
-        if self.cautious:
-            return iter(self._order)
-        return self._least_first()
+        self._grow_older()
+        if self._version != self._retention.version:
+            self._sweep()
+        return iter(self._order) if self.cautious else self._least_first()
 
     def __contains__(self, node: object) -> bool:
         return node in self._order
 
     def _least_first(self) -> Iterator[Node]:
-        """Offered nodes leave their queue, and are back in it when the reader is done."""
-        self._grow_older()
-        if self._version != self._retention.version:
-            self._sort_queues()
-        offered: list[Node] = []
+        """Offered entries leave their queue, and are back in it when the reader is done."""
+        offered: list[_Entry] = []
         try:
-            while (node := self._pop_least()) is not None:
-                offered.append(node)
+            while (entry := self._pop_least()) is not None:
+                offered.append(entry)
+                node = entry[1]
                 yield node
-                self._unpark(node.parent)
+                if node.parent in self._parked:
+                    self._unpark(node.parent)
             yield from list(self._parked)
         finally:
-            for node in reversed(offered):
-                self._enqueue(node, self._order[node], first=True)
+            on_device = self._on_device
+            for entry in reversed(offered):
+                node = entry[1]
+                # What was evicted is about to be discarded.
+                if len(node.device if on_device else node.host):
+                    self._enqueue(entry, first=True)
 
-    def _pop_least(self) -> Node | None:
-        """Take the oldest node of the least dense queue out of it, parking what is blocked."""
-        heap, queues = self._heap, self._queues
+    def _pop_least(self) -> _Entry | None:
+        """Take the oldest entry of the least dense queue out of it, parking what is blocked."""
+        heap, queues, order = self._heap, self._queues, self._order
         while heap:
             queue = queues[heap[0][1]]
             if not queue:
                 heappop(heap)
                 continue
-            node, _ = queue.popitem(last=False)
-            if not (self._parks and node.device_children):
-                return node
+            entry = queue.popleft()
+            node = entry[1]
+            if order.get(node) is not entry:
+                continue
+            if not (self._on_device and node.device_children):
+                return entry
             self._parked[node] = None
         return None
 
-    def _unpark(self, node: Node | None) -> None:
+    def _unpark(self, node: Node) -> None:
         """Back into its queue, once nothing hangs on it any more."""
-        if node in self._parked and not node.device_children:
+        if not node.device_children:
             del self._parked[node]
-            self._enqueue(node, self._order[node])
+            self._enqueue(self._order[node])
 
-    def _put(self, node: Node, mark: Mark, age_bin: int) -> None:
-        place = mark.run_class * ROW + age_bin
-        self._order[node] = place
-        self._enqueue(node, place)
-        self._timers[age_bin].append((mark.used_s, node))
+    def _enter(self, node: Node, now: float) -> _Entry:
+        """Put a node into the order, in the bin of its age."""
+        order = self._order
+        if node in order:
+            raise InvariantError("a node entered the eviction order twice")
+        mark = node.mark
+        if mark is None:
+            mark = node.mark = Mark(now, self._retention.unknown)
+        used_s, run_class = mark
+        age_bin = 0 if used_s >= now else min(bisect_right(EDGES, now - used_s) - 1, NUM_BINS)
+        entry = order[node] = (used_s, node, run_class * ROW + age_bin)
+        self._timers[age_bin].append(entry)
+        self._entered += 1
+        return entry
 
-    def _enqueue(self, node: Node, place: int, *, first: bool = False) -> None:
+    def _enqueue(self, entry: _Entry, *, first: bool = False) -> None:
+        place = entry[2]
         queue = self._queues.get(place)
         if queue is None:
-            queue = self._queues[place] = OrderedDict()
+            queue = self._queues[place] = deque()
         if not queue:
             heappush(self._heap, (self._retention.hazards.densities.item(place), place))
-        queue[node] = None
         if first:
-            queue.move_to_end(node, last=False)
+            queue.appendleft(entry)
+        else:
+            queue.append(entry)
 
     def _grow_older(self) -> None:
         """Move every node that is older than its bin to the next queue of its class."""
-        now, order = self._retention.now, self._order
+        now, order, parked = self._retention.now, self._order, self._parked
         if now == self._aged_s:
             return
         self._aged_s = now
         for age_bin, timers in enumerate(self._timers[:-1]):
             until = now - EDGES[age_bin + 1]
             while timers and timers[0][0] <= until:
-                timer = timers.popleft()
-                node = timer[1]
-                place = order.get(node, -1)
-                # Used again, or gone since: then it has another timer, or needs none.
-                if place % ROW == age_bin and node.mark.used_s == timer[0]:  # type: ignore[union-attr]  # in the order, so marked
-                    self._timers[age_bin + 1].append(timer)
-                    order[node] = place + 1
-                    if node not in self._parked:
-                        del self._queues[place][node]
-                        self._enqueue(node, place + 1)
+                entry = timers.popleft()
+                used_s, node, place = entry
+                # A stale entry: its node was used again, or is gone, and has another or none.
+                if order.get(node) is not entry:
+                    continue
+                older = order[node] = (used_s, node, place + 1)
+                self._timers[age_bin + 1].append(older)
+                self._entered += 1
+                if node not in parked:
+                    self._enqueue(older)
 
-    def _sort_queues(self) -> None:
-        """Densities changed: sort the queues that are not empty, and forget the others."""
-        densities = self._retention.hazards.densities
-        self._queues = {place: queue for place, queue in self._queues.items() if queue}
-        self._heap = [(densities.item(place), place) for place in self._queues]
+    def _max_entered(self) -> int:
+        return _MIN_SWEEP + 4 * len(self._order)
+
+    def _sweep(self) -> None:
+        """Forget stale entries and empty queues, and sort the others by their densities now."""
+        order, densities = self._order, self._retention.hazards.densities
+        queues = {}
+        for place, queue in self._queues.items():
+            current = deque(entry for entry in queue if order.get(entry[1]) is entry)
+            if current:
+                queues[place] = current
+        self._queues = queues
+        self._heap = [(densities.item(place), place) for place in queues]
         heapify(self._heap)
+        self._entered = 0
         self._version = self._retention.version
+        self.resident_blocks = sum(node.num_blocks for node in order)

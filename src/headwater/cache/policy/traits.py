@@ -1,0 +1,90 @@
+"""What a run of blocks is like, as far as that tells when it comes back: all in buckets.
+
+The traits of a run are one number, so that looking up its class is one step.
+"""
+
+from bisect import bisect_right
+from enum import IntEnum
+
+_USES = (1, 2, 3, 4, 6, 10)
+_TURNS = (1, 2, 3, 4, 6, 9)
+_GROWTHS = (0, 100, 300, 600, 1_000, 2_000, 4_000, 8_000)
+_OUTPUTS = (2, 5, 20, 50, 100, 200, 400, 800)
+_NUM_GROWTHS = len(_GROWTHS) + 2
+_NUM_OUTPUTS = len(_OUTPUTS) + 1
+_HALF_OUTPUTS = _NUM_OUTPUTS // 2 + 1
+
+_TRUNK, _PARTIAL, _PARTIAL_AGAIN, _FIRST_USE = range(4)
+_NUM_KINDS = _FIRST_USE + len(_USES)
+
+# Feature 0 is none; then one range for each trait, and for kind by growth and by output.
+_TURN = 1 + _NUM_KINDS
+_RELATION = _TURN + len(_TURNS)
+_GROWTH = _RELATION + 3
+_OUTPUT = _GROWTH + _NUM_GROWTHS
+_BY_GROWTH = _OUTPUT + _NUM_OUTPUTS
+_BY_OUTPUT = _BY_GROWTH + len(_USES) * _NUM_GROWTHS
+NUM_FEATURES = _BY_OUTPUT + len(_USES) * _HALF_OUTPUTS
+MAX_FEATURES = 7
+"""Of one run."""
+
+
+class Relation(IntEnum):
+    """How a request follows the last one that used the same prefix."""
+
+    FIRST = 0
+    CONTINUES = 1
+    """It has all of that one's prompt."""
+
+    BRANCHES = 2
+
+
+class Traits:
+    """What the runs of one request have in common; each then adds its kind."""
+
+    __slots__ = ("_base",)
+
+    def __init__(
+        self, turn: int, relation: Relation, growth: int | None, output_tokens: int
+    ) -> None:
+        turns = bisect_right(_TURNS, turn) - 1
+        grown = _NUM_GROWTHS - 1 if growth is None else bisect_right(_GROWTHS, growth)
+        outputs = bisect_right(_OUTPUTS, output_tokens)
+        number = ((turns * 3 + relation) * _NUM_GROWTHS + grown) * _NUM_OUTPUTS + outputs
+        self._base = number * _NUM_KINDS
+
+    def trunk(self) -> int:
+        """Many sessions begin with it; nothing else about it matters."""
+        return _TRUNK
+
+    def partial(self, *, again: bool) -> int:
+        """A last block that is not full; `again` when the whole prompt came before."""
+        return _PARTIAL_AGAIN if again else _PARTIAL
+
+    def used(self, times: int) -> int:
+        """Used so many times, this one included."""
+        return self._base + _FIRST_USE - 1 + bisect_right(_USES, times)
+
+
+def features_of(traits: int) -> tuple[int, ...]:
+    """The features that are on for a run with these traits."""
+    number, kind = divmod(traits, _NUM_KINDS)
+    if kind < _FIRST_USE:
+        return (1 + kind,)
+    number, output = divmod(number, _NUM_OUTPUTS)
+    number, growth = divmod(number, _NUM_GROWTHS)
+    turn, relation = divmod(number, 3)
+    use = kind - _FIRST_USE
+    return (
+        1 + kind,
+        _TURN + turn,
+        _RELATION + relation,
+        _GROWTH + growth,
+        _OUTPUT + output,
+        _BY_GROWTH + use * _NUM_GROWTHS + growth,
+        _BY_OUTPUT + use * _HALF_OUTPUTS + output // 2,
+    )
+
+
+UNKNOWN = Traits(1, Relation.FIRST, None, 0).used(1)
+"""Of a run that no request has told anything about."""
