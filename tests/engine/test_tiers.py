@@ -45,7 +45,7 @@ class FaultyStorage(MemoryStorage):
             elif roll < 0.2 and key in self.values:
                 value = bytearray(self.values[key])
                 value[int(roll * 1e6) % len(value)] ^= 1
-                self.values[key] = bytes(value)
+                self.values[key] = value
         return super().read(keys, into, timeout_s=timeout_s)
 
     def write(self, keys, blocks, *, parents, timeout_s):
@@ -580,3 +580,20 @@ def test_a_drain_ends_what_is_being_written_and_is_bounded() -> None:
 
     assert rig.scheduler.num_copies == 0
     assert rig.cache.stats().host.cached == 8
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("host_blocks", [1, 2, 5])
+def test_a_host_tier_smaller_than_what_wants_in_comes_to_rest(
+    policy: WritePolicy, host_blocks: int
+) -> None:
+    """Lesson 19: blocks that displace each other are written once a use; then the loop sleeps."""
+    rig = Rig(num_blocks=16, host_blocks=host_blocks, write_policy=policy)
+
+    for family in range(4):
+        for again in range(2):
+            prompt = make_prompt(30, family=family)
+            rig.run(make_request(f"{family}-{again}", prompt, max_tokens=2), max_steps=100)
+
+    assert not rig.core.has_work
+    rig.check_empty()

@@ -4,7 +4,7 @@ from headwater.clock import VirtualClock
 from headwater.metrics import names
 from headwater.metrics.prometheus import render
 from headwater.metrics.recorder import Histogram, Recorder, RequestTimer
-from headwater.metrics.stats import EngineStats, TierStats
+from headwater.metrics.stats import EngineStats, LinkStats, TierStats
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.usage import Usage
 from headwater.types import RequestId
@@ -74,3 +74,31 @@ def test_every_metric_has_a_name_once_and_a_help():
         assert metric.help.endswith(".")
         assert (metric.kind is names.Kind.COUNTER) == metric.name.endswith("_total")
         assert (metric.kind is names.Kind.HISTOGRAM) == bool(metric.buckets)
+
+
+def test_tiers_are_scraped_by_link_and_reason():
+    """Bytes and seconds moved, what failed and why, what is queued, what was chosen."""
+    link = LinkStats(
+        num_jobs=3,
+        num_blocks=8,
+        num_bytes=4096,
+        busy_s=0.5,
+        failures={"timeout": 2},
+        in_flight=1,
+    )
+    tier = TierStats(num_blocks=10, free=2, held=3, cached=5, evictable=4, evicted=7)
+    stats = EngineStats(
+        tiers={"host": tier}, links={"storage_to_host": link}, load_choices={"split": 4}
+    )
+
+    text = render(Recorder(), stats, block_tokens=64).decode()
+
+    for line in (
+        'headwater:transfer_bytes_total{link="storage_to_host"} 4096.0',
+        'headwater:transfer_seconds_total{link="storage_to_host"} 0.5',
+        'headwater:transfer_failures_total{link="storage_to_host",reason="timeout"} 2.0',
+        'headwater:transfer_jobs_in_flight{link="storage_to_host"} 1.0',
+        'headwater:tier_evicted_blocks_total{tier="host"} 7.0',
+        'headwater:load_choices_total{reason="split"} 4.0',
+    ):
+        assert line in text
