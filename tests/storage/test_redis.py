@@ -202,6 +202,7 @@ def test_what_is_no_redis_is_an_error() -> None:
     listener.close()
 
 
+@pytest.mark.slow
 def test_large_batches_do_not_flood_the_server(redis_server: RedisServer) -> None:
     """Only so many answers are asked for ahead of reading; the order is kept."""
     form = make_format(block_bytes=1 << 20)

@@ -7,12 +7,12 @@ the directory takes the slabs over. There is no `fsync`: after a power cut a blo
 or damaged, and is then a miss.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from headwater.clock import Clock
 from headwater.errors import ConfigError, StorageCorrupt, StorageError
@@ -27,6 +27,8 @@ from headwater.storage.slab import Slab
 from headwater.storage.table import Geometry
 from headwater.storage.tally import Tally
 from headwater.types import BlockKey
+
+T = TypeVar("T")
 
 _RETRY_S = 10.0
 """How long after the directory was full it is asked again whether it still is."""
@@ -115,7 +117,7 @@ class FileStorage:
         deadline = self._deadline(timeout_s)
         self._look(keys, deadline)
         calls = [partial(self._read, *one) for one in zip(keys, into, strict=True)]
-        outcomes = self._lanes.run(calls, timeout_s=deadline.left_s())
+        outcomes = self._run(calls, deadline)
         self._index.touch(keys)
         return self._tally.reads(outcomes)
 
@@ -131,13 +133,14 @@ class FileStorage:
         deadline = self._deadline(timeout_s)
         self._look(keys, deadline)
         calls = [partial(self._write, *one) for one in zip(keys, blocks, parents, strict=True)]
-        outcomes = self._lanes.run(calls, timeout_s=deadline.left_s())
+        outcomes = self._run(calls, deadline)
         self._index.touch(keys)
         return self._tally.writes(outcomes)
 
     def remove(self, keys: Sequence[BlockKey], *, timeout_s: float) -> int:
         """Forget blocks of ours. Those in other processes' slabs are theirs to remove."""
-        return sum(self._lanes.run([partial(self._remove, keys)], timeout_s=timeout_s))
+        [removed] = self._run([partial(self._remove, keys)], self._deadline(timeout_s))
+        return removed
 
     def stats(self) -> StorageStats:
         return self._tally.stats(
@@ -159,10 +162,17 @@ class FileStorage:
     def _deadline(self, timeout_s: float) -> Deadline:
         return Deadline(self._clock, timeout_s, "file storage")
 
+    def _run(self, calls: Sequence[Callable[[], T]], deadline: Deadline) -> list[T]:
+        try:
+            return self._lanes.run(calls, timeout_s=deadline.left_s())
+        except OSError as error:
+            self._tally.reason("io_error")
+            raise StorageError(f"{self._folder.path}: {error}") from error
+
     def _look(self, keys: Sequence[BlockKey], deadline: Deadline) -> None:
         """See what other processes have written, if that could make a difference."""
         if not self._index.all_ours(keys):
-            self._lanes.run([self._refresh], timeout_s=deadline.left_s())
+            self._run([self._refresh], deadline)
 
     def _read(self, key: BlockKey, into: memoryview) -> BlockRead:
         place = self._index.lease(key)
@@ -269,6 +279,8 @@ class FileStorage:
             if names != self._names:
                 self._rescan()
                 self._names = names
+            for ours in self._theirs.keys() & self._index.names:
+                self._index.unlearn(self._theirs.pop(ours))
             for slab in self._theirs.values():
                 self._index.learn(slab, slab.table.changed())
 

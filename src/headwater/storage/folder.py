@@ -1,7 +1,7 @@
 """A directory of slabs that several processes share: who owns what, and how much there may be.
 
 Everything that makes, takes over or deletes a slab happens under an exclusive `flock` on the
-file `lock`, held for microseconds and by nobody who died. What is found half-made under that
+file `lock`, which a process that died no longer holds. What is found half-made under that
 lock was left by a process that was killed, and is swept.
 """
 

@@ -16,7 +16,7 @@ from headwater.errors import ConfigError, StorageCorrupt, StorageError
 from headwater.storage.base import BlockRead, BlockWrite, Opening, StorageStats
 from headwater.storage.codec import HEADER_BYTES, BlockFormat, encode_header, verify_block
 from headwater.storage.deadline import Deadline
-from headwater.storage.resp import Address, AuthError, Connection, ReplyError, command
+from headwater.storage.resp import Address, Connection, ReplyError, command
 from headwater.storage.settings import read_settings
 from headwater.storage.tally import Tally
 from headwater.types import BlockKey
@@ -290,6 +290,3 @@ def _tls_context(config: RedisConfig) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=config.tls_ca_file)
     except OSError as error:
         raise ConfigError(f"tls_ca_file {config.tls_ca_file!r}: {error}") from error
-
-
-__all__ = ["AuthError", "RedisConfig", "RedisStorage"]
