@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models
 
 from headwater.engine.detokenizer import Detokenizer, StopFilter
 from headwater.engine.text import TextStream
@@ -20,6 +22,24 @@ from headwater.types import RequestId
 def byte_tokenizer() -> Tokenizer:
     with tempfile.TemporaryDirectory() as folder:
         return Tokenizer(make_tokenizer_folder(Path(folder)))
+
+
+WORDS = ["▁", "▁the", "▁a", "cat", "s", "é", "▁€", "日", "▁▁▁", "\n", ",", "'t"]
+
+
+@functools.cache
+def fallback_tokenizer(strips: bool) -> Tokenizer:
+    """Words, and a token for each byte: Llama 2, Mistral, Phi-3 (which strip) and Gemma."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
+    vocabulary = {piece: token for token, piece in enumerate(pieces)}
+    fast = FastTokenizer(
+        models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>")
+    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    fast.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strips else steps)
+    with tempfile.TemporaryDirectory() as folder:
+        fast.save(f"{folder}/tokenizer.json")
+        return Tokenizer(folder)
 
 
 def make_output(tokens, finish_reason=None, stop_token=None):
@@ -62,6 +82,47 @@ def test_any_bytes_join_to_what_decoding_at_once_gives(raw, prompt, data):
     assert whole.endswith(joined)
     # What is missing at the front is the prompt's own text, its unfinished end aside.
     assert bytes(before).decode(errors="replace").startswith(whole[: len(whole) - len(joined)])
+
+
+@pytest.mark.parametrize("strips", [False, True])
+@given(
+    parts=st.lists(st.sampled_from(WORDS) | st.text(max_size=3) | st.binary(max_size=4)),
+    data=st.data(),
+)
+def test_bytes_that_stand_in_for_characters_join_to_the_text(strips, parts, data):
+    """Decoders give up on a whole run of byte tokens for one unfinished character; we do not:
+    characters side by side come out whole, and broken bytes cost nothing but themselves."""
+    tokens: list[int] = []
+    raw = b""
+    for part in parts:
+        is_word = part in WORDS
+        new = part.replace("▁", " ") if is_word else part
+        new = new if isinstance(new, bytes) else new.encode()
+        tokens += [257 + WORDS.index(part)] if is_word else [1 + byte for byte in new]
+        raw += new
+    letter = 1 + ord("a")  # before it all, so that no leading space is stripped
+    detokenizer = Detokenizer(fallback_tokenizer(strips), prompt=[letter])
+    pieces = []
+    while tokens:
+        count = data.draw(st.integers(1, 5))
+        pieces.append(detokenizer.push(tokens[:count]))
+        tokens = tokens[count:]
+
+    pieces.append(detokenizer.flush())
+
+    assert "".join(pieces) == raw.decode(errors="replace")
+
+
+@pytest.mark.parametrize("text", ["😀😀", "𠜎𠜱𠝹 the", "😀é😀", "a😀" * 30])
+def test_characters_of_bytes_never_show_in_halves(text):
+    """One after the other, longer than the window, and continuing a prompt of the same kind."""
+    tokens = [1 + byte for byte in text.encode()]
+    detokenizer = Detokenizer(fallback_tokenizer(True), prompt=tokens)
+
+    pieces = [detokenizer.push([token]) for token in tokens]
+
+    assert "".join(pieces) == text
+    assert all(piece in ("", *text) for piece in pieces)
 
 
 def test_a_split_character_is_held_back():

@@ -37,26 +37,73 @@ class Detokenizer:
         """`prompt` is what the text continues: its end decides on a leading space."""
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._window = [int(token) for token in prompt[-_CONTEXT_TOKENS:]]
+        self._bytes = tokenizer.byte_tokens
+        self._held: list[int] = []
+        """Byte tokens that are not a whole character yet; none of them is in the window."""
+        self._window: list[int] = []
+        self._num_emitted = 0
+        for token in self._context(prompt):
+            self._take(token)
         text = self._text()
         # Characters of the window's text that were emitted, or belong to the prompt.
         self._num_emitted = len(text) - _num_unfinished(text)
 
     def push(self, tokens: Sequence[int]) -> str:
         """The text that these tokens made certain."""
-        self._window.extend(tokens)
+        broken = "".join([self._take(token) for token in tokens])
         text = self._text()
         piece = self._emit(text, len(text) - _num_unfinished(text))
         if len(self._window) > _MAX_WINDOW_TOKENS:
             num_held = len(text) - self._num_emitted
-            self._window = self._window[-_CONTEXT_TOKENS:]
+            self._window = self._context(self._window)
             self._num_emitted = max(0, len(self._text()) - num_held)
-        return piece
+        return broken + piece
 
     def flush(self) -> str:
         """What is held back, though it is no whole character: nothing more will come."""
+        broken = self._break() if self._held else ""
         text = self._text()
-        return self._emit(text, len(text))
+        return broken + self._emit(text, len(text))
+
+    def _take(self, token: int) -> str:
+        """Let `token` into the window, or hold it; all text up to a character it broke."""
+        byte = self._bytes.get(token)
+        shown = ""
+        if self._held and (byte is None or _state(self._raw() + bytes([byte])) is None):
+            shown = self._break()
+        if byte is None:
+            self._window.append(token)
+            return shown
+        self._held.append(token)
+        whole = _state(self._raw())
+        if whole is None:
+            return shown + self._break()
+        if whole:
+            self._window += self._held
+            self._held = []
+        return shown
+
+    def _break(self) -> str:
+        """What is held is no character and will be none: all text so far, and a sign for it.
+
+        The window starts afresh, after a letter, because a decoder would spoil the whole run.
+        """
+        text = self._text()
+        shown = self._emit(text, len(text)) + _REPLACEMENT
+        self._held = []
+        self._window = [token for token, byte in self._bytes.items() if byte == ord("a")]
+        self._num_emitted = len(self._text())
+        return shown
+
+    def _raw(self) -> bytes:
+        return bytes(self._bytes[token] for token in self._held)
+
+    def _context(self, tokens: Sequence[int]) -> list[int]:
+        """The last few of `tokens`, none of them within a character of bytes."""
+        start = max(0, len(tokens) - _CONTEXT_TOKENS)
+        while start < len(tokens) and self._bytes.get(tokens[start], 0) & 0xC0 == 0x80:
+            start += 1
+        return [int(token) for token in tokens[start:]]
 
     def _text(self) -> str:
         return self._tokenizer.decode(
@@ -114,6 +161,15 @@ class StopFilter:
             if any(stop.startswith(tail) for stop in self._stops):
                 return count
         return 0
+
+
+def _state(raw: bytes) -> bool | None:
+    """Whether these bytes are whole characters; None where no more bytes can make them so."""
+    try:
+        raw.decode()
+    except UnicodeDecodeError as error:
+        return False if error.reason == "unexpected end of data" else None
+    return True
 
 
 def _num_unfinished(text: str) -> int:

@@ -32,6 +32,9 @@ class Tokenizer:
         self._template = ChatTemplate.find(folder, settings)
         self._bytes_of_char = _byte_alphabet()
         self._longest = max((len(piece) for piece in self._fast.get_vocab()), default=1)
+        self.byte_tokens = self._find_byte_tokens()
+        """Tokens that stand for one byte each where a vocabulary has no better one. Decoders
+        show a run of them as text only while the whole run is whole characters."""
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
@@ -53,6 +56,15 @@ class Tokenizer:
         """Text of `tokens`; ids outside the vocabulary have none."""
         text: str = self._fast.decode(tokens, skip_special_tokens=skip_special_tokens)
         return text
+
+    def _find_byte_tokens(self) -> dict[int, int]:
+        """By token, the byte; empty where `<0xE2>` is text like any other, or not there."""
+        named = {byte: self._fast.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
+        found = {token: byte for byte, token in named.items() if token is not None}
+        probe = named[0xE2]
+        if probe is None or self.decode([probe], skip_special_tokens=False) != "\ufffd":
+            return {}
+        return found
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes this one token stands for, which may be part of a character."""
