@@ -1,0 +1,299 @@
+"""The fault matrix: every fault of storage on every backend, under the whole engine.
+
+In each cell the tokens are those of an uncached run, no request is stuck, every slot comes
+back, and the fault is counted by its reason.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headwater.clock import SystemClock
+from headwater.storage import Opening, StorageBackend, open_storage
+from headwater.storage.breaker import Breaker, BreakerConfig, GuardedStorage
+from headwater.testing.faults import BYTE_FAULTS, Fault, FaultyStorage, Medium
+from headwater.testing.media import FileMedium, MemoryMedium, MooncakeMedium, RedisMedium
+from headwater.testing.tiers import (
+    EchoTiers,
+    echo_format,
+    make_echo_request,
+    uncached_tokens,
+)
+from tests.engine.victim import BLOCK_TOKENS as VICTIM_TOKENS
+from tests.engine.victim import make_victim_request
+from tests.storage.conftest import MooncakeMaster, RedisServer
+
+BLOCK_TOKENS = 4
+PROMPT = [at * 3 % 50 for at in range(33)]
+OTHER = [at * 7 % 50 for at in range(29)]
+STUCK_S = 20.0
+TIMEOUTS = {"read_timeout_s": 0.3, "write_timeout_s": 0.3, "lookup_timeout_s": 0.3}
+BACKENDS = ("memory", "file", "redis", pytest.param("mooncake", marks=pytest.mark.slow))
+LINKS = {"contains": "lookup", "read": "storage_to_host", "write": "host_to_storage"}
+CALL_FAULTS = {Fault.ERROR: "error", Fault.TIMEOUT: "timeout", Fault.HANG: "timeout"}
+DAMAGE = {
+    Fault.TRUNCATED: {"bad_length", "bad_checksum", "bad_header", "truncated"},
+    Fault.FLIPPED_BIT: {"bad_checksum"},
+    Fault.SWAPPED: {"other_key"},
+    Fault.OTHER_MODEL: {"other_model"},
+}
+
+
+@dataclass
+class Bench:
+    """One backend on a medium of its own, and the engines that were put on it."""
+
+    name: str
+    settings: dict[str, Any]
+    stop: Callable[[], None]
+    """Kill the server of the medium."""
+
+    engines: list[EchoTiers] = field(default_factory=list)
+
+    def open(self, block_tokens: int = BLOCK_TOKENS) -> StorageBackend:
+        opening = Opening(format=echo_format(block_tokens))
+        return open_storage(self.name, self.settings, opening)
+
+    def medium(self, backend: Any) -> Medium:
+        prefix = "headwater:"
+        if self.name == "memory":
+            return MemoryMedium(backend)
+        if self.name == "file":
+            return FileMedium(Path(self.settings["path"]))
+        if self.name == "redis":
+            return RedisMedium(self.settings["url"], prefix)
+        return MooncakeMedium(backend._store, prefix)
+
+    def engine(self, storage: StorageBackend, block_tokens: int = BLOCK_TOKENS) -> EchoTiers:
+        """An engine that writes all it computes and always loads what it finds."""
+        guarded = GuardedStorage(storage, Breaker(BreakerConfig(), SystemClock()))
+        engine = EchoTiers(
+            num_blocks=64,
+            host_blocks=256,
+            block_tokens=block_tokens,
+            storage=guarded,
+            timeouts=TIMEOUTS,
+            settings={"load_policy": "wait"},
+        )
+        self.engines.append(engine)
+        return engine
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def bench(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Bench]:
+    yield from open_bench(request.param, tmp_path_factory.mktemp("medium"))
+
+
+def open_bench(name: str, folder: Path) -> Iterator[Bench]:
+    settings: dict[str, Any] = {}
+    stop: Callable[[], None] = lambda: None  # noqa: E731 - nothing to stop
+    if name == "file":
+        settings = {"path": str(folder), "slab_bytes": 8 << 20, "reserve_bytes": 0}
+    elif name == "redis":
+        server = RedisServer(folder)
+        settings, stop = {"url": server.url}, server.stop
+    elif name == "mooncake":
+        master = MooncakeMaster()
+        settings, stop = {"master": master.address, "segment_bytes": 1 << 26}, master.stop
+    bench = Bench(name, settings, stop)
+    yield bench
+    for engine in bench.engines:
+        engine.core.close()
+    stop()
+
+
+@pytest.fixture(scope="module")
+def backend(bench: Bench) -> Iterator[StorageBackend]:
+    backend = bench.open()
+    yield backend
+    backend.close()
+
+
+def serve(engine: EchoTiers, salt: str, name: str, prompt: list[int]) -> None:
+    """Ask, and hold the answer against an uncached run."""
+    request = make_echo_request(name, prompt, max_tokens=4, cache_salt=salt)
+    engine.run(request, within_s=STUCK_S)
+    assert engine.outputs[name] == uncached_tokens(request)
+
+
+def stored(bench: Bench, backend: StorageBackend, salt: str) -> None:
+    """Have another engine write the blocks of PROMPT."""
+    writer = bench.engine(backend)
+    serve(writer, salt, "writer", PROMPT)
+    writer.core.drain(STUCK_S)
+    writer.check_idle()
+
+
+def finish(engine: EchoTiers) -> None:
+    engine.core.drain(STUCK_S)
+    engine.check_idle()
+
+
+def test_without_a_fault_every_backend_hits(bench: Bench, backend: StorageBackend) -> None:
+    """The control cell: what one engine wrote, the next one loads."""
+    stored(bench, backend, "control")
+    engine = bench.engine(backend)
+
+    serve(engine, "control", "again", PROMPT)
+
+    assert engine.usages["again"].by_tier["storage"] == 32
+    assert engine.failures() == {}
+    finish(engine)
+
+
+@pytest.mark.parametrize("call", list(LINKS))
+@pytest.mark.parametrize("fault", list(CALL_FAULTS), ids=lambda fault: fault.name)
+def test_a_call_that_fails(
+    bench: Bench, backend: StorageBackend, fault: Fault, call: str
+) -> None:
+    """Lessons 24, 38, 45, 50: an error, a timeout or a hang of any call costs a hit at most; a
+    hung one that returns after its deadline writes to slots that are nobody's meanwhile."""
+    salt = f"{fault.name} {call}"
+    stored(bench, backend, salt)
+    double = FaultyStorage(backend, {call: [fault]})
+    engine = bench.engine(double)
+
+    serve(engine, salt, "again", PROMPT)
+    serve(engine, salt, "other", OTHER)
+    engine.core.drain(1.0 if fault is Fault.HANG else STUCK_S)
+    double.release()
+    serve(engine, salt, "last", PROMPT)
+    finish(engine)
+
+    hit = engine.usages["again"].by_tier["storage"]
+    assert hit == (32 if call == "write" else 0)
+    reason = CALL_FAULTS[fault]
+    assert engine.failures()[LINKS[call]].get(reason) == 1
+    stats = engine.core.stats().storage
+    assert stats is not None
+    assert stats.reasons.get(reason, 0) >= (0 if fault is Fault.HANG else 1)
+
+
+@pytest.mark.parametrize("fault", BYTE_FAULTS, ids=lambda fault: fault.name)
+def test_bytes_that_are_not_the_block(
+    bench: Bench, backend: StorageBackend, fault: Fault
+) -> None:
+    """Lesson 44: truncated, flipped, swapped and foreign blocks are never served."""
+    salt = fault.name
+    stored(bench, backend, salt)
+    before = backend.stats().reasons
+    medium = bench.medium(backend)
+    engine = bench.engine(FaultyStorage(backend, {"read": [fault]}, medium))
+
+    serve(engine, salt, "again", PROMPT)
+    finish(engine)
+    if isinstance(medium, RedisMedium):
+        medium.close()
+
+    after = backend.stats().reasons
+    counted = {reason for reason in after if after[reason] > before.get(reason, 0)}
+    assert counted
+    assert counted <= DAMAGE[fault]
+    assert engine.failures()["storage_to_host"] == {"damaged": 1}
+    assert engine.usages["again"].miss_reason == "damaged"
+
+
+def test_a_full_medium(bench: Bench, backend: StorageBackend) -> None:
+    """Lesson 24: what does not fit is not written, and not tried again in a circle."""
+    double = FaultyStorage(backend, {"write": [Fault.REFUSED] * 50})
+    engine = bench.engine(double)
+
+    serve(engine, "full", "a", PROMPT)
+    serve(engine, "full", "b", PROMPT)
+    finish(engine)
+
+    failures = engine.failures()["host_to_storage"]
+    assert 1 <= failures["refused"] <= 10
+    assert not engine.core.has_work
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """Lesson 24: the same with a disk that has no byte to give."""
+    settings = {"path": str(tmp_path), "slab_bytes": 8 << 20, "reserve_bytes": 1 << 60}
+    bench = Bench("file", settings, lambda: None)
+    backend = bench.open()
+    engine = bench.engine(backend)
+
+    serve(engine, "", "a", PROMPT)
+    finish(engine)
+    engine.core.close()
+
+    assert engine.failures()["host_to_storage"]["refused"] >= 1
+    assert sum(backend.stats().reasons.values()) >= 1
+
+
+class KilledAt(FaultyStorage):
+    """Calls `kill` when the first call of one name comes."""
+
+    def __init__(self, backend: StorageBackend, call: str, kill: Callable[[], None]) -> None:
+        super().__init__(backend, {})
+        self._call = call
+        self._kill = kill
+
+    def _next(self, name: str) -> Fault | None:
+        if name == self._call:
+            self._call = ""
+            self._kill()
+        return None
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("redis", "contains"),
+        ("redis", "read"),
+        # Once: its client takes its time to leave a master that is gone.
+        pytest.param("mooncake", "read", marks=pytest.mark.slow),
+    ],
+)
+def test_a_server_that_is_killed(name: str, call: str, tmp_path: Path) -> None:
+    """Lessons 38, 45: before it is asked or between the answer and the read: only the hit is
+    lost, in bounded time."""
+    for bench in open_bench(name, tmp_path):
+        backend = bench.open()
+        stored(bench, backend, "killed")
+        engine = bench.engine(KilledAt(backend, call, bench.stop))
+
+        serve(engine, "killed", "again", PROMPT)
+        serve(engine, "killed", "other", OTHER)
+        finish(engine)
+
+        assert engine.failures()[LINKS[call]]
+        assert engine.usages["again"].by_tier["storage"] == 0
+
+
+@pytest.mark.parametrize("name", BACKENDS[1:])
+def test_an_engine_that_is_killed_while_it_writes(name: str, tmp_path: Path) -> None:
+    """Lesson 44: after kill -9 the survivors find whole blocks or none, and right tokens."""
+    for bench in open_bench(name, tmp_path):
+        for num_lines in (1, 3):
+            kill_victim(bench, num_lines)
+            backend = bench.open(VICTIM_TOKENS)
+            engine = bench.engine(backend, VICTIM_TOKENS)
+            for number in range(4):
+                request = make_victim_request(number)
+                engine.run(request, within_s=STUCK_S)
+                assert engine.outputs[request.request_id] == uncached_tokens(request)
+            finish(engine)
+            engine.core.close()
+
+
+def kill_victim(bench: Bench, num_lines: int) -> None:
+    """Start an engine on the medium and end it with SIGKILL while it writes."""
+    command = [sys.executable, "-m", "tests.engine.victim"]
+    with subprocess.Popen(
+        [*command, bench.name, json.dumps(bench.settings)], stdout=subprocess.PIPE
+    ) as victim:
+        assert victim.stdout is not None
+        said = [victim.stdout.readline() for _ in range(num_lines)]
+        victim.send_signal(signal.SIGKILL)
+    assert all(said), "it ended by itself"
