@@ -1,0 +1,70 @@
+"""`headwater bench soak`: host and storage tiers under random faults, for as long as asked.
+
+Round after round, a small engine without a model serves a random workload while copies fail,
+calls hang and return late, blocks rot, requests are aborted and the cache is reset. After each
+round every book must balance and every token be that of an uncached run.
+"""
+
+import logging
+import sys
+import tempfile
+from argparse import ArgumentParser
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from headwater.bench._report import print_report
+from headwater.bench._soak_round import Round
+from headwater.clock import SystemClock
+from headwater.errors import HeadwaterError
+
+_QUICK_MINUTES = 0.05
+_FILE_EVERY = 4
+"""Every so many rounds store in a directory, the others in memory."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Soak and print the counts; 1 if a round went wrong."""
+    options = _parser().parse_args(argv)
+    minutes = _QUICK_MINUTES if options.quick else options.minutes
+    logging.getLogger("headwater.transfer").setLevel(logging.CRITICAL)  # faults are the point
+    clock = SystemClock()
+    end_s = clock.now() + 60 * minutes
+    counts: Counter[str] = Counter()
+    seed = options.seed
+    while not counts["rounds"] or clock.now() < end_s:
+        counts += play(seed)
+        counts["rounds"] += 1
+        if counts["wrong tokens"]:
+            print(f"wrong tokens with --seed {seed}", file=sys.stderr)
+            break
+        seed += 1
+    result = {"rounds": counts.pop("rounds"), "wrong_tokens": counts.pop("wrong tokens", 0)}
+    result |= {name.replace(" ", "_"): counts[name] for name in sorted(counts)}
+    print_report("headwater bench soak", result, as_json=options.json)
+    return 1 if result["wrong_tokens"] else 0
+
+
+def play(seed: int) -> Counter[str]:
+    """One round; what happened in it."""
+    with tempfile.TemporaryDirectory(prefix="headwater-soak-") as folder:
+        game = Round(seed, Path(folder) if seed % _FILE_EVERY == 0 else None)
+        try:
+            return game.play()
+        except (AssertionError, HeadwaterError):
+            print(f"a book does not balance with --seed {seed}", file=sys.stderr)
+            raise
+        finally:
+            game.close()
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="headwater bench soak", description=__doc__, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--minutes", type=float, default=10.0, help="how long (10)")
+    add("--seed", type=int, default=1, help="of the first round; the next has the next (1)")
+    add("--quick", action="store_true", help="three seconds")
+    add("--json", action="store_true", help="print one JSON object")
+    return parser
