@@ -86,6 +86,8 @@ class Intake:
         """Admit `sequence` if there is room for it and nothing is worth waiting for."""
         if still_follows(sequence, now):
             return Verdict.FOLLOWING
+        if self._loads.still_waits(sequence, now):
+            return Verdict.LOADING
         match = self._holdings.match(sequence)
         fits = self._fits(sequence, match, num_growth)
         if match is not None and self._loads.waits(sequence, match, fits=fits, now=now):

@@ -68,6 +68,20 @@ class Loads:
         sequence.load = Load(lookup=lookup.job)
         self.plans.append(lookup)
 
+    def still_waits(self, sequence: Sequence, now: float) -> bool:
+        """Whether what `sequence` waited for before is still on its way. Costs no match."""
+        load = sequence.load
+        if load is None or load.ended is not None or load.until_s is None:
+            return False
+        if now >= load.until_s:
+            return False
+        if load.lookup is not None:
+            return self._policy != "best_effort"
+        plan = None if load.job is None else self._moving.get(load.job)
+        return plan is not None and (
+            self._policy != "best_effort" or plan.source is not Tier.STORAGE
+        )
+
     def waits(self, sequence: Sequence, match: Match, *, fits: bool, now: float) -> bool:
         """Whether `sequence`, which would fit or not, waits for blocks below the device."""
         load = sequence.load
