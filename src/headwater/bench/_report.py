@@ -26,4 +26,6 @@ def _flat(result: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _shown(value: object) -> str:
-    return f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.2f}" if abs(value) >= 1 else f"{value:.4f}"
+    return f"{value:,}"

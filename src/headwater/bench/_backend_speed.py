@@ -1,0 +1,111 @@
+"""MB/s of each storage backend against the ceiling of its medium, in turns."""
+
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from headwater.bench._ceilings import (
+    Ceiling,
+    FileCeiling,
+    MemoryCeiling,
+    MooncakeCeiling,
+    RedisCeiling,
+    page_memory,
+)
+from headwater.bench._storage_media import Media
+from headwater.clock import SystemClock
+from headwater.storage import BlockFormat, BlockRead, BlockWrite, Opening, open_storage
+from headwater.testing.storage import make_keys, make_parents
+
+_BLOCK_BYTES = 1 << 20
+_TIMEOUT_S = 120.0
+
+Speeds = dict[str, dict[str, float]]
+
+
+def measure_backends(media: Media, folder: Path, *, rounds: int, blocks: int) -> dict[str, Any]:
+    """`backend_ratio` and `backend_mb_s`, by backend and direction."""
+    ratios: Speeds = {}
+    speeds: Speeds = {}
+    for name, settings in [("memory", {}), *media.items()]:
+        pair = _Pair(name, settings, folder, blocks)
+        try:
+            seconds = [pair.turn(number) for number in range(rounds + 1)][1:]
+        finally:
+            pair.close()
+        ratios[name], speeds[name] = {}, {}
+        for way in ("write", "read"):
+            ours, bare = (
+                [turn[f"{way} {who}"] for turn in seconds] for who in ("backend", "ceiling")
+            )
+            ratios[name][way] = median(b / o for o, b in zip(ours, bare, strict=True))
+            speeds[name][way] = blocks * _BLOCK_BYTES / 1e6 / median(ours)
+            speeds[name][f"{way} ceiling"] = blocks * _BLOCK_BYTES / 1e6 / median(bare)
+    return {"backend_ratio": ratios, "backend_mb_s": speeds}
+
+
+class _Pair:
+    """A backend and the ceiling of its medium, with buffers for both."""
+
+    def __init__(
+        self, name: str, settings: dict[str, Any], folder: Path, num_blocks: int
+    ) -> None:
+        self._clock = SystemClock()
+        self._num_blocks = num_blocks
+        memory = page_memory(2 * num_blocks * _BLOCK_BYTES)
+        views = [memory[at : at + _BLOCK_BYTES] for at in range(0, len(memory), _BLOCK_BYTES)]
+        self._blocks, self._into = views[:num_blocks], views[num_blocks:]
+        rng = np.random.default_rng(1)
+        for block in self._blocks:
+            block[:] = rng.bytes(_BLOCK_BYTES)
+        form = BlockFormat(fingerprint=bytes(range(32)), block_bytes=_BLOCK_BYTES)
+        self._backend = open_storage(name, settings, Opening(format=form, memory=memory))
+        self._ceiling = self._make_ceiling(name, settings, folder)
+
+    def turn(self, number: int) -> dict[str, float]:
+        """Seconds of each; who is first changes."""
+        keys = make_keys(self._num_blocks, run=f"turn {number}")
+        seconds = {}
+        ways = [self._bare, lambda: self._ours(keys)]
+        for way in ways if number % 2 else ways[::-1]:
+            seconds |= way()
+        return seconds
+
+    def close(self) -> None:
+        self._ceiling.close()
+        self._backend.close()
+
+    def _ours(self, keys: Any) -> dict[str, float]:  # noqa: ANN401 -- block keys
+        began = self._clock.now()
+        written = self._backend.write(
+            keys, self._blocks, parents=make_parents(keys), timeout_s=_TIMEOUT_S
+        )
+        between = self._clock.now()
+        read = self._backend.read(keys, self._into, timeout_s=_TIMEOUT_S)
+        ended = self._clock.now()
+        assert set(written) == {BlockWrite.WRITTEN}
+        assert set(read) == {BlockRead.READ}
+        self._backend.remove(keys, timeout_s=_TIMEOUT_S)
+        return {"write backend": between - began, "read backend": ended - between}
+
+    def _bare(self) -> dict[str, float]:
+        began = self._clock.now()
+        self._ceiling.write(self._blocks)
+        between = self._clock.now()
+        self._ceiling.read(self._into)
+        ended = self._clock.now()
+        if isinstance(self._ceiling, MooncakeCeiling):
+            self._ceiling.forget(self._num_blocks)
+        return {"write ceiling": between - began, "read ceiling": ended - between}
+
+    def _make_ceiling(self, name: str, settings: dict[str, Any], folder: Path) -> Ceiling:
+        if name == "file":
+            return FileCeiling(folder, self._num_blocks, _BLOCK_BYTES)
+        if name == "redis":
+            return RedisCeiling(settings["url"])
+        if name == "mooncake":
+            store = self._backend._store  # type: ignore[attr-defined] # the pool it has joined
+            return MooncakeCeiling(store)
+        return MemoryCeiling(self._num_blocks, _BLOCK_BYTES)

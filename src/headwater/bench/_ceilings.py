@@ -1,0 +1,167 @@
+"""How fast a medium is without a backend: the barest calls that move blocks, and a checksum.
+
+Each `Ceiling` moves the same blocks as the backend beside it and passes over each of them
+once, since whoever verifies has to.
+"""
+
+import mmap
+import os
+import socket
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from headwater.storage.codec import checksum
+from headwater.storage.pointer import address_of
+
+_FILE_THREADS = 4
+
+
+class Ceiling(Protocol):
+    """Moves whole runs of blocks to and from one medium."""
+
+    def write(self, blocks: Sequence[memoryview]) -> None: ...
+
+    def read(self, into: Sequence[memoryview]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MemoryCeiling:
+    """memcpy to memory that was used before."""
+
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        self._rows = np.ones((num_blocks, block_bytes), dtype=np.uint8)
+
+    def write(self, blocks: Sequence[memoryview]) -> None:
+        for row, block in zip(self._rows, blocks, strict=True):
+            checksum(block)
+            np.copyto(row, np.frombuffer(block, dtype=np.uint8))
+
+    def read(self, into: Sequence[memoryview]) -> None:
+        for row, view in zip(self._rows, into, strict=True):
+            np.copyto(np.frombuffer(view, dtype=np.uint8), row)
+            checksum(view)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class FileCeiling:
+    """Direct reads and writes of one file from a few threads; buffered where that is refused."""
+
+    def __init__(self, folder: Path, num_blocks: int, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._path = folder / "ceiling"
+        flags = os.O_RDWR | os.O_CREAT
+        try:
+            self._file = os.open(self._path, flags | os.O_DIRECT)
+        except OSError:
+            self._file = os.open(self._path, flags)
+        os.posix_fallocate(self._file, 0, num_blocks * block_bytes)
+        self._threads = ThreadPoolExecutor(_FILE_THREADS)
+
+    def write(self, blocks: Sequence[memoryview]) -> None:
+        def put(place: int) -> None:
+            checksum(blocks[place])
+            os.pwrite(self._file, blocks[place], place * self._block_bytes)
+
+        list(self._threads.map(put, range(len(blocks))))
+
+    def read(self, into: Sequence[memoryview]) -> None:
+        def get(place: int) -> None:
+            os.preadv(self._file, [into[place]], place * self._block_bytes)
+            checksum(into[place])
+
+        list(self._threads.map(get, range(len(into))))
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        os.close(self._file)
+        self._path.unlink()
+
+
+class RedisCeiling:
+    """A bare socket that speaks just enough RESP for values of one size."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self._socket = socket.create_connection((parts.hostname, parts.port))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def write(self, blocks: Sequence[memoryview]) -> None:
+        for number, block in enumerate(blocks):
+            checksum(block)
+            name = b"ceiling%04d" % number
+            head = b"*3\r\n$3\r\nSET\r\n$11\r\n%b\r\n$%d\r\n" % (name, len(block))
+            self._send([memoryview(head), block, memoryview(b"\r\n")])
+        self._fill(memoryview(bytearray(len(blocks) * len(b"+OK\r\n"))))
+
+    def read(self, into: Sequence[memoryview]) -> None:
+        asks = [b"*2\r\n$3\r\nGET\r\n$11\r\nceiling%04d\r\n" % n for n in range(len(into))]
+        self._socket.sendall(b"".join(asks))
+        head = memoryview(bytearray(len(b"$%d\r\n" % len(into[0]))))
+        tail = memoryview(bytearray(2))
+        for view in into:
+            for part in (head, view, tail):
+                self._fill(part)
+            checksum(view)
+
+    def close(self) -> None:
+        self._socket.sendall(b"*1\r\n$8\r\nFLUSHALL\r\n")
+        self._socket.recv(64)
+        self._socket.close()
+
+    def _send(self, parts: list[memoryview]) -> None:
+        while parts:
+            sent = self._socket.sendmsg(parts)
+            while parts and sent >= len(parts[0]):
+                sent -= len(parts.pop(0))
+            if parts:
+                parts[0] = parts[0][sent:]
+
+    def _fill(self, view: memoryview) -> None:
+        while view:
+            view = view[self._socket.recv_into(view, 0, socket.MSG_WAITALL) :]
+
+
+class MooncakeCeiling:
+    """Batch calls of a store that has joined the pool, on memory it has registered."""
+
+    def __init__(self, store: Any) -> None:  # noqa: ANN401 -- untyped package
+        self._store = store
+
+    def write(self, blocks: Sequence[memoryview]) -> None:
+        for block in blocks:
+            checksum(block)
+        codes = self._store.batch_put_from(*_batch(blocks))
+        assert not any(codes), f"mooncake refused: {codes}"
+
+    def read(self, into: Sequence[memoryview]) -> None:
+        codes = self._store.batch_get_into(*_batch(into))
+        assert all(code >= 0 for code in codes), f"mooncake failed: {codes}"
+        for view in into:
+            checksum(view)
+
+    def forget(self, count: int) -> None:
+        """Remove the blocks, which a key that is there would not let write again."""
+        self._store.batch_remove([f"ceiling{n}" for n in range(count)], True)
+
+    def close(self) -> None:
+        """The store is its backend's."""
+
+
+def _batch(views: Sequence[memoryview]) -> tuple[list[str], list[int], list[int]]:
+    names = [f"ceiling{number}" for number in range(len(views))]
+    return names, [address_of(view) for view in views], [len(view) for view in views]
+
+
+def page_memory(num_bytes: int) -> memoryview:
+    """Memory that starts on a page, every page of it given by the system."""
+    memory = memoryview(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    np.frombuffer(memory, dtype=np.uint8)[:] = 1
+    return memory

@@ -1,0 +1,84 @@
+"""An engine in this process for benchmarks of tiers, and what one can do to it."""
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from headwater.clock import SystemClock
+from headwater.config import EngineConfig
+from headwater.launch.core import build_core
+from headwater.scheduler.request import Request, SamplingParams
+from headwater.types import RequestId, Tokens
+
+_DRAIN_S = 120.0
+
+
+@dataclass(slots=True)
+class Served:
+    """What came of some requests that were sent together."""
+
+    seconds: float
+    first_s: float
+    """Until the first token of any of them."""
+
+    found: dict[str, int] = field(default_factory=dict)
+    """Prompt tokens that were found, by tier."""
+
+
+class TierEngine:
+    """A core and a clock; serves prompts of token ids to their end."""
+
+    def __init__(self, **settings: Any) -> None:  # noqa: ANN401 -- typed by EngineConfig
+        self.core, self.info = build_core(EngineConfig(**settings))
+        self._clock = SystemClock()
+        self._numbers = itertools.count()
+
+    def serve(self, prompts: list[Tokens], *, max_tokens: int) -> Served:
+        """All at once, until the last has ended."""
+        began_s, first_s = self._clock.now(), 0.0
+        waiting, found = len(prompts), dict.fromkeys(("device", "host", "storage"), 0)
+        for prompt in prompts:
+            self.core.add(self._request(prompt, max_tokens))
+        while waiting:
+            self.core.wait()
+            for output in self.core.step():
+                first_s = first_s or self._clock.now() - began_s
+                waiting -= output.finish_reason is not None
+                if output.usage is not None:
+                    for tier in found:
+                        found[tier] += output.usage.by_tier[tier]
+        return Served(self._clock.now() - began_s, first_s, found)
+
+    def make_prompt(self, num_tokens: int, seed: int) -> Tokens:
+        """Tokens that no other seed begins with."""
+        tokens = np.random.default_rng(seed).integers(5, 250, num_tokens)
+        return tokens.astype(np.int32)
+
+    def drain(self) -> None:
+        """Until everything that is being written is written."""
+        self.core.drain(_DRAIN_S)
+
+    def clear_device(self) -> None:
+        """Evict every block that nobody uses from the device, and from nothing else."""
+        cache = self.core._cache  # nothing in production empties one tier alone
+        slots = cache.take(cache.num_available, now=self._clock.now())
+        if slots is not None:
+            cache.free(slots)
+
+    def decide_us(self) -> float:
+        """Microseconds of deciding a step, so far."""
+        stats = self.core.stats()
+        return 1e6 * stats.decide_s / max(stats.num_steps, 1)
+
+    def close(self) -> None:
+        self.core.close()
+
+    def _request(self, prompt: Tokens, max_tokens: int) -> Request:
+        return Request(
+            request_id=RequestId(f"bench-{next(self._numbers)}"),
+            tokens=prompt,
+            params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            arrival_s=self._clock.now(),
+        )

@@ -1,0 +1,209 @@
+"""`headwater bench tiers`: what host and storage tiers cost, and what a hit in them saves.
+
+(a) traffic that never hits, with and without tiers, in turns; (b) the time to the first token
+of a hit in each tier and of computing the same prompt; (c) many requests at once for one stored
+prefix; (d) bytes a second of each backend beside the barest use of its medium.
+
+The engine runs in this process. Backends whose server is not installed are left out.
+"""
+
+import sys
+import tempfile
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from headwater.bench._backend_speed import measure_backends
+from headwater.bench._report import print_report
+from headwater.bench._storage_media import Media, open_media
+from headwater.bench._tier_engine import TierEngine
+
+_CAPACITY_BYTES = 2 << 30
+_TOGETHER = 50
+_PARTS = ("backends", "hits", "convoy", "all-miss")
+
+Result = dict[str, Any]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the parts that were asked for and print a table, or JSON."""
+    options = _parser().parse_args(argv)
+    if options.quick:
+        options.lengths, options.rounds, options.blocks = [256, 512], 2, 16
+    options.folder = _model(options)
+    result: Result = {}
+    with tempfile.TemporaryDirectory(prefix="headwater-tiers-", dir=options.dir) as name:
+        folder = Path(name)
+        with open_media(folder, capacity_bytes=_CAPACITY_BYTES) as media:
+            if "backends" in options.parts:
+                _say(f"backends: {', '.join(media)}")
+                result |= measure_backends(
+                    media, folder, rounds=options.rounds, blocks=options.blocks
+                )
+            if "hits" in options.parts:
+                result |= measure_hits(media, options)
+            if "convoy" in options.parts:
+                result |= measure_convoy(media, options)
+        if "all-miss" in options.parts:
+            result |= measure_all_miss(folder / "all-miss", options)
+    print_report("headwater bench tiers", result, as_json=options.json)
+    return 0
+
+
+def measure_hits(media: Media, options: Namespace) -> Result:
+    """`hit_ttft_ms` by tier and length, `recompute_ttft_ms` by length."""
+    chosen = ["file"]
+    engine = TierEngine(
+        **_settings(options),
+        write_policy="write_through",
+        load_policy="wait",
+        storage_backend="headwater.bench._switch:Switch",
+        storage_config={"media": media, "chosen": chosen},
+    )
+    hits: dict[str, dict[str, float]] = {tier: {} for tier in ("host", *media)}
+    computed: dict[str, float] = {}
+    for length in options.lengths:
+        prompt = engine.make_prompt(length, seed=length)
+        _say(f"hits: {length} tokens")
+        computed[str(length)] = 1e3 * engine.serve([prompt], max_tokens=1).first_s
+        engine.drain()
+        for tier in hits:
+            chosen[0] = tier if tier in media else "file"
+            hits[tier][str(length)] = 1e3 * _hit_s(engine, prompt, tier, options.rounds)
+    engine.close()
+    faster = {
+        tier: {length: computed[length] / ms for length, ms in row.items()}
+        for tier, row in hits.items()
+    }
+    return {"hit_ttft_ms": hits, "recompute_ttft_ms": computed, "recompute_over_hit": faster}
+
+
+def measure_convoy(media: Media, options: Namespace) -> Result:
+    """`convoy_ratio`: requests a second for one stored prefix, over the same computed."""
+    engine = TierEngine(
+        **_settings(options),
+        write_policy="write_through",
+        storage_backend="file",
+        storage_config=media["file"],
+    )
+    length, ratios = options.lengths[0], []
+    for number in range(options.rounds):
+        _say(f"convoy: round {number + 1} of {options.rounds}")
+        prefix = engine.make_prompt(length, seed=10_000 + number)
+        tails = [engine.make_prompt(8, seed=n) for n in range(_TOGETHER)]
+        prompts = [np.concatenate((prefix, tail)) for tail in tails]
+        computed = engine.serve(prompts, max_tokens=2)
+        engine.drain()
+        engine.core.reset_cache()
+        stored = engine.serve(prompts, max_tokens=2)
+        engine.drain()
+        ratios.append(computed.seconds / stored.seconds)
+    engine.close()
+    return {"convoy_ratio": median(ratios), "convoy_found_tokens": stored.found}
+
+
+def measure_all_miss(folder: Path, options: Namespace) -> Result:
+    """`all_miss_loss`: the share of throughput that tiers cost where nothing ever hits."""
+    plain = _settings(options) | {"swap_space_gib": 0.0, "num_blocks_override": 64}
+    tiers = plain | {"swap_space_gib": 0.25, "storage_backend": "file"}
+    engines = {
+        "none": TierEngine(**plain),
+        "default": TierEngine(**tiers, storage_config=_file(folder / "default")),
+        "write_through": TierEngine(
+            **tiers, write_policy="write_through", storage_config=_file(folder / "through")
+        ),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    for number in range(options.pairs + 1):
+        _say(f"all-miss: pair {number} of {options.pairs}")
+        for name in list(engines) if number % 2 else reversed(engines):
+            engine = engines[name]
+            first = 100_000 + 10 * number
+            prompts = [
+                engine.make_prompt(options.miss_tokens, seed=first + n) for n in range(4)
+            ]
+            seconds[name].append(engine.serve(prompts, max_tokens=8).seconds)
+    for engine in engines.values():
+        engine.close()
+    result: Result = {"all_miss_pairs": options.pairs}
+    for name, key in (("default", ""), ("write_through", "_write_through")):
+        pairs = zip(seconds["none"][1:], seconds[name][1:], strict=True)
+        losses = [1 - without / tiered for without, tiered in pairs]
+        result[f"all_miss_loss{key}"] = median(losses)
+        result[f"all_miss_loss{key}_ci95"] = _interval(losses)
+    return result | {"decide_us": {name: e.decide_us() for name, e in engines.items()}}
+
+
+def _hit_s(engine: TierEngine, prompt: Any, tier: str, rounds: int) -> float:  # noqa: ANN401 -- Tokens
+    """Median seconds to the first token where only `tier` has the prompt."""
+    times = []
+    for _ in range(rounds):
+        if tier == "host":
+            engine.clear_device()
+        else:
+            engine.core.reset_cache()
+        served = engine.serve([prompt], max_tokens=1)
+        name = "host" if tier == "host" else "storage"
+        assert served.found[name] >= len(prompt) - 64, f"no hit in {tier}: {served.found}"
+        times.append(served.first_s)
+        engine.drain()
+    return median(times)
+
+
+def _interval(values: list[float]) -> dict[str, float]:
+    """95 % of the medians of samples drawn again from `values`."""
+    rng = np.random.default_rng(1)
+    drawn = rng.choice(values, (2000, len(values)))
+    low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
+    return {"low": float(low), "high": float(high)}
+
+
+def _settings(options: Namespace) -> dict[str, Any]:
+    num_blocks = max(options.lengths) // 64 + 72
+    return {
+        "model": str(options.folder),
+        "num_blocks_override": num_blocks,
+        "swap_space_gib": 1.0,
+        "num_threads": 1,
+    }
+
+
+def _file(folder: Path) -> dict[str, Any]:
+    return {"path": str(folder), "capacity_bytes": _CAPACITY_BYTES, "reserve_bytes": 0}
+
+
+def _model(options: Namespace) -> Path:
+    from headwater.device import builtin
+
+    tiny = options.quick or options.model == "tiny"
+    return builtin.ensure() if tiny else builtin.ensure_bench()
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="headwater bench tiers", description=__doc__, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add(
+        "--parts", nargs="+", choices=_PARTS, default=list(_PARTS), help="what to measure (all)"
+    )
+    add("--model", choices=("tiny", "100m"), default="100m", help="model served (100m)")
+    add("--lengths", nargs="+", type=int, default=[1024, 4096, 16384], help="prompt tokens")
+    add("--pairs", type=int, default=10, help="pairs of runs that never hit (10)")
+    add("--miss-tokens", type=int, default=256, help="tokens of a prompt that never hits (256)")
+    add("--rounds", type=int, default=5, help="runs of which the median is told (5)")
+    add(
+        "--blocks", type=int, default=64, help="blocks of 1 MiB moved to a backend at once (64)"
+    )
+    add("--dir", metavar="PATH", help="where the file backend stores (a temporary folder)")
+    add("--quick", action="store_true", help="the built-in model, shorter prompts, fewer runs")
+    add("--json", action="store_true", help="print one JSON object")
+    return parser
