@@ -15,7 +15,7 @@ from headwater.cache import (
     Outcome,
     media_by_block,
 )
-from headwater.errors import CacheUseError, ConfigError, StaleLease
+from headwater.errors import CacheUseError, ConfigError, InvariantError, StaleLease
 from headwater.types import RequestId, Tier, WritePolicy
 from tests.cache.make import BLOCK, begin, extents, make_cache, make_path, serve, write_down
 
@@ -272,6 +272,32 @@ def test_commits_that_cannot_be_are_refused():
         cache.learn_stored(make_path(1), 2, now=0.0)
     assert cache.stats().device.held == 2
     cache.check()
+
+
+def test_a_slot_named_twice_is_not_committed():
+    """Lesson 7: one slot cannot become two blocks; nothing has changed when it is refused."""
+    cache = make_cache(16)
+    path = make_path(*range(12))
+    lease, held = begin(cache, path)
+
+    for twins in (held[[0, 0]], held[[*range(11), 3]]):
+        with pytest.raises(InvariantError, match="twice"):
+            cache.commit(lease, path, twins, now=0.0)
+    assert cache.stats().device.held == 12
+    cache.check()
+
+
+def test_a_match_of_another_cache_is_made_again():
+    """A lease is never on nodes of a foreign tree, even when the versions happen to agree."""
+    cache, other = make_cache(), make_cache()
+    serve(other, make_path(1, 2))
+    serve(cache, make_path(7, 8))
+
+    lease = cache.lease(other.match(make_path(1, 2)), owner="r", now=0.0)
+
+    assert lease.num_blocks == 0
+    cache.check()
+    other.check()
 
 
 def test_only_full_blocks_are_committed():
@@ -617,6 +643,7 @@ def test_late_results_of_an_older_generation_only_release():
         {"select_hits": 0},
         {"eviction": "fifo"},
         {"storage": True},
+        {"write_policy": "write_through"},
     ],
 )
 def test_impossible_settings_are_refused(settings):

@@ -64,6 +64,8 @@ class CacheConfig:
         ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} cannot be negative, got {getattr(self, name)}")
+        if not isinstance(self.write_policy, WritePolicy):
+            raise ConfigError(f"write_policy must be a WritePolicy, got {self.write_policy!r}")
         if self.eviction not in POLICIES:
             known = ", ".join(sorted(POLICIES))
             raise ConfigError(f"unknown eviction policy {self.eviction!r}; known: {known}")

@@ -19,7 +19,7 @@ class Matcher:
     def match(self, path: TokenPath, limit: int) -> Match:
         """The match of the first `limit` blocks of `path`."""
         nodes, found = self._tree.walk(path, limit)
-        match = Match(path, limit, nodes, self._tree.version)
+        match = Match(path, limit, nodes, (self._tree, self._tree.version))
         _measure(match, found)
         if found < limit:
             self._explain(match, found)

@@ -73,7 +73,7 @@ class Match:
     )
 
     def __init__(
-        self, path: TokenPath, max_blocks: int, nodes: list[Node], version: int
+        self, path: TokenPath, max_blocks: int, nodes: list[Node], version: tuple[object, int]
     ) -> None:
         self.path = path
         self.max_blocks = max_blocks

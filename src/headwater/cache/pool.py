@@ -87,6 +87,8 @@ class SlotPool:
         """Change the state of `slots`, all of which must be in state `old`."""
         count = len(slots)
         self._require(slots, count, old)
+        if count > 1:
+            self._require_once(slots, count)
         self._state[slots] = new
         self._counts[old] -= count
         self._counts[new] += count
@@ -94,15 +96,14 @@ class SlotPool:
     def reuse(self, parts: list[Slots], old: SlotState, new: SlotState) -> Slots:
         """Free the slots of `parts`, all in state `old`, and take these and all free ones.
 
-        What an eviction needs: the slots go from one owner to the next in one batch.
+        What an eviction needs: the slots go from one owner to the next in one batch. Both
+        those of the tree and those of the free stack were checked for twins as they went in.
         """
         num_free = self.num_free
         if num_free:
             parts = [self._free[:num_free], *parts]
         slots = parts[0] if len(parts) == 1 else np.concatenate(parts)
         total = len(slots)
-        if total > 1:
-            self._require_once(slots, total)
         if self._state[slots].tobytes().count(old) != total - num_free:
             self._explain(slots[num_free:], old)
         self._state[slots] = new

@@ -130,7 +130,7 @@ class TieredCache:
         A match that is not current is made again first, so a lease is never on blocks that
         went meanwhile. With `counted` the match goes into the ledger and counts as a hit.
         """
-        if match.version != self.tree.version:
+        if match.version != (self.tree, self.tree.version):
             match = self.match(match.path, match.max_blocks)
         if counted:
             self._ledger.record(match)
@@ -239,7 +239,7 @@ class TieredCache:
         for what it plans; None as well while the same blocks are on their way already.
         """
         _require_limit(limit_blocks)
-        if match.version != self.tree.version:
+        if match.version != (self.tree, self.tree.version):
             match = self.match(match.path, match.max_blocks)
         return self.transfers.promote(match, limit_blocks, now=now)
 

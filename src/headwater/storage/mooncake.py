@@ -29,7 +29,9 @@ from headwater.types import BlockKey
 T = TypeVar("T")
 
 _BATCH_BLOCKS = 64
-_NOT_FOUND = -704
+_ABSENT = frozenset({-704, -703})
+"""Codes of a key that is not there, or that somebody is writing right now."""
+
 _NO_ROOM = -200
 
 
@@ -194,7 +196,7 @@ class MooncakeStorage:
     def _verified(
         self, key: BlockKey, header: memoryview, view: memoryview, code: int
     ) -> BlockRead:
-        if code == _NOT_FOUND:
+        if code in _ABSENT:
             return BlockRead.ABSENT
         if code < 0:
             return self._failed(key)
@@ -245,7 +247,7 @@ class MooncakeStorage:
 
     def _raise_if_dead(self, codes: Sequence[int]) -> None:
         """One block that fails is a miss; when all do, the pool is what fails."""
-        if codes and all(code < 0 and code != _NOT_FOUND for code in codes):
+        if codes and all(code < 0 and code not in _ABSENT for code in codes):
             raise StorageError(f"the Mooncake pool of {self._config.master} failed: {codes[0]}")
 
     def _header_buffers(self, count: int) -> list[memoryview]:
