@@ -1,5 +1,6 @@
 """MB/s of each storage backend against the ceiling of its medium, in turns."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,6 +19,7 @@ from headwater.bench._storage_media import Media
 from headwater.clock import SystemClock
 from headwater.storage import BlockFormat, BlockRead, BlockWrite, Opening, open_storage
 from headwater.testing.storage import make_keys, make_parents
+from headwater.types import BlockKey
 
 _BLOCK_BYTES = 1 << 20
 _TIMEOUT_S = 120.0
@@ -77,7 +79,7 @@ class _Pair:
         self._ceiling.close()
         self._backend.close()
 
-    def _ours(self, keys: Any) -> dict[str, float]:  # noqa: ANN401 -- block keys
+    def _ours(self, keys: Sequence[BlockKey]) -> dict[str, float]:
         began = self._clock.now()
         written = self._backend.write(
             keys, self._blocks, parents=make_parents(keys), timeout_s=_TIMEOUT_S

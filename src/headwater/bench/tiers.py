@@ -21,6 +21,7 @@ from headwater.bench._backend_speed import measure_backends
 from headwater.bench._report import print_report
 from headwater.bench._storage_media import Media, open_media
 from headwater.bench._tier_engine import TierEngine
+from headwater.types import Tokens
 
 _CAPACITY_BYTES = 2 << 30
 _TOGETHER = 50
@@ -138,7 +139,7 @@ def measure_all_miss(folder: Path, options: Namespace) -> Result:
     return result | {"decide_us": {name: e.decide_us() for name, e in engines.items()}}
 
 
-def _hit_s(engine: TierEngine, prompt: Any, tier: str, rounds: int) -> float:  # noqa: ANN401 -- Tokens
+def _hit_s(engine: TierEngine, prompt: Tokens, tier: str, rounds: int) -> float:
     """Median seconds to the first token where only `tier` has the prompt."""
     times = []
     for _ in range(rounds):
