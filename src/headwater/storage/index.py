@@ -5,7 +5,7 @@ A block of ours is found, or being read (leased: its slot is not reused), or bei
 Blocks in other processes' slabs are only known of.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from threading import Lock
 from typing import NamedTuple
@@ -30,7 +30,8 @@ class SlotIndex:
         self._ours: OrderedDict[BlockKey, Place] = OrderedDict()  # least recently used first
         self._theirs: dict[BlockKey, Place] = {}
         self._their_keys: dict[tuple[int, int], BlockKey] = {}
-        self._free: list[tuple[Slab, int]] = []
+        # First in, first out, so that the blocks of a run lie one after the other.
+        self._free: deque[tuple[Slab, int]] = deque()
         self._leases: Counter[tuple[int, int]] = Counter()
         self._doomed: set[tuple[int, int]] = set()
         self._claimed: set[BlockKey] = set()
@@ -63,9 +64,7 @@ class SlotIndex:
         with self._lock:
             self._slabs.append(slab)
             self._free.extend(
-                (slab, slot)
-                for slot in reversed(range(slab.geometry.num_slots))
-                if slot not in used
+                (slab, slot) for slot in range(slab.geometry.num_slots) if slot not in used
             )
             for entry in sorted(entries, key=lambda entry: entry.sequence):
                 self._ours[entry.key] = Place(slab, entry)
@@ -142,7 +141,7 @@ class SlotIndex:
                 evicted = self._evict()
             if not self._free:
                 return None, False
-            slab, slot = self._free.pop()
+            slab, slot = self._free.popleft()
             self._sequence += 1
             return Place(slab, Entry(slot, key, parent, self._sequence)), evicted
 

@@ -64,7 +64,7 @@ class Slab:
 
     def write(self, entry: Entry, block: memoryview) -> None:
         """Write a whole slot and let it be found; OSError, and nothing found, if that fails."""
-        self.table.clear(entry.slot)
+        self.table.prepare(entry.slot)
         page, payload, staged = self._buffers(block)
         header = encode_header(self.geometry.form, entry.key, entry.parent, block)
         page[: len(header)] = header

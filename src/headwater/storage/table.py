@@ -78,7 +78,7 @@ class Entry(NamedTuple):
 
 
 class Table:
-    """An open table file. One thread at a time calls `put` and `clear` for one slot."""
+    """An open table file. One thread at a time changes one slot."""
 
     def __init__(self, path: Path, *, writable: bool) -> None:
         """Open an existing table; StorageCorrupt where it is not one."""
@@ -113,10 +113,17 @@ class Table:
         """The slot is whole: let it be found."""
         fields = _ENTRY.pack(entry.key, entry.parent, entry.sequence, 0)
         self._write(entry.slot, fields + _CHECK.pack(zlib.crc32(fields)))
+        self._tell()
+
+    def prepare(self, slot: int) -> None:
+        """The slot is about to be written: from here on nothing is in it. Other processes are
+        not told; what they read there fails its verification."""
+        self._write(slot, _EMPTY)
 
     def clear(self, slot: int) -> None:
-        """The slot is about to be written, or forgotten."""
+        """The slot is to be forgotten."""
         self._write(slot, _EMPTY)
+        self._tell()
 
     def entries(self) -> Iterator[Entry]:
         """Every whole block that the table knows, slot by slot."""
@@ -148,6 +155,8 @@ class Table:
 
     def _write(self, slot: int, raw: bytes) -> None:
         os.pwrite(self._file.fd, raw, PAGE_BYTES + slot * ENTRY_BYTES)
+
+    def _tell(self) -> None:
         # Lost updates do no harm: two threads that write the same count still changed it.
         self._changes += 1
         os.pwrite(self._file.fd, self._changes.to_bytes(8, "little"), _CHANGES_AT)
