@@ -37,6 +37,8 @@ class Server:
 
     engine: str
     port: int
+    compute_pid: int
+    """The process that has the model."""
 
     def counters(self) -> dict[str, float]:
         """Its Prometheus counters without labels, by name."""
@@ -45,6 +47,12 @@ class Server:
             raise EngineDead(f"{self.engine} answered {status} to /metrics")
         lines = [line.split() for line in text.splitlines() if not line.startswith("#")]
         return {line[0]: float(line[1]) for line in lines if len(line) == 2}
+
+    def compute_times_s(self) -> tuple[float, float]:
+        """Seconds the computing process had a core, and seconds it was ready and had none."""
+        tasks = Path(f"/proc/{self.compute_pid}/task").iterdir()
+        times = [(task / "schedstat").read_text().split() for task in tasks]
+        return sum(int(t[0]) for t in times) / 1e9, sum(int(t[1]) for t in times) / 1e9
 
 
 def headwater_command(
@@ -102,8 +110,7 @@ def running(
                 log.seek(0)
                 said = log.read().decode(errors="replace")[-2000:]
                 raise EngineDead(f"{engine} did not start:\n{said}")
-            _pin(process.pid)
-            yield Server(engine=engine, port=port)
+            yield Server(engine=engine, port=port, compute_pid=_pin(process.pid))
         finally:
             _stop(process)
 
@@ -166,8 +173,8 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
         process.wait()
 
 
-def _pin(pid: int) -> None:
-    """The largest process of the server, which has the model, on the first core alone."""
+def _pin(pid: int) -> int:
+    """Put the largest process of the server, which has the model, on the first core alone."""
     first, others = _cores()
     family = _family(pid)
     largest = max(family, key=_resident_pages)
@@ -175,6 +182,7 @@ def _pin(pid: int) -> None:
         cores = first if member == largest else others
         for task in Path(f"/proc/{member}/task").iterdir():
             os.sched_setaffinity(int(task.name), cores)
+    return largest
 
 
 def _cores() -> tuple[set[int], set[int]]:

