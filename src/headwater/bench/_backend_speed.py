@@ -69,11 +69,9 @@ class _Pair:
     def turn(self, number: int) -> dict[str, float]:
         """Seconds of each; who is first changes."""
         keys = make_keys(self._num_blocks, run=f"turn {number}")
-        seconds = {}
-        ways = [self._bare, lambda: self._ours(keys)]
-        for way in ways if number % 2 else ways[::-1]:
-            seconds |= way()
-        return seconds
+        if number % 2:
+            return self._bare() | self._ours(keys)
+        return self._ours(keys) | self._bare()
 
     def close(self) -> None:
         self._ceiling.close()

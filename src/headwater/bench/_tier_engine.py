@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import dataclass, field
+from time import process_time
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,12 @@ class Served:
     first_s: float
     """Until the first token of any of them."""
 
+    cpu_s: float = 0.0
+    """Processor time of the whole process, which neighbours on the machine disturb least."""
+
+    decide_us: float = 0.0
+    """Microseconds of deciding a step."""
+
     found: dict[str, int] = field(default_factory=dict)
     """Prompt tokens that were found, by tier."""
 
@@ -38,6 +45,7 @@ class TierEngine:
     def serve(self, prompts: list[Tokens], *, max_tokens: int) -> Served:
         """All at once, until the last has ended."""
         began_s, first_s = self._clock.now(), 0.0
+        before, cpu_s = self.core.stats(), process_time()
         waiting, found = len(prompts), dict.fromkeys(("device", "host", "storage"), 0)
         for prompt in prompts:
             self.core.add(self._request(prompt, max_tokens))
@@ -49,7 +57,15 @@ class TierEngine:
                 if output.usage is not None:
                     for tier in found:
                         found[tier] += output.usage.by_tier[tier]
-        return Served(self._clock.now() - began_s, first_s, found)
+        after = self.core.stats()
+        decide_s = after.decide_s - before.decide_s
+        return Served(
+            seconds=self._clock.now() - began_s,
+            first_s=first_s,
+            cpu_s=process_time() - cpu_s,
+            decide_us=1e6 * decide_s / (after.num_steps - before.num_steps),
+            found=found,
+        )
 
     def make_prompt(self, num_tokens: int, seed: int) -> Tokens:
         """Tokens that no other seed begins with."""
@@ -66,11 +82,6 @@ class TierEngine:
         slots = cache.take(cache.num_available, now=self._clock.now())
         if slots is not None:
             cache.free(slots)
-
-    def decide_us(self) -> float:
-        """Microseconds of deciding a step, so far."""
-        stats = self.core.stats()
-        return 1e6 * stats.decide_s / max(stats.num_steps, 1)
 
     def close(self) -> None:
         self.core.close()
