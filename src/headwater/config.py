@@ -16,6 +16,7 @@ VERSION = "0.1.0"
 
 MIB = 1 << 20
 
+EVICTIONS = ("lru", "s3fifo", "arc", "session")
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back", "none")
 _TIER_FLAGS = (
     *("--write-policy", "--load-policy", "--load-timeout"),
@@ -65,6 +66,9 @@ class EngineConfig:
 
     output_caching: bool = True
     """Whether generated tokens are committed too, for the next turn of a conversation."""
+
+    eviction: Literal["lru", "s3fifo", "arc", "session"] = "lru"
+    """Which cached blocks go first when room is needed, on the device and on the host."""
 
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     """Order of the waiting line: by arrival, or by the request's `priority` first."""
@@ -121,6 +125,7 @@ class EngineConfig:
             raise ConfigError(f"--swap-space is a size in GiB, got {self.swap_space_gib}")
         if self.load_timeout_s < 0:
             raise ConfigError(f"--load-timeout cannot be negative, got {self.load_timeout_s}")
+        _one_of("--eviction", self.eviction, EVICTIONS)
         _one_of("--write-policy", self.write_policy, WRITE_POLICIES)
         _one_of("--load-policy", self.load_policy, LOAD_POLICIES)
         if self.storage_backend is not None and not self.swap_space_gib:

@@ -20,8 +20,8 @@ from headwater.cache.policy.session import Session
 from headwater.cache.tiered import TieredCache
 from headwater.types import RequestId, Tier, WritePolicy
 
-_SAMPLE_BITS = 3
-"""One session of 2 ** 3 is in the sample."""
+_SAMPLE_BITS = 4
+"""One session of 2 ** 4 is in the sample."""
 
 _LONGEST = 4096
 """Pieces of a path that the small caches have room for at once; longer ones are cut."""

@@ -69,7 +69,7 @@ class Node:
         self.uid = uid
         self.num_blocks = 0
         self.tokens = b""
-        """`num_blocks` blocks of int32; after those of a trimmed node, some that it had."""
+        """`num_blocks` blocks of int32; after those, some that it had before it was cut short."""
         self.lost: MissReason | None = None
         """Why the block that follows in `tokens`, if one does, is not here any more."""
         self.media: Mapping[int, bytes] | None = None

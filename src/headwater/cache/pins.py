@@ -89,14 +89,20 @@ class Pins:
                 self._device.add(at, now, cold=True)
 
     def mark(self, node: Node, runs: Sequence[Run], *, now: float) -> None:
-        """Cut the path that ends with `node` where `runs` end, and mark each part."""
+        """Mark every node of the path that ends with `node` as the run of its middle block.
+
+        A last run that is to be apart becomes a node of its own, where it is in a longer one.
+        """
         at, last = node, len(runs) - 1
+        if runs[last].apart and last and runs[last - 1].end > at.start:
+            at.mark = runs[last].mark
+            at = self.split(at, runs[last - 1].end - at.start, now)
         while at.parent is not None:
-            while last and runs[last - 1].end >= at.end:
+            middle = (at.start + at.end) // 2
+            while last and runs[last - 1].end > middle:
                 last -= 1
             at.mark = runs[last].mark
-            begin = runs[last - 1].end if last else 0
-            at = self.split(at, begin - at.start, now) if begin > at.start else at.parent
+            at = at.parent
 
     def withheld_by(self, node: Node) -> int:
         """Device blocks that pinning `node` would keep from being evicted."""
@@ -112,8 +118,10 @@ class Pins:
         on_device = len(node.device) if not node.pins else 0
         on_host = len(node.host) if not node.jobs else 0
         head = self._tree.split(node, at)
-        _place(self._device, head, node, on_device, now)
-        _place(self._host, head, node, on_host, now)
+        if not node.pins:
+            _place(self._device, head, node, on_device, now)
+        if self._has_host:
+            _place(self._host, head, node, on_host, now)
         return head
 
     def retire_all(self) -> None:

@@ -98,15 +98,13 @@ class Publisher:
 def _can_extend(node: Node, count: int) -> bool:
     """Whether appending to the run of `node` is better than a new node after it.
 
-    Only where nobody else can tell the difference: a leaf that one lease pins, and whose blocks
-    no eviction policy has marked as a run of their own. Each time
+    Only where nobody else can tell the difference: a leaf that one lease pins. Each time
     copies the run, so a long one is extended by a good part of its length or not at all.
     """
     return (
         node.pins == 1
         and not node.children
         and not node.jobs
-        and node.mark is None
         and node.parent is not None
         and (node.num_blocks <= _SHORT_RUN or count * 8 >= node.num_blocks)
     )

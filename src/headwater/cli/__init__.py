@@ -16,7 +16,7 @@ from headwater.errors import HeadwaterError
 
 __all__ = ["main"]
 
-_COMMANDS = ("serve", "demo", "bench", "storage", "version")
+_COMMANDS = ("serve", "demo", "bench", "replay", "storage", "version")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,6 +48,10 @@ def _run(options: Namespace, given: frozenset[str]) -> int:
         from headwater.cli.demo import run_demo
 
         return run_demo()
+    if options.command == "replay":
+        from headwater.cli.replay import run_replay
+
+        return run_replay(options)
     if options.command == "storage":
         from headwater.cli.storage import run_storage
 

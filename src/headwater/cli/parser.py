@@ -11,8 +11,10 @@ from argparse import (
 from collections.abc import Iterable
 from typing import Any
 
+from headwater.cli.replay import add_replay
 from headwater.cli.storage import add_storage
 from headwater.config import (
+    EVICTIONS,
     LOAD_POLICIES,
     VERSION,
     WRITE_POLICIES,
@@ -29,6 +31,7 @@ commands:
   serve [MODEL]   an OpenAI-compatible server; without MODEL the built-in tiny model
   demo            a short conversation on the built-in model, with what the cache saved
   bench NAME      the benchmarks of the documentation
+  replay TRACE    what a cache would have found in a recorded trace
   storage ACTION  look into a storage directory: ls, stats, verify, prune
   version         the version of this program
 """
@@ -80,6 +83,7 @@ def build_parser() -> ArgumentParser:
     serve.set_defaults(flags=flags)
     commands.add_parser("demo", allow_abbrev=False, help="show what the cache saves")
     commands.add_parser("bench", allow_abbrev=False, help="run a benchmark")
+    add_replay(commands)
     add_storage(commands)
     commands.add_parser("version", allow_abbrev=False, help="print the version")
     return parser
@@ -173,6 +177,12 @@ def _add_memory(parser: ArgumentParser) -> None:
         action=BooleanOptionalAction,
         default=_ENGINE.output_caching,
         help="keep generated tokens for the next turn (default: on)",
+    )
+    group.add_argument(
+        "--eviction",
+        choices=EVICTIONS,
+        default=_ENGINE.eviction,
+        help=_help("which blocks go first when room is needed; see docs/eviction.md"),
     )
 
 

@@ -46,6 +46,7 @@ def engine_config(options: Namespace) -> EngineConfig:
         num_blocks_override=options.num_gpu_blocks_override,
         prefix_caching=options.enable_prefix_caching,
         output_caching=options.enable_output_caching,
+        eviction=options.eviction,
         scheduling_policy=options.scheduling_policy,
         swap_space_gib=options.swap_space,
         write_policy=options.write_policy,

@@ -90,6 +90,7 @@ def _scheduler(
             host_blocks=num_host_blocks,
             storage=config.storage_backend is not None,
             write_policy=WritePolicy(config.write_policy),
+            eviction=config.eviction,
             fingerprint=model.fingerprint,
             kv_format=layout.kv_format,
         )
@@ -115,7 +116,5 @@ def _limit_threads(num_threads: int | None) -> None:
     wanted = num_threads or max(1, cores - 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(wanted))
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # Weights in huge pages: a fifth less time a small step, and torch asks only once.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     # Weights in huge pages: a fifth less time a small step, and torch asks only once.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

@@ -12,6 +12,7 @@ import numpy as np
 
 from headwater.cache import CacheConfig, TieredCache, TokenPath, Turn
 from headwater.errors import ConfigError, InvariantError
+from headwater.replay.optimum import optimal_hits
 from headwater.replay.trace import TRACE_BLOCK, TraceRequest
 from headwater.types import RequestId, WritePolicy
 
@@ -79,16 +80,37 @@ def replay_cache(
     """Send every request through a fresh cache, in order; None is a cache that never fills."""
     longest = max((len(request.hash_ids) for request in requests), default=0)
     if capacity_blocks is None:
-        capacity_blocks = len({i for request in requests for i in request.hash_ids})
+        capacity_blocks = _num_distinct(requests)
     replay = CacheOnly(capacity_blocks, longest, eviction=eviction)
-    found = np.array([replay.serve(request) for request in requests], dtype=np.int64)
-    lengths = np.array([request.input_length for request in requests], dtype=np.int64)
+    found = [replay.serve(request) for request in requests]
     reasons = replay.cache.stats().ledger.misses_by_reason
+    return _summed(requests, found, {reason.value: n for reason, n in reasons.items()})
+
+
+def replay_optimum(
+    requests: Sequence[TraceRequest], capacity_blocks: int | None
+) -> CacheReplay:
+    """The same for the best eviction there could have been; it knows no reasons."""
+    if capacity_blocks is None:
+        capacity_blocks = _num_distinct(requests)
+    return _summed(requests, list(optimal_hits(requests, capacity_blocks)), {})
+
+
+def _num_distinct(requests: Sequence[TraceRequest]) -> int:
+    return len({block for request in requests for block in request.hash_ids})
+
+
+def _summed(
+    requests: Sequence[TraceRequest], found: Sequence[int], reasons: dict[str, int]
+) -> CacheReplay:
+    """Totals over requests that found so many blocks each."""
+    hits = np.array(found, dtype=np.int64)
+    lengths = np.array([request.input_length for request in requests], dtype=np.int64)
     return CacheReplay(
         requests=len(requests),
         blocks=sum(len(request.hash_ids) for request in requests),
-        hit_blocks=int(found.sum()),
+        hit_blocks=int(hits.sum()),
         tokens=int(lengths.sum()),
-        hit_tokens=int(np.minimum(found * TRACE_BLOCK, lengths).sum()),
-        misses_by_reason={reason.value: count for reason, count in reasons.items()},
+        hit_tokens=int(np.minimum(hits * TRACE_BLOCK, lengths).sum()),
+        misses_by_reason=reasons,
     )

@@ -8,10 +8,10 @@ from collections.abc import Sequence as Listed
 
 import numpy as np
 
-from headwater.cache import Match, TieredCache
+from headwater.cache import Match, TieredCache, Turn
 from headwater.cache.pool import SlotState
 from headwater.errors import InvariantError
-from headwater.scheduler.sequence import Sequence
+from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.scheduler.usage import Usage
 
 
@@ -97,7 +97,10 @@ class Holdings:
         lease = sequence.lease
         held = sequence.vacate()
         if lease is not None:
-            self._cache.release(lease, now=now, slots=held)
+            turn = None
+            if sequence.state is SequenceState.FINISHED:
+                turn = Turn(sequence.prompt_tokens, sequence.num_output)
+            self._cache.release(lease, now=now, slots=held, turn=turn)
         elif len(held):
             self._cache.free(held)
 

@@ -25,14 +25,16 @@ class Run(NamedTuple):
 
     end: int
     mark: Mark
+    apart: bool = False
+    """Whether it goes by itself: it shares no node with the blocks before it."""
 
 
 class EvictionPolicy(Protocol):
     """An order over the evictable nodes of one tier. Called by the decider thread only."""
 
     def visit(self, lease: Lease, turn: Turn, now: float) -> Sequence[Run]:
-        """A request ends, and its path is about to be added. Returns the runs that the path is
-        to be cut into, so that each node has one mark; none leaves nodes as they are."""
+        """A request ends, and its path is about to be added. Returns the runs of the path,
+        whose marks its nodes are to have; none leaves the marks as they are."""
 
     def add(self, node: Node, now: float) -> None:
         """`node` became evictable after being used: last in the order."""

@@ -30,7 +30,7 @@ class Asked(NamedTuple):
 class Past:
     """Pieces of a path up to `end`, when they were last used. Taken over from the front."""
 
-    __slots__ = ("asked", "end", "middle", "sample", "traits", "uses")
+    __slots__ = ("apart", "asked", "end", "middle", "sample", "traits", "uses")
 
     def __init__(self, asked: Asked, uses: int, start: int, end: int, traits: int) -> None:
         self.asked = asked
@@ -39,6 +39,8 @@ class Past:
         self.middle = (start + end) // 2
         """Stands for the run when it is learned whether it comes back."""
         self.traits = traits
+        self.apart = False
+        """Whether it is a last piece that is not full."""
         self.sample = -1
         """Where it is in the log of samples."""
 
@@ -101,14 +103,14 @@ class History:
         """The known part of a path."""
         runs: Known = []
         at, count = 0, len(prefixes)
-        find = self._find
+        young, old, find = self._young.get, self._old.get, self._find
         while at < count:
-            past = find(prefixes[at])
+            past = young(prefixes[at]) or old(prefixes[at])
             # One that ends before is another's, which has the same number by chance.
             if past is None or past.end <= at:
                 break
             end = min(past.end, count)
-            if find(prefixes[end - 1]) is not past:
+            if (young(prefixes[end - 1]) or old(prefixes[end - 1])) is not past:
                 low, end = at + 1, end - 1
                 while low < end:
                     half = (low + end + 1) // 2
@@ -151,6 +153,7 @@ class History:
             else:
                 kind = traits.used(uses)
             past = Past(asked, uses, start, end, kind)
+            past.apart = partial and end == count
             self._young.update(zip(prefixes[start:end], repeat(past), strict=False))
             runs.append(past)
         return runs

@@ -71,17 +71,19 @@ class Retention:
         for number in seen.returned:
             self._samples.came_back(number, lease.since)
         runs = []
-        per = self._history.blocks_per_piece
+        per, known = self._history.blocks_per_piece, self._classes
         for past in seen.runs:
-            run_class = self._class_of(past.traits)
+            run_class = known.get(past.traits)
+            if run_class is None:
+                run_class = self._class_of(past.traits)
             past.sample = self._samples.add(run_class, now)
-            runs.append(Run(past.end, Mark(now, run_class)))
+            runs.append(Run(past.end, Mark(now, run_class), past.apart))
         if self.watch is not None:
             self.watch(Visit(seen.session, seen.prefixes, runs, per, now))
-        last = runs.pop()
         if per > 1:
-            runs = [Run(end * per, mark) for end, mark in runs]
-        return [*runs, Run(lease.num_blocks, last.mark)]
+            runs = [Run(end * per, mark, apart) for end, mark, apart in runs]
+            runs[-1] = runs[-1]._replace(end=lease.num_blocks)
+        return runs
 
     def _class_of(self, traits: int) -> int:
         """The class with these traits, made when there is none yet."""

@@ -1,0 +1,134 @@
+"""`headwater bench eviction`: what each eviction policy finds, beside an LRU and the optimum.
+
+Replays a trace through the cache alone, once for each policy and capacity: `headwater replay
+--cache-only`. `gap_closed` is the share of the way from the LRU to the offline optimum. Times
+are of the process's own CPU, the best of the runs; the LRU's is taken off.
+"""
+
+import gc
+import time
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from headwater.bench._report import print_report
+from headwater.bench._workload import make_sessions
+from headwater.cache.policy import POLICIES
+from headwater.errors import ConfigError
+from headwater.replay.cache_only import replay_cache
+from headwater.replay.optimum import optimal_hits
+from headwater.replay.trace import TraceRequest, read_trace
+from headwater.replay.variants import VARIANTS
+
+CAPACITIES = (1_000, 3_000, 5_859, 10_000, 30_000)
+QUICK_REQUESTS = 2_000
+_SHOWN = "session"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark and print a table, or JSON."""
+    options = _parser().parse_args(argv)
+    capacities = _capacities(options.capacity)
+    limit = options.requests
+    if options.quick:
+        limit = min(limit or QUICK_REQUESTS, QUICK_REQUESTS)
+    if options.trace is None:
+        requests = make_sessions(limit or 10_000, seed=options.seed)
+    else:
+        requests = read_trace(options.trace, limit)
+    requests = VARIANTS[options.variant](requests)
+    if not requests:
+        raise ConfigError("there are no requests to replay")
+    gc.collect()
+    gc.freeze()
+    result = compare(requests, capacities, options.repeat)
+    print_report("headwater bench eviction", result, as_json=options.json)
+    return 0
+
+
+def compare(
+    requests: Sequence[TraceRequest], capacities: Sequence[int], repeat: int
+) -> dict[str, Any]:
+    """Block hits by policy and capacity, the gaps closed, and what a request costs."""
+    blocks = sum(len(request.hash_ids) for request in requests)
+    names = sorted(POLICIES)
+    hits: dict[str, dict[str, float]] = {name: {} for name in names}
+    costs: dict[str, dict[str, float]] = {name: {} for name in names}
+    optimum = {}
+    for capacity in capacities:
+        optimum[str(capacity)] = sum(optimal_hits(requests, capacity)) / blocks
+        # Policies take turns, so that whatever else the machine does meets them all.
+        for _ in range(repeat):
+            for name in names:
+                hit, micros = _measure(requests, capacity, name)
+                hits[name][str(capacity)] = hit
+                costs[name][str(capacity)] = min(costs[name].get(str(capacity), micros), micros)
+    closed = {name: _gap_closed(hits[name], hits["lru"], optimum) for name in names}
+    return {
+        "requests": len(requests),
+        "blocks": blocks,
+        "block_hit": hits | {"optimum": optimum},
+        "gap_closed": closed[_SHOWN],
+        "gap_closed_by_policy": closed,
+        "us_over_lru": {
+            name: {at: cost - costs["lru"][at] for at, cost in costs[name].items()}
+            for name in names
+            if name != "lru"
+        },
+        "lru_us": costs["lru"],
+    }
+
+
+def _measure(requests: Sequence[TraceRequest], capacity: int, name: str) -> tuple[float, float]:
+    """Share of blocks found, and µs of CPU time a request."""
+    start = time.process_time()
+    replayed = replay_cache(requests, capacity, eviction=name)
+    return replayed.block_hit, (time.process_time() - start) * 1e6 / len(requests)
+
+
+def _gap_closed(
+    hits: dict[str, float], lru: dict[str, float], optimum: dict[str, float]
+) -> dict[str, float | None]:
+    """(policy - LRU) / (optimum - LRU); None where the LRU is the optimum."""
+    return {
+        at: (hit - lru[at]) / (optimum[at] - lru[at]) if optimum[at] > lru[at] else None
+        for at, hit in hits.items()
+    }
+
+
+def _capacities(text: str) -> list[int]:
+    try:
+        capacities = [int(part) for part in text.split(",")]
+    except ValueError as exc:
+        raise ConfigError(f"--capacity is numbers of blocks, got {text!r}") from exc
+    if min(capacities) < 1:
+        raise ConfigError(f"--capacity is at least 1 block, got {text!r}")
+    return capacities
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="headwater bench eviction", description=__doc__, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--trace", type=Path, help="a trace in the Mooncake format (without: made sessions)"
+    )
+    parser.add_argument(
+        "--capacity",
+        metavar="N,N",
+        default=",".join(map(str, CAPACITIES)),
+        help="blocks of 512 tokens (default: %(default)s)",
+    )
+    parser.add_argument("--requests", type=int, help="only the first so many (default: all)")
+    parser.add_argument(
+        "--variant",
+        choices=sorted(VARIANTS),
+        default="as-is",
+        help="a relative of the trace instead of itself (default: %(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=1, help="of made sessions (1)")
+    parser.add_argument("--repeat", type=int, default=1, help="runs of each, for times (1)")
+    parser.add_argument("--quick", action="store_true", help="fewer requests")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser

@@ -1,0 +1,53 @@
+"""The most that any eviction could find: Belady's rule, knowing the whole trace.
+
+When a request has ended and the cache holds too much, the block that is used again last goes
+first, whether it was there before or came just now; what is never used again does not stay at
+all. A block is used whenever one that hangs on it is, so this is leaf-first by itself.
+"""
+
+from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush
+
+from headwater.replay.trace import TraceRequest
+
+_NEVER = 1 << 62
+
+
+def optimal_hits(requests: Sequence[TraceRequest], capacity_blocks: int) -> Iterator[int]:
+    """Blocks that each request finds in a cache of `capacity_blocks`; their sum is the most."""
+    paths = [request.hash_ids for request in requests]
+    resident: dict[int, int] = {}
+    """When each block in the cache is used next."""
+    latest: list[tuple[int, int, int]] = []
+    for path, uses in zip(paths, _next_uses(paths), strict=True):
+        yield _leading(path, resident)
+        for depth, (block, use) in enumerate(zip(path, uses, strict=True)):
+            if use == _NEVER:
+                resident.pop(block, None)
+            else:
+                resident[block] = use
+                # Used last first; of those in one request, the deepest.
+                heappush(latest, (-use, -depth, block))
+        while len(resident) > capacity_blocks:
+            use, _, block = heappop(latest)
+            if resident.get(block) == -use:
+                del resident[block]
+
+
+def _leading(path: Sequence[int], resident: dict[int, int]) -> int:
+    """How many leading blocks of `path` are in the cache."""
+    for found, block in enumerate(path):
+        if block not in resident:
+            return found
+    return len(path)
+
+
+def _next_uses(paths: Sequence[Sequence[int]]) -> list[list[int]]:
+    """For each block of each path, the number of the next path that has it."""
+    following: dict[int, int] = {}
+    uses: list[list[int]] = []
+    for number in range(len(paths) - 1, -1, -1):
+        path = paths[number]
+        uses.append([following.get(block, _NEVER) for block in path])
+        following.update(dict.fromkeys(path, number))
+    return uses[::-1]
