@@ -22,7 +22,10 @@ from headwater.testing.storage import make_keys, make_parents
 from headwater.types import BlockKey
 
 _BLOCK_BYTES = 1 << 20
+_SLOT_BYTES = _BLOCK_BYTES + 4096
 _TIMEOUT_S = 120.0
+_WARM_UP = 3
+"""Turns that do not count: after them every slot and page has been used before."""
 
 Speeds = dict[str, dict[str, float]]
 
@@ -31,12 +34,19 @@ def measure_backends(media: Media, folder: Path, *, rounds: int, blocks: int) ->
     """`backend_ratio` and `backend_mb_s`, by backend and direction."""
     ratios: Speeds = {}
     speeds: Speeds = {}
-    for name, settings in [("memory", {}), *media.items()]:
+    room = {"capacity_bytes": 2 * blocks * _SLOT_BYTES, "slab_bytes": 2 * blocks * _SLOT_BYTES}
+    backends = {
+        "memory": {},
+        **media,
+        "file": {**media["file"], **room, "path": str(folder / "ratio")},
+    }
+    for name, settings in backends.items():
         pair = _Pair(name, settings, folder, blocks)
         try:
-            seconds = [pair.turn(number) for number in range(rounds + 1)][1:]
+            turns = [pair.turn(number) for number in range(_WARM_UP + rounds)]
         finally:
             pair.close()
+        seconds = turns[_WARM_UP:]
         ratios[name], speeds[name] = {}, {}
         for way in ("write", "read"):
             ours, bare = (
@@ -96,8 +106,7 @@ class _Pair:
         between = self._clock.now()
         self._ceiling.read(self._into)
         ended = self._clock.now()
-        if isinstance(self._ceiling, MooncakeCeiling):
-            self._ceiling.forget(self._num_blocks)
+        self._ceiling.forget(self._num_blocks)
         return {"write ceiling": between - began, "read ceiling": ended - between}
 
     def _make_ceiling(self, name: str, settings: dict[str, Any], folder: Path) -> Ceiling:

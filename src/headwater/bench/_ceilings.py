@@ -19,6 +19,8 @@ from headwater.storage.codec import checksum
 from headwater.storage.pointer import address_of
 
 _FILE_THREADS = 4
+_ASKED_AHEAD = 4
+"""Values on their way from a Redis server at once: more fill its buffers and are slower."""
 
 
 class Ceiling(Protocol):
@@ -27,6 +29,9 @@ class Ceiling(Protocol):
     def write(self, blocks: Sequence[memoryview]) -> None: ...
 
     def read(self, into: Sequence[memoryview]) -> None: ...
+
+    def forget(self, count: int) -> None:
+        """Remove the blocks, as the backend beside it does: what comes next is new to both."""
 
     def close(self) -> None: ...
 
@@ -46,6 +51,9 @@ class MemoryCeiling:
         for row, view in zip(self._rows, into, strict=True):
             np.copyto(np.frombuffer(view, dtype=np.uint8), row)
             checksum(view)
+
+    def forget(self, count: int) -> None:
+        """They are written over."""
 
     def close(self) -> None:
         """Nothing to release."""
@@ -79,6 +87,9 @@ class FileCeiling:
 
         list(self._threads.map(get, range(len(into))))
 
+    def forget(self, count: int) -> None:
+        """They are written over, as the slots of a backend are."""
+
     def close(self) -> None:
         self._threads.shutdown()
         os.close(self._file)
@@ -103,17 +114,23 @@ class RedisCeiling:
 
     def read(self, into: Sequence[memoryview]) -> None:
         asks = [b"*2\r\n$3\r\nGET\r\n$11\r\nceiling%04d\r\n" % n for n in range(len(into))]
-        self._socket.sendall(b"".join(asks))
+        self._socket.sendall(b"".join(asks[:_ASKED_AHEAD]))
         head = memoryview(bytearray(len(b"$%d\r\n" % len(into[0]))))
         tail = memoryview(bytearray(2))
-        for view in into:
+        for place, view in enumerate(into):
             for part in (head, view, tail):
                 self._fill(part)
+            self._socket.sendall(
+                b"".join(asks[place + _ASKED_AHEAD : place + _ASKED_AHEAD + 1])
+            )
             checksum(view)
 
+    def forget(self, count: int) -> None:
+        asks = [b"*2\r\n$6\r\nUNLINK\r\n$11\r\nceiling%04d\r\n" % n for n in range(count)]
+        self._socket.sendall(b"".join(asks))
+        self._fill(memoryview(bytearray(count * len(b":1\r\n"))))
+
     def close(self) -> None:
-        self._socket.sendall(b"*1\r\n$8\r\nFLUSHALL\r\n")
-        self._socket.recv(64)
         self._socket.close()
 
     def _send(self, parts: list[memoryview]) -> None:
@@ -148,7 +165,6 @@ class MooncakeCeiling:
             checksum(view)
 
     def forget(self, count: int) -> None:
-        """Remove the blocks, which a key that is there would not let write again."""
         self._store.batch_remove([f"ceiling{n}" for n in range(count)], True)
 
     def close(self) -> None:
