@@ -92,6 +92,10 @@ class TieredCache:
         """Device blocks that `take` could deliver now."""
         return self.device.pool.num_free + self.device.evictable
 
+    def is_current(self, match: Match) -> bool:
+        """Whether nothing has changed since `match` was made, here and of this tree."""
+        return match.version == (self.tree, self.tree.version)
+
     def available_beside(self, match: Match) -> int:
         """Device blocks that `take` could deliver once `match` is leased: found blocks that
         nobody has pinned are available now, and would be no longer."""
@@ -130,7 +134,7 @@ class TieredCache:
         A match that is not current is made again first, so a lease is never on blocks that
         went meanwhile. With `counted` the match goes into the ledger and counts as a hit.
         """
-        if match.version != (self.tree, self.tree.version):
+        if not self.is_current(match):
             match = self.match(match.path, match.max_blocks)
         if counted:
             self._ledger.record(match)
@@ -239,7 +243,7 @@ class TieredCache:
         for what it plans; None as well while the same blocks are on their way already.
         """
         _require_limit(limit_blocks)
-        if match.version != (self.tree, self.tree.version):
+        if not self.is_current(match):
             match = self.match(match.path, match.max_blocks)
         return self.transfers.promote(match, limit_blocks, now=now)
 

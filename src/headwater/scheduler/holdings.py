@@ -37,7 +37,7 @@ class Holdings:
 
     def renew(self, sequence: Sequence, match: Match | None) -> Match | None:
         """`match` again, if the tree has changed since it was made."""
-        if match is None or match.version == self._cache.tree.version:
+        if match is None or self._cache.is_current(match):
             return match
         return self.match(sequence)
 
