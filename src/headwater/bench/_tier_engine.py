@@ -84,6 +84,8 @@ class TierEngine:
             cache.free(slots)
 
     def close(self) -> None:
+        """After the last write, so that nobody writes to a folder that is being removed."""
+        self.drain()
         self.core.close()
 
     def _request(self, prompt: Tokens, max_tokens: int) -> Request:
