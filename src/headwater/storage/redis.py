@@ -23,7 +23,7 @@ from headwater.types import BlockKey
 
 T = TypeVar("T")
 
-_WINDOW_BYTES = 8 << 20
+_WINDOW_BYTES = 16 << 20
 """Payload that is asked for and not read yet: what the server must buffer for us."""
 
 _MAX_IDLE = 32
