@@ -30,7 +30,7 @@ ROW = 32
 
 _GROUP_ENDS = (30, 105, 360)
 _FIRST_BIAS = -4.0
-_RATE = 0.2
+_RATE = 0.3
 _BIAS_SHARE, _WEIGHT_SHARE, _GROUP_SHARE = 1.0, 0.5, 0.3
 _LOW, _HIGH = -12.0, 6.0
 
@@ -56,23 +56,30 @@ class HazardModel:
         self.densities = np.zeros(64 * ROW)
         """By class * ROW + bin."""
 
-    def add_class(self, features: tuple[int, ...]) -> int:
-        """A new class with these features; its number."""
+    def add_class(self, features: tuple[int, ...], like: int | None) -> int:
+        """A new class with these features; its number.
+
+        Its densities are those of the class `like` until the next `refresh`.
+        """
         new = self.num_classes
         if new == len(self._features):
             self._features = np.concatenate((self._features, np.zeros_like(self._features)))
             self.densities = np.concatenate((self.densities, np.zeros_like(self.densities)))
         self._features[new, : len(features)] = features
         self.num_classes += 1
-        hazards = self._hazards(self._features[new : new + 1])[0]
-        self.densities[new * ROW : new * ROW + NUM_BINS] = densities_of_one(hazards.tolist())
+        table = self.densities.reshape(-1, ROW)
+        if like is None:
+            hazards = self._hazards(self._features[new : new + 1])
+            table[new, :NUM_BINS] = self._all_densities(hazards)[0]
+        else:
+            table[new] = table[like]
         return new
 
-    def refresh(self) -> None:
-        """Make the densities those of the weights now."""
-        count = self.num_classes
-        table = self.densities[: count * ROW].reshape(count, ROW)
-        table[:, :NUM_BINS] = self._all_densities(self._hazards(self._features[:count]))
+    def refresh(self, first: int = 0) -> None:
+        """Make the densities of the classes from `first` on those of the weights now."""
+        table = self.densities.reshape(-1, ROW)[first : self.num_classes]
+        hazards = self._hazards(self._features[first : self.num_classes])
+        table[:, :NUM_BINS] = self._all_densities(hazards)
 
     def learn(self, classes: Ints, bins: Ints, returned: NDArray[np.bool_]) -> None:
         """One step: in its bin, each sample of a class was used again, or was not."""
@@ -123,26 +130,6 @@ class HazardModel:
             np.divide(value[b:], cost[b:], out=ratio[b:])
             np.max(ratio[b:], axis=0, out=best[b])
         return best.T
-
-
-def densities_of_one(hazards: list[float]) -> list[float]:
-    """The same for one class, in one pass from the last bin to the first.
-
-    A stack of stretches, each worth keeping through; a stretch swallows the next while that
-    one is denser, for then it is worth going on.
-    """
-    best = [0.0] * NUM_BINS
-    stack: list[tuple[float, float, float]] = []
-    for b in range(NUM_BINS - 1, -1, -1):
-        value = hazards[b]
-        cost = (EDGES[b + 1] - EDGES[b]) * (1 - value / 2)
-        left = 1 - value
-        while stack and stack[-1][0] * cost > value * stack[-1][1]:
-            more, dear, survives = stack.pop()
-            value, cost, left = value + left * more, cost + left * dear, left * survives
-        stack.append((value, cost, left))
-        best[b] = value / cost
-    return best
 
 
 def _sigmoid(logits: Floats) -> Floats:

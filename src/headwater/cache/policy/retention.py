@@ -17,8 +17,8 @@ PIECE_TOKENS = 256
 _LEARN_EVERY = 32
 """Requests; what became ready meanwhile is learned in batches."""
 
-_BATCH = 512
-_REFRESH_SHARE = 0.06
+_BATCH = 256
+_REFRESH_SHARE = 0.04
 """Densities are made anew when this share of all samples is new."""
 
 _MIN_REFRESH, _MAX_REFRESH = 256, 16_384
@@ -48,6 +48,8 @@ class Retention:
         self._history = History(block_tokens, max(1, piece_tokens // block_tokens))
         self._samples = Samples()
         self._classes: dict[int, int] = {}
+        self._kinds: dict[int, int] = {}
+        """The first class of each kind."""
         self.hazards = HazardModel(NUM_FEATURES, MAX_FEATURES)
         self.version = 0
         self.now = 0.0
@@ -56,6 +58,8 @@ class Retention:
         self._visits = 0
         self._learned = 0
         self._unseen = 0
+        self._fresh = 0
+        """Classes whose densities are their own, not those of their kind."""
         self.unknown = self._class_of(UNKNOWN)
         """The class of a run that no request has told anything about."""
 
@@ -89,7 +93,10 @@ class Retention:
         """The class with these traits, made when there is none yet."""
         known = self._classes.get(traits)
         if known is None:
-            known = self._classes[traits] = self.hazards.add_class(features_of(traits))
+            features = features_of(traits)
+            like = self._kinds.get(features[0])
+            known = self._classes[traits] = self.hazards.add_class(features, like)
+            self._kinds.setdefault(features[0], known)
         return known
 
     def _learn(self) -> None:
@@ -104,3 +111,6 @@ class Retention:
             self._unseen = 0
             self.hazards.refresh()
             self.version += 1
+        elif self._fresh < self.hazards.num_classes:
+            self.hazards.refresh(self._fresh)
+        self._fresh = self.hazards.num_classes

@@ -1,0 +1,45 @@
+"""`headwater bench eviction`: the figures it promises."""
+
+import json
+
+import pytest
+
+from headwater.bench._workload import make_sessions
+from headwater.cli import main
+
+
+@pytest.mark.slow
+def test_json_has_the_promised_keys(capsys):
+    """Block hits by policy and capacity, and how much of the gap each closes."""
+    flags = ["--quick", "--requests", "300", "--capacity", "50,100000", "--json"]
+    assert main(["bench", "eviction", *flags]) == 0
+
+    result = json.loads(capsys.readouterr().out)
+    hits = result["block_hit"]
+    assert set(hits) == {"arc", "lru", "s3fifo", "session", "optimum"}
+    assert all(set(row) == {"50", "100000"} for row in hits.values())
+    assert all(row["50"] <= hits["optimum"]["50"] for row in hits.values())
+    assert result["gap_closed"] == result["gap_closed_by_policy"]["session"]
+    # A cache that never fills leaves no gap.
+    assert result["gap_closed"]["100000"] is None
+    assert set(result["us_over_lru"]) == {"arc", "s3fifo", "session"}
+
+
+def test_capacities_that_make_no_sense_are_a_sentence(capsys):
+    """What is wrong is said, with what was given."""
+    for given in ("ten", "0", "5,-1"):
+        assert main(["bench", "eviction", "--capacity", given]) == 1
+        assert "--capacity" in capsys.readouterr().err
+
+
+def test_made_sessions_are_the_same_every_time():
+    """A seed is a workload, in order of time, whose ids have one predecessor each."""
+    requests = make_sessions(200)
+    assert requests == make_sessions(200)
+    assert requests != make_sessions(200, seed=2)
+    times = [request.arrival_s for request in requests]
+    assert times == sorted(times)
+    before: dict[int, int] = {}
+    for request in requests:
+        for parent, child in zip([-1, *request.hash_ids], request.hash_ids, strict=False):
+            assert before.setdefault(child, parent) == parent

@@ -1,0 +1,226 @@
+"""The parts of the session policy: what it remembers, learns and concludes; and its guard."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headwater.cache import Namespace, TokenPath, Turn
+from headwater.cache.duel import Duel
+from headwater.cache.lease import Lease
+from headwater.cache.node import Mark, Node
+from headwater.cache.policy import Run
+from headwater.cache.policy.fingerprint import Fingerprints
+from headwater.cache.policy.hazard import EDGES, NUM_BINS, ROW, HazardModel
+from headwater.cache.policy.history import History
+from headwater.cache.policy.retention import Retention, Visit
+from headwater.cache.policy.samples import Samples
+from headwater.cache.policy.session import Session
+from headwater.cache.policy.traits import Relation, Traits, features_of
+from headwater.types import RequestId, Tier
+from tests.search import search
+
+BLOCK = 2
+
+
+def make_lease(tokens, now=0.0, namespace=None):
+    path = TokenPath(tokens, namespace or Namespace())
+    node = Node(None, b"", 0, 1)
+    return Lease(RequestId("r"), node, len(tokens) // BLOCK, path, now, None)
+
+
+def see(history, tokens, output=10, now=0.0):
+    seen = history.see(make_lease(tokens), Turn(len(tokens), output), now)
+    assert seen is not None
+    return seen
+
+
+def traits(turn, relation, growth, times, output=10):
+    return Traits(turn, relation, growth, output).used(times)
+
+
+tokens = st.lists(st.integers(0, 1), max_size=12)
+
+
+@search(examples=300)
+@given(first=tokens, second=tokens)
+def test_prefixes_have_the_same_number_exactly_when_they_are_equal(first, second):
+    """Also where tokens are all zero, and where one path is longer."""
+    numbers = Fingerprints(BLOCK, 1)
+    mine = numbers.of(TokenPath(first), len(first) // BLOCK) if len(first) >= BLOCK else []
+    theirs = numbers.of(TokenPath(second), len(second) // BLOCK) if len(second) >= BLOCK else []
+    for end, (a, b) in enumerate(zip(mine, theirs, strict=False), start=1):
+        assert (a == b) == (first[: end * BLOCK] == second[: end * BLOCK])
+    assert len(set(mine)) == len(mine)
+
+
+def test_namespaces_and_media_have_different_pasts():
+    """Nobody's session is taken for another tenant's, nor one image for another."""
+    numbers = Fingerprints(BLOCK, 1)
+    paths = [
+        TokenPath([1, 2, 3, 4]),
+        TokenPath([1, 2, 3, 4], Namespace(salt="tenant")),
+        TokenPath([1, 2, 3, 4], media={0: b"cat"}),
+        TokenPath([1, 2, 3, 4], media={0: b"dog"}),
+    ]
+
+    assert len({tuple(numbers.of(path, 2)) for path in paths}) == 4
+
+
+def test_a_session_is_known_again_by_its_prompt():
+    """Turn, relation and growth follow from the last request with the same prefix."""
+    history = History(BLOCK, 1)
+    opening = see(history, [1, 1, 2, 2])
+    turn = see(history, [1, 1, 2, 2, 3, 3])
+    branch = see(history, [1, 1, 9, 9])
+
+    assert [run.traits for run in opening.runs] == [traits(1, Relation.FIRST, None, 1)]
+    assert [(run.end, run.traits) for run in turn.runs] == [
+        (2, traits(2, Relation.CONTINUES, 2, 2)),
+        (3, traits(2, Relation.CONTINUES, 2, 1)),
+    ]
+    assert [(run.end, run.traits) for run in branch.runs] == [
+        (1, traits(3, Relation.BRANCHES, -2, 3)),
+        (2, traits(3, Relation.BRANCHES, -2, 1)),
+    ]
+    assert opening.session == turn.session == branch.session
+
+
+def test_what_many_sessions_begin_with_belongs_to_none():
+    """After 16 different continuations a shared system prompt is a trunk."""
+    history = History(BLOCK, 1)
+    for session in range(2, 20):
+        see(history, [1, 1, session, session])
+    first = see(history, [1, 1, 50, 50])
+    again = see(history, [1, 1, 50, 50, 7, 7])
+    other = see(history, [1, 1, 51, 51])
+
+    assert first.runs[0].traits == Traits(1, Relation.FIRST, None, 10).trunk()
+    assert first.runs[1].traits == traits(1, Relation.FIRST, None, 1)
+    assert first.session == again.session != other.session
+
+
+def test_the_past_is_bounded_in_time():
+    """Two hours later nothing is known of a session that did not come back."""
+    history = History(BLOCK, 1)
+    see(history, [1, 1], now=0.0)
+    see(history, [5, 5], now=3_601.0)
+    see(history, [6, 6], now=7_203.0)
+
+    assert see(history, [1, 1], now=7_204.0).runs[0].uses == 1
+
+
+def test_a_run_is_a_sample_for_as_long_as_it_was_watched():
+    """Nothing is learned of a bin before it is over, and nothing after the return."""
+    samples = Samples()
+    early, never = samples.add(7, 0.0), samples.add(8, 0.0)
+    samples.came_back(early, 4.0)
+    samples.came_back(early, 9.0)
+    first = samples.ready(5.9)
+    second = samples.ready(12.5)
+
+    assert [list(column) for column in first] == [[7, 8], [0, 0], [False, False]]
+    assert [list(column) for column in second] == [[7, 8, 8], [1, 1, 2], [True, False, False]]
+    assert never == early + 1
+
+
+def test_densities_are_the_best_ratio_over_all_times_to_give_up():
+    """The table against the definition, for hazards drawn by chance."""
+    rng = np.random.default_rng(5)
+    model = HazardModel(8, 2)
+    for number in range(1, 6):
+        model.add_class((number, 7), None)
+    for _ in range(200):
+        count = 32
+        model.learn(
+            rng.integers(5, size=count),
+            rng.integers(NUM_BINS, size=count),
+            rng.random(count) < rng.random(),
+        )
+    model.refresh()
+    hazards = model._hazards(model._features[:5])
+    table = model.densities.reshape(-1, ROW)
+
+    for hazard, row in zip(hazards, table, strict=False):
+        for begin in range(NUM_BINS):
+            best = max(ratio(hazard, begin, end) for end in range(begin + 1, NUM_BINS + 1))
+            assert row[begin] == pytest.approx(best, rel=1e-9)
+    assert not table[:, NUM_BINS:].any()
+
+
+def ratio(hazard, begin, end):
+    """Hits over block-seconds when a run is kept from bin `begin` until bin `end`."""
+    value = cost = 0.0
+    alive = 1.0
+    for b in range(begin, end):
+        value += alive * hazard[b]
+        cost += alive * (EDGES[b + 1] - EDGES[b]) * (1 - hazard[b] / 2)
+        alive *= 1 - hazard[b]
+    return value / cost
+
+
+def test_hazards_are_learned():
+    """A class that returns in the second bin and one that never does end far apart."""
+    model = HazardModel(3, 1)
+    for number in (1, 2):
+        model.add_class((number,), None)
+    for _ in range(400):
+        model.learn(np.array([0, 1]), np.array([1, 1]), np.array([True, False]))
+    model.refresh()
+    table = model.densities.reshape(-1, ROW)
+
+    assert table[0, 1] > 10 * table[1, 1]
+
+
+def test_every_trait_is_a_feature_of_its_own():
+    """Different traits, different features; a trunk has its kind only."""
+    seen = {
+        features_of(traits(turn, relation, growth, times, output))
+        for turn in (1, 2, 3, 5, 7, 20)
+        for relation in Relation
+        for growth in (None, -5, 50, 200, 500, 900, 1_500, 3_000, 5_000, 9_000)
+        for times in (1, 2, 3, 5, 8, 30)
+        for output in (0, 3, 9, 30, 70, 150, 300, 600, 1_000)
+    }
+
+    assert len(seen) == 6 * 3 * 10 * 6 * 9
+    assert len(features_of(Traits(1, Relation.FIRST, None, 0).trunk())) == 1
+
+
+def test_stale_entries_do_not_pile_up():
+    """A node used over and over without an eviction costs no more memory than once."""
+    order = Session(Retention(BLOCK), Tier.DEVICE)
+    node = Node(Node(None, b"", 0, 1), b"a", 0, 2)
+    for now in range(5_000):
+        node.mark = Mark(float(now), 0)
+        order.add(node, float(now))
+        order.discard(node)
+
+    assert sum(len(queue) for queue in order._queues.values()) <= 1_100
+
+
+@pytest.mark.slow
+def test_the_guard_follows_the_lru_while_that_finds_more():
+    """Sessions that return at once, marked as such that never do: an LRU finds them, so the
+    order becomes an LRU's; once the marks are right again, it is its own again."""
+    retention = Retention(BLOCK)
+    orders = Session(retention, Tier.DEVICE), Session(retention, Tier.HOST)
+    orders[0].resident_blocks = 40
+    duel = Duel(retention, orders)
+    hated, loved = retention.unknown, retention.hazards.add_class((1,), None)
+    retention.hazards.densities[loved * ROW : (loved + 1) * ROW] = 1.0
+    cautious = []
+    for number in range(10_000):
+        # Each session comes twice in a row; its first run is kept only by an LRU at first.
+        wrong = number < 1_000
+        old = Mark(0.0, loved if wrong else hated)
+        new = Mark(0.0, hated if wrong else loved)
+        session = number // 2
+        prefixes = [(session << 8) + piece for piece in range(4)]
+        mark = new if number % 2 == 0 else old
+        duel.watch(Visit(0, prefixes, [Run(4, mark)], 1, 0.0))
+        cautious.append(orders[0].cautious)
+
+    assert cautious[999]
+    assert not cautious[-1]
+    assert orders[1].cautious == orders[0].cautious
