@@ -55,7 +55,7 @@ def test_a_cache_holds_no_more_than_its_capacity(requests, capacity, name):
     """After every request, under every policy, with all books in balance."""
     replay = CacheOnly(capacity, 12, eviction=name)
     for request in requests:
-        replay.serve(request)
+        replay.serve(request, request.whole_blocks())
         replay.cache.check()
 
         assert replay.cache.stats().device.cached <= capacity

@@ -14,7 +14,7 @@ from headwater.cache import CacheConfig, TieredCache, TokenPath, Turn
 from headwater.errors import ConfigError, InvariantError
 from headwater.replay.optimum import optimal_hits
 from headwater.replay.trace import TRACE_BLOCK, TraceRequest
-from headwater.types import RequestId, WritePolicy
+from headwater.types import RequestId, Tokens, WritePolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +58,10 @@ class CacheOnly:
             )
         )
 
-    def serve(self, request: TraceRequest) -> int:
-        """Send one request through; how many of its blocks were found."""
+    def serve(self, request: TraceRequest, prompt: Tokens) -> int:
+        """Send one request, whose whole blocks are `prompt`; how many of them were found."""
         cache, now = self.cache, request.arrival_s
-        path = TokenPath(request.whole_blocks())
+        path = TokenPath(prompt)
         lease = cache.lease(cache.match(path), owner=RequestId(""), now=now)
         found = lease.num_blocks
         slots = cache.take(len(request.hash_ids) - found, now=now)
@@ -78,11 +78,10 @@ def replay_cache(
     requests: Sequence[TraceRequest], capacity_blocks: int | None, *, eviction: str = "lru"
 ) -> CacheReplay:
     """Send every request through a fresh cache, in order; None is a cache that never fills."""
-    longest = max((len(request.hash_ids) for request in requests), default=0)
     if capacity_blocks is None:
         capacity_blocks = _num_distinct(requests)
-    replay = CacheOnly(capacity_blocks, longest, eviction=eviction)
-    found = [replay.serve(request) for request in requests]
+    replay = CacheOnly(capacity_blocks, longest_blocks(requests), eviction=eviction)
+    found = [replay.serve(request, request.whole_blocks()) for request in requests]
     reasons = replay.cache.stats().ledger.misses_by_reason
     return _summed(requests, found, {reason.value: n for reason, n in reasons.items()})
 
@@ -94,6 +93,11 @@ def replay_optimum(
     if capacity_blocks is None:
         capacity_blocks = _num_distinct(requests)
     return _summed(requests, list(optimal_hits(requests, capacity_blocks)), {})
+
+
+def longest_blocks(requests: Sequence[TraceRequest]) -> int:
+    """Blocks of the longest request."""
+    return max((len(request.hash_ids) for request in requests), default=0)
 
 
 def _num_distinct(requests: Sequence[TraceRequest]) -> int:

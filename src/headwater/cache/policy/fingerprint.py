@@ -41,8 +41,7 @@ class Fingerprints:
         mixed = pieces @ self._inside[: pieces.shape[1]]
         if path.media is not None:
             self._mix_media(mixed, path)
-        mixed ^= mixed >> np.uint64(31)
-        # Nothing but zeros makes a longer prefix too.
+        # So that nothing but zeros makes a longer prefix too.
         mixed += _NOT_ZERO
         mixed *= self._places[:num_pieces]
         mixed[0] ^= self._start(path.namespace)

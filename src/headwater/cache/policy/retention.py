@@ -17,9 +17,12 @@ PIECE_TOKENS = 256
 _LEARN_EVERY = 32
 """Requests; what became ready meanwhile is learned in batches."""
 
-_BATCH = 256
-_REFRESH_SHARE = 0.04
+_MIN_BATCH, _MAX_BATCH = 256, 2048
+_REFRESH_SHARE = 0.06
 """Densities are made anew when this share of all samples is new."""
+
+_MANY = 100_000
+"""Once this many samples were learned, every other request is enough to learn from."""
 
 _MIN_REFRESH, _MAX_REFRESH = 256, 16_384
 
@@ -76,11 +79,13 @@ class Retention:
             self._samples.came_back(number, lease.since)
         runs = []
         per, known = self._history.blocks_per_piece, self._classes
+        watched = self._learned < _MANY or self._visits & 1
         for past in seen.runs:
             run_class = known.get(past.traits)
             if run_class is None:
                 run_class = self._class_of(past.traits)
-            past.sample = self._samples.add(run_class, now)
+            if watched:
+                past.sample = self._samples.add(run_class, now)
             runs.append(Run(past.end, Mark(now, run_class), past.apart))
         if self.watch is not None:
             self.watch(Visit(seen.session, seen.prefixes, runs, per, now))
@@ -101,8 +106,10 @@ class Retention:
 
     def _learn(self) -> None:
         classes, bins, returned = self._samples.ready(self.now)
-        for at in range(0, len(bins), _BATCH):
-            end = at + _BATCH
+        # Steps are small when much has been learned, and many of them are as good as one.
+        batch = min(max(_MIN_BATCH, self._learned >> 8), _MAX_BATCH)
+        for at in range(0, len(bins), batch):
+            end = at + batch
             self.hazards.learn(classes[at:end], bins[at:end], returned[at:end])
         self._learned += len(bins)
         self._unseen += len(bins)

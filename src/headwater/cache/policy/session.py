@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from typing import TypeAlias
+from itertools import pairwise
 
 from headwater.cache.lease import Lease
 from headwater.cache.node import Mark, Node
@@ -19,11 +19,20 @@ from headwater.cache.policy.retention import Retention
 from headwater.errors import InvariantError
 from headwater.types import Tier
 
-_Entry: TypeAlias = tuple[float, Node, int]
-"""When a node was used, the node, and its place: class * ROW + bin. Current while the order
-has this very entry for the node, stale from then on."""
-
 _MIN_SWEEP = 1024
+
+
+class _Entry:
+    """A node in a queue. Current while the order has this very entry for the node, and its
+    place is that of the queue; stale from then on."""
+
+    __slots__ = ("node", "place", "used_s")
+
+    def __init__(self, node: Node, used_s: float, place: int) -> None:
+        self.node = node
+        self.used_s = used_s
+        self.place = place
+        """Class * ROW + bin."""
 
 
 class Session:
@@ -82,7 +91,7 @@ class Session:
     def victims(self) -> Iterator[Node]:
         self._grow_older()
         if self._version != self._retention.version:
-            self._sweep()
+            self._sort()
         return iter(self._order) if self.cautious else self._least_first()
 
     def __contains__(self, node: object) -> bool:
@@ -94,7 +103,7 @@ class Session:
         try:
             while (entry := self._pop_least()) is not None:
                 offered.append(entry)
-                node = entry[1]
+                node = entry.node
                 yield node
                 if node.parent in self._parked:
                     self._unpark(node.parent)
@@ -102,7 +111,7 @@ class Session:
         finally:
             on_device = self._on_device
             for entry in reversed(offered):
-                node = entry[1]
+                node = entry.node
                 # What was evicted is about to be discarded.
                 if len(node.device if on_device else node.host):
                     self._enqueue(entry, first=True)
@@ -111,13 +120,14 @@ class Session:
         """Take the oldest entry of the least dense queue out of it, parking what is blocked."""
         heap, queues, order = self._heap, self._queues, self._order
         while heap:
-            queue = queues[heap[0][1]]
+            place = heap[0][1]
+            queue = queues[place]
             if not queue:
                 heappop(heap)
                 continue
             entry = queue.popleft()
-            node = entry[1]
-            if order.get(node) is not entry:
+            node = entry.node
+            if order.get(node) is not entry or entry.place != place:
                 continue
             if not (self._on_device and node.device_children):
                 return entry
@@ -140,13 +150,13 @@ class Session:
             mark = node.mark = Mark(now, self._retention.unknown)
         used_s, run_class = mark
         age_bin = 0 if used_s >= now else min(bisect_right(EDGES, now - used_s) - 1, NUM_BINS)
-        entry = order[node] = (used_s, node, run_class * ROW + age_bin)
+        entry = order[node] = _Entry(node, used_s, run_class * ROW + age_bin)
         self._timers[age_bin].append(entry)
         self._entered += 1
         return entry
 
     def _enqueue(self, entry: _Entry, *, first: bool = False) -> None:
-        place = entry[2]
+        place = entry.place
         queue = self._queues.get(place)
         if queue is None:
             queue = self._queues[place] = deque()
@@ -163,34 +173,48 @@ class Session:
         if now == self._aged_s:
             return
         self._aged_s = now
-        for age_bin, timers in enumerate(self._timers[:-1]):
+        moved, queues = 0, self._queues
+        for age_bin, (timers, next_timers) in enumerate(pairwise(self._timers)):
             until = now - EDGES[age_bin + 1]
-            while timers and timers[0][0] <= until:
+            while timers and timers[0].used_s <= until:
                 entry = timers.popleft()
-                used_s, node, place = entry
+                node = entry.node
                 # A stale entry: its node was used again, or is gone, and has another or none.
                 if order.get(node) is not entry:
                     continue
-                older = order[node] = (used_s, node, place + 1)
-                self._timers[age_bin + 1].append(older)
-                self._entered += 1
+                entry.place += 1
+                next_timers.append(entry)
+                moved += 1
                 if node not in parked:
-                    self._enqueue(older)
+                    queue = queues.get(entry.place)
+                    if queue:
+                        queue.append(entry)
+                    else:
+                        self._enqueue(entry)
+        self._entered += moved
 
     def _max_entered(self) -> int:
         return _MIN_SWEEP + 4 * len(self._order)
 
     def _sweep(self) -> None:
-        """Forget stale entries and empty queues, and sort the others by their densities now."""
-        order, densities = self._order, self._retention.hazards.densities
-        queues = {}
+        """Forget stale entries and empty queues, and see how much there is."""
+        order, queues = self._order, {}
         for place, queue in self._queues.items():
-            current = deque(entry for entry in queue if order.get(entry[1]) is entry)
+            current = deque(
+                entry
+                for entry in queue
+                if entry.place == place and order.get(entry.node) is entry
+            )
             if current:
                 queues[place] = current
         self._queues = queues
-        self._heap = [(densities.item(place), place) for place in queues]
-        heapify(self._heap)
         self._entered = 0
-        self._version = self._retention.version
         self.resident_blocks = sum(node.num_blocks for node in order)
+        self._sort()
+
+    def _sort(self) -> None:
+        """Sort the queues by their densities now."""
+        densities = self._retention.hazards.densities
+        self._heap = [(densities.item(place), place) for place, q in self._queues.items() if q]
+        heapify(self._heap)
+        self._version = self._retention.version
