@@ -2,15 +2,18 @@
 
 Replays a trace through the cache alone, once for each policy and capacity: `headwater replay
 --cache-only`. `gap_closed` is the share of the way from the LRU to the offline optimum. Times
-are of the process's own CPU, without making the prompts, the best of the runs; the LRU's is
-taken off.
+are of the process's own CPU, without making the prompts; of each request the best of the runs,
+which all do the same; the LRU's is taken off.
 """
 
 import time
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from headwater.bench._report import print_report
 from headwater.bench._workload import make_sessions
@@ -21,6 +24,8 @@ from headwater.replay.cache_only import CacheOnly, longest_blocks
 from headwater.replay.optimum import optimal_hits
 from headwater.replay.trace import TraceRequest, read_trace
 from headwater.replay.variants import VARIANTS
+
+Micros: TypeAlias = NDArray[np.float64]
 
 CAPACITIES = (1_000, 3_000, 5_859, 10_000, 30_000)
 QUICK_REQUESTS = 2_000
@@ -54,7 +59,7 @@ def compare(
     blocks = sum(len(request.hash_ids) for request in requests)
     names = sorted(POLICIES)
     hits: dict[str, dict[str, float]] = {name: {} for name in names}
-    costs: dict[str, dict[str, float]] = {name: {} for name in names}
+    costs: dict[str, dict[str, Micros]] = {name: {} for name in names}
     optimum = {}
     for capacity in capacities:
         optimum[str(capacity)] = sum(optimal_hits(requests, capacity)) / blocks
@@ -63,7 +68,8 @@ def compare(
             for name in names:
                 found, micros = _measure(requests, capacity, name)
                 hits[name][str(capacity)] = found / blocks
-                costs[name][str(capacity)] = min(costs[name].get(str(capacity), micros), micros)
+                before = costs[name].get(str(capacity), micros)
+                costs[name][str(capacity)] = np.minimum(before, micros)
     closed = {name: _gap_closed(hits[name], hits["lru"], optimum) for name in names}
     return {
         "requests": len(requests),
@@ -72,24 +78,24 @@ def compare(
         "gap_closed": closed[_SHOWN],
         "gap_closed_by_policy": closed,
         "us_over_lru": {
-            name: {at: cost - costs["lru"][at] for at, cost in costs[name].items()}
+            name: {at: float((c - costs["lru"][at]).mean()) for at, c in costs[name].items()}
             for name in names
             if name != "lru"
         },
-        "lru_us": costs["lru"],
+        "lru_us": {at: float(cost.mean()) for at, cost in costs["lru"].items()},
     }
 
 
-def _measure(requests: Sequence[TraceRequest], capacity: int, name: str) -> tuple[int, float]:
-    """Blocks found, and µs of CPU time a request."""
+def _measure(requests: Sequence[TraceRequest], capacity: int, name: str) -> tuple[int, Micros]:
+    """Blocks found, and µs of CPU time of each request."""
     replay = CacheOnly(capacity, longest_blocks(requests), eviction=name)
-    found = spent = 0
+    found, nanos = 0, []
     for request in requests:
         prompt = request.whole_blocks()
         start = time.process_time_ns()
         found += replay.serve(request, prompt)
-        spent += time.process_time_ns() - start
-    return found, spent / 1e3 / len(requests)
+        nanos.append(time.process_time_ns() - start)
+    return found, np.array(nanos) / 1e3
 
 
 def _gap_closed(

@@ -44,13 +44,13 @@ class Session:
     def __init__(self, retention: Retention, tier: Tier) -> None:
         self._retention = retention
         self._on_device = tier is Tier.DEVICE
-        self._order: OrderedDict[Node, _Entry] = OrderedDict()
-        """Least recently used first."""
+        self._order: OrderedDict[Node, _Entry | None] = OrderedDict()
+        """Least recently used first; parked nodes have no entry."""
         self._queues: dict[int, deque[_Entry]] = {}
         self._heap: list[tuple[float, int]] = []
         """Every queue that is not empty, by density; and some that are, or were denser."""
         self._parked: dict[Node, None] = {}
-        """Nodes that were least, and have children on the device."""
+        """Nodes with children on the device: not before those, so in no queue, and ageless."""
         self._timers: list[deque[_Entry]] = [deque() for _ in range(NUM_BINS)]
         """Entries in each bin, oldest first."""
         self._timers.append(deque(maxlen=0))
@@ -66,15 +66,22 @@ class Session:
         return self._retention.visit(lease, turn, now)
 
     def add(self, node: Node, now: float) -> None:
+        self._require_new(node)
+        if self._on_device and node.device_children:
+            self._park(node)
+            return
         self._enqueue(self._enter(node, now))
         if self._entered > self._max_entered():
             self._grow_older()
             self._sweep()
 
     def add_cold(self, node: Node, now: float) -> None:
-        entry = self._enter(node, now)
+        self._require_new(node)
+        if self._on_device and node.device_children:
+            self._park(node)
+        else:
+            self._enqueue(self._enter(node, now), first=True)
         self._order.move_to_end(node, last=False)
-        self._enqueue(entry, first=True)
 
     def discard(self, node: Node) -> None:
         del self._order[node]
@@ -131,20 +138,26 @@ class Session:
                 continue
             if not (self._on_device and node.device_children):
                 return entry
-            self._parked[node] = None
+            self._park(node)
         return None
 
+    def _require_new(self, node: Node) -> None:
+        if node in self._order:
+            raise InvariantError("a node entered the eviction order twice")
+
+    def _park(self, node: Node) -> None:
+        self._order[node] = None
+        self._parked[node] = None
+
     def _unpark(self, node: Node) -> None:
-        """Back into its queue, once nothing hangs on it any more."""
+        """Into its queue, once nothing hangs on it any more."""
         if not node.device_children:
             del self._parked[node]
-            self._enqueue(self._order[node])
+            self._enqueue(self._enter(node, self._retention.now))
 
     def _enter(self, node: Node, now: float) -> _Entry:
-        """Put a node into the order, in the bin of its age."""
+        """Give a node an entry in the bin of its age."""
         order = self._order
-        if node in order:
-            raise InvariantError("a node entered the eviction order twice")
         mark = node.mark
         if mark is None:
             mark = node.mark = Mark(now, self._retention.unknown)
@@ -169,7 +182,7 @@ class Session:
 
     def _grow_older(self) -> None:
         """Move every node that is older than its bin to the next queue of its class."""
-        now, order, parked = self._retention.now, self._order, self._parked
+        now, order = self._retention.now, self._order
         if now == self._aged_s:
             return
         self._aged_s = now
@@ -185,12 +198,11 @@ class Session:
                 entry.place += 1
                 next_timers.append(entry)
                 moved += 1
-                if node not in parked:
-                    queue = queues.get(entry.place)
-                    if queue:
-                        queue.append(entry)
-                    else:
-                        self._enqueue(entry)
+                queue = queues.get(entry.place)
+                if queue:
+                    queue.append(entry)
+                else:
+                    self._enqueue(entry)
         self._entered += moved
 
     def _max_entered(self) -> int:
