@@ -40,6 +40,12 @@ class EngineInfo:
     tiers: tuple[str, ...] = ()
     """A line for each tier below the device: what it will do, as it was set up."""
 
+    role: str = "mixed"
+    """`mixed`, `prefill` or `decode`."""
+
+    peer_address: str = ""
+    """Where other instances reach this one, `HOST:PORT`; empty where it takes no peers."""
+
 
 class EngineClient(Protocol):
     """Asked by the server, from one event loop; every method is cancellation-safe."""
