@@ -1,0 +1,1 @@
+"""Prefill here, decode there: two instances, one sequence, exactly one outcome."""
