@@ -96,6 +96,26 @@ class MooncakeMaster:
         self._process.wait()
 
 
+class MooncakeLender:
+    """A process that lends memory to a pool and stays: blocks in it outlive the servers."""
+
+    def __init__(self, master: MooncakeMaster, segment: str = "64 MB") -> None:
+        port = free_port()
+        flags = ["--host=127.0.0.1", f"--port={port}", "--metadata_server=P2PHANDSHAKE"]
+        flags += [f"--master_server_address={master.address}"]
+        flags += [f"--global_segment_size={segment}", "--local_buffer_size=16 MB"]
+        self._process = subprocess.Popen(
+            [str(Path(sys.executable).with_name("mooncake_client")), *flags],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        await_port(port, self._process)
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """One server for all tests that do not stop it."""
