@@ -26,8 +26,9 @@ class BlockMemory(Protocol):
         """The bytes of one slot, in place: writable, contiguous, `block_bytes` long."""
 
 
-class Piece(NamedTuple):
-    """One block on its way; one a block, so it is a tuple."""
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One block on its way."""
 
     slot: int
     """Where it is in the sender's memory."""
@@ -85,7 +86,8 @@ class PushFailed(NamedTuple):
     reason: PushFailure
 
 
-class Landed(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Landed:
     """A block is in its slot, whole and verified. Said once a block of a lease."""
 
     lease: int
