@@ -40,6 +40,9 @@ class Server:
     compute_pid: int
     """The process that has the model."""
 
+    group: int
+    """The process group of all of its processes."""
+
     def counters(self) -> dict[str, float]:
         """Its Prometheus counters without labels, by name."""
         status, text = _get(self.port, "/metrics")
@@ -110,7 +113,9 @@ def running(
                 log.seek(0)
                 said = log.read().decode(errors="replace")[-2000:]
                 raise EngineDead(f"{engine} did not start:\n{said}")
-            yield Server(engine=engine, port=port, compute_pid=_pin(process.pid))
+            yield Server(
+                engine=engine, port=port, compute_pid=_pin(process.pid), group=process.pid
+            )
         finally:
             _stop(process)
 
@@ -121,6 +126,19 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+@contextmanager
+def alone(server: Server, servers: Sequence[Server]) -> Iterator[None]:
+    """Stop the other servers until the block is left: an idle engine may spin on its core."""
+    others = [other for other in servers if other is not server]
+    for other in others:
+        os.killpg(other.group, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for other in others:
+            os.killpg(other.group, signal.SIGCONT)
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 Servers are real processes; one client process asks them over HTTP, in closed loops: so many
 clients at a time, each asking again when it has its answer. With `--vllm-python` the same
-client asks vLLM on the same model folder in turns with Headwater, and ratios are printed.
+client asks vLLM on the same model folder in turns with Headwater, and ratios are printed;
+each is stopped during the other's turns, for an idle vLLM worker spins on its core.
 
 On a machine that others use, `waited_share` says for how much of a run the engine was kept
 off its core, and `tokens_per_cpu_s` counts only the seconds in which it had it. With
@@ -31,6 +32,7 @@ from headwater.bench._servers import (
     MODEL_NAME,
     VLLM_ENVIRONMENT,
     Server,
+    alone,
     client_pinned,
     free_port,
     headwater_command,
@@ -145,7 +147,9 @@ def _measure_case(
         for server in servers:
             _say(f"{name} cache={caching} {case.workload} x{case.concurrency} {server.engine}")
             seed = case.seed * 100 + number * 10
-            rounds[server.engine].append(_run_in_quiet(case, server, vocab, seed, options))
+            with alone(server, servers):
+                run = _run_in_quiet(case, server, vocab, seed, options)
+            rounds[server.engine].append(run)
     about = {
         "workload": case.workload,
         "model": name,
