@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from headwater.metrics.stats import EngineStats
+from headwater.metrics.view import EngineView, ViewLimits
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.request import Request
 
@@ -77,3 +78,6 @@ class EngineClient(Protocol):
 
     async def stats(self) -> EngineStats:
         """A snapshot between two steps."""
+
+    async def view(self, limits: ViewLimits) -> EngineView:
+        """A look at everything between two steps, as much of it as `limits` allow."""

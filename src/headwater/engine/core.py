@@ -8,9 +8,11 @@ and sleeps on `completions` when there is no work.
 
 from typing import Protocol
 
+from headwater.cache.outline import outline
 from headwater.clock import Clock
 from headwater.engine.output import EngineStats, SequenceOutput, engine_stats
 from headwater.engine.pace import Pace
+from headwater.metrics.view import EngineView, ViewLimits
 from headwater.scheduler.batch import ScheduledBatch, StepResult
 from headwater.scheduler.request import Request
 from headwater.scheduler.scheduler import Scheduler
@@ -136,6 +138,25 @@ class EngineCore:
             self._mover,
             decide_s=self._decide_s,
             step_s=self._step_s,
+        )
+
+    def view(self, limits: ViewLimits) -> EngineView:
+        """A look at everything, as much of it as `limits` allow."""
+        tree = None
+        if limits.max_nodes:
+            tree = outline(
+                self._cache.tree,
+                tick=self._cache.pins.tick,
+                generation=self._cache.generation,
+                max_depth=limits.max_depth,
+                max_nodes=limits.max_nodes,
+            )
+        return EngineView(
+            stats=self.stats(),
+            sequences=self._scheduler.view(
+                max_sequences=limits.max_sequences, now=self._clock.now()
+            ),
+            tree=tree,
         )
 
     def check(self) -> None:

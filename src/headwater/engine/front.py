@@ -17,6 +17,7 @@ from headwater.engine.client import EngineClient, EngineInfo
 from headwater.engine.mailbox import Mailbox, abort_output
 from headwater.errors import EngineDead, HeadwaterError, RequestError
 from headwater.metrics.stats import EngineStats
+from headwater.metrics.view import EngineView, ViewLimits
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.request import Request
 
@@ -30,7 +31,7 @@ class AsyncEngine:
         """`child` belongs to this object from now on; call `start` before anything else."""
         self._child = child
         self._mailboxes: dict[str, Mailbox] = {}
-        self._calls: dict[int, asyncio.Future[wire.Reply]] = {}
+        self._calls: dict[int, asyncio.Future[wire.Reply | wire.Sight]] = {}
         self._numbers = itertools.count()
         self._info: EngineInfo | None = None
         self._dead: str | None = None
@@ -137,18 +138,30 @@ class AsyncEngine:
         assert reply.stats is not None, "a stats call is answered with stats"
         return reply.stats
 
-    async def _call(self, verb: wire.Verb) -> wire.Reply:
-        self._check_alive()
+    async def view(self, limits: ViewLimits) -> EngineView:
         number = next(self._numbers)
-        future = self._calls[number] = self._loop.create_future()
-        try:
-            self._send(wire.Call(number, verb))
-            reply: wire.Reply = await future
-        finally:
-            self._calls.pop(number, None)
+        sight = await self._ask(number, wire.Look(number, limits))
+        assert isinstance(sight, wire.Sight), "a look is answered with a sight"
+        return sight.view
+
+    async def _call(self, verb: wire.Verb) -> wire.Reply:
+        number = next(self._numbers)
+        reply = await self._ask(number, wire.Call(number, verb))
+        assert isinstance(reply, wire.Reply), "a call is answered with a reply"
         if reply.refusal is not None:
             raise RequestError(reply.refusal)
         return reply
+
+    async def _ask(self, number: int, message: wire.ToEngine) -> wire.Reply | wire.Sight:
+        """Send a message that is answered with one of the same number; the answer."""
+        self._check_alive()
+        future = self._calls[number] = self._loop.create_future()
+        try:
+            self._send(message)
+            answer: wire.Reply | wire.Sight = await future
+            return answer
+        finally:
+            self._calls.pop(number, None)
 
     def _check_alive(self) -> None:
         if self._dead is not None:
@@ -181,7 +194,7 @@ class AsyncEngine:
             case wire.Refusal(request_id, kind, sentence):
                 if (mailbox := self._mailboxes.get(request_id)) is not None:
                     mailbox.fail(wire.rebuild_error(kind, sentence))
-            case wire.Reply(number):
+            case wire.Reply(number) | wire.Sight(number):
                 future = self._calls.get(number)
                 if future is not None and not future.done():
                     future.set_result(message)

@@ -19,6 +19,7 @@ from headwater.engine.client import EngineInfo
 from headwater.engine.rundir import remove_socket_folder
 from headwater.errors import HeadwaterError, RequestError
 from headwater.metrics.stats import EngineStats
+from headwater.metrics.view import EngineView, ViewLimits
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.request import Request
 from headwater.transfer.completions import CompletionQueue
@@ -42,6 +43,7 @@ class Core(Protocol):
     def reset_cache(self) -> None: ...
     def step(self) -> list[SequenceOutput]: ...
     def stats(self) -> EngineStats: ...
+    def view(self, limits: ViewLimits) -> EngineView: ...
     def sleep_s(self) -> float | None: ...
     @property
     def completions(self) -> CompletionQueue: ...
@@ -131,6 +133,8 @@ class EngineLoop:
                     self._core.abort(RequestId(request_id))
             case wire.Call(number, verb):
                 self._answer(number, verb)
+            case wire.Look(number, limits):
+                self._send(wire.Sight(number, self._core.view(limits)))
             case wire.Stop():
                 self._stopped = True
 

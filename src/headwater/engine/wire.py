@@ -13,11 +13,12 @@ from headwater import errors
 from headwater.engine.client import EngineInfo
 from headwater.errors import HeadwaterError
 from headwater.metrics.stats import EngineStats
+from headwater.metrics.view import EngineView, ViewLimits
 from headwater.scheduler.batch import TokenLogprobs
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.request import Request, SamplingParams
 from headwater.scheduler.usage import Usage
-from headwater.types import RequestId
+from headwater.types import LoadPolicy, RequestId
 
 Verb = Literal["reset_cache", "pause", "resume", "stats"]
 
@@ -33,6 +34,8 @@ class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
     arrival_s: float
     priority: int
     cache_salt: str
+    load_policy: LoadPolicy | None = None
+    load_timeout_s: float | None = None
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
@@ -46,6 +49,13 @@ class Call(msgspec.Struct, tag="call", array_like=True, frozen=True):
 
     number: int
     verb: Verb
+
+
+class Look(msgspec.Struct, tag="look", array_like=True, frozen=True):
+    """Somebody watches, and wants a `Sight` of the same number."""
+
+    number: int
+    limits: ViewLimits
 
 
 class Stop(msgspec.Struct, tag="stop", array_like=True, frozen=True):
@@ -98,8 +108,15 @@ class Reply(msgspec.Struct, tag="reply", array_like=True, frozen=True):
     refusal: str | None
 
 
-ToEngine = Add | Abort | Call | Stop
-FromEngine = Ready | Failure | Outputs | Refusal | Reply
+class Sight(msgspec.Struct, tag="sight", array_like=True, frozen=True):
+    """What a `Look` found."""
+
+    number: int
+    view: EngineView
+
+
+ToEngine = Add | Abort | Call | Look | Stop
+FromEngine = Ready | Failure | Outputs | Refusal | Reply | Sight
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
@@ -115,6 +132,8 @@ def pack_request(request: Request) -> Add:
         arrival_s=request.arrival_s,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        load_policy=request.load_policy,
+        load_timeout_s=request.load_timeout_s,
     )
 
 
@@ -127,6 +146,8 @@ def unpack_request(message: Add) -> Request:
         arrival_s=message.arrival_s,
         priority=message.priority,
         cache_salt=message.cache_salt,
+        load_policy=message.load_policy,
+        load_timeout_s=message.load_timeout_s,
     )
 
 

@@ -70,6 +70,7 @@ class Sequence:
         "num_blocks",
         "num_committed",
         "num_computed",
+        "num_found",
         "num_in_flight",
         "num_passes",
         "num_preemptions",
@@ -97,6 +98,9 @@ class Sequence:
     """Its slots in position order; a view that stays true while batches are in flight."""
 
     num_blocks: int
+    num_found: int
+    """Leading tokens that were found when it was admitted; 0 while it waits."""
+
     num_scheduled: int
     """Leading tokens whose KV is written, or will be by a step in flight."""
 
@@ -199,7 +203,8 @@ class Sequence:
         """Start running: leased blocks first, then `slots` to be filled."""
         num_leased = 0 if lease is None else lease.num_blocks
         self.lease = lease
-        self.num_scheduled = self.num_computed = num_leased * self._block_tokens
+        self.num_found = num_leased * self._block_tokens
+        self.num_scheduled = self.num_computed = self.num_found
         if lease is not None:
             self.extend(lease.slots)
         self.extend(slots)
@@ -246,6 +251,19 @@ class Sequence:
         self.num_tokens = at + 1
         self.last_token = token
 
+    def coast(self, tokens: Tokens, row: int) -> None:
+        """Steps that computed one token each, and chose `tokens`, were scheduled and collected."""
+        count = len(tokens)
+        self.num_scheduled += count
+        self.num_computed += count
+        self.row = row
+        at, end = self.num_tokens, self.num_tokens + count
+        while end > len(self._buffer):
+            self._lengthen()
+        self._buffer[at:end] = tokens
+        self.num_tokens = end
+        self.last_token = int(tokens[-1])
+
     def vacate(self) -> Slots:
         """Drop lease and table; the slots it alone held, which the caller must give back."""
         held = self.held_slots()
@@ -259,7 +277,7 @@ class Sequence:
     def _lengthen(self) -> None:
         """Room for twice the tokens, in a new array: batches in flight read the old one."""
         at = self.num_tokens
-        buffer = np.empty(min(2 * at, self.num_tokens_end), dtype=np.int32)
+        buffer = np.empty(min(2 * len(self._buffer), self.num_tokens_end), dtype=np.int32)
         buffer[:at] = self._buffer
         self._buffer = buffer
 
@@ -270,7 +288,7 @@ class Sequence:
         # A new array: batches in flight keep views of the old one.
         self._table = self.block_table = np.empty(0, dtype=np.int64)
         self.num_blocks = 0
-        self.num_scheduled = self.num_computed = self.schedulable_end = 0
+        self.num_found = self.num_scheduled = self.num_computed = self.schedulable_end = 0
         self.num_committed = 0
         self.commit_at = _NEVER
 

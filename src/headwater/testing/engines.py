@@ -23,6 +23,7 @@ from headwater.engine.mailbox import Mailbox, abort_output
 from headwater.engine.process import run_engine
 from headwater.errors import EngineDead, ModelError
 from headwater.metrics.stats import EngineStats
+from headwater.metrics.view import EngineView, ViewLimits
 from headwater.scheduler.config import SchedulerConfig
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.request import Request
@@ -156,6 +157,10 @@ class EchoEngine:
     async def stats(self) -> EngineStats:
         self._check_alive()
         return self.core.stats()
+
+    async def view(self, limits: ViewLimits) -> EngineView:
+        self._check_alive()
+        return self.core.view(limits)
 
     async def _run(self) -> None:
         while self.core.has_work and self.dead is None:

@@ -1,0 +1,131 @@
+"""The shape of the prefix tree, for a picture: how much is where, and never what.
+
+Tokens and keys do not leave here, and of namespaces that are apart (salted tenants) nothing
+but how much they have. Costs at most `max_nodes` nodes, however large the tree is.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import islice
+
+from headwater.cache.keys import SHARED
+from headwater.cache.node import Node
+from headwater.cache.tree import PrefixTree, subtree
+
+_LEAST_WIDTH = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutlineNode:
+    """One run of blocks."""
+
+    uid: int
+    parent: int | None
+    """None for the first run of a prompt."""
+
+    start: int
+    """Blocks before it on its path."""
+
+    num_blocks: int
+    device: int
+    """Of its blocks, how many lead on the device; likewise below."""
+
+    host: int
+    stored: int
+    age: int
+    """How many requests ended since one that used it did; 0 while it is in use."""
+
+    num_pins: int
+    num_children: int
+    """All of them, also those that are not in the outline."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApartBlocks:
+    """What salted tenants have, in one sum."""
+
+    num_namespaces: int
+    device: int
+    host: int
+    stored: int
+    is_whole: bool
+    """False when there was more than could be counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """Nodes, parents before children; of many siblings those that came last."""
+
+    nodes: list[OutlineNode]
+    num_nodes: int
+    """In the whole tree, whether they are shown or not."""
+
+    num_first: int
+    """Nodes without a parent, shown or not."""
+
+    apart: ApartBlocks
+    generation: int
+
+
+def outline(
+    tree: PrefixTree, *, tick: int, generation: int, max_depth: int, max_nodes: int
+) -> Outline:
+    """The shared part of `tree` down to `max_depth` nodes, breadth first."""
+    root = tree.roots.get(SHARED)
+    return Outline(
+        nodes=[] if root is None else _shared_nodes(root, tick, max_depth, max_nodes),
+        num_nodes=tree.num_nodes,
+        num_first=0 if root is None else len(root.children),
+        apart=_apart(tree, max_nodes),
+        generation=generation,
+    )
+
+
+def _shared_nodes(root: Node, tick: int, max_depth: int, max_nodes: int) -> list[OutlineNode]:
+    shown: list[OutlineNode] = []
+    width = max(_LEAST_WIDTH, max_nodes // 8)
+    pending = deque([(root, 0)])
+    while pending and len(shown) < max_nodes:
+        node, depth = pending.popleft()
+        if depth == max_depth:
+            continue
+        room = min(width, max_nodes - len(shown))
+        # Without a look at the others, however many there are.
+        for child in islice(reversed(node.children.values()), room):
+            shown.append(_shown(child, None if node is root else node.uid, tick))
+            pending.append((child, depth + 1))
+    return shown
+
+
+def _shown(node: Node, parent: int | None, tick: int) -> OutlineNode:
+    return OutlineNode(
+        uid=node.uid,
+        parent=parent,
+        start=node.start,
+        num_blocks=node.num_blocks,
+        device=len(node.device),
+        host=len(node.host),
+        stored=node.num_stored,
+        age=0 if node.pins else tick - node.used,
+        num_pins=node.pins,
+        num_children=len(node.children),
+    )
+
+
+def _apart(tree: PrefixTree, max_nodes: int) -> ApartBlocks:
+    roots = [root for name, root in tree.roots.items() if name != SHARED and root.children]
+    everything = (
+        node for root in roots for child in root.children.values() for node in subtree(child)
+    )
+    device = host = stored = 0
+    for node in islice(everything, max_nodes):
+        device += len(node.device)
+        host += len(node.host)
+        stored += node.num_stored
+    return ApartBlocks(
+        num_namespaces=len(roots),
+        device=device,
+        host=host,
+        stored=stored,
+        is_whole=next(everything, None) is None,
+    )

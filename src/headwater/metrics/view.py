@@ -1,0 +1,27 @@
+"""What somebody who watches an engine sees at one moment: counts, sequences, the tree's shape."""
+
+from dataclasses import dataclass, field
+
+from headwater.cache.outline import Outline
+from headwater.metrics.stats import EngineStats
+from headwater.scheduler.view import SequenceView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViewLimits:
+    """How much of it is wanted; the cost is in what is shown, never in what there is."""
+
+    max_sequences: int = 0
+    max_nodes: int = 0
+    """0 leaves the tree out."""
+
+    max_depth: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineView:
+    """One look at an engine, between two steps."""
+
+    stats: EngineStats
+    sequences: list[SequenceView] = field(default_factory=list)
+    tree: Outline | None = None
