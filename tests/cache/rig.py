@@ -18,6 +18,7 @@ from headwater.cache import (
 )
 from headwater.cache.node import Node
 from headwater.types import RequestId, Tier
+from tests.cache.follower import Follower, cached
 
 GARBAGE = "garbage"
 
@@ -43,6 +44,7 @@ class Rig:
     def __init__(self, config, orders=None):
         self.block = config.block_tokens
         self.cache = TieredCache(config, orders)
+        self.follower = Follower()
         self.memory = {
             Tier.DEVICE: [GARBAGE] * config.device_blocks,
             Tier.HOST: [GARBAGE] * config.host_blocks,
@@ -227,6 +229,7 @@ class Rig:
     def nothing_is_wrong(self):
         self.now += 1.0
         self.cache.check()
+        self.followed()
         for what, node, block in self.found():
             if block < len(node.device):
                 assert self.memory[Tier.DEVICE][node.device[block]] == what
@@ -238,6 +241,16 @@ class Rig:
             for block in range(sequence.computed):
                 read = self.memory[Tier.DEVICE][sequence.table[block]]
                 assert read == self.identity(sequence.path, block)
+
+    def followed(self):
+        """Who heard every fact knows every block; who asks for all of it now does too."""
+        if self.cache.facts is None:
+            return
+        self.follower.follow(self.cache.facts.take())
+        assert self.follower.tiers == cached(self.cache)
+        late = Follower()
+        late.follow(self.cache.facts.snapshot())
+        assert late.tiers == self.follower.tiers
 
     def agree(self, path, match):
         """A match is the leading run of a plain dict of blocks, tier by tier in order."""

@@ -30,6 +30,7 @@ def make_rig(eviction, policy, device, host, storage, stored_nodes):
         eviction=eviction,
         max_ghosts=3,
         max_stored_nodes=stored_nodes,
+        record_facts=True,
     )
     # Prompts are short here, so the session policy is to tell apart every block of them.
     orders = session_orders(device, host, 2, piece_tokens=2)

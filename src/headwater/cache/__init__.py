@@ -16,7 +16,7 @@ from headwater.cache.plan import (
     Promotion,
     Transfer,
 )
-from headwater.cache.policy import Turn
+from headwater.cache.policy import Hint, Turn
 from headwater.cache.stats import CacheStats
 from headwater.cache.tiered import TieredCache
 
@@ -26,6 +26,7 @@ __all__ = [
     "Demotion",
     "Ending",
     "Extent",
+    "Hint",
     "InFlight",
     "KeyScheme",
     "Landing",

@@ -36,6 +36,9 @@ class CacheConfig:
     eviction: str = "lru"
     """Name of the eviction policy, for the device and the host tier."""
 
+    hint_share: float = 0.5
+    """Share of the device's blocks that the hints of one tenant may ask to be kept."""
+
     max_ghosts: int = 32_768
     """Runs of evicted blocks that are remembered, to explain misses."""
 
@@ -51,6 +54,9 @@ class CacheConfig:
     shard: str = ""
     """Which part of the model's heads or layers this cache is for."""
 
+    record_facts: bool = False
+    """Whether what is gained and lost is recorded, for those who follow the cache."""
+
     def __post_init__(self) -> None:
         for name in ("block_tokens", "select_hits"):
             if getattr(self, name) < 1:
@@ -64,6 +70,8 @@ class CacheConfig:
         ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} cannot be negative, got {getattr(self, name)}")
+        if not 0.0 <= self.hint_share <= 1.0:
+            raise ConfigError(f"hint_share is a share between 0 and 1, got {self.hint_share}")
         if not isinstance(self.write_policy, WritePolicy):
             raise ConfigError(f"write_policy must be a WritePolicy, got {self.write_policy!r}")
         if self.eviction not in POLICIES:

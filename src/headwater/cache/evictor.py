@@ -6,6 +6,7 @@ go to the pool, so there is no second path by which they could be freed again.
 
 import numpy as np
 
+from headwater.cache.facts import Facts
 from headwater.cache.ghosts import Ghosts
 from headwater.cache.node import Node
 from headwater.cache.plan import MissReason
@@ -13,20 +14,27 @@ from headwater.cache.pool import SlotState
 from headwater.cache.shelf import Shelf
 from headwater.cache.tree import PrefixTree, subtree
 from headwater.errors import InvariantError
-from headwater.types import EMPTY, Slots
+from headwater.types import EMPTY, Slots, Tier
 
 
 class Evictor:
     """Makes room in the device and the host tier, and keeps the tree true meanwhile."""
 
     def __init__(
-        self, tree: PrefixTree, device: Shelf, host: Shelf, ghosts: Ghosts, max_stored: int
+        self,
+        tree: PrefixTree,
+        device: Shelf,
+        host: Shelf,
+        ghosts: Ghosts,
+        max_stored: int,
+        facts: Facts | None = None,
     ) -> None:
         self._tree = tree
         self._device = device
         self._host = host
         self._ghosts = ghosts
         self._max_stored = max_stored
+        self._facts = facts
         self.stored_only = tree.stored_only
         self.lost = 0
         """Blocks that left their last tier, ever."""
@@ -80,7 +88,9 @@ class Evictor:
 
     def forget_stored(self, node: Node, count: int, reason: MissReason) -> None:
         """Storage has only the first `count` blocks of `node`."""
-        node.num_stored = min(node.num_stored, count)
+        known, node.num_stored = node.num_stored, min(node.num_stored, count)
+        if self._facts is not None:
+            self._facts.removed(node, Tier.STORAGE, node.num_stored, known)
         self._settle(node, reason)
 
     def bound_stored(self) -> None:
@@ -105,6 +115,8 @@ class Evictor:
                 continue
             slots = node.device
             count = len(slots)
+            if self._facts is not None:
+                self._facts.removed(node, Tier.DEVICE, max(count - need, 0), count)
             if count > need:
                 moved.append(slots[count - need :])
                 node.device = slots[: count - need]
@@ -149,6 +161,8 @@ class Evictor:
             if node is kept:
                 continue
             keep = max(len(node.host) - need, 0)
+            if self._facts is not None:
+                self._facts.removed(node, Tier.HOST, keep, len(node.host))
             need -= len(node.host) - keep
             moved.append(node.host[keep:])
             node.host = node.host[:keep] if keep else EMPTY
@@ -199,6 +213,8 @@ class Evictor:
         moved: list[Slots] = []
         for below in reversed(list(subtree(node))[1:]):
             if len(below.host):
+                if self._facts is not None:
+                    self._facts.removed(below, Tier.HOST, 0, len(below.host))
                 moved.append(below.host)
                 self._host.discard(below)
                 below.host = EMPTY
@@ -210,6 +226,8 @@ class Evictor:
         """Forget what storage has below `node`: without its parent it is never found."""
         for child in list(node.children.values()):
             for gone in subtree(child):
+                if self._facts is not None:
+                    self._facts.removed(gone, Tier.STORAGE, 0, gone.num_stored)
                 self._tree.cut(gone)
                 self.stored_only.pop(gone, None)
                 self.lost += gone.num_blocks

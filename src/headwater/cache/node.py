@@ -17,6 +17,7 @@ from headwater.types import EMPTY, BlockKey
 
 if TYPE_CHECKING:
     from headwater.cache.jobs import Job
+    from headwater.cache.keys import Namespace
     from headwater.cache.plan import MissReason
 
 
@@ -48,6 +49,7 @@ class Node:
         "lost",
         "mark",
         "media",
+        "namespace",
         "num_blocks",
         "num_stored",
         "parent",
@@ -73,6 +75,8 @@ class Node:
         self.lost: MissReason | None = None
         """Why the block that follows in `tokens`, if one does, is not here any more."""
         self.media: Mapping[int, bytes] | None = None
+        self.namespace: Namespace | None = None
+        """Of a root: whose blocks are below it."""
         self.keys: list[BlockKey] | None = None
         """Content keys of the leading blocks, once somebody asked."""
         self.device = EMPTY

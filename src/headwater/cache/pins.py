@@ -109,6 +109,24 @@ class Pins:
             at.mark = runs[last].mark
             at = at.parent
 
+    def close(self, node: Node, num_shared: int) -> None:
+        """Nobody will ask for this path again, it is said: what of it nothing else hangs on, from
+        block `num_shared` on, is among the first to go, deepest first."""
+        own: list[Node] = []
+        at = node
+        while at.gone and at.parent is not None:
+            at = at.parent
+        while at.parent is not None and at.start >= num_shared:
+            if len(at.children) > bool(own):
+                break
+            own.append(at)
+            at = at.parent
+        for mine in reversed(own):
+            if len(mine.device) and not mine.pins:
+                self._device.order.close(mine)
+            if len(mine.host) and not mine.jobs:
+                self._host.order.close(mine)
+
     def withheld_by(self, node: Node) -> int:
         """Device blocks that pinning `node` would keep from being evicted."""
         blocks = 0

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from headwater.cache.facts import Facts
 from headwater.cache.ghosts import Ghosts
 from headwater.cache.keys import TokenPath
 from headwater.cache.lease import Lease
@@ -10,7 +11,7 @@ from headwater.cache.pins import Pins
 from headwater.cache.pool import SlotPool, SlotState
 from headwater.cache.tree import PrefixTree
 from headwater.cache.writes import Writes
-from headwater.types import EMPTY, Slots
+from headwater.types import EMPTY, Slots, Tier
 
 _SHORT_RUN = 64
 """A run up to this many blocks is extended in place whatever is appended."""
@@ -20,13 +21,20 @@ class Publisher:
     """Find or create: where two sequences computed the same block, the first published stays."""
 
     def __init__(
-        self, tree: PrefixTree, pool: SlotPool, pins: Pins, ghosts: Ghosts, writes: Writes
+        self,
+        tree: PrefixTree,
+        pool: SlotPool,
+        pins: Pins,
+        ghosts: Ghosts,
+        writes: Writes,
+        facts: Facts | None = None,
     ) -> None:
         self._tree = tree
         self._pool = pool
         self._pins = pins
         self._ghosts = ghosts
         self._writes = writes
+        self._facts = facts
 
     def publish(self, lease: Lease, path: TokenPath, slots: Slots, now: float) -> Slots:
         """Find or create a node for each block; return the slots nobody needs."""
@@ -68,6 +76,8 @@ class Publisher:
             node.device = slots
             node.pins = 1
             parent.device_children += 1
+        if self._facts is not None:
+            self._facts.stored(node, Tier.DEVICE, node.num_blocks - count, node.num_blocks)
         if self._writes.through:
             self._writes.want(node)
         return node
@@ -87,6 +97,8 @@ class Publisher:
         self._pins.extend(child)
         if known < common:
             child.device = np.concatenate((child.device, slots[known:common]))
+            if self._facts is not None:
+                self._facts.stored(child, Tier.DEVICE, known, common)
             if not known:
                 child.parent.device_children += 1  # type: ignore[union-attr]  # not a root
                 self._tree.stored_only.pop(child, None)

@@ -3,6 +3,7 @@
 import numpy as np
 
 from headwater.cache.evictor import Evictor
+from headwater.cache.facts import Facts
 from headwater.cache.node import Node
 from headwater.cache.shelf import Shelf
 from headwater.types import Slots, Tier
@@ -11,9 +12,10 @@ from headwater.types import Slots, Tier
 class Residency:
     """Adds to what a node has in a tier, keeping its parent's counts and the orders true."""
 
-    def __init__(self, host: Shelf, evictor: Evictor) -> None:
+    def __init__(self, host: Shelf, evictor: Evictor, facts: Facts | None = None) -> None:
         self._host = host
         self._evictor = evictor
+        self._facts = facts
 
     def attach(self, node: Node, tier: Tier, start: int, count: int, slots: Slots) -> bool:
         """`node` has blocks [start, start + count) of its run in `tier` now.
@@ -24,13 +26,16 @@ class Residency:
         if node.gone or node.parent is None:
             return False
         if tier is Tier.DEVICE:
-            return self._attach_device(node, node.parent, start, slots)
-        if tier is Tier.HOST:
-            return self._attach_host(node, node.parent, start, slots)
-        if node.num_stored != start:
-            return False
-        node.num_stored = start + count
-        return True
+            attached = self._attach_device(node, node.parent, start, slots)
+        elif tier is Tier.HOST:
+            attached = self._attach_host(node, node.parent, start, slots)
+        else:
+            attached = node.num_stored == start
+            if attached:
+                node.num_stored = start + count
+        if attached and self._facts is not None:
+            self._facts.stored(node, tier, start, start + count)
+        return attached
 
     def touch_host(self, node: Node, *, now: float) -> None:
         """Make the path that ends with `node` the most recent of the host tier."""

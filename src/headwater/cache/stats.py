@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from headwater.cache.ledger import LedgerStats
 from headwater.cache.pool import PoolStats
+from headwater.cache.sessions import SessionStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,3 +28,4 @@ class CacheStats:
 
     generation: int
     ledger: LedgerStats
+    sessions: SessionStats

@@ -9,9 +9,10 @@ import numpy as np
 from headwater.cache.audit import audit
 from headwater.cache.config import CacheConfig
 from headwater.cache.evictor import Evictor
+from headwater.cache.facts import Facts
 from headwater.cache.ghosts import Ghosts
 from headwater.cache.inflight import Announcements
-from headwater.cache.keys import KeyScheme, TokenPath
+from headwater.cache.keys import KeyScheme, Namespace, TokenPath
 from headwater.cache.lease import Lease
 from headwater.cache.ledger import Ledger
 from headwater.cache.matcher import Matcher
@@ -28,6 +29,7 @@ from headwater.cache.plan import (
 from headwater.cache.policy import Orders, Turn, make_orders
 from headwater.cache.pool import SlotState
 from headwater.cache.publisher import Publisher
+from headwater.cache.sessions import Known, Sessions
 from headwater.cache.shelf import Shelf
 from headwater.cache.stats import CacheStats
 from headwater.cache.transfers import Transfers
@@ -70,20 +72,28 @@ class TieredCache:
         self.device = Shelf(Tier.DEVICE, config.device_blocks, orders.device)
         self.host = Shelf(Tier.HOST, config.host_blocks, orders.host)
         self.ghosts = Ghosts(config.max_ghosts)
+        self.facts = Facts(self.tree) if config.record_facts else None
+        """What changed, for those who follow the cache; None where nobody asked."""
         self.evictor = Evictor(
-            self.tree, self.device, self.host, self.ghosts, config.max_stored_nodes
+            self.tree,
+            self.device,
+            self.host,
+            self.ghosts,
+            config.max_stored_nodes,
+            self.facts,
         )
         self.pins = Pins(self.tree, self.device, self.host)
         self.announcements = Announcements(self.tree)
         self.transfers = Transfers(
-            config, self.tree, self.device, self.host, self.pins, self.evictor
+            config, self.tree, self.device, self.host, self.pins, self.evictor, self.facts
         )
         self._writes = self.transfers.writes
         self._matcher = Matcher(self.tree, self.announcements, self.ghosts)
         self._publisher = Publisher(
-            self.tree, self.device.pool, self.pins, self.ghosts, self._writes
+            self.tree, self.device.pool, self.pins, self.ghosts, self._writes, self.facts
         )
         self.leases: dict[Lease, None] = {}
+        self.sessions = Sessions(round(config.hint_share * config.device_blocks))
         self.generation = 0
         self._ledger = Ledger(config.block_tokens)
 
@@ -211,11 +221,30 @@ class TieredCache:
         if lease.pending is not None:
             self.announcements.withdraw(lease)
         del self.leases[lease]
-        if turn is not None and not lease.node.gone:
-            runs = self.device.order.visit(lease, turn, now)
-            if runs:
-                self.pins.mark(lease.node, runs, now=now)
-        self.pins.release(lease.node, now=now)
+        if turn is None or lease.node.gone:
+            self.pins.release(lease.node, now=now)
+        elif turn.session and lease.num_blocks:
+            known = self.sessions.note(lease, turn, now)
+            self._end_turn(lease, turn._replace(hint=known.hint), now)
+            if known.hint is not None and known.hint.closed:
+                self.pins.close(known.node, known.num_shared)
+        else:
+            self._end_turn(lease, turn, now)
+
+    def close_session(self, namespace: Namespace, name: str) -> bool:
+        """Nothing more of this session will come: its own blocks are among the first to go.
+
+        False when it is not known. What it shares with others, or is in use, stays as it is.
+        """
+        known = self.sessions.close(namespace, name)
+        if known is not None:
+            self.pins.close(known.node, known.num_shared)
+        return known is not None
+
+    def match_session(self, known: Known) -> Match:
+        """How far the path of a session is cached, as far as the tree still knows it."""
+        path = self.tree.path_to(known.node, known.namespace)
+        return self.match(path)
 
     def trim(self, max_cached: int) -> int:
         """Evict device blocks until at most `max_cached` are cached; return how many went.
@@ -303,6 +332,9 @@ class TieredCache:
         self._writes.clear()
         self.ghosts.clear()
         self.pins.retire_all()
+        self.sessions.clear()
+        if self.facts is not None:
+            self.facts.cleared()
 
     def stats(self) -> CacheStats:
         """A snapshot of every count. O(1)."""
@@ -320,11 +352,19 @@ class TieredCache:
             late_outcomes=self.transfers.late_outcomes,
             generation=self.generation,
             ledger=self._ledger.stats(),
+            sessions=self.sessions.stats(),
         )
 
     def check(self) -> None:
         """Raise InvariantError if any book does not balance. O(everything)."""
         audit(self)
+
+    def _end_turn(self, lease: Lease, turn: Turn, now: float) -> None:
+        """Let go of the path of a request that has ended, marked as the policy says."""
+        runs = self.device.order.visit(lease, turn, now)
+        if runs:
+            self.pins.mark(lease.node, runs, now=now)
+        self.pins.release(lease.node, now=now)
 
     def _claim(self, match: Match, now: float) -> tuple[Node, list[Slots]]:
         """The node at whose end the device part of `match` ends, cut there if need be."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from headwater.cache.config import CacheConfig
 from headwater.cache.evictor import Evictor
+from headwater.cache.facts import Facts
 from headwater.cache.jobs import Job, JobTable, Segment, leading
 from headwater.cache.keys import TokenPath
 from headwater.cache.node import Node
@@ -51,12 +52,14 @@ class Transfers:
         host: Shelf,
         pins: Pins,
         evictor: Evictor,
+        facts: Facts | None = None,
     ) -> None:
         self._tree = tree
         self._shelves = {Tier.DEVICE: device, Tier.HOST: host}
         self._pins = pins
         self._evictor = evictor
-        self._residency = Residency(host, evictor)
+        self._residency = Residency(host, evictor, facts)
+        self._facts = facts
         self.writes = Writes(config, device)
         self.jobs = JobTable()
         self.late_outcomes = 0
@@ -151,7 +154,9 @@ class Transfers:
             common = self._tree.common(child, path, block, count)
             if common < child.num_blocks:
                 child = self._pins.split(child, common, now)
-            child.num_stored = common
+            known, child.num_stored = child.num_stored, common
+            if self._facts is not None:
+                self._facts.stored(child, Tier.STORAGE, known, common)
             self._pins.extend(child)
             node, block = child, block + common
         self._pins.release(node, now=now)

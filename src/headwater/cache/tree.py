@@ -44,6 +44,7 @@ class PrefixTree:
                 self._prune_roots()
             root = self.roots[namespace] = Node(None, b"", 0, self.new_uid())
             root.keys = [self.scheme.root(namespace)]
+            root.namespace = namespace
         return root
 
     def new_uid(self) -> int:
@@ -131,6 +132,17 @@ class PrefixTree:
         node.num_blocks += count
         node.lost = None
         self.version += 1
+
+    def path_to(self, node: Node, namespace: Namespace) -> TokenPath:
+        """The path that ends with `node`, or with what of it is still in the tree."""
+        at, runs, media = node, [], {}
+        while at.parent is not None:
+            if not at.gone:
+                runs.append(at.tokens[: at.num_blocks * self.stride])
+                media.update({at.start + i: m for i, m in (at.media or {}).items()})
+            at = at.parent
+        tokens = np.frombuffer(b"".join(reversed(runs)), dtype=np.int32)
+        return TokenPath(tokens, namespace, media)
 
     def split(self, node: Node, at: int) -> Node:
         """Cut the run of `node` before block `at`; return the new head.

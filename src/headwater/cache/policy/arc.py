@@ -70,6 +70,11 @@ class Arc:
         self._once.push(node)
         self._once.sizes.move_to_end(node, last=False)
 
+    def close(self, node: Node) -> None:
+        self.discard(node)
+        self._once.push(node)
+        self._once.sizes.move_to_end(node, last=False)
+
     def discard(self, node: Node) -> None:
         (self._once if node in self._once.sizes else self._again).remove(node)
 

@@ -13,11 +13,26 @@ from headwater.cache.lease import Lease
 from headwater.cache.node import Mark, Node
 
 
+class Hint(NamedTuple):
+    """What a client says of its session when a request of it ends. Soft: nothing needs it, and
+    a wrong one costs its own session at most."""
+
+    closed: bool = False
+    """Nothing more of the session will come."""
+
+    returns_in_s: float | None = None
+    """Something more will come, about then; None is soon."""
+
+
 class Turn(NamedTuple):
     """What a request was, once it has ended."""
 
     prompt_tokens: int
     output_tokens: int
+    session: str = ""
+    """Its client's name for the session; empty for none."""
+
+    hint: Hint | None = None
 
 
 class Run(NamedTuple):
@@ -41,6 +56,10 @@ class EvictionPolicy(Protocol):
 
     def add_cold(self, node: Node, now: float) -> None:
         """`node` became evictable again without being used: first in the order."""
+
+    def close(self, node: Node) -> None:
+        """Nobody will ask for `node` again, it is said: among the first in the order, in which
+        it is already."""
 
     def discard(self, node: Node) -> None:
         """`node` is pinned, or has no blocks here any more."""

@@ -10,6 +10,7 @@ keeping it from now on can give, over all times to give it up. Evicting the leas
 is the order that an optimal price for block-seconds would give.
 """
 
+from collections.abc import Mapping
 from typing import TypeAlias
 
 import numpy as np
@@ -25,10 +26,12 @@ EDGES = (
 """Where age bins begin, in seconds; the last is where nothing is expected any more."""
 
 NUM_BINS = len(EDGES) - 1
+GROUP_ENDS = (30, 105, 360)
+"""Where age groups end, in seconds; the last has no end."""
+
 ROW = 32
 """Places of a class in the table of densities: one a bin, then zeros."""
 
-_GROUP_ENDS = (30, 105, 360)
 _FIRST_BIAS = -4.0
 _RATE = 0.3
 _BIAS_SHARE, _WEIGHT_SHARE, _GROUP_SHARE = 1.0, 0.5, 0.3
@@ -41,20 +44,37 @@ class HazardModel:
     `num_features` features; feature 0 stands for none, and its weight stays 0.
     """
 
-    def __init__(self, num_features: int, features_per_class: int) -> None:
+    def __init__(
+        self,
+        num_features: int,
+        features_per_class: int,
+        priors: Mapping[int, Mapping[int, float]] | None = None,
+    ) -> None:
+        """`priors` are weights to begin with, by feature and column."""
         self._edges = np.array(EDGES, dtype=np.float64)
         self._widths = np.diff(self._edges)
-        self._group = np.searchsorted(_GROUP_ENDS, self._edges[:-1], side="right")
-        groups = len(_GROUP_ENDS) + 1
+        self._group = np.searchsorted(GROUP_ENDS, self._edges[:-1], side="right")
+        groups = len(GROUP_ENDS) + 1
         self._bias = np.full(NUM_BINS, _FIRST_BIAS)
         # Column 0 holds at every age, the others in one age group each.
         self._weights = np.zeros((num_features, groups + 1))
+        for feature, columns in (priors or {}).items():
+            for column, weight in columns.items():
+                self._weights[feature, column] = weight
         self._bias_squares = np.ones(NUM_BINS)
         self._squares = np.ones((num_features, groups + 1))
         self._features = np.zeros((64, features_per_class), dtype=np.int64)
         self.num_classes = 0
+        self._num_fixed = 0
         self.densities = np.zeros(64 * ROW)
         """By class * ROW + bin."""
+
+    def add_fixed(self, density: float) -> int:
+        """A class that always has this density; its number. Before all other classes."""
+        new = self.num_classes
+        self.densities[new * ROW : (new + 1) * ROW] = density
+        self.num_classes = self._num_fixed = new + 1
+        return new
 
     def add_class(self, features: tuple[int, ...], like: int | None) -> int:
         """A new class with these features; its number.
@@ -77,6 +97,7 @@ class HazardModel:
 
     def refresh(self, first: int = 0) -> None:
         """Make the densities of the classes from `first` on those of the weights now."""
+        first = max(first, self._num_fixed)
         table = self.densities.reshape(-1, ROW)[first : self.num_classes]
         hazards = self._hazards(self._features[first : self.num_classes])
         table[:, :NUM_BINS] = self._all_densities(hazards)

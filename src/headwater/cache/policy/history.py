@@ -127,16 +127,17 @@ class History:
         self, count: int, before: Known, first: int, turn: Turn
     ) -> tuple[Asked, Traits]:
         """This request, and what all its runs have in common."""
+        output, hint = turn.output_tokens, turn.hint
         full = min(count, turn.prompt_tokens // self._piece_tokens)
         if not before or before[-1][1] <= first:
             asked = Asked(1, full, turn.prompt_tokens)
-            return asked, Traits(1, Relation.FIRST, None, turn.output_tokens)
+            return asked, Traits(1, Relation.FIRST, None, output, hint)
         _, known, past = before[-1]
         last = past.asked
         asked = Asked(last.turn + 1, full, turn.prompt_tokens)
         relation = Relation.CONTINUES if known >= last.num_pieces else Relation.BRANCHES
         growth = turn.prompt_tokens - last.prompt_tokens
-        return asked, Traits(asked.turn, relation, growth, turn.output_tokens)
+        return asked, Traits(asked.turn, relation, growth, output, hint)
 
     def _replace(
         self, prefixes: list[int], before: Known, asked: Asked, traits: Traits, partial: bool

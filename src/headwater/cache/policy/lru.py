@@ -30,6 +30,9 @@ class Lru:
         self.add(node, now)
         self._order.move_to_end(node, last=False)
 
+    def close(self, node: Node) -> None:
+        self._order.move_to_end(node, last=False)
+
     def discard(self, node: Node) -> None:
         del self._order[node]
 

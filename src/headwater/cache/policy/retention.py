@@ -9,7 +9,13 @@ from headwater.cache.policy.base import Run, Turn
 from headwater.cache.policy.hazard import HazardModel
 from headwater.cache.policy.history import History
 from headwater.cache.policy.samples import Samples
-from headwater.cache.policy.traits import MAX_FEATURES, NUM_FEATURES, UNKNOWN, features_of
+from headwater.cache.policy.traits import (
+    MAX_FEATURES,
+    NUM_FEATURES,
+    PRIORS,
+    UNKNOWN,
+    features_of,
+)
 
 PIECE_TOKENS = 256
 """Prefixes are told apart in steps of at least this many tokens, in whole blocks."""
@@ -53,7 +59,9 @@ class Retention:
         self._classes: dict[int, int] = {}
         self._kinds: dict[int, int] = {}
         """The first class of each kind."""
-        self.hazards = HazardModel(NUM_FEATURES, MAX_FEATURES)
+        self.hazards = HazardModel(NUM_FEATURES, MAX_FEATURES, PRIORS)
+        self.closed = self.hazards.add_fixed(-1.0)
+        """The class of what nobody will ask for again, it is said: below all densities."""
         self.version = 0
         self.now = 0.0
         self.watch: Callable[[Visit], None] | None = None
@@ -80,6 +88,8 @@ class Retention:
         runs = []
         per, known = self._history.blocks_per_piece, self._classes
         watched = self._learned < _MANY or self._visits & 1
+        if turn.hint is not None and turn.hint.closed:
+            watched = False  # that it does not return says nothing about those without a hint
         for past in seen.runs:
             run_class = known.get(past.traits)
             if run_class is None:

@@ -65,6 +65,11 @@ class S3Fifo:
         queue.nodes[node] = 0, queue.nodes[node][1]
         queue.nodes.move_to_end(node, last=False)
 
+    def close(self, node: Node) -> None:
+        (self._small if node in self._small.nodes else self._main).remove(node)
+        self._small.push(node, 0)
+        self._small.nodes.move_to_end(node, last=False)
+
     def discard(self, node: Node) -> None:
         if node not in self:
             raise InvariantError("a node left an eviction order that it was not in")

@@ -83,6 +83,13 @@ class Session:
             self._enqueue(self._enter(node, now), first=True)
         self._order.move_to_end(node, last=False)
 
+    def close(self, node: Node) -> None:
+        used_s = self._retention.now if node.mark is None else node.mark.used_s
+        node.mark = Mark(used_s, self._retention.closed)
+        if node not in self._parked:
+            self._enqueue(self._enter(node, self._retention.now))
+        self._order.move_to_end(node, last=False)
+
     def discard(self, node: Node) -> None:
         del self._order[node]
         if node in self._parked:

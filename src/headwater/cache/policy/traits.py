@@ -6,6 +6,9 @@ The traits of a run are one number, so that looking up its class is one step.
 from bisect import bisect_right
 from enum import IntEnum
 
+from headwater.cache.policy.base import Hint
+from headwater.cache.policy.hazard import GROUP_ENDS
+
 _USES = (1, 2, 3, 4, 6, 10)
 _TURNS = (1, 2, 3, 4, 6, 9)
 _GROWTHS = (0, 100, 300, 600, 1_000, 2_000, 4_000, 8_000)
@@ -24,9 +27,22 @@ _GROWTH = _RELATION + 3
 _OUTPUT = _GROWTH + _NUM_GROWTHS
 _BY_GROWTH = _OUTPUT + _NUM_OUTPUTS
 _BY_OUTPUT = _BY_GROWTH + len(_USES) * _NUM_GROWTHS
-NUM_FEATURES = _BY_OUTPUT + len(_USES) * _HALF_OUTPUTS
-MAX_FEATURES = 7
+_HINT = _BY_OUTPUT + len(_USES) * _HALF_OUTPUTS
+_NO_HINT, _PENDING, _FIRST_RETURN = range(3)
+_NUM_HINTS = _FIRST_RETURN + len(GROUP_ENDS) + 1
+NUM_FEATURES = _HINT + _NUM_HINTS - 1
+MAX_FEATURES = 8
 """Of one run."""
+
+PRIORS = {
+    _HINT: {0: 2.0},
+    **{
+        _HINT + 1 + k: {0: 1.0, 1 + k: 2.0} | dict.fromkeys(range(1, 1 + k), -2.0)
+        for k in range(len(GROUP_ENDS) + 1)
+    },
+}
+"""Weights that hints begin with, by feature and column: pending is likelier at every age, an
+expected return at the ages it names, and less before. From there on they are learned."""
 
 
 class Relation(IntEnum):
@@ -45,9 +61,14 @@ class Traits:
     __slots__ = ("_base",)
 
     def __init__(
-        self, turn: int, relation: Relation, growth: int | None, output_tokens: int
+        self,
+        turn: int,
+        relation: Relation,
+        growth: int | None,
+        output_tokens: int,
+        hint: Hint | None = None,
     ) -> None:
-        turns = bisect_right(_TURNS, turn) - 1
+        turns = bisect_right(_TURNS, turn) - 1 + _hint_number(hint) * len(_TURNS)
         grown = _NUM_GROWTHS - 1 if growth is None else bisect_right(_GROWTHS, growth)
         outputs = bisect_right(_OUTPUTS, output_tokens)
         number = ((turns * 3 + relation) * _NUM_GROWTHS + grown) * _NUM_OUTPUTS + outputs
@@ -73,8 +94,10 @@ def features_of(traits: int) -> tuple[int, ...]:
         return (1 + kind,)
     number, output = divmod(number, _NUM_OUTPUTS)
     number, growth = divmod(number, _NUM_GROWTHS)
-    turn, relation = divmod(number, 3)
+    number, relation = divmod(number, 3)
+    hint, turn = divmod(number, len(_TURNS))
     use = kind - _FIRST_USE
+    hinted = () if hint == _NO_HINT else (_HINT + hint - 1,)
     return (
         1 + kind,
         _TURN + turn,
@@ -83,7 +106,17 @@ def features_of(traits: int) -> tuple[int, ...]:
         _OUTPUT + output,
         _BY_GROWTH + use * _NUM_GROWTHS + growth,
         _BY_OUTPUT + use * _HALF_OUTPUTS + output // 2,
+        *hinted,
     )
+
+
+def _hint_number(hint: Hint | None) -> int:
+    """What a hint says about the time of return. A closed session is not classed at all."""
+    if hint is None or hint.closed:
+        return _NO_HINT
+    if hint.returns_in_s is None:
+        return _PENDING
+    return _FIRST_RETURN + bisect_right(GROUP_ENDS, hint.returns_in_s)
 
 
 UNKNOWN = Traits(1, Relation.FIRST, None, 0).used(1)

@@ -1,0 +1,40 @@
+"""Facts about the cache, as frozen values: what became findable where, and what went.
+
+Recorded by `cache.facts` when somebody asked for them, told to the outside by `metrics`.
+"""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from headwater.types import BlockKey, Tier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlocksStored:
+    """A run of blocks can be found in `tier` from now on."""
+
+    tier: Tier
+    keys: list[BlockKey]
+    parent: BlockKey | None
+    """Key of the block before the run; None where the run begins a path."""
+
+    tokens: bytes
+    """Token ids of the run, int32 little-endian; empty where a salt keeps them private."""
+
+    adapter: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlocksRemoved:
+    """These blocks are not in `tier` any more."""
+
+    tier: Tier
+    keys: list[BlockKey]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlocksCleared:
+    """Nothing is in any tier any more."""
+
+
+CacheFact: TypeAlias = BlocksStored | BlocksRemoved | BlocksCleared
