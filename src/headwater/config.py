@@ -7,9 +7,10 @@ raises `ConfigError` with a sentence an operator can act on.
 import ipaddress
 import os
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from headwater.errors import ConfigError
+from headwater.types import LoadPolicy
 
 VERSION = "0.1.0"
 """Of this program; `headwater.__version__` is the same."""
@@ -23,7 +24,7 @@ _TIER_FLAGS = (
     *("--save-preempted", "--no-save-preempted"),
 )
 _SWAP_FLAGS = frozenset({"--swap-space", "--kv-offloading-size"})
-LOAD_POLICIES = ("priced", "best_effort", "wait", "deadline")
+LOAD_POLICIES = get_args(LoadPolicy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +86,8 @@ class EngineConfig:
     save_preempted: bool = True
     """Whether a preempted sequence's blocks are written to the host, whatever the policy."""
 
-    load_policy: Literal["priced", "best_effort", "wait", "deadline"] = "priced"
-    """Blocks in lower tiers: load or compute, whatever is cheaper; the same, but never wait for
-    storage; always load; always load, up to the timeout."""
+    load_policy: LoadPolicy = "priced"
+    """What is done about blocks in lower tiers, unless a request says otherwise."""
 
     load_timeout_s: float = 5.0
     """Longest wait of a request for lower tiers."""

@@ -1,7 +1,7 @@
 """The words every layer shares: a type for each kind of integer, and the tiers in order."""
 
 from enum import Enum, IntEnum
-from typing import NewType, TypeAlias
+from typing import Literal, NewType, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,11 @@ EMPTY: Slots = np.empty(0, dtype=np.int64)
 """No slots. Shared, so never written to."""
 
 EMPTY.flags.writeable = False
+
+
+LoadPolicy: TypeAlias = Literal["priced", "best_effort", "wait", "deadline"]
+"""Blocks on the host or in storage: load or compute, whatever is cheaper by measurement; the
+same, but never wait for storage; always load all; always load, up to a deadline."""
 
 
 class Tier(IntEnum):

@@ -17,9 +17,9 @@ def make_prompt(number: int) -> str:
     return f"prompt {number}: " + " ".join(str(number * n) for n in range(200))
 
 
-def ask(server: LiveServer, number: int) -> tuple[list[int], dict[str, Any]]:
+def ask(server: LiveServer, number: int, **fields: Any) -> tuple[list[int], dict[str, Any]]:
     """The tokens of an answer, and where its prompt's tokens came from."""
-    answer = server.complete(prompt=make_prompt(number), **ASK).json()
+    answer = server.complete(prompt=make_prompt(number), **ASK, **fields).json()
     details = answer["usage"]["prompt_tokens_details"]
     cache = details["cache"]
     assert details["cached_tokens"] == sum(cache[t] for t in ("device", "host", "storage"))
@@ -44,8 +44,9 @@ def test_a_prompt_that_the_device_evicted_comes_back_from_the_host():
     for number in range(2, 5):
         ask(server, number)
 
-    tokens, cache = ask(server, 1)
+    tokens, cache = ask(server, 1, load_policy="wait")
     state = server.get("/cache").json()
+    refused = server.complete(load_policy="sometimes")
     scraped = server.get("/metrics").text
     code = server.stop()
 
@@ -53,6 +54,14 @@ def test_a_prompt_that_the_device_evicted_comes_back_from_the_host():
     assert on_device["device"] > 0
     assert cache["host"] > 0
     assert cache["device"] == 0
+    load = cache["load"]
+    assert (load["choice"], load["host_blocks"]) == ("policy_wait", load["num_blocks"])
+    assert load["waited_s"] > 0
+    assert state["ledger"]["recent_loads"][-1] == load
+    assert state["prices"]["prefill_tokens_s"] > 0
+    assert state["prices"]["host_to_device"]["block_s"] > 0
+    assert refused.status_code == 400
+    assert on_device["load"] is None
     assert state["tiers"]["host"]["cached"] > 0
     assert state["ledger"]["found_tokens"]["host"] == cache["host"]
     assert 'headwater:transfer_bytes_total{link="host_to_device"}' in scraped

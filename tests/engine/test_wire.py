@@ -31,6 +31,8 @@ def test_a_request_survives_the_journey():
         arrival_s=1.25,
         priority=-3,
         cache_salt="tenant",
+        load_policy="deadline",
+        load_timeout_s=0.5,
     )
 
     message = wire.decode_to_engine(wire.encode(wire.pack_request(request)))
@@ -43,6 +45,7 @@ def test_a_request_survives_the_journey():
     assert arrived.params == params
     assert (arrived.request_id, arrived.arrival_s) == ("r", 1.25)
     assert (arrived.priority, arrived.cache_salt) == (-3, "tenant")
+    assert (arrived.load_policy, arrived.load_timeout_s) == ("deadline", 0.5)
 
 
 def test_an_output_survives_the_journey():

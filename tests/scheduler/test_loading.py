@@ -1,11 +1,12 @@
 """Who waits for a load, for how long, and what the ledger says of it."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from headwater.cache import Lookup, Promotion
-from headwater.errors import ConfigError
+from headwater.errors import ConfigError, RequestError
 from headwater.scheduler.config import SchedulerConfig
 from headwater.types import WritePolicy
 from tests.scheduler.rig import Rig, expected_tokens, make_prompt, make_request, make_storage
@@ -73,6 +74,66 @@ def test_a_split_loads_the_head_and_computes_the_tail():
     assert usage.by_tier["host"] == 12
     assert usage.computed == 21
     assert rig.outputs["a"] == expected_tokens(make_request("x", PROMPT, max_tokens=1))
+
+
+def test_a_request_may_say_otherwise():
+    """The settings price and compute; a request with a policy of its own loads, others do not."""
+    rig = make_measured(token_s=1e-6, block_s=1.0)
+
+    rig.run(replace(make_request("waits", PROMPT, max_tokens=1), load_policy="wait"))
+
+    usage = rig.usages["waits"]
+    assert usage.load is not None
+    assert (usage.load.choice, usage.by_tier["host"]) == ("policy_wait", 32)
+    rig.run(*(make_request(f"c{n}", make_prompt(60, family=n), max_tokens=1) for n in (9, 10)))
+    rig.run(make_request("priced", PROMPT, max_tokens=1))
+    assert rig.usages["priced"].miss_reason == "recompute_cheaper"
+
+
+def test_a_request_may_have_its_own_deadline():
+    """Shorter than the settings', and only for itself."""
+    rig = make_measured(token_s=1e-6, block_s=1.0, settings={"load_policy": "deadline"})
+    rig.copier.held = True
+    short = make_request("short", PROMPT, max_tokens=1)
+    rig.add(replace(short, load_timeout_s=0.25))
+    rig.step()
+    rig.sleep()
+
+    while "short" not in rig.reasons:
+        rig.step()
+
+    load = rig.usages["short"].load
+    assert load is not None
+    assert load.shortfall == "timeout"
+    assert 0.25 <= load.waited_s < 0.5
+    rig.copier.finish(next(iter(rig.copier.pending)))
+    rig.run()
+
+
+@pytest.mark.parametrize("field", [{"load_policy": "sometimes"}, {"load_timeout_s": -1.0}])
+def test_an_impossible_wish_is_refused(field):
+    """With the field's name, before it is sent anywhere."""
+    with pytest.raises(RequestError, match=next(iter(field))):
+        replace(make_request("a", PROMPT), **field)
+
+
+def test_the_ledger_has_choices_with_their_prices():
+    """What was chosen lately, for how much, and what the next choice will be made from."""
+    rig = make_measured(token_s=0.05, block_s=0.1, settings={"load_timeout_s": 0.301})
+
+    rig.run(make_request("a", PROMPT, max_tokens=1))
+
+    stats = rig.core.stats()
+    *_, last = stats.recent_loads
+    assert last == rig.usages["a"].load
+    assert (last.choice, last.host_blocks, last.storage_blocks) == ("split", 8, 0)
+    assert last.load_s == pytest.approx(0.3)
+    assert last.recompute_s is not None
+    assert last.chosen_s == pytest.approx(0.3 + 5 / 8 * last.recompute_s)
+    assert stats.rates.host is not None
+    assert stats.rates.host.block_s == pytest.approx(0.1)
+    assert stats.rates.prefill_tokens_s is not None
+    assert stats.rates.prefill_tokens_s < 1 / 0.02
 
 
 def test_wait_loads_whatever_it_costs():

@@ -165,6 +165,7 @@ def test_a_repeated_prompt_is_reported_as_cached():
                 "recomputed": 100,
                 "miss_reason": "never_seen",
                 "block_tokens": 16,
+                "load": None,
             },
         }
         assert warm["prompt_tokens_details"]["cached_tokens"] == 96

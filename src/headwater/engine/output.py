@@ -43,6 +43,8 @@ def engine_stats(
         },
         storage=mover.storage_stats(),
         load_choices=scheduler.load_choices,
+        rates=scheduler.rates,
+        recent_loads=scheduler.recent_loads,
         queries=ledger.queries,
         query_tokens=ledger.prompt_tokens,
         found_tokens={tier: scheduler.found_tokens.get(tier, 0) for tier in _TIERS},

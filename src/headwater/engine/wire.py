@@ -18,7 +18,7 @@ from headwater.scheduler.batch import TokenLogprobs
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.request import Request, SamplingParams
 from headwater.scheduler.usage import Usage
-from headwater.types import RequestId
+from headwater.types import LoadPolicy, RequestId
 
 Verb = Literal["reset_cache", "pause", "resume", "stats"]
 
@@ -34,6 +34,8 @@ class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
     arrival_s: float
     priority: int
     cache_salt: str
+    load_policy: LoadPolicy | None = None
+    load_timeout_s: float | None = None
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
@@ -130,6 +132,8 @@ def pack_request(request: Request) -> Add:
         arrival_s=request.arrival_s,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        load_policy=request.load_policy,
+        load_timeout_s=request.load_timeout_s,
     )
 
 
@@ -142,6 +146,8 @@ def unpack_request(message: Add) -> Request:
         arrival_s=message.arrival_s,
         priority=message.priority,
         cache_salt=message.cache_salt,
+        load_policy=message.load_policy,
+        load_timeout_s=message.load_timeout_s,
     )
 
 

@@ -6,6 +6,8 @@ Counters only go up while the engine lives; ratios are the reader's.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from headwater.scheduler.price import Rates
+from headwater.scheduler.usage import LoadUsage
 from headwater.storage.base import StorageStats
 
 
@@ -77,6 +79,12 @@ class EngineStats:
 
     load_choices: Mapping[str, int] = field(default_factory=dict)
     """Load or recompute: how often each was chosen, by reason."""
+
+    rates: Rates = field(default_factory=Rates)
+    """What those choices are priced from, as measured lately."""
+
+    recent_loads: tuple[LoadUsage, ...] = ()
+    """The last choices, oldest first, with their prices and what came of them."""
 
     queries: int = 0
     """Requests that asked the prefix cache."""

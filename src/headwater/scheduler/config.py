@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headwater.errors import ConfigError
+from headwater.types import LoadPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +52,8 @@ class SchedulerConfig:
     follow_timeout_s: float = 2.0
     """Longest such wait."""
 
-    load_policy: Literal["priced", "best_effort", "wait", "deadline"] = "priced"
-    """Blocks on the host or in storage: load or compute, whatever is cheaper by measurement;
-    the same, but never wait for storage; always load all; always load, up to the deadline."""
+    load_policy: LoadPolicy = "priced"
+    """What is done about blocks on the host or in storage, unless a request says otherwise."""
 
     load_timeout_s: float = 5.0
     """Longest wait of a request for lower tiers; `wait` has none but the transfers' own."""

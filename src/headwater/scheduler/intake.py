@@ -1,6 +1,6 @@
 """Which waiting sequences start now."""
 
-from collections import Counter
+from collections import Counter, deque
 
 from headwater.cache import Match
 from headwater.scheduler.admission import Verdict, admits
@@ -13,7 +13,9 @@ from headwater.scheduler.holdings import Holdings
 from headwater.scheduler.loading import Loads
 from headwater.scheduler.roster import Roster
 from headwater.scheduler.sequence import Sequence, SequenceState
-from headwater.scheduler.usage import Usage
+from headwater.scheduler.usage import LoadUsage, Usage
+
+_RECENT_LOADS = 16
 
 
 class Intake:
@@ -40,6 +42,8 @@ class Intake:
         self.queue_s = 0.0
         self.found_tokens: Counter[str] = Counter()
         self.misses: Counter[str] = Counter()
+        self.recent_loads: deque[LoadUsage] = deque(maxlen=_RECENT_LOADS)
+        """What the last requests with blocks in lower tiers did about them."""
 
     @property
     def has_candidates(self) -> bool:
@@ -114,6 +118,8 @@ class Intake:
         self.found_tokens.update(usage.by_tier)
         if usage.miss_reason is not None:
             self.misses[usage.miss_reason] += 1
+        if usage.load is not None and usage.load.choice != "none":
+            self.recent_loads.append(usage.load)
 
     def _starts_following(self, sequence: Sequence, match: Match, now: float) -> bool:
         config = self._config

@@ -2,7 +2,7 @@
 
 from headwater.scheduler.price import Below, Choice
 from headwater.scheduler.usage import LoadUsage
-from headwater.types import JobId
+from headwater.types import JobId, LoadPolicy
 
 
 class Load:
@@ -17,11 +17,18 @@ class Load:
         "job",
         "lookup",
         "num_jobs",
+        "policy",
         "shortfall",
+        "timeout_s",
         "until_s",
     )
 
-    def __init__(self, lookup: JobId | None = None) -> None:
+    def __init__(
+        self, policy: LoadPolicy, timeout_s: float, lookup: JobId | None = None
+    ) -> None:
+        self.policy = policy
+        self.timeout_s = timeout_s
+        """Longest wait; not for the policy `wait`."""
         self.lookup = lookup
         """The question to storage that is not answered yet."""
         self.device_blocks = 0
@@ -57,9 +64,12 @@ class Load:
         choice = self.choice
         return LoadUsage(
             choice="none" if choice is None else choice.reason,
+            host_blocks=self.below.host,
+            storage_blocks=self.below.storage,
             num_blocks=0 if choice is None else choice.num_blocks,
             load_s=None if choice is None else choice.load_s,
             recompute_s=None if choice is None else choice.recompute_s,
+            chosen_s=None if choice is None else choice.chosen_s,
             waited_s=0.0 if self.began_s is None else now - self.began_s,
             shortfall=self.ended or self.shortfall,
         )

@@ -65,7 +65,7 @@ class Loads:
             return
         lookup = self._cache.look_up(path, longest)
         self._lookups[lookup.job] = lookup, sequence
-        sequence.load = Load(lookup=lookup.job)
+        sequence.load = self._make_load(sequence, lookup.job)
         self.plans.append(lookup)
 
     def still_waits(self, sequence: Sequence, now: float) -> bool:
@@ -76,10 +76,10 @@ class Loads:
         if now >= load.until_s:
             return False
         if load.lookup is not None:
-            return self._policy != "best_effort"
+            return load.policy != "best_effort"
         plan = None if load.job is None else self._moving.get(load.job)
         return plan is not None and (
-            self._policy != "best_effort" or plan.source is not Tier.STORAGE
+            load.policy != "best_effort" or plan.source is not Tier.STORAGE
         )
 
     def waits(self, sequence: Sequence, match: Match, *, fits: bool, now: float) -> bool:
@@ -89,7 +89,7 @@ class Loads:
         if load is None:
             if not below:
                 return False
-            load = sequence.load = Load()
+            load = sequence.load = self._make_load(sequence)
         if load.ended is not None:
             return False
         if load.lookup is None and not self._wants(load, match):
@@ -100,7 +100,7 @@ class Loads:
             load.ended = "timeout"
             return False
         if load.lookup is not None:
-            return fits and self._policy != "best_effort"
+            return fits and load.policy != "best_effort"
         return self._brings(sequence, load, match, fits=fits, now=now) and fits
 
     def land(self, outcome: Outcome, *, now: float) -> None:
@@ -151,6 +151,16 @@ class Loads:
             if match.storage_blocks and not match.host_blocks and self._wants(load, match):
                 self._brings(sequence, load, match, fits=False, now=now)
 
+    def _make_load(self, sequence: Sequence, lookup: JobId | None = None) -> Load:
+        """By what its request says, or else the settings."""
+        request = sequence.request
+        timeout_s = request.load_timeout_s
+        return Load(
+            request.load_policy or self._policy,
+            self._timeout_s if timeout_s is None else timeout_s,
+            lookup,
+        )
+
     def _wants(self, load: Load, match: Match) -> bool:
         """Whether more of `match` is to be loaded; the choice is made when it is first asked."""
         if not match.host_blocks and not match.storage_blocks:
@@ -162,13 +172,13 @@ class Loads:
             self.choices[load.choice.reason] += 1
         if match.device_blocks < load.device_blocks + load.choice.num_blocks:
             return True
-        return self._policy == "best_effort" and match.storage_blocks > 0
+        return load.policy == "best_effort" and match.storage_blocks > 0
 
     def _choose(self, load: Load, match: Match) -> Choice:
         found = load.below
-        if self._policy in ("wait", "deadline"):
-            return Choice(num_blocks=found.num_blocks, reason=f"policy_{self._policy}")
-        if self._policy == "best_effort":
+        if load.policy in ("wait", "deadline"):
+            return Choice(num_blocks=found.num_blocks, reason=f"policy_{load.policy}")
+        if load.policy == "best_effort":
             found = Below(found.host, 0)
         moving = self._moving.values()
         return choose(
@@ -182,18 +192,18 @@ class Loads:
                 sum(plan.num_blocks for plan in moving if plan.source is Tier.STORAGE),
             ),
             block_tokens=self._cache.block_tokens,
-            max_wait_s=self._timeout_s,
+            max_wait_s=load.timeout_s,
         )
 
     def _patience_s(self, sequence: Sequence, load: Load, match: Match) -> float:
         """How long it is worth waiting: by price, twice what computing it all would take."""
-        if self._policy == "wait":
+        if load.policy == "wait":
             return inf
         speed = self.rates.prefill_tokens_s
-        if self._policy == "deadline" or not speed:
-            return self._timeout_s
+        if load.policy == "deadline" or not speed:
+            return load.timeout_s
         missing = sequence.num_tokens - match.device_blocks * self._cache.block_tokens
-        return min(self._timeout_s, max(2 * missing / speed, _LEAST_WAIT_S))
+        return min(load.timeout_s, max(2 * missing / speed, _LEAST_WAIT_S))
 
     def _brings(
         self, sequence: Sequence, load: Load, match: Match, *, fits: bool, now: float
@@ -208,7 +218,7 @@ class Loads:
                 return False
             chosen = 0 if load.choice is None else load.choice.num_blocks
             wanted = load.device_blocks + chosen - match.device_blocks
-            if self._policy == "best_effort" and not match.host_blocks:
+            if load.policy == "best_effort" and not match.host_blocks:
                 wanted = match.storage_blocks
             plan = self._cache.promote(match, limit_blocks=max(wanted, 0), now=now)
             if plan is None:
@@ -221,4 +231,4 @@ class Loads:
         if load.job != job:
             load.job = job
             self._waiters.setdefault(job, []).append(sequence)
-        return self._policy != "best_effort" or match.host_blocks > 0
+        return load.policy != "best_effort" or match.host_blocks > 0

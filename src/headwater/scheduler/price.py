@@ -53,10 +53,14 @@ class Choice:
 
     reason: str
     load_s: float | None = None
-    """Expected seconds until they are on the device; None where nothing was measured."""
+    """Expected seconds until they, or all where none is loaded, are on the device; None where
+    nothing was measured."""
 
     recompute_s: float | None = None
     """Expected seconds to compute all of them instead."""
+
+    chosen_s: float | None = None
+    """Expected seconds of what was chosen: to load these and to compute the rest."""
 
 
 def choose(
@@ -90,6 +94,7 @@ def choose(
         reason=reason,
         load_s=load_s(best or total, found, rates, queued),
         recompute_s=total * compute_s,
+        chosen_s=costs[best],
     )
 
 

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import get_args
 
 from headwater.errors import RequestError
-from headwater.types import RequestId, Tokens
+from headwater.types import LoadPolicy, RequestId, Tokens
 
 BOUNDS: Mapping[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
@@ -19,6 +20,9 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
 
 LEAST_TEMPERATURE = 0.001
 """Anything colder is greedy: dividing by almost nothing makes no numbers."""
+
+MAX_LOAD_TIMEOUT_S = 3600.0
+"""Longest wait for lower tiers that a request may ask for."""
 
 _LEAST_COUNTS = (("max_tokens", 1), ("min_tokens", 0), ("top_k", 0), ("logprobs", 0))
 
@@ -96,6 +100,23 @@ class Request:
 
     cache_salt: str = ""
     """Requests share cached blocks only with requests of the same salt."""
+
+    load_policy: LoadPolicy | None = None
+    """Instead of the server's; None is the server's."""
+
+    load_timeout_s: float | None = None
+    """Longest wait for lower tiers, instead of the server's."""
+
+    def __post_init__(self) -> None:
+        if self.load_policy is not None and self.load_policy not in get_args(LoadPolicy):
+            raise RequestError(
+                f"load_policy is {', '.join(get_args(LoadPolicy))}; got {self.load_policy!r}"
+            )
+        wait_s = self.load_timeout_s
+        if wait_s is not None and not 0.0 <= wait_s <= MAX_LOAD_TIMEOUT_S:
+            raise RequestError(
+                f"load_timeout_s is between 0 and {MAX_LOAD_TIMEOUT_S:g}, got {wait_s}"
+            )
 
 
 def _check_bounds(name: str, value: float) -> None:

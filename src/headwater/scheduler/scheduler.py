@@ -203,6 +203,8 @@ class Scheduler:
             found_tokens=dict(self._intake.found_tokens),
             misses=dict(self._intake.misses),
             load_choices=dict(self._loads.choices),
+            rates=self._loads.rates,
+            recent_loads=tuple(self._intake.recent_loads),
             num_copies=self.num_copies,
             generated_tokens=self._generated_tokens,
             finished=dict(self._finished),

@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from headwater.scheduler.price import Rates
+from headwater.scheduler.usage import LoadUsage
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
@@ -34,6 +37,12 @@ class SchedulerStats:
 
     load_choices: Mapping[str, int]
     """Load or recompute: how often each was chosen, by reason."""
+
+    rates: Rates
+    """What those choices are priced from, as measured lately."""
+
+    recent_loads: tuple[LoadUsage, ...]
+    """The last choices, oldest first, with their prices and what came of them."""
 
     num_copies: int
     """Transfers and lookups in flight."""

@@ -11,14 +11,21 @@ class LoadUsage:
     choice: str
     """`load_cheaper`, `split`, `recompute_cheaper`, `unmeasured`, `policy_…`, or `none`."""
 
+    host_blocks: int
+    """Found on the host when it was chosen; `storage_blocks` in storage, behind them."""
+
+    storage_blocks: int
     num_blocks: int
-    """Chosen to be loaded."""
+    """Chosen to be loaded, from the first on; 0 is to compute them all."""
 
     load_s: float | None
     """Expected seconds of the load; None where nothing was measured."""
 
     recompute_s: float | None
     """Expected seconds of computing it all."""
+
+    chosen_s: float | None
+    """Expected seconds of what was chosen: of a split, to load its head and compute its tail."""
 
     waited_s: float
     """How long the request waited for nothing else."""

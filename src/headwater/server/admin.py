@@ -11,6 +11,7 @@ from headwater.config import VERSION
 from headwater.errors import EngineDead
 from headwater.metrics.prometheus import CONTENT_TYPE, render
 from headwater.metrics.stats import EngineStats
+from headwater.scheduler.price import Rates
 from headwater.scheduler.request import SamplingParams
 from headwater.server.answers import Aborted, Done, Health, ModelCard, ModelList, Version
 from headwater.server.body import read_body
@@ -124,7 +125,9 @@ async def cache(request: Request) -> Response:
                 "found_tokens": stats.found_tokens,
                 "misses": stats.misses,
                 "load_choices": stats.load_choices,
+                "recent_loads": [asdict(load) for load in stats.recent_loads],
             },
+            "prices": _prices(stats.rates),
             "num_running": stats.num_running,
             "num_waiting": stats.num_waiting,
             "num_preemptions": stats.num_preemptions,
@@ -186,6 +189,16 @@ async def _stats(service: Service) -> EngineStats:
             return await service.engine.stats()
     except TimeoutError as exc:
         raise Refused("the engine is in a long step; try again", status=503) from exc
+
+
+def _prices(rates: Rates) -> dict[str, object]:
+    """What load-or-recompute is priced from; null is not measured lately."""
+    host, storage = rates.host, rates.storage
+    return {
+        "prefill_tokens_s": rates.prefill_tokens_s,
+        "host_to_device": None if host is None else host._asdict(),
+        "storage_to_host": None if storage is None else storage._asdict(),
+    }
 
 
 def _own_names(name: str) -> tuple[str, ...]:

@@ -5,6 +5,29 @@ from typing import Literal
 from msgspec import UNSET, Struct, UnsetType
 
 
+class LoadDetails(Struct, kw_only=True):
+    """Load, split or compute: what was chosen for blocks below the device, and at what price."""
+
+    choice: str
+    host_blocks: int
+    """Found there when it was chosen."""
+
+    storage_blocks: int
+    num_blocks: int
+    """Chosen to be loaded, from the first on; 0 is to compute them all."""
+
+    load_s: float | None
+    """Expected; null where nothing was measured yet."""
+
+    recompute_s: float | None
+    chosen_s: float | None
+    waited_s: float
+    """How long the request waited for nothing else."""
+
+    shortfall: str | None
+    """Why less arrived than was chosen."""
+
+
 class CacheDetails(Struct, kw_only=True):
     """Where the prompt's tokens came from, and why no more of them were found."""
 
@@ -16,6 +39,9 @@ class CacheDetails(Struct, kw_only=True):
     miss_reason: str | None
     block_tokens: int
     """Only whole blocks are found again, so this is the shortest prefix that can hit."""
+
+    load: LoadDetails | None
+    """Of the first prompt for which lower tiers had something, or were asked."""
 
 
 class PromptTokensDetails(Struct, kw_only=True):

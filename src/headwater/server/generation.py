@@ -6,7 +6,7 @@ The endpoints differ in how they write a delta; everything before that is here, 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from headwater.engine.text import TextStream
 from headwater.engine.tokenizer import Tokenizer
@@ -16,10 +16,15 @@ from headwater.scheduler.batch import TokenLogprobs
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.request import Request, SamplingParams
 from headwater.scheduler.usage import Usage
-from headwater.server.answers import CacheDetails, PromptTokensDetails, UsageAnswer
+from headwater.server.answers import (
+    CacheDetails,
+    LoadDetails,
+    PromptTokensDetails,
+    UsageAnswer,
+)
 from headwater.server.params import seed_of_choice
 from headwater.server.service import Service
-from headwater.types import RequestId, Tokens
+from headwater.types import LoadPolicy, RequestId, Tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +50,8 @@ class Job:
     priority: int = 0
     cache_salt: str = ""
     wants_cache_details: bool = False
+    load_policy: LoadPolicy | None = None
+    load_timeout_s: float | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -163,6 +170,8 @@ class Generation:
             arrival_s=self._service.clock.now(),
             priority=job.priority,
             cache_salt=job.cache_salt,
+            load_policy=job.load_policy,
+            load_timeout_s=job.load_timeout_s,
         )
 
     def usage(self) -> UsageAnswer:
@@ -187,6 +196,7 @@ class Generation:
         def found(tier: str) -> int:
             return sum(usage.by_tier.get(tier, 0) for usage in usages)
 
+        loads = [usage.load for usage in usages if usage.load is not None]
         reasons = [usage.miss_reason for usage in usages if usage.miss_reason is not None]
         return CacheDetails(
             device=found("device"),
@@ -196,6 +206,7 @@ class Generation:
             recomputed=sum(usage.computed for usage in usages),
             miss_reason=reasons[0] if reasons else None,
             block_tokens=self._service.engine.info.block_tokens,
+            load=LoadDetails(**asdict(loads[0])) if loads else None,
         )
 
 

@@ -45,4 +45,6 @@ def job_of(
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
         wants_cache_details=bool(body.cache_details),
+        load_policy=body.load_policy,
+        load_timeout_s=body.load_timeout_s,
     )

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from headwater.scheduler.request import BOUNDS
+from headwater.scheduler.request import BOUNDS, MAX_LOAD_TIMEOUT_S
+from headwater.types import LoadPolicy
 
 Count = Annotated[int, Meta(ge=1, le=1 << 31)]
 SmallCount = Annotated[int, Meta(ge=0, le=1 << 31)]
@@ -75,6 +76,8 @@ class Sampling(Struct, kw_only=True):
     request_id: Name | None = None
     return_token_ids: bool | None = None
     cache_details: bool | None = None
+    load_policy: LoadPolicy | None = None
+    load_timeout_s: Annotated[float, Meta(ge=0, le=MAX_LOAD_TIMEOUT_S)] | None = None
 
 
 class CompletionRequest(Sampling, kw_only=True):
