@@ -11,7 +11,13 @@ from headwater import __version__
 from headwater.cli import main
 from headwater.cli.parser import build_parser
 from headwater.cli.serve import engine_config, refuse_later_features, server_config
-from headwater.config import EngineConfig, LimitsConfig, ServerConfig, idle_settings
+from headwater.config import (
+    EngineConfig,
+    KvEventsConfig,
+    LimitsConfig,
+    ServerConfig,
+    idle_settings,
+)
 from headwater.errors import ConfigError
 
 
@@ -108,7 +114,6 @@ def test_flags_reach_the_settings():
     [
         (["--splitwise-role", "prefill"], "prefill/decode"),
         (["--router", "http://x"], "router"),
-        (["--kv-events-config", "{}"], "KV events"),
         (["--tensor-parallel-size", "2"], "tensor parallelism"),
     ],
 )
@@ -116,6 +121,23 @@ def test_a_feature_that_is_not_built_is_refused(flags, feature):
     """Asked for and not there is an error with a sentence, never silence."""
     with pytest.raises(ConfigError, match=f"{feature}.* is not in this release"):
         refuse_later_features(parse(*flags))
+
+
+def test_kv_events_are_settings_in_json():
+    """The names that routers' users know; unknown ones and nonsense are sentences."""
+    config = engine_config(parse("--kv-events-config", '{"topic": "kv", "buffer_steps": 5}'))
+
+    assert config.kv_events == KvEventsConfig(topic="kv", buffer_steps=5)
+    assert engine_config(parse()).kv_events is None
+    for text, word in [
+        ('{"tpoic": 1}', "did you mean 'topic'"),
+        ('{"hwm": 0}', "at least 1"),
+        ('{"hwm": "x"}', "Expected `int`"),
+        ("[]", "JSON object"),
+        ("{", "not JSON"),
+    ]:
+        with pytest.raises(ConfigError, match=word):
+            engine_config(parse("--kv-events-config", text))
 
 
 def test_values_that_ask_for_nothing_are_accepted():

@@ -28,6 +28,39 @@ LOAD_POLICIES = get_args(LoadPolicy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KvEventsConfig:
+    """How an instance tells others what it has cached; the names are those of its JSON."""
+
+    enable_kv_cache_events: bool = True
+    publisher: Literal["zmq", "null"] = "zmq"
+    """`null` publishes nothing, as if events were not enabled."""
+
+    endpoint: str = "tcp://127.0.0.1:*"
+    """Where the PUB socket is bound; `*` is any free port."""
+
+    replay_endpoint: str = "tcp://127.0.0.1:*"
+    """Where what was missed can be asked for."""
+
+    buffer_steps: int = 10_000
+    """Batches kept for replay; for older ones there is a snapshot."""
+
+    hwm: int = 100_000
+    """Batches kept for a listener that is slow; it misses those beyond."""
+
+    topic: str = ""
+
+    def __post_init__(self) -> None:
+        _positive("--kv-events-config buffer_steps", self.buffer_steps)
+        _positive("--kv-events-config hwm", self.hwm)
+        _one_of("--kv-events-config publisher", self.publisher, ("zmq", "null"))
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is published."""
+        return self.enable_kv_cache_events and self.publisher == "zmq"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """What the engine process needs to know: the model, its memory, its limits a step."""
 
@@ -97,6 +130,9 @@ class EngineConfig:
 
     storage_config: dict[str, Any] = field(default_factory=dict)
     """Settings of the backend."""
+
+    kv_events: KvEventsConfig | None = None
+    """How others are told what is cached; None is not at all."""
 
     def __post_init__(self) -> None:
         _positive("--block-size", self.block_tokens)

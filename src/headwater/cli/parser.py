@@ -75,6 +75,7 @@ def build_parser() -> ArgumentParser:
         _add_memory,
         _add_tiers,
         _add_scheduling,
+        _add_cluster,
         _add_later,
         _add_limits,
     ):
@@ -255,6 +256,15 @@ def _add_scheduling(parser: ArgumentParser) -> None:
     )
 
 
+def _add_cluster(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("among other instances")
+    group.add_argument(
+        "--kv-events-config",
+        metavar="JSON",
+        help="tell others over ZMQ what is cached; {} is with the defaults of docs/routing.md",
+    )
+
+
 def _add_later(parser: ArgumentParser) -> None:
     """Flags of other releases: known, so that they can be refused or explained."""
     group = parser.add_argument_group(
@@ -266,7 +276,6 @@ def _add_later(parser: ArgumentParser) -> None:
     group.add_argument(
         "--cache-transfer-protocol", choices=("shm", "tcp", "mooncake"), **hidden
     )
-    group.add_argument("--kv-events-config", metavar="JSON", **hidden)
     group.add_argument("--tensor-parallel-size", type=int, metavar="N", **hidden)
 
 

@@ -3,12 +3,17 @@
 import json
 import sys
 from argparse import Namespace
+from dataclasses import fields
 from typing import Any
 
+import msgspec
+
 from headwater import __version__
+from headwater.cli.parser import suggest
 from headwater.config import (
     MIB,
     EngineConfig,
+    KvEventsConfig,
     LimitsConfig,
     ServerConfig,
     api_key_from_environment,
@@ -54,7 +59,8 @@ def engine_config(options: Namespace) -> EngineConfig:
         load_policy=options.load_policy,
         load_timeout_s=options.load_timeout,
         storage_backend=options.kvcache_storage_backend,
-        storage_config=_storage_config(options.kvcache_storage_config),
+        storage_config=_settings("--kvcache-storage-config", options.kvcache_storage_config),
+        kv_events=_kv_events(options.kv_events_config),
     )
 
 
@@ -81,7 +87,6 @@ def refuse_later_features(options: Namespace) -> None:
         "--splitwise-role": options.splitwise_role not in (None, "mixed")
         and "prefill/decode disaggregation",
         "--router": options.router and "registering at a router",
-        "--kv-events-config": options.kv_events_config and "publishing KV events",
         "--tensor-parallel-size": (options.tensor_parallel_size or 1) != 1
         and "tensor parallelism",
     }
@@ -90,16 +95,31 @@ def refuse_later_features(options: Namespace) -> None:
             raise ConfigError(f"{flag}: {feature} is not in this release")
 
 
-def _storage_config(text: str | None) -> dict[str, Any]:
-    """The backend's settings, as JSON says them."""
+def _kv_events(text: str | None) -> KvEventsConfig | None:
+    """How KV events are published; None where the flag was not given."""
+    if text is None:
+        return None
+    settings = _settings("--kv-events-config", text)
+    known = [field.name for field in fields(KvEventsConfig)]
+    for name in settings:
+        if name not in known:
+            raise ConfigError(f"--kv-events-config: unknown {name!r}{suggest(name, known)}")
+    try:
+        return msgspec.convert(settings, KvEventsConfig)
+    except msgspec.ValidationError as exc:
+        raise ConfigError(f"--kv-events-config: {exc}") from exc
+
+
+def _settings(flag: str, text: str | None) -> dict[str, Any]:
+    """Settings that a flag gives as JSON; none without it."""
     if text is None:
         return {}
     try:
         settings = json.loads(text)
     except ValueError as exc:
-        raise ConfigError(f"--kvcache-storage-config is not JSON: {exc}") from exc
+        raise ConfigError(f"{flag} is not JSON: {exc}") from exc
     if not isinstance(settings, dict):
-        raise ConfigError(f"--kvcache-storage-config is a JSON object, got {text}")
+        raise ConfigError(f"{flag} is a JSON object, got {text}")
     return settings
 
 

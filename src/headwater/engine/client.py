@@ -15,6 +15,16 @@ from headwater.scheduler.request import Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KvEventsInfo:
+    """Where an engine's KV events are heard."""
+
+    endpoint: str
+    replay_endpoint: str
+    topic: str
+    buffer_steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
     """What an engine fixed when it started; never changes while it runs."""
 
@@ -44,6 +54,16 @@ class EngineInfo:
     role: str = "mixed"
     """`mixed`, `prefill` or `decode`."""
 
+    epoch: str = ""
+    """Names this life of the engine: another after every restart."""
+
+    kv_format: str = ""
+    """Element type and layout of the KV bytes; with fingerprint and block size, what makes
+    keys of two engines comparable."""
+
+    kv_events: KvEventsInfo | None = None
+    """None where nothing is published."""
+
     peer_address: str = ""
     """Where other instances reach this one, `HOST:PORT`; empty where it takes no peers."""
 
@@ -69,6 +89,9 @@ class EngineClient(Protocol):
 
     async def reset_cache(self) -> None:
         """Forget every cached block; running sequences keep theirs."""
+
+    async def close_session(self, session_id: str, cache_salt: str) -> bool:
+        """Nothing more of this session will come; whether it was known."""
 
     async def pause(self) -> None:
         """Stop admitting; running sequences go on."""

@@ -6,12 +6,15 @@ whoever stands in front of it hands over requests and aborts between two turns o
 and sleeps on `completions` when there is no work.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
+from headwater.cache import Namespace
 from headwater.cache.outline import outline
 from headwater.clock import Clock
 from headwater.engine.output import EngineStats, SequenceOutput, engine_stats
 from headwater.engine.pace import Pace
+from headwater.events import CacheFact
 from headwater.metrics.view import EngineView, ViewLimits
 from headwater.scheduler.batch import ScheduledBatch, StepResult
 from headwater.scheduler.request import Request
@@ -41,6 +44,23 @@ class Runner(Protocol):
         """Release the device. Twice is safe."""
 
 
+class Feed(Protocol):
+    """Tells those outside who follow the cache. Called from the loop's thread; never waits."""
+
+    @property
+    def snapshot_wanted(self) -> bool:
+        """Whether somebody asked for all that is cached."""
+
+    def publish(self, facts: Sequence[CacheFact]) -> None:
+        """What changed, in order."""
+
+    def publish_snapshot(self, facts: Sequence[CacheFact]) -> None:
+        """All that is cached, after every change that was published."""
+
+    def close(self) -> None:
+        """Nothing more will come. Twice is safe."""
+
+
 class EngineCore:
     """Requests in, tokens out, one step at a time."""
 
@@ -57,6 +77,7 @@ class EngineCore:
         self._has_tiers = self._cache.config.host_blocks > 0
         self._decide_s = 0.0
         self._step_s = 0.0
+        self._feed: Feed | None = None
 
     @property
     def has_work(self) -> bool:
@@ -102,6 +123,10 @@ class EngineCore:
     def reset_cache(self) -> None:
         """Forget what is cached. Running requests go on with the blocks they have."""
         self._cache.reset()
+
+    def close_session(self, session_id: str, cache_salt: str) -> bool:
+        """Nothing more of this session will come; whether it was known."""
+        return self._cache.close_session(Namespace(cache_salt), session_id)
 
     def step(self) -> list[SequenceOutput]:
         """Turn the loop once: take in copies that are done, schedule and submit a step, collect
@@ -159,6 +184,19 @@ class EngineCore:
             tree=tree,
         )
 
+    def follow(self, feed: Feed) -> None:
+        """From now on `feed`, which belongs to this core, is told what the cache has."""
+        self._feed = feed
+
+    def publish(self) -> None:
+        """Tell whoever follows the cache what changed since the last call."""
+        feed, facts = self._feed, self._cache.facts
+        if feed is None or facts is None:
+            return
+        feed.publish(facts.take())
+        if feed.snapshot_wanted:
+            feed.publish_snapshot(list(facts.snapshot()))
+
     def check(self) -> None:
         """Raise InvariantError if any book does not balance. O(everything)."""
         self._scheduler.check()
@@ -166,6 +204,8 @@ class EngineCore:
 
     def close(self) -> None:
         """End the executors and release the runner's device. Twice is safe."""
+        if self._feed is not None:
+            self._feed.close()
         self._mover.close()
         self._runner.close()
 

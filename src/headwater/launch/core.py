@@ -4,6 +4,7 @@ torch is imported when a core is built, and by nothing before.
 """
 
 import os
+import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from headwater.config import EngineConfig
 from headwater.engine.client import EngineInfo
 from headwater.engine.core import EngineCore
 from headwater.errors import ConfigError
+from headwater.launch.events import open_events
 from headwater.launch.tiers import describe_tiers, host_blocks, open_mover
 from headwater.scheduler.config import SchedulerConfig
 from headwater.scheduler.scheduler import Scheduler
@@ -64,10 +66,13 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
         device=str(model.device),
         num_host_blocks=num_host_blocks,
         tiers=describe_tiers(config, layout, num_host_blocks),
+        epoch=secrets.token_hex(8),
+        kv_format=layout.kv_format,
     )
     clock = SystemClock()
     mover = open_mover(config, scheduler.cache, runner.pool, layout, clock)
-    return EngineCore(scheduler, runner, clock, mover), info
+    core = EngineCore(scheduler, runner, clock, mover)
+    return core, open_events(config, core, info, clock)
 
 
 def _scheduler(
@@ -93,6 +98,7 @@ def _scheduler(
             eviction=config.eviction,
             fingerprint=model.fingerprint,
             kv_format=layout.kv_format,
+            record_facts=config.kv_events is not None and config.kv_events.is_on,
         )
     )
     settings = SchedulerConfig(

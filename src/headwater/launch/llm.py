@@ -6,6 +6,7 @@ from headwater.clock import SystemClock
 from headwater.config import EngineConfig
 from headwater.engine.llm import OfflineEngine
 from headwater.engine.tokenizer import Tokenizer
+from headwater.errors import ConfigError
 from headwater.launch.core import build_core
 
 
@@ -17,7 +18,10 @@ class LLM(OfflineEngine):
     """
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:  # noqa: ANN401 -- typed by EngineConfig
-        core, info = build_core(EngineConfig(model=model, **settings))
+        config = EngineConfig(model=model, **settings)
+        if config.kv_events is not None:
+            raise ConfigError("kv_events: a model without a server has no followers")
+        core, info = build_core(config)
         super().__init__(
             core, Tokenizer(info.model_dir), SystemClock(), vocab_size=info.vocab_size
         )

@@ -8,17 +8,26 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headwater.config import VERSION
+from headwater.engine.client import EngineInfo
 from headwater.errors import EngineDead
 from headwater.metrics.prometheus import CONTENT_TYPE, render
 from headwater.metrics.stats import EngineStats
 from headwater.scheduler.price import Rates
 from headwater.scheduler.request import SamplingParams
-from headwater.server.answers import Aborted, Done, Health, ModelCard, ModelList, Version
+from headwater.server.answers import (
+    Aborted,
+    Done,
+    Health,
+    ModelCard,
+    ModelList,
+    SessionClosed,
+    Version,
+)
 from headwater.server.body import read_body
 from headwater.server.errors import Refused
 from headwater.server.generation import Delta, Generation, Job, Prompt
 from headwater.server.reply import JsonReply
-from headwater.server.schema import AbortRequest
+from headwater.server.schema import MAX_NAME, AbortRequest, CloseSession
 from headwater.server.service import Service
 
 _STATS_TIMEOUT_S = 5.0
@@ -101,7 +110,7 @@ async def server_info(request: Request) -> Response:
             "engine": asdict(service.engine.info),
             "engine_config": asked,
             "server": config,
-            "kv_events": None,
+            "kv_events": _kv_events(service.engine.info),
         }
     )
 
@@ -128,6 +137,11 @@ async def cache(request: Request) -> Response:
                 "recent_loads": [asdict(load) for load in stats.recent_loads],
             },
             "prices": _prices(stats.rates),
+            "sessions": {
+                "known": stats.num_sessions,
+                "promised_blocks": stats.promised_blocks,
+                "hints": stats.hints,
+            },
             "num_running": stats.num_running,
             "num_waiting": stats.num_waiting,
             "num_preemptions": stats.num_preemptions,
@@ -140,6 +154,19 @@ async def reset_prefix_cache(request: Request) -> Response:
     """Forget every cached block; running requests keep theirs and go on."""
     await _service(request).engine.reset_cache()
     return JsonReply(Done())
+
+
+async def close_session(request: Request) -> Response:
+    """Nothing more of a session will come: its blocks are the first to go when room is needed."""
+    service = _service(request)
+    name = request.path_params["session_id"]
+    if not 1 <= len(name) <= MAX_NAME:
+        raise Refused(f"a session id has 1 to {MAX_NAME} characters", param="session_id")
+    body = await read_body(
+        request, CloseSession, max_bytes=service.config.limits.max_body_bytes, optional=True
+    )
+    known = await service.engine.close_session(name, body.cache_salt or "")
+    return JsonReply(SessionClosed(known=known))
 
 
 async def pause(request: Request) -> Response:
@@ -172,6 +199,19 @@ async def abort_requests(request: Request) -> Response:
 def _service(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
+
+
+def _kv_events(info: EngineInfo) -> dict[str, object] | None:
+    """What a consumer needs to follow this instance, its epoch included."""
+    if info.kv_events is None:
+        return None
+    return {
+        **asdict(info.kv_events),
+        "epoch": info.epoch,
+        "block_size": info.block_tokens,
+        "kv_format": info.kv_format,
+        "fingerprint": info.fingerprint,
+    }
 
 
 def _card(service: Service) -> ModelCard:

@@ -46,6 +46,12 @@ class CompletionQueue:
         if signal is not None:
             os.eventfd_write(signal, 1)
 
+    def wake(self) -> None:
+        """End the loop's sleep, if it sleeps; from any thread."""
+        signal = self._signal
+        if signal is not None:
+            os.eventfd_write(signal, 1)
+
     @property
     def has_any(self) -> bool:
         return not self._queue.empty()

@@ -1,0 +1,200 @@
+"""Publishes KV events: a PUB socket for what happens, a ROUTER socket for what was missed.
+
+    the loop ── publish(facts) ──▶ queue ──▶ thread ──▶ PUB      to whoever listens
+    the loop ◀── snapshot_wanted ────────── thread ◀──▶ ROUTER   (empty, start) ▶ (…, batches, end)
+
+The loop only puts facts into a queue; encoding and sockets are the thread's. A replay from
+before the buffer, or from a life before this one, is answered with one batch that says all:
+`AllBlocksCleared`, then everything that is stored, with the number of the last batch in it.
+"""
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+
+import zmq
+
+from headwater.clock import Clock
+from headwater.config import KvEventsConfig
+from headwater.errors import ConfigError
+from headwater.events import BlocksCleared, CacheFact
+from headwater.metrics.kv_events import (
+    END,
+    EventBatch,
+    encode_batch,
+    events_of,
+    pack_sequence,
+    unpack_sequence,
+)
+
+_MAX_ASKERS = 64
+_MAX_REQUEST_BYTES = 256
+
+
+class KvPublisher:
+    """`publish`, `snapshot_wanted` and `publish_snapshot` are the loop's, and never wait."""
+
+    def __init__(
+        self,
+        config: KvEventsConfig,
+        *,
+        block_tokens: int,
+        clock: Clock,
+        started_s: float,
+        wake: Callable[[], None],
+        max_queued: int = 4096,
+    ) -> None:
+        """Binds, or raises ConfigError. `started_s` is now in seconds since 1970; `wake` makes
+        the loop look at `snapshot_wanted`, and may be called from any thread. When more than
+        `max_queued` batches wait for the thread, a snapshot takes their place."""
+        self._config = config
+        self._block_tokens = block_tokens
+        self._clock = clock
+        self._epoch_s = started_s - clock.now()
+        self._wake = wake
+        self._max_queued = max_queued
+        self._topic = config.topic.encode()
+        self._queue: SimpleQueue[tuple[bool, Sequence[CacheFact]]] = SimpleQueue()
+        self._signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._overrun = False
+        self._closed = False
+        self.snapshot_wanted = False
+        """Whether the loop should call `publish_snapshot` next."""
+        self._context = zmq.Context()
+        self._open_sockets()
+        self._next = 0
+        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
+        self._askers: list[bytes] = []
+        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        self._send_batch([BlocksCleared()])
+        self._thread.start()
+
+    @property
+    def endpoint(self) -> str:
+        """Where the PUB socket is bound."""
+        return self._endpoint
+
+    @property
+    def replay_endpoint(self) -> str:
+        """Where the ROUTER socket is bound."""
+        return self._replay_endpoint
+
+    def publish(self, facts: Sequence[CacheFact]) -> None:
+        """Tell followers, soon. When the thread cannot follow, a snapshot is told instead."""
+        if self._overrun or not facts:
+            return
+        if self._queue.qsize() >= self._max_queued:
+            self._overrun = self.snapshot_wanted = True
+            return
+        self._put(False, facts)
+
+    def publish_snapshot(self, facts: Sequence[CacheFact]) -> None:
+        """All that is cached now; every fact before it was given to `publish`."""
+        self.snapshot_wanted = False
+        if self._overrun:
+            self._overrun = False
+            self._put(False, [BlocksCleared(), *facts])
+        self._put(True, facts)
+
+    def close(self) -> None:
+        """Send what is queued and end the thread. Safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            os.eventfd_write(self._signal, 1)
+            self._thread.join()
+            os.close(self._signal)
+            self._context.destroy(linger=200)
+
+    def _put(self, is_snapshot: bool, facts: Sequence[CacheFact]) -> None:
+        self._queue.put((is_snapshot, facts))
+        os.eventfd_write(self._signal, 1)
+
+    def _open_sockets(self) -> None:
+        self._pub = self._context.socket(zmq.PUB)
+        self._pub.set_hwm(self._config.hwm)
+        self._endpoint = _bind(self._pub, self._config.endpoint)
+        self._router = self._context.socket(zmq.ROUTER)
+        # A whole replay fits; for a client that does not read, sending fails instead of waiting.
+        self._router.set_hwm(self._config.buffer_steps + 2)
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._router.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
+        self._replay_endpoint = _bind(self._router, self._config.replay_endpoint)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._signal, zmq.POLLIN)
+        poller.register(self._router, zmq.POLLIN)
+        while not self._closed:
+            ready = dict(poller.poll())
+            if self._signal in ready:
+                os.eventfd_read(self._signal)
+                self._work_off()
+            if self._router in ready:
+                self._answer(self._router.recv_multipart())
+
+    def _work_off(self) -> None:
+        """Send all that is queued."""
+        while True:
+            try:
+                is_snapshot, facts = self._queue.get_nowait()
+            except Empty:
+                return
+            if is_snapshot:
+                self._answer_askers(facts)
+            else:
+                self._send_batch(facts)
+
+    def _send_batch(self, facts: Sequence[CacheFact]) -> None:
+        payload = self._payload(facts)
+        self._buffer.append((self._next, payload))
+        self._pub.send_multipart([self._topic, pack_sequence(self._next), payload], copy=False)
+        self._next += 1
+
+    def _payload(self, facts: Sequence[CacheFact]) -> bytes:
+        events = events_of(facts, self._block_tokens)
+        return encode_batch(EventBatch(ts=self._epoch_s + self._clock.now(), events=events))
+
+    def _answer(self, frames: list[bytes]) -> None:
+        """A replay request; what is not one is ignored."""
+        try:
+            who, empty, start_frame = frames
+            start = unpack_sequence(start_frame)
+        except ValueError:
+            return
+        if empty:
+            return
+        if self._buffer[0][0] <= start <= self._next:
+            self._reply(who, [entry for entry in self._buffer if entry[0] >= start])
+        elif len(self._askers) < _MAX_ASKERS:
+            self._askers.append(who)
+            self.snapshot_wanted = True
+            self._wake()
+
+    def _answer_askers(self, facts: Sequence[CacheFact]) -> None:
+        askers, self._askers = self._askers, []
+        if askers:
+            payload = self._payload([BlocksCleared(), *facts])
+            for who in askers:
+                self._reply(who, [(self._next - 1, payload)])
+
+    def _reply(self, who: bytes, batches: Sequence[tuple[int, bytes]]) -> None:
+        """Batches and the end; a client that is gone or does not read gets less."""
+        frames = [(pack_sequence(number), payload) for number, payload in batches]
+        try:
+            for number, payload in [*frames, (END, b"")]:
+                self._router.send_multipart(
+                    [who, b"", self._topic, number, payload], zmq.NOBLOCK, copy=False
+                )
+        except zmq.ZMQError:
+            return
+
+
+def _bind(socket: "zmq.Socket[bytes]", endpoint: str) -> str:
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as exc:
+        socket.context.destroy(linger=0)
+        raise ConfigError(f"--kv-events-config: cannot bind {endpoint}: {exc}") from exc
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -1,0 +1,215 @@
+"""KV events over real sockets: whoever follows them knows exactly what is cached."""
+
+import random
+import threading
+
+import msgspec
+import pytest
+import zmq
+
+from headwater.cache import Namespace
+from headwater.clock import SystemClock
+from headwater.config import KvEventsConfig
+from headwater.errors import ConfigError
+from headwater.metrics.kv_publisher import KvPublisher
+from headwater.types import WritePolicy
+from tests.cache.follower import cached
+from tests.cache.make import BLOCK, make_cache, make_path, serve, write_down
+from tests.metrics.consumer import Consumer
+
+MEDIA = ("GPU", "CPU", "STORAGE")
+
+
+class Instance:
+    """A cache that publishes; `turn` is what the engine's loop does after each step."""
+
+    def __init__(self, endpoint="tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*", **settings):
+        self.cache = make_cache(
+            8,
+            host_blocks=12,
+            storage=True,
+            max_stored_nodes=6,
+            write_policy=WritePolicy.WRITE_THROUGH,
+            record_facts=True,
+        )
+        self.woken = []
+        max_queued = settings.pop("max_queued", 4096)
+        self.publisher = KvPublisher(
+            KvEventsConfig(endpoint=endpoint, replay_endpoint=replay, **settings),
+            block_tokens=BLOCK,
+            clock=SystemClock(),
+            started_s=1.7e9,
+            wake=lambda: self.woken.append(None),
+            max_queued=max_queued,
+        )
+
+    def turn(self):
+        self.publisher.publish(self.cache.facts.take())
+        if self.publisher.snapshot_wanted:
+            self.publisher.publish_snapshot(list(self.cache.facts.snapshot()))
+
+    def truth(self):
+        tiers = cached(self.cache)
+        return {
+            medium: {int.from_bytes(key[-8:], "big") for key in keys}
+            for medium, keys in zip(MEDIA, tiers.values(), strict=True)
+        }
+
+    def live(self, chance, steps):
+        """Some requests, with all that makes blocks come and go in every tier."""
+        for _ in range(steps):
+            path = [chance.randrange(4) for _ in range(chance.randrange(1, 6))]
+            salt = chance.choice(["", "", "tenant"])
+            serve(self.cache, make_path(*path, namespace=Namespace(salt=salt)))
+            write_down(self.cache)
+            write_down(self.cache)
+            self.turn()
+
+    def ask(self, consumer, start=None):
+        """Let `consumer` ask while the loop sleeps, and wakes when it is told to."""
+        asking = threading.Thread(target=consumer.ask, args=(start,))
+        asking.start()
+        while asking.is_alive():
+            self.turn()
+            asking.join(0.005)
+
+    def close(self):
+        self.publisher.close()
+
+
+@pytest.fixture
+def instance():
+    instance = Instance(buffer_steps=8)
+    yield instance
+    instance.close()
+
+
+@pytest.fixture
+def consumer(instance):
+    consumer = Consumer(instance.publisher.endpoint, instance.publisher.replay_endpoint)
+    instance.ask(consumer)
+    until_subscribed(instance, consumer)
+    yield consumer
+    consumer.close()
+
+
+def until_subscribed(instance, consumer):
+    """A subscription takes a moment; what is published meanwhile is not heard."""
+    while not consumer._sub.poll(10):
+        serve(instance.cache, make_path(9))
+        instance.cache.reset()
+        instance.turn()
+
+
+def test_messages_are_exactly_in_the_format(instance, consumer):
+    """Three frames; a map for each event; hashes are the low 64 bits of the keys."""
+    path = make_path(1, 2)
+    consumer.hear()
+    serve(instance.cache, path)
+    instance.turn()
+
+    assert consumer._sub.poll(5000)
+    topic, sequence, payload = consumer._sub.recv_multipart()
+
+    first, second = (int.from_bytes(k[24:], "big") for k in instance.cache.keys(path, 2))
+    assert topic == b""
+    assert sequence == consumer.next.to_bytes(8, "big")
+    ts, events, rank = msgspec.msgpack.decode(payload)
+    assert isinstance(ts, float)
+    assert rank == 0
+    assert events == [
+        {
+            "type": "BlockStored",
+            "block_hashes": [first, second],
+            "parent_block_hash": None,
+            "token_ids": [1] * BLOCK + [2] * BLOCK,
+            "block_size": BLOCK,
+            "lora_id": None,
+            "lora_name": None,
+            "medium": "GPU",
+        }
+    ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_consumer_knows_every_block_of_every_medium(instance, consumer, seed):
+    """Lesson 71: gaps within the buffer, gaps beyond it and resets all end in the exact truth."""
+    chance = random.Random(seed)
+    for lost in (0, 1, 5, 20):
+        consumer.hear()
+        before = instance.publisher._next
+        instance.live(chance, max(lost, 3))
+        if lost == 5:
+            instance.cache.reset()
+            instance.live(chance, 1)
+        while instance.publisher._queue.qsize():
+            pass
+        consumer.lose(min(lost, instance.publisher._next - before))
+        instance.ask(consumer)
+        consumer.hear()
+
+        assert consumer.blocks == instance.truth()
+    assert consumer.snapshots > 0
+    assert all(consumer.blocks.values())
+
+
+def test_a_restart_is_a_new_life(instance, consumer):
+    """Lesson 71: a consumer of the life before asks with a number of that life, and is told
+    all there is in this one, not the rest of another's story."""
+    instance.live(random.Random(1), 6)
+    consumer.hear()
+    address = instance.publisher.endpoint, instance.publisher.replay_endpoint
+    instance.close()
+
+    again = Instance(*address)
+    again.live(random.Random(2), 2)
+    again.ask(consumer, start=consumer.next + 50)
+
+    assert consumer.blocks == again.truth()
+    assert consumer.next == again.publisher._next
+    again.close()
+
+
+def test_salted_prompts_are_not_told(instance, consumer):
+    """Lesson 67: a salted prompt's blocks are counted, its tokens are in no message."""
+    consumer.hear()
+    serve(instance.cache, make_path(1, 2, namespace=Namespace(salt="tenant")))
+    instance.turn()
+    instance.ask(consumer)
+    instance.ask(consumer, start=0)
+
+    assert not {1, 2} & set(consumer.token_ids)
+    assert consumer.blocks == instance.truth()
+
+
+def test_who_cannot_follow_gets_a_snapshot():
+    """The loop never waits: with a thread that is too slow, all is told at once instead."""
+    instance = Instance(max_queued=0)
+    consumer = Consumer(instance.publisher.endpoint, instance.publisher.replay_endpoint)
+    for seed in range(3):
+        instance.live(random.Random(seed), 4)
+        instance.ask(consumer)
+        assert consumer.blocks == instance.truth()
+    consumer.close()
+    instance.close()
+
+
+def test_nonsense_is_ignored(instance, consumer):
+    """A malformed replay request costs its sender the answer, and nobody else anything."""
+    context = zmq.Context()
+    for frames in ([b""], [b"", b"x"], [b"x", bytes(8)], [b"", bytes(8), b""], [bytes(1000)]):
+        with context.socket(zmq.DEALER) as dealer:
+            dealer.connect(instance.publisher.replay_endpoint)
+            dealer.send_multipart(frames)
+            assert not dealer.poll(30)
+    context.destroy()
+    instance.live(random.Random(0), 2)
+    instance.ask(consumer)
+
+    assert consumer.blocks == instance.truth()
+
+
+def test_a_taken_port_is_a_sentence(instance):
+    """Lesson 60: said at start, with the address."""
+    with pytest.raises(ConfigError, match="cannot bind"):
+        Instance(instance.publisher.endpoint)
