@@ -11,21 +11,23 @@ from headwater.scheduler.sequence import Sequence, SequenceState
 def audit(roster: Roster, flights: Iterable[Flight], block_tokens: int) -> None:
     """Raise InvariantError if a sequence is not what its place says it is."""
     for sequence in roster.waiting:
-        _audit_waiting(sequence)
+        _audit_waiting(sequence, SequenceState.WAITING)
+    for sequence in roster.remote:
+        _audit_waiting(sequence, SequenceState.REMOTE)
     for sequence in roster.running():
         _audit_running(sequence, block_tokens)
         rows = sum(flight.has(sequence) for flight in flights)
         _require(sequence.num_in_flight == rows, sequence, "miscounts its steps in flight")
     for sequence in roster.departing:
         _require(sequence.state is SequenceState.FINISHED, sequence, "departs alive")
-        _require(sequence.num_in_flight > 0, sequence, "departs for ever")
-    places = [*roster.waiting, *roster.running()]
+        _require(sequence.is_kept, sequence, "departs for ever")
+    places = [*roster.waiting, *roster.remote, *roster.running()]
     if len(places) != len(roster.alive) or set(places) != set(roster.alive.values()):
         raise InvariantError("a sequence is lost, or in two places")
 
 
-def _audit_waiting(sequence: Sequence) -> None:
-    _require(sequence.state is SequenceState.WAITING, sequence, "waits in another state")
+def _audit_waiting(sequence: Sequence, state: SequenceState) -> None:
+    _require(sequence.state is state, sequence, "waits in another state")
     _require(sequence.num_blocks == 0, sequence, "waits with slots")
     _require(sequence.lease is None, sequence, "waits with a lease")
     _require(sequence.num_in_flight == 0, sequence, "waits with a step in flight")

@@ -4,6 +4,7 @@ Nothing here decides whether or when; it keeps sequence and cache in agreement a
 which block. A sequence's blocks are published here and nowhere else.
 """
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Listed
 
 import numpy as np
@@ -13,6 +14,7 @@ from headwater.cache.pool import SlotState
 from headwater.errors import InvariantError
 from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.scheduler.usage import Usage
+from headwater.types import Slots
 
 
 class Holdings:
@@ -28,11 +30,13 @@ class Holdings:
     def match(self, sequence: Sequence) -> Match | None:
         """How much of its tokens is found; None when nothing is looked for.
 
-        The last token is left out: it must be computed for the next one to be chosen.
+        The last token is left out: it must be computed for the next one to be chosen, unless
+        another instance does that.
         """
         if not self._prefix_caching:
             return None
-        longest = (sequence.num_tokens - 1) // self._cache.block_tokens
+        end = sequence.num_tokens if sequence.receives else sequence.num_tokens - 1
+        longest = end // self._cache.block_tokens
         return self._cache.match(sequence.path(), max_blocks=longest)
 
     def renew(self, sequence: Sequence, match: Match | None) -> Match | None:
@@ -55,7 +59,7 @@ class Holdings:
                 return False
             sequence.begin(None, slots)
             return True
-        first = sequence.num_preemptions == 0
+        first = sequence.num_preemptions == 0 and not sequence.is_counted
         lease = self._cache.lease(match, owner=sequence.request_id, now=now, counted=first)
         slots = self._cache.take(sequence.num_blocks_wanted - lease.num_blocks, now=now)
         if slots is None:
@@ -92,6 +96,24 @@ class Holdings:
             sequence.surplus.append(surplus)
         sequence.note_committed(end)
 
+    def commit_landed(self, sequence: Sequence, num_landed: int, now: float) -> None:
+        """Publish the first `num_landed` blocks after its lease, which were received whole."""
+        end = (sequence.num_committed + num_landed) * self._cache.block_tokens
+        sequence.num_scheduled = sequence.num_computed = min(end, sequence.num_tokens)
+        self.commit(sequence, now)
+
+    def detach(self, sequence: Sequence, now: float) -> Slots:
+        """Release its lease, and take from it the slots that it holds; the caller has them."""
+        lease = sequence.lease
+        held = sequence.vacate()
+        if lease is not None:
+            self._cache.release(lease, now=now)
+        return held
+
+    def free(self, slots: Slots) -> None:
+        """Give back slots that were detached."""
+        self._cache.free(slots)
+
     def release(self, sequence: Sequence, now: float) -> None:
         """Give back everything it has. Nothing of it may be in flight."""
         lease = sequence.lease
@@ -117,19 +139,22 @@ class Holdings:
         if load is not None:
             tiers = load.by_tier(sequence.num_committed)
         names = zip(("device", "host", "storage"), tiers, strict=True)
+        computed = sequence.prompt_tokens - found
+        peer, computed = (computed, 0) if sequence.receives else (0, computed)
         return Usage(
             prompt_tokens=sequence.prompt_tokens,
             cached_tokens=found,
-            by_tier={name: num * block_tokens for name, num in names} | {"peer": 0},
-            computed=sequence.prompt_tokens - found,
+            by_tier={name: num * block_tokens for name, num in names} | {"peer": peer},
+            computed=computed,
             miss_reason=_miss_reason(sequence, match),
             queued_s=max(now - sequence.request.arrival_s, 0.0),
             load=None if load is None else load.usage(now),
         )
 
-    def check(self, sequences: Listed[Sequence]) -> None:
-        """Raise InvariantError unless each held slot belongs to exactly one of `sequences`."""
-        parts = [sequence.held_slots() for sequence in sequences]
+    def check(self, sequences: Listed[Sequence], detached: Iterable[Slots]) -> None:
+        """Raise InvariantError unless each held slot belongs to exactly one of `sequences`, or
+        is `detached`."""
+        parts = [*(sequence.held_slots() for sequence in sequences), *detached]
         ours = np.sort(np.concatenate(parts)) if parts else np.empty(0, dtype=np.int64)
         theirs = self._cache.device.pool.owned(SlotState.HELD)
         if not np.array_equal(ours, theirs):

@@ -69,7 +69,8 @@ class Intake:
             if verdict is Verdict.ADMITTED:
                 growth += own
                 budget.spend_place()
-                chunks.append(budget.spend_chunk(sequence))
+                if sequence.state is SequenceState.PREFILL:
+                    chunks.append(budget.spend_chunk(sequence))
                 patience -= _pass(blocked)
             elif verdict is Verdict.BLOCKED:
                 blocked.append(sequence)
@@ -104,12 +105,18 @@ class Intake:
             return Verdict.BLOCKED
         if not self._holdings.begin(sequence, match, now):
             return Verdict.BLOCKED
-        self._roster.move(sequence, SequenceState.PREFILL)
+        sequence.is_counted = True
         if not sequence.num_preemptions:
-            self._count(sequence, self._holdings.usage(sequence, match, now))
+            sequence.usage = self._holdings.usage(sequence, match, now)
+        if sequence.receives:
+            self._roster.move(sequence, SequenceState.RECEIVING)
+            return Verdict.ADMITTED
+        self._roster.move(sequence, SequenceState.PREFILL)
+        if sequence.usage is not None:
+            self.count(sequence, sequence.usage)
         return Verdict.ADMITTED
 
-    def _count(self, sequence: Sequence, usage: Usage) -> None:
+    def count(self, sequence: Sequence, usage: Usage) -> None:
         """A request was admitted for the first time."""
         sequence.usage = usage
         self.num_admitted += 1

@@ -23,10 +23,13 @@ class SequenceOutput:
     """One entry a token; None where none were asked for."""
 
     finish_reason: str | None = None
-    """`stop`, `length` or `abort` on the last output, None before."""
+    """`stop`, `length`, `abort` or `refused` on the last output, None before."""
 
     stop_token: int | None = None
     """The token that ended the output, where one did."""
 
     usage: Usage | None = None
     """On the first output that has tokens, and on no other."""
+
+    detail: str = ""
+    """Where it was refused: the reason, a word."""

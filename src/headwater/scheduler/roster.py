@@ -1,4 +1,4 @@
-"""Where every sequence is: waiting, running, or finished with a step still in flight."""
+"""Where every sequence is: waiting, running, or finished with its slots still in use."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -15,13 +15,18 @@ class Roster:
         self.alive: dict[RequestId, Sequence] = {}
         """Those that have not finished, by name."""
         self.waiting = WaitingQueue()
+        self.remote: list[Sequence] = []
+        """Those that wait for another instance, and for nothing here."""
+        self.receiving: list[Sequence] = []
         self.prefilling: list[Sequence] = []
         """In the order of admission."""
         self.decoding: list[Sequence] = []
         self.leaving: list[Sequence] = []
         self.departing: list[Sequence] = []
-        """Finished, with a step in flight that may still write to their slots."""
+        """Finished, with slots that a step in flight or somebody outside still uses."""
         self._running = {
+            SequenceState.REMOTE: self.remote,
+            SequenceState.RECEIVING: self.receiving,
             SequenceState.PREFILL: self.prefilling,
             SequenceState.DECODE: self.decoding,
             SequenceState.LEAVING: self.leaving,
@@ -29,11 +34,16 @@ class Roster:
 
     @property
     def num_running(self) -> int:
+        return self.num_computing + len(self.receiving)
+
+    @property
+    def num_computing(self) -> int:
+        """Running ones that steps are for."""
         return len(self.decoding) + len(self.prefilling) + len(self.leaving)
 
     def running(self) -> Iterator[Sequence]:
         """Those that have slots and have not finished."""
-        return chain(self.decoding, self.prefilling, self.leaving)
+        return chain(self.decoding, self.prefilling, self.leaving, self.receiving)
 
     def enter(self, sequence: Sequence) -> None:
         """A new sequence, which waits."""
@@ -53,5 +63,5 @@ class Roster:
             self._running[state].append(sequence)
         else:
             del self.alive[sequence.request_id]
-            if sequence.num_in_flight:
+            if sequence.is_kept:
                 self.departing.append(sequence)

@@ -23,6 +23,7 @@ from headwater.scheduler.config import SchedulerConfig
 from headwater.scheduler.demotions import Demotions
 from headwater.scheduler.flight import Flight
 from headwater.scheduler.growth import GrowthEstimate
+from headwater.scheduler.handoffs import Handoffs
 from headwater.scheduler.holdings import Holdings
 from headwater.scheduler.intake import Intake
 from headwater.scheduler.loading import Loads
@@ -62,6 +63,8 @@ class Scheduler:
         self._loads = Loads(config, cache)
         self._demotions = Demotions(cache, config.max_write_blocks)
         self._intake = Intake(config, self._roster, self._holdings, self._growth, self._loads)
+        hands = (self._take_in, self._finish, self._stir)
+        self.handoffs = Handoffs(self._roster, self._holdings, self._intake, *hands)
         self._writes: list[Demotion] = []
         """Planned, and not handed to the loop yet."""
         self._is_stalled = False
@@ -88,18 +91,21 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether another turn of the loop would do something."""
-        if self._flights or self._outputs or self._roster.num_running:
+        if self._flights or self._outputs or self._roster.num_computing:
             return True
-        if self._writes or self._loads.plans:
+        if self._writes or self._loads.plans or self.handoffs.outputs:
             return True
         return self._intake.has_candidates and not self._is_stalled
 
     @property
     def wake_s(self) -> float | None:
         """When a stalled scheduler has something to do although nothing landed."""
-        return self._loads.wake_s(self._roster.waiting) if self._is_stalled else None
+        if not self._is_stalled:
+            return None
+        ends = (self._loads.wake_s(self._roster.waiting), self.handoffs.wake_s)
+        return min((end for end in ends if end is not None), default=None)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request) -> Sequence:
         """Let `request` wait, or raise RequestError if it can never be served."""
         end = self._length_end(request)
         config, stops = self.config, request.params.stop_token_ids
@@ -119,6 +125,7 @@ class Scheduler:
         self._roster.enter(sequence)
         self._loads.enter(sequence)
         self._is_stalled = False
+        return sequence
 
     def abort(self, request_id: RequestId, *, now: float) -> None:
         """End a request wherever it is; its last output says so. Unknown ones are ignored."""
@@ -172,7 +179,8 @@ class Scheduler:
         if not is_settled:
             self._writes += self._demotions.plan(now)  # of those that gave way, before they go
         if not decodes and not chunks:
-            self._is_stalled = not roster.num_running and self.num_copies > 0
+            idle = not roster.num_computing and not self._flights
+            self._is_stalled = idle and (self.num_copies > 0 or self.handoffs.holds_back)
             return None
         return self._launch(decodes, chunks)
 
@@ -181,7 +189,8 @@ class Scheduler:
 
         Here, and nowhere else, blocks are committed: the step that filled them is done.
         """
-        outputs, self._outputs = self._outputs, []
+        outputs, self._outputs = self._outputs + self.handoffs.outputs, []
+        self.handoffs.outputs.clear()
         if result is not None:
             self._take_result(result, outputs, now)
         self._writes += self._demotions.plan(now)
@@ -219,7 +228,8 @@ class Scheduler:
     def check(self) -> None:
         """Raise InvariantError if the books do not balance. O(everything)."""
         audit(self._roster, self._flights, self._block_tokens)
-        self._holdings.check([*self._roster.running(), *self._roster.departing])
+        owners = [*self._roster.running(), *self._roster.departing]
+        self._holdings.check(owners, self.handoffs.quarantined.values())
 
     def _length_end(self, request: Request) -> int:
         """The number of tokens at which `request` has reached its length."""
@@ -259,8 +269,10 @@ class Scheduler:
     def _room_is_coming(self) -> bool:
         """Whether the step in flight, once collected, gives slots back."""
         roster = self._roster
-        return bool(roster.leaving or roster.departing) or any(
-            s.is_last_token_due for s in roster.decoding
+        return (
+            bool(roster.leaving)
+            or any(s.num_in_flight for s in roster.departing)
+            or any(s.is_last_token_due for s in roster.decoding)
         )
 
     def _preempt(self, victim: Sequence, now: float) -> None:
@@ -350,15 +362,19 @@ class Scheduler:
     def _drop(self, sequence: Sequence, num_tokens: int, now: float) -> None:
         """A row of a finished sequence was computed: its result is nobody's."""
         sequence.land(num_tokens)
-        if not sequence.num_in_flight:
+        if not sequence.is_kept:
             self._roster.departing.remove(sequence)
             self._holdings.release(sequence, now)
 
     def _finish(self, sequence: Sequence, reason: str, now: float) -> None:
-        """Its slots go back now, or when its last step in flight is collected."""
+        """Its slots go back now, or when nothing uses them any more."""
         self._finished[reason] += 1
         if reason != "abort":
             self._growth.observe(sequence.num_output)
         self._roster.move(sequence, SequenceState.FINISHED)
-        if not sequence.num_in_flight:
+        if not sequence.is_kept:
             self._holdings.release(sequence, now)
+
+    def _stir(self) -> None:
+        """Somebody may start who could not before."""
+        self._is_stalled = False

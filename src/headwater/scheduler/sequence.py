@@ -31,6 +31,12 @@ class SequenceState(Enum):
     WAITING = auto()
     """In the queue; has no slots and no lease."""
 
+    REMOTE = auto()
+    """Computed by another instance, which has not asked for room yet; has no slots."""
+
+    RECEIVING = auto()
+    """Has slots for its prompt, which another instance computes and sends."""
+
     PREFILL = auto()
     """Has slots for all its tokens, and not all of them are given to a step yet."""
 
@@ -60,6 +66,7 @@ class Sequence:
         "commit_at",
         "follow_blocks",
         "follow_until_s",
+        "is_counted",
         "last_token",
         "leader",
         "lease",
@@ -73,6 +80,7 @@ class Sequence:
         "num_found",
         "num_in_flight",
         "num_passes",
+        "num_pins",
         "num_preemptions",
         "num_scheduled",
         "num_tokens",
@@ -80,6 +88,7 @@ class Sequence:
         "params",
         "prompt_tokens",
         "rank",
+        "receives",
         "request",
         "request_id",
         "row",
@@ -166,6 +175,12 @@ class Sequence:
         """What it found below the device while it waits; None when that is nothing."""
         self.usage: Usage | None = None
         """What the first output will report; None before admission and after that output."""
+        self.receives = False
+        """Whether another instance computes its prompt, and it only needs room for it."""
+        self.is_counted = False
+        """Whether its prompt was looked up before, and is in the ledger."""
+        self.num_pins = 0
+        """Readers outside the engine, which keep its blocks even when it has finished."""
         self.num_in_flight = 0
         self.row = 0
         """Its row in the batch scheduled last, for `carry`."""
@@ -188,6 +203,11 @@ class Sequence:
     @property
     def is_running(self) -> bool:
         return self.state in _RUNNING
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a step in flight, or somebody outside, still uses its slots."""
+        return self.num_in_flight > 0 or self.num_pins > 0
 
     @property
     def is_last_token_due(self) -> bool:
@@ -244,12 +264,13 @@ class Sequence:
         """The same, and the step chose `token`, whose KV is not written."""
         self.num_in_flight -= 1
         self.num_computed += num_tokens
-        at = self.num_tokens
-        if at == len(self._buffer):
-            self._lengthen()
-        self._buffer[at] = token
-        self.num_tokens = at + 1
-        self.last_token = token
+        self._append(token)
+
+    def receive(self, token: int) -> None:
+        """All its prompt's KV was written from outside, and `token` was chosen there."""
+        self.receives = False
+        self.num_scheduled = self.num_computed = self.num_tokens
+        self._append(token)
 
     def vacate(self) -> Slots:
         """Drop lease and table; the slots it alone held, which the caller must give back."""
@@ -260,6 +281,14 @@ class Sequence:
     def held_slots(self) -> Slots:
         """Slots only this sequence has: not committed, or equal to a block published before."""
         return np.concatenate((self.block_table[self.num_committed :], *self.surplus))
+
+    def _append(self, token: int) -> None:
+        at = self.num_tokens
+        if at == len(self._buffer):
+            self._lengthen()
+        self._buffer[at] = token
+        self.num_tokens = at + 1
+        self.last_token = token
 
     def _lengthen(self) -> None:
         """Room for twice the tokens, in a new array: batches in flight read the old one."""
@@ -281,4 +310,11 @@ class Sequence:
 
 
 _NEVER = 1 << 62
-_RUNNING = frozenset((SequenceState.PREFILL, SequenceState.DECODE, SequenceState.LEAVING))
+_RUNNING = frozenset(
+    (
+        SequenceState.RECEIVING,
+        SequenceState.PREFILL,
+        SequenceState.DECODE,
+        SequenceState.LEAVING,
+    )
+)

@@ -1,0 +1,140 @@
+"""Sequences whose prompt is computed elsewhere, and sequences computed for somebody else.
+
+    D   REMOTE ── invited ─▶ WAITING ── admitted ─▶ RECEIVING ── delivered ─▶ DECODE
+          └────────────── computed here after all: WAITING ◀───────┘
+
+A receiving sequence has slots for all its prompt, by the same admission as everybody, and
+nothing of it is findable before it is delivered. Slots that bytes may still land in go to
+nobody: they are quarantined until their link is quiet. On P a pin keeps the blocks of a
+sequence, finished or not, while they are being sent.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from headwater.scheduler.batch import TokenLogprobs
+from headwater.scheduler.holdings import Holdings
+from headwater.scheduler.intake import Intake
+from headwater.scheduler.output import SequenceOutput
+from headwater.scheduler.roster import Roster
+from headwater.scheduler.sequence import Sequence, SequenceState
+from headwater.scheduler.usage import Usage
+from headwater.types import Slots
+
+TakeIn = Callable[[Sequence, int, TokenLogprobs | None, float], SequenceOutput]
+Finish = Callable[[Sequence, str, float], None]
+
+
+class Handoffs:
+    """What the scheduler does for hand-offs; decides nothing about the protocol."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        holdings: Holdings,
+        intake: Intake,
+        take_in: TakeIn,
+        finish: Finish,
+        stir: Callable[[], None],
+    ) -> None:
+        """`stir` is called when somebody may start who could not before."""
+        self._roster = roster
+        self._holdings = holdings
+        self._intake = intake
+        self._take_in = take_in
+        self._finish = finish
+        self._stir = stir
+        self.outputs: list[SequenceOutput] = []
+        """Of sequences that went on or ended here, for the next step to hand out."""
+        self.quarantined: dict[int, Slots] = {}
+        """Slots that bytes may still land in, by lease."""
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether blocks will come back, or a sequence go on, although nothing is computed."""
+        roster = self._roster
+        pinned = any(sequence.num_pins for sequence in roster.departing)
+        return bool(roster.receiving or self.quarantined) or pinned
+
+    @property
+    def wake_s(self) -> float | None:
+        """When somebody stops waiting for what another sequence receives."""
+        ends = [
+            sequence.follow_until_s
+            for sequence in self._roster.waiting
+            if sequence.leader is not None and sequence.follow_until_s is not None
+        ]
+        return min(ends, default=None)
+
+    def expect(self, sequence: Sequence) -> None:
+        """A new sequence is computed elsewhere; it waits for that and for nothing here."""
+        self._roster.move(sequence, SequenceState.REMOTE)
+
+    def invite(self, sequence: Sequence) -> None:
+        """Find room for it, in its turn, so that it can be received."""
+        sequence.receives = True
+        self._roster.move(sequence, SequenceState.WAITING)
+        self._stir()
+
+    def deliver(
+        self,
+        sequence: Sequence,
+        token: int,
+        logprobs: TokenLogprobs | None,
+        usage: Usage,
+        now: float,
+    ) -> None:
+        """Its whole prompt is in its slots: commit it, and decode from `token` on.
+
+        `usage` is what the prompt cost where it was computed, which is what its client is
+        told; the counts of this instance are of its own tree.
+        """
+        if sequence.usage is not None:
+            self._intake.count(sequence, sequence.usage)
+            sequence.usage = replace(usage, queued_s=sequence.usage.queued_s)
+        sequence.receive(token)
+        self._roster.move(sequence, SequenceState.DECODE)
+        self.outputs.append(self._take_in(sequence, token, logprobs, now))
+        self._stir()
+
+    def compute_here(self, sequence: Sequence, num_landed: int, now: float) -> None:
+        """Nobody else computes it. What landed whole is committed, and found when it starts."""
+        sequence.receives = False
+        if sequence.state is SequenceState.RECEIVING:
+            if num_landed:
+                self._holdings.commit_landed(sequence, num_landed, now)
+            self._holdings.release(sequence, now)
+        if sequence.state is not SequenceState.WAITING:
+            self._roster.move(sequence, SequenceState.WAITING)
+        self._stir()
+
+    def decline(self, sequence: Sequence, reason: str, now: float) -> None:
+        """End it unserved: somebody else is to try."""
+        self.outputs.append(
+            SequenceOutput(sequence.request_id, [], [], finish_reason="refused", detail=reason)
+        )
+        self._finish(sequence, "refused", now)
+
+    def quarantine(self, sequence: Sequence, lease: int, now: float) -> None:
+        """Take its slots away from it, and from everybody, until `free_quarantined`."""
+        if len(held := self._holdings.detach(sequence, now)):
+            self.quarantined[lease] = held
+
+    def free_quarantined(self, lease: int) -> None:
+        """Nothing more can land in those slots."""
+        held = self.quarantined.pop(lease, None)
+        if held is not None:
+            self._holdings.free(held)
+            self._stir()
+
+    def pin(self, sequence: Sequence) -> None:
+        """Keep its blocks, even when it has finished, until `unpin`."""
+        sequence.num_pins += 1
+
+    def unpin(self, sequence: Sequence, now: float) -> None:
+        """Nothing reads its blocks from outside any more."""
+        sequence.num_pins -= 1
+        if sequence in self._roster.departing and not sequence.is_kept:
+            self._roster.departing.remove(sequence)
+            self._holdings.release(sequence, now)
+            self._stir()
