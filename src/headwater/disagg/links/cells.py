@@ -1,0 +1,80 @@
+"""Staging memory between two peers: cells that one side fills and the other empties into slots.
+
+A cell is a frame's payload, its blocks one after the other. It is free again when the receiver
+has answered its frame. Bytes in a cell are nothing yet: the receiver copies them into slots if
+the lease allows it, and verifies what is in the slots, so a cell that is written late or twice
+can damage a push but never a block.
+"""
+
+from collections.abc import Sequence
+from threading import Condition
+
+import numpy as np
+
+from headwater.disagg.links.frames import Frame, Malformed
+from headwater.disagg.links.landing import Landing
+from headwater.disagg.links.stream import TICK_S, Patience
+
+
+class Cells:
+    """Equal parts of one buffer, and which of them are free."""
+
+    def __init__(self, memory: memoryview, cell_bytes: int) -> None:
+        self.cell_bytes = cell_bytes
+        self._memory = np.frombuffer(memory, dtype=np.uint8)
+        self._changed = Condition()
+        self._free = list(range(len(memory) // cell_bytes))
+        self._taken: dict[int, int] = {}
+
+    def take(self, frame_number: int, patience: Patience) -> int:
+        """A free cell, for one frame; waits for it."""
+        with self._changed:
+            while not self._free:
+                self._changed.wait(TICK_S)
+                if not self._free:
+                    patience()
+            cell = self._taken[frame_number] = self._free.pop()
+            return cell
+
+    def release(self, frame_number: int) -> None:
+        """The cell of a frame is free again."""
+        with self._changed:
+            self._free.append(self._taken.pop(frame_number))
+            self._changed.notify()
+
+    def gather(self, cell: int, views: Sequence[memoryview]) -> None:
+        """Copy blocks into a cell, one after the other."""
+        at = cell * self.cell_bytes
+        for view in views:
+            np.copyto(self._memory[at : at + len(view)], np.frombuffer(view, dtype=np.uint8))
+            at += len(view)
+
+
+class CellInbound:
+    """Copies payloads from cells into slots; the only writer of those slots."""
+
+    def __init__(self, memory: memoryview, cell_bytes: int) -> None:
+        self._memory = np.frombuffer(memory, dtype=np.uint8)
+        self._cell_bytes = cell_bytes
+        self._num_cells = len(memory) // cell_bytes
+
+    def receive(self, frame: Frame, landing: Landing, patience: Patience) -> None:
+        self._check(frame)
+        at = frame.cell * self._cell_bytes
+        for view, piece in zip(landing.views, frame.pieces, strict=True):
+            if landing.stopped:
+                return
+            if view is not None:
+                source = self._memory[at : at + piece.num_bytes]
+                np.copyto(np.frombuffer(view, dtype=np.uint8), source)
+            at += piece.num_bytes
+
+    def skip(self, frame: Frame, patience: Patience) -> None:
+        self._check(frame)
+
+    def close(self) -> None:
+        """The memory is its link's."""
+
+    def _check(self, frame: Frame) -> None:
+        if frame.cell >= self._num_cells or frame.payload_bytes > self._cell_bytes:
+            raise Malformed("a frame whose payload is outside the staging memory")

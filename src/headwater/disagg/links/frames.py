@@ -1,0 +1,127 @@
+"""What travels on a connection once the peers know each other: frames one way, answers back.
+
+    frame    magic 4 · pieces 2 · zero 2 · number 8 · lease 8 · cell 8 · payload bytes 8 · seal 16
+    piece    index 4 · zero 4 · bytes 8 · checksum 16                      (once for each piece)
+    payload  the pieces' bytes, one after the other; elsewhere where the link has staging memory
+
+    answer   number 8 · outcome 1 · zero 7
+
+All little-endian. Frames are numbered from 0 on, without a gap. The seal is a keyed hash of the
+frame's other fields and its pieces; the key is made by the greeting, so a frame of another
+connection is no frame of this one. A block's checksum is that of the storage codec.
+"""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from headwater.disagg.link import PushFailure
+from headwater.disagg.links.stream import LinkBroken
+
+MAX_PIECES = 256
+FRAME_BYTES = 56
+PIECE_BYTES = 32
+ANSWER_BYTES = 16
+
+_MAGIC = b"HWF1"
+_FRAME = struct.Struct("<4sHHQQQQ")
+_PIECE = struct.Struct("<IIQ16s")
+_ANSWER = struct.Struct("<QB7x")
+_SEAL_BYTES = 16
+
+_OUTCOMES: tuple[PushFailure | None, ...] = (
+    None,
+    PushFailure.FENCED,
+    PushFailure.OUTSIDE,
+    PushFailure.TWICE,
+    PushFailure.DAMAGED,
+)
+"""By their number on the wire; none is good news."""
+
+
+class Malformed(LinkBroken):
+    """A peer sent what no peer of ours sends."""
+
+
+class SentPiece(NamedTuple):
+    """One block of a frame."""
+
+    place: int
+    """Which block of the lease."""
+
+    num_bytes: int
+    checksum: bytes
+
+
+class Frame(NamedTuple):
+    """Blocks of one lease that travel together."""
+
+    number: int
+    lease: int
+    cell: int
+    """Where in the staging memory the payload is; 0 where it follows."""
+
+    pieces: tuple[SentPiece, ...]
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(piece.num_bytes for piece in self.pieces)
+
+
+def encode_frame(frame: Frame, key: bytes) -> bytes:
+    """Everything of a frame but its payload."""
+    fields = _FRAME.pack(
+        _MAGIC, len(frame.pieces), 0, frame.number, frame.lease, frame.cell, frame.payload_bytes
+    )
+    table = b"".join(_PIECE.pack(p.place, 0, p.num_bytes, p.checksum) for p in frame.pieces)
+    return fields + _seal(fields, table, key) + table
+
+
+def table_bytes(head: memoryview | bytes) -> int:
+    """How many bytes of pieces follow a frame's first `FRAME_BYTES`."""
+    magic: bytes
+    num_pieces: int
+    magic, num_pieces, *_ = _FRAME.unpack_from(head)
+    if magic != _MAGIC or not 1 <= num_pieces <= MAX_PIECES:
+        raise Malformed("bytes that begin no frame")
+    return num_pieces * PIECE_BYTES
+
+
+def decode_frame(head: bytes, table: bytes, key: bytes, *, block_bytes: int) -> Frame:
+    """The frame, or Malformed; nothing of it is believed before its seal is."""
+    fields = head[: _FRAME.size]
+    if _seal(fields, table, key) != head[_FRAME.size :]:
+        raise Malformed("a frame whose seal is not ours")
+    _, _, _, number, lease, cell, payload_bytes = _FRAME.unpack(fields)
+    pieces = tuple(
+        SentPiece(place, num_bytes, checksum)
+        for place, _, num_bytes, checksum in _PIECE.iter_unpack(table)
+    )
+    if any(not 1 <= piece.num_bytes <= block_bytes for piece in pieces):
+        raise Malformed("a piece that is empty or larger than a block")
+    frame = Frame(number, lease, cell, pieces)
+    if frame.payload_bytes != payload_bytes:
+        raise Malformed("a frame whose pieces do not add up")
+    return frame
+
+
+def encode_answer(number: int, failure: PushFailure | None) -> bytes:
+    """What became of a frame."""
+    return _ANSWER.pack(number, _OUTCOMES.index(failure))
+
+
+def decode_answers(raw: memoryview) -> Sequence[tuple[int, PushFailure | None]]:
+    """Every answer in `raw`, which holds only whole ones."""
+    answers = []
+    for number, outcome in _ANSWER.iter_unpack(raw):
+        if outcome >= len(_OUTCOMES):
+            raise Malformed("an answer that means nothing")
+        answers.append((number, _OUTCOMES[outcome]))
+    return answers
+
+
+def _seal(fields: bytes, table: bytes, key: bytes) -> bytes:
+    digest = hashlib.blake2b(fields, digest_size=_SEAL_BYTES, key=key)
+    digest.update(table)
+    return digest.digest()

@@ -1,0 +1,176 @@
+"""How two peers come to know each other: both prove that they have the token, neither shows it.
+
+    receiver ── challenge: magic, version, nonce ──────────────────────▶ sender
+    sender   ── answer: magic, version, link, block bytes, nonce, proof ─▶ receiver
+    receiver ── welcome or refusal, proof, grant ───────────────────────▶ sender
+
+A proof is an HMAC-SHA-256 with the token over the role and all that was said so far, compared
+in constant time. The receiver says nothing that depends on the token before the sender has
+proved itself. Payloads are neither signed nor encrypted: a link belongs on a trusted network.
+"""
+
+import hashlib
+import hmac
+import secrets
+import struct
+from enum import IntEnum
+from typing import NamedTuple, NoReturn
+
+from headwater.clock import Clock
+from headwater.disagg.link import PushFailure
+from headwater.disagg.links.frames import Malformed
+from headwater.disagg.links.stream import LinkBroken, Patience, Stream
+
+VERSION = 1
+MAX_GRANT_BYTES = 1024
+
+_MAGIC = b"HWLINK\0\0"
+_CHALLENGE = struct.Struct("<8sHH32s")
+_ANSWER = struct.Struct("<8sH6sQ32s32s")
+_WELCOME = struct.Struct("<HH32s")
+_PROOF_BYTES = 32
+
+
+class Verdict(IntEnum):
+    """What a receiver says to a sender that greets it."""
+
+    WELCOME = 0
+    VERSION = 1
+    LINK = 2
+    BLOCK_BYTES = 3
+    TOKEN = 4
+    BUSY = 5
+
+
+_SENTENCES = {
+    Verdict.VERSION: "it speaks another version",
+    Verdict.LINK: "it is the receiver of another kind of link",
+    Verdict.BLOCK_BYTES: "its blocks have another size",
+    Verdict.TOKEN: "the tokens differ",
+    Verdict.BUSY: "it has as many senders as it serves",
+}
+
+
+class Greeting(NamedTuple):
+    """What both peers of a link have to agree on."""
+
+    link: str
+    """`tcp`, `shm` or `mooncake`."""
+
+    token: bytes
+    block_bytes: int
+
+
+class Session(NamedTuple):
+    """What a greeting leaves behind."""
+
+    key: bytes
+    """Seals the frames of this connection, and of no other."""
+
+    grant: bytes
+    """What the receiver gives this sender beyond the connection; its link knows what it is."""
+
+
+def within(clock: Clock, timeout_s: float) -> Patience:
+    """Patience for one word of a greeting."""
+    end_s = clock.now() + timeout_s
+
+    def patience() -> None:
+        if clock.now() > end_s:
+            raise LinkBroken("a peer that does not greet in time", PushFailure.UNREACHABLE)
+
+    return patience
+
+
+def greet(stream: Stream, mine: Greeting, patience: Patience) -> Session:
+    """The sender's part; LinkBroken where it is not let in."""
+    challenge = _take(stream, _CHALLENGE.size, patience)
+    magic, version, _, _ = _CHALLENGE.unpack(challenge)
+    if magic != _MAGIC or version != VERSION:
+        raise LinkBroken("the peer is no receiver of this version", PushFailure.REFUSED)
+    said = _answer(mine, secrets.token_bytes(32), b"")
+    proof = _prove(mine.token, b"sender", challenge, said)
+    answer = said[:-_PROOF_BYTES] + proof
+    stream.send([answer], patience)
+    code, grant_bytes, theirs = _WELCOME.unpack(_take(stream, _WELCOME.size, patience))
+    if code != Verdict.WELCOME:
+        why = _SENTENCES[Verdict(code)] if code in _SENTENCES else "it does not say why"
+        raise LinkBroken(f"the receiver refuses us: {why}", PushFailure.REFUSED)
+    if grant_bytes > MAX_GRANT_BYTES:
+        raise Malformed("a grant that is too large", PushFailure.REFUSED)
+    grant = _take(stream, grant_bytes, patience) if grant_bytes else b""
+    if not hmac.compare_digest(
+        theirs, _prove(mine.token, b"receiver", challenge, answer, grant)
+    ):
+        raise LinkBroken("the receiver does not have our token", PushFailure.REFUSED)
+    return Session(_session_key(mine.token, challenge, answer), grant)
+
+
+class Welcome:
+    """The receiver's part, in two steps: who is it, and then what it is granted."""
+
+    def __init__(self, stream: Stream, mine: Greeting, patience: Patience) -> None:
+        """Raises Malformed where the peer is refused; it has been told so."""
+        self._stream = stream
+        self._mine = mine
+        self._patience = patience
+        self._challenge = _CHALLENGE.pack(_MAGIC, VERSION, 0, secrets.token_bytes(32))
+        stream.send([self._challenge], patience)
+        self._answer = _take(stream, _ANSWER.size, patience)
+        verdict = self._judge()
+        if verdict is not Verdict.WELCOME:
+            self.refuse(verdict)
+
+    def accept(self, grant: bytes = b"") -> Session:
+        """Let it in."""
+        token = self._mine.token
+        proof = _prove(token, b"receiver", self._challenge, self._answer, grant)
+        self._stream.send(
+            [_WELCOME.pack(Verdict.WELCOME, len(grant), proof), grant], self._patience
+        )
+        return Session(_session_key(token, self._challenge, self._answer), grant)
+
+    def refuse(self, verdict: Verdict) -> NoReturn:
+        """Tell it why not, and raise Malformed."""
+        self._stream.send([_WELCOME.pack(verdict, 0, bytes(_PROOF_BYTES))], self._patience)
+        raise Malformed(f"a peer was refused: {verdict.name.lower()}")
+
+    def _judge(self) -> Verdict:
+        magic, version, link, block_bytes, _, proof = _ANSWER.unpack(self._answer)
+        if magic != _MAGIC:
+            raise Malformed("bytes that are no greeting")
+        if version != VERSION:
+            return Verdict.VERSION
+        said = self._answer[:-_PROOF_BYTES] + bytes(_PROOF_BYTES)
+        expected = _prove(self._mine.token, b"sender", self._challenge, said)
+        if not hmac.compare_digest(proof, expected):
+            return Verdict.TOKEN
+        if link != _short(self._mine.link):
+            return Verdict.LINK
+        if block_bytes != self._mine.block_bytes:
+            return Verdict.BLOCK_BYTES
+        return Verdict.WELCOME
+
+
+def _answer(mine: Greeting, nonce: bytes, proof: bytes) -> bytes:
+    return _ANSWER.pack(_MAGIC, VERSION, _short(mine.link), mine.block_bytes, nonce, proof)
+
+
+def _short(link: str) -> bytes:
+    return link.encode()[:6].ljust(6, b"\0")
+
+
+def _prove(token: bytes, role: bytes, *said: bytes) -> bytes:
+    return hmac.digest(
+        token, b"headwater link, " + role + b"\0" + b"".join(said), hashlib.sha256
+    )
+
+
+def _session_key(token: bytes, challenge: bytes, answer: bytes) -> bytes:
+    return _prove(token, b"session", challenge, answer)
+
+
+def _take(stream: Stream, num_bytes: int, patience: Patience) -> bytes:
+    buffer = bytearray(num_bytes)
+    stream.fill(memoryview(buffer), patience)
+    return bytes(buffer)

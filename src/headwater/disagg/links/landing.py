@@ -1,0 +1,129 @@
+"""Which bytes may land where: the leases of a receiver, and the fence that ends each.
+
+    open ── land … settle ──▶ fenced ── the last landing settles ──▶ quiet
+
+A landing is one frame's blocks on their way into slots. While one is under way its lease is not
+quiet; it looks at `stopped` at least once a tick and then writes no more. A block that landed
+is never written again.
+"""
+
+from collections.abc import Sequence
+from threading import Lock
+
+from headwater.disagg.link import BlockMemory, Deliver, Landed, PushFailure, Quiet
+from headwater.disagg.links.frames import SentPiece
+from headwater.errors import InvariantError
+
+
+class _Lease:
+    """What is known of one lease."""
+
+    def __init__(self, slots: Sequence[int]) -> None:
+        self.slots = list(slots)
+        self.landed: dict[int, int] = {}
+        self.arriving: set[int] = set()
+        self.landings = 0
+        self.fenced = False
+
+
+class Landing:
+    """Blocks of one lease that are arriving."""
+
+    def __init__(
+        self, number: int, lease: _Lease, views: list[memoryview | None], new: list[int]
+    ) -> None:
+        self.lease_number = number
+        self.views = views
+        """Where each piece goes; None for a block that is there already."""
+
+        self.new = new
+        """Which pieces those with a view are."""
+
+        self.lease = lease
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the lease has been fenced: not one more byte may be written."""
+        return self.lease.fenced
+
+
+class LeaseBook:
+    """Every lease of a receiver. `open` and `fence` by its owner, the rest by connections."""
+
+    def __init__(self, memory: BlockMemory, deliver: Deliver) -> None:
+        self.block_bytes = memory.block_bytes
+        self._memory = memory
+        self._deliver = deliver
+        self._lock = Lock()
+        self._leases: dict[int, _Lease] = {}
+
+    def open(self, number: int, slots: Sequence[int]) -> None:
+        """Let blocks of this lease land."""
+        with self._lock:
+            if number in self._leases:
+                raise InvariantError(f"lease {number} is open already")
+            self._leases[number] = _Lease(slots)
+
+    def fence(self, number: int) -> None:
+        """Let nothing more land; Quiet now, or by the last landing that is under way."""
+        with self._lock:
+            lease = self._leases.get(number)
+            if lease is None or lease.fenced:
+                return
+            lease.fenced = True
+            quiet = self._quiet(number, lease)
+        if quiet is not None:
+            self._deliver(quiet)
+
+    def fence_all(self) -> None:
+        """Fence every lease there is."""
+        with self._lock:
+            numbers = list(self._leases)
+        for number in numbers:
+            self.fence(number)
+
+    def land(self, number: int, pieces: Sequence[SentPiece]) -> Landing | PushFailure:
+        """Begin to land; `settle` has to follow. Or why not one byte of it may."""
+        places = [piece.place for piece in pieces]
+        with self._lock:
+            lease = self._leases.get(number)
+            if lease is None or lease.fenced:
+                return PushFailure.FENCED
+            if max(places) >= len(lease.slots):
+                return PushFailure.OUTSIDE
+            if len(set(places)) < len(places) or not lease.arriving.isdisjoint(places):
+                return PushFailure.TWICE
+            new = [at for at, place in enumerate(places) if place not in lease.landed]
+            lease.arriving.update(places[at] for at in new)
+            lease.landings += 1
+        views: list[memoryview | None] = [None] * len(pieces)
+        for at in new:
+            slot = lease.slots[places[at]]
+            views[at] = self._memory.view(slot)[: pieces[at].num_bytes]
+        return Landing(number, lease, views, new)
+
+    def settle(self, landing: Landing, pieces: Sequence[SentPiece], good: set[int]) -> None:
+        """The blocks `good` of a landing are whole; it writes no more."""
+        lease, number = landing.lease, landing.lease_number
+        events = []
+        with self._lock:
+            for at in landing.new:
+                piece = pieces[at]
+                lease.arriving.discard(piece.place)
+                if at in good:
+                    lease.landed[piece.place] = piece.num_bytes
+                    events.append(Landed(number, piece.place, piece.num_bytes))
+        for event in events:
+            self._deliver(event)
+        with self._lock:
+            lease.landings -= 1
+            quiet = self._quiet(number, lease)
+        if quiet is not None:
+            self._deliver(quiet)
+
+    def _quiet(self, number: int, lease: _Lease) -> Quiet | None:
+        """The last word on a lease, if it is time for it."""
+        if not lease.fenced or lease.landings:
+            return None
+        del self._leases[number]
+        return Quiet(number, sum(lease.landed.values()), frozenset(lease.landed))

@@ -1,0 +1,222 @@
+"""The `mooncake` link, for many machines: Transfer Engine writes, over TCP or RDMA.
+
+    slots ── gather ──▶ cell ═══ one-sided write ═══▶ cell ── copy, verify ──▶ slots
+    sender's memory                                   receiver's memory
+
+A one-sided write cannot be fenced, so it never aims at slots: it lands in staging memory of the
+receiver that is nothing else as long as the process lives, and the receiver copies. Frames and
+answers take a connection of their own. Gathering makes writes large: the engine moves 2.4 GB/s
+in pieces of 1 MiB and 0.13 in pieces of 4 KiB.
+"""
+
+import mmap
+import struct
+from collections import deque
+from collections.abc import Sequence
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import Any
+
+from headwater.disagg.link import Piece, PushFailure
+from headwater.disagg.links.cells import CellInbound, Cells
+from headwater.disagg.links.config import LinkConfig
+from headwater.disagg.links.frames import Frame, Malformed, encode_frame
+from headwater.disagg.links.hello import Greeting, Session, Verdict, Welcome, greet
+from headwater.disagg.links.stream import LinkBroken, Patience, Stream
+from headwater.disagg.links.tcp import (
+    connect,
+    describe,
+    host_port,
+    listen,
+    parse_host_port,
+)
+from headwater.errors import ConfigError
+from headwater.storage.pointer import address_of
+
+_GRANT = struct.Struct("<QQQ")
+"""Address of the first cell, bytes of a cell, number of cells; then the engine's name."""
+
+
+class TransferEngine:
+    """One engine for all links of an instance."""
+
+    def __init__(self, config: LinkConfig) -> None:
+        self._engine = _import_engine()()
+        code = self._engine.initialize(
+            config.host, "P2PHANDSHAKE", config.mooncake_protocol, config.mooncake_devices
+        )
+        if code != 0:
+            raise ConfigError(f"the Mooncake Transfer Engine does not start ({code})")
+        self.name = f"{config.host}:{self._engine.get_rpc_port()}"
+
+    def lend(self, num_bytes: int) -> memoryview:
+        """Registered memory. It is never taken back: a late write may still be on its way."""
+        memory = memoryview(mmap.mmap(-1, num_bytes))
+        if self._engine.register_memory(address_of(memory), num_bytes) != 0:
+            raise ConfigError("Mooncake cannot register the staging memory of a link")
+        return memory
+
+    def write(self, name: str, source: int, target: int, num_bytes: int) -> bool:
+        """Write to another engine's memory; whether that worked. Cannot be interrupted."""
+        code: int = self._engine.batch_transfer_sync_write(
+            name, [source], [target], [num_bytes]
+        )
+        return code == 0
+
+
+class MooncakeDock:
+    """Listens on a port, and lends each sender a part of the staging memory."""
+
+    link = "mooncake"
+
+    def __init__(self, config: LinkConfig, block_bytes: int, engine: TransferEngine) -> None:
+        self._engine = engine
+        self._cell_bytes = config.cell_bytes(block_bytes)
+        self._num_cells = config.num_cells
+        part_bytes = self._cell_bytes * self._num_cells
+        memory = engine.lend(part_bytes * config.max_senders)
+        parts = range(0, len(memory), part_bytes)
+        self._lock = Lock()
+        self._free = deque(memory[at : at + part_bytes] for at in parts)
+        """The part that was used last is lent last."""
+
+        self.listener = listen(config.host, 0)
+        self.address = f"mooncake://{host_port(config.host, self.listener)}"
+
+    def admit(
+        self, welcome: Welcome, stream: Stream, patience: Patience
+    ) -> tuple[Session, "MooncakeInbound"]:
+        with self._lock:
+            part = self._free.popleft() if self._free else None
+        if part is None:
+            welcome.refuse(Verdict.BUSY)
+        inbound = MooncakeInbound(part, self._cell_bytes, self)
+        try:
+            shape = _GRANT.pack(address_of(part), self._cell_bytes, self._num_cells)
+            return welcome.accept(shape + self._engine.name.encode()), inbound
+        except BaseException:
+            inbound.close()
+            raise
+
+    def give_back(self, part: memoryview) -> None:
+        """A sender has gone."""
+        with self._lock:
+            self._free.append(part)
+
+    def close(self) -> None:
+        """The memory stays with the engine."""
+
+
+class MooncakeInbound(CellInbound):
+    """Payloads that were written into our staging memory."""
+
+    def __init__(self, part: memoryview, cell_bytes: int, dock: MooncakeDock) -> None:
+        super().__init__(part, cell_bytes)
+        self._part = part
+        self._dock = dock
+
+    def close(self) -> None:
+        self._dock.give_back(self._part)
+
+
+class MooncakeDialer:
+    """Connects to one receiver; its staging memory outlives connections."""
+
+    link = "mooncake"
+
+    def __init__(self, address: str, config: LinkConfig, engine: TransferEngine) -> None:
+        self._target = parse_host_port(address)
+        self._config = config
+        self._engine = engine
+        self._memory: memoryview | None = None
+
+    def dial(self, greeting: Greeting, patience: Patience) -> "MooncakeOutbound":
+        cell_bytes = self._config.cell_bytes(greeting.block_bytes)
+        if self._memory is None:
+            self._memory = self._engine.lend(cell_bytes * self._config.num_cells)
+        stream = connect(self._target, self._config.connect_timeout_s)
+        try:
+            session = greet(stream, greeting, patience)
+            return MooncakeOutbound(stream, session, self._engine, self._memory, cell_bytes)
+        except BaseException:
+            stream.close()
+            raise
+
+    def close(self) -> None:
+        """The memory stays with the engine."""
+
+
+class MooncakeOutbound:
+    """Payloads that a thread writes into the receiver's staging memory, then their frames.
+
+    The thread may hang in the engine; pushes do not, since their slots have been copied.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        session: Session,
+        engine: TransferEngine,
+        memory: memoryview,
+        cell_bytes: int,
+    ) -> None:
+        if len(session.grant) <= _GRANT.size:
+            raise Malformed("a receiver that lends no memory", PushFailure.REFUSED)
+        self._target, their_bytes, num_cells = _GRANT.unpack_from(session.grant)
+        num_cells = min(num_cells, len(memory) // cell_bytes)
+        if their_bytes != cell_bytes or not num_cells:
+            raise LinkBroken("the receiver's frames have another size", PushFailure.REFUSED)
+        self.stream = stream
+        self._key = session.key
+        self._name = session.grant[_GRANT.size :].decode(errors="replace")
+        self._engine = engine
+        self._source = address_of(memory)
+        self._cells = Cells(memory[: num_cells * cell_bytes], cell_bytes)
+        self._queue: SimpleQueue[tuple[Frame, Patience] | None] = SimpleQueue()
+        self._thread = Thread(target=self._write, name="mooncake-write", daemon=True)
+        self._thread.start()
+
+    def carry(
+        self,
+        number: int,
+        lease: int,
+        pieces: Sequence[Piece],
+        views: Sequence[memoryview],
+        patience: Patience,
+    ) -> None:
+        cell = self._cells.take(number, patience)
+        frame = Frame(number, lease, cell, describe(pieces, views))
+        self._cells.gather(cell, views)
+        self._queue.put((frame, patience))
+
+    def answered(self, number: int) -> None:
+        self._cells.release(number)
+
+    def close(self) -> None:
+        self._queue.put(None)
+
+    def _write(self) -> None:
+        """Frame after frame; a failure ends the connection, and that every push of it."""
+        try:
+            while (work := self._queue.get()) is not None:
+                frame, patience = work
+                at = frame.cell * self._cells.cell_bytes
+                if not self._engine.write(
+                    self._name, self._source + at, self._target + at, frame.payload_bytes
+                ):
+                    raise LinkBroken("the Transfer Engine could not write")
+                self.stream.send([encode_frame(frame, self._key)], patience)
+        except LinkBroken:
+            self.stream.shut()
+
+
+def _import_engine() -> Any:  # noqa: ANN401 -- untyped package
+    try:
+        from mooncake.engine import TransferEngine as Engine
+    except ModuleNotFoundError as error:
+        raise ConfigError("link 'mooncake' needs: pip install 'headwater[mooncake]'") from error
+    except ImportError as error:
+        raise ConfigError(
+            f"link 'mooncake' cannot be loaded: {error}; on Debian: apt-get install libibverbs1"
+        ) from error
+    return Engine

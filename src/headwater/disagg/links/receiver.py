@@ -1,0 +1,225 @@
+"""The receiving end of every link: connections, frames, verification, answers.
+
+One thread accepts, one serves each connection. What differs between links is where a frame's
+payload is, and that is an `Inbound`. A peer that breaks the rules loses its connection; nobody
+else notices.
+"""
+
+import contextlib
+import logging
+import socket
+from collections.abc import Sequence
+from threading import Event, Lock, Thread
+from typing import Protocol
+
+from headwater.clock import Clock
+from headwater.disagg.link import BlockMemory, Deliver, PushFailure
+from headwater.disagg.links.config import LinkConfig
+from headwater.disagg.links.frames import (
+    FRAME_BYTES,
+    Frame,
+    Malformed,
+    decode_frame,
+    encode_answer,
+    table_bytes,
+)
+from headwater.disagg.links.hello import Greeting, Session, Verdict, Welcome, within
+from headwater.disagg.links.landing import Landing, LeaseBook
+from headwater.disagg.links.stream import TICK_S, LinkBroken, Patience, Stream
+from headwater.storage.codec import checksum
+
+log = logging.getLogger(__name__)
+
+_MAX_STRANGERS = 16
+"""Connections that have not greeted yet."""
+
+
+class Inbound(Protocol):
+    """Brings the payloads of one connection into slots."""
+
+    def receive(self, frame: Frame, landing: Landing, patience: Patience) -> None:
+        """Fill the landing's views; write nothing once it is `stopped`."""
+
+    def skip(self, frame: Frame, patience: Patience) -> None:
+        """Pass over the payload of a frame that is refused."""
+
+    def close(self) -> None:
+        """The connection has ended."""
+
+
+class Dock(Protocol):
+    """One kind of link, seen from the receiver."""
+
+    link: str
+    address: str
+    listener: socket.socket
+
+    def admit(
+        self, welcome: Welcome, stream: Stream, patience: Patience
+    ) -> tuple[Session, Inbound]:
+        """Accept or refuse a sender that has proved itself."""
+
+    def close(self) -> None:
+        """Release what belongs to no connection."""
+
+
+class StreamReceiver:
+    """A `Receiver` behind a listening socket."""
+
+    def __init__(
+        self,
+        dock: Dock,
+        memory: BlockMemory,
+        deliver: Deliver,
+        config: LinkConfig,
+        clock: Clock,
+    ) -> None:
+        self.address = dock.address
+        self._dock = dock
+        self._config = config
+        self._clock = clock
+        self._greeting = Greeting(dock.link, config.token, memory.block_bytes)
+        self._book = LeaseBook(memory, deliver)
+        self._lock = Lock()
+        self._streams: dict[Stream, Thread] = {}
+        self._num_served = 0
+        self._closed = Event()
+        self._acceptor = Thread(target=self._accept, name=f"{dock.link}-accept", daemon=True)
+        self._acceptor.start()
+
+    def open(self, lease: int, slots: Sequence[int]) -> None:
+        self._book.open(lease, slots)
+
+    def fence(self, lease: int) -> None:
+        self._book.fence(lease)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed.is_set():
+                return
+            self._closed.set()
+            threads = list(self._streams.items())
+        self._book.fence_all()
+        with contextlib.suppress(OSError):
+            self._dock.listener.shutdown(socket.SHUT_RDWR)
+        for stream, _ in threads:
+            stream.shut()
+        for thread in (self._acceptor, *(thread for _, thread in threads)):
+            thread.join(self._config.stall_timeout_s)
+        self._dock.listener.close()
+        self._dock.close()
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                connected, _ = self._dock.listener.accept()
+                stream = Stream(connected)
+            except OSError as error:
+                if not self._closed.wait(TICK_S):
+                    log.warning("%s: a connection is not accepted: %s", self.address, error)
+                continue
+            name = f"{self._dock.link}-receive"
+            thread = Thread(target=self._attend, args=(stream,), name=name, daemon=True)
+            with self._lock:
+                strangers = len(self._streams) - self._num_served
+                if self._closed.is_set() or strangers >= _MAX_STRANGERS:
+                    stream.close()
+                    continue
+                self._streams[stream] = thread
+            thread.start()
+
+    def _attend(self, stream: Stream) -> None:
+        """All of one connection."""
+        try:
+            self._greet(stream)
+        except LinkBroken as error:
+            level = logging.WARNING if isinstance(error, Malformed) else logging.DEBUG
+            log.log(level, "%s: connection dropped: %s", self.address, error)
+        except Exception:
+            log.exception("%s: a connection ended by a fault of ours", self.address)
+        finally:
+            with self._lock:
+                self._streams.pop(stream, None)
+            stream.shut()
+            stream.close()
+
+    def _greet(self, stream: Stream) -> None:
+        patience = within(self._clock, self._config.connect_timeout_s)
+        welcome = Welcome(stream, self._greeting, patience)
+        with self._lock:
+            full = self._num_served >= self._config.max_senders
+            self._num_served += not full
+        if full:
+            welcome.refuse(Verdict.BUSY)
+        try:
+            session, inbound = self._dock.admit(welcome, stream, patience)
+            try:
+                connection = _Connection(self._book, stream, session.key, inbound)
+                connection.serve(self._config, self._clock)
+            finally:
+                inbound.close()
+        finally:
+            with self._lock:
+                self._num_served -= 1
+
+
+class _Connection:
+    """One sender that was let in."""
+
+    def __init__(self, book: LeaseBook, stream: Stream, key: bytes, inbound: Inbound) -> None:
+        self._book = book
+        self._stream = stream
+        self._key = key
+        self._inbound = inbound
+        self._head = memoryview(bytearray(FRAME_BYTES))
+
+    def serve(self, config: LinkConfig, clock: Clock) -> None:
+        """Frames, each with its answer, until the connection breaks."""
+        max_payload_bytes = config.cell_bytes(self._book.block_bytes)
+        number = 0
+        while True:
+            begun = self._stream.some([self._head])
+            if not begun:
+                self._stream.await_readable()
+                continue
+            patience = within(clock, config.stall_timeout_s)
+            frame = self._frame(begun, patience)
+            if frame.number != number or frame.payload_bytes > max_payload_bytes:
+                raise Malformed("a frame out of order, or larger than frames are")
+            number += 1
+            answer = encode_answer(frame.number, self._land(frame, patience))
+            self._stream.send([answer], patience)
+
+    def _frame(self, begun: int, patience: Patience) -> Frame:
+        self._stream.fill(self._head[begun:], patience)
+        table = bytearray(table_bytes(self._head))
+        self._stream.fill(memoryview(table), patience)
+        return decode_frame(
+            bytes(self._head), bytes(table), self._key, block_bytes=self._book.block_bytes
+        )
+
+    def _land(self, frame: Frame, patience: Patience) -> PushFailure | None:
+        landing = self._book.land(frame.lease, frame.pieces)
+        if isinstance(landing, PushFailure):
+            self._inbound.skip(frame, patience)
+            return landing
+        good: set[int] = set()
+        try:
+            self._inbound.receive(frame, landing, patience)
+            good = _whole(frame, landing)
+        finally:
+            self._book.settle(landing, frame.pieces, good)
+        if len(good) == len(landing.new):
+            return None
+        return PushFailure.FENCED if landing.stopped else PushFailure.DAMAGED
+
+
+def _whole(frame: Frame, landing: Landing) -> set[int]:
+    """Which pieces are in their slots as they were sent; verified where they are."""
+    if landing.stopped:
+        return set()  # the last of them may be anything
+    return {
+        at
+        for at in landing.new
+        if checksum(landing.views[at] or b"") == frame.pieces[at].checksum
+    }

@@ -1,0 +1,349 @@
+"""The sending end of every link: a queue of pushes, frames, answers, outcomes.
+
+One thread sends, and looks after deadlines; one a connection listens for answers. A connection
+is made when it is needed, and again after it broke. What differs between links is how a frame's
+payload travels, and that is an `Outbound`.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from threading import Condition, Thread
+from typing import Protocol
+
+from headwater.clock import Clock
+from headwater.disagg.link import (
+    BlockMemory,
+    Deliver,
+    Piece,
+    Push,
+    PushDone,
+    PushFailed,
+    PushFailure,
+    SenderEvent,
+)
+from headwater.disagg.links.config import LinkConfig
+from headwater.disagg.links.frames import ANSWER_BYTES, MAX_PIECES, decode_answers
+from headwater.disagg.links.hello import Greeting
+from headwater.disagg.links.stream import LinkBroken, Patience, Stream
+
+log = logging.getLogger(__name__)
+
+_JOIN_S = 10.0
+
+
+class Outbound(Protocol):
+    """Carries the payloads of one connection."""
+
+    stream: Stream
+
+    def carry(
+        self,
+        number: int,
+        lease: int,
+        pieces: Sequence[Piece],
+        views: Sequence[memoryview],
+        patience: Patience,
+    ) -> None:
+        """Send a frame. Does not look at the views again once it has returned or raised."""
+
+    def answered(self, number: int) -> None:
+        """The peer is done with a frame."""
+
+    def close(self) -> None:
+        """The connection has ended; threads that use it may still have to notice."""
+
+
+class Dialer(Protocol):
+    """One kind of link, seen from the sender."""
+
+    link: str
+
+    def dial(self, greeting: Greeting, patience: Patience) -> Outbound:
+        """A new connection, or LinkBroken."""
+
+    def close(self) -> None:
+        """Release what belongs to no connection."""
+
+
+class _Flight:
+    """A push on its way."""
+
+    __slots__ = ("failure", "num_waiting", "push", "sending")
+
+    def __init__(self, push: Push) -> None:
+        self.push = push
+        self.num_waiting = 0
+        """Frames that were sent and not answered."""
+
+        self.sending = True
+        """Whether its slots are still being read, or will be."""
+
+        self.failure: PushFailure | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return not self.sending and (self.failure is not None or not self.num_waiting)
+
+
+class _Connection:
+    """One connection and the flights of its unanswered frames."""
+
+    def __init__(self, outbound: Outbound) -> None:
+        self.outbound = outbound
+        self.next_number = 0
+        self.waiting: dict[int, _Flight] = {}
+        self.is_up = True
+        self.listener: Thread | None = None
+
+
+class StreamSender:
+    """A `Sender` over connections that a `Dialer` makes."""
+
+    def __init__(
+        self,
+        dialer: Dialer,
+        memory: BlockMemory,
+        deliver: Deliver,
+        config: LinkConfig,
+        clock: Clock,
+    ) -> None:
+        self._dialer = dialer
+        self._memory = memory
+        self._deliver = deliver
+        self._config = config
+        self._clock = clock
+        self._greeting = Greeting(dialer.link, config.token, memory.block_bytes)
+        self._frame_bytes = config.cell_bytes(memory.block_bytes)
+        self._changed = Condition()
+        self._queue: deque[_Flight] = deque()
+        self._sent: dict[int, _Flight] = {}
+        """By job: everything of them is sent, and not everything answered."""
+
+        self._connection: _Connection | None = None
+        self._closed = False
+        self._thread = Thread(target=self._run, name=f"{dialer.link}-send", daemon=True)
+        self._thread.start()
+
+    def push(self, push: Push) -> None:
+        with self._changed:
+            if not self._closed:
+                self._queue.append(_Flight(push))
+                self._changed.notify_all()
+                return
+        self._deliver(PushFailed(push.job, PushFailure.CLOSED))
+
+    def cancel(self, lease: int) -> None:
+        with self._changed:
+            given_up = [flight for flight in self._queue if flight.push.lease == lease]
+            for flight in given_up:
+                self._queue.remove(flight)
+        for flight in given_up:
+            self._deliver(PushFailed(flight.push.job, PushFailure.CANCELLED))
+
+    def close(self) -> None:
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            connection = self._connection
+            self._changed.notify_all()
+        if connection is not None:
+            connection.outbound.stream.shut()
+        self._thread.join(_JOIN_S)
+        self._dialer.close()
+
+    def _run(self) -> None:
+        while (flight := self._next()) is not None:
+            self._send(flight)
+        with self._changed:
+            left = [*self._queue, *self._sent.values()]
+            self._queue.clear()
+            self._sent.clear()
+            connection = self._connection
+        for flight in left:
+            self._deliver(PushFailed(flight.push.job, PushFailure.CLOSED))
+        if connection is not None:
+            _retire(connection)
+
+    def _next(self) -> _Flight | None:
+        """The next push, as soon as there is one; None after `close`. Meanwhile, deadlines."""
+        while True:
+            self._expire()
+            with self._changed:
+                if self._closed:
+                    return None
+                if self._queue:
+                    return self._queue.popleft()
+                self._changed.wait(self._nap_s())
+
+    def _nap_s(self) -> float | None:
+        """How long until the first deadline of what waits for answers."""
+        if not self._sent:
+            return None
+        first = min(flight.push.deadline_s for flight in self._sent.values())
+        return max(first - self._clock.now(), 0.0) + 1e-3
+
+    def _expire(self) -> None:
+        """Fail what is late, unless its slots are being read."""
+        now = self._clock.now()
+        with self._changed:
+            late = [flight for flight in self._queue if flight.push.deadline_s <= now]
+            for flight in late:
+                self._queue.remove(flight)
+            for flight in list(self._sent.values()):
+                if flight.push.deadline_s <= now:
+                    late.append(self._sent.pop(flight.push.job))
+                    flight.failure = PushFailure.TIMEOUT
+        for flight in late:
+            self._deliver(PushFailed(flight.push.job, PushFailure.TIMEOUT))
+
+    def _send(self, flight: _Flight) -> None:
+        """Send all of a push, or note why not; then its slots are not read any more."""
+        push = flight.push
+        connection = None
+        try:
+            connection = self._connected(self._patience(push))
+            for pieces in _frames(push.pieces, self._frame_bytes):
+                if flight.failure is not None:
+                    break
+                self._send_frame(connection, flight, pieces)
+        except LinkBroken as error:
+            log.info("a push to a peer failed: %s", error)
+            self._give_up(flight, connection, error.reason)
+        except Exception:
+            log.exception("a push failed by a fault of ours")
+            self._give_up(flight, connection, PushFailure.LOST)
+        with self._changed:
+            flight.sending = False
+            if not flight.has_ended:
+                self._sent[push.job] = flight
+                return
+        self._deliver(_outcome(flight))
+
+    def _give_up(
+        self, flight: _Flight, connection: _Connection | None, reason: PushFailure
+    ) -> None:
+        with self._changed:
+            if flight.failure is None:
+                flight.failure = PushFailure.CLOSED if self._closed else reason
+        if connection is not None:
+            self._drop(connection, PushFailure.LOST)
+
+    def _send_frame(
+        self, connection: _Connection, flight: _Flight, pieces: Sequence[Piece]
+    ) -> None:
+        push = flight.push
+        views = [self._memory.view(piece.slot)[: piece.num_bytes] for piece in pieces]
+        with self._changed:
+            if not connection.is_up:
+                raise LinkBroken("the connection is gone")
+            number = connection.next_number
+            connection.next_number += 1
+            connection.waiting[number] = flight
+            flight.num_waiting += 1
+        connection.outbound.carry(number, push.lease, pieces, views, self._patience(push))
+
+    def _patience(self, push: Push) -> Patience:
+        def patience() -> None:
+            if self._closed:
+                raise LinkBroken("the sender was closed", PushFailure.CLOSED)
+            if self._clock.now() >= push.deadline_s:
+                raise LinkBroken("the peer is too slow", PushFailure.TIMEOUT)
+            self._expire()
+
+        return patience
+
+    def _connected(self, patience: Patience) -> _Connection:
+        """The connection there is, or a new one."""
+        patience()
+        with self._changed:
+            old = self._connection
+        if old is not None and old.is_up:
+            return old
+        if old is not None:
+            _retire(old)
+        connection = _Connection(self._dialer.dial(self._greeting, patience))
+        listen = Thread(target=self._listen, args=(connection,), daemon=True)
+        connection.listener = listen
+        with self._changed:
+            self._connection = connection
+        listen.start()
+        return connection
+
+    def _listen(self, connection: _Connection) -> None:
+        """Take answers until the connection ends."""
+        stream = connection.outbound.stream
+        buffer = memoryview(bytearray(64 * ANSWER_BYTES))
+        have = 0
+        try:
+            while True:
+                got = stream.some([buffer[have:]], 0)
+                if not got:
+                    stream.await_readable()
+                have += got
+                whole = have - have % ANSWER_BYTES
+                for number, failure in decode_answers(buffer[:whole]):
+                    self._answered(connection, number, failure)
+                buffer[: have - whole] = bytes(buffer[whole:have])
+                have -= whole
+        except LinkBroken as error:
+            log.debug("a connection ended: %s", error)
+        self._drop(connection, PushFailure.LOST)
+
+    def _answered(
+        self, connection: _Connection, number: int, failure: PushFailure | None
+    ) -> None:
+        with self._changed:
+            flight = connection.waiting.pop(number, None)
+            if flight is None:
+                raise LinkBroken("an answer to no frame")
+            flight.num_waiting -= 1
+            flight.failure = flight.failure or failure
+            ended = flight.has_ended and self._sent.pop(flight.push.job, None) is not None
+        connection.outbound.answered(number)
+        if ended:
+            self._deliver(_outcome(flight))
+
+    def _drop(self, connection: _Connection, reason: PushFailure) -> None:
+        """The connection is over, and with it every push that has an unanswered frame."""
+        with self._changed:
+            reason = PushFailure.CLOSED if self._closed else reason
+            connection.is_up = False
+            flights = dict.fromkeys(connection.waiting.values())
+            connection.waiting.clear()
+            ended = []
+            for flight in flights:
+                flight.failure = flight.failure or reason
+                if self._sent.pop(flight.push.job, None) is not None:
+                    ended.append(flight)
+        connection.outbound.stream.shut()
+        for flight in ended:
+            self._deliver(_outcome(flight))
+
+
+def _retire(connection: _Connection) -> None:
+    """Release a connection; by the thread that sends, so nobody sends on a closed one."""
+    connection.outbound.stream.shut()
+    if connection.listener is not None:
+        connection.listener.join(_JOIN_S)
+    connection.outbound.close()
+    connection.outbound.stream.close()
+
+
+def _outcome(flight: _Flight) -> SenderEvent:
+    if flight.failure is not None:
+        return PushFailed(flight.push.job, flight.failure)
+    return PushDone(flight.push.job, sum(piece.num_bytes for piece in flight.push.pieces))
+
+
+def _frames(pieces: Sequence[Piece], frame_bytes: int) -> Iterator[Sequence[Piece]]:
+    """Cut a push into frames: as many blocks as fit, in order."""
+    start = num_bytes = 0
+    for end, piece in enumerate(pieces):
+        if num_bytes + piece.num_bytes > frame_bytes or end - start == MAX_PIECES:
+            yield pieces[start:end]
+            start, num_bytes = end, 0
+        num_bytes += piece.num_bytes
+    if pieces:
+        yield pieces[start:]

@@ -1,0 +1,119 @@
+"""A connected socket that moves buffers in place, and whose every call ends within a tick.
+
+The ticks are the kernel's (`SO_RCVTIMEO`), not Python's: Python's would make the socket
+non-blocking, and then a payload takes a poll and a call for each piece that has arrived.
+"""
+
+import contextlib
+import select
+import socket
+import struct
+from collections.abc import Callable, Sequence
+
+from headwater.disagg.link import PushFailure
+from headwater.errors import HeadwaterError
+
+TICK_S = 0.02
+"""Longest time in one call of the kernel, and so until a fence or a deadline is noticed."""
+
+_MAX_PARTS = 512  # of one call; the kernel allows 1024
+
+Patience = Callable[[], None]
+"""Asked once a tick while nothing moves; raises when it is over."""
+
+
+class LinkBroken(HeadwaterError):
+    """A connection has ended or is out of step, and must be closed."""
+
+    def __init__(self, message: str, reason: PushFailure = PushFailure.LOST) -> None:
+        super().__init__(message)
+        self.reason = reason
+        """What it means for a push that was under way."""
+
+
+class Stream:
+    """One connection. One thread receives, one sends; any may `shut` it."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self.socket = connected
+        connected.settimeout(None)
+        timeval = struct.pack("ll", 0, int(TICK_S * 1e6))
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            connected.setsockopt(socket.SOL_SOCKET, option, timeval)
+        if connected.family != socket.AF_UNIX:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _keep_alive(connected)
+
+    def send(self, parts: Sequence[memoryview | bytes], patience: Patience) -> None:
+        """Send all parts, in order."""
+        views = [memoryview(part) for part in parts]
+        while views:
+            try:
+                sent = self.socket.sendmsg(views[:_MAX_PARTS])
+            except BlockingIOError:
+                patience()
+                continue
+            except OSError as error:
+                raise LinkBroken(f"the peer is gone: {error}") from error
+            views = advance(views, sent)
+
+    def some(self, views: Sequence[memoryview], flags: int = socket.MSG_WAITALL) -> int:
+        """Fill the views from their beginning; how many bytes came within a tick."""
+        try:
+            if len(views) == 1:
+                got = self.socket.recv_into(views[0], 0, flags)
+            else:
+                got, *_ = self.socket.recvmsg_into(views[:_MAX_PARTS], 0, flags)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise LinkBroken(f"the peer is gone: {error}") from error
+        if not got:
+            raise LinkBroken("the peer has closed the connection")
+        return got
+
+    def fill(self, view: memoryview, patience: Patience) -> None:
+        """The next len(view) bytes."""
+        while view:
+            got = self.some([view])
+            if not got:
+                patience()
+            view = view[got:]
+
+    def await_readable(self) -> None:
+        """Sleep, however long, until there is a byte or the connection has ended."""
+        poller = select.poll()
+        poller.register(self.socket, select.POLLIN)
+        poller.poll()
+
+    def shut(self) -> None:
+        """End both directions, which wakes every thread that waits in a call."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Release the socket; only its last user does."""
+        self.socket.close()
+
+
+def advance(views: list[memoryview], num_bytes: int) -> list[memoryview]:
+    """What is left of `views` after their first `num_bytes`."""
+    place = 0
+    while place < len(views) and num_bytes >= len(views[place]):
+        num_bytes -= len(views[place])
+        place += 1
+    rest = views[place:]
+    if num_bytes:
+        rest[0] = rest[0][num_bytes:]
+    return rest
+
+
+def _keep_alive(connected: socket.socket) -> None:
+    """Notice within a minute that a machine is gone without a word."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, 20),
+        (socket.TCP_KEEPINTVL, 10),
+        (socket.TCP_KEEPCNT, 3),
+    ):
+        connected.setsockopt(socket.IPPROTO_TCP, option, value)

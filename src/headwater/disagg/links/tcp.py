@@ -1,0 +1,161 @@
+"""The `tcp` link, the reference: payloads follow their frames, from slots and into slots.
+
+`sendmsg` gathers from the sender's slots and `recvmsg_into` scatters into the receiver's; no
+byte passes through a Python object, and neither call holds the interpreter's lock.
+"""
+
+import socket
+from collections.abc import Sequence
+
+from headwater.disagg.link import Piece, PushFailure
+from headwater.disagg.links.config import LinkConfig
+from headwater.disagg.links.frames import Frame, SentPiece, encode_frame
+from headwater.disagg.links.hello import Greeting, Session, Welcome, greet
+from headwater.disagg.links.landing import Landing
+from headwater.disagg.links.stream import LinkBroken, Patience, Stream, advance
+from headwater.errors import ConfigError
+from headwater.storage.codec import checksum
+
+_SCRATCH_BYTES = 1 << 18
+
+
+class TcpDock:
+    """Listens on a port."""
+
+    link = "tcp"
+
+    def __init__(self, config: LinkConfig) -> None:
+        self.listener = listen(config.host, config.port)
+        self.address = f"tcp://{host_port(config.host, self.listener)}"
+
+    def admit(
+        self, welcome: Welcome, stream: Stream, patience: Patience
+    ) -> tuple[Session, "TcpInbound"]:
+        return welcome.accept(), TcpInbound(stream)
+
+    def close(self) -> None:
+        """There is nothing but the listener."""
+
+
+class TcpInbound:
+    """Payloads that follow their frames."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+
+    def receive(self, frame: Frame, landing: Landing, patience: Patience) -> None:
+        if len(landing.new) == len(landing.views):
+            views = [view for view in landing.views if view is not None]
+            self._drain(self._into(views, landing, patience), patience)
+            return
+        for view, piece in zip(landing.views, frame.pieces, strict=True):
+            left = piece.num_bytes if view is None else self._into([view], landing, patience)
+            self._drain(left, patience)
+
+    def skip(self, frame: Frame, patience: Patience) -> None:
+        self._drain(frame.payload_bytes, patience)
+
+    def close(self) -> None:
+        """The stream is its connection's."""
+
+    def _into(self, views: list[memoryview], landing: Landing, patience: Patience) -> int:
+        """Fill the views unless it is stopped; how many bytes of them are still to come."""
+        while views and not landing.stopped:
+            got = self._stream.some(views)
+            if not got:
+                patience()
+            views = advance(views, got)
+        return sum(len(view) for view in views)
+
+    def _drain(self, num_bytes: int, patience: Patience) -> None:
+        while num_bytes:
+            piece = self._scratch[: min(num_bytes, len(self._scratch))]
+            self._stream.fill(piece, patience)
+            num_bytes -= len(piece)
+
+
+class TcpDialer:
+    """Connects to one port."""
+
+    link = "tcp"
+
+    def __init__(self, address: str, config: LinkConfig) -> None:
+        self._target = parse_host_port(address)
+        self._timeout_s = config.connect_timeout_s
+
+    def dial(self, greeting: Greeting, patience: Patience) -> "TcpOutbound":
+        stream = connect(self._target, self._timeout_s)
+        try:
+            return TcpOutbound(stream, greet(stream, greeting, patience).key)
+        except BaseException:
+            stream.close()
+            raise
+
+    def close(self) -> None:
+        """There is nothing but connections."""
+
+
+class TcpOutbound:
+    """Payloads that follow their frames."""
+
+    def __init__(self, stream: Stream, key: bytes) -> None:
+        self.stream = stream
+        self._key = key
+
+    def carry(
+        self,
+        number: int,
+        lease: int,
+        pieces: Sequence[Piece],
+        views: Sequence[memoryview],
+        patience: Patience,
+    ) -> None:
+        frame = Frame(number, lease, 0, describe(pieces, views))
+        self.stream.send([encode_frame(frame, self._key), *views], patience)
+
+    def answered(self, number: int) -> None:
+        """Nothing was kept for it."""
+
+    def close(self) -> None:
+        """The stream is its connection's."""
+
+
+def describe(pieces: Sequence[Piece], views: Sequence[memoryview]) -> tuple[SentPiece, ...]:
+    """What a frame says of its blocks; reads each of them once, for its checksum."""
+    return tuple(
+        SentPiece(piece.index, piece.num_bytes, checksum(view))
+        for piece, view in zip(pieces, views, strict=True)
+    )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket, or ConfigError with what is in the way."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=64)
+    except OSError as error:
+        raise ConfigError(f"a link cannot listen on {host} port {port}: {error}") from error
+
+
+def connect(target: tuple[str, int], timeout_s: float) -> Stream:
+    """A connection, not greeted yet."""
+    try:
+        return Stream(socket.create_connection(target, timeout_s))
+    except OSError as error:
+        reason = PushFailure.UNREACHABLE
+        raise LinkBroken(f"{target[0]} port {target[1]}: {error}", reason) from error
+
+
+def host_port(host: str, listener: socket.socket) -> str:
+    """Where a listener is, as it stands in an address."""
+    port: int = listener.getsockname()[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parse_host_port(address: str) -> tuple[str, int]:
+    """The two halves of what follows `://`."""
+    host, _, port = address.partition("://")[2].rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise ConfigError(f"{address!r} is no address of a link; write tcp://host:port")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,300 @@
+"""Doubles for links: block memory, a log of events, and a network inside one process.
+
+In a `LocalNetwork` a block moves when the test says so: `step` moves one, of whichever push the
+test chooses, so every interleaving of pushes, fences, cuts and deadlines can be reached.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Condition, Event, RLock, Thread
+from typing import TypeVar
+
+import numpy as np
+
+from headwater.clock import Clock, SystemClock
+from headwater.disagg.link import (
+    BlockMemory,
+    Deliver,
+    Landed,
+    LinkEvent,
+    Piece,
+    Push,
+    PushDone,
+    PushFailed,
+    PushFailure,
+    Quiet,
+    Receiver,
+    Sender,
+    SenderEvent,
+)
+from headwater.disagg.links.frames import SentPiece
+from headwater.disagg.links.landing import LeaseBook
+
+T = TypeVar("T")
+
+_WAIT_S = 30.0
+
+
+class BlockArray:
+    """Block memory of ordinary bytes; `gate` holds up whoever asks for a view."""
+
+    def __init__(self, num_slots: int, block_bytes: int, *, seed: int | None = None) -> None:
+        """Zeros, or random bytes of a seed."""
+        self.block_bytes = block_bytes
+        self.rows = np.zeros((num_slots, block_bytes), dtype=np.uint8)
+        if seed is not None:
+            rng = np.random.default_rng(seed)
+            self.rows[:] = rng.integers(0, 256, self.rows.shape, dtype=np.uint8)
+        self.gate = Event()
+        self.gate.set()
+
+    def view(self, slot: int) -> memoryview:
+        assert self.gate.wait(_WAIT_S), "the gate was never opened"
+        return memoryview(self.rows[slot])
+
+
+class EventLog:
+    """Takes events from any thread, and waits for the one that a test wants."""
+
+    def __init__(self) -> None:
+        self.events: list[LinkEvent] = []
+        self._changed = Condition()
+
+    def __call__(self, event: LinkEvent) -> None:
+        with self._changed:
+            self.events.append(event)
+            self._changed.notify_all()
+
+    def outcome(self, job: int, timeout_s: float = _WAIT_S) -> SenderEvent:
+        """How a push ended; waits for it."""
+        return self._await(lambda: next(iter(self.outcomes(job)), None), timeout_s)
+
+    def quiet(self, lease: int, timeout_s: float = _WAIT_S) -> Quiet:
+        """The last word on a lease; waits for it."""
+        return self._await(lambda: next(iter(self.quiets(lease)), None), timeout_s)
+
+    def outcomes(self, job: int) -> list[SenderEvent]:
+        """Every outcome of a push so far; there should never be two."""
+        return [
+            event
+            for event in list(self.events)
+            if isinstance(event, PushDone | PushFailed) and event.job == job
+        ]
+
+    def quiets(self, lease: int) -> list[Quiet]:
+        return [e for e in list(self.events) if isinstance(e, Quiet) and e.lease == lease]
+
+    def landed(self, lease: int) -> list[int]:
+        """Indices of the blocks of a lease, in the order in which they landed."""
+        events = list(self.events)
+        return [e.index for e in events if isinstance(e, Landed) and e.lease == lease]
+
+    def await_landed(self, lease: int, count: int, timeout_s: float = _WAIT_S) -> None:
+        """Return when so many blocks have landed."""
+        self._await(lambda: len(self.landed(lease)) >= count or None, timeout_s)
+
+    def _await(self, find: Callable[[], T | None], timeout_s: float) -> T:
+        with self._changed:
+            self._changed.wait_for(lambda: find() is not None, timeout_s)
+            found = find()
+        assert found is not None, f"nothing came within {timeout_s:g} s; {self.events[-20:]}"
+        return found
+
+
+@dataclass
+class Flight:
+    """A push that waits in a `LocalNetwork`."""
+
+    sender: "LocalSender"
+    push: Push
+    waiting: list[Piece] = field(default_factory=list)
+    """Pieces that have not moved."""
+
+    failure: PushFailure | None = None
+
+
+class LocalNetwork:
+    """Links between instances of one process. Thread-safe."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self.clock = clock or SystemClock()
+        self.flights: list[Flight] = []
+        """Pushes without an outcome, in the order in which they were made."""
+
+        self.books: dict[str, LeaseBook] = {}
+        self.cut: set[str] = set()
+        """Addresses that nobody reaches: a push to them fails when it would move."""
+
+        self.lock = RLock()
+        self._num_receivers = 0
+        self._changed = Event()
+
+    def links(self, memory: BlockMemory, deliver: Deliver) -> "LocalLinks":
+        """One instance's end of the network."""
+        return LocalLinks(self, memory, deliver)
+
+    def step(self, place: int = 0) -> bool:
+        """Move one block of the push at `place`, or end it; False if there is no such push."""
+        with self.lock:
+            if place >= len(self.flights):
+                return False
+            flight = self.flights[place]
+            if flight.failure is None:
+                flight.failure = self._obstacle(flight) or self._move(flight)
+            if flight.failure is None and flight.waiting:
+                return True
+            del self.flights[place]
+        flight.sender.end(flight)
+        return True
+
+    def run(self) -> None:
+        """Move everything that waits."""
+        while self.step():
+            pass
+
+    @contextmanager
+    def pump(self) -> Iterator[None]:
+        """Move everything as it comes, in a thread of its own."""
+        stop = Event()
+
+        def work() -> None:
+            while not stop.is_set():
+                self._changed.wait(0.05)
+                self._changed.clear()
+                self.run()
+
+        thread = Thread(target=work, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            self._changed.set()
+            thread.join(_WAIT_S)
+
+    def add(self, flight: Flight) -> None:
+        with self.lock:
+            self.flights.append(flight)
+        self._changed.set()
+
+    def give_up(self, chosen: Callable[[Flight], bool], reason: PushFailure) -> None:
+        """End the chosen pushes now."""
+        with self.lock:
+            ended = [flight for flight in self.flights if chosen(flight)]
+            self.flights = [flight for flight in self.flights if not chosen(flight)]
+        for flight in ended:
+            flight.failure = reason
+            flight.sender.end(flight)
+
+    def add_receiver(self, book: LeaseBook) -> str:
+        with self.lock:
+            address = f"local://{self._num_receivers}"
+            self._num_receivers += 1
+            self.books[address] = book
+            return address
+
+    def _obstacle(self, flight: Flight) -> PushFailure | None:
+        if self.clock.now() >= flight.push.deadline_s:
+            return PushFailure.TIMEOUT
+        address = flight.sender.address
+        if address in self.cut or address not in self.books:
+            begun = len(flight.waiting) < len(flight.push.pieces)
+            return PushFailure.LOST if begun else PushFailure.UNREACHABLE
+        return None
+
+    def _move(self, flight: Flight) -> PushFailure | None:
+        """The next block, from slot to slot."""
+        if not flight.waiting:
+            return None
+        piece = flight.waiting.pop(0)
+        book = self.books[flight.sender.address]
+        source = flight.sender.memory.view(piece.slot)[: piece.num_bytes]
+        sent = [SentPiece(piece.index, piece.num_bytes, b"")]
+        landing = book.land(flight.push.lease, sent)
+        if isinstance(landing, PushFailure):
+            return landing
+        for at in landing.new:
+            target = landing.views[at]
+            if target is not None:
+                target[:] = source
+        book.settle(landing, sent, set(landing.new))
+        return None
+
+
+class LocalLinks:
+    """One instance's links in a `LocalNetwork`."""
+
+    def __init__(self, network: LocalNetwork, memory: BlockMemory, deliver: Deliver) -> None:
+        self._network = network
+        self._memory = memory
+        self._deliver = deliver
+
+    def listen(self, link: str = "local") -> Receiver:
+        return LocalReceiver(self._network, LeaseBook(self._memory, self._deliver))
+
+    def connect(self, address: str) -> Sender:
+        return LocalSender(self._network, address, self._memory, self._deliver)
+
+
+class LocalReceiver:
+    """A `Receiver` in a `LocalNetwork`."""
+
+    def __init__(self, network: LocalNetwork, book: LeaseBook) -> None:
+        self.address = network.add_receiver(book)
+        self._network = network
+        self._book = book
+
+    def open(self, lease: int, slots: Sequence[int]) -> None:
+        self._book.open(lease, slots)
+
+    def fence(self, lease: int) -> None:
+        self._book.fence(lease)
+
+    def close(self) -> None:
+        with self._network.lock:
+            self._network.books.pop(self.address, None)
+        self._book.fence_all()
+
+
+class LocalSender:
+    """A `Sender` in a `LocalNetwork`."""
+
+    def __init__(
+        self, network: LocalNetwork, address: str, memory: BlockMemory, deliver: Deliver
+    ) -> None:
+        self.address = address
+        self.memory = memory
+        self._network = network
+        self._deliver = deliver
+        self._closed = False
+
+    def push(self, push: Push) -> None:
+        flight = Flight(self, push, list(push.pieces))
+        if self._closed:
+            flight.failure = PushFailure.CLOSED
+            self.end(flight)
+        else:
+            self._network.add(flight)
+
+    def cancel(self, lease: int) -> None:
+        self._network.give_up(
+            lambda flight: (
+                flight.sender is self
+                and flight.push.lease == lease
+                and len(flight.waiting) == len(flight.push.pieces)
+            ),
+            PushFailure.CANCELLED,
+        )
+
+    def close(self) -> None:
+        self._closed = True
+        self._network.give_up(lambda flight: flight.sender is self, PushFailure.CLOSED)
+
+    def end(self, flight: Flight) -> None:
+        """Deliver the outcome of a push that is no longer in the network."""
+        if flight.failure is not None:
+            self._deliver(PushFailed(flight.push.job, flight.failure))
+        else:
+            num_bytes = sum(piece.num_bytes for piece in flight.push.pieces)
+            self._deliver(PushDone(flight.push.job, num_bytes))
