@@ -32,3 +32,9 @@ class VirtualClock:
         if seconds < 0:
             raise ValueError(f"a clock cannot go back {-seconds} s")
         self._now_s += seconds
+
+    def move_to(self, now_s: float) -> None:
+        """Stand at `now_s`, exactly; a clock never runs backwards."""
+        if now_s < self._now_s:
+            raise ValueError(f"a clock cannot go back to {now_s} s from {self._now_s} s")
+        self._now_s = now_s

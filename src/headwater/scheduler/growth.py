@@ -41,9 +41,18 @@ class GrowthEstimate:
         """A sequence had to be preempted: too little was left for growth."""
         self.caution = min(self.caution * _ALARM, _ALARMED)
 
-    def lower_caution(self) -> None:
-        """A step passed."""
-        self.caution = max(self.caution * _CALMING, _CALM)
+    def lower_caution(self, num_steps: int = 1) -> None:
+        """So many steps passed."""
+        for _ in range(num_steps):
+            if self.caution == _CALM:
+                return
+            self.caution = max(self.caution * _CALMING, _CALM)
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether caution is as low as it gets; until the next preemption it stays there, and
+        what running sequences are expected to need does not fall before they get it."""
+        return self.caution == _CALM
 
     def num_blocks(self, sequences: Iterable[Sequence]) -> int:
         """Blocks that `sequences` are expected to need beyond what they have or ask for.

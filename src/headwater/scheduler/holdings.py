@@ -27,6 +27,11 @@ class Holdings:
         self._cache = cache
         self._prefix_caching = prefix_caching
 
+    @property
+    def version(self) -> tuple[int, int]:
+        """Another value whenever other blocks are found, or more or fewer can be taken."""
+        return self._cache.tree.version, self._cache.num_available
+
     def match(self, sequence: Sequence) -> Match | None:
         """How much of its tokens is found; None when nothing is looked for.
 

@@ -1,6 +1,7 @@
 """Which waiting sequences start now."""
 
 from collections import Counter, deque
+from math import inf
 
 from headwater.cache import Match
 from headwater.scheduler.admission import Verdict, admits
@@ -34,6 +35,10 @@ class Intake:
         self._holdings = holdings
         self._growth = growth
         self._loads = loads
+        self._looked_at: tuple[object, ...] | None = None
+        """What `admit` saw when it let nobody in."""
+        self.recheck_s = inf
+        """When it would see another thing although nothing has happened."""
         self.is_paused = False
         """Whether only preempted sequences, which are not new, may start."""
         self.num_follows = 0
@@ -51,6 +56,16 @@ class Intake:
         waiting = self._roster.waiting
         return (waiting.num_preempted if self.is_paused else len(waiting)) > 0
 
+    @property
+    def is_futile(self) -> bool:
+        """Whether `admit`, called again before `recheck_s`, would change nothing: it let nobody
+        in, and there is neither more room nor anybody else since."""
+        return self._looked_at == self._sight() and self._growth.is_calm
+
+    def look_again(self) -> None:
+        """Something changed that `admit` has not seen."""
+        self._looked_at = None
+
     def admit(self, budget: StepBudget, now: float) -> list[Chunk]:
         """Start waiting sequences while the step has room; their first chunks.
 
@@ -61,6 +76,7 @@ class Intake:
         chunks: list[Chunk] = []
         blocked: list[Sequence] = []
         patience = self._config.max_passes
+        self.recheck_s = inf
         for sequence in list(self._roster.waiting):
             if self.is_paused and not sequence.num_preemptions:
                 continue
@@ -75,11 +91,24 @@ class Intake:
             elif verdict is Verdict.BLOCKED:
                 blocked.append(sequence)
                 patience = min(patience, self._patience(sequence))
+            if verdict is not Verdict.ADMITTED:
+                self.recheck_s = min(self.recheck_s, _wait_end_s(sequence, now))
             if not budget.has_room or patience <= 0 < len(blocked):
                 break
             if len(blocked) > self._config.lookahead:
                 break
+        self._looked_at = None if chunks else self._sight()
         return chunks
+
+    def _sight(self) -> tuple[object, ...]:
+        """All that verdicts depend on, but the time and the ends of transfers."""
+        roster = self._roster
+        return (
+            *self._holdings.version,
+            roster.waiting.version,
+            roster.num_running,
+            self._growth.mean_tokens,
+        )
 
     def _patience(self, sequence: Sequence) -> int:
         """How many more may pass a blocked sequence; a preempted one has no patience left."""
@@ -146,6 +175,14 @@ class Intake:
             num_growth=num_growth,
             num_running=self._roster.num_running,
         )
+
+
+def _wait_end_s(sequence: Sequence, now: float) -> float:
+    """When a sequence that does not start now stops waiting for others, if that is to come."""
+    ends: list[float | None] = [sequence.follow_until_s if sequence.leader is not None else None]
+    if sequence.load is not None:
+        ends.append(sequence.load.until_s)
+    return min((end for end in ends if end is not None and end > now), default=inf)
 
 
 def _pass(blocked: list[Sequence]) -> int:

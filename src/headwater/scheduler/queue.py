@@ -17,6 +17,8 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
         self.num_preempted = 0
+        self.version = 0
+        """Another number whenever somebody came or went."""
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -28,6 +30,7 @@ class WaitingQueue:
     def push(self, sequence: Sequence) -> None:
         """Take the place that its class, its arrival and its preemptions give it."""
         insort(self._sequences, sequence, key=_key)
+        self.version += 1
         self.num_preempted += sequence.num_preemptions > 0
 
     def remove(self, sequence: Sequence) -> None:
@@ -36,6 +39,7 @@ class WaitingQueue:
         if at == len(self._sequences) or self._sequences[at] is not sequence:
             raise ValueError(f"{sequence.request_id} does not wait")
         del self._sequences[at]
+        self.version += 1
         self.num_preempted -= sequence.num_preemptions > 0
 
 

@@ -19,6 +19,7 @@ from headwater.scheduler.batch import (
     build_batch,
 )
 from headwater.scheduler.budget import StepBudget
+from headwater.scheduler.coast import Quiet, coast, quiet
 from headwater.scheduler.config import SchedulerConfig
 from headwater.scheduler.demotions import Demotions
 from headwater.scheduler.flight import Flight
@@ -35,7 +36,7 @@ from headwater.scheduler.roster import Roster
 from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.scheduler.stats import SchedulerStats
 from headwater.scheduler.view import SequenceView, view_sequences
-from headwater.types import RequestId
+from headwater.types import RequestId, Tokens
 
 # Looking up a member of an enum takes longer than comparing it; these are read for each row.
 _LEAVING, _FINISHED = SequenceState.LEAVING, SequenceState.FINISHED
@@ -142,6 +143,7 @@ class Scheduler:
     def resume(self) -> None:
         """Admit again."""
         self._intake.is_paused = False
+        self._intake.look_again()
         self._is_stalled = False
 
     def learn(self, rates: Rates) -> None:
@@ -152,6 +154,7 @@ class Scheduler:
         """A transfer or a lookup ended. Late and duplicate ends change nothing."""
         self._demotions.land(outcome)
         self._loads.land(outcome, now=now)
+        self._intake.look_again()
         self._is_stalled = False
 
     def take_copies(self) -> list[Transfer | Lookup]:
@@ -195,6 +198,20 @@ class Scheduler:
             self._take_result(result, outputs, now)
         self._writes += self._demotions.plan(now)
         return outputs
+
+    def quiet(self) -> Quiet:
+        """How many steps from now on would decode the same rows and decide nothing, provided
+        that nothing arrives or lands meanwhile."""
+        if self._flights or self._outputs or self._writes or self._loads.plans:
+            return Quiet(0)
+        return quiet(self._roster, self._intake, self.config)
+
+    def coast(self, tokens: Tokens) -> None:
+        """Take in steps of a `quiet` stretch, one row of `tokens` each."""
+        coast(self._roster.decoding, tokens)
+        self._num_steps += len(tokens)
+        self._generated_tokens += tokens.size
+        self._growth.lower_caution(len(tokens))
 
     def stats(self) -> SchedulerStats:
         """A snapshot of every count. O(1)."""

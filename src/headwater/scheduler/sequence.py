@@ -272,6 +272,19 @@ class Sequence:
         self.num_scheduled = self.num_computed = self.num_tokens
         self._append(token)
 
+    def coast(self, tokens: Tokens, row: int) -> None:
+        """Steps that computed one token each, and chose `tokens`, were scheduled and collected."""
+        count = len(tokens)
+        self.num_scheduled += count
+        self.num_computed += count
+        self.row = row
+        at, end = self.num_tokens, self.num_tokens + count
+        while end > len(self._buffer):
+            self._lengthen()
+        self._buffer[at:end] = tokens
+        self.num_tokens = end
+        self.last_token = int(tokens[-1])
+
     def vacate(self) -> Slots:
         """Drop lease and table; the slots it alone held, which the caller must give back."""
         held = self.held_slots()
@@ -293,8 +306,8 @@ class Sequence:
     def _lengthen(self) -> None:
         """Room for twice the tokens, in a new array: batches in flight read the old one."""
         at = self.num_tokens
-        buffer = np.empty(min(2 * at, self.num_tokens_end), dtype=np.int32)
-        buffer[:at] = self._buffer
+        buffer = np.empty(min(2 * len(self._buffer), self.num_tokens_end), dtype=np.int32)
+        buffer[:at] = self._buffer[:at]
         self._buffer = buffer
 
     def _start_over(self) -> None:

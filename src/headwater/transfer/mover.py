@@ -15,7 +15,7 @@ from headwater.errors import ConfigError, InvariantError
 from headwater.storage.base import StorageStats
 from headwater.transfer.completions import Completion, CompletionQueue
 from headwater.transfer.meter import LinkMeter, LinkRate
-from headwater.transfer.workers import Report, StorageWorkers, Task
+from headwater.transfer.workers import Report, Task
 from headwater.types import JobId, Tier
 
 
@@ -33,6 +33,19 @@ class DeviceCopier(Protocol):
 
     def close(self) -> None:
         """End the threads, streams and pinned memory. Twice is safe."""
+
+
+class StorageExecutor(Protocol):
+    """Carries out plans that read, write or ask storage: threads, or a simulator's hands."""
+
+    def start(self, plan: Transfer | Lookup, report: Report, *, deadline_s: float) -> Task:
+        """Begin as soon as there is a hand free; `report` is told once, at the end."""
+
+    def stats(self) -> StorageStats:
+        """What storage says of itself."""
+
+    def close(self) -> None:
+        """End without waiting for what has begun. Twice is safe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +107,7 @@ class Mover:
     def __init__(
         self,
         copier: DeviceCopier | None = None,
-        workers: StorageWorkers | None = None,
+        workers: StorageExecutor | None = None,
         config: TransferConfig | None = None,
         *,
         block_bytes: int = 0,
@@ -157,7 +170,7 @@ class Mover:
 
     def storage_stats(self) -> StorageStats | None:
         """What storage says of itself, where there is any."""
-        return None if self._workers is None else self._workers.backend.stats()
+        return None if self._workers is None else self._workers.stats()
 
     def close(self) -> None:
         """End the executors without waiting for what they have begun. Twice is safe."""

@@ -12,7 +12,7 @@ from threading import Thread
 from headwater.cache import Ending, Lookup, Promotion, Transfer
 from headwater.clock import Clock
 from headwater.errors import StorageError, StorageTimeout
-from headwater.storage.base import BlockRead, BlockWrite, StorageBackend
+from headwater.storage.base import BlockRead, BlockWrite, StorageBackend, StorageStats
 from headwater.transfer.completions import Completion
 from headwater.transfer.slab import HostSlab
 
@@ -65,6 +65,10 @@ class StorageWorkers:
         task = Task(plan, report, deadline_s)
         self._queues[_kind(plan)].put(task)
         return task
+
+    def stats(self) -> StorageStats:
+        """What the backend says of itself; never blocks."""
+        return self.backend.stats()
 
     def close(self) -> None:
         """Let each thread end after what it is doing, and wait for none. Twice is safe."""

@@ -1,0 +1,114 @@
+"""What a step and a copy take: a few coefficients, and machines whose coefficients are known.
+
+    step  = launch + max(weights, token × tokens) + pair × pairs + row × rows + context × KV read
+    copy  = latency + bytes / bandwidth, the bandwidth shared by the copies of one link
+
+`pairs` are (token, token before it) pairs of the prompts being computed: attention grows with
+the square of a prompt. Decoding rows read the KV of all their tokens; `KV read` counts those.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwater.errors import ConfigError
+
+GIB = 1 << 30
+
+Count = TypeVar("Count", int, NDArray[np.int64])
+
+LINKS = ("device_to_host", "host_to_device", "host_to_storage", "storage_to_host", "lookup")
+"""Every link between tiers, by the name it has in an engine's statistics."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """Seconds that the parts of a step take."""
+
+    launch_s: float
+    """Every step: deciding, launching kernels, sampling."""
+
+    weights_s: float
+    """Every step: reading the weights once. Computing tokens hides it, or is hidden by it."""
+
+    token_s: float
+    """A token through the layers, whether of a prompt or chosen before."""
+
+    pair_s: float
+    """A pair of tokens of a prompt in attention."""
+
+    row_s: float = 0.0
+    """A decoding row, beyond its token."""
+
+    context_token_s: float = 0.0
+    """A token whose KV a decoding row reads."""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if not 0.0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name} is seconds, got {getattr(self, name)}")
+        if self.launch_s + self.weights_s <= 0:
+            raise ConfigError("a step that takes no time at all would never end")
+
+    def seconds(
+        self, *, prompt_tokens: int, pairs: int, rows: int, context: Count
+    ) -> "float | NDArray[np.floating[Any]]":
+        """One step, or one a `context`: always the same operations in the same order, so that
+        many steps at once take bit for bit what they take one by one."""
+        fixed = self.launch_s + max(self.weights_s, self.token_s * (prompt_tokens + rows))
+        return (
+            fixed + self.pair_s * pairs + self.row_s * rows
+        ) + self.context_token_s * context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkCost:
+    """One direction between two tiers."""
+
+    bytes_s: float
+    """Of all its copies together."""
+
+    latency_s: float = 0.0
+    """Of each copy, however small; it takes none of the bandwidth."""
+
+    max_jobs: int | None = None
+    """Copies at once; more wait in line. None is as many as there are."""
+
+    step_share: float = 0.0
+    """By how much of itself a step gets longer while the link is busy."""
+
+    def __post_init__(self) -> None:
+        if not self.bytes_s > 0 or self.latency_s < 0:
+            raise ConfigError(f"a link of {self.bytes_s} B/s and {self.latency_s} s is none")
+        if self.max_jobs is not None and self.max_jobs < 1:
+            raise ConfigError(f"a link that carries {self.max_jobs} copies carries nothing")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """A model on a device, with what is around it."""
+
+    name: str
+    kv_token_bytes: int
+    """KV of one token over all layers."""
+
+    step: StepCost
+    links: Mapping[str, LinkCost] = field(default_factory=dict)
+    device_gib: float
+    """Device memory left for KV, unless the command line says otherwise."""
+
+    max_num_seqs: int = 256
+    max_batched_tokens: int = 8192
+    note: str = ""
+    """Where the figures come from."""
+
+    def block_bytes(self, block_tokens: int) -> int:
+        """Bytes of one block."""
+        return self.kv_token_bytes * block_tokens
+
+    def num_blocks(self, gib: float, block_tokens: int) -> int:
+        """Blocks that fit into `gib`."""
+        return int(gib * GIB) // self.block_bytes(block_tokens)

@@ -1,0 +1,224 @@
+"""The hands of a simulated engine: nothing is computed or copied, only time passes."""
+
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwater.cache import Ending, Lookup, Promotion, Transfer
+from headwater.clock import VirtualClock
+from headwater.replay.cost import StepCost
+from headwater.replay.links import Delivery, SharedLink
+from headwater.scheduler.batch import ScheduledBatch, StepResult
+from headwater.storage.base import StorageStats
+from headwater.transfer.completions import Completion
+from headwater.transfer.mover import link_of
+from headwater.transfer.workers import Report, Task
+from headwater.types import BlockKey, Tokens
+
+_LOOKUP_BYTES = 32
+"""A key, of each block that storage is asked for."""
+
+
+class Stretch(NamedTuple):
+    """Steps that decode the same rows, one after the other."""
+
+    end_s: NDArray[np.float64]
+    """When each step ends."""
+
+    tokens: Tokens
+    """One row a step, one column a sequence."""
+
+
+class SimRunner:
+    """A `Runner` whose steps take what the cost model says. Chooses each token once, ever: no
+    output is a prefix of another."""
+
+    depth = 1
+
+    def __init__(
+        self, cost: StepCost, clock: VirtualClock, links: Mapping[str, SharedLink]
+    ) -> None:
+        self._cost = cost
+        self._clock = clock
+        self._dragging = [link for link in links.values() if link.cost.step_share > 0]
+        self._submitted: deque[ScheduledBatch] = deque()
+        self._num_chosen = 0
+        self.num_tokens = 0
+        """Computed so far."""
+
+    def submit(self, batch: ScheduledBatch) -> None:
+        """Queue `batch`."""
+        self._submitted.append(batch)
+
+    def collect(self) -> StepResult:
+        """Let the time of the oldest batch pass."""
+        batch = self._submitted.popleft()
+        counts = np.diff(batch.query_start)
+        ends = batch.context_lens.astype(np.int64)
+        # A prompt's last chunk may be a single token: for its time that is a decoding row.
+        decodes = counts == 1
+        context = int(ends[decodes].sum())
+        rows = int(decodes.sum())
+        counts, ends = counts[~decodes].astype(np.int64), ends[~decodes]
+        # A chunk [start, end) has its tokens see all before it and themselves.
+        pairs = int((counts * (ends - counts) + counts * (counts + 1) // 2).sum())
+        seconds = self._cost.seconds(
+            prompt_tokens=int(counts.sum()), pairs=pairs, rows=rows, context=context
+        )
+        self._clock.advance(float(seconds) * self._drag())
+        self.num_tokens += len(batch.tokens)
+        chosen = len(batch.sampled)
+        return StepResult(
+            step=batch.step, tokens=self._choose(1, chosen)[0], logprobs=[None] * chosen
+        )
+
+    def stretch(self, contexts: Sequence[int], num_steps: int, until_s: float) -> Stretch:
+        """Steps that decode rows of so many tokens each, the step's own included: at most
+        `num_steps`, and only such as begin before `until_s`. The time passes."""
+        rows = len(contexts)
+        context = sum(contexts) + rows * np.arange(num_steps, dtype=np.int64)
+        seconds = self._cost.seconds(prompt_tokens=0, pairs=0, rows=rows, context=context)
+        times = np.concatenate(([self._clock.now()], seconds * self._drag())).cumsum()
+        count = int(np.searchsorted(times[:-1], until_s, side="left"))
+        ends = times[1 : count + 1]
+        if count:
+            self._clock.move_to(float(ends[-1]))
+        self.num_tokens += count * rows
+        return Stretch(ends, self._choose(count, rows))
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _drag(self) -> float:
+        return 1.0 + sum(link.cost.step_share for link in self._dragging if link.is_busy)
+
+    def _choose(self, num_steps: int, rows: int) -> Tokens:
+        """New tokens, below all that prompts have."""
+        start = -1 - self._num_chosen
+        self._num_chosen += num_steps * rows
+        flat = np.arange(start, start - num_steps * rows, -1, dtype=np.int32)
+        return flat.reshape(num_steps, rows)
+
+
+class SimCopier:
+    """A `DeviceCopier` over two links."""
+
+    def __init__(
+        self, links: Mapping[str, SharedLink], clock: VirtualClock, block_bytes: int
+    ) -> None:
+        self._links = links
+        self._clock = clock
+        self._block_bytes = block_bytes
+
+    def start(self, transfer: Transfer, report: Report) -> None:
+        """Put it on its link."""
+        blocks = transfer.num_blocks
+        link = self._links[link_of(transfer)]
+
+        def arrive(delivery: Delivery) -> None:
+            report(Completion(transfer.job, Ending.DONE, blocks, delivery.busy_s))
+
+        link.start(blocks * self._block_bytes, arrive, now=self._clock.now())
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class SimStore:
+    """Keys that a storage of some size has; the one used longest ago goes first."""
+
+    def __init__(self, capacity_blocks: int) -> None:
+        self.capacity_blocks = capacity_blocks
+        self._keys: OrderedDict[BlockKey, None] = OrderedDict()
+        self.num_evicted = 0
+        self.num_read = 0
+        self.num_written = 0
+        self.num_absent = 0
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def leading(self, keys: Sequence[BlockKey]) -> int:
+        """How many keys, from the first on, are there."""
+        return next((i for i, key in enumerate(keys) if key not in self._keys), len(keys))
+
+    def read(self, keys: Sequence[BlockKey]) -> int:
+        """The same; those were used just now."""
+        found = self.leading(keys)
+        for key in reversed(keys[:found]):
+            self._keys.move_to_end(key)
+        self.num_read += found
+        self.num_absent += len(keys) - found
+        return found
+
+    def write(self, keys: Sequence[BlockKey]) -> None:
+        """Have these, the first of them as the most recent."""
+        for key in reversed(keys):
+            self.num_written += key not in self._keys
+            self._keys[key] = None
+            self._keys.move_to_end(key)
+        while len(self._keys) > self.capacity_blocks:
+            self._keys.popitem(last=False)
+            self.num_evicted += 1
+
+
+class SimStorage:
+    """A `StorageExecutor` over the links to a `SimStore`, which instances may share."""
+
+    def __init__(
+        self,
+        store: SimStore,
+        links: Mapping[str, SharedLink],
+        clock: VirtualClock,
+        block_bytes: int,
+    ) -> None:
+        self._store = store
+        self._links = links
+        self._clock = clock
+        self._block_bytes = block_bytes
+
+    def start(self, plan: Transfer | Lookup, report: Report, *, deadline_s: float) -> Task:
+        """Put it on its link; what is there is seen when it arrives."""
+        task = Task(plan, report, deadline_s)
+        task.claim()  # a deadline that comes first ends the wait, as with a thread at work
+        size = _LOOKUP_BYTES if isinstance(plan, Lookup) else self._block_bytes
+
+        def arrive(delivery: Delivery) -> None:
+            report(self._end(plan)._replace(busy_s=delivery.busy_s))
+
+        self._links[link_of(plan)].start(plan.num_blocks * size, arrive, now=self._clock.now())
+        return task
+
+    def stats(self) -> StorageStats:
+        """What was moved so far."""
+        store = self._store
+        return StorageStats(
+            backend="simulated",
+            num_blocks=len(store),
+            used_bytes=len(store) * self._block_bytes,
+            capacity_bytes=store.capacity_blocks * self._block_bytes,
+            blocks_read=store.num_read,
+            bytes_read=store.num_read * self._block_bytes,
+            blocks_written=store.num_written,
+            bytes_written=store.num_written * self._block_bytes,
+            blocks_absent=store.num_absent,
+            blocks_evicted=store.num_evicted,
+            reasons={},
+        )
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _end(self, plan: Transfer | Lookup) -> Completion:
+        if isinstance(plan, Lookup):
+            return Completion(plan.job, Ending.DONE, self._store.leading(plan.keys()))
+        if isinstance(plan, Promotion):
+            found = self._store.read(plan.keys)
+            if found < plan.num_blocks:
+                return Completion(plan.job, Ending.ABSENT, found, reason="absent")
+            return Completion(plan.job, Ending.DONE, found)
+        self._store.write(plan.keys)
+        return Completion(plan.job, Ending.DONE, plan.num_blocks)

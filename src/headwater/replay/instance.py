@@ -1,0 +1,175 @@
+"""One simulated engine: the real loop, scheduler, cache and mover, with hands that only wait."""
+
+from collections import deque
+from collections.abc import Mapping
+from itertools import pairwise
+from math import inf
+
+import numpy as np
+
+from headwater.cache import TieredCache
+from headwater.clock import VirtualClock
+from headwater.engine.core import EngineCore
+from headwater.errors import RequestError
+from headwater.replay.hands import SimCopier, SimRunner, SimStorage, SimStore
+from headwater.replay.links import SharedLink
+from headwater.replay.served import Served
+from headwater.replay.settings import SimConfig
+from headwater.replay.trace import TraceRequest
+from headwater.scheduler.request import Request, SamplingParams
+from headwater.scheduler.scheduler import Scheduler
+from headwater.transfer.mover import Mover
+from headwater.types import RequestId
+
+_MAX_WAITING = 1024
+"""Requests that wait in the engine's own queue. More wait before it, as in a server's, without
+their tokens: nothing that far back could be admitted."""
+
+
+class SimInstance:
+    """An engine with a clock of its own, which stands at the end of its last step."""
+
+    def __init__(
+        self,
+        number: int,
+        config: SimConfig,
+        links: Mapping[str, SharedLink],
+        store: SimStore | None,
+    ) -> None:
+        self.number = number
+        self.clock = VirtualClock()
+        self.cache = TieredCache(config.cache())
+        self.scheduler = Scheduler(config.scheduler(), self.cache)
+        self.runner = SimRunner(config.machine.step, self.clock, links)
+        self.mover = _mover(config, links, store, self.clock)
+        self.core = EngineCore(self.scheduler, self.runner, self.clock, self.mover)
+        self.served: list[Served] = []
+        """Everything it was given, in that order."""
+        self._fast_forward = config.fast_forward
+        self._line: deque[tuple[RequestId, TraceRequest]] = deque()
+        self._alive: dict[RequestId, Served] = {}
+        self.num_turns = 0
+        """Turns of the real loop; steps that were taken many at once are not among them."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have arrived and not started."""
+        return self.scheduler.stats().num_waiting + len(self._line)
+
+    @property
+    def num_alive(self) -> int:
+        """Requests that have arrived and not ended."""
+        return len(self._alive)
+
+    def give(self, number: int, request: TraceRequest, now: float) -> None:
+        """A request arrives at `now`; an idle engine's clock is set to that."""
+        if not self.core.has_work:
+            self.clock.move_to(max(self.clock.now(), now))
+        name = RequestId(str(number))
+        served = Served(
+            arrival_s=request.arrival_s,
+            prompt_tokens=request.input_length,
+            instance=self.number,
+        )
+        self.served.append(served)
+        self._alive[name] = served
+        self._line.append((name, request))
+        self._fill()
+
+    def wake(self, now: float) -> None:
+        """Something for it came at `now`; an idle engine's clock is set to that."""
+        if self.clock.now() < now:
+            self.clock.move_to(now)
+
+    def ready_s(self) -> float:
+        """When its next turn begins, if nothing comes before; never is infinite."""
+        if self.core.has_work:
+            return self.clock.now()
+        return max(self._deadline_s(), self.clock.now())
+
+    def turn(self, until_s: float) -> int:
+        """Let it do what comes next: one step, or those before `until_s` in which nothing is
+        decided. The number of requests that ended."""
+        if self._fast_forward and self._coast(until_s):
+            return 0
+        self.num_turns += 1
+        ended = 0
+        outputs = self.core.step()
+        now = self.clock.now()
+        for output in outputs:
+            served = self._alive[output.request_id]
+            if output.usage is not None:
+                served.usage = output.usage
+            served.note(len(output.tokens), now)
+            if output.finish_reason is not None:
+                served.finished = True
+                del self._alive[output.request_id]
+                ended += 1
+        if self._line:
+            self._fill()
+        return ended
+
+    def _coast(self, until_s: float) -> int:
+        """Take steps that decide nothing, if the next one is such; how many."""
+        if self.mover.has_news(self.clock.now()):
+            return 0
+        num_steps, quiet_s, decoding = self.scheduler.quiet()
+        if num_steps < 2:
+            return 0
+        until_s = min(until_s, quiet_s, self._deadline_s())
+        contexts = [s.num_scheduled + 1 for s in decoding]
+        ends, tokens = self.runner.stretch(contexts, num_steps, until_s)
+        if not len(ends):
+            return 0
+        times = ends.tolist()
+        gaps = np.array([later - earlier for earlier, later in pairwise(times)]).tobytes()
+        self.scheduler.coast(tokens)
+        for sequence in decoding:
+            served = self._alive[sequence.request_id]
+            served.note(1, times[0])
+            served.gaps_s.frombytes(gaps)
+            served.num_output += len(times) - 1
+            served.last_s = times[-1]
+        return len(times)
+
+    def _deadline_s(self) -> float:
+        """When a wait for a copy ends although the copy has not."""
+        ends = (self.mover.wake_s, self.scheduler.wake_s)
+        return min((end for end in ends if end is not None), default=inf)
+
+    def _fill(self) -> None:
+        """Hand waiting requests to the engine while its own queue is short."""
+        room = _MAX_WAITING - self.scheduler.stats().num_waiting
+        while self._line and room > 0:
+            name, request = self._line.popleft()
+            served = self._alive[name]
+            try:
+                self.core.add(_as_request(name, request))
+                room -= 1
+            except RequestError as error:
+                served.refused = type(error).__name__
+                del self._alive[name]
+
+
+def _as_request(name: RequestId, request: TraceRequest) -> Request:
+    return Request(
+        request_id=name,
+        tokens=request.prompt(),
+        params=SamplingParams(max_tokens=max(request.output_length, 1), ignore_eos=True),
+        arrival_s=request.arrival_s,
+    )
+
+
+def _mover(
+    config: SimConfig,
+    links: Mapping[str, SharedLink],
+    store: SimStore | None,
+    clock: VirtualClock,
+) -> Mover:
+    if not config.host_gib:
+        return Mover()
+    copier = SimCopier(links, clock, config.block_bytes)
+    storage = None
+    if store is not None:
+        storage = SimStorage(store, links, clock, config.block_bytes)
+    return Mover(copier, storage, block_bytes=config.block_bytes)

@@ -1,0 +1,101 @@
+"""Links on which copies get in each other's way.
+
+The copies on a link share its bandwidth evenly from moment to moment; one that comes slows
+those that are there, one that ends speeds up the rest. The arithmetic is in bytes per copy:
+`_served` grows by bandwidth / copies each second, and a copy is through when it has grown by the
+copy's bytes since it began. So each event costs a heap operation, whatever is on the link.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf
+
+from headwater.replay.cost import LinkCost
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A copy that ended."""
+
+    end_s: float
+    busy_s: float
+    """Since it began to move; waiting in line does not count."""
+
+
+Arrive = Callable[[Delivery], None]
+"""Told once, when the copy's bytes are there."""
+
+
+class SharedLink:
+    """One link. Times given to it never run backwards."""
+
+    def __init__(self, cost: LinkCost) -> None:
+        self.cost = cost
+        self.num_bytes = 0
+        """Carried or being carried since the beginning."""
+        self.busy_s = 0.0
+        """Seconds in which at least one copy was on it."""
+        self._now_s = 0.0
+        self._served = 0.0
+        self._moving: list[tuple[float, int, float, Arrive]] = []
+        """A heap by the value of `_served` at which each is through."""
+        self._line: deque[tuple[int, Arrive]] = deque()
+        self._landing: deque[tuple[float, float, Arrive]] = deque()
+        """Through, and not there before the latency has passed. In order of time."""
+        self._num_begun = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a copy is moving."""
+        return bool(self._moving)
+
+    def start(self, num_bytes: int, arrive: Arrive, *, now: float) -> None:
+        """Begin to copy, or wait in line for it."""
+        self._advance(now)
+        self.num_bytes += num_bytes
+        most = self.cost.max_jobs
+        if most is not None and len(self._moving) >= most:
+            self._line.append((num_bytes, arrive))
+        else:
+            self._begin(num_bytes, arrive)
+
+    def next_s(self) -> float:
+        """When the next copy arrives if no other is started; never is infinite."""
+        landing = self._landing[0][0] if self._landing else inf
+        if not self._moving:
+            return landing
+        return min(landing, self._through_s() + self.cost.latency_s)
+
+    def deliver(self, now: float) -> None:
+        """Tell of every copy that arrived by `now`, in order of time."""
+        self._advance(now)
+        while self._landing and self._landing[0][0] <= now:
+            end_s, began_s, arrive = self._landing.popleft()
+            arrive(Delivery(end_s, end_s - began_s))
+
+    def _begin(self, num_bytes: int, arrive: Arrive) -> None:
+        self._num_begun += 1
+        end = self._served + num_bytes
+        heappush(self._moving, (end, self._num_begun, self._now_s, arrive))
+
+    def _through_s(self) -> float:
+        """When the first of those that move is through, if nothing comes between."""
+        left = max(self._moving[0][0] - self._served, 0.0)
+        return self._now_s + left * len(self._moving) / self.cost.bytes_s
+
+    def _advance(self, now: float) -> None:
+        while self._moving and (through_s := self._through_s()) <= now:
+            end, _, began_s, arrive = heappop(self._moving)
+            self.busy_s += through_s - self._now_s
+            self._now_s, self._served = through_s, end
+            self._landing.append((through_s + self.cost.latency_s, began_s, arrive))
+            if self._line:
+                self._begin(*self._line.popleft())
+        if self._moving:
+            self._served += (now - self._now_s) * self.cost.bytes_s / len(self._moving)
+            self.busy_s += now - self._now_s
+        else:
+            self._served = 0.0
+        self._now_s = max(self._now_s, now)

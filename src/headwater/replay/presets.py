@@ -1,0 +1,68 @@
+"""Machines that this project measured, by the name they have on the command line."""
+
+from headwater.errors import ConfigError
+from headwater.replay.cost import LinkCost, Machine, StepCost
+
+_H200_8B = Machine(
+    name="h200-8b",
+    note=(
+        "H200 and the Llama-3.1-8B shape in bfloat16. Decoding: captured graphs, 160, 4,678, "
+        "12,740 and 16,058 tokens/s at 1, 32, 128 and 256 rows of 1 k context; prompts: 250 ms "
+        "for 8 k tokens, 1,375 ms for 32 k; copies beside decoding: 45 and 46 GB/s; direct "
+        "file I/O: 1.8 and 1.1 GB/s"
+    ),
+    kv_token_bytes=32 * 2 * 8 * 128 * 2,
+    step=StepCost(
+        launch_s=2.3e-3,
+        weights_s=3.75e-3,
+        token_s=2.62e-5,
+        pair_s=9.3e-10,
+        row_s=4.0e-6,
+        context_token_s=3.05e-8,
+    ),
+    links={
+        "device_to_host": LinkCost(bytes_s=46e9, latency_s=2e-5, step_share=0.007),
+        "host_to_device": LinkCost(bytes_s=45e9, latency_s=2e-5, step_share=0.023),
+        "host_to_storage": LinkCost(bytes_s=1.1e9, latency_s=1e-3, max_jobs=2),
+        "storage_to_host": LinkCost(bytes_s=1.8e9, latency_s=1e-3, max_jobs=2),
+        "lookup": LinkCost(bytes_s=1e9, latency_s=5e-4, max_jobs=2),
+    },
+    device_gib=100.0,
+)
+
+_CPU_100M = Machine(
+    name="cpu-100m",
+    note=(
+        "~100 M weights in float32 on one of two cores of an AMD EPYC that others used too: "
+        "32, 64 and 119 ms between tokens at 1, 8 and 32 rows; 2.2 s for a prompt of 1,024 "
+        "tokens; file I/O 3.1 and 2.4 GB/s"
+    ),
+    kv_token_bytes=12 * 2 * 4 * 64 * 4,
+    step=StepCost(
+        launch_s=4e-3,
+        weights_s=25e-3,
+        token_s=7.7e-4,
+        pair_s=2.7e-6,
+        row_s=2.0e-3,
+        context_token_s=5e-7,
+    ),
+    links={
+        "device_to_host": LinkCost(bytes_s=4e9, latency_s=1e-4, max_jobs=1),
+        "host_to_device": LinkCost(bytes_s=4e9, latency_s=1e-4, max_jobs=1),
+        "host_to_storage": LinkCost(bytes_s=2.4e9, latency_s=1e-3, max_jobs=2),
+        "storage_to_host": LinkCost(bytes_s=3.1e9, latency_s=1e-3, max_jobs=2),
+        "lookup": LinkCost(bytes_s=1e9, latency_s=5e-4, max_jobs=2),
+    },
+    device_gib=2.0,
+    max_num_seqs=64,
+    max_batched_tokens=2048,
+)
+
+PRESETS = {machine.name: machine for machine in (_H200_8B, _CPU_100M)}
+
+
+def preset(name: str) -> Machine:
+    """The machine of that name."""
+    if name not in PRESETS:
+        raise ConfigError(f"unknown machine {name!r}; known: {', '.join(sorted(PRESETS))}")
+    return PRESETS[name]

@@ -1,0 +1,45 @@
+"""What became of each request of a replay, as it would have been seen by its client."""
+
+from array import array
+from dataclasses import dataclass, field
+
+from headwater.scheduler.usage import Usage
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Served:
+    """One request on its way, and at its end. Times are seconds of the virtual clock."""
+
+    arrival_s: float
+    prompt_tokens: int
+    instance: int = 0
+    first_s: float | None = None
+    """Its first token."""
+
+    last_s: float = 0.0
+    """Its last token so far."""
+
+    num_output: int = 0
+    gaps_s: "array[float]" = field(default_factory=lambda: array("d"))
+    """Between its tokens."""
+
+    usage: Usage | None = None
+    finished: bool = False
+    refused: str | None = None
+    """Why it could never be served."""
+
+    @property
+    def ttft_s(self) -> float:
+        """From its arrival to its first token; endless without one."""
+        return float("inf") if self.first_s is None else self.first_s - self.arrival_s
+
+    def note(self, num_tokens: int, now: float) -> None:
+        """Tokens came."""
+        if not num_tokens:
+            return
+        if self.first_s is None:
+            self.first_s = now
+        else:
+            self.gaps_s.append(now - self.last_s)
+        self.last_s = now
+        self.num_output += num_tokens

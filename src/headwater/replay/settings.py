@@ -1,0 +1,79 @@
+"""What is simulated: a machine, the sizes of its tiers, the policies, how many of it."""
+
+from dataclasses import dataclass
+
+from headwater.cache import CacheConfig
+from headwater.errors import ConfigError
+from headwater.replay.cost import Machine
+from headwater.scheduler.config import SchedulerConfig
+from headwater.types import WritePolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimConfig:
+    """One deployment: `num_instances` engines alike, one storage that they share."""
+
+    machine: Machine
+    device_gib: float | None = None
+    """Of each instance; None is the machine's own."""
+
+    host_gib: float = 0.0
+    """Of each instance; 0 is no host tier."""
+
+    storage_gib: float = 0.0
+    """Of all instances together; 0 is no storage."""
+
+    num_instances: int = 1
+    router: str = "round_robin"
+    block_tokens: int = 64
+    max_num_seqs: int | None = None
+    max_batched_tokens: int | None = None
+    max_model_len: int = 1 << 20
+    eviction: str = "lru"
+    write_policy: str = "write_through_selective"
+    load_policy: str = "priced"
+    fast_forward: bool = True
+    """Whether steps that decide nothing are taken many at once. The outcome is the same."""
+
+    def __post_init__(self) -> None:
+        if self.num_instances < 1:
+            raise ConfigError(f"{self.num_instances} instances serve nothing")
+        if self.storage_gib and not self.host_gib:
+            raise ConfigError("storage needs a host tier to pass through: give --host-gib")
+        for name in ("device_gib", "host_gib", "storage_gib"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < float("inf"):
+                raise ConfigError(f"{name} is a size in GiB, got {value}")
+        if self.cache().device_blocks < 1:
+            raise ConfigError("the device's memory does not hold one block")
+
+    @property
+    def block_bytes(self) -> int:
+        return self.machine.block_bytes(self.block_tokens)
+
+    @property
+    def storage_blocks(self) -> int:
+        return self.machine.num_blocks(self.storage_gib, self.block_tokens)
+
+    def cache(self) -> CacheConfig:
+        """The settings of each instance's cache."""
+        machine = self.machine
+        gib = machine.device_gib if self.device_gib is None else self.device_gib
+        return CacheConfig(
+            device_blocks=machine.num_blocks(gib, self.block_tokens),
+            block_tokens=self.block_tokens,
+            host_blocks=machine.num_blocks(self.host_gib, self.block_tokens),
+            storage=self.storage_blocks > 0,
+            write_policy=WritePolicy(self.write_policy),
+            eviction=self.eviction,
+        )
+
+    def scheduler(self) -> SchedulerConfig:
+        """The settings of each instance's scheduler."""
+        machine = self.machine
+        return SchedulerConfig(
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs or machine.max_num_seqs,
+            max_batched_tokens=self.max_batched_tokens or machine.max_batched_tokens,
+            load_policy=self.load_policy,  # type: ignore[arg-type]
+        )
