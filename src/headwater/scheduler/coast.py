@@ -32,10 +32,10 @@ class Quiet(NamedTuple):
 def quiet(roster: Roster, intake: Intake, config: SchedulerConfig) -> Quiet:
     """What is certain when no step is in flight and nothing waits to be handed out."""
     decoding = roster.decoding
-    if not decoding or roster.prefilling or roster.leaving or roster.departing:
+    if not decoding or roster.prefilling or roster.leaving:
         return Quiet(0)
     until_s = inf
-    if intake.has_candidates and len(decoding) < config.max_num_seqs:
+    if intake.has_candidates and roster.num_running < config.max_num_seqs:
         if not intake.is_futile:
             return Quiet(0)
         until_s = intake.recheck_s

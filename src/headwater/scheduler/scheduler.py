@@ -202,7 +202,9 @@ class Scheduler:
     def quiet(self) -> Quiet:
         """How many steps from now on would decode the same rows and decide nothing, provided
         that nothing arrives or lands meanwhile."""
-        if self._flights or self._outputs or self._writes or self._loads.plans:
+        if self._flights or self._outputs or self.handoffs.outputs:
+            return Quiet(0)
+        if self._writes or self._loads.plans:
             return Quiet(0)
         return quiet(self._roster, self._intake, self.config)
 
@@ -394,4 +396,5 @@ class Scheduler:
 
     def _stir(self) -> None:
         """Somebody may start who could not before."""
+        self._intake.look_again()
         self._is_stalled = False
