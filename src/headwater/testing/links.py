@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Condition, Event, RLock, Thread
-from typing import TypeVar
 
 import numpy as np
 
@@ -30,8 +29,6 @@ from headwater.disagg.link import (
 )
 from headwater.disagg.links.frames import SentPiece
 from headwater.disagg.links.landing import LeaseBook
-
-T = TypeVar("T")
 
 _WAIT_S = 30.0
 
@@ -68,11 +65,13 @@ class EventLog:
 
     def outcome(self, job: int, timeout_s: float = _WAIT_S) -> SenderEvent:
         """How a push ended; waits for it."""
-        return self._await(lambda: next(iter(self.outcomes(job)), None), timeout_s)
+        self._await(lambda: bool(self.outcomes(job)), timeout_s)
+        return self.outcomes(job)[0]
 
     def quiet(self, lease: int, timeout_s: float = _WAIT_S) -> Quiet:
         """The last word on a lease; waits for it."""
-        return self._await(lambda: next(iter(self.quiets(lease)), None), timeout_s)
+        self._await(lambda: bool(self.quiets(lease)), timeout_s)
+        return self.quiets(lease)[0]
 
     def outcomes(self, job: int) -> list[SenderEvent]:
         """Every outcome of a push so far; there should never be two."""
@@ -92,14 +91,12 @@ class EventLog:
 
     def await_landed(self, lease: int, count: int, timeout_s: float = _WAIT_S) -> None:
         """Return when so many blocks have landed."""
-        self._await(lambda: len(self.landed(lease)) >= count or None, timeout_s)
+        self._await(lambda: len(self.landed(lease)) >= count, timeout_s)
 
-    def _await(self, find: Callable[[], T | None], timeout_s: float) -> T:
+    def _await(self, came: Callable[[], bool], timeout_s: float) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: find() is not None, timeout_s)
-            found = find()
-        assert found is not None, f"nothing came within {timeout_s:g} s; {self.events[-20:]}"
-        return found
+            in_time = self._changed.wait_for(came, timeout_s)
+        assert in_time, f"nothing came within {timeout_s:g} s; {self.events[-20:]}"
 
 
 @dataclass
