@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import headwater
+from headwater.cache import Hint
 from headwater.engine import wire
 from headwater.errors import EngineDead, ModelError, PromptTooLong
 from headwater.metrics.stats import EngineStats, TierStats
@@ -33,6 +34,8 @@ def test_a_request_survives_the_journey():
         cache_salt="tenant",
         load_policy="deadline",
         load_timeout_s=0.5,
+        session_id="s",
+        cache_hint=Hint(returns_in_s=2.5),
     )
 
     message = wire.decode_to_engine(wire.encode(wire.pack_request(request)))
@@ -46,6 +49,7 @@ def test_a_request_survives_the_journey():
     assert (arrived.request_id, arrived.arrival_s) == ("r", 1.25)
     assert (arrived.priority, arrived.cache_salt) == (-3, "tenant")
     assert (arrived.load_policy, arrived.load_timeout_s) == ("deadline", 0.5)
+    assert (arrived.session_id, arrived.cache_hint) == ("s", Hint(returns_in_s=2.5))
 
 
 def test_an_output_survives_the_journey():

@@ -31,7 +31,7 @@ class AsyncEngine:
         """`child` belongs to this object from now on; call `start` before anything else."""
         self._child = child
         self._mailboxes: dict[str, Mailbox] = {}
-        self._calls: dict[int, asyncio.Future[wire.Reply | wire.Sight]] = {}
+        self._calls: dict[int, asyncio.Future[wire.Answer]] = {}
         self._numbers = itertools.count()
         self._info: EngineInfo | None = None
         self._dead: str | None = None
@@ -127,6 +127,12 @@ class AsyncEngine:
     async def reset_cache(self) -> None:
         await self._call("reset_cache")
 
+    async def close_session(self, session_id: str, cache_salt: str) -> bool:
+        number = next(self._numbers)
+        closed = await self._ask(number, wire.CloseSession(number, session_id, cache_salt))
+        assert isinstance(closed, wire.Closed), "it is answered with a closed"
+        return closed.known
+
     async def pause(self) -> None:
         await self._call("pause")
 
@@ -152,13 +158,13 @@ class AsyncEngine:
             raise RequestError(reply.refusal)
         return reply
 
-    async def _ask(self, number: int, message: wire.ToEngine) -> wire.Reply | wire.Sight:
+    async def _ask(self, number: int, message: wire.ToEngine) -> wire.Answer:
         """Send a message that is answered with one of the same number; the answer."""
         self._check_alive()
         future = self._calls[number] = self._loop.create_future()
         try:
             self._send(message)
-            answer: wire.Reply | wire.Sight = await future
+            answer: wire.Answer = await future
             return answer
         finally:
             self._calls.pop(number, None)
@@ -194,7 +200,7 @@ class AsyncEngine:
             case wire.Refusal(request_id, kind, sentence):
                 if (mailbox := self._mailboxes.get(request_id)) is not None:
                     mailbox.fail(wire.rebuild_error(kind, sentence))
-            case wire.Reply(number) | wire.Sight(number):
+            case wire.Reply(number) | wire.Closed(number) | wire.Sight(number):
                 future = self._calls.get(number)
                 if future is not None and not future.done():
                     future.set_result(message)

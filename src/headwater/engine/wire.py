@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from headwater import errors
+from headwater.cache import Hint
 from headwater.engine.client import EngineInfo
 from headwater.errors import HeadwaterError
 from headwater.metrics.stats import EngineStats
@@ -36,6 +37,8 @@ class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
     cache_salt: str
     load_policy: LoadPolicy | None = None
     load_timeout_s: float | None = None
+    session_id: str = ""
+    cache_hint: Hint | None = None
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
@@ -49,6 +52,14 @@ class Call(msgspec.Struct, tag="call", array_like=True, frozen=True):
 
     number: int
     verb: Verb
+
+
+class CloseSession(msgspec.Struct, tag="close", array_like=True, frozen=True):
+    """A session is over; wants a `Closed` of the same number."""
+
+    number: int
+    session_id: str
+    cache_salt: str
 
 
 class Look(msgspec.Struct, tag="look", array_like=True, frozen=True):
@@ -108,6 +119,13 @@ class Reply(msgspec.Struct, tag="reply", array_like=True, frozen=True):
     refusal: str | None
 
 
+class Closed(msgspec.Struct, tag="closed", array_like=True, frozen=True):
+    """The end of a `CloseSession`: whether such a session was known."""
+
+    number: int
+    known: bool
+
+
 class Sight(msgspec.Struct, tag="sight", array_like=True, frozen=True):
     """What a `Look` found."""
 
@@ -115,8 +133,9 @@ class Sight(msgspec.Struct, tag="sight", array_like=True, frozen=True):
     view: EngineView
 
 
-ToEngine = Add | Abort | Call | Look | Stop
-FromEngine = Ready | Failure | Outputs | Refusal | Reply | Sight
+ToEngine = Add | Abort | Call | CloseSession | Look | Stop
+Answer = Reply | Closed | Sight
+FromEngine = Ready | Failure | Outputs | Refusal | Answer
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
@@ -134,6 +153,8 @@ def pack_request(request: Request) -> Add:
         cache_salt=request.cache_salt,
         load_policy=request.load_policy,
         load_timeout_s=request.load_timeout_s,
+        session_id=request.session_id,
+        cache_hint=request.cache_hint,
     )
 
 
@@ -148,6 +169,8 @@ def unpack_request(message: Add) -> Request:
         cache_salt=message.cache_salt,
         load_policy=message.load_policy,
         load_timeout_s=message.load_timeout_s,
+        session_id=message.session_id,
+        cache_hint=message.cache_hint,
     )
 
 

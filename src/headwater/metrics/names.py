@@ -93,6 +93,12 @@ LOAD_CHOICES = Metric(
     "Requests with blocks in lower tiers: loaded, split or computed, by reason.",
     ("reason",),
 )
+HINTS = Metric(
+    "cache_hints_total",
+    Kind.COUNTER,
+    "Hints about sessions: closed, granted, or over the budget of their tenant.",
+    ("outcome",),
+)
 STORAGE_FAULTS = Metric(
     "storage_faults_total", Kind.COUNTER, "What went wrong in the backend.", ("reason",)
 )
@@ -160,6 +166,7 @@ ENGINE_METRICS = (
     TRANSFER_FAILURES,
     TRANSFER_QUEUE,
     LOAD_CHOICES,
+    HINTS,
     STORAGE_FAULTS,
     CACHE_CONFIG,
 )

@@ -102,6 +102,7 @@ def _engine_values(stats: EngineStats, block_tokens: int) -> dict[Metric, Values
         names.MISSES: {(reason,): n for reason, n in stats.misses.items()},
         names.TIER_BLOCKS: blocks,
         names.TIER_EVICTED: {(tier,): entry.evicted for tier, entry in stats.tiers.items()},
+        names.HINTS: {(outcome,): n for outcome, n in stats.hints.items()},
         **_transfer_values(stats),
         names.CACHE_CONFIG: {shape: 1},
     }

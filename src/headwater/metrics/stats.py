@@ -86,6 +86,15 @@ class EngineStats:
     recent_loads: tuple[LoadUsage, ...] = ()
     """The last choices, oldest first, with their prices and what came of them."""
 
+    hints: Mapping[str, int] = field(default_factory=dict)
+    """What became of the hints that clients gave, by outcome."""
+
+    num_sessions: int = 0
+    """Sessions that are known by name."""
+
+    promised_blocks: int = 0
+    """Blocks that are kept for sessions because of a hint."""
+
     queries: int = 0
     """Requests that asked the prefix cache."""
 

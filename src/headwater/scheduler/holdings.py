@@ -126,7 +126,13 @@ class Holdings:
         if lease is not None:
             turn = None
             if sequence.state is SequenceState.FINISHED:
-                turn = Turn(sequence.prompt_tokens, sequence.num_output)
+                request = sequence.request
+                turn = Turn(
+                    sequence.prompt_tokens,
+                    sequence.num_output,
+                    request.session_id,
+                    request.cache_hint,
+                )
             self._cache.release(lease, now=now, slots=held, turn=turn)
         elif len(held):
             self._cache.free(held)

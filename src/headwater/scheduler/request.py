@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import get_args
 
+from headwater.cache import Hint
 from headwater.errors import RequestError
 from headwater.types import LoadPolicy, RequestId, Tokens
 
@@ -23,6 +24,9 @@ LEAST_TEMPERATURE = 0.001
 
 MAX_LOAD_TIMEOUT_S = 3600.0
 """Longest wait for lower tiers that a request may ask for."""
+
+MAX_RETURNS_IN_S = 3600.0
+"""Longest time for which a session can be expected; later is as good as not at all."""
 
 _LEAST_COUNTS = (("max_tokens", 1), ("min_tokens", 0), ("top_k", 0), ("logprobs", 0))
 
@@ -101,6 +105,12 @@ class Request:
     cache_salt: str = ""
     """Requests share cached blocks only with requests of the same salt."""
 
+    session_id: str = ""
+    """Its client's name for the session it belongs to; empty for none."""
+
+    cache_hint: Hint | None = None
+    """What its client says of the session when this request has ended."""
+
     load_policy: LoadPolicy | None = None
     """Instead of the server's; None is the server's."""
 
@@ -108,6 +118,8 @@ class Request:
     """Longest wait for lower tiers, instead of the server's."""
 
     def __post_init__(self) -> None:
+        if self.cache_hint is not None:
+            _check_hint(self.cache_hint, self.session_id)
         if self.load_policy is not None and self.load_policy not in get_args(LoadPolicy):
             raise RequestError(
                 f"load_policy is {', '.join(get_args(LoadPolicy))}; got {self.load_policy!r}"
@@ -117,6 +129,14 @@ class Request:
             raise RequestError(
                 f"load_timeout_s is between 0 and {MAX_LOAD_TIMEOUT_S:g}, got {wait_s}"
             )
+
+
+def _check_hint(hint: Hint, session_id: str) -> None:
+    if not session_id:
+        raise RequestError("cache_hint says something of a session: give session_id")
+    in_s = hint.returns_in_s
+    if in_s is not None and not 0.0 <= in_s <= MAX_RETURNS_IN_S:
+        raise RequestError(f"returns_in_s is between 0 and {MAX_RETURNS_IN_S:g}, got {in_s}")
 
 
 def _check_bounds(name: str, value: float) -> None:

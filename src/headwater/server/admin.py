@@ -1,6 +1,7 @@
 """Everything that is not generation: health, models, metrics, and control of the cache."""
 
 import asyncio
+import re
 from dataclasses import asdict
 
 import numpy as np
@@ -27,7 +28,7 @@ from headwater.server.body import read_body
 from headwater.server.errors import Refused
 from headwater.server.generation import Delta, Generation, Job, Prompt
 from headwater.server.reply import JsonReply
-from headwater.server.schema import MAX_NAME, AbortRequest, CloseSession
+from headwater.server.schema import SESSION_ID, AbortRequest, CloseSession
 from headwater.server.service import Service
 
 _STATS_TIMEOUT_S = 5.0
@@ -160,8 +161,11 @@ async def close_session(request: Request) -> Response:
     """Nothing more of a session will come: its blocks are the first to go when room is needed."""
     service = _service(request)
     name = request.path_params["session_id"]
-    if not 1 <= len(name) <= MAX_NAME:
-        raise Refused(f"a session id has 1 to {MAX_NAME} characters", param="session_id")
+    if not re.match(SESSION_ID, name):
+        raise Refused(
+            "a session id is 1 to 256 printable ASCII characters without spaces",
+            param="session_id",
+        )
     body = await read_body(
         request, CloseSession, max_bytes=service.config.limits.max_body_bytes, optional=True
     )

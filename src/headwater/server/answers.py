@@ -223,6 +223,13 @@ class Done(Struct, kw_only=True):
     status: Literal["done"] = "done"
 
 
+class SessionClosed(Struct, kw_only=True):
+    """Body of POST /cache/sessions/{session_id}."""
+
+    known: bool
+    """Whether there was such a session; if not, there was nothing to do."""
+
+
 class Aborted(Struct, kw_only=True):
     """Body of POST /v1/abort_requests."""
 

@@ -34,6 +34,7 @@ ROUTES = [
     Route("/metrics", admin.metrics, methods=["GET"]),
     Route("/server_info", admin.server_info, methods=["GET"]),
     Route("/cache", admin.cache, methods=["GET"]),
+    Route("/cache/sessions/{session_id:path}", admin.close_session, methods=["POST"]),
     Route("/reset_prefix_cache", admin.reset_prefix_cache, methods=["POST"]),
     Route("/flush_cache", admin.reset_prefix_cache, methods=["POST"], name="flush_cache"),
     Route("/v1/pause", admin.pause, methods=["POST"]),

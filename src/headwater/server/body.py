@@ -16,9 +16,16 @@ S = TypeVar("S", bound=msgspec.Struct)
 _NAME = re.compile(r"[\x21-\x7e]{1,256}")
 
 
-async def read_body(request: Request, kind: type[S], *, max_bytes: int) -> S:
-    """The body as `kind`. Raises Refused with 413 or 400, before reading more than is allowed."""
+async def read_body(
+    request: Request, kind: type[S], *, max_bytes: int, optional: bool = False
+) -> S:
+    """The body as `kind`. Raises Refused with 413 or 400, before reading more than is allowed.
+
+    Where it is `optional`, no body is one that says nothing.
+    """
     raw = await _read_raw(request, max_bytes)
+    if optional and not raw:
+        return kind()
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as exc:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 
+from headwater.cache import Hint
 from headwater.engine.text import TextStream
 from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import HeadwaterError
@@ -49,6 +50,8 @@ class Job:
     skip_special_tokens: bool = True
     priority: int = 0
     cache_salt: str = ""
+    session_id: str = ""
+    cache_hint: Hint | None = None
     wants_cache_details: bool = False
     load_policy: LoadPolicy | None = None
     load_timeout_s: float | None = None
@@ -170,6 +173,8 @@ class Generation:
             arrival_s=self._service.clock.now(),
             priority=job.priority,
             cache_salt=job.cache_salt,
+            session_id=job.session_id,
+            cache_hint=job.cache_hint,
             load_policy=job.load_policy,
             load_timeout_s=job.load_timeout_s,
         )

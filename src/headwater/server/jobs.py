@@ -44,6 +44,8 @@ def job_of(
         skip_special_tokens=body.skip_special_tokens is not False,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
+        session_id=body.session_id or "",
+        cache_hint=params.cache_hint(body),
         wants_cache_details=bool(body.cache_details),
         load_policy=body.load_policy,
         load_timeout_s=body.load_timeout_s,

@@ -94,6 +94,7 @@ def _paths() -> dict[str, _Path]:
         "/metrics": {"get": _operation("A Prometheus scrape.", _plain_text(), plain)},
         "/server_info": {"get": _operation("How it was started.", _any_object(), plain)},
         "/cache": {"get": _operation("Tiers and hit ledger.", _any_object(), plain)},
+        "/cache/sessions/{session_id}": _named_session(),
         "/reset_prefix_cache": _control("Forget every cached block."),
         "/flush_cache": _control("Forget every cached block."),
         "/v1/pause": _control("Stop admitting; running requests go on."),
@@ -121,6 +122,21 @@ def _get(summary: str, answer: type, errors: Sequence[int]) -> _Path:
 
 def _control(summary: str) -> _Path:
     return {"post": _operation(summary, _json(answers.Done), (400, 401, 503))}
+
+
+def _named_session() -> _Path:
+    path = _post(
+        "A session is over: its blocks go first.",
+        schema.CloseSession,
+        answers.SessionClosed,
+        (400, 401, 413, 503),
+    )
+    path["post"]["requestBody"]["required"] = False
+    name = {"type": "string", "pattern": schema.SESSION_ID}
+    path["post"]["parameters"] = [
+        {"name": "session_id", "in": "path", "required": True, "schema": name}
+    ]
+    return path
 
 
 def _named_model() -> _Path:
@@ -160,6 +176,7 @@ def _schemas() -> dict[str, Any]:
         schema.TokenizeRequest,
         schema.DetokenizeRequest,
         schema.AbortRequest,
+        schema.CloseSession,
         answers.CompletionAnswer,
         answers.ChatAnswer,
         answers.ModelList,
@@ -169,6 +186,7 @@ def _schemas() -> dict[str, Any]:
         answers.Version,
         answers.Done,
         answers.Aborted,
+        answers.SessionClosed,
         ErrorAnswer,
     ]
     _, components = msgspec.json.schema_components(kinds, ref_template=_REF)

@@ -3,12 +3,13 @@
 import secrets
 from collections.abc import Sequence
 
+from headwater.cache import Hint
 from headwater.config import LimitsConfig
 from headwater.engine.client import EngineInfo
 from headwater.errors import PromptTooLong
 from headwater.scheduler.request import SamplingParams
 from headwater.server.errors import Refused
-from headwater.server.schema import Sampling
+from headwater.server.schema import ReturnsIn, Sampling
 from headwater.types import Tokens
 
 _SEED_RANGE = 1 << 63
@@ -107,6 +108,20 @@ def sampling_params(
         stop_token_ids=_stop_token_ids(body.stop_token_ids or (), limits, info),
         ignore_eos=bool(body.ignore_eos),
     )
+
+
+def cache_hint(body: Sampling) -> Hint | None:
+    """What the client says of its session."""
+    wanted = body.cache_hint
+    if wanted is None:
+        return None
+    if body.session_id is None:
+        raise Refused(
+            "cache_hint says something of a session: give session_id", param="cache_hint"
+        )
+    if isinstance(wanted, ReturnsIn):
+        return Hint(returns_in_s=wanted.returns_in_s)
+    return Hint(closed=wanted == "closed")
 
 
 def seed_of_choice(seed: int, choice: int) -> int:

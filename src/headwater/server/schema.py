@@ -4,11 +4,11 @@ Fields that are not named here are accepted and ignored. `null` means the defaul
 OpenAI clients send it. Bounds that depend on settings are checked in `params`.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from headwater.scheduler.request import BOUNDS, MAX_LOAD_TIMEOUT_S
+from headwater.scheduler.request import BOUNDS, MAX_LOAD_TIMEOUT_S, MAX_RETURNS_IN_S
 from headwater.types import LoadPolicy
 
 Count = Annotated[int, Meta(ge=1, le=1 << 31)]
@@ -16,6 +16,11 @@ SmallCount = Annotated[int, Meta(ge=0, le=1 << 31)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
+SESSION_ID = r"^[\x21-\x7e]{1,256}$"
+"""What a session may be called: printable ASCII without spaces."""
+
+SessionId = Annotated[str, Meta(pattern=SESSION_ID)]
+Salt = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 Prompt = str | list[int | str | list[TokenId]]
 """Text, token ids, or a list of either: looser than meant, because the reader cannot tell
@@ -33,6 +38,12 @@ class StreamOptions(Struct, kw_only=True):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class ReturnsIn(Struct, kw_only=True, forbid_unknown_fields=True):
+    """`cache_hint` of a session that is expected back after so many seconds."""
+
+    returns_in_s: Annotated[float, Meta(ge=0, le=MAX_RETURNS_IN_S)]
 
 
 class Sampling(Struct, kw_only=True):
@@ -71,7 +82,9 @@ class Sampling(Struct, kw_only=True):
     prompt_logprobs: Any = None
     use_beam_search: Any = None
 
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    cache_salt: Salt | None = None
+    session_id: SessionId | None = None
+    cache_hint: Literal["closed", "pending"] | ReturnsIn | None = None
     priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] | None = None
     request_id: Name | None = None
     return_token_ids: bool | None = None
@@ -147,6 +160,12 @@ class DetokenizeRequest(Struct, kw_only=True):
     tokens: list[TokenId]
     model: Name | None = None
     skip_special_tokens: bool | None = None
+
+
+class CloseSession(Struct, kw_only=True):
+    """Body of POST /cache/sessions/{session_id}, which may be empty."""
+
+    cache_salt: Salt | None = None
 
 
 class AbortRequest(Struct, kw_only=True):

@@ -145,6 +145,10 @@ class EchoEngine:
         self._check_alive()
         self.core.reset_cache()
 
+    async def close_session(self, session_id: str, cache_salt: str) -> bool:
+        self._check_alive()
+        return self.core.close_session(session_id, cache_salt)
+
     async def pause(self) -> None:
         self._check_alive()
         self.core.pause()

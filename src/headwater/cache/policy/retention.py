@@ -57,8 +57,8 @@ class Retention:
         self._history = History(block_tokens, max(1, piece_tokens // block_tokens))
         self._samples = Samples()
         self._classes: dict[int, int] = {}
-        self._kinds: dict[int, int] = {}
-        """The first class of each kind."""
+        self._kinds: dict[tuple[int, int], int] = {}
+        """The first class of each kind and hint."""
         self.hazards = HazardModel(NUM_FEATURES, MAX_FEATURES, PRIORS)
         self.closed = self.hazards.add_fixed(-1.0)
         """The class of what nobody will ask for again, it is said: below all densities."""
@@ -109,9 +109,10 @@ class Retention:
         known = self._classes.get(traits)
         if known is None:
             features = features_of(traits)
-            like = self._kinds.get(features[0])
+            kind = features[0], features[-1] if len(features) == MAX_FEATURES else 0
+            like = self._kinds.get(kind)
             known = self._classes[traits] = self.hazards.add_class(features, like)
-            self._kinds.setdefault(features[0], known)
+            self._kinds.setdefault(kind, known)
         return known
 
     def _learn(self) -> None:
