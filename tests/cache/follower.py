@@ -1,15 +1,15 @@
 """Somebody outside who knows the cache from its facts alone."""
 
 from headwater.events import BlocksCleared, BlocksRemoved, BlocksStored
-from headwater.types import Tier
+from headwater.types import BlockKey, Tier
 
 
 class Follower:
     """The keys in each tier, as they were told."""
 
     def __init__(self):
-        self.tiers = {tier: set() for tier in Tier}
-        self.tokens = {}
+        self.tiers: dict[Tier, set[BlockKey]] = {tier: set() for tier in Tier}
+        self.tokens: dict[BlockKey, bytes] = {}
 
     def follow(self, facts):
         """Apply facts in order; what makes no sense fails."""
@@ -22,7 +22,8 @@ class Follower:
                     assert len(set(fact.keys)) == len(fact.keys), "removed twice"
                     self.tiers[fact.tier] -= set(fact.keys)
                 case BlocksCleared():
-                    self.__init__()
+                    for keys in self.tiers.values():
+                        keys.clear()
 
     def store(self, fact):
         known = set().union(*self.tiers.values())
@@ -35,7 +36,7 @@ class Follower:
 
 def cached(cache):
     """The truth: the keys in each tier, read from the tree."""
-    tiers = {tier: set() for tier in Tier}
+    tiers: dict[Tier, set[BlockKey]] = {tier: set() for tier in Tier}
     for node in cache.tree.nodes():
         keys = cache.tree.keys(node)
         tiers[Tier.DEVICE] |= set(keys[: len(node.device)])

@@ -11,7 +11,7 @@ class Consumer:
     """
 
     def __init__(self, endpoint, replay_endpoint, topic=b""):
-        self.blocks = {"GPU": set(), "CPU": set(), "STORAGE": set()}
+        self.blocks: dict[str, set[int]] = {"GPU": set(), "CPU": set(), "STORAGE": set()}
         self.next = 0
         self.token_ids = []
         self.snapshots = 0

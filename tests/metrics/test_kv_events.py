@@ -32,7 +32,7 @@ class Instance:
             write_policy=WritePolicy.WRITE_THROUGH,
             record_facts=True,
         )
-        self.woken = []
+        self.woken: list[None] = []
         max_queued = settings.pop("max_queued", 4096)
         self.publisher = KvPublisher(
             KvEventsConfig(endpoint=endpoint, replay_endpoint=replay, **settings),

@@ -43,7 +43,12 @@ class CacheOnly:
     """One cache of `capacity_blocks` that requests go through one by one."""
 
     def __init__(
-        self, capacity_blocks: int, longest_blocks: int, *, eviction: str = "lru"
+        self,
+        capacity_blocks: int,
+        longest_blocks: int,
+        *,
+        eviction: str = "lru",
+        record_facts: bool = False,
     ) -> None:
         if capacity_blocks < 0:
             raise ConfigError(f"a cache cannot hold {capacity_blocks} blocks")
@@ -55,6 +60,7 @@ class CacheOnly:
                 block_tokens=TRACE_BLOCK,
                 write_policy=WritePolicy.NONE,
                 eviction=eviction,
+                record_facts=record_facts,
             )
         )
 

@@ -1,0 +1,120 @@
+"""Routing policies on a trace: simulated instances, chosen by what their KV events say.
+
+Every instance is the real cache with an LRU; what it gains and loses reaches the router as KV
+events, and the router knows nothing else. Beside them, one pool as large as all together.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from headwater.bench._workload import make_sessions
+from headwater.cache import KeyScheme
+from headwater.cache.keys import SHARED
+from headwater.disagg.routing import POLICIES, Candidate, Policy, RecentWork, make_policy
+from headwater.errors import InvariantError
+from headwater.events import BlocksStored
+from headwater.metrics.kv_events import EventBatch, block_hash, events_of
+from headwater.replay.cache_only import CacheOnly, longest_blocks, replay_cache
+from headwater.replay.trace import TRACE_BLOCK, TraceRequest, read_trace
+from headwater.server.router.view import BlockView, Hearing
+from headwater.types import Tokens
+
+INSTANCES = 8
+INSTANCE_BLOCKS = 3_000_000 // TRACE_BLOCK
+_QUICK_REQUESTS = 2_000
+
+
+class LongestPrefix:
+    """Affinity alone, for comparison: where the most is cached, however busy it is."""
+
+    def choose(self, prompt_tokens: int, candidates: Sequence[Candidate]) -> Candidate:
+        return min(candidates, key=lambda c: (-c.cached_tokens, c.recent_tokens))
+
+
+class SimInstance:
+    """A cache, and what the router knows of it."""
+
+    def __init__(self, name: str, longest: int) -> None:
+        self.name = name
+        self.view = BlockView("")
+        self.recent = RecentWork()
+        self.assigned_tokens = 0
+        self._cache = CacheOnly(INSTANCE_BLOCKS, longest, record_facts=True)
+
+    def candidate(self, hashes: Sequence[int], now: float) -> Candidate:
+        """What the router knows when a prompt of these blocks arrives."""
+        return Candidate(
+            name=self.name,
+            cached_tokens=self.view.match(hashes) * TRACE_BLOCK,
+            recent_tokens=self.recent.tokens(now=now),
+        )
+
+    def serve(self, request: TraceRequest, prompt: Tokens, believed: int) -> int:
+        """Send it the request; how many blocks it found, which is what was believed."""
+        found = self._cache.serve(request, prompt)
+        if found != believed:
+            raise InvariantError(f"{self.name} said {believed} blocks and had {found}")
+        uncached = max(request.input_length - found * TRACE_BLOCK, 0)
+        self.assigned_tokens += uncached
+        self.recent.add(uncached, now=request.arrival_s)
+        self._tell()
+        return found
+
+    def _tell(self) -> None:
+        """What the cache gained and lost, as an event batch; the tokens are of no use here."""
+        facts = self._cache.cache.facts
+        if facts is None:
+            raise InvariantError("an instance without facts cannot be followed")
+        bare = [
+            replace(fact, tokens=b"") if isinstance(fact, BlocksStored) else fact
+            for fact in facts.take()
+        ]
+        batch = EventBatch(ts=0.0, events=events_of(bare, TRACE_BLOCK))
+        if self.view.hear(self.view.next, batch) is not Hearing.APPLIED:
+            raise InvariantError("the router did not apply a batch that was the next")
+
+
+def measure_router(trace: Path | None, quick: bool) -> dict[str, Any]:
+    """Block hits and balance by policy, and the hits of one pool; synthetic without a trace."""
+    limit = _QUICK_REQUESTS if quick else None
+    requests = (
+        make_sessions(limit or 10_000, seed=0) if trace is None else read_trace(trace, limit)
+    )
+    hashes = [_hashes(request.whole_blocks()) for request in requests]
+    policies: dict[str, Policy] = {name: make_policy(name) for name in POLICIES}
+    policies["longest_prefix"] = LongestPrefix()
+    pool = replay_cache(requests, INSTANCES * INSTANCE_BLOCKS).block_hit
+    routed = {name: _route(requests, hashes, policies[name]) for name in sorted(policies)}
+    return {
+        "router": routed,
+        "pool_block_hit": pool,
+        "router_share_of_pool": routed["cache_aware"]["block_hit"] / pool if pool else 0.0,
+    }
+
+
+def _route(
+    requests: Sequence[TraceRequest], hashes: Sequence[Sequence[int]], policy: Policy
+) -> dict[str, float]:
+    longest = longest_blocks(requests)
+    instances = {f"i{n}": SimInstance(f"i{n}", longest) for n in range(INSTANCES)}
+    hits = 0
+    for request, prompt_hashes in zip(requests, hashes, strict=True):
+        now = request.arrival_s
+        candidates = [i.candidate(prompt_hashes, now) for i in instances.values()]
+        chosen = policy.choose(request.input_length, candidates)
+        believed = chosen.cached_tokens // TRACE_BLOCK
+        hits += instances[chosen.name].serve(request, request.whole_blocks(), believed)
+    assigned = [instance.assigned_tokens for instance in instances.values()]
+    return {
+        "block_hit": hits / max(sum(len(request.hash_ids) for request in requests), 1),
+        "max_over_mean": max(assigned) * INSTANCES / max(sum(assigned), 1),
+    }
+
+
+def _hashes(prompt: Tokens) -> list[int]:
+    """What the router calls the blocks of a prompt: it computes their keys itself."""
+    scheme = KeyScheme(block_tokens=TRACE_BLOCK)
+    keys = scheme.chain(scheme.root(SHARED), prompt.data.cast("B"), None)
+    return [block_hash(key) for key in keys]

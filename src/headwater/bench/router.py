@@ -1,0 +1,20 @@
+"""`headwater bench router`: what each routing policy finds, beside one pool of the same size."""
+
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+
+from headwater.bench._report import print_report
+from headwater.bench._router import measure_router
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark and print a table, or JSON."""
+    parser = ArgumentParser(prog="headwater bench router", description=__doc__)
+    parser.add_argument("--trace", type=Path, help="in the Mooncake format (default: made up)")
+    parser.add_argument("--quick", action="store_true", help="the first 2,000 requests only")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args(argv)
+    result = measure_router(options.trace, options.quick)
+    print_report("headwater bench router", result, as_json=options.json)
+    return 0

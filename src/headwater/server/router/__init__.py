@@ -1,0 +1,1 @@
+"""The router: a front door for many instances, in a process of its own."""

@@ -1,0 +1,98 @@
+"""Routing policies, as pure functions of what is known."""
+
+import pytest
+
+from headwater.bench._router import measure_router
+from headwater.disagg.routing import (
+    CAP_SLACK_TOKENS,
+    POLICIES,
+    RECENT_S,
+    Candidate,
+    RecentWork,
+    make_policy,
+    prefills_itself,
+)
+from headwater.errors import ConfigError
+
+
+def choose(policy, prompt_tokens, *candidates):
+    return make_policy(policy).choose(prompt_tokens, candidates).name
+
+
+def test_round_robin_takes_turns():
+    """Whatever anybody has."""
+    policy = make_policy("round_robin")
+    candidates = [Candidate(name="a", num_alive=9), Candidate(name="b")]
+
+    assert [policy.choose(1, candidates).name for _ in range(4)] == ["a", "b", "a", "b"]
+
+
+def test_least_load_counts_requests_first():
+    """Then work."""
+    a = Candidate(name="a", num_alive=2)
+    b = Candidate(name="b", num_alive=1, recent_tokens=9.0)
+    c = Candidate(name="c", num_alive=1, recent_tokens=5.0)
+
+    assert choose("least_load", 100, a, b, c) == "c"
+
+
+def test_cache_aware_goes_where_the_least_is_left_to_do():
+    """What is cached counts against what waits there already."""
+    home = Candidate(name="home", cached_tokens=900)
+    busy = Candidate(name="home", cached_tokens=900, outstanding_tokens=5000)
+    other = Candidate(name="other")
+
+    assert choose("cache_aware", 1000, other, home) == "home"
+    assert choose("cache_aware", 1000, other, busy) == "other"
+
+
+def test_a_shared_prefix_does_not_draw_everything():
+    """Lesson 70: an instance with much more than its share is not asked, whatever it has."""
+    home = Candidate(name="home", cached_tokens=999, recent_tokens=4.0 * CAP_SLACK_TOKENS)
+    others = [Candidate(name=str(n), recent_tokens=10.0) for n in range(3)]
+
+    assert choose("cache_aware", 1000, home, *others) == "0"
+
+
+def test_a_quiet_cluster_keeps_a_conversation_together():
+    """Lesson 70: one user alone is no overload; the next turn goes where the last one was."""
+    home = Candidate(name="home", cached_tokens=9_000, recent_tokens=20_000.0)
+    others = [Candidate(name=str(n)) for n in range(7)]
+
+    assert choose("cache_aware", 9_500, *others, home) == "home"
+
+
+def test_work_is_forgotten_with_time():
+    """To a third after the mean life."""
+    work = RecentWork()
+    work.add(1000, now=5.0)
+    work.add(1000, now=5.0)
+
+    assert work.tokens(now=5.0) == 2000
+    assert work.tokens(now=5.0 + RECENT_S) == pytest.approx(735.8, abs=0.1)
+    assert work.tokens(now=0.0) == 2000
+
+
+def test_a_short_rest_is_prefilled_where_it_is_decoded():
+    """Conditional disaggregation: up to the threshold, and not beyond."""
+    assert prefills_itself(256, 256)
+    assert not prefills_itself(257, 256)
+
+
+def test_unknown_policies_are_refused():
+    """With the names there are."""
+    with pytest.raises(ConfigError, match=", ".join(POLICIES)):
+        make_policy("random")
+
+
+@pytest.mark.slow
+def test_cache_aware_finds_what_one_pool_would():
+    """Lesson 70, simulated: hits of one shared pool, evenly loaded; affinity alone is not."""
+    result = measure_router(None, quick=True)
+    router = result["router"]
+
+    assert set(router) == {*POLICIES, "longest_prefix"}
+    assert router["cache_aware"]["block_hit"] >= 0.98 * result["pool_block_hit"]
+    assert router["cache_aware"]["max_over_mean"] <= 1.2
+    assert router["longest_prefix"]["max_over_mean"] > 3
+    assert router["round_robin"]["block_hit"] < 0.5 * result["pool_block_hit"]
