@@ -106,3 +106,23 @@ def test_holes_are_closed_when_many_rows_have_left(pool: KVPool) -> None:
 
     assert sorted(placed.tolist()) == [0, 1]
     assert end == 2
+
+
+def test_a_shared_prefix_is_in_one_lane_until_others_need_it(
+    pool: KVPool, lanes: Lanes
+) -> None:
+    """Only what is a row's own is copied; the rest follows when rows no longer share it."""
+    tables = np.array([[5, 2, 1], [5, 2, 3]])
+    contexts = np.array([11, 11])
+    placed, _ = lanes.place(NAMES, tables, contexts, shared_blocks=2)
+    first, second = (int(lane) for lane in placed)
+
+    assert torch.equal(held_keys(lanes, pool, first, 10), pool_keys(pool, [5, 2, 1], 10))
+    own = held_keys(lanes, pool, second, 10)
+    assert torch.equal(own[:, :, 8:], pool_keys(pool, [5, 2, 3], 10)[:, :, 8:])
+    assert not own[:, :, :8].any()
+
+    lanes.advance(placed, tables, contexts)
+    lanes.place(NAMES, tables, contexts + 1, shared_blocks=1)
+
+    assert torch.equal(held_keys(lanes, pool, second, 10), pool_keys(pool, [5, 2, 3], 10))

@@ -121,7 +121,8 @@ def _decodes(
     width = -(-int(contexts.max()) // pool.block_tokens)
     padded = tables.padded(rows, width)
     ids = [batch.request_ids[row] for row in rows.tolist()]
-    placed, end = lanes.place(ids, padded, contexts)
+    shared = shared_tokens(padded, contexts, pool.block_tokens)
+    placed, end = lanes.place(ids, padded, contexts, shared_blocks=shared // pool.block_tokens)
     step = LaneStep(
         pool,
         lanes,
@@ -129,7 +130,7 @@ def _decodes(
         end=end,
         contexts=contexts,
         tokens=batch.query_start[rows].astype(np.int64),
-        shared=shared_tokens(padded, contexts, pool.block_tokens),
+        shared=shared,
     )
     return _Decodes(step=step, storage=lanes, lanes=placed, tables=padded, contexts=contexts)
 

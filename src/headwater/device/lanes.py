@@ -66,11 +66,18 @@ class Lanes:
         return chosen
 
     def place(
-        self, ids: Sequence[RequestId], tables: NDArray[np.int64], contexts: Ints
+        self,
+        ids: Sequence[RequestId],
+        tables: NDArray[np.int64],
+        contexts: Ints,
+        *,
+        shared_blocks: int = 0,
     ) -> tuple[Rows, int]:
         """A lane for each sequence, holding its KV up to this step's token; and their end.
 
-        `tables` is padded to one width. Lanes of sequences not named here are given up.
+        `tables` is padded to one width. Lanes of sequences not named here are given up. The
+        `shared_blocks` that all begin with are in the lane of the first only, unless they
+        happen to be in others too, until `complete` is called.
         """
         self._make_room(len(ids), int(contexts.max()))
         lanes = np.array([self._lane_of.get(name, -1) for name in ids], dtype=np.int64)
@@ -79,9 +86,13 @@ class Lanes:
         lanes[~self._holds(lanes, tables, contexts)] = -1
         taken = set(lanes.tolist())
         vacant = (lane for lane in range(self.num_lanes) if lane not in taken)
+        first_blocks = np.full(len(ids), shared_blocks, dtype=np.int64)
+        first_blocks[0] = 0
         for row in np.flatnonzero(lanes < 0).tolist():
             lanes[row] = next(vacant)
-            self._fill(int(lanes[row]), tables[row], int(contexts[row]) - 1)
+            first = int(first_blocks[row])
+            self._fill(int(lanes[row]), tables[row], int(contexts[row]) - 1, first)
+        self.complete(lanes[self._first[lanes] > first_blocks])
         self._lane_of = dict(zip(ids, lanes.tolist(), strict=True))
         return lanes, int(lanes.max()) + 1
 
@@ -105,21 +116,36 @@ class Lanes:
         held: NDArray[np.bool_] = same.all(axis=1) & (self._held[lanes] == contexts - 1)
         return held & (lanes >= 0)
 
-    def _fill(self, lane: int, table: NDArray[np.int64], num_tokens: int) -> None:
+    def complete(self, lanes: Rows) -> None:
+        """See that these lanes hold their sequences from the first block on."""
+        for lane in lanes[self._first[lanes] > 0].tolist():
+            self._read(lane, 0, int(self._first[lane]))
+            self._first[lane] = 0
+
+    def _fill(
+        self, lane: int, table: NDArray[np.int64], num_tokens: int, first_block: int
+    ) -> None:
+        """Put a sequence's KV from `first_block` on in a lane."""
         pool = self._pool
         blocks = -(-num_tokens // pool.block_tokens)
-        self._held[lane] = num_tokens
-        if blocks == 0:
-            return
         slots = table[:blocks]
+        self._held[lane] = num_tokens
         self._slots[lane, :blocks] = slots
         self._writes[lane, :blocks] = pool.writes[slots]
-        whole = pool.read_whole(torch.from_numpy(slots).to(pool.device))
-        end = blocks * pool.block_tokens
+        self._first[lane] = first_block
+        if first_block < blocks:
+            self._read(lane, first_block, blocks)
+
+    def _read(self, lane: int, start: int, end: int) -> None:
+        """Copy blocks `[start, end)` of the lane's sequence from the pool."""
+        pool = self._pool
+        slots = torch.from_numpy(self._slots[lane, start:end]).to(pool.device)
+        whole = pool.read_whole(slots)
         heads = slice(lane * pool.kv_heads, (lane + 1) * pool.kv_heads)
+        tokens = slice(start * pool.block_tokens, end * pool.block_tokens)
         for part, target in enumerate((self.keys, self.values)):
-            lane_part = target[:, heads, :end]
-            by_block = lane_part.view(*lane_part.shape[:2], blocks, -1, pool.head_dim)
+            lane_part = target[:, heads, tokens]
+            by_block = lane_part.view(*lane_part.shape[:2], end - start, -1, pool.head_dim)
             by_block.copy_(whole[:, :, part].permute(1, 3, 0, 2, 4))
 
     def _make_room(self, num_lanes: int, num_tokens: int) -> None:
@@ -141,6 +167,7 @@ class Lanes:
         self.values = pages.zeros(shape, dtype=pool.data.dtype, device=pool.device)
         rows = max(num_lanes, 1)  # lane -1, which means none, must be readable
         self._held = np.zeros(rows, dtype=np.int64)
+        self._first = np.zeros(rows, dtype=np.int64)
         self._slots = np.zeros((rows, whole_blocks), dtype=np.int64)
         self._writes = np.zeros((rows, whole_blocks), dtype=np.int64)
         self._lane_of = {}

@@ -30,6 +30,7 @@ class LaneStep:
     ) -> None:
         self._pool = pool
         self._shared = shared
+        self._storage = storage
         self._keys, self._values = storage.keys, storage.values
         self._lane_tokens = storage.lane_tokens
         self._num_lanes = storage.num_lanes
@@ -73,6 +74,8 @@ class LaneStep:
         if self._shared and how.window is None and how.has_plain_scores:
             out = self._with_shared(query, keys, values, how.scaling)
         else:
+            if self._shared:
+                self._storage.complete(self._lanes)
             out = torch.bmm(self._weights(query, keys[:used], how), values[:used])
         return out.view(self._end, -1, pool.head_dim)
 
