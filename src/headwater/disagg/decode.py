@@ -17,8 +17,8 @@ from enum import Enum, auto
 
 from headwater.disagg.handoff import (
     ComputeHere,
-    DecodeAction,
     Decline,
+    DecodeAction,
     Deliver,
     Fence,
     FreeQuarantined,
@@ -98,6 +98,11 @@ class DecodeHandoff:
     def is_quiet(self) -> bool:
         """Whether it is over and holds nothing back any more."""
         return self.is_over and not self._is_quarantined
+
+    @property
+    def lease_end_s(self) -> float | None:
+        """When the lease that P has ends, unless renewed; None where it has none."""
+        return self._expires_s if self.state is State.RECEIVING else None
 
     @property
     def wake_s(self) -> float:
@@ -267,7 +272,8 @@ class DecodeHandoff:
 
     def _settle(self, num_bytes: int, blocks: frozenset[int], now: float) -> Actions:
         """Quiet: deliver what is exact, compute from the first block that is not."""
-        assert self._reception is not None and self.first is not None, "checked by CLOSING"
+        assert self._reception is not None, "closing follows receiving"
+        assert self.first is not None, "closing follows the first token"
         self.num_bytes = num_bytes
         told = (self.first.num_blocks, self.first.num_bytes)
         due = (self._reception.num_blocks, self._reception.num_bytes)

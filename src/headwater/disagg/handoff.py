@@ -69,11 +69,6 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Submit:
-    """P: let the request wait in the scheduler, to compute its prompt and one token."""
-
-
-@dataclass(frozen=True, slots=True)
 class PushBlocks:
     """P: hand these blocks to the link."""
 
@@ -144,7 +139,7 @@ class FreeQuarantined:
     """The lease is quiet: its quarantined slots are anybody's again."""
 
 
-PrefillAction: TypeAlias = Send | Submit | PushBlocks | CancelPushes | Withdraw | Release
+PrefillAction: TypeAlias = Send | PushBlocks | CancelPushes | Withdraw | Release
 DecodeAction: TypeAlias = (
     Send
     | Reserve

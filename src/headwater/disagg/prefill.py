@@ -18,7 +18,6 @@ from headwater.disagg.handoff import (
     PushBlocks,
     Release,
     Send,
-    Submit,
     Withdraw,
 )
 from headwater.disagg.link import Piece, Push
@@ -108,7 +107,7 @@ class PrefillHandoff:
         self._valid_s = now + config.term_s - config.margin_s
         self._end_s = now + self.start.within_s
         self._renew_at_s = now + config.renew_s
-        return [Submit(), Send(Accepted(self.handoff, now))]
+        return [Send(Accepted(self.handoff, now))]
 
     def receive(self, message: ToPrefill, now: float) -> Actions:
         """What D says. Repeated and late messages change nothing."""

@@ -12,10 +12,12 @@ from typing import Protocol
 from headwater.cache import Namespace
 from headwater.cache.outline import outline
 from headwater.clock import Clock
+from headwater.disagg.exchange import Exchange
 from headwater.engine.output import EngineStats, SequenceOutput, engine_stats
 from headwater.engine.pace import Pace
 from headwater.events import CacheFact
 from headwater.metrics.view import EngineView, ViewLimits
+from headwater.errors import RequestError
 from headwater.scheduler.batch import ScheduledBatch, StepResult
 from headwater.scheduler.request import Request
 from headwater.scheduler.scheduler import Scheduler
@@ -78,16 +80,17 @@ class EngineCore:
         self._decide_s = 0.0
         self._step_s = 0.0
         self._feed: Feed | None = None
+        self._peers: Exchange | None = None
 
     @property
     def has_work(self) -> bool:
         """Whether `step` would do something; if not, `wait`, or wait for a request as well."""
         if self._scheduler.has_work:
             return True
-        if not self._has_tiers:
+        if not self._has_tiers and self._peers is None:
             return False
-        now, wake_s = self._clock.now(), self._scheduler.wake_s
-        return self._mover.has_news(now) or (wake_s is not None and wake_s <= now)
+        now = self._clock.now()
+        return self._mover.has_news(now) or any(end <= now for end in self._wakes())
 
     @property
     def completions(self) -> CompletionQueue:
@@ -96,7 +99,7 @@ class EngineCore:
 
     def sleep_s(self) -> float | None:
         """How long nothing is to be done if nothing arrives; None is for ever."""
-        ends = [end for end in (self._mover.wake_s, self._scheduler.wake_s) if end is not None]
+        ends = self._wakes()
         return max(min(ends) - self._clock.now(), 0.0) if ends else None
 
     def wait(self) -> None:
@@ -106,11 +109,19 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         """Take a request, or raise RequestError if it can never be served."""
-        self._scheduler.add(request)
+        if not request.prefill:
+            self._scheduler.add(request)
+        elif self._peers is None:
+            raise RequestError("this instance hands off to nobody: it has no peers")
+        else:
+            self._peers.add(request, self._clock.now())
 
     def abort(self, request_id: RequestId) -> None:
         """End a request, whatever its state. Unknown and finished ones are ignored."""
-        self._scheduler.abort(request_id, now=self._clock.now())
+        now = self._clock.now()
+        if self._peers is not None:
+            self._peers.abort(request_id, now)
+        self._scheduler.abort(request_id, now=now)
 
     def pause(self) -> None:
         """Admit no new request; the loop stays alive and running ones go on."""
@@ -134,12 +145,14 @@ class EngineCore:
         began = self._clock.now()
         self._land(began)
         batch = self._scheduler.schedule(now=began)
-        self._mover.start(self._scheduler.take_copies(), now=began)
+        self._start(began)
         decided = self._clock.now()
         result = self._run(batch)
         collected = self._clock.now()
         self._pace.note(batch, decided, result, collected)
         outputs = self._scheduler.advance(result, now=collected)
+        if self._peers is not None:
+            outputs = self._peers.settle(outputs, collected)
         ended = self._clock.now()
         self._decide_s += decided - began + ended - collected
         self._step_s += ended - began
@@ -184,6 +197,10 @@ class EngineCore:
             tree=tree,
         )
 
+    def join(self, peers: Exchange) -> None:
+        """From now on hand-offs with other instances are made; `peers` belongs to this core."""
+        self._peers = peers
+
     def follow(self, feed: Feed) -> None:
         """From now on `feed`, which belongs to this core, is told what the cache has."""
         self._feed = feed
@@ -206,13 +223,29 @@ class EngineCore:
         """End the executors and release the runner's device. Twice is safe."""
         if self._feed is not None:
             self._feed.close()
+        if self._peers is not None:
+            self._peers.close()
         self._mover.close()
         self._runner.close()
+
+    def _wakes(self) -> list[float]:
+        """When something is to be done although nothing arrives."""
+        peers = None if self._peers is None else self._peers.wake_s
+        ends = (self._mover.wake_s, self._scheduler.wake_s, peers)
+        return [end for end in ends if end is not None]
+
+    def _start(self, now: float) -> None:
+        """Have copies begun, and peers told who was scheduled."""
+        self._mover.start(self._scheduler.take_copies(), now=now)
+        if self._peers is not None:
+            self._peers.start(now)
 
     def _land(self, now: float) -> None:
         """Take in what the executors report, and what they tell about their speed."""
         for outcome in self._mover.take(now=now):
             self._scheduler.land(outcome, now=now)
+        if self._peers is not None:
+            self._peers.land(self.completions.take_posted(), now)
         if self._has_tiers:
             self._scheduler.learn(self._pace.rates(self._mover, now))
 

@@ -117,6 +117,12 @@ class Request:
     load_timeout_s: float | None = None
     """Longest wait for lower tiers, instead of the server's."""
 
+    prefill: str = ""
+    """Address of the instance that computes the prompt; empty computes it here."""
+
+    computes_here: bool = True
+    """Whether the prompt is computed here when that instance refuses; else it is declined."""
+
     def __post_init__(self) -> None:
         if self.cache_hint is not None:
             _check_hint(self.cache_hint, self.session_id)

@@ -35,16 +35,20 @@ class CompletionQueue:
     """`put` from any thread; everything else from the loop's thread only."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[Completion] = SimpleQueue()
+        self._queue: SimpleQueue[Completion | object] = SimpleQueue()
+        self._posted: list[object] = []
+        """What was found among the completions, and is for others."""
         self._signal: int | None = None
         """Made when somebody first wants to sleep on it."""
 
     def put(self, completion: Completion) -> None:
         """A job ended."""
-        self._queue.put(completion)
-        signal = self._signal
-        if signal is not None:
-            os.eventfd_write(signal, 1)
+        self.post(completion)
+
+    def post(self, event: object) -> None:
+        """Something else happened, such as a peer's message; for `take_posted`."""
+        self._queue.put(event)
+        self.wake()
 
     def wake(self) -> None:
         """End the loop's sleep, if it sleeps; from any thread."""
@@ -54,16 +58,25 @@ class CompletionQueue:
 
     @property
     def has_any(self) -> bool:
-        return not self._queue.empty()
+        return not self._queue.empty() or bool(self._posted)
 
     def take(self) -> list[Completion]:
-        """Everything since the last call, in order. Never waits; only empty means empty."""
-        taken = []
+        """Those since the last call, in order. Never waits; only empty means empty."""
+        taken: list[Completion] = []
         while True:
             try:
-                taken.append(self._queue.get_nowait())
+                event = self._queue.get_nowait()
             except Empty:
                 return taken
+            if isinstance(event, Completion):
+                taken.append(event)
+            else:
+                self._posted.append(event)
+
+    def take_posted(self) -> list[object]:
+        """What was posted before the last `take`, in order, each once."""
+        posted, self._posted = self._posted, []
+        return posted
 
     def fileno(self) -> int:
         """Readable while there may be completions; `clear` it before taking them."""

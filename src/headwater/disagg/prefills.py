@@ -1,0 +1,240 @@
+"""Every hand-off that is prefilled on this instance: the machines, and the hands they need."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from headwater.disagg.handoff import (
+    CancelPushes,
+    HandoffConfig,
+    PrefillAction,
+    PushBlocks,
+    Release,
+    Send,
+    Withdraw,
+)
+from headwater.disagg.link import PushDone, PushFailed, Sender
+from headwater.disagg.messages import Ask, Failed, Grant, Reason, Refused, Start, ToPrefill
+from headwater.disagg.network import Network
+from headwater.disagg.outcomes import Ended, SideTotals
+from headwater.disagg.prefill import PrefillHandoff
+from headwater.errors import PromptTooLong, RequestError
+from headwater.scheduler.output import SequenceOutput
+from headwater.scheduler.request import Request
+from headwater.scheduler.scheduler import Scheduler
+from headwater.scheduler.sequence import Sequence
+from headwater.types import RequestId
+
+Connect = Callable[[str], Sender]
+"""A way to the receiver at an address; made without waiting for it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Work:
+    """One hand-off, the sequence that computes it, and where its blocks go."""
+
+    machine: PrefillHandoff
+    sequence: Sequence
+    peer: str
+    num_computed: int = field(default=-1)
+
+
+class Prefills:
+    """Takes on prompts of peers, up to a limit, each as an ordinary request of one token."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        network: Network,
+        connect: Connect,
+        config: HandoffConfig,
+        *,
+        block_bytes: int,
+    ) -> None:
+        self._scheduler = scheduler
+        self._network = network
+        self._connect = connect
+        self._config = config
+        self._block_bytes = block_bytes
+        self._works: dict[int, _Work] = {}
+        self._names: set[RequestId] = set()
+        """Requests whose outputs are for a machine, not for a client of this instance."""
+        self._jobs: dict[int, _Work] = {}
+        self._senders: dict[str, Sender] = {}
+        self._numbers = count(1)
+        self._ended = Ended()
+        self.totals = SideTotals()
+        self.is_draining = False
+
+    @property
+    def num_active(self) -> int:
+        """Hand-offs in flight: what the limit is on."""
+        return sum(not work.machine.is_over for work in self._works.values())
+
+    @property
+    def wake_s(self) -> float | None:
+        """When a machine has something to do although nothing came."""
+        ends = [work.machine.wake_s for work in self._works.values()]
+        end = min(ends, default=float("inf"))
+        return None if end == float("inf") else end
+
+    def receive(self, peer: str, message: ToPrefill, now: float) -> None:
+        """A message of D."""
+        work = self._works.get(message.handoff)
+        if work is not None:
+            if work.peer == peer:  # anybody else is not who it was started by
+                self._do(work, work.machine.receive(message, now), now)
+        elif isinstance(message, Start):
+            self._begin(peer, message, now)
+        elif isinstance(message, Grant):
+            self._network.send(peer, Failed(message.handoff, Reason.GONE))
+
+    def lost(self, peer: str, now: float) -> None:
+        """The connection to a D ended: so do its hand-offs, and the way to its memory."""
+        links = set()
+        for work in list(self._works.values()):
+            if work.peer == peer:
+                links.add(work.machine.start.link)
+                self._do(work, work.machine.lost(now), now)
+        for link in links:
+            if not any(w.machine.start.link == link for w in self._works.values()):
+                self._close(link)
+
+    def land(self, event: PushDone | PushFailed, now: float) -> None:
+        """A push ended."""
+        work = self._jobs.pop(event.job, None)
+        if work is None:
+            return
+        if isinstance(event, PushDone):
+            self.totals.num_bytes += event.num_bytes
+            self._do(work, work.machine.pushed(event.job, event.num_bytes, now), now)
+        else:
+            self._do(work, work.machine.push_failed(event.job, now), now)
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+        for work in list(self._works.values()):
+            if work.machine.wake_s <= now:
+                self._do(work, work.machine.tick(now), now)
+
+    def start(self, now: float) -> None:
+        """A step was scheduled: whoever is in it for the first time asks D."""
+        for work in list(self._works.values()):
+            if work.sequence.is_running:
+                self._do(work, work.machine.admitted(now), now)
+
+    def settle(self, outputs: Iterable[SequenceOutput], now: float) -> list[SequenceOutput]:
+        """A step was collected: what it computed travels. The outputs that are not ours."""
+        for work in list(self._works.values()):
+            sequence = work.sequence
+            if sequence.num_computed != work.num_computed and sequence.num_blocks:
+                work.num_computed = sequence.num_computed
+                table = sequence.block_table
+                self._do(work, work.machine.computed(work.num_computed, table, now), now)
+        return [output for output in outputs if not self._take(output, now)]
+
+    def close(self) -> None:
+        """Give up every push. Twice is safe."""
+        for link in list(self._senders):
+            self._close(link)
+
+    def _begin(self, peer: str, start: Start, now: float) -> None:
+        if start.handoff in self._ended:
+            self._network.send(peer, Failed(start.handoff, Reason.GONE))
+            return
+        sequence = self._submit(start, now)
+        if isinstance(sequence, Reason):
+            self.totals.failures[sequence] += 1
+            self._network.send(peer, Refused(start.handoff, sequence))
+            return
+        machine = PrefillHandoff(
+            start,
+            self._config,
+            block_tokens=self._scheduler.cache.block_tokens,
+            block_bytes=self._block_bytes,
+            new_job=self._numbers.__next__,
+        )
+        work = _Work(machine, sequence, peer)
+        self._works[start.handoff] = work
+        self._names.add(sequence.request_id)
+        self._scheduler.handoffs.pin(sequence)
+        self.totals.num_started += 1
+        self._do(work, machine.begin(now), now)
+
+    def _submit(self, start: Start, now: float) -> Sequence | Reason:
+        """Let it wait for its turn, or say why not."""
+        if self.is_draining or self._scheduler.stats().is_paused:
+            return Reason.DRAINING
+        if self.num_active >= self._config.max_inflight:
+            return Reason.BUSY
+        try:
+            return self._scheduler.add(_own_request(start, now))
+        except PromptTooLong:
+            return Reason.TOO_LONG
+        except RequestError:
+            return Reason.INVALID
+
+    def _take(self, output: SequenceOutput, now: float) -> bool:
+        """Whether `output` is of a hand-off; if so, its machine hears of it."""
+        if output.request_id not in self._names:
+            return False
+        works = self._works.values()
+        work = next((w for w in works if w.sequence.request_id == output.request_id), None)
+        if work is not None and output.tokens and output.usage is not None:
+            chosen = work.machine.chose(output.tokens[0], output.logprobs[0], output.usage, now)
+            self._do(work, chosen, now)
+        elif work is not None and output.finish_reason is not None:
+            self._do(work, work.machine.dropped(now), now)
+        if output.finish_reason is not None:
+            self._names.discard(output.request_id)
+        return True
+
+    def _do(self, work: _Work, actions: list[PrefillAction], now: float) -> None:
+        machine = work.machine
+        for action in actions:
+            match action:
+                case Send(message):
+                    self.totals.num_asks += isinstance(message, Ask)
+                    self._network.send(work.peer, message)
+                case PushBlocks(push):
+                    self._jobs[push.job] = work
+                    self._sender(machine.start.link).push(push)
+                case CancelPushes():
+                    self._sender(machine.start.link).cancel(machine.handoff)
+                case Withdraw():
+                    self._scheduler.abort(work.sequence.request_id, now=now)
+                case Release():
+                    self._forget(work, now)
+
+    def _forget(self, work: _Work, now: float) -> None:
+        machine = work.machine
+        self._scheduler.handoffs.unpin(work.sequence, now)
+        del self._works[machine.handoff]
+        self._ended.note(machine.handoff, machine.outcome)
+        if machine.outcome is None:
+            self.totals.num_done += 1
+        else:
+            self.totals.failures[machine.outcome] += 1
+
+    def _sender(self, link: str) -> Sender:
+        if link not in self._senders:
+            self._senders[link] = self._connect(link)
+        return self._senders[link]
+
+    def _close(self, link: str) -> None:
+        sender = self._senders.pop(link, None)
+        if sender is not None:
+            sender.close()
+
+
+def _own_request(start: Start, now: float) -> Request:
+    """The same prompt, to be computed up to its first token, under a name of our own."""
+    request = start.request
+    params = request.params
+    return replace(
+        request,
+        request_id=RequestId(f"prefill-{start.handoff:016x}"),
+        params=replace(params, max_tokens=1, min_tokens=min(params.min_tokens, 1)),
+        arrival_s=now,
+        prefill="",
+    )

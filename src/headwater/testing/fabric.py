@@ -1,0 +1,259 @@
+"""Everything between instances, held until somebody lets it go: messages, bytes, fences.
+
+A double of control connections and links for one process and a virtual clock. Whoever drives
+it chooses what arrives next, twice, late or never. It watches one thing itself: bytes may
+land only in slots that are held for them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwater.cache.pool import SlotPool, SlotState
+from headwater.disagg.link import Landed, Push, PushDone, PushFailed, PushFailure, Quiet
+from headwater.disagg.messages import Message, Reason
+from headwater.disagg.network import PeerLost, PeerMessage
+
+Rows = NDArray[np.uint8]
+Post = Callable[[object], None]
+
+
+class Host(Protocol):
+    """What the fabric knows of an instance."""
+
+    name: str
+    rows: Rows
+    pool: SlotPool
+
+    @property
+    def post(self) -> Post:
+        """Puts an event into its loop's inbox."""
+
+
+@dataclass(eq=False)
+class Connection:
+    """One life of a control connection."""
+
+    client: str
+    server: str
+    number: int
+    is_open: bool = True
+
+    def name_at(self, host: str) -> str:
+        """What `host` calls the other end."""
+        return self.server if host == self.client else f"{self.client}#{self.number}"
+
+
+@dataclass(eq=False)
+class Packet:
+    """A message on its way."""
+
+    connection: Connection
+    target: str
+    message: Message
+
+
+@dataclass(eq=False)
+class Transfer:
+    """A push on its way; one whose sender was told of its end may still arrive, late."""
+
+    source: str
+    target: str
+    push: Push
+    bytes_of: list[Rows] | None = None
+    """What it carries once the sender's slots are not its own any more."""
+    num_sent: int = 0
+    num_bytes: int = 0
+
+    @property
+    def is_late(self) -> bool:
+        return self.bytes_of is not None
+
+
+@dataclass(eq=False)
+class Lease:
+    """Slots that bytes may land in."""
+
+    slots: Sequence[int]
+    is_fenced: bool = False
+    landed: dict[int, int] = field(default_factory=dict)
+
+
+class Fabric:
+    """Joins hosts by name. `packets`, `transfers` and `fences` are what is on its way."""
+
+    def __init__(self) -> None:
+        self._hosts: dict[str, Host] = {}
+        self._addresses: dict[str, str] = {}
+        self._leases: dict[str, dict[int, Lease]] = {}
+        self._connections: list[Connection] = []
+        self._num_connections = 0
+        self.packets: list[Packet] = []
+        self.transfers: list[Transfer] = []
+        self.fences: list[tuple[str, int]] = []
+        """Link address and lease."""
+        self.num_bytes = 0
+        """Landed, ever."""
+
+    def enter(self, host: Host, link: str) -> None:
+        """`host` lives from now on, and receives blocks at the address `link`."""
+        self._hosts[host.name] = host
+        self._addresses[link] = host.name
+        self._leases[link] = {}
+
+    def crash(self, name: str) -> None:
+        """`name` is gone, and with it its connections. Bytes it sent may be on their way."""
+        host = self._hosts.pop(name)
+        for transfer in self.transfers:
+            if transfer.source == name:
+                self._make_late(transfer, host)
+        for connection in self._connections:
+            if connection.is_open and name in (connection.client, connection.server):
+                self.cut(connection)
+        for link in [link for link, owner in self._addresses.items() if owner == name]:
+            del self._addresses[link]
+            del self._leases[link]
+            self.fences = [entry for entry in self.fences if entry[0] != link]
+
+    def connections(self) -> list[Connection]:
+        """Those that are open."""
+        return [connection for connection in self._connections if connection.is_open]
+
+    def cut(self, connection: Connection) -> None:
+        """End a connection; both ends learn it, and what was on its way is lost."""
+        connection.is_open = False
+        self.packets = [p for p in self.packets if p.connection is not connection]
+        for name in (connection.client, connection.server):
+            if name in self._hosts:
+                peer = connection.name_at(name)
+                self._hosts[name].post(PeerLost(peer, Reason.LOST))
+
+    def send(self, source: str, peer: str, message: Message) -> None:
+        """From `source` to the end that it calls `peer`."""
+        connection = self._connection(source, peer)
+        if connection is None:
+            self._hosts[source].post(PeerLost(peer, Reason.UNREACHABLE))
+            return
+        target = connection.server if source == connection.client else connection.client
+        self.packets.append(Packet(connection, target, message))
+
+    def deliver(self, packet: Packet, *, again: bool = False) -> None:
+        """Let a message arrive; with `again` it will arrive once more."""
+        if not again:
+            self.packets.remove(packet)
+        host = self._hosts[packet.target]
+        peer = packet.connection.name_at(packet.target)
+        host.post(PeerMessage(peer, packet.message))
+
+    def drop(self, packet: Packet) -> None:
+        """Lose a message."""
+        self.packets.remove(packet)
+
+    def move(self, transfer: Transfer) -> None:
+        """Let the next block of a push arrive; after the last its sender learns of it."""
+        piece = transfer.push.pieces[transfer.num_sent]
+        carried = (
+            self._hosts[transfer.source].rows[piece.slot]
+            if transfer.bytes_of is None
+            else transfer.bytes_of[transfer.num_sent]
+        )
+        transfer.num_sent += 1
+        transfer.num_bytes += piece.num_bytes
+        self._land(transfer, piece.index, carried)
+        if transfer.num_sent == len(transfer.push.pieces) and transfer in self.transfers:
+            self.transfers.remove(transfer)
+            if not transfer.is_late:
+                done = PushDone(transfer.push.job, transfer.num_bytes)
+                self._hosts[transfer.source].post(done)
+
+    def fail(self, transfer: Transfer, reason: PushFailure = PushFailure.LOST) -> None:
+        """Tell the sender that a push failed. What is on its way may still arrive."""
+        if not transfer.is_late:
+            host = self._hosts[transfer.source]
+            self._make_late(transfer, host)
+            host.post(PushFailed(transfer.push.job, reason))
+
+    def vanish(self, transfer: Transfer) -> None:
+        """What a late push carries arrives nowhere."""
+        self.transfers.remove(transfer)
+
+    def settle_fence(self, entry: tuple[str, int]) -> None:
+        """Let a fence hold: nothing lands from now on, and the receiver learns it."""
+        self.fences.remove(entry)
+        link, number = entry
+        lease = self._leases[link].pop(number)
+        quiet = Quiet(number, sum(lease.landed.values()), frozenset(lease.landed))
+        self._hosts[self._addresses[link]].post(quiet)
+
+    def expire(self, now: float) -> None:
+        """Pushes whose deadline has come have failed."""
+        for transfer in list(self.transfers):
+            if not transfer.is_late and transfer.push.deadline_s <= now:
+                self.fail(transfer, PushFailure.TIMEOUT)
+
+    def push(self, source: str, link: str, push: Push) -> None:
+        """A sender begins; to an address where nobody is, it fails."""
+        transfer = Transfer(source, link, push)
+        self.transfers.append(transfer)
+        if link not in self._addresses:
+            self.fail(transfer, PushFailure.UNREACHABLE)
+
+    def cancel(self, source: str, link: str, lease: int) -> None:
+        """Pushes of `lease` that have not begun have failed."""
+        for transfer in list(self.transfers):
+            mine = (transfer.source, transfer.target, transfer.push.lease)
+            if mine == (source, link, lease) and not transfer.num_sent:
+                self.fail(transfer, PushFailure.CANCELLED)
+
+    def close_sender(self, source: str, link: str) -> None:
+        """All pushes of one sender have failed."""
+        for transfer in list(self.transfers):
+            if (transfer.source, transfer.target) == (source, link):
+                self.fail(transfer, PushFailure.CLOSED)
+
+    def open_lease(self, link: str, number: int, slots: Sequence[int]) -> None:
+        """Bytes of lease `number` may land in `slots`."""
+        self._leases[link][number] = Lease(slots)
+
+    def fence(self, link: str, number: int) -> None:
+        """Begin a fence; bytes may land until it holds."""
+        lease = self._leases[link].get(number)
+        if lease is not None and not lease.is_fenced:
+            lease.is_fenced = True
+            self.fences.append((link, number))
+
+    def _land(self, transfer: Transfer, index: int, carried: Rows) -> None:
+        owner = self._addresses.get(transfer.target)
+        lease = self._leases.get(transfer.target, {}).get(transfer.push.lease)
+        if owner is None or lease is None:
+            if not transfer.is_late:
+                self.fail(transfer, PushFailure.FENCED)
+            return
+        host, slot = self._hosts[owner], lease.slots[index]
+        held = host.pool.owned(SlotState.HELD)
+        assert slot in held, f"bytes land in slot {slot}, which is nobody's"
+        host.rows[slot] = carried
+        self.num_bytes += len(carried)
+        if index not in lease.landed:
+            lease.landed[index] = len(carried)
+            host.post(Landed(transfer.push.lease, index, len(carried)))
+
+    def _make_late(self, transfer: Transfer, host: Host) -> None:
+        if not transfer.is_late:
+            slots = [piece.slot for piece in transfer.push.pieces]
+            transfer.bytes_of = [host.rows[slot].copy() for slot in slots]
+
+    def _connection(self, source: str, peer: str) -> Connection | None:
+        for connection in self.connections():
+            ends = (connection.client, connection.server)
+            if source in ends and connection.name_at(source) == peer:
+                return connection
+        if peer not in self._hosts:
+            return None
+        self._num_connections += 1
+        connection = Connection(source, peer, self._num_connections)
+        self._connections.append(connection)
+        return connection

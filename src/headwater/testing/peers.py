@@ -1,0 +1,241 @@
+"""Engines that hand off to one another in one process: real loops, real books, held wires.
+
+The KV of an `EchoRunner` is the tokens themselves, so a block that is sent, landed or reused
+wrongly yields other tokens.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from headwater.cache import CacheConfig, TieredCache
+from headwater.clock import VirtualClock
+from headwater.disagg.decodes import Decodes
+from headwater.disagg.exchange import Exchange
+from headwater.disagg.handoff import HandoffConfig
+from headwater.disagg.link import Push
+from headwater.disagg.messages import Message
+from headwater.disagg.prefills import Prefills
+from headwater.engine.core import EngineCore
+from headwater.engine.output import Usage
+from headwater.scheduler.config import SchedulerConfig
+from headwater.scheduler.request import Request
+from headwater.scheduler.scheduler import Scheduler
+from headwater.testing.fabric import Fabric, Post
+from headwater.testing.runners import EchoRunner
+from headwater.testing.tiers import MAX_MODEL_LEN, VOCAB_SIZE
+from headwater.types import Slots
+
+
+class HeldNetwork:
+    """The `Network` of one host of a fabric."""
+
+    def __init__(self, fabric: Fabric, name: str) -> None:
+        self._fabric = fabric
+        self._name = name
+
+    def send(self, peer: str, message: Message) -> None:
+        self._fabric.send(self._name, peer, message)
+
+    def close(self) -> None:
+        return None
+
+
+class HeldSender:
+    """The `Sender` of one host to one receiver."""
+
+    def __init__(self, fabric: Fabric, name: str, link: str) -> None:
+        self._fabric = fabric
+        self._name = name
+        self._link = link
+
+    def push(self, push: Push) -> None:
+        self._fabric.push(self._name, self._link, push)
+
+    def cancel(self, lease: int) -> None:
+        self._fabric.cancel(self._name, self._link, lease)
+
+    def close(self) -> None:
+        self._fabric.close_sender(self._name, self._link)
+
+
+class HeldReceiver:
+    """The `Receiver` of one host."""
+
+    def __init__(self, fabric: Fabric, link: str) -> None:
+        self._fabric = fabric
+        self.address = link
+
+    def open(self, lease: int, slots: Sequence[int]) -> None:
+        self._fabric.open_lease(self.address, lease, slots)
+
+    def fence(self, lease: int) -> None:
+        self._fabric.fence(self.address, lease)
+
+    def close(self) -> None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class EchoMemory:
+    """The blocks of an echo engine; nothing is derived from them."""
+
+    block_bytes: int
+
+    def mark_written(self, slots: Slots) -> None:
+        return None
+
+
+@dataclass(kw_only=True)
+class EchoPeer:
+    """One instance, and what came out of it so far."""
+
+    fabric: Fabric
+    clock: VirtualClock
+    name: str
+    epoch: int = 0
+    num_blocks: int = 64
+    block_tokens: int = 4
+    depth: int = 1
+    config: HandoffConfig = field(default_factory=HandoffConfig)
+    settings: Mapping[str, object] = field(default_factory=dict)
+    outputs: dict[str, list[int]] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    usages: dict[str, Usage] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        cache = CacheConfig(device_blocks=self.num_blocks, block_tokens=self.block_tokens)
+        self.cache = TieredCache(cache)
+        self.pool = self.cache.device.pool
+        limits: dict[str, object] = {
+            "max_model_len": MAX_MODEL_LEN,
+            "expected_output_tokens": 1,  # eager: small pools preempt
+        }
+        self.scheduler = Scheduler(
+            SchedulerConfig(**{**limits, **self.settings}),  # type: ignore[arg-type]
+            self.cache,
+        )
+        self.runner = EchoRunner(
+            num_blocks=self.num_blocks,
+            block_tokens=self.block_tokens,
+            depth=self.depth,
+            vocab_size=VOCAB_SIZE,
+        )
+        self.rows = self.runner.rows
+        self.core = EngineCore(self.scheduler, self.runner, self.clock)
+        self.link = f"held://{self.name}/{self.epoch}"
+        self.fabric.enter(self, self.link)
+        self.exchange = self._exchange()
+        self.core.join(self.exchange)
+
+    @property
+    def post(self) -> Post:
+        return self.core.completions.post
+
+    def step(self) -> None:
+        """Turn the loop once, if there is something to do, and note what came out."""
+        if not self.core.has_work:
+            return
+        for output in self.core.step():
+            name = output.request_id
+            assert name not in self.reasons, f"{name} goes on after its end"
+            if output.usage is not None:
+                self.usages[name] = output.usage
+            self.outputs.setdefault(name, []).extend(output.tokens)
+            if output.finish_reason is not None:
+                self.reasons[name] = output.finish_reason
+
+    def add(self, request: Request) -> None:
+        """Take a request, as the loop would."""
+        self.core.add(request)
+
+    def check_idle(self) -> None:
+        """Every book balances; nothing is held, leased or in flight any more."""
+        self.core.check()
+        stats = self.cache.stats()
+        assert stats.leases == 0, f"kept: {stats}"
+        assert stats.device.free + stats.device.cached == stats.device.total, f"leaked: {stats}"
+
+    def _exchange(self) -> Exchange:
+        network = HeldNetwork(self.fabric, self.name)
+        memory = EchoMemory(self.rows.shape[1])
+        prefills = Prefills(
+            self.scheduler,
+            network,
+            lambda link: HeldSender(self.fabric, self.name, link),
+            self.config,
+            block_bytes=memory.block_bytes,
+        )
+        decodes = Decodes(
+            self.scheduler,
+            network,
+            HeldReceiver(self.fabric, self.link),
+            self.config,
+            memory=memory,
+            new_id=_numbers(f"{self.name}/{self.epoch}"),
+        )
+        return Exchange(prefills, decodes)
+
+
+class EchoPair:
+    """A prefill and a decode instance; `run` lets everything arrive in order."""
+
+    def __init__(self, **settings: object) -> None:
+        self.clock = VirtualClock()
+        self.fabric = Fabric()
+        self._settings = settings
+        self._epochs = 0
+        self.prefill = self.make("p")
+        self.decode = self.make("d")
+
+    @property
+    def peers(self) -> tuple[EchoPeer, EchoPeer]:
+        return self.prefill, self.decode
+
+    def make(self, name: str) -> EchoPeer:
+        """A fresh instance of that name."""
+        self._epochs += 1
+        own = {key.removeprefix(f"{name}_"): value for key, value in self._settings.items()}
+        known = EchoPeer.__dataclass_fields__
+        return EchoPeer(
+            fabric=self.fabric,
+            clock=self.clock,
+            name=name,
+            epoch=self._epochs,
+            **{key: value for key, value in own.items() if key in known},  # type: ignore[arg-type]
+        )
+
+    def turn(self, *, blocks: bool = True, fences: bool = True) -> None:
+        """Let what is on its way arrive, as far as asked for, then turn both loops once."""
+        fabric = self.fabric
+        for packet in list(fabric.packets):
+            if packet in fabric.packets:
+                fabric.deliver(packet)
+        for transfer in list(fabric.transfers) if blocks else ():
+            while transfer in fabric.transfers:
+                fabric.move(transfer)
+        for entry in list(fabric.fences) if fences else ():
+            fabric.settle_fence(entry)
+        for peer in self.peers:
+            peer.step()
+
+    def run(self, *names: str, within_s: float = 60.0, step_s: float = 0.01) -> None:
+        """Until these requests have ended on D; AssertionError for one that is stuck."""
+        end_s = self.clock.now() + within_s
+        while any(name not in self.decode.reasons for name in names):
+            assert self.clock.now() < end_s, "a request is stuck"
+            self.turn()
+            self.clock.advance(step_s)
+
+    def drain(self, within_s: float = 60.0, step_s: float = 0.5) -> None:
+        """Until nothing is on its way and nobody has anything to do."""
+        end_s = self.clock.now() + within_s
+        while self.clock.now() < end_s:
+            self.turn()
+            self.fabric.expire(self.clock.now())
+            self.clock.advance(step_s)
+
+
+def _numbers(seed: str) -> Callable[[], int]:
+    random = Random(seed)
+    return lambda: random.getrandbits(63)

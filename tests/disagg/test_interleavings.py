@@ -1,0 +1,230 @@
+"""Any order of messages, blocks, fences, deaths and time: no wrong token, no lost slot, an end.
+
+Whole engines on a virtual clock, joined by a fabric in which the search chooses what arrives
+next, twice, late or never. Lessons 46, 50 to 54, 56, 58.
+"""
+
+from dataclasses import replace
+
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.strategies import booleans, data, integers, sampled_from
+
+from headwater.disagg.handoff import HandoffConfig
+from headwater.scheduler.request import Request
+from headwater.testing.peers import EchoPair, EchoPeer
+from headwater.testing.tiers import make_echo_request, uncached_tokens
+from tests.disagg.requests import make_handoff, make_prompt
+from tests.search import search
+
+CONFIG = HandoffConfig(handoff_timeout_s=30.0, max_inflight=3)
+BOUND_S = 90.0
+"""Every request has ended so long after the wires work again."""
+
+
+class Interleavings(RuleBasedStateMachine):
+    """Two instances and everything that can happen between them."""
+
+    @initialize(depth=sampled_from((1, 2)), p_blocks=integers(8, 20), d_blocks=integers(8, 20))
+    def start(self, depth, p_blocks, d_blocks):
+        limits = {"max_batched_tokens": 8, "max_num_seqs": 4}
+        self.pair = EchoPair(
+            p_num_blocks=p_blocks,
+            d_num_blocks=d_blocks,
+            depth=depth,
+            config=CONFIG,
+            settings=limits,
+        )
+        self.dead: set[str] = set()
+        self.requests: dict[str, Request] = {}
+        self.owners: dict[str, str] = {}
+        self.ended: dict[str, list[int]] = {}
+        self.number = 0
+
+    @rule(num=integers(1, 26), family=integers(0, 1), out=integers(1, 6), here=booleans())
+    def hand_off(self, num, family, out, here):
+        """A prompt for P, of two families that share prefixes."""
+        tokens = make_prompt(num, family=family)
+        self._add("d", make_handoff(self._name(), tokens, max_tokens=out, computes_here=here))
+
+    @rule(data=data(), more=integers(1, 5), out=integers(1, 4))
+    def next_turn(self, data, more, out):
+        """A prompt that goes on where an answer ended."""
+        known = [name for name in self.ended if self.ended[name]]
+        if known:
+            name = data.draw(sampled_from(known))
+            tokens = self.requests[name].tokens.tolist() + self.ended[name]
+            tokens = (tokens + make_prompt(more))[:28]
+            self._add("d", make_handoff(self._name(), tokens, max_tokens=out))
+
+    @rule(num=integers(1, 20), out=integers(1, 5), where=sampled_from("pd"))
+    def compute_alone(self, num, out, where):
+        """A request that one instance serves by itself."""
+        self._add(where, make_echo_request(self._name(), make_prompt(num), max_tokens=out))
+
+    @rule(name=sampled_from("pd"), times=integers(1, 4))
+    def step(self, name, times):
+        """Turn a loop."""
+        for _ in range(times):
+            if name not in self.dead:
+                self._peer(name).step()
+        self._note()
+
+    @rule(turns=integers(1, 8), blocks=booleans(), fences=booleans())
+    def flow(self, turns, blocks, fences):
+        """For a while all goes well, but that blocks or fences may be held up."""
+        for _ in range(turns):
+            if not self.dead:
+                self.pair.turn(blocks=blocks, fences=fences)
+                self.pair.clock.advance(0.05)
+        self._note()
+
+    @rule(data=data(), again=booleans())
+    def deliver(self, data, again):
+        """Any message, in any order; some stay to arrive again."""
+        if self.pair.fabric.packets:
+            packet = data.draw(sampled_from(self.pair.fabric.packets))
+            self.pair.fabric.deliver(packet, again=again)
+
+    @rule(data=data())
+    def drop(self, data):
+        """A message is lost."""
+        if self.pair.fabric.packets:
+            self.pair.fabric.drop(data.draw(sampled_from(self.pair.fabric.packets)))
+
+    @rule(data=data(), times=integers(1, 8))
+    def move(self, data, times):
+        """Blocks arrive, one by one."""
+        fabric = self.pair.fabric
+        for _ in range(times):
+            if fabric.transfers:
+                fabric.move(data.draw(sampled_from(fabric.transfers)))
+
+    @rule(data=data(), vanishes=booleans())
+    def break_push(self, data, vanishes):
+        """A push fails; what is on its way arrives late, or never."""
+        fabric = self.pair.fabric
+        if fabric.transfers:
+            transfer = data.draw(sampled_from(fabric.transfers))
+            fabric.fail(transfer)
+            if vanishes:
+                fabric.vanish(transfer)
+
+    @rule(data=data())
+    def settle_fence(self, data):
+        """A fence begins to hold."""
+        if self.pair.fabric.fences:
+            self.pair.fabric.settle_fence(data.draw(sampled_from(self.pair.fabric.fences)))
+
+    @rule(seconds=sampled_from((0.3, 1.0, 2.5, 9.5, 31.0)))
+    def wait(self, seconds):
+        """Time passes, for both."""
+        self.pair.clock.advance(seconds)
+        self.pair.fabric.expire(self.pair.clock.now())
+
+    @rule(data=data())
+    def abort(self, data):
+        """A client goes away."""
+        alive = [name for name in self.requests if name not in self.ended]
+        if alive and "d" not in self.dead:
+            self.pair.decode.core.abort(
+                self.requests[data.draw(sampled_from(alive))].request_id
+            )
+
+    @rule(name=sampled_from("pd"), what=sampled_from(("crash", "restart", "reset", "cut")))
+    def trouble(self, name, what):
+        """An instance dies, is back knowing nothing, forgets its cache; connections end."""
+        if name in self.dead:
+            self._restart(name)
+        elif what == "crash":
+            self._crash(name)
+        elif what == "reset":
+            self._peer(name).core.reset_cache()
+        elif what == "cut":
+            for connection in self.pair.fabric.connections():
+                self.pair.fabric.cut(connection)
+
+    @invariant()
+    def books_balance(self):
+        """After anything that may happen."""
+        for name in "pd":
+            if name not in self.dead:
+                self._peer(name).core.check()
+
+    @invariant()
+    def pushes_end_before_the_lease(self):
+        """Lesson 50: P's term is never longer than D's."""
+        if "d" in self.dead:
+            return
+        for transfer in self.pair.fabric.transfers:
+            end_s = self.pair.decode.exchange.decodes.lease_end_s(transfer.push.lease)
+            if end_s is not None and not transfer.is_late:
+                assert transfer.push.deadline_s <= end_s
+
+    def teardown(self):
+        if not hasattr(self, "pair"):
+            return
+        for name in sorted(self.dead):
+            self._restart(name)
+        end_s = self.pair.clock.now() + BOUND_S
+        while self.pair.clock.now() < end_s:
+            self.pair.turn()
+            self.pair.fabric.expire(self.pair.clock.now())
+            self.pair.clock.advance(0.25)
+            self._note()
+        assert set(self.requests) == set(self.ended), "a request is stuck"
+        for peer in self.pair.peers:
+            peer.check_idle()
+
+    def _name(self) -> str:
+        self.number += 1
+        return f"r{self.number}"
+
+    def _peer(self, name: str) -> EchoPeer:
+        return self.pair.prefill if name == "p" else self.pair.decode
+
+    def _add(self, name: str, request: Request) -> None:
+        if name not in self.dead and len(self.requests) - len(self.ended) < 6:
+            self.owners[request.request_id] = name
+            self.requests[request.request_id] = request
+            self._peer(name).add(request)
+
+    def _crash(self, name: str) -> None:
+        """The requests that an instance owned end with it."""
+        self.dead.add(name)
+        self.pair.fabric.crash(name)
+        for request in list(self.requests):
+            if request not in self.ended and self.owners[request] == name:
+                self._check_tokens(request, self._peer(name).outputs.get(request, []))
+                self.ended[request] = []
+
+    def _restart(self, name: str) -> None:
+        self.dead.discard(name)
+        fresh = self.pair.make(name)
+        if name == "p":
+            self.pair.prefill = fresh
+        else:
+            self.pair.decode = fresh
+
+    def _note(self) -> None:
+        """What has ended, with the tokens it had to have."""
+        for peer in self.pair.peers:
+            if peer.name in self.dead:
+                continue
+            for name, reason in peer.reasons.items():
+                if name in self.ended or self.owners[name] != peer.name:
+                    continue
+                tokens = peer.outputs[name]
+                self._check_tokens(name, tokens)
+                if reason == "length":
+                    assert len(tokens) == self.requests[name].params.max_tokens
+                else:
+                    assert reason in ("abort", "refused")
+                self.ended[name] = tokens
+
+    def _check_tokens(self, name: str, tokens: list[int]) -> None:
+        request = replace(self.requests[name], prefill="")
+        assert tokens == uncached_tokens(request)[: len(tokens)]
+
+
+TestInterleavings = Interleavings.TestCase
+TestInterleavings.settings = search(examples=150, steps=60)
