@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from headwater.cache import CacheConfig, Ending, Namespace, TokenPath
 from headwater.cache.duel import make_orders as session_orders
-from headwater.cache.policy import POLICIES
+from headwater.cache.policy import POLICIES, Shape
 from headwater.types import WritePolicy
 from tests.cache.rig import Rig
 from tests.search import SCALE, search
@@ -33,7 +33,7 @@ def make_rig(eviction, policy, device, host, storage, stored_nodes):
         record_facts=True,
     )
     # Prompts are short here, so the session policy is to tell apart every block of them.
-    orders = session_orders(device, host, 2, piece_tokens=2)
+    orders = session_orders(Shape(device, host, 2), piece_tokens=2)
     return Rig(config, orders if eviction == "session" else None)
 
 

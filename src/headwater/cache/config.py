@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from headwater.cache.policy import POLICIES
+from headwater.cache.policy.weights import Weights
 from headwater.errors import ConfigError
 from headwater.types import WritePolicy
 
@@ -35,6 +36,9 @@ class CacheConfig:
 
     eviction: str = "lru"
     """Name of the eviction policy, for the device and the host tier."""
+
+    weights: Weights | None = None
+    """What the `session` policy begins with; None is nothing."""
 
     hint_share: float = 0.5
     """Share of the device's blocks that the hints of one tenant may ask to be kept."""
@@ -70,6 +74,8 @@ class CacheConfig:
         ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} cannot be negative, got {getattr(self, name)}")
+        if self.weights is not None and self.eviction != "session":
+            raise ConfigError(f"weights are for the session policy, not for {self.eviction}")
         if not 0.0 <= self.hint_share <= 1.0:
             raise ConfigError(f"hint_share is a share between 0 and 1, got {self.hint_share}")
         if not isinstance(self.write_policy, WritePolicy):

@@ -13,7 +13,7 @@ import numpy as np
 from headwater.cache.config import CacheConfig
 from headwater.cache.keys import TokenPath
 from headwater.cache.lease import Lease
-from headwater.cache.policy import Orders, Run, Turn
+from headwater.cache.policy import Orders, Run, Shape, Turn
 from headwater.cache.policy.lru import Lru
 from headwater.cache.policy.retention import PIECE_TOKENS, Retention, Visit
 from headwater.cache.policy.session import Session
@@ -39,15 +39,9 @@ _BLOCK_TOKENS = 2
 """A prefix's number is 64 bits: two tokens."""
 
 
-def make_orders(
-    device_blocks: int,
-    host_blocks: int,
-    block_tokens: int,
-    *,
-    piece_tokens: int = PIECE_TOKENS,
-) -> Orders:
+def make_orders(shape: Shape, *, piece_tokens: int = PIECE_TOKENS) -> Orders:
     """The session policy for both tiers, with its guard."""
-    retention = Retention(block_tokens, piece_tokens)
+    retention = Retention(shape.block_tokens, piece_tokens, shape.weights)
     orders = Session(retention, Tier.DEVICE), Session(retention, Tier.HOST)
     retention.watch = Duel(retention, orders).watch
     return Orders(*orders)

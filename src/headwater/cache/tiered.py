@@ -26,7 +26,7 @@ from headwater.cache.plan import (
     Outcome,
     Promotion,
 )
-from headwater.cache.policy import Orders, Turn, make_orders
+from headwater.cache.policy import Orders, Shape, Turn, make_orders
 from headwater.cache.pool import SlotState
 from headwater.cache.publisher import Publisher
 from headwater.cache.sessions import Known, Sessions
@@ -62,12 +62,10 @@ class TieredCache:
             shard=config.shard,
         )
         if orders is None:
-            orders = make_orders(
-                config.eviction,
-                device_blocks=config.device_blocks,
-                host_blocks=config.host_blocks,
-                block_tokens=config.block_tokens,
+            shape = Shape(
+                config.device_blocks, config.host_blocks, config.block_tokens, config.weights
             )
+            orders = make_orders(config.eviction, shape)
         self.tree = PrefixTree(scheme)
         self.device = Shelf(Tier.DEVICE, config.device_blocks, orders.device)
         self.host = Shelf(Tier.HOST, config.host_blocks, orders.host)

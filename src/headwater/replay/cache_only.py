@@ -6,12 +6,15 @@ eviction policy says goes: a request's own blocks may be the victims.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from headwater.cache import CacheConfig, TieredCache, TokenPath, Turn
+from headwater.cache.policy.session import Session
+from headwater.cache.policy.weights import Weights
 from headwater.errors import ConfigError, InvariantError
+from headwater.replay.hints import NOTHING, Said, hints_of
 from headwater.replay.optimum import optimal_hits
 from headwater.replay.trace import TRACE_BLOCK, TraceRequest
 from headwater.types import RequestId, Tokens, WritePolicy
@@ -27,6 +30,8 @@ class CacheReplay:
     tokens: int
     hit_tokens: int
     misses_by_reason: dict[str, int]
+    learned: Weights | None = None
+    """What the session policy had learned at the end."""
 
     @property
     def block_hit(self) -> float:
@@ -48,6 +53,7 @@ class CacheOnly:
         longest_blocks: int,
         *,
         eviction: str = "lru",
+        weights: Weights | None = None,
         record_facts: bool = False,
     ) -> None:
         if capacity_blocks < 0:
@@ -60,11 +66,18 @@ class CacheOnly:
                 block_tokens=TRACE_BLOCK,
                 write_policy=WritePolicy.NONE,
                 eviction=eviction,
+                weights=weights,
+                hint_share=1.0,  # there is one tenant, and nobody to protect from it
                 record_facts=record_facts,
             )
         )
 
-    def serve(self, request: TraceRequest, prompt: Tokens) -> int:
+    def learned(self) -> Weights | None:
+        """What the session policy has learned so far; None for one that learns nothing."""
+        order = self.cache.device.order
+        return order.learned() if isinstance(order, Session) else None
+
+    def serve(self, request: TraceRequest, prompt: Tokens, said: Said = NOTHING) -> int:
         """Send one request, whose whole blocks are `prompt`; how many of them were found."""
         cache, now = self.cache, request.arrival_s
         path = TokenPath(prompt)
@@ -74,22 +87,32 @@ class CacheOnly:
         if slots is None:
             raise InvariantError("an idle cache has no room for a request")
         cache.commit(lease, path, slots, now=now)
-        turn = Turn(request.input_length, request.output_length)
+        turn = Turn(request.input_length, request.output_length, *said)
         cache.release(lease, now=now, turn=turn)
         cache.trim(self._capacity)
         return found
 
 
 def replay_cache(
-    requests: Sequence[TraceRequest], capacity_blocks: int | None, *, eviction: str = "lru"
+    requests: Sequence[TraceRequest],
+    capacity_blocks: int | None,
+    *,
+    eviction: str = "lru",
+    weights: Weights | None = None,
+    hints: str = "none",
 ) -> CacheReplay:
     """Send every request through a fresh cache, in order; None is a cache that never fills."""
     if capacity_blocks is None:
         capacity_blocks = _num_distinct(requests)
-    replay = CacheOnly(capacity_blocks, longest_blocks(requests), eviction=eviction)
-    found = [replay.serve(request, request.whole_blocks()) for request in requests]
+    longest = longest_blocks(requests)
+    replay = CacheOnly(capacity_blocks, longest, eviction=eviction, weights=weights)
+    found = [
+        replay.serve(request, request.whole_blocks(), said)
+        for request, said in zip(requests, hints_of(requests, hints), strict=True)
+    ]
     reasons = replay.cache.stats().ledger.misses_by_reason
-    return _summed(requests, found, {reason.value: n for reason, n in reasons.items()})
+    replayed = _summed(requests, found, {reason.value: n for reason, n in reasons.items()})
+    return replace(replayed, learned=replay.learned())
 
 
 def replay_optimum(

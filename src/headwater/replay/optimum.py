@@ -10,7 +10,8 @@ from heapq import heappop, heappush
 
 from headwater.replay.trace import TraceRequest
 
-_NEVER = 1 << 62
+NEVER = 1 << 62
+"""Later than any request."""
 
 
 def optimal_hits(requests: Sequence[TraceRequest], capacity_blocks: int) -> Iterator[int]:
@@ -19,10 +20,10 @@ def optimal_hits(requests: Sequence[TraceRequest], capacity_blocks: int) -> Iter
     resident: dict[int, int] = {}
     """When each block in the cache is used next."""
     latest: list[tuple[int, int, int]] = []
-    for path, uses in zip(paths, _next_uses(paths), strict=True):
+    for path, uses in zip(paths, next_uses(paths), strict=True):
         yield _leading(path, resident)
         for depth, (block, use) in enumerate(zip(path, uses, strict=True)):
-            if use == _NEVER:
+            if use == NEVER:
                 resident.pop(block, None)
             else:
                 resident[block] = use
@@ -34,20 +35,20 @@ def optimal_hits(requests: Sequence[TraceRequest], capacity_blocks: int) -> Iter
                 del resident[block]
 
 
+def next_uses(paths: Sequence[Sequence[int]]) -> list[list[int]]:
+    """For each block of each path, the number of the next path that has it."""
+    following: dict[int, int] = {}
+    uses: list[list[int]] = []
+    for number in range(len(paths) - 1, -1, -1):
+        path = paths[number]
+        uses.append([following.get(block, NEVER) for block in path])
+        following.update(dict.fromkeys(path, number))
+    return uses[::-1]
+
+
 def _leading(path: Sequence[int], resident: dict[int, int]) -> int:
     """How many leading blocks of `path` are in the cache."""
     for found, block in enumerate(path):
         if block not in resident:
             return found
     return len(path)
-
-
-def _next_uses(paths: Sequence[Sequence[int]]) -> list[list[int]]:
-    """For each block of each path, the number of the next path that has it."""
-    following: dict[int, int] = {}
-    uses: list[list[int]] = []
-    for number in range(len(paths) - 1, -1, -1):
-        path = paths[number]
-        uses.append([following.get(block, _NEVER) for block in path])
-        following.update(dict.fromkeys(path, number))
-    return uses[::-1]

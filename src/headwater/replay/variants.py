@@ -25,12 +25,12 @@ def second_half(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
 
 def half_of_sessions(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
     """Every other session, by chance; all requests of those that stay."""
-    trunks = _trunks(requests)
+    shared = trunks(requests)
     rng = np.random.default_rng(_SEED)
     stays: dict[int, bool] = {}
     kept = []
     for request in requests:
-        session = next((i for i in request.hash_ids if i not in trunks), -1)
+        session = next((i for i in request.hash_ids if i not in shared), -1)
         if session not in stays:
             stays[session] = bool(rng.integers(2))
         if stays[session]:
@@ -52,6 +52,15 @@ def twice_as_fast(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
     return [replace(request, arrival_s=request.arrival_s / 2) for request in requests]
 
 
+def trunks(requests: Sequence[TraceRequest]) -> set[int]:
+    """Ids that many different ones follow: beginnings that sessions share."""
+    followers: dict[int, set[int]] = {}
+    for request in requests:
+        for parent, child in zip(request.hash_ids, request.hash_ids[1:], strict=False):
+            followers.setdefault(parent, set()).add(child)
+    return {parent for parent, after in followers.items() if len(after) >= _TRUNK_CHILDREN}
+
+
 VARIANTS: dict[str, Callable[[Sequence[TraceRequest]], list[TraceRequest]]] = {
     "as-is": list,
     "first-half": first_half,
@@ -67,12 +76,3 @@ def _middle(requests: Sequence[TraceRequest]) -> float:
     if not requests:
         return 0.0
     return (requests[0].arrival_s + requests[-1].arrival_s) / 2
-
-
-def _trunks(requests: Sequence[TraceRequest]) -> set[int]:
-    """Ids that many different ones follow: beginnings that sessions share."""
-    followers: dict[int, set[int]] = {}
-    for request in requests:
-        for parent, child in zip(request.hash_ids, request.hash_ids[1:], strict=False):
-            followers.setdefault(parent, set()).add(child)
-    return {parent for parent, after in followers.items() if len(after) >= _TRUNK_CHILDREN}

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from headwater.cache.lease import Lease
 from headwater.cache.node import Mark, Node
-from headwater.cache.policy.base import Orders, Run, Turn
+from headwater.cache.policy.base import Orders, Run, Shape, Turn
 from headwater.cache.policy.evicted import Evicted
 from headwater.errors import InvariantError
 from headwater.types import Tier
@@ -105,6 +105,6 @@ class Arc:
         self._border = min(max(self._border + step, 0.0), float(self._capacity))
 
 
-def make_orders(device_blocks: int, host_blocks: int, block_tokens: int) -> Orders:
+def make_orders(shape: Shape) -> Orders:
     """An ARC for each tier."""
-    return Orders(Arc(device_blocks, Tier.DEVICE), Arc(host_blocks, Tier.HOST))
+    return Orders(Arc(shape.device_blocks, Tier.DEVICE), Arc(shape.host_blocks, Tier.HOST))

@@ -7,10 +7,13 @@ then passed over until its turn comes.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from headwater.cache.lease import Lease
 from headwater.cache.node import Mark, Node
+
+if TYPE_CHECKING:
+    from headwater.cache.policy.weights import Weights
 
 
 class Hint(NamedTuple):
@@ -42,6 +45,16 @@ class Run(NamedTuple):
     mark: Mark
     apart: bool = False
     """Whether it goes by itself: it shares no node with the blocks before it."""
+
+
+class Shape(NamedTuple):
+    """What a policy is told of the cache it is for."""
+
+    device_blocks: int
+    host_blocks: int
+    block_tokens: int
+    weights: "Weights | None" = None
+    """To begin with, for policies that learn."""
 
 
 class EvictionPolicy(Protocol):

@@ -29,6 +29,9 @@ NUM_BINS = len(EDGES) - 1
 GROUP_ENDS = (30, 105, 360)
 """Where age groups end, in seconds; the last has no end."""
 
+NUM_COLUMNS = len(GROUP_ENDS) + 2
+"""Weights of a feature: one that holds at every age, then one for each age group."""
+
 ROW = 32
 """Places of a class in the table of densities: one a bin, then zeros."""
 
@@ -54,15 +57,13 @@ class HazardModel:
         self._edges = np.array(EDGES, dtype=np.float64)
         self._widths = np.diff(self._edges)
         self._group = np.searchsorted(GROUP_ENDS, self._edges[:-1], side="right")
-        groups = len(GROUP_ENDS) + 1
-        self._bias = np.full(NUM_BINS, _FIRST_BIAS)
-        # Column 0 holds at every age, the others in one age group each.
-        self._weights = np.zeros((num_features, groups + 1))
+        self.bias = np.full(NUM_BINS, _FIRST_BIAS)
+        self.weights = np.zeros((num_features, NUM_COLUMNS))
         for feature, columns in (priors or {}).items():
             for column, weight in columns.items():
-                self._weights[feature, column] = weight
+                self.weights[feature, column] = weight
         self._bias_squares = np.ones(NUM_BINS)
-        self._squares = np.ones((num_features, groups + 1))
+        self._squares = np.ones((num_features, NUM_COLUMNS))
         self._features = np.zeros((64, features_per_class), dtype=np.int64)
         self.num_classes = 0
         self._num_fixed = 0
@@ -105,18 +106,18 @@ class HazardModel:
     def learn(self, classes: Ints, bins: Ints, returned: NDArray[np.bool_]) -> None:
         """One step: in its bin, each sample of a class was used again, or was not."""
         features, groups = self._features[classes], self._group[bins] + 1
-        weights = self._weights
-        logits = self._bias[bins] + weights[features, 0].sum(axis=1)
+        weights = self.weights
+        logits = self.bias[bins] + weights[features, 0].sum(axis=1)
         logits += weights[features, groups[:, None]].sum(axis=1)
         gradient = (_sigmoid(logits) - returned) / 3
         squares = gradient * gradient
         self._bias_squares += np.bincount(bins, squares, NUM_BINS)
         step = np.bincount(bins, gradient, NUM_BINS) / np.sqrt(self._bias_squares)
-        self._bias -= _RATE * _BIAS_SHARE * step
+        self.bias -= _RATE * _BIAS_SHARE * step
         self._step(features, gradient, squares, groups)
 
     def _step(self, features: Ints, gradient: Floats, squares: Floats, groups: Ints) -> None:
-        rows, columns = self._weights.shape
+        rows, columns = self.weights.shape
         per = features.shape[1]
         for share, column in ((_WEIGHT_SHARE, None), (_GROUP_SHARE, groups)):
             at = features * columns
@@ -127,13 +128,13 @@ class HazardModel:
             size = rows * columns
             summed = np.bincount(flat, np.repeat(gradient, per), size).reshape(shape)
             self._squares += np.bincount(flat, np.repeat(squares, per), size).reshape(shape)
-            self._weights -= _RATE * share * summed / np.sqrt(self._squares)
-        self._weights[0] = 0.0
+            self.weights -= _RATE * share * summed / np.sqrt(self._squares)
+        self.weights[0] = 0.0
 
     def _hazards(self, features: Ints) -> Floats:
         """The hazard of each class in each bin."""
-        sums = self._weights[features].sum(axis=1)
-        return _sigmoid(self._bias + sums[:, :1] + sums[:, 1 + self._group])
+        sums = self.weights[features].sum(axis=1)
+        return _sigmoid(self.bias + sums[:, :1] + sums[:, 1 + self._group])
 
     def _all_densities(self, hazards: Floats) -> Floats:
         """Hits over block-seconds, for each class and age, given up at the best later edge."""

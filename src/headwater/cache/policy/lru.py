@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from headwater.cache.lease import Lease
 from headwater.cache.node import Node
-from headwater.cache.policy.base import Orders, Run, Turn
+from headwater.cache.policy.base import Orders, Run, Shape, Turn
 from headwater.errors import InvariantError
 
 
@@ -48,6 +48,6 @@ class Lru:
         return node in self._order
 
 
-def make_orders(device_blocks: int, host_blocks: int, block_tokens: int) -> Orders:
+def make_orders(shape: Shape) -> Orders:
     """An LRU for each tier."""
     return Orders(Lru(), Lru())

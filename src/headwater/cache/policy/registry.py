@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from headwater.cache.policy.base import Orders
+from headwater.cache.policy.base import Orders, Shape
 
 POLICIES = {
     "arc": "headwater.cache.policy.arc",
@@ -13,11 +13,7 @@ POLICIES = {
 """Where the `make_orders` of each policy is."""
 
 
-def make_orders(
-    name: str, *, device_blocks: int, host_blocks: int, block_tokens: int
-) -> Orders:
+def make_orders(name: str, shape: Shape) -> Orders:
     """The orders of one cache by the policy `name`."""
-    orders: Orders = import_module(POLICIES[name]).make_orders(
-        device_blocks, host_blocks, block_tokens
-    )
+    orders: Orders = import_module(POLICIES[name]).make_orders(shape)
     return orders

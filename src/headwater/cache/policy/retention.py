@@ -16,6 +16,7 @@ from headwater.cache.policy.traits import (
     UNKNOWN,
     features_of,
 )
+from headwater.cache.policy.weights import Weights
 
 PIECE_TOKENS = 256
 """Prefixes are told apart in steps of at least this many tokens, in whole blocks."""
@@ -53,13 +54,22 @@ class Retention:
     `version` changes when densities do; an order that keeps nodes by density reads it.
     """
 
-    def __init__(self, block_tokens: int, piece_tokens: int = PIECE_TOKENS) -> None:
+    def __init__(
+        self,
+        block_tokens: int,
+        piece_tokens: int = PIECE_TOKENS,
+        weights: Weights | None = None,
+    ) -> None:
         self._history = History(block_tokens, max(1, piece_tokens // block_tokens))
         self._samples = Samples()
         self._classes: dict[int, int] = {}
         self._kinds: dict[tuple[int, int], int] = {}
         """The first class of each kind and hint."""
         self.hazards = HazardModel(NUM_FEATURES, MAX_FEATURES, PRIORS)
+        self._is_taught = weights is not None
+        if weights is not None:
+            self.hazards.bias[:] = weights.bias
+            self.hazards.weights[:] = weights.features
         self.closed = self.hazards.add_fixed(-1.0)
         """The class of what nobody will ask for again, it is said: below all densities."""
         self.version = 0
@@ -104,13 +114,18 @@ class Retention:
             runs[-1] = runs[-1]._replace(end=lease.num_blocks)
         return runs
 
+    def learned(self) -> Weights:
+        """What was learned so far, of any traffic."""
+        return Weights(bias=self.hazards.bias.copy(), features=self.hazards.weights.copy())
+
     def _class_of(self, traits: int) -> int:
         """The class with these traits, made when there is none yet."""
         known = self._classes.get(traits)
         if known is None:
             features = features_of(traits)
             kind = features[0], features[-1] if len(features) == MAX_FEATURES else 0
-            like = self._kinds.get(kind)
+            # From no weights all classes of a kind are alike at first.
+            like = None if self._is_taught else self._kinds.get(kind)
             known = self._classes[traits] = self.hazards.add_class(features, like)
             self._kinds.setdefault(kind, known)
         return known

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from headwater.cache.lease import Lease
 from headwater.cache.node import Node
-from headwater.cache.policy.base import Orders, Run, Turn
+from headwater.cache.policy.base import Orders, Run, Shape, Turn
 from headwater.cache.policy.evicted import Evicted
 from headwater.errors import InvariantError
 
@@ -143,6 +143,6 @@ class S3Fifo:
             nodes.move_to_end(node)
 
 
-def make_orders(device_blocks: int, host_blocks: int, block_tokens: int) -> Orders:
+def make_orders(shape: Shape) -> Orders:
     """An S3-FIFO for each tier."""
-    return Orders(S3Fifo(device_blocks), S3Fifo(host_blocks))
+    return Orders(S3Fifo(shape.device_blocks), S3Fifo(shape.host_blocks))

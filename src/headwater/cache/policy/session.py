@@ -16,6 +16,7 @@ from headwater.cache.node import Mark, Node
 from headwater.cache.policy.base import Run, Turn
 from headwater.cache.policy.hazard import EDGES, NUM_BINS, ROW
 from headwater.cache.policy.retention import Retention
+from headwater.cache.policy.weights import Weights
 from headwater.errors import InvariantError
 from headwater.types import Tier
 
@@ -61,6 +62,10 @@ class Session:
         self._aged_s = 0.0
         self._version = 0
         self.cautious = False
+
+    def learned(self) -> Weights:
+        """What was learned so far, by all tiers together."""
+        return self._retention.learned()
 
     def visit(self, lease: Lease, turn: Turn, now: float) -> Sequence[Run]:
         return self._retention.visit(lease, turn, now)

@@ -1,0 +1,77 @@
+"""Weights of the session policy in files: those that are shipped, and an operator's own.
+
+A file is JSON that names the traces its weights were learned from, so that nobody reports
+what they find on one of those as if it were news.
+"""
+
+import hashlib
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headwater.cache.policy.weights import Weights
+from headwater.errors import ConfigError
+
+_VERSION = 1
+_MAX_BYTES = 1 << 20
+_DIGITS = 4
+
+
+def load_weights(name: str) -> Weights | None:
+    """`none`, those that are `shipped`, or the ones in the file of that name."""
+    if name == "none":
+        return None
+    try:
+        if name == "shipped":
+            text = (
+                resources.files("headwater.cache.policy").joinpath("weights.json").read_text()
+            )
+        else:
+            with Path(name).open(encoding="utf-8") as file:
+                text = file.read(_MAX_BYTES)
+        return _parse(json.loads(text))
+    except OSError as exc:
+        raise ConfigError(f"--weights {name}: cannot be read: {exc.strerror}") from exc
+    except (ValueError, KeyError, TypeError, ConfigError) as exc:
+        raise ConfigError(f"--weights {name}: not a file of weights: {exc}") from exc
+
+
+def save_weights(weights: Weights, path: Path) -> None:
+    """Write `weights` where `load_weights` finds them."""
+    saved = {
+        "version": _VERSION,
+        "learned_from": list(weights.learned_from),
+        "bias": np.round(weights.bias, _DIGITS).tolist(),
+        "features": np.round(weights.features, _DIGITS).tolist(),
+    }
+    try:
+        path.write_text(json.dumps(saved) + "\n", encoding="utf-8")
+    except OSError as exc:
+        raise ConfigError(f"--save-weights {path}: {exc.strerror}") from exc
+
+
+def trace_digest(path: Path) -> str:
+    """What a file of weights calls the trace in `path`."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def require_unseen(weights: Weights | None, trace: Path) -> None:
+    """Raise ConfigError where `weights` were learned from `trace`: it would prove nothing."""
+    if weights is not None and trace_digest(trace) in weights.learned_from:
+        raise ConfigError(
+            f"these weights were learned from {trace}: what they find there is no news"
+        )
+
+
+def _parse(saved: Any) -> Weights:  # noqa: ANN401 -- whatever the file holds
+    if saved["version"] != _VERSION:
+        raise ValueError(f"version {saved['version']}, not {_VERSION}")
+    return Weights(
+        bias=np.array(saved["bias"], dtype=np.float64),
+        features=np.array(saved["features"], dtype=np.float64),
+        learned_from=tuple(str(digest) for digest in saved["learned_from"]),
+    )

@@ -1,0 +1,43 @@
+"""What the clients of a trace would have said of their sessions, had they known the future."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from headwater.cache import Hint
+from headwater.replay.optimum import NEVER, next_uses
+from headwater.replay.trace import TRACE_BLOCK, TraceRequest
+from headwater.replay.variants import trunks
+
+HINTS = ("none", "perfect")
+
+
+class Said(NamedTuple):
+    """With one request: the session it belongs to, and whether that goes on."""
+
+    session: str = ""
+    hint: Hint | None = None
+
+
+NOTHING = Said()
+
+
+def hints_of(requests: Sequence[TraceRequest], kind: str) -> list[Said]:
+    """What is said with each request: nothing, or whether its session goes on from there.
+
+    It does when a later request has its last full block too, shared beginnings not counted.
+    When it does, and how often, is not said.
+    """
+    if kind == "none":
+        return [NOTHING] * len(requests)
+    shared = trunks(requests)
+    uses = next_uses([request.hash_ids for request in requests])
+    return [_said(request, use, shared) for request, use in zip(requests, uses, strict=True)]
+
+
+def _said(request: TraceRequest, uses: Sequence[int], shared: set[int]) -> Said:
+    ids = request.hash_ids
+    own = [at for at, block in enumerate(ids) if block not in shared]
+    full = [at for at in own if at < request.input_length // TRACE_BLOCK]
+    session = ids[own[0]] if own else ids[-1] if ids else 0
+    goes_on = bool(full) and uses[full[-1]] != NEVER
+    return Said(str(session), Hint(closed=not goes_on))
