@@ -58,23 +58,22 @@ class CellInbound:
         self._cell_bytes = cell_bytes
         self._num_cells = len(memory) // cell_bytes
 
-    def receive(self, frame: Frame, landing: Landing, patience: Patience) -> None:
-        self._check(frame)
+    def receive(self, frame: Frame, landing: Landing, patience: Patience) -> int:
+        if frame.cell >= self._num_cells or frame.payload_bytes > self._cell_bytes:
+            raise Malformed("a frame whose payload is outside the staging memory")
         at = frame.cell * self._cell_bytes
+        end = at + frame.payload_bytes
         for view, piece in zip(landing.views, frame.pieces, strict=True):
             if landing.stopped:
-                return
+                return end - at
             if view is not None:
                 source = self._memory[at : at + piece.num_bytes]
                 np.copyto(np.frombuffer(view, dtype=np.uint8), source)
             at += piece.num_bytes
+        return 0
 
-    def skip(self, frame: Frame, patience: Patience) -> None:
-        self._check(frame)
+    def skip(self, num_bytes: int, patience: Patience) -> None:
+        """Nothing of it is on the way."""
 
     def close(self) -> None:
         """The memory is its link's."""
-
-    def _check(self, frame: Frame) -> None:
-        if frame.cell >= self._num_cells or frame.payload_bytes > self._cell_bytes:
-            raise Malformed("a frame whose payload is outside the staging memory")

@@ -7,6 +7,9 @@ A one-sided write cannot be fenced, so it never aims at slots: it lands in stagi
 receiver that is nothing else as long as the process lives, and the receiver copies. Frames and
 answers take a connection of their own. Gathering makes writes large: the engine moves 2.4 GB/s
 in pieces of 1 MiB and 0.13 in pieces of 4 KiB.
+
+The engine itself knows no token, and listens on every interface, whatever its host is: whoever
+reaches its ports can write to this process. It belongs behind a firewall.
 """
 
 import mmap
@@ -49,12 +52,30 @@ class TransferEngine:
             raise ConfigError(f"the Mooncake Transfer Engine does not start ({code})")
         self.name = f"{config.host}:{self._engine.get_rpc_port()}"
 
+        self._lock = Lock()
+        self._idle: dict[int, list[memoryview]] = {}
+        self._all: list[memoryview] = []
+
     def lend(self, num_bytes: int) -> memoryview:
-        """Registered memory. It is never taken back: a late write may still be on its way."""
+        """Registered memory for staging, as long as the engine lives: never anything else.
+
+        A late write may be on its way to it at any time.
+        """
+        with self._lock:
+            idle = self._idle.get(num_bytes)
+            if idle:
+                return idle.pop()
         memory = memoryview(mmap.mmap(-1, num_bytes))
         if self._engine.register_memory(address_of(memory), num_bytes) != 0:
             raise ConfigError("Mooncake cannot register the staging memory of a link")
+        with self._lock:
+            self._all.append(memory)
         return memory
+
+    def give_back(self, memory: memoryview) -> None:
+        """Memory that the next one may have for staging."""
+        with self._lock:
+            self._idle.setdefault(len(memory), []).append(memory)
 
     def write(self, name: str, source: int, target: int, num_bytes: int) -> bool:
         """Write to another engine's memory; whether that worked. Cannot be interrupted."""
@@ -65,7 +86,7 @@ class TransferEngine:
 
 
 class MooncakeDock:
-    """Listens on a port, and lends each sender a part of the staging memory."""
+    """Listens on a port, and lends each sender a part of its staging memory."""
 
     link = "mooncake"
 
@@ -74,10 +95,10 @@ class MooncakeDock:
         self._cell_bytes = config.cell_bytes(block_bytes)
         self._num_cells = config.num_cells
         part_bytes = self._cell_bytes * self._num_cells
-        memory = engine.lend(part_bytes * config.max_senders)
-        parts = range(0, len(memory), part_bytes)
+        self._memory = engine.lend(part_bytes * config.max_senders)
+        parts = range(0, len(self._memory), part_bytes)
         self._lock = Lock()
-        self._free = deque(memory[at : at + part_bytes] for at in parts)
+        self._free = deque(self._memory[at : at + part_bytes] for at in parts)
         """The part that was used last is lent last."""
 
         self.listener = listen(config.host, 0)
@@ -104,7 +125,7 @@ class MooncakeDock:
             self._free.append(part)
 
     def close(self) -> None:
-        """The memory stays with the engine."""
+        self._engine.give_back(self._memory)
 
 
 class MooncakeInbound(CellInbound):
@@ -143,7 +164,8 @@ class MooncakeDialer:
             raise
 
     def close(self) -> None:
-        """The memory stays with the engine."""
+        if self._memory is not None:
+            self._engine.give_back(self._memory)
 
 
 class MooncakeOutbound:

@@ -37,11 +37,14 @@ _MAX_STRANGERS = 16
 class Inbound(Protocol):
     """Brings the payloads of one connection into slots."""
 
-    def receive(self, frame: Frame, landing: Landing, patience: Patience) -> None:
-        """Fill the landing's views; write nothing once it is `stopped`."""
+    def receive(self, frame: Frame, landing: Landing, patience: Patience) -> int:
+        """Fill the landing's views; how many bytes are still to be skipped.
 
-    def skip(self, frame: Frame, patience: Patience) -> None:
-        """Pass over the payload of a frame that is refused."""
+        Returns within a tick once the landing is `stopped`, whatever the peer does.
+        """
+
+    def skip(self, num_bytes: int, patience: Patience) -> None:
+        """Pass over payload that goes nowhere."""
 
     def close(self) -> None:
         """The connection has ended."""
@@ -201,14 +204,15 @@ class _Connection:
     def _land(self, frame: Frame, patience: Patience) -> PushFailure | None:
         landing = self._book.land(frame.lease, frame.pieces)
         if isinstance(landing, PushFailure):
-            self._inbound.skip(frame, patience)
+            self._inbound.skip(frame.payload_bytes, patience)
             return landing
         good: set[int] = set()
         try:
-            self._inbound.receive(frame, landing, patience)
-            good = _whole(frame, landing)
+            left = self._inbound.receive(frame, landing, patience)
+            good = set() if left else _whole(frame, landing)
         finally:
             self._book.settle(landing, frame.pieces, good)
+        self._inbound.skip(left, patience)
         if len(good) == len(landing.new):
             return None
         return PushFailure.FENCED if landing.stopped else PushFailure.DAMAGED
@@ -216,8 +220,6 @@ class _Connection:
 
 def _whole(frame: Frame, landing: Landing) -> set[int]:
     """Which pieces are in their slots as they were sent; verified where they are."""
-    if landing.stopped:
-        return set()  # the last of them may be anything
     return {
         at
         for at in landing.new

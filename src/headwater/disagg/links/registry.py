@@ -22,12 +22,14 @@ class Links:
         memory: BlockMemory,
         deliver: Deliver,
         clock: Clock | None = None,
+        engine: TransferEngine | None = None,
     ) -> None:
+        """A Transfer Engine is made when one is needed, unless one is given."""
         self._config = config
         self._memory = memory
         self._deliver = deliver
         self._clock = clock or SystemClock()
-        self._engine: TransferEngine | None = None
+        self._engine = engine
         self._docks: dict[str, Callable[[], Dock]] = {
             "tcp": lambda: TcpDock(config),
             "shm": lambda: ShmDock(config, memory.block_bytes),

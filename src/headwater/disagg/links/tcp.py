@@ -44,23 +44,11 @@ class TcpInbound:
         self._stream = stream
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
 
-    def receive(self, frame: Frame, landing: Landing, patience: Patience) -> None:
-        if len(landing.new) == len(landing.views):
-            views = [view for view in landing.views if view is not None]
-            self._drain(self._into(views, landing, patience), patience)
-            return
-        for view, piece in zip(landing.views, frame.pieces, strict=True):
-            left = piece.num_bytes if view is None else self._into([view], landing, patience)
-            self._drain(left, patience)
-
-    def skip(self, frame: Frame, patience: Patience) -> None:
-        self._drain(frame.payload_bytes, patience)
-
-    def close(self) -> None:
-        """The stream is its connection's."""
-
-    def _into(self, views: list[memoryview], landing: Landing, patience: Patience) -> int:
-        """Fill the views unless it is stopped; how many bytes of them are still to come."""
+    def receive(self, frame: Frame, landing: Landing, patience: Patience) -> int:
+        views = [
+            memoryview(bytearray(piece.num_bytes)) if view is None else view
+            for view, piece in zip(landing.views, frame.pieces, strict=True)
+        ]
         while views and not landing.stopped:
             got = self._stream.some(views)
             if not got:
@@ -68,11 +56,14 @@ class TcpInbound:
             views = advance(views, got)
         return sum(len(view) for view in views)
 
-    def _drain(self, num_bytes: int, patience: Patience) -> None:
+    def skip(self, num_bytes: int, patience: Patience) -> None:
         while num_bytes:
             piece = self._scratch[: min(num_bytes, len(self._scratch))]
             self._stream.fill(piece, patience)
             num_bytes -= len(piece)
+
+    def close(self) -> None:
+        """The stream is its connection's."""
 
 
 class TcpDialer:

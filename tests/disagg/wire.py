@@ -1,0 +1,116 @@
+"""For link tests: what a peer could say if it were not one of ours."""
+
+from collections.abc import Sequence
+from functools import cache
+
+import pytest
+
+from headwater.clock import SystemClock
+from headwater.disagg.link import Piece, PushFailure
+from headwater.disagg.links import LinkConfig, Links
+from headwater.disagg.links.frames import (
+    ANSWER_BYTES,
+    Frame,
+    SentPiece,
+    decode_answers,
+    encode_frame,
+)
+from headwater.disagg.links.hello import Greeting, within
+from headwater.disagg.links.mooncake import MooncakeDialer, TransferEngine
+from headwater.disagg.links.sender import Dialer
+from headwater.disagg.links.shm import ShmDialer
+from headwater.disagg.links.tcp import TcpDialer
+from headwater.storage.codec import checksum
+
+CONFIG = LinkConfig(token=b"a token of tests", max_senders=8, connect_timeout_s=1.0)
+LINKS = ("tcp", "shm", pytest.param("mooncake", marks=pytest.mark.slow))
+
+
+@cache
+def engine(end: str) -> TransferEngine:
+    """One Transfer Engine for each end, for all tests: to end one takes a second."""
+    pytest.importorskip("mooncake.engine", exc_type=ImportError)
+    return TransferEngine(CONFIG)
+
+
+class MakeLinks:
+    """Links of instances in this process: the first receives, all others send."""
+
+    def __init__(self, link: str) -> None:
+        self._link = link
+        self._end = "receiver"
+
+    def __call__(self, memory, deliver) -> Links:
+        end, self._end = self._end, "sender"
+        given = engine(end) if self._link == "mooncake" else None
+        return Links(CONFIG, memory, deliver, engine=given)
+
+
+def dialer(address: str, config: LinkConfig = CONFIG) -> Dialer:
+    """The one that fits an address."""
+    link = address.partition("://")[0]
+    if link == "mooncake":
+        return MooncakeDialer(address, config, engine("sender"))
+    return TcpDialer(address, config) if link == "tcp" else ShmDialer(address, config)
+
+
+class RawSender:
+    """A peer that is let in, and then sends what a test wants."""
+
+    def __init__(self, address: str, block_bytes: int) -> None:
+        self._link = address.partition("://")[0]
+        self._patience = within(SystemClock(), 10.0)
+        greeting = Greeting(self._link, CONFIG.token, block_bytes)
+        self.outbound = dialer(address).dial(greeting, self._patience)
+        self.stream = self.outbound.stream
+        self.key: bytes = self.outbound._key  # type: ignore[attr-defined] # for forged frames
+
+    def frame(
+        self,
+        number: int,
+        lease: int,
+        blocks: dict[int, bytes],
+        *,
+        cell: int = 0,
+        flip: int = -1,
+    ) -> bytes:
+        """A frame as it stands on the wire; `flip` is a bit of the payload that turns over."""
+        pieces = tuple(SentPiece(at, len(b), checksum(b)) for at, b in blocks.items())
+        payload = bytearray(b"".join(blocks.values()))
+        if flip >= 0:
+            payload[flip // 8] ^= 1 << flip % 8
+        head = encode_frame(Frame(number, lease, cell, pieces), self.key)
+        if self._link == "tcp":
+            return head + payload
+        self.stage(cell, payload)
+        return head
+
+    def stage(self, cell: int, payload: bytes | bytearray) -> None:
+        """Put bytes into staging memory, as a write that comes late would."""
+        cells = self.outbound._cells  # type: ignore[attr-defined] # no peer of ours does this
+        if cell * cells.cell_bytes + len(payload) > len(cells._memory):
+            return
+        cells.gather(cell, [memoryview(payload)])
+        if self._link == "mooncake":
+            out = self.outbound
+            at = cell * cells.cell_bytes
+            source, target = out._source + at, out._target + at  # type: ignore[attr-defined]
+            assert out._engine.write(out._name, source, target, len(payload))  # type: ignore[attr-defined]
+
+    def send(self, raw: bytes) -> None:
+        self.stream.send([raw], self._patience)
+
+    def answer(self) -> tuple[int, PushFailure | None]:
+        """The next answer; LinkBroken where the connection is dropped."""
+        raw = memoryview(bytearray(ANSWER_BYTES))
+        self.stream.fill(raw, self._patience)
+        return decode_answers(raw)[0]
+
+    def close(self) -> None:
+        self.outbound.close()
+        self.stream.close()
+
+
+def pieces_of(places: Sequence[int], block_bytes: int) -> tuple[Piece, ...]:
+    """Block `i` of the source as block `i` of the lease."""
+    return tuple(Piece(place, place, block_bytes) for place in places)
