@@ -11,6 +11,7 @@
   + StorageError      a tier below failed; becomes a cache miss, never a 5xx
     - StorageTimeout  it did not answer in time; `quiet` says when it will touch nothing more
     - StorageCorrupt  a block could not prove what it is; `reason` says how
+  + DeviceError       a call to the GPU's driver failed; a copy becomes a miss
   + EngineDead        unrecoverable; the process exits
 
 A broken invariant is not in this tree: it is an `InvariantError`, an AssertionError,
@@ -72,6 +73,10 @@ class StorageCorrupt(StorageError):
         super().__init__(message)
         self.reason = reason
         """One word for counting, such as `bad_checksum`."""
+
+
+class DeviceError(HeadwaterError):
+    """The driver refused a call; what was asked for has not happened."""
 
 
 class EngineDead(HeadwaterError):
