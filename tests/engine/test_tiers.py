@@ -114,7 +114,7 @@ class Play:
         for job in list(copier.pending):
             roll = dice.random()
             if roll < 0.5:
-                copier.finish(job)
+                copier.finish(job)  # a doomed one fails
             elif self.faults and roll < 0.6:
                 copier.finish(job, num_blocks=dice.randint(0, 3))
             elif self.faults and roll < 0.8:
@@ -157,6 +157,7 @@ def plays(draw, *, faults: bool) -> Play:
         num_blocks=-(-longest // block_tokens) + draw(st.integers(0, 8)),
         block_tokens=block_tokens,
         depth=draw(st.sampled_from([1, 2])),
+        layerwise=draw(st.booleans()),
         host_blocks=draw(st.sampled_from([2, 8, 40])),
         write_policy=draw(st.sampled_from(POLICIES)),
         stored=storage,
@@ -177,6 +178,8 @@ def plays(draw, *, faults: bool) -> Play:
             "max_write_blocks": draw(st.sampled_from([1, 3, 64])),
         },
     )
+    if faults:
+        rig.copier.dooms = lambda transfer: dice.random() < 0.15
     return Play(rig, requests, dice, faults)
 
 

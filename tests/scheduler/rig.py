@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -80,7 +81,7 @@ def make_storage(block_tokens: int = 4) -> MemoryStorage:
 class NotingRunner(EchoRunner):
     """An EchoRunner that keeps what was submitted."""
 
-    def __init__(self, **settings: int) -> None:
+    def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.batches: list[ScheduledBatch] = []
         self.clock = VirtualClock()
@@ -105,6 +106,7 @@ class Rig:
     num_blocks: int = 64
     block_tokens: int = 4
     depth: int = 1
+    layerwise: bool = False
     host_blocks: int = 0
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH_SELECTIVE
     stored: StorageBackend | None = None
@@ -142,11 +144,13 @@ class Rig:
             block_tokens=self.block_tokens,
             depth=self.depth,
             vocab_size=VOCAB_SIZE,
+            layerwise=self.layerwise,
         )
         self.batches = self.runner.batches
         self.clock = self.runner.clock
         self.slab = HostSlab(self.host_blocks, self.runner.rows.shape[1])
         self.copier = EchoCopier(self.runner, self.slab, held=self.held)
+        self.runner.arrive = self.copier.arrive
         self.storage = make_storage(self.block_tokens) if self.stored is None else self.stored
         self.workers = HeldWorkers(self.storage, self.slab, self.clock, held=self.held)
         workers = None if self.stored is None else self.workers

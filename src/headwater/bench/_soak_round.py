@@ -220,11 +220,12 @@ class Round:
         """Pools that barely hold one request."""
         dice = self._dice
         longest = max(len(r.tokens) + r.params.max_tokens for r in self._requests)
-        return EchoTiers(
+        engine = EchoTiers(
             num_blocks=-(-longest // self._block_tokens) + dice.randint(0, 12),
             host_blocks=dice.choice((2, 8, 40, 120)),
             block_tokens=self._block_tokens,
             depth=dice.choice((1, 2)),
+            layerwise=dice.random() < 0.5,
             write_policy=dice.choice(list(WritePolicy)),
             storage=self._storage,
             clock=self._clock,
@@ -240,6 +241,8 @@ class Round:
                 "max_write_blocks": dice.choice((1, 3, 64)),
             },
         )
+        engine.copier.dooms = lambda transfer: dice.random() < 0.05
+        return engine
 
 
 def _prompt(family: int, num_tokens: int) -> list[int]:

@@ -27,6 +27,8 @@ class TorchRunner:
     the first is collected, its carried tokens taken from the first.
     """
 
+    layerwise = False
+
     def __init__(
         self,
         model: LoadedModel,

@@ -36,6 +36,11 @@ class Runner(Protocol):
     depth: int
     """Steps that may be in flight: 1, or 2 to decide on one while another is computed."""
 
+    layerwise: bool
+    """Whether it honours `awaits`: computes layer l of a row that reads a promotion as soon as
+    layer l of that has arrived or failed, and never waits for one that has ended. Then a first
+    chunk starts together with its promotion; what came of it counts when that has landed."""
+
     def submit(self, batch: ScheduledBatch) -> None:
         """Begin to compute; returns without waiting for the result."""
 
@@ -75,6 +80,8 @@ class EngineCore:
         self._runner = runner
         self._clock = clock
         self._mover = mover or Mover()
+        if runner.layerwise:
+            scheduler.allow_riding()
         self._pace = Pace()
         self._has_tiers = self._cache.config.host_blocks > 0
         self._decide_s = 0.0

@@ -37,6 +37,7 @@ class SimRunner:
     output is a prefix of another."""
 
     depth = 1
+    layerwise = False
 
     def __init__(
         self, cost: StepCost, clock: VirtualClock, links: Mapping[str, SharedLink]

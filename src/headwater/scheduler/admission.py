@@ -6,7 +6,8 @@ Why someone always finishes, whatever the pool and the load:
    included. A prefill therefore never asks for another block and is never a victim. Prefills
    are computed in the order of admission, and a step has more tokens than decodes while there
    is a prefill, because it has at least as many tokens as sequences may run. So each admission
-   ends in at least one newly chosen token, unless the request is aborted.
+   ends in at least one newly chosen token, unless the request is aborted or rode on a promotion
+   that failed; a request starts few promotions, and computes when they are spent.
 2. Only decoding sequences are preempted. By 1 each has chosen a token since it was admitted,
    and a preempted sequence keeps its tokens. A request chooses finitely many tokens, so it is
    preempted finitely often.

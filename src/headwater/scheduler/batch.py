@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwater.scheduler.sequence import SamplingParams, Sequence
-from headwater.types import RequestId, Slots, Tokens
+from headwater.types import JobId, RequestId, Slots, Tokens
 
 IntArray = NDArray[np.int32]
 
@@ -54,6 +54,11 @@ class ScheduledBatch:
     histories: list[tuple[Tokens, int]] = field(default_factory=list)
     """Per *sampled* row: all tokens known so far, and how many of them are the prompt.
     Read for penalties, min_tokens, and the position that seeds randomness."""
+
+    awaits: dict[int, JobId] = field(default_factory=dict)
+    """Rows that read the targets of a promotion which has not landed, and its job: layer l of
+    such a row is computed when layer l of the promotion is there, or has failed. Empty unless
+    the runner is `layerwise`."""
 
     carry: IntArray
     """Per row: the row of the *previous* batch whose sampled token is this row's only input
@@ -124,6 +129,7 @@ def build_batch(
         sampled=_sampled_rows(len(decodes), chunks),
         params=[s.params for s in sampled],
         histories=[(s.tokens, s.prompt_tokens) for s in sampled],
+        awaits=_awaits(len(decodes), chunks),
         carry=_carry(decodes, len(sequences), carries=carries),
     )
 
@@ -151,6 +157,14 @@ def _sampled_rows(num_decodes: int, chunks: Listed[Chunk]) -> IntArray:
     rows = np.arange(num_decodes + len(last), dtype=np.int32)
     rows[num_decodes:] = last
     return rows
+
+
+def _awaits(num_decodes: int, chunks: Listed[Chunk]) -> dict[int, JobId]:
+    return {
+        row: chunk.sequence.ride.job
+        for row, chunk in enumerate(chunks, num_decodes)
+        if chunk.sequence.ride is not None
+    }
 
 
 def _carry(decodes: Listed[Sequence], num_rows: int, *, carries: bool) -> IntArray:

@@ -9,9 +9,10 @@ from collections.abc import Sequence as Listed
 
 import numpy as np
 
-from headwater.cache import Match, TieredCache, Turn
+from headwater.cache import Lease, Match, Promotion, TieredCache, Turn
 from headwater.cache.pool import SlotState
 from headwater.errors import InvariantError
+from headwater.scheduler.ride import Ride
 from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.scheduler.usage import Usage
 from headwater.types import Slots
@@ -71,8 +72,39 @@ class Holdings:
             self._cache.release(lease, now=now)
             return False
         sequence.begin(lease, slots)
-        publishable = sequence.path(sequence.max_committed * self._cache.block_tokens)
-        self._cache.announce(lease, publishable)
+        self._announce(sequence, lease)
+        return True
+
+    def ride(self, sequence: Sequence, match: Match, promotion: Promotion, now: float) -> bool:
+        """Lease what the device has, put the targets of `promotion`, which brings what follows,
+        behind it, and hold all the rest; or change nothing and return False."""
+        lease = self._cache.lease(match, owner=sequence.request_id, now=now, counted=False)
+        found = lease.num_blocks + promotion.num_blocks
+        slots = None
+        if lease.num_blocks == match.device_blocks:
+            slots = self._cache.take(sequence.num_blocks_wanted - found, now=now)
+        if slots is None:
+            self._cache.release(lease, now=now)
+            return False
+        sequence.begin(lease, slots, Ride(promotion))
+        return True
+
+    def confirm(self, sequence: Sequence, now: float) -> bool:
+        """Lease what `sequence` rode on, which has landed just now; or change nothing and return
+        False where it is not what the sequence has read."""
+        ride, old = sequence.ride, sequence.lease
+        assert ride is not None, "only a riding sequence is confirmed"
+        assert old is not None, "it has a lease, if of nothing"
+        start, end = old.num_blocks, old.num_blocks + len(ride.slots)
+        match = self._cache.match(sequence.path(), max_blocks=end)
+        slots = np.concatenate([node.device for node in match.nodes] or [ride.slots])
+        if match.device_blocks < end or not np.array_equal(slots[start:end], ride.slots):
+            return False
+        first = sequence.num_preemptions == 0 and not sequence.is_counted
+        lease = self._cache.lease(match, owner=sequence.request_id, now=now, counted=first)
+        self._cache.release(old, now=now)
+        sequence.confirm(lease)
+        self._announce(sequence, lease)
         return True
 
     def grow(self, sequences: Listed[Sequence], now: float) -> bool:
@@ -161,6 +193,10 @@ class Holdings:
             queued_s=max(now - sequence.request.arrival_s, 0.0),
             load=None if load is None else load.usage(now),
         )
+
+    def _announce(self, sequence: Sequence, lease: Lease) -> None:
+        publishable = sequence.path(sequence.max_committed * self._cache.block_tokens)
+        self._cache.announce(lease, publishable)
 
     def check(self, sequences: Listed[Sequence], detached: Iterable[Slots]) -> None:
         """Raise InvariantError unless each held slot belongs to exactly one of `sequences`, or

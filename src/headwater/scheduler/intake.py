@@ -125,7 +125,7 @@ class Intake:
         match = self._holdings.match(sequence)
         fits = self._fits(sequence, match, num_growth)
         if match is not None and self._loads.waits(sequence, match, fits=fits, now=now):
-            return Verdict.LOADING
+            return self._ride(sequence, match, now)
         match = self._holdings.renew(sequence, match)
         if match is not None and self._starts_following(sequence, match, now):
             self.num_follows += 1
@@ -143,6 +143,14 @@ class Intake:
         self._roster.move(sequence, SequenceState.PREFILL)
         if sequence.usage is not None:
             self.count(sequence, sequence.usage)
+        return Verdict.ADMITTED
+
+    def _ride(self, sequence: Sequence, match: Match, now: float) -> Verdict:
+        """Start over a promotion that began just now, where the runner can; else wait for it."""
+        promotion = self._loads.rideable
+        if promotion is None or not self._holdings.ride(sequence, match, promotion, now):
+            return Verdict.LOADING
+        self._roster.move(sequence, SequenceState.PREFILL)
         return Verdict.ADMITTED
 
     def count(self, sequence: Sequence, usage: Usage) -> None:
@@ -179,7 +187,9 @@ class Intake:
 
 def _wait_end_s(sequence: Sequence, now: float) -> float:
     """When a sequence that does not start now stops waiting for others, if that is to come."""
-    ends: list[float | None] = [sequence.follow_until_s if sequence.leader is not None else None]
+    ends: list[float | None] = [
+        sequence.follow_until_s if sequence.leader is not None else None
+    ]
     if sequence.load is not None:
         ends.append(sequence.load.until_s)
     return min((end for end in ends if end is not None and end > now), default=inf)

@@ -47,6 +47,10 @@ class Loads:
         self._lookups: dict[JobId, tuple[Lookup, Sequence]] = {}
         self._moving: dict[JobId, Promotion] = {}
         self._waiters: dict[JobId, list[Sequence]] = {}
+        self.layerwise = False
+        """Whether the runner can compute over a promotion before it has landed."""
+        self.rideable: Promotion | None = None
+        """What the last call of `waits` began, where the sequence need not wait for its end."""
         self.choices: Counter[str] = Counter()
         """Priced choices, by reason."""
 
@@ -83,7 +87,9 @@ class Loads:
         )
 
     def waits(self, sequence: Sequence, match: Match, *, fits: bool, now: float) -> bool:
-        """Whether `sequence`, which would fit or not, waits for blocks below the device."""
+        """Whether `sequence`, which would fit or not, waits for blocks below the device; or
+        rides on `rideable`."""
+        self.rideable = None
         load = sequence.load
         below = match.host_blocks + match.storage_blocks
         if load is None:
@@ -228,7 +234,13 @@ class Loads:
             load.num_jobs += 1
             self._moving[job] = plan
             self.plans.append(plan)
+            if self._carries(plan, sequence, whole=plan.num_blocks >= wanted):
+                self.rideable = plan
         if load.job != job:
             load.job = job
             self._waiters.setdefault(job, []).append(sequence)
         return load.policy != "best_effort" or match.host_blocks > 0
+
+    def _carries(self, plan: Promotion, sequence: Sequence, *, whole: bool) -> bool:
+        """Whether `sequence` may compute over `plan`: it brings all that is to be loaded."""
+        return self.layerwise and whole and plan.source is Tier.HOST and not sequence.receives

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from headwater.cache import Hint
-from headwater.errors import RequestError
+from headwater.errors import PromptTooLong, RequestError
 from headwater.types import LoadPolicy, RequestId, Tokens
 
 BOUNDS: Mapping[str, tuple[float, float]] = {
@@ -143,6 +143,20 @@ def _check_hint(hint: Hint, session_id: str) -> None:
     in_s = hint.returns_in_s
     if in_s is not None and not 0.0 <= in_s <= MAX_RETURNS_IN_S:
         raise RequestError(f"returns_in_s is between 0 and {MAX_RETURNS_IN_S:g}, got {in_s}")
+
+
+def length_end(request: Request, max_model_len: int) -> int:
+    """The number of tokens at which `request` has reached its length; RequestError where it
+    cannot have a single token of output."""
+    num_tokens = len(request.tokens)
+    if num_tokens == 0:
+        raise RequestError("the prompt is empty")
+    if num_tokens >= max_model_len:
+        raise PromptTooLong(
+            f"the prompt has {num_tokens} tokens; with one token of output at most "
+            f"{max_model_len - 1} are possible here"
+        )
+    return min(num_tokens + request.params.max_tokens, max_model_len)
 
 
 def _check_bounds(name: str, value: float) -> None:

@@ -18,6 +18,8 @@ class Roster:
         self.remote: list[Sequence] = []
         """Those that wait for another instance, and for nothing here."""
         self.receiving: list[Sequence] = []
+        self.riding: list[Sequence] = []
+        """They wait for a promotion that they have computed over, or are computing over."""
         self.prefilling: list[Sequence] = []
         """In the order of admission."""
         self.decoding: list[Sequence] = []
@@ -27,6 +29,7 @@ class Roster:
         self._running = {
             SequenceState.REMOTE: self.remote,
             SequenceState.RECEIVING: self.receiving,
+            SequenceState.RIDING: self.riding,
             SequenceState.PREFILL: self.prefilling,
             SequenceState.DECODE: self.decoding,
             SequenceState.LEAVING: self.leaving,
@@ -34,16 +37,25 @@ class Roster:
 
     @property
     def num_running(self) -> int:
-        return self.num_computing + len(self.receiving)
+        return self.num_computing + len(self.receiving) + len(self.riding)
 
     @property
     def num_computing(self) -> int:
         """Running ones that steps are for."""
         return len(self.decoding) + len(self.prefilling) + len(self.leaving)
 
+    @property
+    def gives_back(self) -> bool:
+        """Whether the step in flight, once collected, gives slots back."""
+        return (
+            bool(self.leaving)
+            or any(s.num_in_flight for s in self.departing)
+            or any(s.is_last_token_due for s in self.decoding)
+        )
+
     def running(self) -> Iterator[Sequence]:
         """Those that have slots and have not finished."""
-        return chain(self.decoding, self.prefilling, self.leaving, self.receiving)
+        return chain(self.decoding, self.prefilling, self.leaving, self.receiving, self.riding)
 
     def enter(self, sequence: Sequence) -> None:
         """A new sequence, which waits."""

@@ -9,7 +9,7 @@ scheduled in between. The cost of a step is in sequences, never in blocks.
 from collections import Counter, deque
 
 from headwater.cache import Demotion, Lookup, Outcome, TieredCache, Transfer
-from headwater.errors import InvariantError, PromptTooLong, RequestError
+from headwater.errors import InvariantError, RequestError
 from headwater.scheduler.audit import audit
 from headwater.scheduler.batch import (
     Chunk,
@@ -31,7 +31,8 @@ from headwater.scheduler.loading import Loads
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.preempt import choose_victim
 from headwater.scheduler.price import Rates
-from headwater.scheduler.request import Request
+from headwater.scheduler.request import Request, length_end
+from headwater.scheduler.riders import Riders
 from headwater.scheduler.roster import Roster
 from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.scheduler.stats import SchedulerStats
@@ -66,6 +67,7 @@ class Scheduler:
         self._intake = Intake(config, self._roster, self._holdings, self._growth, self._loads)
         hands = (self._take_in, self._finish, self._stir)
         self.handoffs = Handoffs(self._roster, self._holdings, self._intake, *hands)
+        self._riders = Riders(self._roster, self._holdings, self._intake, self._take_in)
         self._writes: list[Demotion] = []
         """Planned, and not handed to the loop yet."""
         self._is_stalled = False
@@ -108,7 +110,9 @@ class Scheduler:
 
     def add(self, request: Request) -> Sequence:
         """Let `request` wait, or raise RequestError if it can never be served."""
-        end = self._length_end(request)
+        if request.request_id in self._roster.alive:
+            raise RequestError(f"a request named {request.request_id!r} is running already")
+        end = length_end(request, self.max_model_len)
         config, stops = self.config, request.params.stop_token_ids
         if not request.params.ignore_eos:
             stops += config.eos_token_ids
@@ -146,16 +150,22 @@ class Scheduler:
         self._intake.look_again()
         self._is_stalled = False
 
+    def allow_riding(self) -> None:
+        """The runner waits for promotions layer by layer, so a first chunk need not."""
+        self._loads.layerwise = True
+
     def learn(self, rates: Rates) -> None:
         """What the loop measured lately; prices are made from it."""
         self._loads.rates = rates
 
     def land(self, outcome: Outcome, *, now: float) -> None:
         """A transfer or a lookup ended. Late and duplicate ends change nothing."""
+        if self._riders.postpones(outcome):
+            return
         self._demotions.land(outcome)
         self._loads.land(outcome, now=now)
-        self._intake.look_again()
-        self._is_stalled = False
+        self._outputs += self._riders.settle(outcome, now)
+        self._stir()
 
     def take_copies(self) -> list[Transfer | Lookup]:
         """What is to be copied and asked from now on; each plan once."""
@@ -250,20 +260,6 @@ class Scheduler:
         owners = [*self._roster.running(), *self._roster.departing]
         self._holdings.check(owners, self.handoffs.quarantined.values())
 
-    def _length_end(self, request: Request) -> int:
-        """The number of tokens at which `request` has reached its length."""
-        num_tokens = len(request.tokens)
-        if request.request_id in self._roster.alive:
-            raise RequestError(f"a request named {request.request_id!r} is running already")
-        if num_tokens == 0:
-            raise RequestError("the prompt is empty")
-        if num_tokens >= self.max_model_len:
-            raise PromptTooLong(
-                f"the prompt has {num_tokens} tokens; with one token of output at most "
-                f"{self.max_model_len - 1} are possible here"
-            )
-        return min(num_tokens + request.params.max_tokens, self.max_model_len)
-
     def _grow_decodes(self, now: float) -> bool:
         """Give each decoding sequence the block it needs next, at the cost of others if it must.
 
@@ -280,19 +276,10 @@ class Scheduler:
             while sequence.state is SequenceState.DECODE:
                 if self._holdings.grow((sequence,), now):
                     break
-                if self._room_is_coming():
+                if self._roster.gives_back:
                     return False
                 self._preempt(choose_victim(self._roster.decoding), now)
         return False
-
-    def _room_is_coming(self) -> bool:
-        """Whether the step in flight, once collected, gives slots back."""
-        roster = self._roster
-        return (
-            bool(roster.leaving)
-            or any(s.num_in_flight for s in roster.departing)
-            or any(s.is_last_token_due for s in roster.decoding)
-        )
 
     def _preempt(self, victim: Sequence, now: float) -> None:
         """Take `victim` off the batch. With a step in flight it leaves when that is collected,
@@ -322,7 +309,9 @@ class Scheduler:
             sequence.give(1, row)
         for row, (sequence, num_tokens) in enumerate(chunks, len(decodes)):
             sequence.give(num_tokens, row)
-            if sequence.num_scheduled == sequence.num_tokens:
+            if sequence.ride is not None:
+                self._roster.move(sequence, SequenceState.RIDING)
+            elif sequence.num_scheduled == sequence.num_tokens:
                 self._roster.move(sequence, SequenceState.DECODE)
         self._flights.append(Flight(step, decodes, chunks, choosing))
         self._num_steps += 1
@@ -348,6 +337,10 @@ class Scheduler:
         for (sequence, num_tokens), chooses in zip(flight.chunks, flight.choosing, strict=True):
             if sequence.state is _FINISHED:
                 self._drop(sequence, num_tokens, now)
+            elif sequence.ride is not None:
+                held = (tokens[at], logprobs[at]) if chooses else (None, None)
+                for outcome in self._riders.collect(sequence, num_tokens, *held):
+                    self.land(outcome, now=now)
             elif chooses:
                 sequence.land_token(num_tokens, tokens[at])
                 outputs.append(self._take_in(sequence, tokens[at], logprobs[at], now))
@@ -381,9 +374,12 @@ class Scheduler:
     def _drop(self, sequence: Sequence, num_tokens: int, now: float) -> None:
         """A row of a finished sequence was computed: its result is nobody's."""
         sequence.land(num_tokens)
+        ride = sequence.ride
         if not sequence.is_kept:
             self._roster.departing.remove(sequence)
             self._holdings.release(sequence, now)
+        for outcome in () if ride is None or sequence.num_in_flight else ride.outcomes:
+            self.land(outcome, now=now)
 
     def _finish(self, sequence: Sequence, reason: str, now: float) -> None:
         """Its slots go back now, or when nothing uses them any more."""

@@ -16,6 +16,7 @@ import numpy as np
 from headwater.cache import Lease, Namespace, TokenPath
 from headwater.scheduler.load import Load
 from headwater.scheduler.request import Request, SamplingParams
+from headwater.scheduler.ride import Ride
 from headwater.scheduler.usage import Usage
 from headwater.types import Slots, Tokens
 
@@ -36,6 +37,9 @@ class SequenceState(Enum):
 
     RECEIVING = auto()
     """Has slots for its prompt, which another instance computes and sends."""
+
+    RIDING = auto()
+    """Its first chunk is computed over a promotion that has not landed; nothing of it counts."""
 
     PREFILL = auto()
     """Has slots for all its tokens, and not all of them are given to a step yet."""
@@ -91,6 +95,7 @@ class Sequence:
         "receives",
         "request",
         "request_id",
+        "ride",
         "row",
         "schedulable_end",
         "state",
@@ -102,6 +107,9 @@ class Sequence:
     lease: Lease | None
     surplus: list[Slots]
     """Its own slots of blocks that another sequence published first; read until the end."""
+
+    ride: Ride | None
+    """The promotion that it computes over before it has landed."""
 
     block_table: Slots
     """Its slots in position order; a view that stays true while batches are in flight."""
@@ -219,17 +227,27 @@ class Sequence:
         end = self.num_tokens if num_tokens is None else min(num_tokens, self.num_tokens)
         return TokenPath(self._buffer[:end], self._namespace)
 
-    def begin(self, lease: Lease | None, slots: Slots) -> None:
-        """Start running: leased blocks first, then `slots` to be filled."""
+    def begin(self, lease: Lease | None, slots: Slots, ride: Ride | None = None) -> None:
+        """Start running: leased blocks first, then those of a ride, then `slots` to be filled."""
         num_leased = 0 if lease is None else lease.num_blocks
         self.lease = lease
         self.num_found = num_leased * self._block_tokens
         self.num_scheduled = self.num_computed = self.num_found
         if lease is not None:
             self.extend(lease.slots)
+        if ride is not None:
+            self.ride = ride
+            self.extend(ride.slots)
+            self.num_scheduled += len(ride.slots) * self._block_tokens
         self.extend(slots)
         self.note_committed(num_leased)
         self.leader = None
+
+    def confirm(self, lease: Lease) -> None:
+        """What it rode on has landed, and is leased with what it had."""
+        self.lease, self.ride = lease, None
+        self.num_found = self.num_computed = lease.num_blocks * self._block_tokens
+        self.note_committed(lease.num_blocks)
 
     def extend(self, slots: Slots) -> None:
         """Continue its block table with `slots`."""
@@ -264,13 +282,13 @@ class Sequence:
         """The same, and the step chose `token`, whose KV is not written."""
         self.num_in_flight -= 1
         self.num_computed += num_tokens
-        self._append(token)
+        self.append(token)
 
     def receive(self, token: int) -> None:
         """All its prompt's KV was written from outside, and `token` was chosen there."""
         self.receives = False
         self.num_scheduled = self.num_computed = self.num_tokens
-        self._append(token)
+        self.append(token)
 
     def coast(self, tokens: Tokens, row: int) -> None:
         """Steps that computed one token each, and chose `tokens`, were scheduled and collected."""
@@ -293,9 +311,13 @@ class Sequence:
 
     def held_slots(self) -> Slots:
         """Slots only this sequence has: not committed, or equal to a block published before."""
-        return np.concatenate((self.block_table[self.num_committed :], *self.surplus))
+        start = self.num_committed
+        if self.ride is not None:
+            start += len(self.ride.slots)
+        return np.concatenate((self.block_table[start:], *self.surplus))
 
-    def _append(self, token: int) -> None:
+    def append(self, token: int) -> None:
+        """`token` was chosen; its KV is not written."""
         at = self.num_tokens
         if at == len(self._buffer):
             self._lengthen()
@@ -313,6 +335,7 @@ class Sequence:
     def _start_over(self) -> None:
         """No slots, nothing computed; the tokens stay."""
         self.lease = None
+        self.ride = None
         self.surplus = []
         # A new array: batches in flight keep views of the old one.
         self._table = self.block_table = np.empty(0, dtype=np.int64)
@@ -326,6 +349,7 @@ _NEVER = 1 << 62
 _RUNNING = frozenset(
     (
         SequenceState.RECEIVING,
+        SequenceState.RIDING,
         SequenceState.PREFILL,
         SequenceState.DECODE,
         SequenceState.LEAVING,

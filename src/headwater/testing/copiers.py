@@ -5,6 +5,8 @@ late or to the wrong place changes the tokens that come out. They need neither t
 threads; what ends when is the test's choice.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -33,6 +35,9 @@ class EchoCopier:
         self.pending: dict[JobId, tuple[Transfer, Report]] = {}
         """Started and not finished, oldest first."""
         self.started: list[Transfer] = []
+        self.dooms: Callable[[Transfer], bool] = lambda transfer: False
+        """Whether a job that is being started is one that will fail."""
+        self.doomed: set[JobId] = set()
         self.block_s = 0.0
         """How long it says that a block took."""
         self.closed = False
@@ -41,6 +46,8 @@ class EchoCopier:
         """Take a job."""
         self.started.append(transfer)
         self.pending[transfer.job] = transfer, report
+        if self.dooms(transfer):
+            self.doomed.add(transfer.job)
         if not self.held:
             self.finish(transfer.job)
 
@@ -50,12 +57,22 @@ class EchoCopier:
         transfer, report = self.pending.pop(job)
         total = transfer.num_blocks
         count = total if num_blocks is None else min(num_blocks, total)
+        if job in self.doomed:
+            count = min(count, total - 1)
         source, target = self._sides(transfer)
         target[transfer.target_slots[:count]] = source[transfer.source_slots[:count]]
         target[transfer.target_slots[count:]] = _GARBAGE
         ending = Ending.DONE if count == total else Ending.PARTIAL if count else Ending.FAILED
         reason = "" if count == total else "error"
         report(Completion(job, ending, count, busy_s=count * self.block_s, reason=reason))
+
+    def arrive(self, job: JobId) -> None:
+        """A runner waits for the layers of `job`: they are there, though nobody was told yet.
+        Of one that is doomed they never are, and the runner goes on."""
+        if job in self.pending and job not in self.doomed:
+            transfer, _ = self.pending[job]
+            source, target = self._sides(transfer)
+            target[transfer.target_slots] = source[transfer.source_slots]
 
     def scribble(self, job: JobId) -> None:
         """Write garbage to all targets of a job that is not finished, as a late executor may."""

@@ -6,6 +6,7 @@ changes the tokens that come out.
 """
 
 from collections import deque
+from collections.abc import Callable
 from zlib import crc32
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from headwater.scheduler.batch import ScheduledBatch, StepResult, TokenLogprobs
 from headwater.scheduler.request import SamplingParams
-from headwater.types import Slots, Tokens
+from headwater.types import JobId, Slots, Tokens
 
 _UNWRITTEN = -1
 
@@ -36,14 +37,26 @@ class EchoRunner:
     sees another position than it should raises at once; one that sees a wrong token chooses
     another next token, and all that follow differ.
 
+    With `layerwise`, rows may read a promotion that has not landed: `arrive`, where given, is told
+    its job when the row is computed, as a device waits for its layers. A row that reads one that
+    failed sees garbage, and chooses a token that must never be told to anyone.
+
     With `depth` 2, a batch is computed when it is collected, as late as a device might; then
     whatever happened to its slots since it was submitted has already happened.
     """
 
     def __init__(
-        self, *, num_blocks: int, block_tokens: int, depth: int = 1, vocab_size: int = 50_000
+        self,
+        *,
+        num_blocks: int,
+        block_tokens: int,
+        depth: int = 1,
+        vocab_size: int = 50_000,
+        layerwise: bool = False,
     ) -> None:
         self.depth = depth
+        self.layerwise = layerwise
+        self.arrive: Callable[[JobId], None] | None = None
         self.vocab_size = vocab_size
         self._block_tokens = block_tokens
         kv = np.full((num_blocks, 2, block_tokens), _UNWRITTEN, dtype=np.int32)
@@ -75,6 +88,11 @@ class EchoRunner:
     def collect(self) -> StepResult:
         """Compute the oldest batch."""
         batch = self._submitted.popleft()
+        if batch.awaits and not self.layerwise:
+            raise AssertionError(f"step {batch.step} reads promotions that have not landed")
+        if self.arrive is not None:
+            for job in batch.awaits.values():
+                self.arrive(job)
         tokens = self._write(batch)
         chosen = [
             self._choose(batch, row, params, history)
@@ -141,7 +159,7 @@ class EchoRunner:
         end = int(batch.context_lens[row])
         table = batch.block_tables[row]
         positions = self._positions[table].reshape(-1)[:end]
-        if not np.array_equal(positions, np.arange(end)):
+        if row not in batch.awaits and not np.array_equal(positions, np.arange(end)):
             raise AssertionError(f"{batch.request_ids[row]} sees KV of other positions")
         seen = self._tokens[table].reshape(-1)[:end]
         return echo_token(seen, params, prompt_tokens=history[1], vocab_size=self.vocab_size)

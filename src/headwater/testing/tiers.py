@@ -68,6 +68,7 @@ class EchoTiers:
     host_blocks: int
     block_tokens: int = 4
     depth: int = 1
+    layerwise: bool = False
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     storage: StorageBackend | None = None
     clock: Clock = field(default_factory=SystemClock)
@@ -105,9 +106,11 @@ class EchoTiers:
             block_tokens=self.block_tokens,
             depth=self.depth,
             vocab_size=VOCAB_SIZE,
+            layerwise=self.layerwise,
         )
         self.slab = HostSlab(self.host_blocks, self.runner.rows.shape[1])
         self.copier = EchoCopier(self.runner, self.slab, held=self.held)
+        self.runner.arrive = self.copier.arrive
         self.workers = self._make_workers()
         mover = Mover(self.copier, self.workers, TransferConfig(**self.timeouts))
         self.core = EngineCore(self.scheduler, self.runner, self.clock, mover)
