@@ -242,10 +242,16 @@ class StreamSender:
             connection.next_number += 1
             connection.waiting[number] = flight
             flight.num_waiting += 1
-        connection.outbound.carry(number, push.lease, pieces, views, self._patience(push))
+        connection.outbound.carry(
+            number, push.lease, pieces, views, self._patience(push, connection)
+        )
 
-    def _patience(self, push: Push) -> Patience:
+    def _patience(self, push: Push, connection: _Connection | None = None) -> Patience:
+        """How long a push may be waited for: its deadline, our end, or its connection's."""
+
         def patience() -> None:
+            if connection is not None and not connection.is_up:
+                raise LinkBroken("the connection is gone")
             if self._closed:
                 raise LinkBroken("the sender was closed", PushFailure.CLOSED)
             if self._clock.now() >= push.deadline_s:

@@ -1,0 +1,46 @@
+"""The far end of a link in a process of its own, for tests that kill or stop it.
+
+    far.py receive LINK               opens lease 1 and prints its address
+    far.py send ADDRESS LEASES        pushes all blocks to lease 1, 2 … and prints each outcome
+"""
+
+import sys
+from threading import Event
+
+from headwater.clock import SystemClock
+from headwater.disagg.link import Push
+from headwater.disagg.links import LinkConfig, Links
+from headwater.testing.links import BlockArray, EventLog
+from tests.disagg.wire import pieces_of
+
+CONFIG = LinkConfig(token=b"a token of tests", connect_timeout_s=1.0)
+NUM_SLOTS = 8
+BLOCK_BYTES = 1 << 20
+SEED = 3
+
+
+def receive(link: str) -> None:
+    """Take whatever comes for lease 1, until killed."""
+    receiver = Links(CONFIG, BlockArray(NUM_SLOTS, BLOCK_BYTES), EventLog()).listen(link)
+    receiver.open(1, range(NUM_SLOTS))
+    print(receiver.address, flush=True)
+    Event().wait(60.0)
+
+
+def send(address: str, num_leases: int) -> None:
+    """Push and push, until done or killed."""
+    log = EventLog()
+    memory = BlockArray(NUM_SLOTS, BLOCK_BYTES, seed=SEED)
+    sender = Links(CONFIG, memory, log).connect(address)
+    pieces = pieces_of(range(NUM_SLOTS), BLOCK_BYTES)
+    for lease in range(1, num_leases + 1):
+        deadline_s = SystemClock().now() + 60.0
+        sender.push(Push(job=lease, lease=lease, pieces=pieces, deadline_s=deadline_s))
+        print(log.outcome(lease), flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "receive":
+        receive(sys.argv[2])
+    else:
+        send(sys.argv[2], int(sys.argv[3]))

@@ -1,0 +1,214 @@
+"""Links whose other end dies, stops or lies: every push and every lease still ends."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from threading import Event, Thread
+
+import numpy as np
+import pytest
+
+from headwater.clock import SystemClock
+from headwater.disagg.link import Push, PushDone, PushFailed, PushFailure
+from headwater.disagg.links import LinkConfig, Links
+from headwater.disagg.links.frames import ANSWER_BYTES, encode_answer
+from headwater.disagg.links.hello import Greeting, Welcome, within
+from headwater.disagg.links.stream import LinkBroken, Stream
+from headwater.testing.link_contract import open_rig
+from headwater.testing.links import BlockArray, EventLog
+from tests.disagg import far
+from tests.disagg.wire import LINKS, MakeLinks, RawSender, engine, pieces_of
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def start():
+    """Starts far ends, and ends them afterwards."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start_one(*words: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.disagg.far", *words],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start_one
+    for process in started:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def line_of(process: subprocess.Popen[str], begins: str) -> str:
+    """Its next line that begins so; other lines are a library's."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(begins):
+            return line.strip()
+    raise AssertionError(f"the far end said nothing that begins with {begins!r}")
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_a_sender_killed_in_the_middle_leaves_an_exact_account(link, start):
+    """kill -9 while it pushes: what landed is whole, the rest is not there (lessons 53, 54)."""
+    target, log = BlockArray(far.NUM_SLOTS, far.BLOCK_BYTES), EventLog()
+    given = engine("receiver") if link == "mooncake" else None
+    receiver = Links(far.CONFIG, target, log, engine=given).listen(link)
+    for lease in range(1, 1001):
+        receiver.open(lease, range(far.NUM_SLOTS))
+    sender = start("send", receiver.address, "1000")
+    line_of(sender, "PushDone")
+    sender.kill()
+    sender.wait()
+    for lease in range(1, 1001):
+        receiver.fence(lease)
+    quiets = [log.quiet(lease) for lease in range(1, 1001)]
+    receiver.close()
+
+    assert quiets[0].num_bytes == far.NUM_SLOTS * far.BLOCK_BYTES
+    for quiet in quiets:
+        assert quiet.num_bytes == len(quiet.blocks) * far.BLOCK_BYTES
+        assert sorted(log.landed(quiet.lease)) == sorted(quiet.blocks)
+    source = BlockArray(far.NUM_SLOTS, far.BLOCK_BYTES, seed=far.SEED)
+    last = next((quiet for quiet in reversed(quiets) if quiet.blocks), quiets[0])
+    for place in last.blocks:
+        assert np.array_equal(target.rows[place], source.rows[place])
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_a_receiver_that_is_killed_fails_every_push_at_once(link, start):
+    """Long before their deadlines (lesson 53)."""
+    log, clock = EventLog(), SystemClock()
+    receiver = start("receive", link)
+    address = line_of(receiver, link)
+    source = BlockArray(far.NUM_SLOTS, far.BLOCK_BYTES, seed=far.SEED)
+    given = engine("sender") if link == "mooncake" else None
+    sender = Links(far.CONFIG, source, log, engine=given).connect(address)
+    push_all(sender, range(5))
+    first = log.outcome(0)
+    receiver.kill()
+    push_all(sender, range(5, 10))
+    began = clock.now()
+    outcomes = [log.outcome(job) for job in range(10)]
+    took_s = clock.now() - began
+    sender.close()
+
+    assert isinstance(first, PushDone)
+    assert isinstance(outcomes[-1], PushFailed)
+    assert took_s < 10.0
+    assert all(len(log.outcomes(job)) == 1 for job in range(10))
+
+
+@pytest.mark.parametrize("link", ["tcp", "shm"])
+def test_a_receiver_that_stops_answering_costs_pushes_their_deadline(link, start):
+    """SIGSTOP: no wait is longer than it was given, and the link works again afterwards."""
+    log, clock = EventLog(), SystemClock()
+    receiver = start("receive", link)
+    address = line_of(receiver, link)
+    source = BlockArray(far.NUM_SLOTS, far.BLOCK_BYTES, seed=far.SEED)
+    sender = Links(far.CONFIG, source, log).connect(address)
+    push_all(sender, [0])
+    log.outcome(0)
+    os.kill(receiver.pid, signal.SIGSTOP)
+    began = clock.now()
+    push_all(sender, range(1, 9), wait_s=0.5)
+    outcomes = [log.outcome(job) for job in range(1, 9)]
+    took_s = clock.now() - began
+    os.kill(receiver.pid, signal.SIGCONT)
+    push_all(sender, [99])
+
+    assert isinstance(log.outcome(99), PushDone)
+    expected = {PushFailure.TIMEOUT, PushFailure.LOST}
+    assert all(isinstance(o, PushFailed) and o.reason in expected for o in outcomes)
+    assert 0.4 < took_s < 3.0
+    sender.close()
+
+
+def test_a_lying_receiver_costs_its_connection():
+    """An answer to no frame, an answer that means nothing, an end in the middle."""
+    for lie in (encode_answer(77, None), b"\xff" * ANSWER_BYTES, b"\0" * 5, b""):
+        log = EventLog()
+        with _liar(lie) as address:
+            sender = Links(far.CONFIG, BlockArray(4, 4096, seed=1), log).connect(address)
+            push_all(sender, [0], block_bytes=4096, num_blocks=1)
+            outcome = log.outcome(0, 5.0)
+            sender.close()
+
+        assert outcome == PushFailed(0, PushFailure.LOST)
+
+
+def test_a_stalled_connection_does_not_hold_up_other_receivers():
+    """Each peer has its own sender: one that hangs blocks nobody else (lesson 52)."""
+    with _liar(None) as address, open_rig(MakeLinks("tcp"), "tcp", 4096) as rig:
+        rig.receiver.open(1, [0])
+        log = EventLog()
+        stuck = Links(far.CONFIG, BlockArray(4, 4096, seed=1), log).connect(address)
+        push_all(stuck, [0], block_bytes=4096, num_blocks=1, wait_s=0.3)
+        rig.sender().push(rig.push(1, 1, [0]))
+
+        assert rig.done(1) == 4096
+        assert log.outcome(0, 5.0) == PushFailed(0, PushFailure.TIMEOUT)
+        stuck.close()
+
+
+def test_a_sender_that_stalls_in_mid_frame_is_cut_off():
+    """So a dead peer's connection does not stay for ever."""
+    config = LinkConfig(token=far.CONFIG.token, stall_timeout_s=0.1)
+    receiver = Links(config, BlockArray(4, 4096), EventLog()).listen("tcp")
+    peer = RawSender(receiver.address, 4096)
+    peer.send(peer.frame(0, 1, {0: bytes(4096)})[:100])
+    with pytest.raises(LinkBroken):
+        peer.answer()
+    peer.close()
+    receiver.close()
+
+
+def push_all(
+    sender, jobs, *, wait_s=60.0, block_bytes=far.BLOCK_BYTES, num_blocks=far.NUM_SLOTS
+):
+    """All blocks to lease 1, once for each job."""
+    pieces = pieces_of(range(num_blocks), block_bytes)
+    for job in jobs:
+        deadline_s = SystemClock().now() + wait_s
+        sender.push(Push(job=job, lease=1, pieces=pieces, deadline_s=deadline_s))
+
+
+class _liar:
+    """A receiver with the right token that answers the first frame with `lie`, or never."""
+
+    def __init__(self, lie: bytes | None) -> None:
+        self._lie = lie
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._end = Event()
+        self._thread = Thread(target=self._serve)
+
+    def __enter__(self) -> str:
+        self._thread.start()
+        return f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join(10.0)
+        self._listener.close()
+
+    def _serve(self) -> None:
+        connected, _ = self._listener.accept()
+        stream = Stream(connected)
+        patience = within(SystemClock(), 5.0)
+        greeting = Greeting("tcp", far.CONFIG.token, 4096)
+        Welcome(stream, greeting, patience).accept()
+        if self._lie is None:
+            self._end.wait(20.0)
+        else:
+            stream.fill(memoryview(bytearray(64)), patience)
+            stream.send([self._lie], patience)
+        stream.close()

@@ -1,0 +1,150 @@
+"""Who is let in: both ends prove the token, agree on version and size, or part with a reason."""
+
+import dataclasses
+import socket
+from threading import Thread
+
+import pytest
+
+from headwater.clock import SystemClock
+from headwater.disagg.link import PushFailure
+from headwater.disagg.links import LinkConfig, Links
+from headwater.disagg.links import hello as hello_module
+from headwater.disagg.links.hello import Greeting, Session, Verdict, Welcome, greet, within
+from headwater.disagg.links.stream import LinkBroken, Stream
+from headwater.errors import ConfigError
+from headwater.testing.link_contract import open_rig
+from headwater.testing.links import BlockArray, EventLog
+from tests.disagg.wire import CONFIG, LINKS, MakeLinks, dialer
+
+OURS = Greeting("tcp", b"a token of tests", 4096)
+
+
+def meet(sender: Greeting, receiver: Greeting, grant: bytes = b"") -> tuple[object, object]:
+    """What each end of one greeting makes of the other: a session or an error."""
+    near, far = (Stream(end) for end in socket.socketpair())
+    ends: dict[str, object] = {}
+
+    def welcome() -> None:
+        try:
+            met = Welcome(far, receiver, within(SystemClock(), 2.0))
+            ends["receiver"] = met.accept(grant)
+        except LinkBroken as error:
+            ends["receiver"] = error
+        far.shut()
+
+    thread = Thread(target=welcome)
+    thread.start()
+    try:
+        ends["sender"] = greet(near, sender, within(SystemClock(), 2.0))
+    except LinkBroken as error:
+        ends["sender"] = error
+    thread.join(5.0)
+    near.close()
+    far.close()
+    return ends["sender"], ends["receiver"]
+
+
+def test_both_ends_get_one_key_and_the_grant():
+    """The key is new for each connection."""
+    near, far = meet(OURS, OURS, b"a grant")
+    again, _ = meet(OURS, OURS, b"a grant")
+
+    assert isinstance(near, Session)
+    assert isinstance(again, Session)
+    assert near == far
+    assert near.grant == b"a grant"
+    assert near.key != again.key
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"token": b"another token"}, "tokens differ"),
+        ({"block_bytes": 8192}, "another size"),
+        ({"link": "shm"}, "another kind"),
+    ],
+)
+def test_a_mismatch_is_refused_with_a_reason(change, sentence):
+    """And the receiver ends the connection (lesson 66)."""
+    near, far = meet(OURS._replace(**change), OURS)
+
+    assert isinstance(near, LinkBroken)
+    assert isinstance(far, LinkBroken)
+    assert sentence in str(near)
+    assert near.reason is PushFailure.REFUSED
+
+
+def test_another_version_is_refused(monkeypatch):
+    """By the sender, since the receiver speaks first."""
+    monkeypatch.setattr(hello_module, "VERSION", 2)
+    near, far = (Stream(end) for end in socket.socketpair())
+    challenge = hello_module._CHALLENGE.pack(hello_module._MAGIC, 1, 0, bytes(32))
+    far.send([challenge], within(SystemClock(), 2.0))
+
+    with pytest.raises(LinkBroken, match="this version"):
+        greet(near, OURS, within(SystemClock(), 2.0))
+    near.close()
+    far.close()
+
+
+def test_a_receiver_without_the_token_gets_no_bytes():
+    """A stranger that says welcome to everybody is not believed."""
+    near, far = (Stream(end) for end in socket.socketpair())
+    patience = within(SystemClock(), 2.0)
+    challenge = hello_module._CHALLENGE.pack(hello_module._MAGIC, 1, 0, bytes(32))
+    welcome = hello_module._WELCOME.pack(Verdict.WELCOME, 0, bytes(32))
+    far.send([challenge, welcome], patience)
+
+    with pytest.raises(LinkBroken, match="does not have our token"):
+        greet(near, OURS, patience)
+    near.close()
+    far.close()
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_a_wrong_token_fails_the_push_and_harms_nobody(link):
+    """The outcome says so, and an honest sender still gets through."""
+    with open_rig(MakeLinks(link), link, 4096) as rig:
+        rig.receiver.open(1, [0])
+        wrong = dataclasses.replace(CONFIG, token=b"guessed")
+        with pytest.raises(LinkBroken, match="tokens differ"):
+            dialer(rig.receiver.address, wrong).dial(
+                Greeting(link, wrong.token, 4096), within(SystemClock(), 2.0)
+            )
+        rig.sender().push(rig.push(1, 1, [0]))
+
+        assert rig.done(1) == 4096
+
+
+def test_strangers_that_say_nothing_are_dropped():
+    """More than may wait are not even heard; the others lose patience's race (lesson 68)."""
+    with open_rig(MakeLinks("tcp"), "tcp", 4096) as rig:
+        host, _, port = rig.receiver.address.removeprefix("tcp://").rpartition(":")
+        strangers = [socket.create_connection((host, int(port)), 5.0) for _ in range(40)]
+        for stranger in strangers:
+            while stranger.recv(64):
+                pass  # the challenge, then the end
+            stranger.close()
+        rig.receiver.open(1, [0])
+        rig.sender().push(rig.push(1, 1, [0]))
+
+        assert rig.done(1) == 4096
+
+
+def test_mistakes_of_the_operator_are_told_at_once():
+    """No token, no such link, no such address, a port that is taken (lessons 60, 61)."""
+    memory, log = BlockArray(1, 64), EventLog()
+    links = Links(CONFIG, memory, log)
+    with pytest.raises(ConfigError, match="token"):
+        LinkConfig(token=b"")
+    with pytest.raises(ConfigError, match="known: tcp, shm, mooncake"):
+        links.listen("pigeon")
+    for address in ("pigeon://loft", "tcp://", "tcp://host:port", "shm://"):
+        with pytest.raises(ConfigError, match="no address"):
+            links.connect(address)
+    taken = links.listen("tcp")
+    port = int(taken.address.rpartition(":")[2])
+    with pytest.raises(ConfigError, match="cannot listen"):
+        Links(dataclasses.replace(CONFIG, port=port), memory, log).listen("tcp")
+    taken.close()
