@@ -17,6 +17,7 @@ VERSION = "0.1.0"
 
 MIB = 1 << 20
 
+LOG_FORMATS = ("text", "json")
 EVICTIONS = ("lru", "s3fifo", "arc", "session")
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back", "none")
 _TIER_FLAGS = (
@@ -241,9 +242,13 @@ class ServerConfig:
     vllm_metric_names: bool = False
     """Expose the few metrics that routers scrape under the `vllm:` prefix as well."""
 
+    log_format: Literal["text", "json"] = "text"
+    """How log lines look; with `json`, each request that ends is a line with its ledger."""
+
     limits: LimitsConfig = field(default_factory=LimitsConfig)
 
     def __post_init__(self) -> None:
+        _one_of("--log-format", self.log_format, LOG_FORMATS)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port must be between 0 and 65535, got {self.port}")
         if self.api_key == "":

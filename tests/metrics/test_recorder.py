@@ -3,11 +3,13 @@
 from headwater.clock import VirtualClock
 from headwater.metrics import names
 from headwater.metrics.prometheus import render
-from headwater.metrics.recorder import Histogram, Recorder, RequestTimer
+from headwater.metrics.recorder import Histogram, Place, Recorder, RequestTimer
 from headwater.metrics.stats import EngineStats, LinkStats, TierStats
 from headwater.scheduler.output import SequenceOutput
-from headwater.scheduler.usage import Usage
+from headwater.scheduler.usage import LoadUsage, Usage
 from headwater.types import RequestId
+
+PLACE = Place(request_id="r-1", prompt_tokens=9, unix_s=1_000.0, token_bytes=8)
 
 
 def make_output(num_tokens, usage=None):
@@ -41,7 +43,7 @@ def test_a_sequence_is_timed_from_arrival_to_end():
     clock.advance(0.3)
     timer.land(make_output(3))
     clock.advance(1.0)
-    timer.end("length")
+    record = timer.end("length", place=PLACE)
 
     assert recorder.histograms[names.TTFT].total == 2.0
     itl = recorder.histograms[names.ITL]
@@ -53,6 +55,52 @@ def test_a_sequence_is_timed_from_arrival_to_end():
     assert recorder.counts[names.PROMPT_TOKENS_BY_SOURCE, "computed"] == 5
     assert recorder.counts[names.PROMPT_TOKENS_BY_SOURCE, "device"] == 4
     assert recorder.counts[names.SUCCESS, "length"] == 1
+    assert record.start_unix_s == 1_000 - 3.3
+    assert (record.first_token_s, round(record.inter_token_s or 0, 6)) == (2.0, 0.1)
+    assert record.tokens_by_source == {"device": 4, "computed": 5}
+    assert (record.output_tokens, record.queued_s, record.loaded_bytes) == (4, 0.5, 0)
+
+
+def test_a_ledger_says_what_was_loaded_and_at_what_price():
+    """Bytes of what came from below the device; the choice that was made, as it was priced."""
+    load = LoadUsage(
+        choice="load_cheaper",
+        host_blocks=2,
+        storage_blocks=1,
+        num_blocks=3,
+        load_s=0.1,
+        recompute_s=0.4,
+        chosen_s=0.1,
+        waited_s=0.2,
+        shortfall=None,
+    )
+    usage = Usage(
+        prompt_tokens=20,
+        cached_tokens=14,
+        by_tier={"device": 2, "host": 8, "storage": 4},
+        computed=6,
+        miss_reason="never_seen",
+        load=load,
+    )
+    timer = RequestTimer(Recorder(), VirtualClock())
+    timer.land(make_output(1, usage))
+
+    record = timer.end("stop", place=PLACE)
+
+    assert record.loaded_bytes == 12 * PLACE.token_bytes
+    assert record.load == load
+    line = record.as_log()
+    assert line["miss_reason"] == "never_seen"
+    assert line["load"]["choice"] == "load_cheaper"
+    assert "traceparent" not in line
+
+
+def test_a_ledger_of_a_sequence_that_never_ran_says_so():
+    """Aborted while it waited: no source, no wait that ended, no token."""
+    record = RequestTimer(Recorder(), VirtualClock()).end("abort", place=PLACE)
+
+    assert (record.queued_s, record.first_token_s, record.inter_token_s) == (None, None, None)
+    assert record.tokens_by_source == {}
 
 
 def test_usage_counts_what_sequences_hold_once():
@@ -67,7 +115,7 @@ def test_usage_counts_what_sequences_hold_once():
 
 def test_every_metric_has_a_name_once_and_a_help():
     """Names are unique; counters say so in their name; nothing is without an explanation."""
-    metrics = names.ENGINE_METRICS + names.SERVER_METRICS
+    metrics = names.ALL
 
     assert len({metric.name for metric in metrics}) == len(metrics)
     for metric in metrics:

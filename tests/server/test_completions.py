@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from unittest.mock import ANY
 
 import pytest
 
@@ -165,6 +166,8 @@ def test_a_repeated_prompt_is_reported_as_cached():
                 "recomputed": 100,
                 "miss_reason": "never_seen",
                 "block_tokens": 16,
+                "queued_s": ANY,
+                "loaded_bytes": 0,
                 "load": None,
             },
         }

@@ -16,6 +16,7 @@ from headwater.cli.storage import add_storage
 from headwater.config import (
     EVICTIONS,
     LOAD_POLICIES,
+    LOG_FORMATS,
     VERSION,
     WRITE_POLICIES,
     EngineConfig,
@@ -130,6 +131,12 @@ def _add_http(parser: ArgumentParser) -> None:
         "--vllm-metric-names",
         action="store_true",
         help="also expose what routers scrape under the vllm: prefix",
+    )
+    group.add_argument(
+        "--log-format",
+        choices=LOG_FORMATS,
+        default=_SERVER.log_format,
+        help=_help("log lines; json has one for each request, with its ledger"),
     )
 
 

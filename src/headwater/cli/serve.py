@@ -21,10 +21,12 @@ from headwater.config import (
 )
 from headwater.errors import ConfigError
 from headwater.launch.server import Serving, StopSignals, serve
+from headwater.metrics.logs import set_up_logs
 
 
 def run_serve(options: Namespace, given: frozenset[str]) -> int:
     """Serve until stopped; the exit code. `given` is which flags were on the command line."""
+    set_up_logs(options.log_format)
     refuse_later_features(options)
     engine, server = engine_config(options), server_config(options)
     for sentence in idle_settings(engine, given):
@@ -74,6 +76,7 @@ def server_config(options: Namespace) -> ServerConfig:
         drain_timeout_s=options.drain_timeout,
         exit_with_engine=options.exit_with_engine,
         vllm_metric_names=options.vllm_metric_names,
+        log_format=options.log_format,
         limits=LimitsConfig(
             max_body_bytes=round(options.max_body_mib * MIB),
             max_queued=options.max_queued_requests,

@@ -48,6 +48,9 @@ class EngineInfo:
     dtype: str = "float32"
     device: str = "cpu"
     num_host_blocks: int = 0
+    block_bytes: int = 0
+    """KV of one block over all layers."""
+
     tiers: tuple[str, ...] = ()
     """A line for each tier below the device: what it will do, as it was set up."""
 

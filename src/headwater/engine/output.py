@@ -73,6 +73,7 @@ def _link(totals: LinkTotals, block_bytes: int) -> LinkStats:
         num_bytes=totals.num_blocks * block_bytes,
         busy_s=totals.busy_s,
         failures=dict(totals.failures),
+        fastest_bytes_s=totals.fastest_blocks_s * block_bytes,
         in_flight=totals.in_flight,
         blocks_in_flight=totals.blocks_in_flight,
     )

@@ -65,6 +65,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(model.device),
         num_host_blocks=num_host_blocks,
+        block_bytes=layout.block_bytes,
         tiers=describe_tiers(config, layout, num_host_blocks),
         epoch=secrets.token_hex(8),
         kv_format=layout.kv_format,

@@ -1,7 +1,8 @@
-"""The engine process: `python -m headwater.launch.engine ADDRESS`, started by the server."""
+"""The engine process: `python -m headwater.launch.engine text|json ADDRESS`, started by the
+server."""
 
-import logging
 import sys
+from typing import cast
 
 import msgspec
 
@@ -11,11 +12,12 @@ from headwater.engine.collector import settle_collector
 from headwater.engine.core import EngineCore
 from headwater.engine.process import run_engine
 from headwater.launch.core import build_core
+from headwater.metrics.logs import LogFormat, set_up_logs
 
 
-def main(address: str) -> int:
+def main(log_format: LogFormat, address: str) -> int:
     """Serve the process at the other end of `address`; the exit code."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s engine: %(message)s")
+    set_up_logs(log_format, speaker="engine")
     return run_engine(_build, address)
 
 
@@ -26,4 +28,4 @@ def _build(settings: bytes) -> tuple[EngineCore, EngineInfo]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(cast(LogFormat, sys.argv[1]), sys.argv[2]))

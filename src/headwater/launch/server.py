@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 from collections.abc import Callable
@@ -18,6 +19,9 @@ from headwater.engine.child import EngineChild
 from headwater.engine.front import AsyncEngine, EngineInfo
 from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import EngineDead
+from headwater.metrics.ledger import RequestRecord
+from headwater.metrics.logs import log_record
+from headwater.metrics.tracing import Spans, open_spans
 from headwater.server.app import create_app
 from headwater.server.gate import Gate
 from headwater.server.http import HttpServer, bind, url_of
@@ -69,7 +73,10 @@ def serve(
     """
     listener = bind(server_config.host, server_config.port)
     with contextlib.closing(listener):
-        child = EngineChild(["headwater.launch.engine"], msgspec.json.encode(engine_config))
+        child = EngineChild(
+            ["headwater.launch.engine", server_config.log_format],
+            msgspec.json.encode(engine_config),
+        )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             server = _Server(
                 AsyncEngine(child), engine_config, server_config, listener, announce
@@ -94,6 +101,7 @@ class _Server:
         self._listener = listener
         self._announce = announce
         self._service: Service | None = None
+        self._spans: Spans | None = None
         self._drain: asyncio.Task[None] | None = None
         self._gate = Gate(config.api_key)
         self._http = HttpServer(self._gate, drain_timeout_s=config.drain_timeout_s)
@@ -119,6 +127,8 @@ class _Server:
             await self._engine.close()
             if self._service is not None:
                 self._service.close()
+            if self._spans is not None:
+                await asyncio.to_thread(self._spans.close)
 
     async def _start(self) -> None:
         engine, config = self._engine, self._config
@@ -131,6 +141,7 @@ class _Server:
             SystemClock(),
             created_s=datetime.now().timestamp(),
             engine_config=self._engine_config,
+            on_end=self._ledgers(engine.info.model_name),
         )
         self._gate.open(create_app(service))
         self._announce(
@@ -141,6 +152,16 @@ class _Server:
                 engine_pid=engine.pid,
             )
         )
+
+    def _ledgers(self, model: str) -> list[Callable[[RequestRecord], None]]:
+        """Whoever is told of each request that ended."""
+        told: list[Callable[[RequestRecord], None]] = []
+        if self._config.log_format == "json":
+            told.append(log_record)
+        self._spans = open_spans(os.environ, model=self._config.served_model_name or model)
+        if self._spans is not None:
+            told.append(self._spans.record)
+        return told
 
     async def _serve_out(self, http: "asyncio.Task[None]") -> int:
         """Until HTTP has drained, or the engine died and the settings say to leave then."""

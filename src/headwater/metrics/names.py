@@ -34,6 +34,7 @@ class Metric:
 _FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _SLOW = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
+ENGINE_UP = Metric("engine_up", Kind.GAUGE, "1 while the engine answers, 0 when it does not.")
 RUNNING = Metric("num_requests_running", Kind.GAUGE, "Sequences being computed.")
 WAITING = Metric("num_requests_waiting", Kind.GAUGE, "Sequences waiting to be admitted.")
 KV_USAGE = Metric(
@@ -81,6 +82,12 @@ TRANSFER_FAILURES = Metric(
     "Transfers and lookups that did not end well.",
     ("link", "reason"),
 )
+TRANSFER_CEILING = Metric(
+    "transfer_ceiling_bytes_per_second",
+    Kind.GAUGE,
+    "The fastest that one transfer of a link went so far.",
+    ("link",),
+)
 TRANSFER_QUEUE = Metric(
     "transfer_jobs_in_flight",
     Kind.GAUGE,
@@ -121,6 +128,9 @@ PROMPT_TOKENS_BY_SOURCE = Metric(
 GENERATION_TOKENS = Metric("generation_tokens_total", Kind.COUNTER, "Tokens generated.")
 SUCCESS = Metric(
     "request_success_total", Kind.COUNTER, "Sequences that ended.", ("finished_reason",)
+)
+REFUSED = Metric(
+    "requests_refused_total", Kind.COUNTER, "Requests turned away because the queue was full."
 )
 TTFT = Metric(
     "time_to_first_token_seconds",
@@ -164,6 +174,7 @@ ENGINE_METRICS = (
     TRANSFER_SECONDS,
     TRANSFER_JOBS,
     TRANSFER_FAILURES,
+    TRANSFER_CEILING,
     TRANSFER_QUEUE,
     LOAD_CHOICES,
     HINTS,
@@ -177,12 +188,16 @@ SERVER_METRICS = (
     PROMPT_TOKENS_BY_SOURCE,
     GENERATION_TOKENS,
     SUCCESS,
+    REFUSED,
     TTFT,
     ITL,
     E2E,
     QUEUE,
 )
 """Counted in the HTTP process, where clients feel them."""
+
+ALL = (ENGINE_UP, *ENGINE_METRICS, *SERVER_METRICS)
+"""Every metric there is."""
 
 SCRAPED_BY_ROUTERS = (RUNNING, WAITING, KV_USAGE, QUERIES, HITS, CACHE_CONFIG)
 """The handful that can also be had under the `vllm:` prefix."""

@@ -22,6 +22,8 @@ from headwater.metrics.recorder import Histogram, Recorder
 from headwater.metrics.stats import EngineStats
 
 CONTENT_TYPE: str = CONTENT_TYPE_PLAIN_0_0_4
+"""Plain text, whatever is asked for: the library's OpenMetrics turns the colon of our prefix
+into an underscore, and every query would miss."""
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 Values = Mapping[tuple[str, ...], float]
@@ -36,7 +38,8 @@ def render(
     vllm_names: bool = False,
 ) -> bytes:
     """One scrape. Without `stats` (the engine is dead) only the server's own metrics."""
-    families = list(_server_families(recorder))
+    families = [_family(names.ENGINE_UP, {(): float(stats is not None)})]
+    families += _server_families(recorder)
     if stats is not None:
         values = _engine_values(stats, block_tokens)
         families += [_family(metric, entry) for metric, entry in values.items()]
@@ -78,11 +81,13 @@ def _server_families(recorder: Recorder) -> Iterator[Family]:
 def _engine_values(stats: EngineStats, block_tokens: int) -> dict[Metric, Values]:
     device = stats.tiers.get("device")
     host = stats.tiers.get("host")
-    blocks: Values = {
+    blocks: dict[tuple[str, ...], float] = {
         (tier, state): getattr(entry, state)
         for tier, entry in stats.tiers.items()
         for state in ("free", "held", "cached", "evictable")
     }
+    if stats.storage is not None and stats.storage.num_blocks is not None:
+        blocks["storage", "cached"] = stats.storage.num_blocks
     in_use = device.num_blocks - device.free - device.evictable if device else 0
     shape = (
         str(block_tokens),
@@ -119,6 +124,11 @@ def _transfer_values(stats: EngineStats) -> dict[Metric, Values]:
             (name, reason): n
             for name, link in links.items()
             for reason, n in link.failures.items()
+        },
+        names.TRANSFER_CEILING: {
+            (name,): link.fastest_bytes_s
+            for name, link in links.items()
+            if link.fastest_bytes_s
         },
         names.TRANSFER_QUEUE: {(name,): link.in_flight for name, link in links.items()},
         names.LOAD_CHOICES: {(reason,): n for reason, n in stats.load_choices.items()},

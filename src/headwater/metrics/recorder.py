@@ -5,9 +5,11 @@ Belongs to one event loop, so it needs no lock.
 
 from bisect import bisect_left
 from collections import Counter
+from dataclasses import dataclass
 
 from headwater.clock import Clock
 from headwater.metrics import names
+from headwater.metrics.ledger import RequestRecord
 from headwater.metrics.names import Metric
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.usage import Usage
@@ -48,6 +50,21 @@ class Recorder:
         self.histograms[metric].observe(value, times)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What a timer cannot know of its sequence."""
+
+    request_id: str
+    prompt_tokens: int
+    unix_s: float
+    """Now, in seconds since 1970."""
+
+    token_bytes: int
+    """KV of one token."""
+
+    traceparent: str | None = None
+
+
 class RequestTimer:
     """Reports one sequence's life to the recorder, as its outputs arrive."""
 
@@ -55,28 +72,60 @@ class RequestTimer:
         self._recorder = recorder
         self._clock = clock
         self._start_s = clock.now()
+        self._first_s: float | None = None
         self._last_s: float | None = None
+        self._num_tokens = 0
+        self._usage: Usage | None = None
 
     def land(self, output: SequenceOutput) -> None:
         """Count one output."""
         recorder, num_tokens = self._recorder, len(output.tokens)
         if output.usage is not None:
+            self._usage = output.usage
             self._record_prompt(output.usage)
         if not num_tokens:
             return
         now_s = self._clock.now()
+        self._num_tokens += num_tokens
         recorder.count(names.GENERATION_TOKENS, num_tokens)
         if self._last_s is None:
+            self._first_s = now_s
             recorder.observe(names.TTFT, now_s - self._start_s)
         else:
             # Several tokens in one output came in several steps; they share the time evenly.
             recorder.observe(names.ITL, (now_s - self._last_s) / num_tokens, num_tokens)
         self._last_s = now_s
 
-    def end(self, finish_reason: str) -> None:
-        """Count the end, whatever it was."""
+    def end(self, finish_reason: str, *, place: Place) -> RequestRecord:
+        """Count the end, whatever it was; what there is to say of it all."""
+        now_s = self._clock.now()
         self._recorder.count(names.SUCCESS, label=finish_reason)
-        self._recorder.observe(names.E2E, self._clock.now() - self._start_s)
+        self._recorder.observe(names.E2E, now_s - self._start_s)
+        usage, first_s = self._usage, self._first_s
+        found = {} if usage is None else dict(usage.by_tier)
+        loaded = sum(count for tier, count in found.items() if tier != "device")
+        return RequestRecord(
+            request_id=place.request_id,
+            start_unix_s=place.unix_s - (now_s - self._start_s),
+            duration_s=now_s - self._start_s,
+            queued_s=None if usage is None else usage.queued_s,
+            first_token_s=None if first_s is None else first_s - self._start_s,
+            inter_token_s=self._inter_token_s(),
+            prompt_tokens=place.prompt_tokens,
+            output_tokens=self._num_tokens,
+            cached_tokens=0 if usage is None else usage.cached_tokens,
+            tokens_by_source=found if usage is None else found | {"computed": usage.computed},
+            miss_reason=None if usage is None else usage.miss_reason,
+            loaded_bytes=loaded * place.token_bytes,
+            load=None if usage is None else usage.load,
+            finish_reason=finish_reason,
+            traceparent=place.traceparent,
+        )
+
+    def _inter_token_s(self) -> float | None:
+        if self._first_s is None or self._last_s is None or self._num_tokens < 2:
+            return None
+        return (self._last_s - self._first_s) / (self._num_tokens - 1)
 
     def _record_prompt(self, usage: Usage) -> None:
         recorder = self._recorder

@@ -45,6 +45,9 @@ class LinkStats:
     failures: Mapping[str, int] = field(default_factory=dict)
     """Jobs that did not end well, by reason."""
 
+    fastest_bytes_s: float = 0.0
+    """The fastest that one job of it went; 0 before the first, and where no bytes move."""
+
     in_flight: int = 0
     blocks_in_flight: int = 0
 

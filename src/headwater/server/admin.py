@@ -3,6 +3,7 @@
 import asyncio
 import re
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 from starlette.requests import Request
@@ -119,36 +120,38 @@ async def server_info(request: Request) -> Response:
 async def cache(request: Request) -> Response:
     """Tiers, occupancy, and what the cache found and missed so far."""
     service = _service(request)
-    stats = await _stats(service)
+    return JsonReply(cache_state(service, await _stats(service)))
+
+
+def cache_state(service: Service, stats: EngineStats) -> dict[str, Any]:
+    """The body of GET /cache."""
     block_tokens = service.engine.info.block_tokens
-    return JsonReply(
-        {
-            "block_tokens": block_tokens,
-            # The last token of a prompt is always computed.
-            "min_prefix_tokens": block_tokens + 1,
-            "tiers": {name: asdict(tier) for name, tier in stats.tiers.items()},
-            "links": {name: asdict(link) for name, link in stats.links.items()},
-            "storage": None if stats.storage is None else asdict(stats.storage),
-            "ledger": {
-                "queries": stats.queries,
-                "query_tokens": stats.query_tokens,
-                "found_tokens": stats.found_tokens,
-                "misses": stats.misses,
-                "load_choices": stats.load_choices,
-                "recent_loads": [asdict(load) for load in stats.recent_loads],
-            },
-            "prices": _prices(stats.rates),
-            "sessions": {
-                "known": stats.num_sessions,
-                "promised_blocks": stats.promised_blocks,
-                "hints": stats.hints,
-            },
-            "num_running": stats.num_running,
-            "num_waiting": stats.num_waiting,
-            "num_preemptions": stats.num_preemptions,
-            "is_paused": stats.is_paused,
-        }
-    )
+    return {
+        "block_tokens": block_tokens,
+        # The last token of a prompt is always computed.
+        "min_prefix_tokens": block_tokens + 1,
+        "tiers": {name: asdict(tier) for name, tier in stats.tiers.items()},
+        "links": {name: asdict(link) for name, link in stats.links.items()},
+        "storage": None if stats.storage is None else asdict(stats.storage),
+        "ledger": {
+            "queries": stats.queries,
+            "query_tokens": stats.query_tokens,
+            "found_tokens": stats.found_tokens,
+            "misses": stats.misses,
+            "load_choices": stats.load_choices,
+            "recent_loads": [asdict(load) for load in stats.recent_loads],
+        },
+        "prices": _prices(stats.rates),
+        "sessions": {
+            "known": stats.num_sessions,
+            "promised_blocks": stats.promised_blocks,
+            "hints": stats.hints,
+        },
+        "num_running": stats.num_running,
+        "num_waiting": stats.num_waiting,
+        "num_preemptions": stats.num_preemptions,
+        "is_paused": stats.is_paused,
+    }
 
 
 async def reset_prefix_cache(request: Request) -> Response:

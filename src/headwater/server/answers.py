@@ -40,6 +40,12 @@ class CacheDetails(Struct, kw_only=True):
     block_tokens: int
     """Only whole blocks are found again, so this is the shortest prefix that can hit."""
 
+    queued_s: float
+    """From arrival to admission; of several prompts the longest."""
+
+    loaded_bytes: int
+    """KV brought up from lower tiers or peers."""
+
     load: LoadDetails | None
     """Of the first prompt for which lower tiers had something, or were asked."""
 

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from headwater.errors import HeadwaterError
-from headwater.server import admin, text
+from headwater.server import admin, dashboard, text, watch
 from headwater.server.chat import chat_completions
 from headwater.server.completions import completions
 from headwater.server.errors import ErrorAnswer, ErrorObject, error_response
@@ -35,6 +35,10 @@ ROUTES = [
     Route("/server_info", admin.server_info, methods=["GET"]),
     Route("/cache", admin.cache, methods=["GET"]),
     Route("/cache/sessions/{session_id:path}", admin.close_session, methods=["POST"]),
+    Route("/cache/tree", watch.tree, methods=["GET"]),
+    Route("/stats", watch.stats, methods=["GET"]),
+    Route(dashboard.PATH, dashboard.page, methods=["GET"]),
+    Route(dashboard.PATH + "/{name}", dashboard.part, methods=["GET"]),
     Route("/reset_prefix_cache", admin.reset_prefix_cache, methods=["POST"]),
     Route("/flush_cache", admin.reset_prefix_cache, methods=["POST"], name="flush_cache"),
     Route("/v1/pause", admin.pause, methods=["POST"]),

@@ -13,6 +13,7 @@ from headwater.server.streaming import Gone
 
 S = TypeVar("S", bound=msgspec.Struct)
 
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _NAME = re.compile(r"[\x21-\x7e]{1,256}")
 
 
@@ -35,6 +36,12 @@ async def read_body(
         raise Refused(f"the body is not JSON: {exc}") from exc
     except RecursionError as exc:
         raise Refused("the body is nested too deeply") from exc
+
+
+def traceparent(request: Request) -> str | None:
+    """The span of the caller, as W3C's header names it; anything else is ignored."""
+    named = request.headers.get("traceparent", "")
+    return named if _TRACEPARENT.fullmatch(named) else None
 
 
 def request_name(request: Request, body: Sampling) -> str:

@@ -1,5 +1,7 @@
 """POST /v1/chat/completions: a conversation in, the next turn out."""
 
+from dataclasses import replace
+
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
@@ -14,7 +16,7 @@ from headwater.server.answers import (
     ChatMessage,
     UsageAnswer,
 )
-from headwater.server.body import read_body, request_name
+from headwater.server.body import read_body, request_name, traceparent
 from headwater.server.errors import Refused
 from headwater.server.generation import Delta, Generation, Job
 from headwater.server.jobs import job_of
@@ -37,7 +39,8 @@ async def chat_completions(request: Request) -> Reply:
     name = request_name(request, body)
     check_supported(body)
     service.check_model(body.model)
-    answer = _Chat(service, body, name, await _job(service, body, name))
+    job = replace(await _job(service, body, name), traceparent=traceparent(request))
+    answer = _Chat(service, body, name, job)
     if body.stream:
         return answer.stream
     whole = await while_connected(request.receive, answer.whole())

@@ -1,12 +1,14 @@
 """POST /v1/completions: text or token ids in, text out."""
 
+from dataclasses import replace
+
 import numpy as np
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from headwater.server.answers import CompletionAnswer, CompletionChoice, UsageAnswer
-from headwater.server.body import read_body, request_name
+from headwater.server.body import read_body, request_name, traceparent
 from headwater.server.errors import Refused
 from headwater.server.generation import Delta, Generation, Job
 from headwater.server.jobs import job_of
@@ -32,7 +34,8 @@ async def completions(request: Request) -> Reply:
     name = request_name(request, body)
     check_supported(body)
     service.check_model(body.model)
-    answer = _Completion(service, body, name, await _job(service, body, name))
+    job = replace(await _job(service, body, name), traceparent=traceparent(request))
+    answer = _Completion(service, body, name, job)
     if body.stream:
         return answer.stream
     whole = await while_connected(request.receive, answer.whole())

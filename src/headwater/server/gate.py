@@ -4,19 +4,33 @@ Plain ASGI, because it is passed for every request.
 """
 
 import hmac
+from collections.abc import Callable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from headwater.server import dashboard
 from headwater.server.errors import Refused, error_response
 
-_OPEN_PATHS = frozenset({"/health"})
-"""Needs no key: load balancers ask it."""
+
+def is_health(scope: Scope) -> bool:
+    """Needs no key: load balancers ask it."""
+    return bool(scope["path"] == "/health")
+
+
+def is_public(scope: Scope) -> bool:
+    """Needs no key: health, and the files of the page, which asks for the key itself."""
+    path: str = scope["path"]
+    return is_health(scope) or path == dashboard.PATH or path.startswith(dashboard.PATH + "/")
 
 
 class Gate:
     """Answers 503 before `open` and after `shut`, in between passes requests on."""
 
-    def __init__(self, api_key: str | None = None) -> None:
+    def __init__(
+        self, api_key: str | None = None, *, is_open: Callable[[Scope], bool] = is_public
+    ) -> None:
+        """`is_open` says which requests need no key."""
+        self._is_open = is_open
         self._key = None if api_key is None else api_key.encode()
         self._app: ASGIApp | None = None
         self._reason = "the engine is starting"
@@ -33,7 +47,7 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        if self._key is not None and scope["path"] not in _OPEN_PATHS and not self._fits(scope):
+        if self._key is not None and not self._is_open(scope) and not self._fits(scope):
             refused = Refused("a valid API key is needed", status=401, code="invalid_api_key")
             await error_response(refused)(scope, receive, send)
         elif self._app is None:

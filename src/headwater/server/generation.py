@@ -12,7 +12,7 @@ from headwater.cache import Hint
 from headwater.engine.text import TextStream
 from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import HeadwaterError
-from headwater.metrics.recorder import RequestTimer
+from headwater.metrics.recorder import Place, RequestTimer
 from headwater.scheduler.batch import TokenLogprobs
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.request import Request, SamplingParams
@@ -53,6 +53,8 @@ class Job:
     session_id: str = ""
     cache_hint: Hint | None = None
     wants_cache_details: bool = False
+    traceparent: str | None = None
+    """The caller's span, where it named one."""
     load_policy: LoadPolicy | None = None
     load_timeout_s: float | None = None
 
@@ -160,7 +162,18 @@ class Generation:
                     if delta.finish_reason is not None:
                         break
         finally:
-            timer.end(choice.finish_reason or "abort")
+            self._end(choice, request, timer)
+
+    def _end(self, choice: Choice, request: Request, timer: RequestTimer) -> None:
+        service, info = self._service, self._service.engine.info
+        place = Place(
+            request_id=request.request_id,
+            prompt_tokens=len(request.tokens),
+            unix_s=service.unix_s(),
+            token_bytes=info.block_bytes // info.block_tokens,
+            traceparent=self._job.traceparent,
+        )
+        service.end(timer.end(choice.finish_reason or "abort", place=place))
 
     def _request(self, choice: Choice, ids: Sequence[RequestId]) -> Request:
         job = self._job
@@ -201,6 +214,7 @@ class Generation:
         def found(tier: str) -> int:
             return sum(usage.by_tier.get(tier, 0) for usage in usages)
 
+        info = self._service.engine.info
         loads = [usage.load for usage in usages if usage.load is not None]
         reasons = [usage.miss_reason for usage in usages if usage.miss_reason is not None]
         return CacheDetails(
@@ -210,7 +224,10 @@ class Generation:
             peer=found("peer"),
             recomputed=sum(usage.computed for usage in usages),
             miss_reason=reasons[0] if reasons else None,
-            block_tokens=self._service.engine.info.block_tokens,
+            block_tokens=info.block_tokens,
+            queued_s=max((usage.queued_s for usage in usages), default=0.0),
+            loaded_bytes=(found("host") + found("storage") + found("peer"))
+            * (info.block_bytes // info.block_tokens),
             load=LoadDetails(**asdict(loads[0])) if loads else None,
         )
 

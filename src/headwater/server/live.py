@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from headwater.errors import QueueFull, RequestError
+from headwater.metrics import names
+from headwater.metrics.recorder import Recorder
 from headwater.types import RequestId
 
 
@@ -14,7 +16,8 @@ class LiveRequests:
     A client may use one name twice; the engine never sees a name twice.
     """
 
-    def __init__(self, max_sequences: int) -> None:
+    def __init__(self, max_sequences: int, recorder: Recorder) -> None:
+        self._recorder = recorder
         self._max_sequences = max_sequences
         self._sequences: dict[str, list[RequestId]] = {}
         self.num_sequences = 0
@@ -32,6 +35,7 @@ class LiveRequests:
                 f"{self._max_sequences} that this server takes at once"
             )
         if self.num_sequences + num_sequences > self._max_sequences:
+            self._recorder.count(names.REFUSED)
             raise QueueFull(
                 f"{self.num_sequences} sequences are running or waiting, and at most "
                 f"{self._max_sequences} may; try again later"

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headwater.config import VERSION
-from headwater.server import answers, schema
+from headwater.server import answers, dashboard, schema, watch
 from headwater.server.errors import ErrorAnswer
 from headwater.server.reply import JsonReply
 from headwater.server.unsupported import NEUTRAL
@@ -29,7 +29,7 @@ _PROMPT = {
 _ERRORS = {
     400: "The request is wrong; `param` names the field where there is one.",
     401: "The API key is missing or wrong.",
-    404: "No such model.",
+    404: "No such model, or no such file.",
     413: "The body is too long.",
     429: "As many requests wait as may wait; see Retry-After.",
     499: "Aborted before it was done.",
@@ -95,6 +95,10 @@ def _paths() -> dict[str, _Path]:
         "/server_info": {"get": _operation("How it was started.", _any_object(), plain)},
         "/cache": {"get": _operation("Tiers and hit ledger.", _any_object(), plain)},
         "/cache/sessions/{session_id}": _named_session(),
+        "/cache/tree": _tree(),
+        "/stats": {"get": _operation("All that a watcher shows.", _any_object(), plain)},
+        dashboard.PATH: {"get": _operation("The page that shows it.", _page(), (503,))},
+        dashboard.PATH + "/{name}": _part(),
         "/reset_prefix_cache": _control("Forget every cached block."),
         "/flush_cache": _control("Forget every cached block."),
         "/v1/pause": _control("Stop admitting; running requests go on."),
@@ -145,6 +149,35 @@ def _named_model() -> _Path:
         {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
     ]
     return path
+
+
+def _tree() -> _Path:
+    operation = _operation("The prefix tree's shape.", _any_object(), (400, 401, 503))
+    operation["parameters"] = [
+        {
+            "name": name,
+            "in": "query",
+            "schema": {"type": "integer", "minimum": 1, "maximum": most, "default": default},
+        }
+        for name, default, most in (
+            ("depth", watch.DEFAULT_DEPTH, watch.MOST_DEPTH),
+            ("limit", watch.DEFAULT_NODES, watch.MOST_NODES),
+        )
+    ]
+    return {"get": operation}
+
+
+def _part() -> _Path:
+    operation = _operation("A file of the page.", _page(), (404, 503))
+    operation["parameters"] = [
+        {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+    ]
+    return {"get": operation}
+
+
+def _page() -> dict[str, Any]:
+    kinds = ("text/html", "text/css", "text/javascript", "image/svg+xml")
+    return {kind: {"schema": {"type": "string"}} for kind in kinds}
 
 
 def _operation(summary: str, content: dict[str, Any], errors: Sequence[int]) -> dict[str, Any]:

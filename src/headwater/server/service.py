@@ -2,7 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -10,6 +11,7 @@ from headwater.clock import Clock
 from headwater.config import EngineConfig, ServerConfig
 from headwater.engine.client import EngineClient
 from headwater.engine.tokenizer import Tokenizer
+from headwater.metrics.ledger import RequestRecord
 from headwater.metrics.recorder import Recorder
 from headwater.server.errors import Refused
 from headwater.server.live import LiveRequests
@@ -17,6 +19,9 @@ from headwater.server.live import LiveRequests
 T = TypeVar("T")
 
 _TOKENIZER_THREADS = 2
+
+_RECENT = 64
+"""Requests that ended and are still shown to whoever watches."""
 
 _SHORT = 1 << 16
 """Characters up to which a text is short: milliseconds of work, never behind seconds of it."""
@@ -34,6 +39,7 @@ class Service:
         *,
         created_s: float,
         engine_config: EngineConfig | None = None,
+        on_end: Sequence[Callable[[RequestRecord], None]] = (),
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
@@ -44,18 +50,38 @@ class Service:
         self.created = math.floor(created_s)
         """Seconds since 1970 when serving began."""
         self.recorder = Recorder()
-        self.live = LiveRequests(engine.info.max_num_seqs + config.limits.max_queued)
+        self.live = LiveRequests(
+            engine.info.max_num_seqs + config.limits.max_queued, self.recorder
+        )
+        self.recent: deque[RequestRecord] = deque(maxlen=_RECENT)
+        """Sequences that ended lately, the last one first."""
+        self._on_end = on_end
         self._short = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="text")
         self._long = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="long-text")
+        self._created_s = created_s
         self._start_s = clock.now()
 
     @property
     def model_name(self) -> str:
         return self.config.served_model_name or self.engine.info.model_name
 
-    def created_now(self) -> int:
+    @property
+    def uptime_s(self) -> float:
+        return self.clock.now() - self._start_s
+
+    def unix_s(self) -> float:
         """Seconds since 1970, reckoned from the clock that was passed in."""
-        return self.created + math.floor(self.clock.now() - self._start_s)
+        return self._created_s + self.uptime_s
+
+    def created_now(self) -> int:
+        """The same in whole seconds, as answers have it."""
+        return math.floor(self.unix_s())
+
+    def end(self, record: RequestRecord) -> None:
+        """A sequence ended: whoever keeps a ledger is told."""
+        self.recent.appendleft(record)
+        for tell in self._on_end:
+            tell(record)
 
     def check_model(self, name: str | None) -> None:
         """Refuse a request for another model."""

@@ -82,6 +82,9 @@ class LinkTotals:
     failures: Counter[str] = field(default_factory=Counter)
     """Jobs that did not end well, by reason."""
 
+    fastest_blocks_s: float = 0.0
+    """Blocks a second of the fastest job."""
+
     in_flight: int = 0
     """Jobs that have not ended, those waited for no longer included."""
 
@@ -249,6 +252,8 @@ class Mover:
             return
         moved = running.plan.num_blocks
         totals.num_blocks += moved
+        if completion.busy_s > 0:
+            totals.fastest_blocks_s = max(totals.fastest_blocks_s, moved / completion.busy_s)
         meter = self._meters.setdefault(link, LinkMeter())
         meter.observe(moved, completion.busy_s, now=now)
 

@@ -1,0 +1,47 @@
+"""How log lines look: text for people, or one JSON object a line for programs.
+
+With JSON, each sequence that ends is a line too, with its whole ledger.
+"""
+
+import json
+import logging
+from datetime import UTC, datetime
+from typing import Literal
+
+from headwater.metrics.ledger import RequestRecord
+
+LogFormat = Literal["text", "json"]
+
+_requests = logging.getLogger("headwater.requests")
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line: time, level, logger, message, and what else the record carries."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        line |= getattr(record, "ledger", {})
+        return json.dumps(line, default=str)
+
+
+def set_up_logs(form: LogFormat, *, speaker: str = "%(name)s") -> None:
+    """Log to standard error from now on; `speaker` is who speaks in lines for people."""
+    text = f"%(asctime)s %(levelname)s {speaker}: %(message)s"
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(text))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    if form == "json":
+        _requests.setLevel(logging.INFO)
+
+
+def log_record(record: RequestRecord) -> None:
+    """A line for a sequence that ended, where lines are JSON."""
+    _requests.info("request ended", extra={"ledger": record.as_log()})

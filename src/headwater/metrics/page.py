@@ -1,0 +1,59 @@
+"""docs/metrics.md, written from the table in `names`: `python -m headwater.metrics.page`."""
+
+import sys
+from collections.abc import Iterable
+
+from headwater.metrics import names
+from headwater.metrics.names import Metric
+
+_HEAD = """\
+# Metrics
+
+`GET /metrics` is a Prometheus scrape, in Prometheus' text format.
+This page is written from the table in the code (`python -m headwater.metrics.page`), and a test
+holds them together.
+
+- Counters only go up while the server runs; a ratio is for the reader to compute, over whatever
+  time it likes: `rate(headwater:prefix_cache_hits_total[5m]) /
+  rate(headwater:prefix_cache_queries_total[5m])`.
+- Recorded from what happens anyway: the engine keeps counts where it decides, the server where
+  outputs pass. A scrape reads them; nothing is sampled. `headwater bench metrics` says what it costs.
+- Reasons and tiers are labels; no label ever holds a request id, a salt or a prompt.
+- `deploy/prometheus/alerts.yml` has alert rules, `deploy/grafana/headwater.json` a dashboard;
+  [`/dashboard`](operations.md#watching) needs neither.
+"""
+
+_ROUTERS = """\
+## Under the `vllm:` prefix
+
+With `--vllm-metric-names` these are exposed a second time as `vllm:…`, for routers and autoscalers
+that look for those names: {listed}.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    routers = ", ".join(f"`{metric.name}`" for metric in names.SCRAPED_BY_ROUTERS)
+    parts = [
+        _HEAD,
+        _section("The engine", (names.ENGINE_UP, *names.ENGINE_METRICS)),
+        _section("The server", names.SERVER_METRICS),
+        _ROUTERS.format(listed=routers),
+    ]
+    return "\n".join(parts)
+
+
+def _section(title: str, metrics: Iterable[Metric]) -> str:
+    rows = [f"## {title}", "", "| name | kind | labels | meaning |", "|---|---|---|---|"]
+    rows += [_row(metric) for metric in metrics]
+    return "\n".join(rows) + "\n"
+
+
+def _row(metric: Metric) -> str:
+    labels = ", ".join(f"`{label}`" for label in metric.labels)
+    name = f"`{names.PREFIX}:{metric.name}`"
+    return f"| {name} | {metric.kind.value} | {labels} | {metric.help} |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

@@ -1,0 +1,120 @@
+"""The one module that knows OpenTelemetry: a ledger in, spans out.
+
+A sequence is a span from its arrival to its end, with one below it for each thing it did:
+waiting, being prefilled, decoding. Made when it has ended, so nothing is kept meanwhile, and
+sent by a thread of the exporter's own: nobody waits for a collector.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from headwater.config import VERSION
+from headwater.errors import ConfigError
+from headwater.metrics.ledger import RequestRecord
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+
+ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+
+
+def open_spans(environ: Mapping[str, str], *, model: str) -> "Spans | None":
+    """Where spans go, if the environment names an endpoint; None where it does not."""
+    if not environ.get(ENDPOINT):
+        return None
+    try:
+        return Spans(model)
+    except ModuleNotFoundError as exc:
+        raise ConfigError(
+            f"{ENDPOINT} is set, and the package {exc.name!r} is not installed; "
+            "try: pip install 'headwater[otel]', or unset it"
+        ) from exc
+
+
+class Spans:
+    """Sends spans over OTLP/HTTP, as OpenTelemetry's own environment variables say."""
+
+    def __init__(self, model: str) -> None:
+        # Imported here: it is an extra, and slow to import.
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        resource = Resource.create({"service.name": "headwater", "service.version": VERSION})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        self._tracer = self._provider.get_tracer("headwater", VERSION)
+        self._model = model
+
+    def record(self, record: RequestRecord) -> None:
+        """The spans of a sequence that ended."""
+        from opentelemetry.trace import set_span_in_context
+
+        start_s = record.start_unix_s
+        whole = self._tracer.start_span(
+            "llm_request",
+            context=_caller(record.traceparent),
+            start_time=_ns(start_s),
+            attributes=_attributes(record, self._model),
+        )
+        inside = set_span_in_context(whole)
+        for name, begin_s, end_s in _phases(record):
+            part = self._tracer.start_span(
+                name, context=inside, start_time=_ns(start_s + begin_s)
+            )
+            part.end(_ns(start_s + end_s))
+        whole.end(_ns(start_s + record.duration_s))
+
+    def close(self) -> None:
+        """Send what has not been sent; bounded by the exporter's timeout."""
+        self._provider.shutdown()
+
+
+def _phases(record: RequestRecord) -> list[tuple[str, float, float]]:
+    """What it did one after the other: name, begin, end, in seconds after its arrival."""
+    if record.queued_s is None:
+        return [("queue", 0.0, record.duration_s)]
+    first_s = record.duration_s if record.first_token_s is None else record.first_token_s
+    queued_s = min(record.queued_s, first_s)
+    phases = [("queue", 0.0, queued_s), ("prefill", queued_s, first_s)]
+    if record.first_token_s is not None:
+        phases.append(("decode", first_s, record.duration_s))
+    if record.load is not None and record.load.waited_s > 0:
+        phases.append(("load", max(queued_s - record.load.waited_s, 0.0), queued_s))
+    return phases
+
+
+def _attributes(record: RequestRecord, model: str) -> dict[str, str | int | float]:
+    """Names of OpenTelemetry's conventions where there are any, our own elsewhere."""
+    found: dict[str, str | int | float | None] = {
+        "gen_ai.request.model": model,
+        "gen_ai.usage.input_tokens": record.prompt_tokens,
+        "gen_ai.usage.output_tokens": record.output_tokens,
+        "gen_ai.response.finish_reasons": record.finish_reason,
+        "headwater.request_id": record.request_id,
+        "headwater.cached_tokens": record.cached_tokens,
+        "headwater.miss_reason": record.miss_reason,
+        "headwater.loaded_bytes": record.loaded_bytes,
+        "headwater.time_to_first_token_s": record.first_token_s,
+        "headwater.inter_token_s": record.inter_token_s,
+    }
+    for source, num_tokens in record.tokens_by_source.items():
+        found[f"headwater.tokens.{source}"] = num_tokens
+    if record.load is not None:
+        found["headwater.load.choice"] = record.load.choice
+        found["headwater.load.num_blocks"] = record.load.num_blocks
+        found["headwater.load.waited_s"] = record.load.waited_s
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _caller(traceparent: str | None) -> "Context | None":
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    if traceparent is None:
+        return None
+    return TraceContextTextMapPropagator().extract({"traceparent": traceparent})
+
+
+def _ns(unix_s: float) -> int:
+    return round(unix_s * 1e9)

@@ -1,0 +1,134 @@
+// Asks the server once a second and shows what it said. A server that goes is waited for.
+
+import { byId, bytes, count, h, seconds, setText, share, whole } from "./dom.js";
+import { HISTORY, SOURCES, between, hitShare, isRestart, lately } from "./model.js";
+import { lines, shares } from "./charts.js";
+import { showLinks, showLive, showMisses, showRecent, showTiers } from "./panels.js";
+import { showTree } from "./tree.js";
+
+const EVERY_MS = 1000, TREE_EVERY = 4, PATIENCE_MS = 6000;
+const KEY = "headwater-key", THEME = "headwater-theme";
+const history = [];
+let before = null, turn = 0;
+
+async function ask(path) {
+  const key = sessionStorage.getItem(KEY);
+  const headers = key ? { authorization: `Bearer ${key}` } : {};
+  const answer = await fetch(path, { headers, cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
+  if (answer.status === 401) throw new DOMException("a key is needed", "NotAllowedError");
+  if (!answer.ok) throw new Error((await answer.json().catch(() => null))?.error?.message ?? `status ${answer.status}`);
+  return answer.json();
+}
+
+async function look() {
+  if (document.visibilityState === "hidden" && before) return schedule();
+  try {
+    const now = await ask("stats");
+    byId("key-form").hidden = true;
+    take(now);
+    if (turn % TREE_EVERY === 0) showTree(await ask("cache/tree?depth=24&limit=1024"), now.cache.block_tokens);
+    turn += 1;
+    say(now.cache.is_paused ? "paused" : "live", now.cache.is_paused ? "admits nobody" : "live");
+  } catch (error) {
+    if (error.name === "NotAllowedError") return askForKey();
+    say("lost", error.name === "TypeError" || error.name === "TimeoutError" ? "waiting for the server" : error.message);
+    turn = 0;
+  }
+  schedule();
+}
+
+const schedule = () => setTimeout(look, EVERY_MS);
+
+function say(state, text) {
+  byId("state").dataset.state = state;
+  setText("state-text", text);
+}
+
+function take(now) {
+  if (before && isRestart(before, now)) { before = null; history.push(null); }
+  if (before && now.uptime_s > before.uptime_s) history.push(between(before, now));
+  while (history.length > HISTORY) history.shift();
+  before = now;
+  showAll(now);
+}
+
+function showAll(now) {
+  const { cache } = now, points = history.filter(Boolean), last = points[points.length - 1];
+  setText("model", `${now.model} on ${now.device}`);
+  setText("foot", `Headwater ${now.version}, up ${seconds(now.uptime_s)}, ${whole(now.engine.num_steps)} steps, ${share(now.engine.step_s ? now.engine.decide_s / now.engine.step_s : 0)} of them deciding. A block is ${cache.block_tokens} tokens, ${bytes(now.block_bytes)}.`);
+  showTiles(now, points, last);
+  showCharts();
+  showTiers(cache, now.block_bytes);
+  showLinks(cache.links, last?.links ?? {});
+  showMisses(cache.ledger);
+  showLive(now);
+  showRecent(now.recent);
+}
+
+function showTiles(now, points, last) {
+  const { cache } = now, device = cache.tiers.device;
+  const mean = (name, q) => { const found = lately(points, (point) => point[name]?.[q]); return found.length ? found[found.length - 1] : null; };
+  setText("t-out", last ? count(last.output) : "–");
+  setText("t-prompt", last ? `${count(last.prompt)} prompt tokens/s` : "");
+  setText("t-ttft", seconds(mean("ttft", "p50")));
+  setText("t-ttft-95", mean("ttft", "p95") == null ? "median, lately" : `95 % within ${seconds(mean("ttft", "p95"))}`);
+  setText("t-itl", seconds(mean("itl", "p50")));
+  setText("t-itl-95", mean("itl", "p95") == null ? "median, lately" : `95 % within ${seconds(mean("itl", "p95"))}`);
+  const recent = Object.fromEntries(SOURCES.map((name) => [name, lately(points, (point) => point.sources[name], 30).reduce((a, b) => a + b, 0)]));
+  const ever = now.totals.prompt_tokens_by_source_total;
+  setText("t-hit", share(hitShare(recent) ?? hitShare(ever)));
+  const found = Object.values(cache.ledger.found_tokens).reduce((a, b) => a + b, 0);
+  setText("t-hit-all", `${count(found)} of ${count(cache.ledger.query_tokens)} tokens in all`);
+  setText("t-running", whole(cache.num_running));
+  setText("t-waiting", `${whole(cache.num_waiting)} waiting, ${whole(cache.num_preemptions)} preempted`);
+  const used = device.num_blocks - device.free - device.evictable;
+  setText("t-device", share(used / device.num_blocks));
+  setText("t-device-blocks", `${whole(used)} of ${whole(device.num_blocks)} blocks`);
+}
+
+function showCharts() {
+  const values = (get) => history.map((point) => (point ? get(point) ?? null : null));
+  const output = values((point) => point.output), prompt = values((point) => point.prompt);
+  lines(byId("c-tokens"), [{ values: prompt, kind: "computed", dash: true }, { values: output, kind: "device", wash: true }], count,
+    `Tokens a second over three minutes; now ${count(output.at(-1))} generated and ${count(prompt.at(-1))} of prompts`);
+  const ttft = values((point) => point.ttft?.p50), itl = values((point) => point.itl?.p50);
+  lines(byId("c-latency"), [{ values: ttft, kind: "host" }, { values: itl, kind: "device", dash: true }], seconds,
+    `Median seconds over three minutes; first token ${seconds(ttft.at(-1))}, between tokens ${seconds(itl.at(-1))}`);
+  shares(byId("c-source"), SOURCES, history.map((point) => point?.sources ?? {}), share, "Share of prompt tokens by where their KV came from, over three minutes");
+}
+
+function askForKey() {
+  say("lost", "a key is needed");
+  const form = byId("key-form");
+  if (sessionStorage.getItem(KEY)) setText("key-error", "That key does not fit.");
+  sessionStorage.removeItem(KEY);
+  form.hidden = false;
+  byId("key").focus();
+}
+
+byId("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem(KEY, byId("key").value);
+  byId("key").value = "";
+  look();
+});
+
+const themes = ["auto", "light", "dark"];
+function showTheme(name) {
+  if (name === "auto") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = name;
+  setText("theme", `Theme: ${name}`);
+  localStorage.setItem(THEME, name);
+}
+byId("theme").addEventListener("click", () => showTheme(themes[(themes.indexOf(localStorage.getItem(THEME)) + 1) % 3]));
+showTheme(themes.includes(localStorage.getItem(THEME)) ? localStorage.getItem(THEME) : "auto");
+
+function legend(id, entries) {
+  byId(id).replaceChildren(...entries.map(([kind, text]) => h("span", {}, h("i", { class: `k-${kind}` }), text)));
+}
+legend("l-tokens", [["device", "generated"], ["computed", "prompt (dashed)"]]);
+legend("l-latency", [["host", "first token"], ["device", "between tokens (dashed)"]]);
+legend("l-source", SOURCES.map((name) => [name, name]));
+legend("l-tree", [["device", "device"], ["host", "host (striped)"], ["storage", "storage (dotted)"]]);
+addEventListener("resize", () => before && showCharts());
+look();

@@ -1,0 +1,121 @@
+// Tiers, transfers, misses and requests: bars and tables of one answer.
+
+import { byId, bytes, h, seconds, setText, share, whole, words } from "./dom.js";
+import { SOURCES } from "./model.js";
+
+const STORAGE_STATES = { closed: "", none: "", open: "resting after faults", half_open: "being tried again" };
+
+export function showTiers(cache, blockBytes) {
+  const entries = Object.entries(cache.tiers).filter(([, tier]) => tier.num_blocks > 0);
+  const rows = entries.map(([name, tier]) => tierRow(name, tier, blockBytes));
+  if (cache.storage) rows.push(storageRow(cache.storage));
+  byId("tiers").replaceChildren(h("div", { class: "bars" }, ...rows));
+}
+
+function tierRow(name, tier, blockBytes) {
+  const part = (n) => ({ width: `${(100 * n) / tier.num_blocks}%` });
+  const leased = tier.cached - tier.evictable;
+  const value = (label, n, key) => h("span", {}, h("b", { "data-value": `${name}.${key}` }, whole(n)), ` ${label}`);
+  return h("div", {},
+    head(name, `${whole(tier.num_blocks)} blocks, ${bytes(tier.num_blocks * blockBytes)}`, name),
+    h("div", { class: "track" },
+      h("span", { class: `k-${name} leased`, style: part(tier.held + leased), title: "in use" }),
+      h("span", { class: `k-${name} faint`, style: part(tier.evictable), title: "kept for later" })),
+    h("p", { class: "numbers" },
+      value("held", tier.held, "held"), value("cached", tier.cached, "cached"), value("of it idle", tier.evictable, "evictable"),
+      value("free", tier.free, "free"), value("evicted", tier.evicted, "evicted")));
+}
+
+function storageRow(storage) {
+  const used = storage.used_bytes, room = storage.capacity_bytes;
+  const size = used == null ? "" : room ? `${bytes(used)} of ${bytes(room)}` : bytes(used);
+  const state = STORAGE_STATES[storage.breaker] ?? storage.breaker;
+  return h("div", {},
+    head(`storage (${storage.backend})`, [size, state].filter(Boolean).join(", "), "storage"),
+    h("div", { class: "track" }, h("span", { class: "k-storage faint", style: { width: used != null && room ? `${(100 * used) / room}%` : "0" } })),
+    h("p", { class: "numbers" },
+      h("span", {}, h("b", {}, storage.num_blocks == null ? "–" : whole(storage.num_blocks)), " blocks"),
+      h("span", {}, h("b", {}, whole(storage.blocks_read)), " read"),
+      h("span", {}, h("b", {}, whole(storage.blocks_written)), " written"),
+      h("span", {}, h("b", {}, whole(Object.values(storage.reasons).reduce((a, b) => a + b, 0))), " faults")));
+}
+
+const head = (name, note, kind) => h("p", { class: "bar-head" },
+  h("span", {}, kind ? h("i", { class: `swatch k-${kind}` }) : null, kind ? ` ${name}` : name), h("span", { class: "muted" }, note));
+
+export function showLinks(links, rates) {
+  const moving = Object.entries(links).filter(([name]) => name !== "lookup");
+  const rows = moving.map(([name, link]) => {
+    const rate = rates[name] ?? 0, most = link.fastest_bytes_s;
+    const failed = Object.values(link.failures).reduce((a, b) => a + b, 0);
+    return h("div", {},
+      head(words(name).replace(" to ", " → "), most ? `${bytes(rate)}/s of ${bytes(most)}/s` : "nothing moved yet"),
+      h("div", { class: "track" }, h("span", { class: `k-${name.split("_to_")[0]}`, style: { width: most ? `${Math.min(100, (100 * rate) / most)}%` : "0" } })),
+      h("p", { class: "numbers" }, h("span", {}, h("b", {}, bytes(link.num_bytes)), " in all"), h("span", {}, h("b", {}, whole(link.in_flight)), " in flight"), h("span", {}, h("b", {}, whole(failed)), " failed")));
+  });
+  byId("links").replaceChildren(rows.length ? h("div", { class: "bars" }, ...rows) : h("p", { class: "none" }, "No tier below the device has moved anything. --swap-space adds host memory."));
+}
+
+export function showMisses(ledger) {
+  const entries = Object.entries(ledger.misses).sort((a, b) => b[1] - a[1]);
+  const most = entries.length ? entries[0][1] : 1;
+  const rows = entries.map(([reason, n]) => h("div", {},
+    h("p", { class: "bar-head" }, h("span", {}, words(reason)), h("span", { class: "muted", "data-value": `miss.${reason}` }, whole(n))),
+    h("div", { class: "track" }, h("span", { class: "k-computed", style: { width: `${(100 * n) / most}%` } }))));
+  byId("misses").replaceChildren(rows.length ? h("div", { class: "bars" }, ...rows)
+    : h("p", { class: "none" }, ledger.queries ? "Every request found all that it could." : "No request has asked yet."));
+}
+
+export function showLive(stats) {
+  const { cache, sequences } = stats;
+  const hidden = cache.num_running + cache.num_waiting - sequences.length;
+  setText("live-sum", hidden > 0 ? `the first ${sequences.length}` : "");
+  const table = h("table", {}, h("thead", {}, row("th", ["request", "state", "prompt", "answer", "age"])),
+    h("tbody", {}, ...sequences.map(liveRow)));
+  byId("live").replaceChildren(sequences.length ? table : h("p", { class: "none" }, "Nothing runs and nothing waits."));
+}
+
+function liveRow(sequence) {
+  const state = sequence.state === "waiting" ? `waits for ${sequence.waits_for}` : sequence.state;
+  const done = Math.min(sequence.computed_tokens, sequence.prompt_tokens);
+  const part = (n) => `${(100 * n) / sequence.prompt_tokens}%`;
+  return h("tr", {},
+    h("td", { class: "name", title: sequence.request_id }, sequence.request_id),
+    h("td", {}, h("span", { class: "pill" }, state + (sequence.num_preemptions ? ` (preempted ${sequence.num_preemptions}×)` : ""))),
+    h("td", {}, h("div", { class: "track progress", title: `${whole(done)} of ${whole(sequence.prompt_tokens)} tokens, ${whole(sequence.found_tokens)} found` },
+      h("span", { class: "k-device", style: { width: part(sequence.found_tokens) } }),
+      h("span", { class: "k-computed", style: { width: part(Math.max(0, done - sequence.found_tokens)) } }))),
+    h("td", { class: "num" }, `${whole(sequence.output_tokens)} / ${whole(sequence.max_output_tokens)}`),
+    h("td", { class: "num" }, seconds(sequence.age_s)));
+}
+
+export function showRecent(records) {
+  const table = h("table", {}, h("thead", {}, row("th", ["request", "prompt from", "found", "first", "whole", "end"])),
+    h("tbody", {}, ...records.slice(0, 30).map(recentRow)));
+  byId("recent").replaceChildren(records.length ? table : h("p", { class: "none" }, "No request has ended yet."));
+}
+
+function recentRow(record) {
+  const parts = SOURCES.map((name) => h("span", { class: `k-${name}`, style: { width: `${(100 * (record.tokens_by_source[name] ?? 0)) / record.prompt_tokens}%` } }));
+  return h("tr", { title: story(record) },
+    h("td", { class: "name" }, record.request_id),
+    h("td", {}, h("div", { class: "track progress" }, ...parts)),
+    h("td", { class: "num" }, share(record.cached_tokens / record.prompt_tokens)),
+    h("td", { class: "num" }, seconds(record.first_token_s)),
+    h("td", { class: "num" }, seconds(record.duration_s)),
+    h("td", {}, h("span", { class: "pill" }, record.finish_reason)));
+}
+
+// Everything the ledger has on it, in a sentence or two.
+function story(record) {
+  const said = [`${whole(record.prompt_tokens)} prompt tokens, ${whole(record.output_tokens)} out`];
+  for (const name of SOURCES) if (record.tokens_by_source[name]) said.push(`${whole(record.tokens_by_source[name])} ${name}`);
+  if (record.miss_reason) said.push(`no more because: ${words(record.miss_reason)}`);
+  if (record.queued_s != null) said.push(`waited ${seconds(record.queued_s)}`);
+  if (record.loaded_bytes) said.push(`${bytes(record.loaded_bytes)} loaded`);
+  if (record.load) said.push(`chosen: ${words(record.load.choice)}`);
+  return said.join(" · ");
+}
+
+const row = (tag, texts) => h("tr", {}, ...texts.map((text, i) => h(tag, { class: i > 2 && i < 5 ? "num" : false, scope: "col" }, text)));
+

@@ -1,0 +1,113 @@
+"""What the page and `headwater top` look at: everything now, in one answer, and the tree.
+
+Counters and histograms since the start; rates are for the reader to make of two answers.
+"""
+
+import asyncio
+from dataclasses import asdict
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headwater.config import VERSION
+from headwater.metrics import names
+from headwater.metrics.recorder import Recorder
+from headwater.metrics.view import EngineView, ViewLimits
+from headwater.server.admin import cache_state
+from headwater.server.errors import Refused
+from headwater.server.reply import JsonReply
+from headwater.server.service import Service
+
+_TIMEOUT_S = 5.0
+_MAX_SEQUENCES = 64
+
+DEFAULT_DEPTH, MOST_DEPTH = 32, 256
+DEFAULT_NODES, MOST_NODES = 512, 4096
+
+_SHOWN = {"ttft": names.TTFT, "itl": names.ITL, "e2e": names.E2E, "queue": names.QUEUE}
+
+
+async def stats(request: Request) -> Response:
+    """Counts, latencies, tiers, links, sequences and those that ended lately."""
+    service: Service = request.app.state.service
+    view = await _view(service, ViewLimits(max_sequences=_MAX_SEQUENCES))
+    info, now = service.engine.info, view.stats
+    return JsonReply(
+        {
+            "version": VERSION,
+            "model": service.model_name,
+            "device": info.device,
+            "block_bytes": info.block_bytes,
+            "started_s": service.created,
+            "uptime_s": service.uptime_s,
+            "engine": {
+                "num_steps": now.num_steps,
+                "step_s": now.step_s,
+                "decide_s": now.decide_s,
+                "num_admitted": now.num_admitted,
+                "max_num_seqs": info.max_num_seqs,
+            },
+            "totals": _totals(service.recorder),
+            "latencies": _latencies(service.recorder),
+            "cache": cache_state(service, now),
+            "sequences": [asdict(sequence) for sequence in view.sequences],
+            "recent": [record.as_log() for record in service.recent],
+        }
+    )
+
+
+async def tree(request: Request) -> Response:
+    """The shape of the prefix tree: `depth` nodes down, at most `limit` of them."""
+    limits = ViewLimits(
+        max_depth=_bounded(request, "depth", DEFAULT_DEPTH, MOST_DEPTH),
+        max_nodes=_bounded(request, "limit", DEFAULT_NODES, MOST_NODES),
+    )
+    view = await _view(request.app.state.service, limits)
+    assert view.tree is not None, "a view with nodes has a tree"
+    return JsonReply(asdict(view.tree))
+
+
+async def _view(service: Service, limits: ViewLimits) -> EngineView:
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            return await service.engine.view(limits)
+    except TimeoutError as exc:
+        raise Refused("the engine is in a long step; try again", status=503) from exc
+
+
+def _bounded(request: Request, name: str, default: int, most: int) -> int:
+    """A query parameter that is a number of something, and not too many."""
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) <= len(str(most))):
+        raise Refused(f"{name} is a number from 1 to {most}", param=name)
+    if not 1 <= int(text) <= most:
+        raise Refused(f"{name} is a number from 1 to {most}, got {int(text)}", param=name)
+    return int(text)
+
+
+def _totals(recorder: Recorder) -> dict[str, Any]:
+    """Every counter of the server; those with a label by its value."""
+    totals: dict[str, Any] = {}
+    for metric in names.SERVER_METRICS:
+        if metric.kind is not names.Kind.COUNTER:
+            continue
+        found = {label: n for (other, label), n in recorder.counts.items() if other is metric}
+        totals[metric.name] = found if metric.labels else found.get("", 0)
+    return totals
+
+
+def _latencies(recorder: Recorder) -> dict[str, Any]:
+    """Histograms as they are kept: how many fell into each bucket, the last one open."""
+    return {
+        name: {
+            "bounds": histogram.buckets,
+            "counts": histogram.counts,
+            "sum_s": histogram.total,
+        }
+        for name, histogram in (
+            (name, recorder.histograms[metric]) for name, metric in _SHOWN.items()
+        )
+    }
