@@ -7,7 +7,7 @@ from headwater.storage.memory import MemoryStorage
 class DeadStorage(MemoryStorage):
     """Opens, and then never works."""
 
-    def contains(self, keys, *, timeout_s):
+    def contains(self, runs, *, timeout_s):
         raise StorageError("nobody is there")
 
     def write(self, keys, blocks, *, parents, timeout_s):

@@ -32,9 +32,9 @@ class FaultyStorage(MemoryStorage):
 
     roll: Callable[[], float]
 
-    def contains(self, keys, *, timeout_s):
+    def contains(self, runs, *, timeout_s):
         self._fail("contains")
-        return super().contains(keys, timeout_s=timeout_s)
+        return super().contains(runs, timeout_s=timeout_s)
 
     def read(self, keys, into, *, timeout_s):
         self._fail("read")
@@ -130,7 +130,7 @@ class Play:
 
     def _return_late(self) -> None:
         for task in self.hung:
-            self.rig.workers.run(task)
+            self.rig.workers.run([task])
         self.hung.clear()
 
 
@@ -318,6 +318,37 @@ def test_fifty_requests_for_one_stored_prefix_share_one_load() -> None:
     assert all(usage.by_tier["storage"] == 32 for usage in rig.usages.values())
 
 
+class CountingStorage(MemoryStorage):
+    """Notes how many prompts each call asks for."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.asked: list[int] = []
+
+    def contains(self, runs, *, timeout_s):
+        self.asked.append(len(runs))
+        return super().contains(runs, timeout_s=timeout_s)
+
+
+def test_what_one_step_asks_of_storage_is_one_call() -> None:
+    """Lesson 25: eight prompts that come together are one question, answered each on its own."""
+    form = BlockFormat(fingerprint=bytes(32), block_bytes=32)
+    storage = CountingStorage(MemoryConfig(), form)
+    prompts = [make_prompt(20 + n, family=n) for n in range(8)]
+    make_through(storage).run(make_request("a", prompts[0], max_tokens=1))
+    make_through(storage).run(make_request("b", prompts[3][:13], max_tokens=1))
+    storage.asked.clear()
+    rig = make_through(storage, num_blocks=80)
+
+    requests = [make_request(f"r{n}", prompt, max_tokens=2) for n, prompt in enumerate(prompts)]
+    rig.run(*requests)
+
+    assert storage.asked == [8]
+    found = [rig.usages[r.request_id].by_tier["storage"] for r in requests]
+    assert found == [16, 0, 0, 12, 0, 0, 0, 0]
+    assert all(rig.outputs[r.request_id] == expected_tokens(r) for r in requests)
+
+
 def test_while_a_load_is_in_flight_others_run_and_nothing_is_held() -> None:
     """Lessons 13, 45: the step does not wait for a copy; the sequence that does has no slots."""
     rig = make_warm()
@@ -472,7 +503,7 @@ def test_a_hung_storage_read_holds_up_nobody() -> None:
     assert rig.reasons["whole"] == "length"
     assert rig.cache.stats().host.quarantined > 0
     rig.workers.held = False
-    rig.workers.run(task)
+    rig.workers.run([task])
     rig.workers.work_off()
     rig.run()
     rig.check_empty()

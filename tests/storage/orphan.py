@@ -27,7 +27,7 @@ def main(master: str) -> None:
     sys.stdout.flush()
     sys.stdin.readline()
     for call in (
-        lambda: storage.contains(keys, timeout_s=0.5),
+        lambda: storage.contains([keys], timeout_s=0.5)[0],
         lambda: storage.read(keys, [view, view], timeout_s=0.5),
         lambda: storage.remove(keys, timeout_s=0.5),
         storage.close,

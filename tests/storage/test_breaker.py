@@ -88,7 +88,7 @@ def test_an_open_breaker_answers_at_once_with_nothing() -> None:
         with pytest.raises(error):
             read_run(guarded, keys, BLOCK_BYTES)
 
-    assert guarded.contains(keys, timeout_s=1) == 0
+    assert guarded.contains([keys], timeout_s=1)[0] == 0
     assert read_run(guarded, keys, BLOCK_BYTES) == [BlockRead.ABSENT] * 2
     assert write_run(guarded, make_keys(1, run="new"), BLOCK_BYTES) == [BlockWrite.REFUSED]
     assert guarded.remove(keys, timeout_s=1) == 0

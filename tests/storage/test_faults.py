@@ -29,13 +29,13 @@ def test_the_nth_call_meets_the_nth_fault() -> None:
     keys = make_keys(2)
     write_run(double, keys, BLOCK_BYTES)
 
-    assert double.contains(keys, timeout_s=1) == 2
+    assert double.contains([keys], timeout_s=1)[0] == 2
     with pytest.raises(StorageError):
-        double.contains(keys, timeout_s=1)
+        double.contains([keys], timeout_s=1)[0]
     with pytest.raises(StorageTimeout) as caught:
         read_run(double, keys, BLOCK_BYTES)
     assert caught.value.quiet is None
-    assert double.contains(keys, timeout_s=1) == 2
+    assert double.contains([keys], timeout_s=1)[0] == 2
 
 
 def test_a_hang_does_its_work_late() -> None:
@@ -62,11 +62,11 @@ def test_a_write_that_dies_half_way_leaves_half() -> None:
     with pytest.raises(StorageError, match="half-way"):
         write_run(double, keys, BLOCK_BYTES)
     with pytest.raises(StorageError):
-        double.contains(keys, timeout_s=1)
+        double.contains([keys], timeout_s=1)[0]
 
     double.revive()
 
-    assert double.contains(keys, timeout_s=1) == 2
+    assert double.contains([keys], timeout_s=1)[0] == 2
     assert read_run(double, keys[:2], BLOCK_BYTES) == [BlockRead.READ] * 2
 
 
@@ -88,8 +88,8 @@ def test_memory_evicts_the_tail_of_the_oldest_run() -> None:
     memory.write(old, blocks[:3], parents=make_parents(old), timeout_s=1)
     memory.write(new, blocks[3:], parents=make_parents(new), timeout_s=1)
 
-    assert memory.contains(old, timeout_s=1) == 2
-    assert memory.contains(new, timeout_s=1) == 3
+    assert memory.contains([old], timeout_s=1)[0] == 2
+    assert memory.contains([new], timeout_s=1)[0] == 3
     assert memory.stats().blocks_evicted == 1
     tiny = MemoryStorage(MemoryConfig(capacity_bytes=1), form)
     assert write_run(tiny, old, BLOCK_BYTES) == [BlockWrite.REFUSED] * 3

@@ -62,8 +62,8 @@ def test_the_directory_never_exceeds_its_capacity(make_file: MakeFile, tmp_path:
     stats = storage.stats()
     assert stats.blocks_evicted == 120 - (stats.num_blocks or 0) > 0
     newest, oldest = make_keys(4, run="run 29"), make_keys(4, run="run 0")
-    assert storage.contains(newest, timeout_s=1) == 4
-    assert storage.contains(oldest, timeout_s=1) == 0
+    assert storage.contains([newest], timeout_s=1)[0] == 4
+    assert storage.contains([oldest], timeout_s=1)[0] == 0
 
 
 def test_eviction_takes_the_tail_of_a_run_first(make_file: MakeFile) -> None:
@@ -77,8 +77,8 @@ def test_eviction_takes_the_tail_of_a_run_first(make_file: MakeFile) -> None:
 
     for number in range(1, 7):
         write_run(storage, make_keys(1, run=f"single {number}"), BLOCK_BYTES)
-        left = storage.contains(keys, timeout_s=1)
-        assert left == sum(storage.contains([key], timeout_s=1) for key in keys), "a hole"
+        left = storage.contains([keys], timeout_s=1)[0]
+        assert left == sum(storage.contains([[key]], timeout_s=1)[0] for key in keys), "a hole"
         assert left == min(6, capacity - number)
 
 
@@ -93,8 +93,8 @@ def test_reading_keeps_a_block_from_eviction(make_file: MakeFile) -> None:
     read_run(storage, keys[:1], BLOCK_BYTES)
     write_run(storage, make_keys(1, run="new"), BLOCK_BYTES)
 
-    assert storage.contains(keys[:1], timeout_s=1) == 1
-    assert storage.contains(keys[1:2], timeout_s=1) == 0
+    assert storage.contains([keys[:1]], timeout_s=1)[0] == 1
+    assert storage.contains([keys[1:2]], timeout_s=1)[0] == 0
 
 
 def test_the_index_is_rebuilt_without_reading_payloads(
@@ -111,9 +111,9 @@ def test_the_index_is_rebuilt_without_reading_payloads(
 
     again = make_file(capacity_bytes=8 * 8272 + PAGE_BYTES)
 
-    assert again.contains(keys, timeout_s=1) == 5
+    assert again.contains([keys], timeout_s=1)[0] == 5
     write_run(again, make_keys(3, run="more"), BLOCK_BYTES)
-    left = again.contains(keys, timeout_s=1)
+    left = again.contains([keys], timeout_s=1)[0]
     assert 0 < left < 5
     assert read_run(again, keys[:left], BLOCK_BYTES) == [BlockRead.DAMAGED] * left
 
@@ -141,7 +141,7 @@ def test_a_torn_table_entry_is_an_empty_slot(make_file: MakeFile, tmp_path: Path
 
     again = make_file()
 
-    assert sum(again.contains([key], timeout_s=1) for key in keys) == 2
+    assert sum(again.contains([[key]], timeout_s=1)[0] for key in keys) == 2
     assert again.stats().num_blocks == 2
     again.check()
 
@@ -158,7 +158,7 @@ def test_a_damaged_file_is_left_out(make_file: MakeFile, tmp_path: Path, suffix:
 
     again = make_file()
 
-    assert again.contains(keys, timeout_s=1) == 0
+    assert again.contains([keys], timeout_s=1)[0] == 0
     assert write_run(again, keys, BLOCK_BYTES) == [BlockWrite.WRITTEN] * 3
 
 
@@ -200,7 +200,7 @@ def test_a_living_slab_never_gives_way(make_file: MakeFile) -> None:
 
     assert write_run(ours, make_keys(2), BLOCK_BYTES) == [BlockWrite.REFUSED] * 2
     assert ours.stats().reasons == {"no_room": 2}
-    assert other.contains(make_keys(2), timeout_s=1) == 2
+    assert other.contains([make_keys(2)], timeout_s=1)[0] == 2
 
 
 def test_room_that_comes_back_is_used(make_file: MakeFile) -> None:
@@ -242,7 +242,7 @@ def test_a_full_disk_is_a_refused_write(make_file: MakeFile) -> None:
     assert late == [BlockWrite.REFUSED]
     assert storage.stats().reasons == {"disk_full": 1}
     assert fresh.stats().reasons == {"no_room": 2}
-    assert storage.contains(keys, timeout_s=1) >= num_slots - 1
+    assert storage.contains([keys], timeout_s=1)[0] >= num_slots - 1
     storage.check()
 
 
@@ -281,7 +281,7 @@ def test_a_failed_write_can_never_be_found(
     assert storage.stats().reasons == {"disk_full": 1, "io_error": 1}
     storage.check()
     storage.close()
-    assert make_file().contains(keys[1:], timeout_s=1) == 0
+    assert make_file().contains([keys[1:]], timeout_s=1)[0] == 0
 
 
 def test_a_read_that_hangs_is_left_behind(
@@ -322,8 +322,8 @@ def test_a_slot_is_not_reused_while_it_is_read(make_file: MakeFile) -> None:
     assert place is not None
 
     write_run(storage, make_keys(1, run="new"), BLOCK_BYTES)
-    assert storage.contains(keys[-1:], timeout_s=1) == 1
-    assert storage.contains(keys[-2:-1], timeout_s=1) == 0
+    assert storage.contains([keys[-1:]], timeout_s=1)[0] == 1
+    assert storage.contains([keys[-2:-1]], timeout_s=1)[0] == 0
 
     assert storage.remove(keys[-1:], timeout_s=1) == 1
     assert not index.has_free()

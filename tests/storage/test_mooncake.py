@@ -49,7 +49,7 @@ def test_two_processes_hit_each_others_blocks(mooncake_master: MooncakeMaster) -
         Opening(format=FORM),
     )
 
-    assert ours.contains(keys, timeout_s=10) == 6
+    assert ours.contains([keys], timeout_s=10)[0] == 6
     assert read_run(ours, keys, BLOCK_BYTES) == [BlockRead.READ] * 6
     assert write_run(ours, keys, BLOCK_BYTES) == [BlockWrite.PRESENT] * 6
     assert ours.stats().bytes_written == 0

@@ -91,7 +91,7 @@ def test_processes_find_each_others_blocks(tmp_path: Path) -> None:
     assert writer.stdout is not None
     writer.stdout.readline()
 
-    assert ours.contains(theirs, timeout_s=5) == 5
+    assert ours.contains([theirs], timeout_s=5)[0] == 5
     assert read_run(ours, theirs, BLOCK_BYTES) == [BlockRead.READ] * 5
     assert write_run(ours, theirs, BLOCK_BYTES) == [BlockWrite.PRESENT] * 5
     assert ours.remove(theirs, timeout_s=5) == 0, "they are not ours to remove"
@@ -108,7 +108,7 @@ def test_the_slabs_of_a_dead_owner_are_taken_over(tmp_path: Path) -> None:
     writer.stdout.readline()
     reader = open_writer(str(tmp_path))
     assert reader.stats().num_blocks == 0
-    assert reader.contains(theirs, timeout_s=5) == 5
+    assert reader.contains([theirs], timeout_s=5)[0] == 5
     stop(writer)
 
     heir = open_writer(str(tmp_path))
@@ -116,7 +116,7 @@ def test_the_slabs_of_a_dead_owner_are_taken_over(tmp_path: Path) -> None:
     assert heir.stats().num_blocks == 5
     assert read_run(reader, theirs, BLOCK_BYTES) == [BlockRead.READ] * 5
     assert heir.remove(theirs, timeout_s=5) == 5
-    assert reader.contains(theirs, timeout_s=5) == 0
+    assert reader.contains([theirs], timeout_s=5)[0] == 0
     reader.close()
     heir.close()
 
@@ -132,7 +132,7 @@ def test_a_slot_reused_under_a_reader_is_a_miss(tmp_path: Path) -> None:
     ours = open_writer(str(tmp_path))
     outcomes: set[BlockRead] = set()
     while len(outcomes) < 2:
-        ours.contains(make_keys(1, run="nothing"), timeout_s=5)
+        ours.contains([make_keys(1, run="nothing")], timeout_s=5)[0]
         keys = list(ours._index._theirs)
         outcomes.update(read_run(ours, keys, BLOCK_BYTES))
     stop(writer)

@@ -76,7 +76,10 @@ def test_databases_are_apart(redis_server: RedisServer) -> None:
     keys = make_keys(1)
     write_run(first, keys, BLOCK_BYTES)
 
-    assert (first.contains(keys, timeout_s=5), second.contains(keys, timeout_s=5)) == (1, 0)
+    assert (
+        first.contains([keys], timeout_s=5)[0],
+        second.contains([keys], timeout_s=5)[0],
+    ) == (1, 0)
     first.remove(keys, timeout_s=5)
     first.close()
     second.close()
@@ -94,14 +97,14 @@ def test_a_restarted_server_is_found_again(own_server: RedisServer) -> None:
     with pytest.raises(StorageError, match="redis://"):
         read_run(storage, keys, BLOCK_BYTES)
     with pytest.raises(StorageError):
-        storage.contains(keys, timeout_s=5)
+        storage.contains([keys], timeout_s=5)[0]
 
     own_server.start()
     assert read_run(storage, keys, BLOCK_BYTES) == [BlockRead.ABSENT] * 2
     assert write_run(storage, keys, BLOCK_BYTES) == [BlockWrite.WRITTEN] * 2
     own_server.stop()
     own_server.start()
-    assert storage.contains(keys, timeout_s=5) == 0, "the idle connection was dead"
+    assert storage.contains([keys], timeout_s=5)[0] == 0, "the idle connection was dead"
     storage.close()
 
 
@@ -115,7 +118,7 @@ def test_a_full_server_refuses_writes(own_server: RedisServer) -> None:
     assert set(outcomes) == {BlockWrite.WRITTEN, BlockWrite.REFUSED}
     refused = outcomes.count(BlockWrite.REFUSED)
     assert storage.stats().reasons == {"no_room": refused}
-    assert storage.contains(keys, timeout_s=5) == outcomes.index(BlockWrite.REFUSED)
+    assert storage.contains([keys], timeout_s=5)[0] == outcomes.index(BlockWrite.REFUSED)
     storage.close()
 
 
@@ -264,4 +267,4 @@ def test_a_closed_backend_opens_no_connection(redis_server: RedisServer) -> None
     storage.close()
 
     with pytest.raises(StorageError, match="closed"):
-        storage.contains(make_keys(1), timeout_s=1)
+        storage.contains([make_keys(1)], timeout_s=1)[0]

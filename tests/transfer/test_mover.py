@@ -124,7 +124,7 @@ def test_a_begun_write_is_quiet_when_it_returns():
     rig.clock.advance(2.0)
     assert rig.take() == [(1, Ending.TIMED_OUT)]
 
-    rig.workers.run(task)
+    rig.workers.run([task])
 
     assert rig.take() == [(1, Ending.QUIET)]
 
@@ -146,7 +146,7 @@ def test_a_lookup_is_answered_or_given_up():
     assert task.claim()
     rig.clock.advance(0.5)
     assert rig.take() == [(2, Ending.TIMED_OUT)]
-    rig.workers.run(task)
+    rig.workers.run([task])
 
     assert rig.take() == []
     assert rig.mover.num_in_flight == 0

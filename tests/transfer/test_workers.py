@@ -5,7 +5,8 @@ import threading
 import numpy as np
 import pytest
 
-from headwater.cache import Demotion, Ending, Promotion
+from headwater.cache import Demotion, Ending, Lookup, Promotion, TokenPath
+from headwater.cache.keys import KeyScheme
 from headwater.clock import SystemClock
 from headwater.errors import StorageError, StorageTimeout
 from headwater.storage.base import BlockWrite
@@ -90,6 +91,37 @@ def rig():
     yield rig
     rig.storage.gate.set()
     rig.mover.close()
+
+
+def make_lookup(job: int, tokens: list[int]) -> Lookup:
+    path = TokenPath(np.array(tokens, dtype=np.int32))
+    scheme = KeyScheme(block_tokens=2, fingerprint=bytes(32), kv_format="", shard="")
+    return Lookup(job=JobId(job), path=path, num_blocks=len(tokens) // 2, scheme=scheme)
+
+
+@pytest.mark.parametrize("error", [None, StorageError("gone"), StorageTimeout("late")])
+def test_lookups_of_one_step_are_one_call(rig, error):
+    """Lesson 25: one call and one thread woken, however many ask; each gets its own end, also
+    when the call fails."""
+    asked = []
+
+    def contains(runs, *, timeout_s):
+        asked.append([len(run) for run in runs])
+        if error is not None:
+            raise error
+        return [min(len(run), 2) for run in runs]
+
+    rig.storage.contains = contains
+    plans = [make_lookup(job, list(range(2 * job))) for job in (1, 2, 3)]
+
+    rig.mover.start(plans, now=0.0)
+
+    ended = rig.outcomes(3)
+    assert asked == [[1, 2, 3]]
+    if error is None:
+        assert ended == {1: (Ending.DONE, 1), 2: (Ending.DONE, 2), 3: (Ending.DONE, 2)}
+    else:
+        assert {ending for ending, _ in ended.values()} == {Ending.FAILED}
 
 
 def test_blocks_go_there_and_come_back(rig):

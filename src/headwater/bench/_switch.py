@@ -25,8 +25,8 @@ class Switch:
         backends = {name: open_storage(name, media[name], opening) for name in media}
         return cls(backends, settings["chosen"])
 
-    def contains(self, keys: Sequence[BlockKey], *, timeout_s: float) -> int:
-        return self._current.contains(keys, timeout_s=timeout_s)
+    def contains(self, runs: Sequence[Sequence[BlockKey]], *, timeout_s: float) -> list[int]:
+        return self._current.contains(runs, timeout_s=timeout_s)
 
     def read(
         self, keys: Sequence[BlockKey], into: Sequence[memoryview], *, timeout_s: float

@@ -181,17 +181,20 @@ class SimStorage:
         self._clock = clock
         self._block_bytes = block_bytes
 
-    def start(self, plan: Transfer | Lookup, report: Report, *, deadline_s: float) -> Task:
-        """Put it on its link; what is there is seen when it arrives."""
-        task = Task(plan, report, deadline_s)
+    def start(self, tasks: Sequence[Task]) -> None:
+        """Put each on its link; what is there is seen when it arrives."""
+        for task in tasks:
+            self._start(task)
+
+    def _start(self, task: Task) -> None:
+        plan = task.plan
         task.claim()  # a deadline that comes first ends the wait, as with a thread at work
         size = _LOOKUP_BYTES if isinstance(plan, Lookup) else self._block_bytes
 
         def arrive(delivery: Delivery) -> None:
-            report(self._end(plan)._replace(busy_s=delivery.busy_s))
+            task.report(self._end(plan)._replace(busy_s=delivery.busy_s))
 
         self._links[link_of(plan)].start(plan.num_blocks * size, arrive, now=self._clock.now())
-        return task
 
     def stats(self) -> StorageStats:
         """What was moved so far."""

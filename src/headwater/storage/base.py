@@ -71,8 +71,9 @@ class StorageBackend(Protocol):
     still do so, and then the caller keeps those buffers to itself until it is.
     """
 
-    def contains(self, keys: Sequence[BlockKey], *, timeout_s: float) -> int:
-        """How many *leading* keys are present. A probe: it neither reads nor refreshes."""
+    def contains(self, runs: Sequence[Sequence[BlockKey]], *, timeout_s: float) -> list[int]:
+        """Of each run of keys, how many *leading* ones are present. A probe: it neither reads
+        nor refreshes. All that one step asks is one call."""
 
     def read(
         self, keys: Sequence[BlockKey], into: Sequence[memoryview], *, timeout_s: float
@@ -113,3 +114,14 @@ class Opening:
 
     environ: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that a backend's own ecosystem defines."""
+
+
+def leading(runs: Sequence[Sequence[BlockKey]], present: Sequence[bool]) -> list[int]:
+    """Of each run, how many keys from the first on are present; `present` is of all keys of all
+    runs, one after the other."""
+    counts, at = [], 0
+    for run in runs:
+        found = present[at : at + len(run)]
+        counts.append(found.index(False) if False in found else len(run))
+        at += len(run)
+    return counts

@@ -104,8 +104,10 @@ class GuardedStorage:
         self._lock = Lock()
         self._reasons: Counter[str] = Counter()
 
-    def contains(self, keys: Sequence[BlockKey], *, timeout_s: float) -> int:
-        return self._call(lambda: self._backend.contains(keys, timeout_s=timeout_s), 0)
+    def contains(self, runs: Sequence[Sequence[BlockKey]], *, timeout_s: float) -> list[int]:
+        return self._call(
+            lambda: self._backend.contains(runs, timeout_s=timeout_s), [0] * len(runs)
+        )
 
     def read(
         self, keys: Sequence[BlockKey], into: Sequence[memoryview], *, timeout_s: float

@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 
 from headwater.clock import Clock
 from headwater.errors import ConfigError, StorageCorrupt, StorageError
-from headwater.storage.base import BlockRead, BlockWrite, Opening, StorageStats
+from headwater.storage.base import BlockRead, BlockWrite, Opening, StorageStats, leading
 from headwater.storage.codec import BlockFormat
 from headwater.storage.deadline import Deadline
 from headwater.storage.folder import FULL, Folder
@@ -106,9 +106,10 @@ class FileStorage:
                 f"storage directory {config.path} cannot be used: {error}"
             ) from error
 
-    def contains(self, keys: Sequence[BlockKey], *, timeout_s: float) -> int:
+    def contains(self, runs: Sequence[Sequence[BlockKey]], *, timeout_s: float) -> list[int]:
+        keys = [key for run in runs for key in run]
         self._look(keys, self._deadline(timeout_s))
-        return self._index.leading(keys)
+        return leading(runs, self._index.found(keys))
 
     def read(
         self, keys: Sequence[BlockKey], into: Sequence[memoryview], *, timeout_s: float

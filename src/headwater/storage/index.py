@@ -89,13 +89,10 @@ class SlotIndex:
             for slot in range(slab.geometry.num_slots):
                 self._unlearn((id(slab), slot))
 
-    def leading(self, keys: Sequence[BlockKey]) -> int:
-        """How many leading keys can be found, ours or theirs."""
+    def found(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Of each key, whether it can be found, ours or theirs."""
         with self._lock:
-            for count, key in enumerate(keys):
-                if key not in self._ours and key not in self._theirs:
-                    return count
-            return len(keys)
+            return [key in self._ours or key in self._theirs for key in keys]
 
     def all_ours(self, keys: Sequence[BlockKey]) -> bool:
         """Whether other processes make no difference to where these are."""

@@ -7,7 +7,7 @@ from threading import Lock
 from typing import Any, Self
 
 from headwater.errors import ConfigError, StorageCorrupt
-from headwater.storage.base import BlockRead, BlockWrite, Opening, StorageStats
+from headwater.storage.base import BlockRead, BlockWrite, Opening, StorageStats, leading
 from headwater.storage.codec import (
     HEADER_BYTES,
     BlockFormat,
@@ -48,12 +48,9 @@ class MemoryStorage:
     def open(cls, settings: Mapping[str, Any], opening: Opening) -> Self:
         return cls(read_settings(MemoryConfig, settings, "memory"), opening.format)
 
-    def contains(self, keys: Sequence[BlockKey], *, timeout_s: float) -> int:
+    def contains(self, runs: Sequence[Sequence[BlockKey]], *, timeout_s: float) -> list[int]:
         with self._lock:
-            for count, key in enumerate(keys):
-                if key not in self.values:
-                    return count
-            return len(keys)
+            return leading(runs, [key in self.values for run in runs for key in run])
 
     def read(
         self, keys: Sequence[BlockKey], into: Sequence[memoryview], *, timeout_s: float

@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 
 from headwater.clock import Clock
 from headwater.errors import ConfigError, StorageCorrupt, StorageError, StorageTimeout
-from headwater.storage.base import BlockRead, BlockWrite, Opening, StorageStats
+from headwater.storage.base import BlockRead, BlockWrite, Opening, StorageStats, leading
 from headwater.storage.codec import HEADER_BYTES, BlockFormat, encode_header, verify_block
 from headwater.storage.deadline import Deadline
 from headwater.storage.lanes import Lanes
@@ -62,10 +62,10 @@ class MooncakeStorage:
         config = mooncake_config(settings, opening.environ)
         return cls(config, opening.format, opening.clock, opening.memory)
 
-    def contains(self, keys: Sequence[BlockKey], *, timeout_s: float) -> int:
-        deadline = self._deadline(timeout_s)
-        present = self._call(partial(self._exist, keys), deadline)
-        return present.index(False) if False in present else len(keys)
+    def contains(self, runs: Sequence[Sequence[BlockKey]], *, timeout_s: float) -> list[int]:
+        keys = [key for run in runs for key in run]
+        present = self._call(partial(self._exist, keys), self._deadline(timeout_s))
+        return leading(runs, present)
 
     def read(
         self, keys: Sequence[BlockKey], into: Sequence[memoryview], *, timeout_s: float

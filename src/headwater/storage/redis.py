@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 
 from headwater.clock import Clock
 from headwater.errors import ConfigError, StorageCorrupt, StorageError
-from headwater.storage.base import BlockRead, BlockWrite, Opening, StorageStats
+from headwater.storage.base import BlockRead, BlockWrite, Opening, StorageStats, leading
 from headwater.storage.codec import HEADER_BYTES, BlockFormat, encode_header, verify_block
 from headwater.storage.deadline import Deadline
 from headwater.storage.resp import Address, Connection, ReplyError, command
@@ -83,12 +83,13 @@ class RedisStorage:
         config = read_settings(RedisConfig, settings, "redis")
         return cls(config, opening.format, opening.clock)
 
-    def contains(self, keys: Sequence[BlockKey], *, timeout_s: float) -> int:
+    def contains(self, runs: Sequence[Sequence[BlockKey]], *, timeout_s: float) -> list[int]:
         deadline = self._deadline(timeout_s)
+        keys = [key for run in runs for key in run]
         present = self._with_connection(
             lambda link: self._exists(link, keys, deadline), deadline
         )
-        return present.index(False) if False in present else len(keys)
+        return leading(runs, present)
 
     def read(
         self, keys: Sequence[BlockKey], into: Sequence[memoryview], *, timeout_s: float

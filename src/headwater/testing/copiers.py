@@ -5,7 +5,7 @@ late or to the wrong place changes the tokens that come out. They need neither t
 threads; what ends when is the test's choice.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,18 +100,20 @@ class HeldWorkers(StorageWorkers):
         """Started and not run, oldest first."""
         self.started: list[Transfer | Lookup] = []
 
-    def start(self, plan: Transfer | Lookup, report: Report, *, deadline_s: float) -> Task:
-        """Take a task."""
-        task = Task(plan, report, deadline_s)
-        self.started.append(plan)
-        self.tasks.append(task)
+    def start(self, tasks: Sequence[Task]) -> None:
+        """Take what a step wants."""
+        self.started += [task.plan for task in tasks]
+        self.tasks += tasks
         if not self.held:
             self.work_off()
-        return task
 
     def work_off(self) -> None:
-        """Run everything that was started and not abandoned."""
+        """Run everything that was started and not abandoned, all lookups in one call."""
         tasks, self.tasks = self.tasks, []
-        for task in tasks:
-            if task.claim():
-                self.run(task)
+        claimed = [task for task in tasks if task.claim()]
+        lookups = [task for task in claimed if isinstance(task.plan, Lookup)]
+        if lookups:
+            self.run(lookups)
+        for task in claimed:
+            if not isinstance(task.plan, Lookup):
+                self.run([task])

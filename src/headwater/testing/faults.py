@@ -88,12 +88,12 @@ class FaultyStorage:
         """A backend that died is back."""
         self._dead = False
 
-    def contains(self, keys: Sequence[BlockKey], *, timeout_s: float) -> int:
+    def contains(self, runs: Sequence[Sequence[BlockKey]], *, timeout_s: float) -> list[int]:
         return self._meet(
             "contains",
-            keys,
+            [key for run in runs for key in run],
             timeout_s,
-            lambda n: self._backend.contains(keys[:n], timeout_s=timeout_s),
+            lambda _: self._backend.contains(runs, timeout_s=timeout_s),
         )
 
     def read(

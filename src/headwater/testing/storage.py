@@ -95,11 +95,13 @@ def read_run(
 def _check_empty(backend: StorageBackend, block_bytes: int) -> None:
     keys = make_keys(3, run="empty")
 
-    assert backend.contains([], timeout_s=_TIMEOUT_S) == 0
+    assert backend.contains([[]], timeout_s=_TIMEOUT_S)[0] == 0
     assert backend.read([], [], timeout_s=_TIMEOUT_S) == []
     assert backend.write([], [], parents=[], timeout_s=_TIMEOUT_S) == []
     assert backend.remove([], timeout_s=_TIMEOUT_S) == 0
-    assert backend.contains(keys, timeout_s=_TIMEOUT_S) == 0, "found what was never written"
+    assert backend.contains([keys], timeout_s=_TIMEOUT_S)[0] == 0, (
+        "found what was never written"
+    )
     assert read_run(backend, keys, block_bytes) == [BlockRead.ABSENT] * 3
     assert backend.remove(keys, timeout_s=_TIMEOUT_S) == 0, "removed what was never there"
 
@@ -109,7 +111,9 @@ def _check_round_trip(backend: StorageBackend, block_bytes: int) -> None:
     before = backend.stats()
 
     assert write_run(backend, keys, block_bytes) == [BlockWrite.WRITTEN] * 5
-    assert backend.contains(keys, timeout_s=_TIMEOUT_S) == 5, "a written block is not found"
+    assert backend.contains([keys], timeout_s=_TIMEOUT_S)[0] == 5, (
+        "a written block is not found"
+    )
     assert read_run(backend, keys, block_bytes) == [BlockRead.READ] * 5
     after = backend.stats()
     assert after.blocks_written - before.blocks_written == 5, "stats() does not count writes"
@@ -122,10 +126,13 @@ def _check_leading_run(backend: StorageBackend, block_bytes: int) -> None:
 
     write_run(backend, [first, last], block_bytes)
 
-    assert backend.contains([first, hole, last], timeout_s=_TIMEOUT_S) == 1, (
+    assert backend.contains([[first, hole, last]], timeout_s=_TIMEOUT_S)[0] == 1, (
         "counts past a hole"
     )
-    assert backend.contains([hole, first], timeout_s=_TIMEOUT_S) == 0
+    runs = [[hole, first], [first], [], [first, hole], [last, first]]
+    assert backend.contains(runs, timeout_s=_TIMEOUT_S) == [0, 1, 0, 1, 2], (
+        "runs of one call are not counted each on its own"
+    )
     outcomes = read_run(backend, [first, hole, last], block_bytes)
     assert outcomes == [BlockRead.READ, BlockRead.ABSENT, BlockRead.READ]
 
@@ -155,7 +162,7 @@ def _check_remove(backend: StorageBackend, block_bytes: int) -> None:
     write_run(backend, keys, block_bytes)
 
     assert backend.remove([keys[1], *make_keys(1, run="absent")], timeout_s=_TIMEOUT_S) == 1
-    assert backend.contains(keys, timeout_s=_TIMEOUT_S) == 1, "a removed block is found"
+    assert backend.contains([keys], timeout_s=_TIMEOUT_S)[0] == 1, "a removed block is found"
     assert read_run(backend, keys, block_bytes)[1] is BlockRead.ABSENT
     assert write_run(backend, [keys[1]], block_bytes) == [BlockWrite.WRITTEN]
     assert read_run(backend, keys, block_bytes) == [BlockRead.READ] * 4
@@ -224,7 +231,7 @@ def _check_durable(make: MakeStorage, block_bytes: int) -> None:
 
     after = make(form)
     try:
-        assert after.contains(keys, timeout_s=_TIMEOUT_S) == 3, "lost when closed"
+        assert after.contains([keys], timeout_s=_TIMEOUT_S)[0] == 3, "lost when closed"
         assert read_run(after, keys, block_bytes) == [BlockRead.READ] * 3
     finally:
         after.close()

@@ -6,7 +6,7 @@ one queue, and deadlines are enforced when the loop looks, so there is no thread
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -24,7 +24,8 @@ class DeviceCopier(Protocol):
 
     `start` is called from the loop's thread and returns at once. The blocks of a demotion are
     written by steps that were collected, and nobody reads the targets of a promotion before
-    it has landed, so an implementation needs no order against compute but its own events.
+    it has landed, so an implementation needs no order against compute but its own events; only
+    a `layerwise` runner reads them earlier, and shares an event a layer with its copier.
     It reports each job once, from any thread, when the bytes are there; submitted is not done.
     """
 
@@ -38,8 +39,9 @@ class DeviceCopier(Protocol):
 class StorageExecutor(Protocol):
     """Carries out plans that read, write or ask storage: threads, or a simulator's hands."""
 
-    def start(self, plan: Transfer | Lookup, report: Report, *, deadline_s: float) -> Task:
-        """Begin as soon as there is a hand free; `report` is told once, at the end."""
+    def start(self, tasks: Sequence[Task]) -> None:
+        """Begin with all that one step wants as soon as there are hands free; the `report` of
+        each is told once, at its end."""
 
     def stats(self) -> StorageStats:
         """What storage says of itself."""
@@ -140,6 +142,7 @@ class Mover:
 
     def start(self, plans: Iterable[Transfer | Lookup], *, now: float) -> None:
         """Have each plan carried out; returns without waiting for any."""
+        tasks: list[Task] = []
         for plan in plans:
             link = link_of(plan)
             running = _Running(plan, now + self._timeout_s(link))
@@ -148,7 +151,17 @@ class Mover:
             totals = self.links.setdefault(link, LinkTotals())
             totals.in_flight += 1
             totals.blocks_in_flight += plan.num_blocks
-            self._begin(running)
+            if isinstance(plan, Lookup) or Tier.STORAGE in (plan.source, plan.target):
+                running.task = Task(plan, self.completions.put, running.deadline_s)
+                tasks.append(running.task)
+            elif self._copier is None:
+                raise InvariantError("a plan needs a host tier, and there is none")
+            else:
+                self._copier.start(plan, self.completions.put)
+        if tasks:
+            if self._workers is None:
+                raise InvariantError("a plan needs storage, and there is none")
+            self._workers.start(tasks)
 
     def take(self, *, now: float) -> list[Outcome]:
         """The outcomes since the last call, and those of jobs whose deadline has passed."""
@@ -182,19 +195,6 @@ class Mover:
         if self._workers is not None:
             self._workers.close()
         self.completions.close()
-
-    def _begin(self, running: _Running) -> None:
-        plan = running.plan
-        if isinstance(plan, Lookup) or Tier.STORAGE in (plan.source, plan.target):
-            if self._workers is None:
-                raise InvariantError("a plan needs storage, and there is none")
-            running.task = self._workers.start(
-                plan, self.completions.put, deadline_s=running.deadline_s
-            )
-        elif self._copier is None:
-            raise InvariantError("a plan needs a host tier, and there is none")
-        else:
-            self._copier.start(plan, self.completions.put)
 
     def _end(self, completion: Completion, now: float) -> Outcome | None:
         """What a completion means; None when nobody is to be told."""

@@ -5,7 +5,7 @@ one that hangs in a dead backend keeps neither the loop nor the end of the proce
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from threading import Thread
 
@@ -53,18 +53,24 @@ class StorageWorkers:
         self._slab = slab
         self._clock = clock
         self._num_threads = num_threads
-        self._queues: dict[str, SimpleQueue[Task | None]] = {}
+        self._queues: dict[str, SimpleQueue[list[Task] | None]] = {}
         for kind in _KINDS:
             queue = self._queues[kind] = SimpleQueue()
             for number in range(num_threads):
                 name = f"storage-{kind}-{number}"
                 Thread(target=self._work, args=(queue,), name=name, daemon=True).start()
 
-    def start(self, plan: Transfer | Lookup, report: Report, *, deadline_s: float) -> Task:
-        """Begin as soon as a thread is free; `report` is told once, at the end."""
-        task = Task(plan, report, deadline_s)
-        self._queues[_kind(plan)].put(task)
-        return task
+    def start(self, tasks: Sequence[Task]) -> None:
+        """Begin as soon as threads are free; each task's `report` is told once, at its end.
+
+        Lookups that are started together are one call of the backend, and wake one thread.
+        """
+        lookups = [task for task in tasks if isinstance(task.plan, Lookup)]
+        if lookups:
+            self._queues["lookup"].put(lookups)
+        for task in tasks:
+            if not isinstance(task.plan, Lookup):
+                self._queues[_kind(task.plan)].put([task])
 
     def stats(self) -> StorageStats:
         """What the backend says of itself; never blocks."""
@@ -77,37 +83,48 @@ class StorageWorkers:
                 queue.put(None)
         self.backend.close()
 
-    def run(self, task: Task) -> None:
-        """Carry out a task that the caller has claimed, and report its end."""
-        job, began = task.plan.job, self._clock.now()
+    def run(self, tasks: Sequence[Task]) -> None:
+        """Carry out tasks that the caller has claimed, lookups all or a single transfer, in one
+        call; and report their ends."""
+        began = self._clock.now()
+        timeout_s = max(min(task.deadline_s for task in tasks) - began, 0.001)
         try:
-            ended = self._call(task.plan, timeout_s=max(task.deadline_s - began, 0.001))
+            ends = self._call([task.plan for task in tasks], timeout_s)
         except StorageTimeout as error:
             if error.quiet is not None and not error.quiet.is_set():
                 # The backend gave up waiting, but something of it may still touch the slots.
-                task.report(Completion(job, Ending.TIMED_OUT, reason="timeout"))
+                for task in tasks:
+                    task.report(Completion(task.plan.job, Ending.TIMED_OUT, reason="timeout"))
                 error.quiet.wait()
-            ended = Completion(job, Ending.FAILED, reason="timeout")
+            ends = _failed(tasks, "timeout")
         except StorageError as error:
             log.warning("storage: %s", error)
-            ended = Completion(job, Ending.FAILED, reason="error")
+            ends = _failed(tasks, "error")
         except Exception:
             log.exception("a storage thread caught what a backend should not raise")
-            ended = Completion(job, Ending.FAILED, reason="bug")
-        task.report(ended._replace(busy_s=self._clock.now() - began))
+            ends = _failed(tasks, "bug")
+        busy_s = self._clock.now() - began
+        for task, ended in zip(tasks, ends, strict=True):
+            task.report(ended._replace(busy_s=busy_s / len(tasks)))
 
-    def _work(self, queue: "SimpleQueue[Task | None]") -> None:
-        while (task := queue.get()) is not None:
-            if task.claim():
-                self.run(task)
+    def _work(self, queue: "SimpleQueue[list[Task] | None]") -> None:
+        while (tasks := queue.get()) is not None:
+            if claimed := [task for task in tasks if task.claim()]:
+                self.run(claimed)
 
-    def _call(self, plan: Transfer | Lookup, *, timeout_s: float) -> Completion:
-        if isinstance(plan, Lookup):
-            found = self.backend.contains(plan.keys(), timeout_s=timeout_s)
-            return Completion(plan.job, Ending.DONE, found)
+    def _call(self, plans: list[Transfer | Lookup], timeout_s: float) -> list[Completion]:
+        lookups = [plan for plan in plans if isinstance(plan, Lookup)]
+        if lookups:
+            found = self.backend.contains([p.keys() for p in lookups], timeout_s=timeout_s)
+            return [
+                Completion(plan.job, Ending.DONE, count)
+                for plan, count in zip(lookups, found, strict=True)
+            ]
+        (plan,) = plans
+        assert isinstance(plan, Transfer), "whatever is no lookup moves blocks"
         if isinstance(plan, Promotion):
-            return self._read(plan, timeout_s)
-        return self._write(plan, timeout_s)
+            return [self._read(plan, timeout_s)]
+        return [self._write(plan, timeout_s)]
 
     def _read(self, plan: Transfer, timeout_s: float) -> Completion:
         into = self._slab.views(plan.target_slots.tolist())
@@ -132,9 +149,11 @@ class StorageWorkers:
 
 
 def _kind(plan: Transfer | Lookup) -> str:
-    if isinstance(plan, Lookup):
-        return "lookup"
     return "read" if isinstance(plan, Promotion) else "write"
+
+
+def _failed(tasks: Sequence[Task], reason: str) -> list[Completion]:
+    return [Completion(task.plan.job, Ending.FAILED, reason=reason) for task in tasks]
 
 
 def _leading(results: list[BlockRead] | list[BlockWrite], good: set[object]) -> int:
