@@ -12,6 +12,7 @@
     - StorageTimeout  it did not answer in time; `quiet` says when it will touch nothing more
     - StorageCorrupt  a block could not prove what it is; `reason` says how
   + DeviceError       a call to the GPU's driver failed; a copy becomes a miss
+  + PeerRefused       another instance will not take a request on; somebody else may
   + EngineDead        unrecoverable; the process exits
 
 A broken invariant is not in this tree: it is an `InvariantError`, an AssertionError,
@@ -77,6 +78,15 @@ class StorageCorrupt(StorageError):
 
 class DeviceError(HeadwaterError):
     """The driver refused a call; what was asked for has not happened."""
+
+
+class PeerRefused(HeadwaterError):
+    """The instance that was to compute a prompt does not; nothing was answered yet."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the prefill instance does not take this request: {reason}")
+        self.reason = reason
+        """One word, such as `busy`."""
 
 
 class EngineDead(HeadwaterError):

@@ -167,6 +167,10 @@ class Decodes:
                 slots = sequence.block_table[first:].tolist()
                 self._do(work, work.machine.reserved(first, slots, now), now)
 
+    def close(self) -> None:
+        """Let nothing more land. Twice is safe."""
+        self._receiver.close()
+
     def _answer_late(self, peer: str, message: ToDecode) -> None:
         """P is still at what ended here: it hears how."""
         if not isinstance(message, Failed | Refused):

@@ -18,7 +18,7 @@ from headwater.disagg.messages import (
     Refused,
     Renew,
 )
-from headwater.disagg.network import PeerLost, PeerMessage
+from headwater.disagg.network import Network, PeerLost, PeerMessage
 from headwater.disagg.outcomes import SideTotals
 from headwater.disagg.prefills import Prefills
 from headwater.scheduler.output import SequenceOutput
@@ -41,9 +41,11 @@ class ExchangeStats:
 class Exchange:
     """What the engine loop knows of peers."""
 
-    def __init__(self, prefills: Prefills, decodes: Decodes) -> None:
+    def __init__(self, prefills: Prefills, decodes: Decodes, network: Network) -> None:
+        """All three belong to it from now on."""
         self.prefills = prefills
         self.decodes = decodes
+        self._network = network
 
     @property
     def wake_s(self) -> float | None:
@@ -99,5 +101,7 @@ class Exchange:
         )
 
     def close(self) -> None:
-        """Give up what is in flight. Twice is safe."""
+        """Give up what is in flight, and every connection. Twice is safe."""
+        self._network.close()
         self.prefills.close()
+        self.decodes.close()

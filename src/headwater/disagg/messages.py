@@ -27,6 +27,7 @@ class Reason(StrEnum):
 
     BUSY = "busy"  # P has as many hand-offs in flight as it may
     DRAINING = "draining"  # the peer admits nothing new
+    ROLE = "role"  # the peer computes no prompts for others
     TOO_LONG = "too_long"  # the prompt does not fit there, ever
     INVALID = "invalid"  # the peer cannot serve such a request
     NO_ROOM = "no_room"  # D found no room in time

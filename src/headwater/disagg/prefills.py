@@ -18,7 +18,7 @@ from headwater.disagg.messages import Ask, Failed, Grant, Reason, Refused, Start
 from headwater.disagg.network import Network
 from headwater.disagg.outcomes import Ended, SideTotals
 from headwater.disagg.prefill import PrefillHandoff
-from headwater.errors import PromptTooLong, RequestError
+from headwater.errors import ConfigError, PromptTooLong, RequestError
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.request import Request
 from headwater.scheduler.scheduler import Scheduler
@@ -50,12 +50,15 @@ class Prefills:
         config: HandoffConfig,
         *,
         block_bytes: int,
+        accepts: bool = True,
     ) -> None:
+        """Where it does not `accept` any, this instance's role is another."""
         self._scheduler = scheduler
         self._network = network
         self._connect = connect
         self._config = config
         self._block_bytes = block_bytes
+        self._accepts = accepts
         self._works: dict[int, _Work] = {}
         self._names: set[RequestId] = set()
         """Requests whose outputs are for a machine, not for a client of this instance."""
@@ -64,7 +67,6 @@ class Prefills:
         self._numbers = count(1)
         self._ended = Ended()
         self.totals = SideTotals()
-        self.is_draining = False
 
     @property
     def num_active(self) -> int:
@@ -163,15 +165,18 @@ class Prefills:
 
     def _submit(self, start: Start, now: float) -> Sequence | Reason:
         """Let it wait for its turn, or say why not."""
-        if self.is_draining or self._scheduler.stats().is_paused:
+        if not self._accepts:
+            return Reason.ROLE
+        if self._scheduler.stats().is_paused:
             return Reason.DRAINING
         if self.num_active >= self._config.max_inflight:
             return Reason.BUSY
         try:
+            self._sender(start.link)
             return self._scheduler.add(_own_request(start, now))
         except PromptTooLong:
             return Reason.TOO_LONG
-        except RequestError:
+        except (RequestError, ConfigError):
             return Reason.INVALID
 
     def _take(self, output: SequenceOutput, now: float) -> bool:

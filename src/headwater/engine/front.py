@@ -15,7 +15,7 @@ from headwater.engine import wire
 from headwater.engine.child import EngineChild
 from headwater.engine.client import EngineClient, EngineInfo
 from headwater.engine.mailbox import Mailbox, abort_output
-from headwater.errors import EngineDead, HeadwaterError, RequestError
+from headwater.errors import EngineDead, HeadwaterError, PeerRefused, RequestError
 from headwater.metrics.stats import EngineStats
 from headwater.metrics.view import EngineView, ViewLimits
 from headwater.scheduler.output import SequenceOutput
@@ -106,6 +106,8 @@ class AsyncEngine:
             while not has_ended:
                 output = await mailbox.take()
                 has_ended = output.finish_reason is not None
+                if output.finish_reason == "refused":
+                    raise PeerRefused(output.detail)
                 yield output
         except HeadwaterError:
             has_ended = True

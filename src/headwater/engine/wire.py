@@ -37,6 +37,8 @@ class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
     cache_salt: str
     load_policy: LoadPolicy | None = None
     load_timeout_s: float | None = None
+    prefill: str = ""
+    computes_here: bool = True
     session_id: str = ""
     cache_hint: Hint | None = None
 
@@ -95,6 +97,7 @@ class Output(msgspec.Struct, array_like=True, frozen=True):
     finish_reason: str | None
     stop_token: int | None
     usage: Usage | None
+    detail: str = ""
 
 
 class Outputs(msgspec.Struct, tag="outputs", array_like=True, frozen=True):
@@ -153,6 +156,8 @@ def pack_request(request: Request) -> Add:
         cache_salt=request.cache_salt,
         load_policy=request.load_policy,
         load_timeout_s=request.load_timeout_s,
+        prefill=request.prefill,
+        computes_here=request.computes_here,
         session_id=request.session_id,
         cache_hint=request.cache_hint,
     )
@@ -169,6 +174,8 @@ def unpack_request(message: Add) -> Request:
         cache_salt=message.cache_salt,
         load_policy=message.load_policy,
         load_timeout_s=message.load_timeout_s,
+        prefill=message.prefill,
+        computes_here=message.computes_here,
         session_id=message.session_id,
         cache_hint=message.cache_hint,
     )
@@ -183,6 +190,7 @@ def pack_output(output: SequenceOutput) -> Output:
         finish_reason=output.finish_reason,
         stop_token=output.stop_token,
         usage=output.usage,
+        detail=output.detail,
     )
 
 
@@ -195,6 +203,7 @@ def unpack_output(message: Output) -> SequenceOutput:
         finish_reason=message.finish_reason,
         stop_token=message.stop_token,
         usage=message.usage,
+        detail=message.detail,
     )
 
 

@@ -9,7 +9,14 @@
 import msgspec
 from starlette.responses import Response
 
-from headwater.errors import EngineDead, HeadwaterError, PromptTooLong, QueueFull, RequestError
+from headwater.errors import (
+    EngineDead,
+    HeadwaterError,
+    PeerRefused,
+    PromptTooLong,
+    QueueFull,
+    RequestError,
+)
 
 _TYPES = {
     401: "authentication_error",
@@ -75,7 +82,7 @@ def error_answer(error: HeadwaterError) -> ErrorAnswer:
     return ErrorAnswer(
         error=ErrorObject(
             message=str(error),
-            type=_TYPES.get(status, "invalid_request_error"),
+            type=_type_of(error, status),
             param=param,
             code=_code_of(error),
         )
@@ -98,8 +105,16 @@ def error_response(error: HeadwaterError) -> Response:
     )
 
 
+def _type_of(error: HeadwaterError, status: int) -> str:
+    if isinstance(error, PeerRefused):
+        return "peer_refused"
+    return _TYPES.get(status, "invalid_request_error")
+
+
 def _code_of(error: HeadwaterError) -> str | None:
     match error:
+        case PeerRefused():
+            return error.reason
         case Refused():
             return error.code
         case PromptTooLong():

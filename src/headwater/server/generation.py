@@ -57,6 +57,11 @@ class Job:
     """The caller's span, where it named one."""
     load_policy: LoadPolicy | None = None
     load_timeout_s: float | None = None
+    prefill: str = ""
+    """Address of the instance that computes the prompts; empty computes them here."""
+
+    computes_here: bool = True
+    """Whether they are computed here when that instance refuses."""
 
     @property
     def num_sequences(self) -> int:
@@ -190,6 +195,8 @@ class Generation:
             cache_hint=job.cache_hint,
             load_policy=job.load_policy,
             load_timeout_s=job.load_timeout_s,
+            prefill=job.prefill,
+            computes_here=job.computes_here,
         )
 
     def usage(self) -> UsageAnswer:

@@ -174,7 +174,7 @@ class EchoPeer:
             memory=memory,
             new_id=_numbers(f"{self.name}/{self.epoch}"),
         )
-        return Exchange(prefills, decodes)
+        return Exchange(prefills, decodes, network)
 
 
 class EchoPair:
