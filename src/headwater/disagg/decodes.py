@@ -221,15 +221,15 @@ class Decodes:
         totals, timings = self.totals, first.timings
         totals.num_done += 1
         totals.num_bytes += machine.num_bytes
-        totals.seconds.update(
-            {
-                "queue": timings.queue_s,
-                "ask": timings.ask_s,
-                "compute": timings.compute_s,
-                "push": machine.ended_s - machine.first_s,
-                "first_token": machine.ended_s - machine.began_s,
-            }
-        )
+        parts = {
+            "queue": timings.queue_s,
+            "ask": timings.ask_s,
+            "compute": timings.compute_s,
+            "push": machine.ended_s - machine.first_s,
+            "first_token": machine.ended_s - machine.began_s,
+        }
+        for part, seconds in parts.items():
+            totals.seconds[part] = totals.seconds.get(part, 0.0) + seconds
 
     def _note_over(self, work: _Work) -> None:
         machine = work.machine

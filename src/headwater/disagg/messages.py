@@ -43,6 +43,15 @@ class Reason(StrEnum):
     GONE = "gone"  # the hand-off is not known here, or no longer
 
 
+REFUSALS = frozenset(
+    {
+        *(Reason.BUSY, Reason.DRAINING, Reason.ROLE, Reason.TOO_LONG, Reason.INVALID),
+        *(Reason.NO_ROOM, Reason.FINGERPRINT, Reason.UNREACHABLE, Reason.DENIED),
+    }
+)
+"""Reasons for which a hand-off does not begin: another pair may be tried."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
     """Where the time went on P, in seconds."""

@@ -25,7 +25,7 @@ class SideTotals:
     num_bytes: int = 0
     """Pushed (P), or landed and accounted for (D)."""
 
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=dict)
     """Summed over hand-offs that ended well, by part."""
 
 

@@ -183,6 +183,7 @@ class EngineCore:
             self._mover,
             decide_s=self._decide_s,
             step_s=self._step_s,
+            peers=None if self._peers is None else self._peers.stats(),
         )
 
     def view(self, limits: ViewLimits) -> EngineView:

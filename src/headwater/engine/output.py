@@ -2,7 +2,10 @@
 
 from headwater.cache import CacheStats
 from headwater.cache.pool import PoolStats
-from headwater.metrics.stats import EngineStats, LinkStats, TierStats
+from headwater.disagg.exchange import ExchangeStats
+from headwater.disagg.messages import REFUSALS
+from headwater.disagg.outcomes import SideTotals
+from headwater.metrics.stats import EngineStats, HandoffStats, LinkStats, TierStats
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.stats import SchedulerStats
 from headwater.scheduler.usage import Usage
@@ -20,6 +23,7 @@ def engine_stats(
     *,
     decide_s: float,
     step_s: float,
+    peers: ExchangeStats | None = None,
 ) -> EngineStats:
     """Every owner's snapshot in one, in plain numbers and names."""
     ledger = cache.ledger
@@ -45,6 +49,7 @@ def engine_stats(
         load_choices=scheduler.load_choices,
         rates=scheduler.rates,
         recent_loads=scheduler.recent_loads,
+        handoffs={} if peers is None else _handoffs(peers),
         hints=cache.sessions.hints,
         num_sessions=cache.sessions.num_sessions,
         promised_blocks=cache.sessions.promised_blocks,
@@ -52,6 +57,26 @@ def engine_stats(
         query_tokens=ledger.prompt_tokens,
         found_tokens={tier: scheduler.found_tokens.get(tier, 0) for tier in _TIERS},
         misses=scheduler.misses,
+    )
+
+
+def _handoffs(peers: ExchangeStats) -> dict[str, HandoffStats]:
+    return {
+        "prefill": _side(peers.prefill, peers.num_prefilling),
+        "decode": _side(peers.decode, peers.num_receiving),
+    }
+
+
+def _side(totals: SideTotals, in_flight: int) -> HandoffStats:
+    reasons = totals.failures.items()
+    return HandoffStats(
+        in_flight=in_flight,
+        asks=totals.num_asks,
+        done=totals.num_done,
+        refusals={name: num for name, num in reasons if name in REFUSALS},
+        failures={name: num for name, num in reasons if name not in REFUSALS},
+        num_bytes=totals.num_bytes,
+        seconds=dict(totals.seconds),
     )
 
 

@@ -106,6 +106,35 @@ HINTS = Metric(
     "Hints about sessions: closed, granted, or over the budget of their tenant.",
     ("outcome",),
 )
+PD_IN_FLIGHT = Metric(
+    "pd_handoffs_in_flight", Kind.GAUGE, "Hand-offs that have not ended.", ("side",)
+)
+PD_ASKS = Metric("pd_asks_total", Kind.COUNTER, "Asks for room on a peer.", ("side",))
+PD_HANDOFFS = Metric("pd_handoffs_total", Kind.COUNTER, "Hand-offs that ended well.", ("side",))
+PD_REFUSALS = Metric(
+    "pd_refusals_total", Kind.COUNTER, "Hand-offs that did not begin.", ("side", "reason")
+)
+PD_FAILURES = Metric(
+    "pd_failures_total",
+    Kind.COUNTER,
+    "Hand-offs that began and did not end well.",
+    ("side", "reason"),
+)
+PD_EXPIRED = Metric(
+    "pd_leases_expired_total", Kind.COUNTER, "Leases whose term ran out.", ("side",)
+)
+PD_BYTES = Metric(
+    "pd_bytes_total",
+    Kind.COUNTER,
+    "Bytes of blocks sent (prefill) or received and accounted for (decode).",
+    ("side",),
+)
+PD_SECONDS = Metric(
+    "pd_handoff_seconds_total",
+    Kind.COUNTER,
+    "Seconds of hand-offs that ended well, by part; first_token is the whole.",
+    ("part",),
+)
 STORAGE_FAULTS = Metric(
     "storage_faults_total", Kind.COUNTER, "What went wrong in the backend.", ("reason",)
 )
@@ -178,6 +207,14 @@ ENGINE_METRICS = (
     TRANSFER_QUEUE,
     LOAD_CHOICES,
     HINTS,
+    PD_IN_FLIGHT,
+    PD_ASKS,
+    PD_HANDOFFS,
+    PD_REFUSALS,
+    PD_FAILURES,
+    PD_EXPIRED,
+    PD_BYTES,
+    PD_SECONDS,
     STORAGE_FAULTS,
     CACHE_CONFIG,
 )

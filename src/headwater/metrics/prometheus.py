@@ -109,7 +109,35 @@ def _engine_values(stats: EngineStats, block_tokens: int) -> dict[Metric, Values
         names.TIER_EVICTED: {(tier,): entry.evicted for tier, entry in stats.tiers.items()},
         names.HINTS: {(outcome,): n for outcome, n in stats.hints.items()},
         **_transfer_values(stats),
+        **_handoff_values(stats),
         names.CACHE_CONFIG: {shape: 1},
+    }
+
+
+def _handoff_values(stats: EngineStats) -> dict[Metric, Values]:
+    sides = stats.handoffs
+
+    def by_reason(field: str) -> Values:
+        return {
+            (name, reason): n
+            for name, side in sides.items()
+            for reason, n in getattr(side, field).items()
+        }
+
+    decode = sides.get("decode")
+    return {
+        names.PD_IN_FLIGHT: {(name,): side.in_flight for name, side in sides.items()},
+        names.PD_ASKS: {(name,): side.asks for name, side in sides.items()},
+        names.PD_HANDOFFS: {(name,): side.done for name, side in sides.items()},
+        names.PD_REFUSALS: by_reason("refusals"),
+        names.PD_FAILURES: by_reason("failures"),
+        names.PD_EXPIRED: {
+            (name,): side.failures.get("expired", 0) for name, side in sides.items()
+        },
+        names.PD_BYTES: {(name,): side.num_bytes for name, side in sides.items()},
+        names.PD_SECONDS: {
+            (part,): seconds for part, seconds in (decode.seconds if decode else {}).items()
+        },
     }
 
 

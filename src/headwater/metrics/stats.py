@@ -53,6 +53,28 @@ class LinkStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffStats:
+    """One side of the hand-offs with other instances, since the engine started."""
+
+    in_flight: int = 0
+    asks: int = 0
+    done: int = 0
+    """Ended well."""
+
+    refusals: Mapping[str, int] = field(default_factory=dict)
+    """Not begun, by reason."""
+
+    failures: Mapping[str, int] = field(default_factory=dict)
+    """Begun, and not ended well, by reason; `expired` are leases whose term ran out."""
+
+    num_bytes: int = 0
+    """Sent, or received and accounted for."""
+
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """By part of the hand-off, over those that ended well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """What the engine looked like between two steps."""
 
@@ -88,6 +110,9 @@ class EngineStats:
 
     recent_loads: tuple[LoadUsage, ...] = ()
     """The last choices, oldest first, with their prices and what came of them."""
+
+    handoffs: Mapping[str, HandoffStats] = field(default_factory=dict)
+    """By side, `prefill` and `decode`; empty on an instance that serves alone."""
 
     hints: Mapping[str, int] = field(default_factory=dict)
     """What became of the hints that clients gave, by outcome."""
