@@ -1,0 +1,95 @@
+"""The far end of `bench/_links.py`, a process of its own: receives by a link and by bare calls.
+
+    python -m headwater.bench._link_far LINK NUM_BLOCKS BLOCK_BYTES NUM_LEASES
+
+Its first line is JSON: the link's address, the port of the bare end, and where in memory a bare
+Transfer Engine may write. It ends when its input does.
+"""
+
+import json
+import socket
+import sys
+from threading import Thread
+from typing import Any
+
+from headwater.bench._ceilings import page_memory
+from headwater.disagg.link import LinkEvent
+from headwater.disagg.links import LinkConfig, Links
+from headwater.storage.codec import checksum
+from headwater.storage.pointer import address_of
+
+TOKEN = b"bench links"
+DONE = b"."
+MARK = "far end: "
+
+
+class Blocks:
+    """Block memory that starts on a page, all of it used before."""
+
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        self.memory = page_memory(num_blocks * block_bytes)
+        self.views = [self.memory[at * block_bytes :][:block_bytes] for at in range(num_blocks)]
+
+    def view(self, slot: int) -> memoryview:
+        return self.views[slot]
+
+
+def main(link: str, num_blocks: int, block_bytes: int, num_leases: int) -> None:
+    """Serve until the near end lets go."""
+    blocks = Blocks(num_blocks, block_bytes)
+    receiver = Links(LinkConfig(token=TOKEN), blocks, _ignore).listen(link)
+    for lease in range(num_leases):
+        receiver.open(lease, range(num_blocks))
+    bare = Blocks(num_blocks, block_bytes)
+    listener = socket.create_server(("127.0.0.1", 0))
+    told: dict[str, Any] = {"address": receiver.address, "port": listener.getsockname()[1]}
+    if link == "mooncake":
+        engine = bare_engine(bare.memory)
+        told |= {"engine": f"127.0.0.1:{engine.get_rpc_port()}"}
+        told |= {"memory": address_of(bare.memory)}
+    Thread(target=_serve, args=(listener, bare, link), daemon=True).start()
+    print(MARK + json.dumps(told), flush=True)
+    sys.stdin.read()
+    receiver.close()
+
+
+def bare_engine(memory: memoryview) -> Any:  # noqa: ANN401 -- untyped package
+    """A Transfer Engine that has registered `memory`."""
+    from mooncake.engine import TransferEngine
+
+    engine = TransferEngine()
+    assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+    assert engine.register_memory(address_of(memory), len(memory)) == 0
+    return engine
+
+
+def _serve(listener: socket.socket, blocks: Blocks, link: str) -> None:
+    """Run after run of all blocks: bytes or a mark come in, a mark goes out when verified."""
+    connected, _ = listener.accept()
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    while True:
+        if link == "mooncake" and not connected.recv(1):
+            return
+        for view in blocks.views:
+            if link == "tcp" and not _fill(connected, view):
+                return
+            checksum(view)
+        connected.sendall(DONE)
+
+
+def _fill(connected: socket.socket, view: memoryview) -> bool:
+    while view:
+        got = connected.recv_into(view, 0, socket.MSG_WAITALL)
+        if not got:
+            return False
+        view = view[got:]
+    return True
+
+
+def _ignore(event: LinkEvent) -> None:
+    """The near end learns what it wants to know from its own outcomes."""
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *(int(word) for word in sys.argv[2:5]))

@@ -1,0 +1,169 @@
+"""MB/s of each link against the barest way to do the same, in turns; two processes.
+
+    python -m headwater.bench._links [--quick]
+
+`tcp` runs against a bare socket, `shm` against memcpy, `mooncake` against bare Transfer Engine
+calls. Bytes are verified by a link, so each ceiling passes over them too: once on each side
+that has them, and memcpy, which has one side, once.
+"""
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from statistics import median
+from threading import Event
+from typing import Any
+
+import numpy as np
+
+from headwater.bench._link_far import DONE, MARK, TOKEN, Blocks, bare_engine
+from headwater.clock import SystemClock
+from headwater.disagg.link import LinkEvent, Piece, Push, PushDone, Sender
+from headwater.disagg.links import LinkConfig, Links
+from headwater.storage.codec import checksum
+from headwater.storage.pointer import address_of
+
+_BLOCK_BYTES = 1 << 20
+_NUM_BLOCKS = 64
+_WARM_UP = 3
+"""Turns that do not count."""
+
+_TIMEOUT_S = 60.0
+
+
+def measure_links(quick: bool) -> dict[str, float]:
+    """`link_ratio`: the speed of each link over its ceiling's, the median of all turns."""
+    return {link: figures["ratio"] for link, figures in measure_speeds(quick).items()}
+
+
+def measure_speeds(quick: bool) -> dict[str, dict[str, float]]:
+    """By link: `ratio`, and `mb_s` and `ceiling_mb_s`, each the median of all turns."""
+    links = ["tcp", "shm", *(["mooncake"] if find_spec("mooncake") else [])]
+    return {link: _measure(link, 5 if quick else 31) for link in links}
+
+
+def _measure(link: str, num_turns: int) -> dict[str, float]:
+    with _far_end(link, _WARM_UP + num_turns) as told:
+        near = _Near(link, told)
+        try:
+            turns = [near.turn(number) for number in range(_WARM_UP + num_turns)][_WARM_UP:]
+        finally:
+            near.close()
+    megabytes = _NUM_BLOCKS * _BLOCK_BYTES / 1e6
+    return {
+        "ratio": median(bare / ours for ours, bare in turns),
+        "mb_s": megabytes / median(ours for ours, _ in turns),
+        "ceiling_mb_s": megabytes / median(bare for _, bare in turns),
+    }
+
+
+class _Near:
+    """The sending process: a link's sender, and a ceiling beside it."""
+
+    def __init__(self, link: str, told: dict[str, Any]) -> None:
+        self._clock = SystemClock()
+        self._blocks = Blocks(_NUM_BLOCKS, _BLOCK_BYTES)
+        rng = np.random.default_rng(1)
+        for view in self._blocks.views:
+            view[:] = rng.bytes(len(view))
+        self._outcome: LinkEvent | None = None
+        self._ended = Event()
+        links = Links(LinkConfig(token=TOKEN), self._blocks, self._deliver)
+        self._sender: Sender = links.connect(told["address"])
+        self._socket = socket.create_connection(("127.0.0.1", told["port"]))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._ceiling = self._make_ceiling(link, told)
+
+    def turn(self, number: int) -> tuple[float, float]:
+        """Seconds of the link and of its ceiling; who is first changes."""
+        if number % 2:
+            bare = self._time(self._ceiling)
+            return self._time(lambda: self._push(number)), bare
+        ours = self._time(lambda: self._push(number))
+        return ours, self._time(self._ceiling)
+
+    def close(self) -> None:
+        self._sender.close()
+        self._socket.close()
+
+    def _time(self, work: Callable[[], None]) -> float:
+        began = self._clock.now()
+        work()
+        return self._clock.now() - began
+
+    def _push(self, lease: int) -> None:
+        pieces = tuple(Piece(at, at, _BLOCK_BYTES) for at in range(_NUM_BLOCKS))
+        deadline_s = self._clock.now() + _TIMEOUT_S
+        self._ended.clear()
+        self._sender.push(Push(job=lease, lease=lease, pieces=pieces, deadline_s=deadline_s))
+        assert self._ended.wait(_TIMEOUT_S)
+        assert isinstance(self._outcome, PushDone), f"a push failed: {self._outcome}"
+
+    def _deliver(self, event: LinkEvent) -> None:
+        self._outcome = event
+        self._ended.set()
+
+    def _make_ceiling(self, link: str, told: dict[str, Any]) -> Callable[[], None]:
+        if link == "tcp":
+            return self._bare_socket
+        if link == "shm":
+            into = Blocks(_NUM_BLOCKS, _BLOCK_BYTES)
+            return lambda: self._memcpy(into)
+        engine = bare_engine(self._blocks.memory)
+        return lambda: self._bare_transfers(engine, told)
+
+    def _bare_socket(self) -> None:
+        for view in self._blocks.views:
+            checksum(view)
+            self._socket.sendall(view)
+        assert self._socket.recv(1) == DONE
+
+    def _memcpy(self, into: Blocks) -> None:
+        for view, target in zip(self._blocks.views, into.views, strict=True):
+            np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(view, np.uint8))
+            checksum(target)
+
+    def _bare_transfers(self, engine: Any, told: dict[str, Any]) -> None:  # noqa: ANN401
+        for view in self._blocks.views:
+            checksum(view)
+        offsets = range(0, _NUM_BLOCKS * _BLOCK_BYTES, _BLOCK_BYTES)
+        code = engine.batch_transfer_sync_write(
+            told["engine"],
+            [address_of(self._blocks.memory) + at for at in offsets],
+            [told["memory"] + at for at in offsets],
+            [_BLOCK_BYTES] * _NUM_BLOCKS,
+        )
+        assert code == 0, f"the Transfer Engine failed: {code}"
+        self._socket.sendall(DONE)
+        assert self._socket.recv(1) == DONE
+
+
+@contextmanager
+def _far_end(link: str, num_leases: int) -> Iterator[dict[str, Any]]:
+    """The receiving process, and what it says of itself."""
+    words = [link, str(_NUM_BLOCKS), str(_BLOCK_BYTES), str(num_leases)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "headwater.bench._link_far", *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as far:
+        assert far.stdin is not None
+        assert far.stdout is not None
+        try:
+            first = next((line for line in far.stdout if line.startswith(MARK)), None)
+            assert first is not None, f"the far end of {link} did not start"
+            yield json.loads(first.removeprefix(MARK))
+            far.stdin.close()
+            far.wait(_TIMEOUT_S)
+        finally:
+            far.kill()
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure_speeds("--quick" in sys.argv), indent=2))
