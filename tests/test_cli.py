@@ -113,7 +113,6 @@ def test_flags_reach_the_settings():
     ("flags", "feature"),
     [
         (["--splitwise-role", "prefill"], "prefill/decode"),
-        (["--router", "http://x"], "router"),
         (["--tensor-parallel-size", "2"], "tensor parallelism"),
     ],
 )

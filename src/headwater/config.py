@@ -251,22 +251,27 @@ class ServerConfig:
         _one_of("--log-format", self.log_format, LOG_FORMATS)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port must be between 0 and 65535, got {self.port}")
-        if self.api_key == "":
-            raise ConfigError("--api-key is empty; leave it out to ask for no key")
-        if self.api_key is not None and not _is_header_value(self.api_key):
-            raise ConfigError("--api-key must be printable ASCII without spaces")
+        check_secret("--api-key", self.api_key)
+        check_secret("--peer-token", self.peer_token)
+        if self.router is not None and not self.router.startswith(("http://", "https://")):
+            raise ConfigError(f"--router is a URL such as http://host:port, got {self.router!r}")
         if self.drain_timeout_s < 0:
             raise ConfigError(f"--drain-timeout cannot be negative, got {self.drain_timeout_s}")
 
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine can connect."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is one that only this machine can connect to."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def api_key_from_environment() -> str | None:
@@ -292,6 +297,12 @@ def idle_settings(engine: EngineConfig, given: frozenset[str]) -> list[str]:
 
 
 def _idle_tiers(engine: EngineConfig, given: frozenset[str]) -> list[str]:
+    router: str | None = None
+    """URL of the router to register at; None is to serve alone."""
+
+    peer_token: str | None = None
+    """What instances and the router of one cluster show each other."""
+
     if not engine.swap_space_gib:
         return [
             f"{flag} does nothing here: there is no host tier (--swap-space)"
@@ -323,3 +334,16 @@ def _one_of(flag: str, value: str, known: tuple[str, ...]) -> None:
 
 def _is_header_value(text: str) -> bool:
     return text.isascii() and text.isprintable() and " " not in text
+def peer_token_from_environment() -> str | None:
+    """The token of HEADWATER_PEER_TOKEN."""
+    return os.environ.get("HEADWATER_PEER_TOKEN") or None
+
+
+def check_secret(flag: str, value: str | None) -> None:
+    """Raise ConfigError for a secret that no header can carry."""
+    if value == "":
+        raise ConfigError(f"{flag} is empty; leave it out to ask for none")
+    if value is not None and not _is_header_value(value):
+        raise ConfigError(f"{flag} must be printable ASCII without spaces")
+
+

@@ -16,7 +16,7 @@ from headwater.errors import HeadwaterError
 
 __all__ = ["main"]
 
-_COMMANDS = ("serve", "demo", "bench", "replay", "storage", "version")
+_COMMANDS = ("serve", "route", "up", "demo", "bench", "replay", "storage", "version")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,6 +52,14 @@ def _run(options: Namespace, given: frozenset[str]) -> int:
         from headwater.cli.replay import run_replay
 
         return run_replay(options)
+    if options.command == "route":
+        from headwater.cli.route import run_route
+
+        return run_route(options)
+    if options.command == "up":
+        from headwater.cli.up import run_up
+
+        return run_up(options)
     if options.command == "storage":
         from headwater.cli.storage import run_storage
 

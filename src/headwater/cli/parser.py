@@ -12,7 +12,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from headwater.cli.replay import add_replay
+from headwater.cli.route import add_route
 from headwater.cli.storage import add_storage
+from headwater.cli.up import add_up
 from headwater.config import (
     EVICTIONS,
     LOAD_POLICIES,
@@ -30,6 +32,8 @@ and its KV cache is found again.
 
 commands:
   serve [MODEL]   an OpenAI-compatible server; without MODEL the built-in tiny model
+  route           a router before many instances
+  up              a whole local cluster: a router and instances of each role
   demo            a short conversation on the built-in model, with what the cache saved
   bench NAME      the benchmarks of the documentation
   replay TRACE    what a cache would have found in a recorded trace
@@ -86,7 +90,9 @@ def build_parser() -> ArgumentParser:
     commands.add_parser("demo", allow_abbrev=False, help="show what the cache saves")
     commands.add_parser("bench", allow_abbrev=False, help="run a benchmark")
     add_replay(commands)
+    add_route(commands)
     add_storage(commands)
+    add_up(commands)
     commands.add_parser("version", allow_abbrev=False, help="print the version")
     return parser
 
@@ -266,6 +272,14 @@ def _add_scheduling(parser: ArgumentParser) -> None:
 def _add_cluster(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("among other instances")
     group.add_argument(
+        "--router", metavar="URL", help="register at this router, and follow its rules"
+    )
+    group.add_argument(
+        "--peer-token",
+        metavar="TOKEN",
+        help="what router and instances show each other (or HEADWATER_PEER_TOKEN)",
+    )
+    group.add_argument(
         "--kv-events-config",
         metavar="JSON",
         help="tell others over ZMQ what is cached; {} is with the defaults of docs/routing.md",
@@ -279,7 +293,6 @@ def _add_later(parser: ArgumentParser) -> None:
     )
     hidden: dict[str, Any] = {"default": None}
     group.add_argument("--splitwise-role", choices=("mixed", "prefill", "decode"), **hidden)
-    group.add_argument("--router", metavar="URL", **hidden)
     group.add_argument(
         "--cache-transfer-protocol", choices=("shm", "tcp", "mooncake"), **hidden
     )

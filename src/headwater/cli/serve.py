@@ -18,6 +18,7 @@ from headwater.config import (
     ServerConfig,
     api_key_from_environment,
     idle_settings,
+    peer_token_from_environment,
 )
 from headwater.errors import ConfigError
 from headwater.launch.server import Serving, StopSignals, serve
@@ -62,7 +63,8 @@ def engine_config(options: Namespace) -> EngineConfig:
         load_timeout_s=options.load_timeout,
         storage_backend=options.kvcache_storage_backend,
         storage_config=_settings("--kvcache-storage-config", options.kvcache_storage_config),
-        kv_events=_kv_events(options.kv_events_config),
+        # A router that knows what is cached is why one registers.
+        kv_events=_kv_events(options.kv_events_config or ("{}" if options.router else None)),
     )
 
 
@@ -76,6 +78,8 @@ def server_config(options: Namespace) -> ServerConfig:
         drain_timeout_s=options.drain_timeout,
         exit_with_engine=options.exit_with_engine,
         vllm_metric_names=options.vllm_metric_names,
+        router=options.router,
+        peer_token=options.peer_token or peer_token_from_environment(),
         log_format=options.log_format,
         limits=LimitsConfig(
             max_body_bytes=round(options.max_body_mib * MIB),
@@ -89,7 +93,6 @@ def refuse_later_features(options: Namespace) -> None:
     later = {
         "--splitwise-role": options.splitwise_role not in (None, "mixed")
         and "prefill/decode disaggregation",
-        "--router": options.router and "registering at a router",
         "--tensor-parallel-size": (options.tensor_parallel_size or 1) != 1
         and "tensor parallelism",
     }

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from types import FrameType
+from typing import Any
 
 import msgspec
 import uvloop
@@ -25,6 +26,7 @@ from headwater.metrics.tracing import Spans, open_spans
 from headwater.server.app import create_app
 from headwater.server.gate import Gate
 from headwater.server.http import HttpServer, bind, url_of
+from headwater.server.registration import Registrar
 from headwater.server.service import Service
 
 
@@ -103,6 +105,8 @@ class _Server:
         self._service: Service | None = None
         self._spans: Spans | None = None
         self._drain: asyncio.Task[None] | None = None
+        self._registrar: Registrar | None = None
+        self._leaving: asyncio.Task[None] | None = None
         self._gate = Gate(config.api_key)
         self._http = HttpServer(self._gate, drain_timeout_s=config.drain_timeout_s)
 
@@ -124,6 +128,8 @@ class _Server:
                 await asyncio.gather(start, http, return_exceptions=True)
             if self._drain is not None:
                 self._drain.cancel()
+            if self._leaving is not None:
+                await self._leaving
             await self._engine.close()
             if self._service is not None:
                 self._service.close()
@@ -164,21 +170,39 @@ class _Server:
         return told
 
     async def _serve_out(self, http: "asyncio.Task[None]") -> int:
-        """Until HTTP has drained, or the engine died and the settings say to leave then."""
+        """Until HTTP has drained, the router refuses this instance, or the engine died and the
+        settings say to leave then."""
         death = asyncio.create_task(self._engine.wait_dead())
+        membership = asyncio.create_task(self._stay_registered())
         try:
-            wanted = {http, death} if self._config.exit_with_engine else {http}
-            await asyncio.wait(wanted, return_when=asyncio.FIRST_COMPLETED)
-            if not http.done():
-                raise EngineDead(death.result())
+            wanted: set[asyncio.Task[Any]] = {http, membership}
+            if self._config.exit_with_engine:
+                wanted.add(death)
+            while not http.done():
+                ended, wanted = await asyncio.wait(wanted, return_when=asyncio.FIRST_COMPLETED)
+                if membership in ended:
+                    membership.result()
+                if death in ended:
+                    raise EngineDead(death.result())
             return 0
         finally:
             death.cancel()
+            membership.cancel()
+
+    async def _stay_registered(self) -> None:
+        """At the router, where there is one; raises ConfigError when it refuses."""
+        router = self._config.router
+        if router is not None and self._service is not None:
+            url = url_of(self._listener)
+            self._registrar = Registrar(self._service, router=router, url=url)
+            await self._registrar.run()
 
     def _stop(self) -> None:
         """Begin to drain. Told again: end at once what still runs."""
         self._gate.shut("the server is stopping")
         self._http.stop()
+        if self._registrar is not None and self._leaving is None:
+            self._leaving = asyncio.get_running_loop().create_task(self._registrar.leave())
         if self._drain is not None:
             self._drain.cancel()
         wait_s = self._config.drain_timeout_s if self._drain is None else 0.0

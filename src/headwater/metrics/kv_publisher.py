@@ -43,7 +43,7 @@ class KvPublisher:
         block_tokens: int,
         clock: Clock,
         started_s: float,
-        wake: Callable[[], None],
+        wake: Callable[[], object],
         max_queued: int = 4096,
     ) -> None:
         """Binds, or raises ConfigError. `started_s` is now in seconds since 1970; `wake` makes

@@ -48,6 +48,15 @@ def render(
                 _family(metric, values[metric], prefix="vllm")
                 for metric in names.SCRAPED_BY_ROUTERS
             ]
+    return _scrape(families)
+
+
+def render_values(values: Mapping[Metric, Values]) -> bytes:
+    """One scrape of metrics that are no histograms."""
+    return _scrape([_family(metric, entry) for metric, entry in values.items()])
+
+
+def _scrape(families: list[Family]) -> bytes:
     registry = CollectorRegistry()
     registry.register(_Fixed(families))
     return bytes(generate_latest(registry))

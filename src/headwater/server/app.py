@@ -2,12 +2,14 @@
 
 import logging
 from http import HTTPStatus
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ExceptionHandler
 
 from headwater.errors import HeadwaterError
 from headwater.server import admin, dashboard, text, watch
@@ -52,12 +54,7 @@ def create_app(service: Service) -> Starlette:
     """The application over one service. Keys and readiness are the `Gate`'s."""
     app = Starlette(
         routes=ROUTES,
-        exception_handlers={
-            HeadwaterError: _on_our_error,
-            HTTPException: _on_http_error,
-            Gone: _on_gone,
-            500: _on_bug,
-        },
+        exception_handlers=EXCEPTION_HANDLERS,
     )
     app.state.service = service
     return app
@@ -88,3 +85,12 @@ async def _on_bug(request: Request, error: Exception) -> Response:
         )
     )
     return JsonReply(answer, status=HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+EXCEPTION_HANDLERS: dict[Any, ExceptionHandler] = {
+    HeadwaterError: _on_our_error,
+    HTTPException: _on_http_error,
+    Gone: _on_gone,
+    500: _on_bug,
+}
+"""Every error in one shape; the router's too."""

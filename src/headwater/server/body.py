@@ -24,7 +24,7 @@ async def read_body(
 
     Where it is `optional`, no body is one that says nothing.
     """
-    raw = await _read_raw(request, max_bytes)
+    raw = await read_raw(request, max_bytes)
     if optional and not raw:
         return kind()
     try:
@@ -57,7 +57,8 @@ def request_name(request: Request, body: Sampling) -> str:
     return name
 
 
-async def _read_raw(request: Request, max_bytes: int) -> bytes:
+async def read_raw(request: Request, max_bytes: int) -> bytes:
+    """The body as it came. Raises Refused with 413, before reading more than is allowed."""
     too_long = Refused(f"the body is longer than {max_bytes} bytes", status=413)
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:

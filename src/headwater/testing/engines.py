@@ -47,9 +47,14 @@ def make_echo_core(
     max_num_seqs: int = 8,
     max_model_len: int = 512,
     clock: Clock | None = None,
+    record_facts: bool = False,
 ) -> EngineCore:
     """A whole engine core over an `EchoRunner`."""
-    cache = TieredCache(CacheConfig(device_blocks=num_blocks, block_tokens=block_tokens))
+    cache = TieredCache(
+        CacheConfig(
+            device_blocks=num_blocks, block_tokens=block_tokens, record_facts=record_facts
+        )
+    )
     config = SchedulerConfig(
         max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_batched_tokens=256
     )
@@ -144,6 +149,7 @@ class EchoEngine:
     async def reset_cache(self) -> None:
         self._check_alive()
         self.core.reset_cache()
+        self.core.publish()
 
     async def close_session(self, session_id: str, cache_salt: str) -> bool:
         self._check_alive()
@@ -172,6 +178,7 @@ class EchoEngine:
             for output in self.core.step():
                 if (mailbox := self._mailboxes.get(output.request_id)) is not None:
                     mailbox.put(output)
+            self.core.publish()
             await asyncio.sleep(0)
         self._loop = None
 

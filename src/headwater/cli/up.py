@@ -1,0 +1,214 @@
+"""`headwater up`: a router and its instances on this machine, started and stopped together.
+
+Every instance is a `headwater serve` of its own; flags after `--` are passed on to each. When
+one of them dies, that is said, and the others go on; when the last one has, so does the rest.
+"""
+
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from queue import SimpleQueue
+from typing import Any
+
+from headwater.errors import ConfigError, EngineDead
+
+_ABOUT = """\
+Start a whole cluster on this machine: a router and instances that register at it. Flags of
+`headwater serve` may follow after `--`.
+
+  headwater up --mixed 2
+  headwater up --prefill 1 --decode 2 --model ./Llama-3.2-1B -- --max-model-len 8192
+"""
+
+_READY = re.compile(r"is ready at (http://\S+)")
+_STOP_TIMEOUT_S = 60.0
+
+
+def add_up(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public type for it
+    """The flags of the command."""
+    parser: ArgumentParser = commands.add_parser(
+        "up",
+        usage="headwater up [--mixed N | --prefill N --decode N] [flags] [-- serve flags]",
+        description=_ABOUT,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", metavar="DIR", help="model directory (default: built in)")
+    for role, what in (
+        ("mixed", "instances that do everything"),
+        ("prefill", "instances that compute prompts"),
+        ("decode", "instances that generate"),
+    ):
+        parser.add_argument(f"--{role}", type=int, metavar="N", default=0, help=what)
+    parser.add_argument("--host", default="127.0.0.1", help="address of the router")
+    parser.add_argument("--port", type=int, default=8100, help="port of the router")
+    parser.add_argument("--policy", metavar="NAME", default="cache_aware", help="see route")
+    parser.add_argument("serve_flags", nargs="*", metavar="-- FLAGS", help="of each instance")
+    parser.set_defaults(flags=[flag for a in parser._actions for flag in a.option_strings])
+
+
+class Child:
+    """One process of the cluster, its lines passed on with its name."""
+
+    def __init__(self, name: str, arguments: Sequence[str], told: "SimpleQueue[Note]") -> None:
+        self.name = name
+        self.url = ""
+        self._told = told
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "headwater", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # a terminal's Ctrl-C is for this command, which stops all
+        )
+        threading.Thread(target=self._read, name=name, daemon=True).start()
+
+    def _read(self) -> None:
+        """Until it ends: its address, its complaints, its exit code."""
+        assert self.process.stdout is not None, "asked for a pipe"
+        for line in self.process.stdout:
+            if found := _READY.search(line):
+                self.url = found.group(1)
+                self._told.put((self, "ready"))
+            elif " WARNING " in line or " ERROR " in line or "error:" in line:
+                self._told.put((self, line.rstrip()))
+        self._told.put((self, ""))
+
+    def stop(self) -> None:
+        """Tell it to drain and end."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+
+    def wait(self) -> int:
+        """Its exit code; one that does not end is ended."""
+        try:
+            return self.process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+
+Note = tuple[Child | None, str]
+"""Who says what: `ready`, a line, or nothing at the end. Nobody: this command is to stop."""
+
+
+def run_up(options: Namespace) -> int:
+    """Run the cluster until stopped; the exit code."""
+    roles = {role: getattr(options, role) for role in ("mixed", "prefill", "decode")}
+    _check(roles)
+    told: SimpleQueue[Note] = SimpleQueue()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: told.put((None, "")))
+    # Children share the secret without its being on a command line.
+    os.environ.setdefault("HEADWATER_PEER_TOKEN", secrets.token_hex(16))
+    cluster = _Cluster(told)
+    try:
+        return cluster.run(options, roles)
+    finally:
+        cluster.stop()
+
+
+class _Cluster:
+    """The children, the router first."""
+
+    def __init__(self, told: "SimpleQueue[Note]") -> None:
+        self._told = told
+        self._children: list[Child] = []
+
+    def run(self, options: Namespace, roles: dict[str, int]) -> int:
+        place = ["--host", options.host, "--port", str(options.port)]
+        router = self._start("router", ["route", *place, "--policy", options.policy])
+        if not self._until_ready([router]):
+            return 0
+        names = [f"{role}-{n}" for role, count in roles.items() for n in range(1, count + 1)]
+        _say(f"router ready at {router.url}; loading {len(names)} instances")
+        instances = [
+            self._start(name, _serve_arguments(name, options, router.url)) for name in names
+        ]
+        if not self._until_ready(instances):
+            return 0
+        _say(_banner(router, instances))
+        return self._watch(router)
+
+    def stop(self) -> None:
+        """Instances first, so that the router sees them leave; then the router."""
+        for child in self._children[1:]:
+            child.stop()
+        for child in self._children[1:]:
+            child.wait()
+        for child in self._children[:1]:
+            child.stop()
+            child.wait()
+
+    def _start(self, name: str, arguments: Sequence[str]) -> Child:
+        child = Child(name, arguments, self._told)
+        self._children.append(child)
+        return child
+
+    def _until_ready(self, children: Sequence[Child]) -> bool:
+        """Wait for them all; False when told to stop, EngineDead where one dies first."""
+        while not all(child.url for child in children):
+            child, line = self._told.get()
+            if child is None:
+                return False
+            if not line:
+                raise EngineDead(f"{child.name} ended with {child.wait()} before it was ready")
+            if line != "ready":
+                _say(f"{child.name}: {line}")
+        return True
+
+    def _watch(self, router: Child) -> int:
+        """Until told to stop, or nobody is left."""
+        while True:
+            child, line = self._told.get()
+            if child is None:
+                _say("stopping")
+                return 0
+            if line and line != "ready":
+                _say(f"{child.name}: {line}")
+            if line:
+                continue
+            _say(f"{child.name} ended with {_how(child.wait())}")
+            left = [other for other in self._children if other.process.poll() is None]
+            if child is router or left == [router]:
+                raise EngineDead(f"{child.name} is gone, and the cluster with it")
+
+
+def _check(roles: dict[str, int]) -> None:
+    if min(roles.values()) < 0 or not sum(roles.values()):
+        raise ConfigError("say how many instances: --mixed N, or --prefill N --decode N")
+    if bool(roles["prefill"]) and not roles["decode"]:
+        raise ConfigError("--prefill instances need --decode instances to hand over to")
+
+
+def _serve_arguments(name: str, options: Namespace, router: str) -> list[str]:
+    role = name.partition("-")[0]
+    model = [] if options.model is None else [options.model]
+    place = ["--port", "0", "--router", router, "--splitwise-role", role]
+    return ["serve", *model, *place, *options.serve_flags]
+
+
+def _how(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def _banner(router: Child, instances: Sequence[Child]) -> str:
+    width = max(len(child.name) for child in (router, *instances))
+    lines = "".join(f"\n  {child.name:<{width}}  {child.url}" for child in (router, *instances))
+    return f"""\
+Headwater cluster is ready at {router.url}{lines}
+try:
+  curl {router.url}/v1/chat/completions -d '{{"messages": [{{"role": "user", "content": "Hello"}}]}}'
+  curl {router.url}/instances
+stop with Ctrl-C"""
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,146 @@
+"""create_router_app(router): the router's own endpoints, and those it passes on."""
+
+import hmac
+from dataclasses import dataclass
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from headwater.clock import Clock
+from headwater.config import VERSION
+from headwater.metrics.prometheus import CONTENT_TYPE
+from headwater.server.answers import Done, Health, Version
+from headwater.server.app import EXCEPTION_HANDLERS
+from headwater.server.body import read_body
+from headwater.server.errors import Refused
+from headwater.server.reply import JsonReply, Reply
+from headwater.server.router.config import RouterConfig
+from headwater.server.router.forwarding import Forwarder
+from headwater.server.router.instance import Instance
+from headwater.server.router.messages import (
+    MAX_BYTES,
+    TOKEN_HEADER,
+    Registered,
+    Registration,
+)
+from headwater.server.router.recorder import RouterRecorder
+from headwater.server.router.registry import SERVING, Registry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Router:
+    """What the endpoints work with."""
+
+    config: RouterConfig
+    clock: Clock
+    registry: Registry
+    forwarder: Forwarder
+    recorder: RouterRecorder
+
+
+async def forward(request: Request) -> Reply:
+    """Anything an instance answers."""
+    return await _router(request).forwarder.forward(request)
+
+
+async def health(request: Request) -> Response:
+    """Whether somebody could serve a request."""
+    if not _router(request).registry.ready(SERVING):
+        raise Refused("no instance is ready to take requests", status=503, code="no_instance")
+    return JsonReply(Health())
+
+
+async def version(request: Request) -> Response:
+    """The version of this program."""
+    return JsonReply(Version(version=VERSION))
+
+
+async def metrics(request: Request) -> Response:
+    """A Prometheus scrape."""
+    router = _router(request)
+    body = router.recorder.render(
+        router.registry.instances, now=router.clock.now(), stale_s=router.config.stale_s
+    )
+    return Response(body, media_type=CONTENT_TYPE)
+
+
+async def instances(request: Request) -> Response:
+    """Who is registered, and what is known of each."""
+    router = _router(request)
+    found = [_described(router, entry) for entry in router.registry.instances]
+    return JsonReply({"policy": router.config.policy, "instances": found})
+
+
+async def register(request: Request) -> Response:
+    """An instance registers, or says that it lives."""
+    router = _router(request)
+    _check_token(router, request)
+    told = await read_body(request, Registration, max_bytes=MAX_BYTES)
+    router.registry.register(told)
+    return JsonReply(Registered(heartbeat_s=router.config.heartbeat_s))
+
+
+async def drain(request: Request) -> Response:
+    """An instance is about to go: it gets nothing new."""
+    router = _router(request)
+    _check_token(router, request)
+    name = request.path_params["name"]
+    if router.registry.drain(name) is None:
+        raise Refused(f"no instance {name[:256]!r} is registered", status=404)
+    return JsonReply(Done())
+
+
+ROUTES = [
+    Route("/v1/completions", forward, methods=["POST"]),
+    Route("/v1/chat/completions", forward, methods=["POST"], name="chat"),
+    Route("/v1/models", forward, methods=["GET"], name="models"),
+    Route("/v1/models/{name:path}", forward, methods=["GET"], name="model"),
+    Route("/tokenize", forward, methods=["POST"], name="tokenize"),
+    Route("/detokenize", forward, methods=["POST"], name="detokenize"),
+    Route("/health", health, methods=["GET"]),
+    Route("/version", version, methods=["GET"]),
+    Route("/metrics", metrics, methods=["GET"]),
+    Route("/instances", instances, methods=["GET"]),
+    Route("/instances", register, methods=["POST"]),
+    Route("/instances/{name:path}", drain, methods=["DELETE"]),
+]
+
+
+def create_router_app(router: Router) -> Starlette:
+    """The application over one router."""
+    app = Starlette(routes=ROUTES, exception_handlers=EXCEPTION_HANDLERS)
+    app.state.router = router
+    return app
+
+
+def _router(request: Request) -> Router:
+    router: Router = request.app.state.router
+    return router
+
+
+def _check_token(router: Router, request: Request) -> None:
+    """Refuse who is not of this cluster; takes as long for a near miss as for any other."""
+    wanted = router.config.peer_token
+    given = request.headers.get(TOKEN_HEADER, "")
+    if wanted is not None and not hmac.compare_digest(given.encode(), wanted.encode()):
+        raise Refused("the peer token is missing or wrong", status=403, code="peer_token")
+
+
+def _described(router: Router, entry: Instance) -> dict[str, object]:
+    told = msgspec.to_builtins(entry.told)
+    now = router.clock.now()
+    return {
+        **told,
+        "state": entry.state(now=now, stale_s=router.config.stale_s),
+        "trust": entry.trust.value,
+        "known_blocks": entry.view.num_blocks,
+        "next_sequence": entry.view.next,
+        "gaps": entry.num_gaps,
+        "num_alive": entry.num_alive,
+        "outstanding_tokens": entry.outstanding_tokens,
+        "recent_tokens": round(entry.recent.tokens(now=now)),
+        "seen_s_ago": round(now - entry.seen_s, 3),
+    }

@@ -1,0 +1,91 @@
+"""Which instances one request goes to: one that serves it, and perhaps one that prefills it."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from headwater.clock import Clock
+from headwater.disagg.routing import Policy, make_policy, prefills_itself
+from headwater.server.router.config import RouterConfig
+from headwater.server.router.instance import Instance
+from headwater.server.router.prompts import PromptPath
+from headwater.server.router.registry import SERVING, Registry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """Where one attempt goes."""
+
+    server: Instance
+    """Answers the client; a decode or a mixed instance."""
+
+    prefill: Instance | None = None
+    """Computes the prompt; None where `server` does."""
+
+    cached_tokens: int = 0
+    """What the instance that computes the prompt said it has of it."""
+
+    uncached_tokens: int = 0
+    is_last_prefill: bool = False
+    """Nobody else could prefill it: where `prefill` refuses, `server` is to do it itself."""
+
+    @property
+    def worker(self) -> Instance:
+        """Who computes the prompt."""
+        return self.prefill or self.server
+
+
+class Chooser:
+    """Applies the policy to each role."""
+
+    def __init__(self, config: RouterConfig, registry: Registry, clock: Clock) -> None:
+        self._registry = registry
+        self._clock = clock
+        self._threshold = config.prefill_threshold
+        self._serving = make_policy(config.policy)
+        self._prefilling = make_policy(config.policy)
+
+    def choose(self, path: PromptPath, tried: Collection[Instance]) -> Route | None:
+        """A route around those that were tried, or None where nobody is left."""
+        servers = [entry for entry in self._registry.ready(SERVING) if entry not in tried]
+        if not servers:
+            return None
+        server, cached = self._pick(self._serving, servers, path)
+        if server.told.role == "decode":
+            route = self._with_prefill(server, cached, path, tried)
+            if route is not None:
+                return route
+        return Route(
+            server=server, cached_tokens=cached, uncached_tokens=path.num_tokens - cached
+        )
+
+    def _with_prefill(
+        self, server: Instance, cached: int, path: PromptPath, tried: Collection[Instance]
+    ) -> Route | None:
+        if path.num_tokens and prefills_itself(path.num_tokens - cached, self._threshold):
+            return None
+        ready = [
+            entry
+            for entry in self._registry.ready({"prefill"})
+            if entry not in tried and entry.told.peer_address
+        ]
+        if not ready:
+            return None
+        prefill, found = self._pick(self._prefilling, ready, path)
+        return Route(
+            server=server,
+            prefill=prefill,
+            cached_tokens=found,
+            uncached_tokens=path.num_tokens - found,
+            is_last_prefill=len(ready) == 1,
+        )
+
+    def _pick(
+        self, policy: Policy, instances: Sequence[Instance], path: PromptPath
+    ) -> tuple[Instance, int]:
+        now = self._clock.now()
+        by_name = {entry.name: entry for entry in instances}
+        candidates = [
+            entry.candidate(entry.view.match(path.hashes), now=now) for entry in instances
+        ]
+        chosen = policy.choose(path.num_tokens, candidates)
+        return by_name[chosen.name], chosen.cached_tokens

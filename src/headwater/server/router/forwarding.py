@@ -1,0 +1,153 @@
+"""One client request: read, routed, tried until it is answered or nobody is left to try.
+
+A request is tried again only while its client has nothing of an answer. Retries come out of a
+budget, so that an outage is not answered with more load.
+"""
+
+import aiohttp
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from headwater.clock import Clock
+from headwater.errors import HeadwaterError, QueueFull
+from headwater.metrics import names
+from headwater.server.body import read_raw
+from headwater.server.errors import Refused, error_response
+from headwater.server.reply import Reply
+from headwater.server.router.choice import Chooser, Route
+from headwater.server.router.config import RouterConfig
+from headwater.server.router.instance import Instance
+from headwater.server.router.messages import FALLBACK_HEADER, PREFILL_HEADER, TOKEN_HEADER
+from headwater.server.router.prompts import UNKNOWN, PromptPath, Prompts
+from headwater.server.router.recorder import RouterRecorder
+from headwater.server.router.registry import SERVING, Registry
+from headwater.server.router.retries import RetryBudget
+from headwater.server.router.upstream import Attempt, Failure, Sent, end_stream
+from headwater.server.streaming import Gone, while_connected
+
+_PASSED_ON = ("authorization", "content-type", "x-request-id", "user-agent", "accept")
+_GENERATING = frozenset({"/v1/completions", "/v1/chat/completions"})
+
+
+class Forwarder:
+    """Answers requests with the help of instances."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        clock: Clock,
+        registry: Registry,
+        prompts: Prompts,
+        session: aiohttp.ClientSession,
+        recorder: RouterRecorder,
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._registry = registry
+        self._prompts = prompts
+        self._session = session
+        self._recorder = recorder
+        self._chooser = Chooser(config, registry, clock)
+        self._budget = RetryBudget(config.retry_share)
+        self.num_requests = 0
+
+    async def forward(self, request: Request) -> Reply:
+        """The endpoint: an answer that is sent as it comes."""
+        if self.num_requests >= self._config.max_requests:
+            raise QueueFull(f"{self.num_requests} requests are in flight; try again later")
+        self.num_requests += 1
+        try:
+            body = await read_raw(request, self._config.max_body_bytes)
+        except BaseException:
+            self.num_requests -= 1
+            raise
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                await while_connected(receive, self._answer(request, body, send))
+            except HeadwaterError as error:
+                await error_response(error)(scope, receive, send)
+            except Gone:
+                self._recorder.count(names.ROUTER_REQUESTS, "abort")
+            finally:
+                self.num_requests -= 1
+
+        return answer
+
+    async def _answer(self, request: Request, body: bytes, send: Send) -> None:
+        self._budget.deposit()
+        path = await self._read(request, body)
+        tried: set[Instance] = set()
+        failure: Failure | None = None
+        for number in range(self._config.max_attempts):
+            route = self._chooser.choose(path, tried)
+            if route is None or (number and not self._budget.withdraw()):
+                break
+            failure = await self._attempt(route, request, body, send)
+            if failure is None:
+                self._succeeded(path, route)
+                return
+            self._recorder.count(names.ROUTER_FAILURES, route.server.name, failure.reason)
+            if failure.has_begun:
+                break
+            tried.add(_culprit(route, failure))
+        await self._give_up(failure, send)
+
+    async def _attempt(
+        self, route: Route, request: Request, body: bytes, send: Send
+    ) -> Failure | None:
+        headers = {
+            name: request.headers[name] for name in _PASSED_ON if name in request.headers
+        }
+        if route.prefill is not None:
+            headers[PREFILL_HEADER] = route.prefill.told.peer_address
+            if route.is_last_prefill:
+                headers[FALLBACK_HEADER] = "local"
+            if self._config.peer_token is not None:
+                headers[TOKEN_HEADER] = self._config.peer_token
+        query = f"?{request.url.query}" if request.url.query else ""
+        sent = Sent(
+            method=request.method, path=request.url.path + query, headers=headers, body=body
+        )
+        return await Attempt(self._session, self._clock, route, send).run(sent)
+
+    async def _read(self, request: Request, body: bytes) -> PromptPath:
+        """The prompt, where there is one and it can matter."""
+        scheme, ready = self._registry.scheme, self._registry.ready(SERVING)
+        if scheme is None or not ready or request.url.path not in _GENERATING:
+            return UNKNOWN
+        asked = min(ready, key=lambda entry: entry.num_alive)
+        return await self._prompts.read(request.url.path, body, request.headers, scheme, asked)
+
+    def _succeeded(self, path: PromptPath, route: Route) -> None:
+        record = self._recorder.count
+        record(names.ROUTER_REQUESTS, "answered")
+        record(names.ROUTER_ROUTED, route.server.name, route.worker.trust.value)
+        record(names.ROUTER_PROMPT_TOKENS, amount=path.num_tokens)
+        record(names.ROUTER_CACHED_TOKENS, amount=route.cached_tokens)
+
+    async def _give_up(self, failure: Failure | None, send: Send) -> None:
+        self._recorder.count(names.ROUTER_REQUESTS, "failed")
+        if failure is None:
+            raise Refused(
+                "no instance is ready to take requests", status=503, code="no_instance"
+            )
+        if failure.has_begun:
+            await end_stream(send, "the instance that generated this was lost", "instance_lost")
+        elif failure.body:
+            start = {"status": failure.status, "headers": list(failure.headers)}
+            await send({"type": "http.response.start", **start})
+            await send({"type": "http.response.body", "body": failure.body})
+        else:
+            raise Refused(
+                f"every instance that was tried failed; the last: {failure.reason}",
+                status=503,
+                code="instances_failed",
+            )
+
+
+def _culprit(route: Route, failure: Failure) -> Instance:
+    """Who is not to be tried again: the prefill instance that refused, or who was asked."""
+    if failure.reason == "peer_refused" and route.prefill is not None:
+        return route.prefill
+    return route.server

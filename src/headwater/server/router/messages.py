@@ -1,0 +1,64 @@
+"""What an instance tells a router about itself, once a heartbeat. JSON, bounded, versioned."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+VERSION = 1
+"""Of this message; a router refuses what it does not know."""
+
+TOKEN_HEADER = "x-headwater-peer-token"
+PREFILL_HEADER = "x-headwater-prefill"
+FALLBACK_HEADER = "x-headwater-fallback"
+
+MAX_BYTES = 16 * 1024
+"""Longest registration."""
+
+Role = Literal["mixed", "prefill", "decode"]
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Text = Annotated[str, Meta(max_length=512)]
+Hex = Annotated[str, Meta(pattern=r"^[0-9a-f]{0,128}$", max_length=128)]
+Count = Annotated[int, Meta(ge=0, le=1 << 53)]
+Endpoint = Annotated[str, Meta(pattern=r"^tcp://[^\s]{1,256}$", max_length=262)]
+
+
+class Load(Struct, kw_only=True, frozen=True):
+    """How busy an instance is."""
+
+    running: Count = 0
+    waiting: Count = 0
+
+
+class EventsAddress(Struct, kw_only=True, frozen=True):
+    """Where an instance's KV events are heard."""
+
+    endpoint: Endpoint
+    replay_endpoint: Endpoint
+    topic: Text = ""
+
+
+class Registration(Struct, kw_only=True, frozen=True):
+    """The body of `POST /instances`: the first one registers, the others are heartbeats."""
+
+    version: int
+    instance_id: Name
+    epoch: Name
+    """Another after every restart: what was believed of the one before is dropped."""
+
+    role: Role
+    url: Annotated[str, Meta(pattern=r"^https?://[^\s/]{1,256}$")]
+    peer_address: Text = ""
+    model: Name
+    fingerprint: Hex
+    kv_format: Text = ""
+    block_tokens: Annotated[int, Meta(ge=1, le=1 << 20)]
+    capacity_tokens: Count = 0
+    max_model_len: Count = 0
+    kv_events: EventsAddress | None = None
+    load: Load = Load()
+
+
+class Registered(Struct, kw_only=True, frozen=True):
+    """The answer: come back within so many seconds."""
+
+    heartbeat_s: float

@@ -1,0 +1,171 @@
+"""What a request's prompt is, in the cluster's own names for blocks.
+
+Tokens come from the model's tokenizer, or from an instance's `/tokenize`. What cannot be read
+here is routed by load alone; the instance that gets it says what is wrong with it.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from headwater.cache import KeyScheme, Namespace
+from headwater.engine.tokenizer import Tokenizer
+from headwater.errors import HeadwaterError
+from headwater.metrics.kv_events import block_hash
+from headwater.server.messages import plain_messages
+from headwater.server.router.instance import Instance
+from headwater.server.schema import ChatRequest, CompletionRequest
+from headwater.types import Tokens
+
+_ASK_TIMEOUT_S = 5.0
+_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptPath:
+    """The blocks of a prompt, as far as they are known."""
+
+    num_tokens: int = 0
+    hashes: Sequence[int] = ()
+    """Of the blocks that a cache could serve: the last token is always computed."""
+
+
+UNKNOWN = PromptPath()
+"""Of a request that cannot be read here."""
+
+
+class Prompts:
+    """Reads requests; `close` ends its threads."""
+
+    def __init__(self, tokenizer: Tokenizer | None, session: aiohttp.ClientSession) -> None:
+        self._tokenizer = tokenizer
+        self._session = session
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="text")
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def read(
+        self,
+        path: str,
+        raw: bytes,
+        headers: Mapping[str, str],
+        scheme: KeyScheme,
+        asked: Instance,
+    ) -> PromptPath:
+        """The path of the first prompt of a request; `asked` is who may be asked for tokens."""
+        body = _decode(path, raw)
+        if body is None:
+            return UNKNOWN
+        tokens = await self._tokens(body, headers, asked)
+        if tokens is None or not len(tokens):
+            return UNKNOWN
+        usable = (len(tokens) - 1) // scheme.block_tokens * scheme.block_tokens
+        root = scheme.root(Namespace(salt=body.cache_salt or ""))
+        keys = scheme.chain(root, tokens[:usable].tobytes(), None)
+        return PromptPath(num_tokens=len(tokens), hashes=[block_hash(key) for key in keys])
+
+    async def _tokens(
+        self,
+        body: ChatRequest | CompletionRequest,
+        headers: Mapping[str, str],
+        asked: Instance,
+    ) -> Tokens | None:
+        if isinstance(body, CompletionRequest):
+            ids = _token_ids(body)
+            if ids is not None:
+                return np.array(ids, dtype=np.int32)
+        fields = _text_fields(body)
+        if fields is None:
+            return None
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            return await self._ask(asked, fields, headers)
+        max_tokens = asked.told.max_model_len or None
+        try:
+            return await asyncio.get_running_loop().run_in_executor(
+                self._threads, lambda: _encode(tokenizer, fields, max_tokens)
+            )
+        except HeadwaterError:
+            return None
+
+    async def _ask(
+        self, asked: Instance, fields: dict[str, Any], headers: Mapping[str, str]
+    ) -> Tokens | None:
+        """The tokens as an instance sees them, or None where it does not say."""
+        key = {name: value for name, value in headers.items() if name == "authorization"}
+        try:
+            async with (
+                asyncio.timeout(_ASK_TIMEOUT_S),
+                self._session.post(
+                    f"{asked.told.url}/tokenize", json=fields, headers=key
+                ) as answer,
+            ):
+                if answer.status != 200:
+                    return None
+                told = msgspec.json.decode(await answer.read())
+                return np.array(told["tokens"], dtype=np.int32)
+        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, KeyError, ValueError):
+            return None
+
+
+def _decode(path: str, raw: bytes) -> ChatRequest | CompletionRequest | None:
+    try:
+        if path.endswith("/chat/completions"):
+            return msgspec.json.decode(raw, type=ChatRequest)
+        return msgspec.json.decode(raw, type=CompletionRequest)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _token_ids(body: CompletionRequest) -> list[int] | None:
+    """The ids of the first prompt, where it is given as ids."""
+    prompt = body.prompt
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
+        return prompt[0]
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+        ids = [token for token in prompt if isinstance(token, int)]
+        return ids if all(0 <= token < 1 << 31 for token in ids) else None
+    return None
+
+
+def _text_fields(body: ChatRequest | CompletionRequest) -> dict[str, Any] | None:
+    """The body of a tokenize request for the first prompt."""
+    if isinstance(body, CompletionRequest):
+        prompt = (
+            body.prompt[0] if isinstance(body.prompt, list) and body.prompt else body.prompt
+        )
+        if not isinstance(prompt, str):
+            return None
+        return {"prompt": prompt, "add_special_tokens": body.add_special_tokens is not False}
+    try:
+        messages = plain_messages(body.messages)
+    except HeadwaterError:
+        return None
+    return {
+        "messages": messages,
+        "add_generation_prompt": body.add_generation_prompt is not False,
+        "chat_template_kwargs": body.chat_template_kwargs,
+    }
+
+
+def _encode(tokenizer: Tokenizer, fields: dict[str, Any], max_tokens: int | None) -> Tokens:
+    if "messages" in fields:
+        return tokenizer.encode_chat(
+            fields["messages"],
+            add_generation_prompt=fields["add_generation_prompt"],
+            settings=fields["chat_template_kwargs"],
+            max_tokens=max_tokens,
+        )
+    return tokenizer.encode(
+        fields["prompt"],
+        add_special_tokens=fields["add_special_tokens"],
+        max_tokens=max_tokens,
+    )

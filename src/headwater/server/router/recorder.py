@@ -1,0 +1,40 @@
+"""What a router counts, and its scrape."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from headwater.metrics import names
+from headwater.metrics.names import Metric
+from headwater.metrics.prometheus import Values, render_values
+from headwater.server.router.instance import Instance
+
+
+class RouterRecorder:
+    """Totals since the router started; belongs to its event loop."""
+
+    def __init__(self) -> None:
+        self._counts: dict[Metric, Counter[tuple[str, ...]]] = {
+            metric: Counter() for metric in names.ROUTER_COUNTERS
+        }
+
+    def count(self, metric: Metric, *labels: str, amount: int = 1) -> None:
+        """Add to a counter."""
+        self._counts[metric][labels] += amount
+
+    def render(self, instances: Sequence[Instance], *, now: float, stale_s: float) -> bytes:
+        """One scrape: the totals, and how each instance stands."""
+        values: dict[Metric, Values] = {
+            metric: dict(counts) if metric.labels else {(): counts.get((), 0)}
+            for metric, counts in self._counts.items()
+        }
+        values[names.ROUTER_INSTANCES] = {
+            (entry.name, entry.told.role, entry.state(now=now, stale_s=stale_s)): 1
+            for entry in instances
+        }
+        values[names.ROUTER_TRUST] = {(entry.name, entry.trust.value): 1 for entry in instances}
+        values[names.ROUTER_VIEW_BLOCKS] = {
+            (entry.name,): entry.view.num_blocks for entry in instances
+        }
+        values[names.ROUTER_IN_FLIGHT] = {(entry.name,): entry.num_alive for entry in instances}
+        values[names.ROUTER_GAPS] = {(entry.name,): entry.num_gaps for entry in instances}
+        return render_values(values)

@@ -1,0 +1,171 @@
+"""A router and instances on real sockets, in one event loop: echo engines, real everything else."""
+
+import asyncio
+import contextlib
+import json
+from dataclasses import replace
+from typing import Any
+
+import httpx
+
+from headwater.clock import SystemClock
+from headwater.config import KvEventsConfig, ServerConfig
+from headwater.engine.client import KvEventsInfo
+from headwater.launch.router import RouterProcess
+from headwater.metrics.kv_publisher import KvPublisher
+from headwater.server.app import create_app
+from headwater.server.gate import Gate
+from headwater.server.http import HttpServer, bind, url_of
+from headwater.server.registration import Registrar
+from headwater.server.router.config import RouterConfig
+from headwater.server.service import Service
+from headwater.testing.engines import EchoEngine, make_echo_core, make_echo_info
+from tests.server.rig import byte_tokenizer
+
+TOKEN = "between-us"
+
+
+class Instance:
+    """One echo engine behind HTTP, with KV events, registered at a router."""
+
+    def __init__(self, router, *, epoch="1", port=0, token=TOKEN, events=True, **changes):
+        loop = asyncio.get_running_loop()
+        core = make_echo_core(record_facts=events)
+        self.publisher = KvPublisher(
+            KvEventsConfig(buffer_steps=changes.pop("buffer_steps", 1000)),
+            block_tokens=16,
+            clock=SystemClock(),
+            started_s=1.7e9,
+            wake=lambda: loop.call_soon_threadsafe(core.publish),
+        )
+        core.follow(self.publisher)
+        heard = KvEventsInfo(
+            endpoint=self.publisher.endpoint,
+            replay_endpoint=self.publisher.replay_endpoint,
+            topic="",
+            buffer_steps=1000,
+        )
+        info = replace(
+            make_echo_info(fingerprint=""), epoch=epoch, kv_events=heard if events else None
+        )
+        self.engine = EchoEngine(core, replace(info, **changes))
+        config = ServerConfig(port=port, router=router, peer_token=token)
+        self.service = Service(
+            self.engine, byte_tokenizer(), config, SystemClock(), created_s=1.7e9
+        )
+        self.listener = bind("127.0.0.1", port)
+        self.url = url_of(self.listener)
+        self.name = self.url.removeprefix("http://")
+        self.gate = Gate()
+        self.gate.open(create_app(self.service))
+        self.http = HttpServer(self.gate, drain_timeout_s=1.0)
+        self.serving = loop.create_task(self.http.serve(sockets=[self.listener]))
+        self.registrar = Registrar(self.service, router=router, url=self.url)
+        self.membership = loop.create_task(self.registrar.run())
+
+    async def die(self):
+        """Gone at once, connections and all, as after kill -9."""
+        self.membership.cancel()
+        self.engine.die("killed")
+        self.http.force_exit = True
+        self.http.stop()
+        for transport in [c.transport for c in self.http.server_state.connections]:
+            transport.abort()
+        await self.close()
+
+    async def close(self):
+        self.membership.cancel()
+        self.http.force_exit = True
+        self.http.stop()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(self.serving, self.membership, return_exceptions=True)
+        self.listener.close()
+        self.service.close()
+        self.publisher.close()
+
+    async def until_alive(self, count):
+        """Until it has so many sequences on its books."""
+        async with asyncio.timeout(10):
+            while self.service.live.num_sequences != count:  # noqa: ASYNC110 -- has no event
+                await asyncio.sleep(0.01)
+
+    @property
+    def num_steps(self):
+        return self.engine.core.stats().num_steps
+
+
+class Rig:
+    """A router, a client of it, and whoever was started."""
+
+    def __init__(self, **settings):
+        defaults: dict[str, Any] = {"port": 0, "peer_token": TOKEN, "heartbeat_s": 0.05}
+        config = RouterConfig(**defaults | {"stale_s": 0.4, "forget_s": 0.8} | settings)
+        self.listener = bind(config.host, config.port)
+        self.url = url_of(self.listener)
+        self.process = RouterProcess(config, self.listener, None, lambda url: None)
+        self.instances = []
+        self.client = httpx.AsyncClient(base_url=self.url, timeout=20)
+
+    def attach(self, stop):
+        """The router's signals: only this."""
+        self.stop = stop
+
+    def start(self):
+        self.running = asyncio.create_task(self.process.run(self))
+
+    def add(self, **settings):
+        instance = Instance(self.url, **settings)
+        self.instances.append(instance)
+        return instance
+
+    async def known(self):
+        found = (await self.client.get("/instances")).json()["instances"]
+        return {entry["instance_id"]: entry for entry in found}
+
+    async def until(self, reached, within_s=10.0):
+        """Ask who is known until `reached(known)`; fails with what is known instead."""
+        async with asyncio.timeout(within_s):
+            while not reached(known := await self.known()):  # noqa: ASYNC110 -- HTTP has none
+                await asyncio.sleep(0.01)
+        return known
+
+    async def ready(self, *instances):
+        """Until these are registered and their caches exactly known."""
+        await self.until(
+            lambda known: all(
+                known.get(entry.name, {}).get("trust") == "exact" for entry in instances
+            )
+        )
+
+    async def complete(self, **fields):
+        body = {"prompt": "hello " * 20, "seed": 7, "max_tokens": 4} | fields
+        return await self.client.post("/v1/completions", json=body)
+
+    async def close(self):
+        await self.client.aclose()
+        for instance in self.instances:
+            await instance.close()
+        self.stop()
+        assert await self.running == 0
+        self.listener.close()
+
+
+def run(scenario, **settings):
+    """Run `scenario(rig)` with a router; afterwards everything has ended."""
+
+    async def whole():
+        rig = Rig(**settings)
+        rig.start()
+        try:
+            await scenario(rig)
+        finally:
+            await rig.close()
+
+    asyncio.run(whole())
+
+
+def events(text):
+    """The events of a stream; the last is [DONE]."""
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]

@@ -1,0 +1,412 @@
+"""The router over real sockets: who gets a request, and what happens when that fails."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from headwater.errors import ConfigError
+from headwater.server.registration import Registrar
+from headwater.server.router.messages import TOKEN_HEADER
+from tests.router.rig import TOKEN, Rig, events, run
+
+
+def test_an_answer_is_the_instances_own():
+    """Text, usage and headers as they came; the instance is named."""
+
+    async def scenario(rig):
+        one = rig.add()
+        await rig.ready(one)
+
+        routed = await rig.complete(request_id="a")
+        async with httpx.AsyncClient(base_url=one.url) as client:
+            body = {"prompt": "hello " * 20, "seed": 7, "max_tokens": 4}
+            direct = await client.post("/v1/completions", json=body)
+
+        assert routed.status_code == 200
+        assert routed.json()["choices"] == direct.json()["choices"]
+        assert routed.headers["x-headwater-instance"] == one.name
+        assert routed.headers["x-request-id"] == "a"
+        assert (await rig.client.get("/v1/models")).json()["data"][0]["id"] == "echo"
+        assert (await rig.client.post("/tokenize", json={"prompt": "x"})).json()["count"] == 1
+        assert (await rig.complete(max_tokens=-1)).status_code == 400
+        assert (await rig.client.get("/nothing")).status_code == 404
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("salt", [None, "tenant"])
+def test_a_conversation_stays_where_its_blocks_are(salt):
+    """Lesson 72: known from the instance's own events, salted prompts included."""
+
+    async def scenario(rig):
+        instances = [rig.add() for _ in range(3)]
+        await rig.ready(*instances)
+        extra = {} if salt is None else {"cache_salt": salt}
+
+        prompts = [f"conversation {n} " * 10 for n in range(3)]
+        answers = [await rig.complete(prompt=prompt, **extra) for prompt in prompts]
+        homes = [answer.headers["x-headwater-instance"] for answer in answers]
+        await rig.until(lambda known: all(e["known_blocks"] > 8 for e in known.values()))
+        for prompt, home in zip(prompts, homes, strict=True):
+            answer = await rig.complete(prompt=prompt + " and more", **extra)
+            assert answer.headers["x-headwater-instance"] == home
+            details = answer.json()["usage"]["prompt_tokens_details"]
+            assert details["cached_tokens"] >= 128
+        assert len(set(homes)) == 3
+
+    run(scenario)
+
+
+def test_round_robin_takes_turns():
+    """The policy is the router's to choose."""
+
+    async def scenario(rig):
+        one, two = rig.add(), rig.add()
+        await rig.ready(one, two)
+
+        names = [(await rig.complete()).headers["x-headwater-instance"] for _ in range(4)]
+
+        assert names[:2] == names[2:]
+        assert set(names) == {one.name, two.name}
+
+    run(scenario, policy="round_robin")
+
+
+def test_another_model_is_refused_with_a_sentence():
+    """A fingerprint, a block size or a token that does not fit ends the instance's start."""
+
+    async def scenario(rig):
+        await rig.ready(rig.add())
+        refused: list[tuple[dict[str, Any], str]] = [
+            ({"fingerprint": "ab" * 32}, "model fingerprint"),
+            ({"block_tokens": 32}, "block size"),
+            ({"kv_format": "x"}, "KV format"),
+            ({"token": "wrong"}, "peer token"),
+            ({"token": None}, "peer token"),
+        ]
+        for changes, word in refused:
+            with pytest.raises(ConfigError, match=f"refuses this instance: .*{word}"):
+                await rig.add(**changes).membership
+        assert len(await rig.known()) == 1
+
+    run(scenario)
+
+
+def test_a_dead_instance_is_not_noticed_by_clients():
+    """Retries go elsewhere; the dead one is soon forgotten, and nothing is believed of it."""
+
+    async def scenario(rig):
+        one, two = rig.add(), rig.add()
+        await rig.ready(one, two)
+        first = await rig.complete()
+        home = one if first.headers["x-headwater-instance"] == one.name else two
+
+        await home.die()
+
+        answer = await rig.complete()
+        assert answer.status_code == 200
+        assert answer.json()["choices"] == first.json()["choices"]
+        await rig.until(lambda known: set(known) == {one.name, two.name} - {home.name})
+        assert (await rig.client.get("/health")).status_code == 200
+
+    run(scenario)
+
+
+def test_a_stream_that_breaks_is_ended_with_a_typed_error():
+    """Tokens were streamed, so it is not tried again; the client is told in the stream."""
+
+    async def scenario(rig):
+        one = rig.add()
+        await rig.ready(one)
+        body = {"prompt": "hello", "max_tokens": 400, "stream": True, "ignore_eos": True}
+        async with rig.client.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.aiter_text()
+            text = await anext(lines)
+            rig.add()
+            await rig.until(lambda known: len(known) == 2)
+            one.engine.hold()
+            await one.die()
+            text += "".join([piece async for piece in lines])
+
+        found = events(text)
+        assert found[0]["choices"][0]["finish_reason"] is None
+        assert found[-1]["error"]["code"] in ("instance_lost", "engine_dead")
+
+    run(scenario)
+
+
+def test_events_are_passed_on_as_they_come():
+    """Streaming without buffering: the first event is there while the engine stands still."""
+
+    async def scenario(rig):
+        one = rig.add()
+        await rig.ready(one)
+        body = {"prompt": "hello", "max_tokens": 8, "stream": True, "ignore_eos": True}
+        async with rig.client.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.aiter_text()
+            text = await anext(lines)
+            one.engine.hold()
+            known = await rig.known()
+            assert known[one.name]["num_alive"] == 1
+            assert known[one.name]["outstanding_tokens"] == 0
+            one.engine.flow()
+            text += "".join([piece async for piece in lines])
+        assert events(text)[-1]["choices"][0]["finish_reason"] == "length"
+
+    run(scenario)
+
+
+def test_a_client_that_leaves_ends_its_request_at_the_instance():
+    """Lesson 58: nobody generates for nobody."""
+
+    async def scenario(rig):
+        one = rig.add()
+        await rig.ready(one)
+        one.engine.hold()
+        waiting = asyncio.create_task(rig.complete(max_tokens=200))
+        await one.until_alive(1)
+        waiting.cancel()
+        await one.until_alive(0)
+        one.engine.flow()
+        assert (await rig.complete()).status_code == 200
+
+    run(scenario)
+
+
+def test_an_instance_that_hangs_loses_its_requests():
+    """No heartbeat for too long: what waits there is computed elsewhere, within a bound."""
+
+    async def scenario(rig):
+        one = rig.add()
+        await rig.ready(one)
+        one.engine.hold()
+        waiting = asyncio.create_task(rig.complete())
+        await one.until_alive(1)
+        one.membership.cancel()
+        two = rig.add()
+
+        answer = await waiting
+
+        assert answer.status_code == 200
+        assert answer.headers["x-headwater-instance"] == two.name
+        one.engine.flow()
+
+    run(scenario)
+
+
+def test_a_draining_instance_gets_nothing_new():
+    """Lesson 59: it ends what it has; heartbeats do not bring it back; a new life does."""
+
+    async def scenario(rig):
+        one, two = rig.add(), rig.add()
+        await rig.ready(one, two)
+        await one.registrar.leave()
+
+        names = {(await rig.complete()).headers["x-headwater-instance"] for _ in range(6)}
+
+        assert names == {two.name}
+        assert (await rig.known())[one.name]["state"] == "draining"
+        await two.registrar.leave()
+        answer = await rig.complete()
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "no_instance"
+        assert (await rig.client.get("/health")).status_code == 503
+
+    run(scenario)
+
+
+def test_a_restarted_instance_is_another():
+    """Lesson 71: with a new epoch nothing is left of what was believed."""
+
+    async def scenario(rig):
+        one = rig.add()
+        await rig.ready(one)
+        await rig.complete()
+        await rig.until(lambda known: known[one.name]["known_blocks"] > 0)
+        port = one.listener.getsockname()[1]
+        await one.die()
+
+        again = rig.add(epoch="2", port=port)
+        known = await rig.until(lambda known: known[again.name]["epoch"] == "2")
+        assert known[again.name]["known_blocks"] == 0
+        await rig.ready(again)
+        assert (await rig.complete()).json()["usage"]["prompt_tokens_details"][
+            "cached_tokens"
+        ] == 0
+
+    run(scenario, stale_s=4.0, forget_s=8.0)
+
+
+def test_a_wiped_cache_is_noticed():
+    """Lesson 71: a reset reaches the router as any other event."""
+
+    async def scenario(rig):
+        one = rig.add()
+        await rig.ready(one)
+        await rig.complete()
+        await rig.until(lambda known: known[one.name]["known_blocks"] > 0)
+
+        await one.engine.reset_cache()
+
+        known = await rig.until(lambda known: known[one.name]["known_blocks"] == 0)
+        assert known[one.name]["trust"] == "exact"
+
+    run(scenario)
+
+
+def test_a_router_that_comes_late_learns_all():
+    """Lesson 71: beyond the buffer there is a snapshot, so nothing cached is unknown."""
+
+    async def scenario(rig):
+        first = rig.add(buffer_steps=1)
+        await rig.ready(first)
+        for number in range(5):
+            await rig.complete(prompt=f"{number} is a number " * 5)
+        known = await rig.until(lambda known: known[first.name]["known_blocks"] >= 20)
+        blocks = known[first.name]["known_blocks"]
+
+        late = Rig()
+        late.start()
+        registrar = Registrar(first.service, router=late.url, url=first.url)
+        membership = asyncio.create_task(registrar.run())
+        await late.until(lambda known: first.name in known)
+        await late.until(
+            lambda known: (
+                known[first.name]["known_blocks"] == blocks
+                and known[first.name]["trust"] == "exact"
+            )
+        )
+        membership.cancel()
+        await late.close()
+
+    run(scenario)
+
+
+def test_without_events_load_decides():
+    """The explicit fallback: nothing is guessed about a cache that says nothing."""
+
+    async def scenario(rig):
+        one, two = rig.add(events=False), rig.add(events=False)
+        await rig.until(lambda known: len(known) == 2)
+
+        for _ in range(4):
+            assert (await rig.complete()).status_code == 200
+
+        known = await rig.known()
+        assert {entry["trust"] for entry in known.values()} == {"fallback"}
+        assert min(one.num_steps, two.num_steps) > 0
+
+    run(scenario)
+
+
+def test_retries_have_a_budget():
+    """Lesson 56: refusals are tried elsewhere, and nothing loops for ever."""
+
+    async def scenario(rig):
+        instances = [rig.add() for _ in range(3)]
+        await rig.ready(*instances)
+        for instance in instances:
+            instance.gate.shut("not now")
+
+        answer = await rig.complete()
+
+        assert answer.status_code == 503
+        assert answer.json()["error"]["message"] == "not now"
+        text = (await rig.client.get("/metrics")).text
+        failures = [
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == "headwater:router_failures_total"
+        ]
+        assert sum(failures) <= 3
+
+    run(scenario, max_attempts=2)
+
+
+def test_strangers_are_bounded():
+    """Lesson 66 and 68: no token no registration; nonsense and too much are 4xx; internal
+    headers of clients are not passed on."""
+
+    async def scenario(rig):
+        one = rig.add()
+        await rig.ready(one)
+        headers = {TOKEN_HEADER: TOKEN}
+        post = rig.client.post
+
+        assert (await post("/instances", json={})).status_code == 403
+        assert (await rig.client.delete(f"/instances/{one.name}")).status_code == 403
+        assert (await post("/instances", json={}, headers=headers)).status_code == 400
+        assert (await post("/instances", content=b"{", headers=headers)).status_code == 400
+        huge = b" " * 100_000
+        assert (await post("/instances", content=huge, headers=headers)).status_code == 413
+        told = {**(await rig.known())[one.name]}
+        for field, value in [
+            ("url", "ftp://x"),
+            ("fingerprint", "XYZ"),
+            ("role", "king"),
+            ("block_tokens", 0),
+            ("kv_events", {"endpoint": "ipc://x", "replay_endpoint": "tcp://x:1"}),
+        ]:
+            answer = await post("/instances", json=told | {field: value}, headers=headers)
+            assert answer.status_code == 400, field
+        other = told | {"version": 9, "instance_id": "other"}
+        assert (await post("/instances", json=other, headers=headers)).status_code == 409
+        missing = await rig.client.delete("/instances/nobody", headers=headers)
+        assert missing.status_code == 404
+        spoofed = await post(
+            "/v1/completions",
+            json={"prompt": "x"},
+            headers={"x-headwater-prefill": "evil:1", TOKEN_HEADER: TOKEN},
+        )
+        assert spoofed.status_code == 200
+        big = await post("/v1/completions", content=b"x" * 2_000_000)
+        assert big.status_code == 413
+
+    run(scenario, max_body_bytes=1_000_000)
+
+
+def test_no_more_requests_than_may_be():
+    """Lesson 68: beyond the limit it is a 429, at once."""
+
+    async def scenario(rig):
+        one = rig.add()
+        await rig.ready(one)
+        one.engine.hold()
+        waiting = asyncio.create_task(rig.complete())
+        await one.until_alive(1)
+
+        answer = await rig.complete()
+
+        assert answer.status_code == 429
+        one.engine.flow()
+        assert (await waiting).status_code == 200
+
+    run(scenario, max_requests=1)
+
+
+def test_metrics_say_who_was_chosen_and_why():
+    """Counters by instance and trust; gauges of how each stands."""
+
+    async def scenario(rig):
+        one = rig.add()
+        await rig.ready(one)
+        await rig.complete()
+
+        text = (await rig.client.get("/metrics")).text
+
+        samples = {
+            (sample.name, *sorted(sample.labels.values())): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+        assert samples["headwater:router_requests_total", "answered"] == 1
+        assert samples["headwater:router_routed_total", one.name, "exact"] == 1
+        assert samples["headwater:router_prompt_tokens_total",] > 0
+        assert samples["headwater:router_trust", one.name, "exact"] == 1
+        assert samples["headwater:router_instances", one.name, "mixed", "ready"] == 1
+
+    run(scenario)
