@@ -23,6 +23,7 @@ WRITE_POLICIES = ("write_through", "write_through_selective", "write_back", "non
 _TIER_FLAGS = (
     *("--write-policy", "--load-policy", "--load-timeout"),
     *("--save-preempted", "--no-save-preempted"),
+    *("--prefetch-sessions", "--no-prefetch-sessions"),
 )
 _SWAP_FLAGS = frozenset({"--swap-space", "--kv-offloading-size"})
 LOAD_POLICIES = get_args(LoadPolicy)
@@ -105,6 +106,15 @@ class EngineConfig:
     eviction: Literal["lru", "s3fifo", "arc", "session"] = "lru"
     """Which cached blocks go first when room is needed, on the device and on the host."""
 
+    eviction_weights: str = "shipped"
+    """What the `session` policy begins with: `none`, `shipped`, or a file of weights."""
+
+    hint_budget: float = 0.5
+    """Share of the device's blocks that one tenant's hints may ask to be kept."""
+
+    prefetch_sessions: bool = True
+    """Whether a session that said when it returns is brought up a tier shortly before."""
+
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     """Order of the waiting line: by arrival, or by the request's `priority` first."""
 
@@ -145,6 +155,10 @@ class EngineConfig:
         if not 0.0 < self.memory_utilization <= 1.0:
             raise ConfigError(
                 f"--gpu-memory-utilization is a share between 0 and 1, got {self.memory_utilization}"
+            )
+        if not 0.0 <= self.hint_budget <= 1.0:
+            raise ConfigError(
+                f"--hint-budget is a share between 0 and 1, got {self.hint_budget}"
             )
         if self.scheduling_policy not in ("fcfs", "priority"):
             raise ConfigError(
@@ -288,6 +302,10 @@ def idle_settings(engine: EngineConfig, given: frozenset[str]) -> list[str]:
         )
     if "--enable-output-caching" in given and not engine.prefix_caching:
         sentences.append("--enable-output-caching does nothing here: prefix caching is off")
+    if "--eviction-weights" in given and engine.eviction != "session":
+        sentences.append(
+            "--eviction-weights does nothing here: only --eviction session begins with any"
+        )
     sentences += _idle_tiers(engine, given)
     if "--cache-transfer-protocol" in given:
         sentences.append(

@@ -10,17 +10,20 @@ import time
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwater.bench._report import print_report
-from headwater.bench._workload import make_sessions
+from headwater.bench._shapes import SHAPES, make_shape
 from headwater.cache.policy import POLICIES
+from headwater.cache.policy.weights import Weights
 from headwater.engine.collector import settle_collector
 from headwater.errors import ConfigError
+from headwater.launch.weights import load_weights, require_unseen
 from headwater.replay.cache_only import CacheOnly, longest_blocks
+from headwater.replay.hints import HINTS, NOTHING, Said, hints_of
 from headwater.replay.optimum import optimal_hits
 from headwater.replay.trace import TraceRequest, read_trace
 from headwater.replay.variants import VARIANTS
@@ -39,34 +42,47 @@ def main(argv: Sequence[str]) -> int:
     limit = options.requests
     if options.quick:
         limit = min(limit or QUICK_REQUESTS, QUICK_REQUESTS)
+    if options.trace is not None and options.shape != "mixed":
+        raise ConfigError("--shape is of made sessions: leave it out with --trace")
     if options.trace is None:
-        requests = make_sessions(limit or 10_000, seed=options.seed)
+        requests = make_shape(options.shape, limit or 10_000, options.seed)
     else:
         requests = read_trace(options.trace, limit)
     requests = VARIANTS[options.variant](requests)
     if not requests:
         raise ConfigError("there are no requests to replay")
+    weights = load_weights(options.weights)
+    if options.trace is not None:
+        require_unseen(weights, options.trace)
     settle_collector()
-    result = compare(requests, capacities, options.repeat)
+    setup = _Setup(capacities, options.repeat, weights, hints_of(requests, options.hints))
+    result = {"weights": options.weights, "hints": options.hints} | compare(requests, setup)
     print_report("headwater bench eviction", result, as_json=options.json)
     return 0
 
 
-def compare(
-    requests: Sequence[TraceRequest], capacities: Sequence[int], repeat: int
-) -> dict[str, Any]:
+class _Setup(NamedTuple):
+    """What is compared, beside the policies."""
+
+    capacities: Sequence[int]
+    repeat: int
+    weights: Weights | None
+    hints: Sequence[Said]
+
+
+def compare(requests: Sequence[TraceRequest], setup: _Setup) -> dict[str, Any]:
     """Block hits by policy and capacity, the gaps closed, and what a request costs."""
     blocks = sum(len(request.hash_ids) for request in requests)
     names = sorted(POLICIES)
     hits: dict[str, dict[str, float]] = {name: {} for name in names}
     costs: dict[str, dict[str, Micros]] = {name: {} for name in names}
     optimum = {}
-    for capacity in capacities:
+    for capacity in setup.capacities:
         optimum[str(capacity)] = sum(optimal_hits(requests, capacity)) / blocks
         # Policies take turns, so that whatever else the machine does meets them all.
-        for _ in range(repeat):
+        for _ in range(setup.repeat):
             for name in names:
-                found, micros = _measure(requests, capacity, name)
+                found, micros = _measure(requests, capacity, name, setup)
                 hits[name][str(capacity)] = found / blocks
                 before = costs[name].get(str(capacity), micros)
                 costs[name][str(capacity)] = np.minimum(before, micros)
@@ -86,14 +102,18 @@ def compare(
     }
 
 
-def _measure(requests: Sequence[TraceRequest], capacity: int, name: str) -> tuple[int, Micros]:
+def _measure(
+    requests: Sequence[TraceRequest], capacity: int, name: str, setup: _Setup
+) -> tuple[int, Micros]:
     """Blocks found, and µs of CPU time of each request."""
-    replay = CacheOnly(capacity, longest_blocks(requests), eviction=name)
+    weights = setup.weights if name == _SHOWN else None
+    hints = [NOTHING] * len(requests) if name == "lru" else setup.hints
+    replay = CacheOnly(capacity, longest_blocks(requests), eviction=name, weights=weights)
     found, nanos = 0, []
-    for request in requests:
+    for request, said in zip(requests, hints, strict=True):
         prompt = request.whole_blocks()
         start = time.process_time_ns()
-        found += replay.serve(request, prompt)
+        found += replay.serve(request, prompt, said)
         nanos.append(time.process_time_ns() - start)
     return found, np.array(nanos) / 1e3
 
@@ -137,6 +157,24 @@ def _parser() -> ArgumentParser:
         choices=sorted(VARIANTS),
         default="as-is",
         help="a relative of the trace instead of itself (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--weights",
+        metavar="none|shipped|FILE",
+        default="none",
+        help="what session begins with; not what was learned from the trace (default: none)",
+    )
+    parser.add_argument(
+        "--hints",
+        choices=HINTS,
+        default="none",
+        help="what clients say of their sessions; the LRU is told nothing (default: none)",
+    )
+    parser.add_argument(
+        "--shape",
+        choices=SHAPES,
+        default="mixed",
+        help="of made sessions, without --trace (default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=1, help="of made sessions (1)")
     parser.add_argument("--repeat", type=int, default=1, help="runs of each, for times (1)")

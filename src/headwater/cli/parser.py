@@ -198,6 +198,19 @@ def _add_memory(parser: ArgumentParser) -> None:
         default=_ENGINE.eviction,
         help=_help("which blocks go first when room is needed; see docs/eviction.md"),
     )
+    group.add_argument(
+        "--eviction-weights",
+        metavar="none|shipped|FILE",
+        default=_ENGINE.eviction_weights,
+        help=_help("what --eviction session begins with"),
+    )
+    group.add_argument(
+        "--hint-budget",
+        type=_number,
+        metavar="SHARE",
+        default=_ENGINE.hint_budget,
+        help=_help("share of the device's blocks that hints of one tenant may keep"),
+    )
 
 
 def _add_tiers(parser: ArgumentParser) -> None:
@@ -221,6 +234,12 @@ def _add_tiers(parser: ArgumentParser) -> None:
         action=BooleanOptionalAction,
         default=_ENGINE.save_preempted,
         help="write the blocks of preempted sequences to the host tier (default: on)",
+    )
+    group.add_argument(
+        "--prefetch-sessions",
+        action=BooleanOptionalAction,
+        default=_ENGINE.prefetch_sessions,
+        help="bring up sessions that said when they return, shortly before (default: on)",
     )
     group.add_argument(
         "--load-policy",

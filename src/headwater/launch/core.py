@@ -16,6 +16,7 @@ from headwater.engine.core import EngineCore
 from headwater.errors import ConfigError
 from headwater.launch.events import open_events
 from headwater.launch.tiers import describe_tiers, host_blocks, open_mover
+from headwater.launch.weights import load_weights
 from headwater.scheduler.config import SchedulerConfig
 from headwater.scheduler.scheduler import Scheduler
 from headwater.transfer.layout import KVLayout
@@ -89,6 +90,7 @@ def _scheduler(
             f"--max-model-len {max_model_len} is more than the {model.max_model_len} the model "
             "was made for"
         )
+    weights = load_weights(config.eviction_weights) if config.eviction == "session" else None
     cache = TieredCache(
         CacheConfig(
             device_blocks=num_blocks,
@@ -97,6 +99,8 @@ def _scheduler(
             storage=config.storage_backend is not None,
             write_policy=WritePolicy(config.write_policy),
             eviction=config.eviction,
+            weights=weights,
+            hint_share=config.hint_budget,
             fingerprint=model.fingerprint,
             kv_format=layout.kv_format,
             record_facts=config.kv_events is not None and config.kv_events.is_on,
@@ -113,6 +117,7 @@ def _scheduler(
         load_policy=config.load_policy,
         load_timeout_s=config.load_timeout_s,
         save_preempted=config.save_preempted,
+        prefetch_sessions=config.prefetch_sessions,
     )
     return Scheduler(settings, cache)
 

@@ -6,6 +6,7 @@ what they find on one of those as if it were news.
 
 import hashlib
 import json
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,12 @@ def save_weights(weights: Weights, path: Path) -> None:
         path.write_text(json.dumps(saved) + "\n", encoding="utf-8")
     except OSError as exc:
         raise ConfigError(f"--save-weights {path}: {exc.strerror}") from exc
+
+
+def save_learned(weights: Weights, path: Path, *, before: Weights | None, trace: Path) -> None:
+    """Write what was learned from `trace`, and from whatever it began with `before`."""
+    seen = () if before is None else before.learned_from
+    save_weights(replace(weights, learned_from=(*seen, trace_digest(trace))), path)
 
 
 def trace_digest(path: Path) -> str:

@@ -61,6 +61,10 @@ class SchedulerConfig:
     save_preempted: bool = True
     """Whether the blocks of a preempted sequence are written to the host tier, if there is one."""
 
+    prefetch_sessions: bool = True
+    """Whether a session that said when it returns is brought up a tier shortly before, where
+    there is a host tier."""
+
     max_write_blocks: int = 64
     """Most blocks on their way to each lower tier at once."""
 

@@ -72,6 +72,11 @@ class Loads:
         sequence.load = self._make_load(sequence, lookup.job)
         self.plans.append(lookup)
 
+    def adopt(self, plan: Promotion) -> None:
+        """Have `plan` carried out; whoever finds its blocks on their way may wait for it."""
+        self._moving[plan.job] = plan
+        self.plans.append(plan)
+
     def still_waits(self, sequence: Sequence, now: float) -> bool:
         """Whether what `sequence` waited for before is still on its way. Costs no match."""
         load = sequence.load
@@ -232,8 +237,7 @@ class Loads:
                 return False
             job = plan.job
             load.num_jobs += 1
-            self._moving[job] = plan
-            self.plans.append(plan)
+            self.adopt(plan)
             if self._carries(plan, sequence, whole=plan.num_blocks >= wanted):
                 self.rideable = plan
         if load.job != job:

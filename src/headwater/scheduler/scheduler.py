@@ -11,6 +11,7 @@ from collections import Counter, deque
 from headwater.cache import Demotion, Lookup, Outcome, TieredCache, Transfer
 from headwater.errors import InvariantError, RequestError
 from headwater.scheduler.audit import audit
+from headwater.scheduler.background import Background
 from headwater.scheduler.batch import (
     Chunk,
     ScheduledBatch,
@@ -63,7 +64,7 @@ class Scheduler:
         self._holdings = Holdings(cache, prefix_caching=config.prefix_caching)
         self._growth = GrowthEstimate(cache.block_tokens, config.expected_output_tokens)
         self._loads = Loads(config, cache)
-        self._demotions = Demotions(cache, config.max_write_blocks)
+        self._background = Background(config, cache, self._roster, self._growth, self._loads)
         self._intake = Intake(config, self._roster, self._holdings, self._growth, self._loads)
         hands = (self._take_in, self._finish, self._stir)
         self.handoffs = Handoffs(self._roster, self._holdings, self._intake, *hands)
@@ -89,7 +90,7 @@ class Scheduler:
     @property
     def num_copies(self) -> int:
         """Transfers and lookups that were planned and have not ended."""
-        return self._loads.num_in_flight + self._demotions.num_in_flight
+        return self._loads.num_in_flight + self._background.num_in_flight
 
     @property
     def has_work(self) -> bool:
@@ -102,10 +103,10 @@ class Scheduler:
 
     @property
     def wake_s(self) -> float | None:
-        """When a stalled scheduler has something to do although nothing landed."""
-        if not self._is_stalled:
-            return None
-        ends = (self._loads.wake_s(self._roster.waiting), self.handoffs.wake_s)
+        """When an idle or stalled scheduler has something to do although nothing landed."""
+        ends = [self._background.wake_s]
+        if self._is_stalled:
+            ends += [self._loads.wake_s(self._roster.waiting), self.handoffs.wake_s]
         return min((end for end in ends if end is not None), default=None)
 
     def add(self, request: Request) -> Sequence:
@@ -162,7 +163,7 @@ class Scheduler:
         """A transfer or a lookup ended. Late and duplicate ends change nothing."""
         if self._riders.postpones(outcome):
             return
-        self._demotions.land(outcome)
+        self._background.land(outcome)
         self._loads.land(outcome, now=now)
         self._outputs += self._riders.settle(outcome, now)
         self._stir()
@@ -190,7 +191,7 @@ class Scheduler:
         if is_settled and budget.has_room and self._intake.has_candidates:
             chunks += self._intake.admit(budget, now)
         if not is_settled:
-            self._writes += self._demotions.plan(now)  # of those that gave way, before they go
+            self._writes += self._background.plan(now)  # of those that gave way, before they go
         if not decodes and not chunks:
             idle = not roster.num_computing and not self._flights
             self._is_stalled = idle and (self.num_copies > 0 or self.handoffs.holds_back)
@@ -206,7 +207,7 @@ class Scheduler:
         self.handoffs.outputs.clear()
         if result is not None:
             self._take_result(result, outputs, now)
-        self._writes += self._demotions.plan(now)
+        self._writes += self._background.plan(now)
         return outputs
 
     def quiet(self) -> Quiet:

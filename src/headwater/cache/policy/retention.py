@@ -34,6 +34,10 @@ _MANY = 100_000
 _MIN_REFRESH, _MAX_REFRESH = 256, 16_384
 
 
+_TRUST = 0.5
+"""How far what was learned elsewhere is believed at the start: half-way."""
+
+
 class Visit(NamedTuple):
     """One request that ended, in pieces, for whoever watches."""
 
@@ -68,8 +72,8 @@ class Retention:
         self.hazards = HazardModel(NUM_FEATURES, MAX_FEATURES, PRIORS)
         self._is_taught = weights is not None
         if weights is not None:
-            self.hazards.bias[:] = weights.bias
-            self.hazards.weights[:] = weights.features
+            self.hazards.bias += _TRUST * (weights.bias - self.hazards.bias)
+            self.hazards.weights += _TRUST * (weights.features - self.hazards.weights)
         self.closed = self.hazards.add_fixed(-1.0)
         """The class of what nobody will ask for again, it is said: below all densities."""
         self.version = 0

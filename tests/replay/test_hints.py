@@ -1,0 +1,97 @@
+"""Replay with hints: what clients would say of their sessions, and what knowing it is worth."""
+
+import json
+
+import pytest
+
+from headwater.bench._shapes import SHAPES, make_shape
+from headwater.cache import Hint
+from headwater.cli import main
+from headwater.replay.cache_only import replay_cache
+from headwater.replay.hints import NOTHING, Said, hints_of
+from headwater.replay.optimum import optimal_hits
+from tests.replay.traces import make_request, needs_traces, public_trace
+
+GOES_ON, CLOSED = Hint(), Hint(closed=True)
+
+
+def test_a_perfect_hint_says_whether_the_session_goes_on():
+    """It does when a later request has the last full block too; the partial one never counts."""
+    requests = [
+        make_request([1, 2, 3]),
+        make_request([1, 2, 4, 5]),
+        make_request([7, 8]),
+        make_request([1, 2, 4, 5]),
+        make_request([7, 9]),
+    ]
+
+    assert hints_of(requests, "none") == [NOTHING] * 5
+    assert hints_of(requests, "perfect") == [
+        Said("1", GOES_ON),
+        Said("1", GOES_ON),
+        Said("7", GOES_ON),
+        Said("1", CLOSED),
+        Said("7", CLOSED),
+    ]
+
+
+def test_what_many_sessions_begin_with_is_nobodys_session():
+    """A shared beginning comes again and again, whatever becomes of one session."""
+    requests = [make_request([0, 10 + n, 40 + n]) for n in range(20)]
+
+    assert hints_of(requests, "perfect") == [Said(str(10 + n), CLOSED) for n in range(20)]
+
+
+@pytest.mark.parametrize("name", ["arc", "lru", "s3fifo", "session"])
+def test_hints_help_every_policy(name):
+    """On made sessions, where most of what is cached will never be asked for again."""
+    requests = make_shape("mixed", 1_500, 3)
+    plain = replay_cache(requests, 1_000, eviction=name)
+    hinted = replay_cache(requests, 1_000, eviction=name, hints="perfect")
+
+    assert hinted.hit_blocks > plain.hit_blocks
+    assert hinted.hit_blocks <= sum(optimal_hits(requests, 1_000))
+
+
+def test_the_command_takes_hints(tmp_path, capsys):
+    """`--hints perfect` finds more; with an engine it is refused, not ignored."""
+    trace = tmp_path / "trace.jsonl"
+    paths = [[1, 2], [3, 4], [5, 6], [1, 2, 7], [8, 9], [1, 2, 7, 10]]
+    rows = [
+        {"timestamp": n, "input_length": 512 * len(p), "output_length": 1, "hash_ids": p}
+        for n, p in enumerate(paths)
+    ]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["replay", str(trace), "--cache-only", "--capacity-blocks", "4", "--json"]
+    found = {}
+    for hints in ("none", "perfect"):
+        assert main([*flags, "--hints", hints]) == 0
+        found[hints] = json.loads(capsys.readouterr().out)["block_hit"]
+    assert found["perfect"] > found["none"]
+
+    assert main(["replay", str(trace), "--hints", "perfect"]) == 1
+    assert "--cache-only" in capsys.readouterr().err
+
+
+@needs_traces
+@pytest.mark.slow
+def test_knowing_whether_sessions_return_closes_most_of_the_gap():
+    """At least 85 % of the way from the LRU to the optimum, at 5,859 blocks of conversation."""
+    requests = public_trace("conversation")
+    lru = replay_cache(requests, 5_859).hit_blocks
+    hinted = replay_cache(requests, 5_859, eviction="session", hints="perfect").hit_blocks
+    best = sum(optimal_hits(requests, 5_859))
+
+    assert (hinted - lru) / (best - lru) >= 0.85
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("capacity", [300, 1_500, 6_000])
+def test_session_is_not_worse_than_lru_on_shapes_nobody_looked_at(shape, capacity):
+    """At least LRU less 0.3 points, from no weights: loops, scans and changed habits too."""
+    requests = make_shape(shape, 2_500, seed=21)
+    lru = replay_cache(requests, capacity).block_hit
+    session = replay_cache(requests, capacity, eviction="session").block_hit
+
+    assert session >= lru - 0.003
