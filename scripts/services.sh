@@ -1,4 +1,4 @@
-# Sourced by scripts/test, after setup.sh: what the storage tests talk to. Installs what is missing
+# Sourced by scripts/test, after setup.sh: what the storage tests talk to, and the page's browser. Installs what is missing
 # where that is possible; where it is not, says so, and pytest skips those tests with a reason.
 
 install_services() {
@@ -7,6 +7,7 @@ install_services() {
     || missing+=(redis-server)
   PATH=$PATH:/sbin:/usr/sbin ldconfig -p 2>/dev/null | grep 'libibverbs\.so\.1' >/dev/null \
     || missing+=(libibverbs1)
+  command -v chromium >/dev/null || missing+=(chromium fonts-dejavu-core)
   if [ ${#missing[@]} -gt 0 ]; then
     install_debian "${missing[@]}"
   fi

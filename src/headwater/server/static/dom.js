@@ -37,9 +37,10 @@ export function count(n) {
 
 export function seconds(s) {
   if (s == null || !isFinite(s)) return "–";
+  if (s === 0) return "0";
   if (s < 0.01) return `${(s * 1e3).toFixed(1)} ms`;
   if (s < 1) return `${Math.round(s * 1e3)} ms`;
-  if (s < 100) return `${s.toFixed(s < 10 ? 2 : 1)} s`;
+  if (s < 100) return `${Number.isInteger(s) ? s : s.toFixed(s < 10 ? 2 : 1)} s`;
   if (s < 7200) return `${Math.round(s / 60)} min`;
   return s < 172800 ? `${Math.round(s / 3600)} h` : `${Math.round(s / 86400)} days`;
 }

@@ -2,7 +2,7 @@
 
 import { byId, bytes, count, h, seconds, setText, share, whole } from "./dom.js";
 import { HISTORY, SOURCES, between, hitShare, isRestart, lately } from "./model.js";
-import { lines, shares } from "./charts.js";
+import { line, shares, span } from "./charts.js";
 import { showLinks, showLive, showMisses, showRecent, showTiers } from "./panels.js";
 import { showTree } from "./tree.js";
 
@@ -78,7 +78,7 @@ function showTiles(now, points, last) {
   const ever = now.totals.prompt_tokens_by_source_total;
   setText("t-hit", share(hitShare(recent) ?? hitShare(ever)));
   const found = Object.values(cache.ledger.found_tokens).reduce((a, b) => a + b, 0);
-  setText("t-hit-all", `${count(found)} of ${count(cache.ledger.query_tokens)} tokens in all`);
+  setText("t-hit-all", `${count(found)} of ${count(cache.ledger.query_tokens)} tokens`);
   setText("t-running", whole(cache.num_running));
   setText("t-waiting", `${whole(cache.num_waiting)} waiting, ${whole(cache.num_preemptions)} preempted`);
   const used = device.num_blocks - device.free - device.evictable;
@@ -88,13 +88,20 @@ function showTiles(now, points, last) {
 
 function showCharts() {
   const values = (get) => history.map((point) => (point ? get(point) ?? null : null));
-  const output = values((point) => point.output), prompt = values((point) => point.prompt);
-  lines(byId("c-tokens"), [{ values: prompt, kind: "computed", dash: true }, { values: output, kind: "device", wash: true }], count,
-    `Tokens a second over three minutes; now ${count(output.at(-1))} generated and ${count(prompt.at(-1))} of prompts`);
-  const ttft = values((point) => point.ttft?.p50), itl = values((point) => point.itl?.p50);
-  lines(byId("c-latency"), [{ values: ttft, kind: "host" }, { values: itl, kind: "device", dash: true }], seconds,
-    `Median seconds over three minutes; first token ${seconds(ttft.at(-1))}, between tokens ${seconds(itl.at(-1))}`);
-  shares(byId("c-source"), SOURCES, history.map((point) => point?.sources ?? {}), share, "Share of prompt tokens by where their KV came from, over three minutes");
+  const ago = howLong();
+  line(byId("c-output"), { name: "generated", values: values((point) => point.output), kind: "device", format: count });
+  line(byId("c-prompt"), { name: "of prompts, found and computed", values: values((point) => point.prompt), kind: "storage", format: count, ago });
+  line(byId("c-ttft"), { name: "to the first token", values: values((point) => point.ttft?.p50), kind: "host", format: seconds });
+  line(byId("c-itl"), { name: "between tokens", values: values((point) => point.itl?.p50), kind: "device", format: seconds, ago });
+  shares(byId("c-source"), SOURCES, history.map((point) => point?.sources ?? {}), { ago, label: "Share of prompt tokens by where their KV came from" });
+}
+
+// What the left edge of the charts is.
+function howLong() {
+  const points = history.filter(Boolean);
+  if (points.length < 2) return "";
+  const each = (points.at(-1).at - points[0].at) / (points.length - 1);
+  return `${seconds(Math.round(each * span(history.length)))} ago`;
 }
 
 function askForKey() {
@@ -126,8 +133,6 @@ showTheme(themes.includes(localStorage.getItem(THEME)) ? localStorage.getItem(TH
 function legend(id, entries) {
   byId(id).replaceChildren(...entries.map(([kind, text]) => h("span", {}, h("i", { class: `k-${kind}` }), text)));
 }
-legend("l-tokens", [["device", "generated"], ["computed", "prompt (dashed)"]]);
-legend("l-latency", [["host", "first token"], ["device", "between tokens (dashed)"]]);
 legend("l-source", SOURCES.map((name) => [name, name]));
 legend("l-tree", [["device", "device"], ["host", "host (striped)"], ["storage", "storage (dotted)"]]);
 addEventListener("resize", () => before && showCharts());

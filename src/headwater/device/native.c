@@ -1,0 +1,45 @@
+/* What a step does between its matrix products, on one thread of a CPU.
+ *
+ * At a small batch these are a few thousand numbers each: what costs is to call for them, one
+ * operation after another, with weights streaming through the core's caches in between. Plain
+ * C, left to the compiler to vectorise; all numbers are float32.
+ */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+/* out[r] = x[r] / sqrt(mean(x[r]^2) + epsilon) * weight */
+void rms_norm(const float *x, const float *weight, float *out, int64_t rows, int64_t width,
+              float epsilon) {
+    for (int64_t r = 0; r < rows; r++, x += width, out += width) {
+        float sum = 0.0f;
+        for (int64_t i = 0; i < width; i++) sum += x[i] * x[i];
+        float by = 1.0f / sqrtf(sum / (float)width + epsilon);
+        for (int64_t i = 0; i < width; i++) out[i] = x[i] * by * weight[i];
+    }
+}
+
+/* Turn the two halves of each token's first `heads` heads by its position, in place. */
+void rotate(float *tokens, const float *cos, const float *sin, int64_t count, int64_t stride,
+            int64_t heads, int64_t dim) {
+    int64_t half = dim / 2;
+    for (int64_t t = 0; t < count; t++, tokens += stride, cos += dim, sin += dim)
+        for (int64_t h = 0; h < heads; h++) {
+            float *low = tokens + h * dim, *high = low + half;
+            for (int64_t i = 0; i < half; i++) {
+                float a = low[i], b = high[i];
+                low[i] = a * cos[i] - b * sin[i];
+                high[i] = b * cos[half + i] + a * sin[half + i];
+            }
+        }
+}
+
+/* Copy `pieces` pieces of each of these tokens to rows of `target`, all `width` wide. */
+void scatter(const float *source, const int64_t *tokens, const int64_t *rows, float *target,
+             int64_t count, int64_t stride, int64_t pieces, int64_t width) {
+    for (int64_t t = 0; t < count; t++)
+        for (int64_t p = 0; p < pieces; p++)
+            memcpy(target + rows[t * pieces + p] * width,
+                   source + tokens[t] * stride + p * width, (size_t)width * sizeof(float));
+}

@@ -1,0 +1,113 @@
+"""Compiles `native.c` with the machine's C compiler, once, and calls it.
+
+Without a compiler everything works as before, only slower: `load` says so and returns None.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from torch import Tensor
+
+from headwater.device.folder import cache_folder
+
+_SOURCE = Path(__file__).with_name("native.c")
+_FLAGS = (
+    *("-O3", "-march=native", "-shared", "-fPIC"),
+    # What vectorising a sum needs, and no more: infinities and NaN keep their meaning.
+    *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"),
+)
+_COMPILE_S = 60.0
+_P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+_log = logging.getLogger(__name__)
+
+
+class NativeOps:
+    """`HostOps` for float32 on a CPU, on the calling thread."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._rms_norm, self._rotate, self._scatter = (
+            _function(library, "rms_norm", _P, _P, _P, _I, _I, _F),
+            _function(library, "rotate", _P, _P, _P, _I, _I, _I, _I),
+            _function(library, "scatter", _P, _P, _P, _P, _I, _I, _I, _I),
+        )
+
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        x = x.contiguous()
+        out = x.new_empty(x.shape)
+        width = x.shape[-1]
+        rows = x.numel() // width
+        self._rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, epsilon)
+        return out
+
+    def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        count, num_heads, dim = heads.shape
+        if heads.stride()[1:] != (dim, 1):
+            heads = heads.contiguous()
+        cos, sin = cos.contiguous(), sin.contiguous()
+        turns = cos.data_ptr(), sin.data_ptr()
+        self._rotate(heads.data_ptr(), *turns, count, heads.stride(0), num_heads, dim)
+        return heads
+
+    def scatter(self, source: Tensor, tokens: Tensor, rows: Tensor, target: Tensor) -> None:
+        width = target.shape[-1]
+        pieces = source[0].numel() // width
+        if not source[0].is_contiguous():
+            source = source.contiguous()
+        where = tokens.data_ptr(), rows.data_ptr(), target.data_ptr()
+        self._scatter(source.data_ptr(), *where, len(tokens), source.stride(0), pieces, width)
+
+
+def load() -> NativeOps | None:
+    """The compiled operations, compiled now if need be; None where that does not work."""
+    try:
+        return NativeOps(ctypes.CDLL(str(_compiled())))
+    except (OSError, subprocess.SubprocessError) as exc:
+        _log.warning("small operations run in torch, more slowly: %s", exc)
+        return None
+
+
+def _function(library: ctypes.CDLL, name: str, *types: type) -> "ctypes._NamedFuncPointer":
+    function = getattr(library, name)
+    function.argtypes, function.restype = types, None
+    return function  # type: ignore[no-any-return]  # what a CDLL has
+
+
+def _compiled() -> Path:
+    """The library for this source, compiler and processor; others' are left alone."""
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        raise FileNotFoundError("there is no C compiler (cc)")
+    about = (_SOURCE.read_text(encoding="utf-8"), compiler, *_FLAGS, _processor())
+    name = hashlib.sha256("\0".join(about).encode()).hexdigest()[:16]
+    target = cache_folder() / "native" / f"{name}.so"
+    if not target.is_file():
+        _compile(compiler, target)
+    return target
+
+
+def _compile(compiler: str, target: Path) -> None:
+    """Compile beside `target`, then rename: two processes may do so at once."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made = Path(folder) / "native.so"
+        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(made), "-lm"]
+        subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_S)
+        made.replace(target)
+
+
+def _processor() -> str:
+    """What `-march=native` depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    kinds = ("flags", "Features", "model name", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(kinds)}))

@@ -1,0 +1,78 @@
+"""A real Chromium with a page of a live server in it, and everything that went wrong there."""
+
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+OUTPUT = Path(__file__).parents[2] / "test-output"
+"""Screenshots, for people to look at; ignored by git."""
+
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
+
+
+@contextmanager
+def chromium():
+    """A browser, or a skip that says what is missing."""
+    api = pytest.importorskip("playwright.sync_api")
+    path = shutil.which("chromium")
+    if path is None:
+        pytest.skip("no chromium; on Debian: apt-get install chromium")
+    with api.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=path, args=list(FLAGS))
+        yield browser
+        browser.close()
+
+
+class Watch:
+    """A page, what it asked for and what it complained about."""
+
+    def __init__(self, browser, *, width=1280, height=900, scheme="light"):
+        self.context = browser.new_context(
+            viewport={"width": width, "height": height}, color_scheme=scheme
+        )
+        self.page = self.context.new_page()
+        self.asked = set()
+        self.complaints = []
+        self.page.on("request", lambda request: self.asked.add(request.url))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("console", self._listen)
+
+    def _listen(self, message):
+        if message.type in ("error", "warning"):
+            self.complaints.append(message.text)
+
+    def open(self, url, key=None):
+        """With a `key`, as if it had been typed in before."""
+        if key is not None:
+            self.page.add_init_script(f"sessionStorage.setItem('headwater-key', '{key}')")
+        self.page.goto(url + "/dashboard")
+        return self
+
+    def wait_for(self, state):
+        """Until the page says it is `live`, `paused` or `lost`."""
+        self.page.wait_for_selector(f"#state[data-state={state}]", timeout=30_000)
+
+    def number(self, name):
+        """The number that is shown for `name`, as an integer."""
+        return int(self.page.inner_text(f'[data-value="{name}"]').replace(",", ""))
+
+    def wait_number(self, name, value):
+        """Until that number is `value`; fails with what it was instead."""
+        selector = f'[data-value="{name}"]'
+        self.page.wait_for_function(
+            "([at, wanted]) => document.querySelector(at)?.textContent.replaceAll(',', '') === wanted",
+            arg=[selector, str(value)],
+            timeout=15_000,
+        )
+
+    def text(self, selector):
+        return self.page.inner_text(selector)
+
+    def picture(self, name):
+        OUTPUT.mkdir(exist_ok=True)
+        self.page.screenshot(path=str(OUTPUT / f"{name}.png"), full_page=True)

@@ -1,0 +1,171 @@
+"""The page at /dashboard in a real Chromium, over a live server that asks for a key."""
+
+import socket
+
+import pytest
+
+from tests.e2e.browser import Watch, chromium
+from tests.e2e.live import LiveServer
+
+pytestmark = pytest.mark.slow
+
+KEY = "open-sesame"
+AUTH = {"authorization": f"Bearer {KEY}"}
+PROMPT = "A river begins where rain stays long enough to find its way. " * 8
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start(port):
+    flags = ("--api-key", KEY, "--port", str(port), "--swap-space", "0.02")
+    return LiveServer(*flags, "--write-policy", "write_through").wait_ready()
+
+
+def complete(server, prompt, **fields):
+    body = {"prompt": prompt, "max_tokens": 24, "ignore_eos": True, "temperature": 0} | fields
+    answer = server.post("/v1/completions", body, headers=AUTH)
+    assert answer.status_code == 200, answer.text
+
+
+def cache(server):
+    return server.get("/cache", headers=AUTH).json()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = start(free_port())
+    for ending in ("First.", "Second.", "Third."):
+        complete(server, PROMPT + ending * 20)
+    complete(server, "zebra crossing " * 30, cache_salt="tenant-7")
+    yield server
+    assert server.stop() == 0, server.errors
+
+
+@pytest.fixture
+def watch(browser, server):
+    watch = Watch(browser).open(server.url, KEY)
+    watch.wait_for("live")
+    yield watch
+    watch.context.close()
+    assert watch.complaints == []
+    assert all(url.startswith(server.url) for url in watch.asked)
+
+
+def shown_is_true(watch, state):
+    for tier in ("device", "host"):
+        for field in ("held", "cached", "evictable", "free", "evicted"):
+            watch.wait_number(f"{tier}.{field}", state["tiers"][tier][field])
+    for reason, number in state["ledger"]["misses"].items():
+        watch.wait_number(f"miss.{reason}", number)
+
+
+def test_the_page_shows_what_cache_says_and_goes_on_with_it(watch, server):
+    """Every number of the tiers and misses, before and after another request."""
+    shown_is_true(watch, cache(server))
+
+    complete(server, "Something new entirely. " * 30, request_id="the-new-one")
+
+    shown_is_true(watch, cache(server))
+    watch.page.wait_for_function("document.body.innerText.includes('the-new-one')")
+    assert "headwater-tiny" in watch.text("#model")
+
+
+def test_the_tree_is_walked_by_keyboard_and_shows_no_tenant(watch, server):
+    """Arrows walk, Enter goes in, Escape goes out; salted tenants are one sum."""
+    page = watch.page
+    page.wait_for_selector("#tree .run.device")
+    page.focus("#tree [tabindex='0']")
+    page.keyboard.press("ArrowDown")
+    assert "blocks" in watch.text("#tree-detail").lower()
+    first = page.evaluate("document.activeElement.dataset.key")
+    page.keyboard.press("Enter")
+    assert page.locator("#tree-path button").count() == 2
+    page.keyboard.press("Escape")
+    assert page.locator("#tree-path button").count() == 0
+    assert page.evaluate("document.activeElement.dataset.key") == first
+    assert "1 salted tenants" in page.get_attribute("#tree .run.apart", "aria-label")
+    everything = page.content()
+    for secret in ("tenant-7", "zebra", "river begins"):
+        assert secret not in everything
+
+
+def test_everything_can_be_reached_with_the_tab_key(watch):
+    """Theme, tree, and both lists, without a mouse."""
+    reached = set()
+    for _ in range(14):
+        watch.page.keyboard.press("Tab")
+        reached.add(
+            watch.page.evaluate(
+                "document.activeElement.closest('#tree')?.id || document.activeElement.id"
+            )
+        )
+    assert {"theme", "tree", "live", "recent"} <= reached
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)])
+def test_it_fits_wide_and_narrow_light_and_dark(browser, server, width, height, scheme):
+    """Nothing hangs over the edge; pictures are kept for people to look at."""
+    watch = Watch(browser, width=width, height=height, scheme=scheme).open(server.url, KEY)
+    watch.wait_for("live")
+    watch.page.wait_for_selector("#tree .run")
+    complete(server, PROMPT + "A picture, please. " * 5)
+    watch.page.wait_for_selector("#c-output .line")
+
+    watch.picture(f"dashboard-{width}-{scheme}")
+
+    assert watch.page.evaluate("document.documentElement.scrollWidth") <= width
+    assert watch.complaints == []
+    watch.context.close()
+
+
+def test_a_wrong_key_is_said_and_the_right_one_opens(browser, server):
+    """The page itself needs no key; what it shows does."""
+    watch = Watch(browser).open(server.url)
+    watch.page.wait_for_selector("#key-form:not([hidden])")
+    watch.page.fill("#key", "wrong")
+    watch.page.press("#key", "Enter")
+    watch.page.wait_for_function("document.getElementById('key-error').textContent.length > 0")
+    watch.page.fill("#key", KEY)
+    watch.page.press("#key", "Enter")
+
+    watch.wait_for("live")
+
+    # The browser itself notes each 401 in its console; nothing else may be there.
+    assert all("401" in complaint for complaint in watch.complaints)
+    watch.context.close()
+
+
+def test_a_restarted_server_is_found_again(browser):
+    """The page says that it waits, and goes on with the new server's numbers by itself."""
+    port = free_port()
+    server = start(port)
+    complete(server, PROMPT)
+    watch = Watch(browser).open(server.url, KEY)
+    watch.wait_for("live")
+    shown_is_true(watch, cache(server))
+    server.stop()
+    watch.wait_for("lost")
+    assert "waiting for the server" in watch.text("#state-text")
+    server = start(port)
+
+    watch.wait_for("live")
+
+    shown_is_true(watch, cache(server))
+    assert watch.number("device.cached") == 0
+    complete(server, PROMPT)
+    shown_is_true(watch, cache(server))
+    assert server.stop() == 0, server.errors
+    # A refused connection is noted by the browser; the page itself complains of nothing.
+    assert all("ERR_" in complaint or "503" in complaint for complaint in watch.complaints)
+    watch.context.close()
