@@ -22,7 +22,6 @@ from headwater.scheduler.batch import (
 from headwater.scheduler.budget import StepBudget
 from headwater.scheduler.coast import Quiet, coast, quiet
 from headwater.scheduler.config import SchedulerConfig
-from headwater.scheduler.demotions import Demotions
 from headwater.scheduler.flight import Flight
 from headwater.scheduler.growth import GrowthEstimate
 from headwater.scheduler.handoffs import Handoffs
