@@ -53,7 +53,7 @@ def test_without_a_command_it_says_what_there_is(capsys):
     ("arguments", "hint"),
     [
         (["serv"], "did you mean 'serve'?"),
-        (["banana"], "known: bench, demo, replay, serve"),
+        (["banana"], "known: bench, demo, replay, route, serve"),
         (["serve", "--max-num-seq", "3"], "did you mean '--max-num-seqs'?"),
         (["serve", "--prot=3"], "did you mean '--port'?"),
         (["serve", "--completely-else"], "see --help"),
@@ -112,7 +112,6 @@ def test_flags_reach_the_settings():
 @pytest.mark.parametrize(
     ("flags", "feature"),
     [
-        (["--splitwise-role", "prefill"], "prefill/decode"),
         (["--tensor-parallel-size", "2"], "tensor parallelism"),
     ],
 )
@@ -165,7 +164,7 @@ def test_values_that_ask_for_nothing_are_accepted():
             {"swap_space_gib": 1.0, "load_policy": "wait"},
             "has no timeout",
         ),
-        (["--cache-transfer-protocol"], {}, "hands off to nobody"),
+        (["--cache-transfer-protocol"], {}, "no hand-offs"),
     ],
 )
 def test_a_flag_that_does_nothing_says_so(flags, settings, word):

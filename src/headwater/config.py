@@ -25,8 +25,11 @@ _TIER_FLAGS = (
     *("--save-preempted", "--no-save-preempted"),
     *("--prefetch-sessions", "--no-prefetch-sessions"),
 )
+_PEER_FLAGS = ("--peer-host", "--peer-port", "--max-inflight-prefill")
 _SWAP_FLAGS = frozenset({"--swap-space", "--kv-offloading-size"})
 LOAD_POLICIES = get_args(LoadPolicy)
+ROLES = ("mixed", "prefill", "decode")
+LINKS = ("shm", "tcp", "mooncake")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +63,31 @@ class KvEventsConfig:
     def is_on(self) -> bool:
         """Whether anything is published."""
         return self.enable_kv_cache_events and self.publisher == "zmq"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeersConfig:
+    """How an instance takes part in hand-offs; the shared token is in the environment."""
+
+    role: Literal["mixed", "prefill", "decode"] = "mixed"
+    """Computes prompts for others, decodes what others computed, or both and all by itself."""
+
+    link: Literal["shm", "tcp", "mooncake"] = "tcp"
+    """How blocks come to this instance."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    """Where peers reach it: on loopback, at any free port, unless told otherwise."""
+
+    max_inflight: int = 64
+    """Most prompts that it computes for others at once; more are refused."""
+
+    def __post_init__(self) -> None:
+        _one_of("--splitwise-role", self.role, ROLES)
+        _one_of("--cache-transfer-protocol", self.link, LINKS)
+        _positive("--max-inflight-prefill", self.max_inflight)
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--peer-port must be between 0 and 65535, got {self.port}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +172,9 @@ class EngineConfig:
 
     kv_events: KvEventsConfig | None = None
     """How others are told what is cached; None is not at all."""
+
+    peers: PeersConfig | None = None
+    """Hand-offs with other instances; None is to serve alone."""
 
     def __post_init__(self) -> None:
         _positive("--block-size", self.block_tokens)
@@ -256,6 +287,12 @@ class ServerConfig:
     vllm_metric_names: bool = False
     """Expose the few metrics that routers scrape under the `vllm:` prefix as well."""
 
+    router: str | None = None
+    """URL of the router to register at; None is to serve alone."""
+
+    peer_token: str | None = None
+    """What instances and the router of one cluster show each other."""
+
     log_format: Literal["text", "json"] = "text"
     """How log lines look; with `json`, each request that ends is a line with its ledger."""
 
@@ -268,7 +305,7 @@ class ServerConfig:
         check_secret("--api-key", self.api_key)
         check_secret("--peer-token", self.peer_token)
         if self.router is not None and not self.router.startswith(("http://", "https://")):
-            raise ConfigError(f"--router is a URL such as http://host:port, got {self.router!r}")
+            raise ConfigError(f"--router is a URL such as http://host, got {self.router!r}")
         if self.drain_timeout_s < 0:
             raise ConfigError(f"--drain-timeout cannot be negative, got {self.drain_timeout_s}")
 
@@ -293,6 +330,19 @@ def api_key_from_environment() -> str | None:
     return os.environ.get("HEADWATER_API_KEY") or None
 
 
+def peer_token_from_environment() -> str | None:
+    """The token of HEADWATER_PEER_TOKEN."""
+    return os.environ.get("HEADWATER_PEER_TOKEN") or None
+
+
+def check_secret(flag: str, value: str | None) -> None:
+    """Raise ConfigError for a secret that no header can carry."""
+    if value == "":
+        raise ConfigError(f"{flag} is empty; leave it out to ask for none")
+    if value is not None and not _is_header_value(value):
+        raise ConfigError(f"{flag} must be printable ASCII without spaces")
+
+
 def idle_settings(engine: EngineConfig, given: frozenset[str]) -> list[str]:
     """One sentence for each flag in `given` that does nothing in this configuration."""
     sentences = []
@@ -307,20 +357,16 @@ def idle_settings(engine: EngineConfig, given: frozenset[str]) -> list[str]:
             "--eviction-weights does nothing here: only --eviction session begins with any"
         )
     sentences += _idle_tiers(engine, given)
-    if "--cache-transfer-protocol" in given:
-        sentences.append(
-            "--cache-transfer-protocol does nothing here: a mixed instance hands off to nobody"
-        )
+    if engine.peers is None:
+        sentences += [
+            f"{flag} does nothing here: without --splitwise-role there are no hand-offs"
+            for flag in ("--cache-transfer-protocol", *_PEER_FLAGS)
+            if flag in given
+        ]
     return sentences
 
 
 def _idle_tiers(engine: EngineConfig, given: frozenset[str]) -> list[str]:
-    router: str | None = None
-    """URL of the router to register at; None is to serve alone."""
-
-    peer_token: str | None = None
-    """What instances and the router of one cluster show each other."""
-
     if not engine.swap_space_gib:
         return [
             f"{flag} does nothing here: there is no host tier (--swap-space)"
@@ -352,16 +398,3 @@ def _one_of(flag: str, value: str, known: tuple[str, ...]) -> None:
 
 def _is_header_value(text: str) -> bool:
     return text.isascii() and text.isprintable() and " " not in text
-def peer_token_from_environment() -> str | None:
-    """The token of HEADWATER_PEER_TOKEN."""
-    return os.environ.get("HEADWATER_PEER_TOKEN") or None
-
-
-def check_secret(flag: str, value: str | None) -> None:
-    """Raise ConfigError for a secret that no header can carry."""
-    if value == "":
-        raise ConfigError(f"{flag} is empty; leave it out to ask for none")
-    if value is not None and not _is_header_value(value):
-        raise ConfigError(f"{flag} must be printable ASCII without spaces")
-
-

@@ -99,6 +99,13 @@ class Interleavings(RuleBasedStateMachine):
             if fabric.transfers:
                 fabric.move(data.draw(sampled_from(fabric.transfers)))
 
+    @rule(data=data())
+    def repeat(self, data):
+        """What arrived of a push is on its way once more."""
+        fabric = self.pair.fabric
+        if fabric.transfers:
+            fabric.repeat(data.draw(sampled_from(fabric.transfers)))
+
     @rule(data=data(), vanishes=booleans())
     def break_push(self, data, vanishes):
         """A push fails; what is on its way arrives late, or never."""

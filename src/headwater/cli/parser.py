@@ -17,12 +17,15 @@ from headwater.cli.storage import add_storage
 from headwater.cli.up import add_up
 from headwater.config import (
     EVICTIONS,
+    LINKS,
     LOAD_POLICIES,
     LOG_FORMATS,
+    ROLES,
     VERSION,
     WRITE_POLICIES,
     EngineConfig,
     LimitsConfig,
+    PeersConfig,
     ServerConfig,
 )
 
@@ -53,6 +56,7 @@ use, so that everything can be tried offline.
 _ENGINE = EngineConfig()
 _SERVER = ServerConfig()
 _LIMITS = LimitsConfig()
+_PEERS = PeersConfig()
 
 
 def build_parser() -> ArgumentParser:
@@ -291,6 +295,42 @@ def _add_scheduling(parser: ArgumentParser) -> None:
 def _add_cluster(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("among other instances")
     group.add_argument(
+        "--splitwise-role",
+        choices=ROLES,
+        help="computes prompts for others, decodes what others computed, or both (mixed)",
+    )
+    group.add_argument(
+        "--cache-transfer-protocol",
+        choices=LINKS,
+        default=_PEERS.link,
+        help=_help("how blocks come to this instance"),
+    )
+    group.add_argument(
+        "--peer-host",
+        metavar="ADDRESS",
+        default=_PEERS.host,
+        help=_help("where peers reach this instance"),
+    )
+    group.add_argument(
+        "--peer-port",
+        type=int,
+        metavar="PORT",
+        default=_PEERS.port,
+        help=_help("port for them; 0 is any free one"),
+    )
+    group.add_argument(
+        "--max-inflight-prefill",
+        type=int,
+        metavar="N",
+        default=_PEERS.max_inflight,
+        help=_help("most prompts computed for others at once; more are refused"),
+    )
+    group.add_argument(
+        "--peer-token-file",
+        metavar="FILE",
+        help="file with the secret that all instances share (or HEADWATER_PEER_TOKEN)",
+    )
+    group.add_argument(
         "--router", metavar="URL", help="register at this router, and follow its rules"
     )
     group.add_argument(
@@ -311,10 +351,6 @@ def _add_later(parser: ArgumentParser) -> None:
         "not in this release (refused where they ask for something)"
     )
     hidden: dict[str, Any] = {"default": None}
-    group.add_argument("--splitwise-role", choices=("mixed", "prefill", "decode"), **hidden)
-    group.add_argument(
-        "--cache-transfer-protocol", choices=("shm", "tcp", "mooncake"), **hidden
-    )
     group.add_argument("--tensor-parallel-size", type=int, metavar="N", **hidden)
 
 

@@ -1,9 +1,11 @@
 """`headwater serve`: flags to settings, refusals, and the banner that says what to try next."""
 
 import json
+import os
 import sys
 from argparse import Namespace
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,8 +17,10 @@ from headwater.config import (
     EngineConfig,
     KvEventsConfig,
     LimitsConfig,
+    PeersConfig,
     ServerConfig,
     api_key_from_environment,
+    check_secret,
     idle_settings,
     peer_token_from_environment,
 )
@@ -29,6 +33,8 @@ def run_serve(options: Namespace, given: frozenset[str]) -> int:
     """Serve until stopped; the exit code. `given` is which flags were on the command line."""
     set_up_logs(options.log_format)
     refuse_later_features(options)
+    if options.peer_token_file is not None:
+        _read_peer_token(options.peer_token_file)
     engine, server = engine_config(options), server_config(options)
     for sentence in idle_settings(engine, given):
         _say(f"note: {sentence}")
@@ -65,6 +71,7 @@ def engine_config(options: Namespace) -> EngineConfig:
         load_policy=options.load_policy,
         load_timeout_s=options.load_timeout,
         storage_backend=options.kvcache_storage_backend,
+        peers=_peers(options),
         storage_config=_settings("--kvcache-storage-config", options.kvcache_storage_config),
         # A router that knows what is cached is why one registers.
         kv_events=_kv_events(options.kv_events_config or ("{}" if options.router else None)),
@@ -91,11 +98,32 @@ def server_config(options: Namespace) -> ServerConfig:
     )
 
 
+def _read_peer_token(path: str) -> None:
+    """Put the token in the file at `path` where every process of this instance finds it."""
+    try:
+        token = Path(path).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"--peer-token-file: cannot read {path}: {exc}") from exc
+    check_secret("--peer-token-file", token)
+    os.environ["HEADWATER_PEER_TOKEN"] = token
+
+
+def _peers(options: Namespace) -> PeersConfig | None:
+    """Hand-offs, where a role is named."""
+    if options.splitwise_role is None:
+        return None
+    return PeersConfig(
+        role=options.splitwise_role,
+        link=options.cache_transfer_protocol,
+        host=options.peer_host,
+        port=options.peer_port,
+        max_inflight=options.max_inflight_prefill,
+    )
+
+
 def refuse_later_features(options: Namespace) -> None:
     """A feature that is asked for and not built is an error, never silence."""
     later = {
-        "--splitwise-role": options.splitwise_role not in (None, "mixed")
-        and "prefill/decode disaggregation",
         "--tensor-parallel-size": (options.tensor_parallel_size or 1) != 1
         and "tensor parallelism",
     }

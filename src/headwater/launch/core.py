@@ -15,6 +15,7 @@ from headwater.engine.client import EngineInfo
 from headwater.engine.core import EngineCore
 from headwater.errors import ConfigError
 from headwater.launch.events import open_events
+from headwater.launch.peers import open_peers
 from headwater.launch.tiers import describe_tiers, host_blocks, open_mover
 from headwater.launch.weights import load_weights
 from headwater.scheduler.config import SchedulerConfig
@@ -74,6 +75,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
     clock = SystemClock()
     mover = open_mover(config, scheduler.cache, runner.pool, layout, clock)
     core = EngineCore(scheduler, runner, clock, mover)
+    info = open_peers(config, core, scheduler, runner.pool, info, clock)
     return core, open_events(config, core, info, clock)
 
 

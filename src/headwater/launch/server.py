@@ -74,6 +74,9 @@ def serve(
     Raises ConfigError or ModelError, with a sentence, where nothing can be served.
     """
     listener = bind(server_config.host, server_config.port)
+    if server_config.peer_token is not None:
+        # The engine process inherits it; settings are shown to whoever asks.
+        os.environ["HEADWATER_PEER_TOKEN"] = server_config.peer_token
     with contextlib.closing(listener):
         child = EngineChild(
             ["headwater.launch.engine", server_config.log_format],

@@ -19,6 +19,7 @@ from headwater.server.answers import (
 from headwater.server.body import read_body, request_name, traceparent
 from headwater.server.errors import Refused
 from headwater.server.generation import Delta, Generation, Job
+from headwater.server.handoff import check_role, handed_off
 from headwater.server.jobs import job_of
 from headwater.server.logprobs import chat_logprobs
 from headwater.server.messages import num_characters, plain_messages
@@ -39,7 +40,9 @@ async def chat_completions(request: Request) -> Reply:
     name = request_name(request, body)
     check_supported(body)
     service.check_model(body.model)
-    job = replace(await _job(service, body, name), traceparent=traceparent(request))
+    check_role(service)
+    job = handed_off(request, service, await _job(service, body, name))
+    job = replace(job, traceparent=traceparent(request))
     answer = _Chat(service, body, name, job)
     if body.stream:
         return answer.stream

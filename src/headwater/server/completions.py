@@ -11,6 +11,7 @@ from headwater.server.answers import CompletionAnswer, CompletionChoice, UsageAn
 from headwater.server.body import read_body, request_name, traceparent
 from headwater.server.errors import Refused
 from headwater.server.generation import Delta, Generation, Job
+from headwater.server.handoff import check_role, handed_off
 from headwater.server.jobs import job_of
 from headwater.server.logprobs import completion_logprobs, num_characters
 from headwater.server.params import num_logprobs
@@ -34,7 +35,9 @@ async def completions(request: Request) -> Reply:
     name = request_name(request, body)
     check_supported(body)
     service.check_model(body.model)
-    job = replace(await _job(service, body, name), traceparent=traceparent(request))
+    check_role(service)
+    job = handed_off(request, service, await _job(service, body, name))
+    job = replace(job, traceparent=traceparent(request))
     answer = _Completion(service, body, name, job)
     if body.stream:
         return answer.stream

@@ -65,6 +65,7 @@ class Transfer:
     push: Push
     bytes_of: list[Rows] | None = None
     """What it carries once the sender's slots are not its own any more."""
+
     num_sent: int = 0
     num_bytes: int = 0
 
@@ -175,6 +176,14 @@ class Fabric:
             host = self._hosts[transfer.source]
             self._make_late(transfer, host)
             host.post(PushFailed(transfer.push.job, reason))
+
+    def repeat(self, transfer: Transfer) -> None:
+        """Have what was sent of a push on its way once more: it arrives late, or again."""
+        source = self._hosts.get(transfer.source)
+        if source is not None and transfer.num_sent:
+            copy = Transfer(transfer.source, transfer.target, transfer.push)
+            self._make_late(copy, source)
+            self.transfers.append(copy)
 
     def vanish(self, transfer: Transfer) -> None:
         """What a late push carries arrives nowhere."""

@@ -1,0 +1,97 @@
+"""Builds what an instance needs for hand-offs: control connections, links, both roles."""
+
+import secrets
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+from headwater.cache import Namespace
+from headwater.clock import Clock
+from headwater.config import EngineConfig, peer_token_from_environment
+from headwater.disagg.decodes import Decodes, Memory
+from headwater.disagg.exchange import Exchange
+from headwater.disagg.handoff import HandoffConfig
+from headwater.disagg.link import BlockMemory
+from headwater.disagg.links.config import LinkConfig
+from headwater.disagg.links.registry import Links
+from headwater.disagg.peers import PeerConfig, PeerService
+from headwater.disagg.prefills import Prefills
+from headwater.engine.client import EngineInfo
+from headwater.engine.core import EngineCore
+from headwater.errors import ConfigError
+from headwater.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from headwater.device.kv import KVPool
+
+
+class Blocks(BlockMemory, Memory, Protocol):
+    """What links and the loop need of the device's memory."""
+
+
+def open_peers(
+    config: EngineConfig,
+    core: EngineCore,
+    scheduler: Scheduler,
+    pool: "KVPool",
+    info: EngineInfo,
+    clock: Clock,
+) -> EngineInfo:
+    """Let `core` hand off, where that is asked for; `info` with where its peers reach it."""
+    if config.peers is None:
+        return info
+    # Beside torch, which is imported by the time there is a pool.
+    from headwater.device.blocks import PoolBlocks
+
+    address = join_peers(config, core, scheduler, PoolBlocks(pool), clock)
+    return replace(info, role=config.peers.role, peer_address=address)
+
+
+def join_peers(
+    config: EngineConfig,
+    core: EngineCore,
+    scheduler: Scheduler,
+    memory: Blocks,
+    clock: Clock,
+    handoffs: HandoffConfig | None = None,
+) -> str:
+    """Connect `core` to its peers through `memory`; the address where they reach it."""
+    peers, token = config.peers, peer_token_from_environment()
+    if peers is None or token is None:
+        raise ConfigError(
+            "--splitwise-role needs a token that all instances share: set HEADWATER_PEER_TOKEN "
+            "or give --peer-token-file"
+        )
+    handoffs = handoffs or HandoffConfig(max_inflight=peers.max_inflight)
+    links = Links(
+        LinkConfig(token=token.encode(), host=peers.host), memory, core.completions.post, clock
+    )
+    network = PeerService(
+        PeerConfig(
+            token=token.encode(),
+            # The key that all of a deployment's keys are chained to says what its bytes are.
+            identity=scheduler.cache.tree.scheme.root(Namespace()),
+            block_bytes=memory.block_bytes,
+            host=peers.host,
+            port=peers.port,
+        ),
+        core.completions.post,
+        clock,
+    )
+    prefills = Prefills(
+        scheduler,
+        network,
+        links.connect,
+        handoffs,
+        block_bytes=memory.block_bytes,
+        accepts=peers.role != "decode",
+    )
+    decodes = Decodes(
+        scheduler,
+        network,
+        links.listen(peers.link),
+        handoffs,
+        memory=memory,
+        new_id=lambda: secrets.randbits(63),
+    )
+    core.join(Exchange(prefills, decodes, network))
+    return network.address
