@@ -221,9 +221,10 @@ def test_server_info_hides_the_key():
         response = await rig.client.get("/server_info", headers=headers)
         assert response.json()["engine"]["block_tokens"] == 16
         assert response.json()["server"]["api_key"] is True
+        assert response.json()["server"]["peer_token"] is True
         assert "hidden" not in response.text
 
-    run(scenario, api_key="hidden")
+    run(scenario, api_key="hidden", peer_token="hidden-too")
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,10 @@ def _how(code: int) -> str:
 
 def _banner(router: Child, instances: Sequence[Child]) -> str:
     width = max(len(child.name) for child in (router, *instances))
-    lines = "".join(f"\n  {child.name:<{width}}  {child.url}" for child in (router, *instances))
+    lines = "".join(
+        f"\n  {child.name:<{width}}  {child.url}  pid {child.process.pid}"
+        for child in (router, *instances)
+    )
     return f"""\
 Headwater cluster is ready at {router.url}{lines}
 try:

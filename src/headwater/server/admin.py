@@ -101,6 +101,7 @@ async def server_info(request: Request) -> Response:
     service = _service(request)
     config = asdict(service.config)
     config["api_key"] = service.config.api_key is not None
+    config["peer_token"] = service.config.peer_token is not None
     asked = None if service.engine_config is None else asdict(service.engine_config)
     if asked is not None:
         # A backend's settings may hold a password; their names do not.

@@ -1,0 +1,91 @@
+"""A router process, as an operator would start it."""
+
+import atexit
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import httpx
+
+_READY = re.compile(r"is ready at (http://\S+)")
+
+
+class LiveCommand:
+    """`headwater` with these arguments, until it is stopped; its lines are kept."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "headwater", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.said: list[str] = []
+        self.url = ""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        # A test that fails half-way leaves its process; the end of the tests does not.
+        atexit.register(self.process.kill)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as lines:
+            for line in lines:
+                self.said.append(line)
+                if found := _READY.search(line):
+                    self.url = found.group(1)
+
+    def until_said(self, text: str, within_s: float = 60.0) -> str:
+        """Wait for a line with `text` in it; the line."""
+        deadline = time.monotonic() + within_s
+        while True:
+            found = next((line for line in list(self.said) if text in line), None)
+            if found is not None:
+                return found
+            assert self.process.poll() is None, self.said
+            assert time.monotonic() < deadline, self.said
+            self._reader.join(0.02)
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Tell it to stop; its exit code."""
+        self.process.send_signal(number)
+        code = self.process.wait(timeout=60)
+        self._reader.join()
+        return code
+
+
+class LiveRouter(LiveCommand):
+    """`headwater route`, ready."""
+
+    def __init__(self, *flags: str, port: int = 0) -> None:
+        super().__init__("route", "--port", str(port), *flags)
+        self.until_said("stop with")
+        self.port = int(self.url.rpartition(":")[2])
+
+    def instances(self) -> dict[str, Any]:
+        found = httpx.get(f"{self.url}/instances", timeout=10).json()["instances"]
+        return {entry["instance_id"]: entry for entry in found}
+
+    def until(self, reached: Any, within_s: float = 30.0) -> dict[str, Any]:
+        """Ask who is known until `reached(known)`."""
+        deadline = time.monotonic() + within_s
+        while True:
+            known = self.instances()
+            if reached(known):
+                return known
+            assert time.monotonic() < deadline, known
+
+    def until_exact(self, *servers: Any) -> dict[str, Any]:
+        """Until the caches of these servers are exactly known."""
+        names = [server.url.removeprefix("http://") for server in servers]
+        return self.until(
+            lambda known: all(known.get(n, {}).get("trust") == "exact" for n in names)
+        )
+
+    def post(self, **fields: Any) -> httpx.Response:
+        body = {"prompt": "hello " * 50, "temperature": 0, "max_tokens": 4} | fields
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)

@@ -1,0 +1,185 @@
+"""Real processes: a router, instances with a real model, real clients, and kill -9."""
+
+import os
+import signal
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.live import LiveServer, Stream
+from tests.router.live import LiveCommand, LiveRouter
+
+pytestmark = pytest.mark.slow
+
+NAME = "x-headwater-instance"
+
+
+def start(router, *flags):
+    return LiveServer("--router", router.url, "--max-model-len", "4096", *flags, blocks=96)
+
+
+def name(server):
+    return server.url.removeprefix("http://")
+
+
+def kill(server):
+    """Both processes of an instance, with no time for a last word."""
+    os.kill(server.engine_pid, signal.SIGKILL)
+    server.process.kill()
+    server.wait()
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    router = LiveRouter()
+    servers = [start(router) for _ in range(2)]
+    for server in servers:
+        server.wait_ready()
+    router.until_exact(*servers)
+    yield [router, *servers]
+    for server in servers:
+        if server.process.poll() is None:
+            assert server.stop() == 0, server.errors
+
+
+def test_the_openai_client_does_not_notice(cluster):
+    """Chat, streams and models, through the router as without it."""
+    router = cluster[0]
+    client = openai.OpenAI(base_url=f"{router.url}/v1", api_key="none")
+    messages: Any = [{"role": "user", "content": "Where does the water come from? " * 20}]
+    model = client.models.list().data[0].id
+
+    def ask(**options):
+        return client.chat.completions.with_raw_response.create(
+            model=model, messages=messages, max_tokens=16, temperature=0, **options
+        )
+
+    first, second = ask(), ask()
+    pieces: Any = client.chat.completions.create(
+        model=model, messages=messages, max_tokens=16, temperature=0, stream=True
+    )
+    text = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+
+    assert first.headers[NAME] == second.headers[NAME]
+    answer = second.parse()
+    assert answer.usage.prompt_tokens_details.cached_tokens > 128
+    assert text == answer.choices[0].message.content == first.parse().choices[0].message.content
+    client.close()
+
+
+def test_conversations_spread_and_stay(cluster):
+    """Lesson 70 and 72: new ones go to both instances, and come back to their own."""
+    router = cluster[0]
+    prompts = [f"conversation number {n}, " * 30 for n in range(6)]
+
+    homes = [router.post(prompt=prompt).headers[NAME] for prompt in prompts]
+    again = [router.post(prompt=prompt + "and on").headers[NAME] for prompt in prompts]
+
+    assert set(homes) == {name(server) for server in cluster[1:]}
+    assert again == homes
+
+
+def test_a_killed_router_comes_back_knowing_everything(cluster):
+    """Lesson 71: instances register again by themselves; what they have is replayed."""
+    router = cluster[0]
+    before = {n: entry["known_blocks"] for n, entry in router.instances().items()}
+
+    router.process.kill()
+    router.process.wait()
+    cluster[0] = router = LiveRouter(port=router.port)
+    router.until_exact(*cluster[1:])
+
+    assert {n: entry["known_blocks"] for n, entry in router.instances().items()} == before
+    assert router.post().status_code == 200
+
+
+def test_an_instance_killed_while_idle_is_not_noticed(cluster):
+    """The request goes elsewhere; a restart at the same address is another life, and nothing is
+    left of what was believed of the one before (lesson 71)."""
+    router, *servers = cluster
+    home = router.post().headers[NAME]
+    victim = next(server for server in servers if name(server) == home)
+    epoch = router.instances()[home]["epoch"]
+
+    kill(victim)
+    answer = router.post()
+
+    assert answer.status_code == 200
+    assert answer.headers[NAME] != home
+    again = start(router, "--port", home.rpartition(":")[2]).wait_ready()
+    cluster[1 + servers.index(victim)] = again
+    known = router.until_exact(again)[home]
+    assert known["epoch"] != epoch
+    assert known["known_blocks"] == 0
+
+
+def test_an_instance_killed_while_streaming_ends_in_a_typed_error(cluster):
+    """Within a bound, in the stream, and only that stream."""
+    router, *servers = cluster
+    answer = router.post(prompt="a stream that breaks, " * 20)
+    victim = next(server for server in servers if name(server) == answer.headers[NAME])
+    fields = {"prompt": "a stream that breaks, " * 20, "max_tokens": 3000}
+    stream = Stream(router.url, fields)
+    assert stream.next()["choices"]
+
+    kill(victim)
+    last = stream.rest()[-1]
+
+    assert last["error"]["code"] == "instance_lost"
+    stream.close()
+    assert router.post().status_code == 200
+    router.until(lambda known: known[name(victim)]["state"] == "lost")
+
+
+def test_a_stopped_instance_drains(cluster):
+    """Lesson 59: what it has it ends, what is new goes elsewhere; the last one gone is a 503."""
+    router, *servers = cluster
+    server = next(server for server in servers if server.process.poll() is None)
+    stream = Stream(router.url, {"prompt": "drains", "max_tokens": 300})
+    stream.next()
+
+    server.process.send_signal(signal.SIGTERM)
+
+    assert stream.rest()[-1]["choices"][0]["finish_reason"] == "length"
+    stream.close()
+    assert server.wait() == 0
+    answer = router.post()
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "no_instance"
+    assert httpx.get(f"{router.url}/health").status_code == 503
+    assert router.stop() == 0
+
+
+def test_one_command_is_a_whole_cluster():
+    """`headwater up`: addresses, an answer, the death of a child told, and Ctrl-C ends all."""
+    flags = ["--threads", "1", "--num-gpu-blocks-override", "64"]
+    cluster = LiveCommand("up", "--mixed", "2", "--port", "0", "--", *flags)
+    cluster.until_said("stop with")
+    url = cluster.until_said("cluster is ready at").split()[-1]
+    answer = httpx.post(f"{url}/v1/completions", json={"prompt": "hi"}, timeout=60)
+    assert answer.status_code == 200
+    pids = {line.split()[0]: int(line.split()[-1]) for line in cluster.said if "pid" in line}
+    assert set(pids) == {"router", "mixed-1", "mixed-2"}
+
+    os.kill(pids["mixed-2"], signal.SIGKILL)
+    cluster.until_said("mixed-2 ended with signal 9")
+    for _ in range(3):
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "hi"}, timeout=60)
+        assert answer.status_code == 200
+
+    assert cluster.stop(signal.SIGINT) == 0, cluster.said
+    assert not [pid for pid in pids.values() if os.path.exists(f"/proc/{pid}")]
+
+
+def test_up_says_what_cannot_be():
+    """A cluster of nothing, or of half a pair, is a sentence."""
+    for arguments, sentence in [
+        ([], "say how many instances"),
+        (["--prefill", "1"], "need --decode instances"),
+    ]:
+        command = LiveCommand("up", *arguments)
+        assert command.process.wait(timeout=30) == 1
+        command._reader.join()
+        assert sentence in "".join(command.said)
