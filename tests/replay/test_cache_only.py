@@ -84,14 +84,15 @@ def test_the_command_prints_what_was_found(tmp_path, capsys):
         assert {"misses_by_reason", "wall_s"} <= set(result)
 
 
-def test_what_is_not_built_is_refused(tmp_path, capsys):
-    """Replay with an engine is a sentence, not silence; so is an impossible capacity."""
-    assert main(["replay", str(tmp_path / "trace.jsonl")]) == 1
-    assert "--cache-only" in capsys.readouterr().err
-    trace = tmp_path / "empty.jsonl"
-    trace.write_text("")
+def test_an_impossible_capacity_is_refused(tmp_path, capsys):
+    """With a sentence, and so is what only makes sense for the cache alone."""
+    trace = tmp_path / "trace.jsonl"
+    row = {"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [0, 1]}
+    trace.write_text(json.dumps(row) + "\n")
     assert main(["replay", str(trace), "--cache-only", "--capacity-blocks", "-1"]) == 1
     assert "cannot hold -1 blocks" in capsys.readouterr().err
+    assert main(["replay", str(trace), "--capacity-blocks", "5"]) == 1
+    assert "--cache-only" in capsys.readouterr().err
 
 
 def test_variants_keep_requests_whole_and_in_order():

@@ -1,65 +1,248 @@
-"""`headwater replay`: what a cache would have found in a recorded trace."""
+"""`headwater replay`: a recorded trace, served by the real engine on a clock that only pretends."""
 
 import json
 import sys
 import time
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter, _SubParsersAction
+from argparse import (
+    ArgumentParser,
+    Namespace,
+    RawDescriptionHelpFormatter,
+    _ArgumentGroup,
+    _SubParsersAction,
+)
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from headwater.config import EVICTIONS
+from headwater.config import EVICTIONS, LOAD_POLICIES, WRITE_POLICIES
 from headwater.errors import ConfigError
 
-_ABOUT = """\
-Send the requests of a trace (JSON lines in the Mooncake format) through the cache alone, one
-after the other: every hash id is one whole block of 512 tokens, and no output is appended.
+if TYPE_CHECKING:
+    from headwater.replay.settings import SimConfig
+    from headwater.replay.trace import TraceRequest
 
-  headwater replay trace.jsonl --cache-only --capacity-blocks 10000 --eviction session
+_ABOUT = """\
+Play the requests of a trace to the real scheduler, cache and transfer decisions on a virtual
+clock: steps and copies take what a cost model says, and nothing is computed. An hour of traffic
+takes seconds, needs no GPU, and gives the same bytes each time.
+
+TRACE is JSON lines in the Mooncake format (timestamp in ms, input_length, output_length,
+hash_ids of 512 tokens each), or what `headwater serve --record FILE` wrote.
+
+  headwater replay trace.jsonl
+  headwater replay trace.jsonl --host-gib 512 --storage-gib 4096 --slo ttft_p99=2s,itl_p99=80ms
+  headwater replay trace.jsonl --instances 8 --router least_loaded --json
+  headwater replay trace.jsonl --picture out/
+  headwater replay trace.jsonl --cache-only --capacity-blocks 10000 --eviction opt
+
+docs/replay.md says what is modelled and what is not.
 """
+
+_PRESETS = ("h200-8b", "cpu-100m")
+_ROUTERS = ("least_loaded", "round_robin")
 
 
 def add_replay(commands: "_SubParsersAction[ArgumentParser]") -> None:
     """Add the command to the parser of `headwater`."""
     parser = commands.add_parser(
         "replay",
-        usage="headwater replay TRACE --cache-only [flags]",
+        usage="headwater replay TRACE [flags]",
         description=_ABOUT,
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("trace", metavar="TRACE", type=Path, help="trace file")
-    parser.add_argument(
-        "--cache-only", action="store_true", help="the cache alone: no time, no engine"
-    )
-    parser.add_argument(
-        "--capacity-blocks",
-        type=int,
-        metavar="N",
-        help="blocks that the cache holds (default: as many as there are)",
-    )
-    parser.add_argument(
-        "--eviction",
-        choices=(*EVICTIONS, "opt"),
-        default="lru",
-        help="which blocks go first; opt knows the future (default: %(default)s)",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("trace", metavar="TRACE", type=Path, help="trace or recording")
+    add_load(parser.add_argument_group("load"))
+    add_machine(parser.add_argument_group("machine"))
+    _add_tiers(parser.add_argument_group("tiers and instances"))
+    add_policies(parser.add_argument_group("policies"))
+    _add_cache_only(parser.add_argument_group("the cache alone"))
+    _add_output(parser.add_argument_group("output"))
     flags = [flag for action in parser._actions for flag in action.option_strings]
     parser.set_defaults(flags=flags)
 
 
-def run_replay(options: Namespace) -> int:
-    """Replay and print; the exit code."""
-    from headwater.replay.cache_only import replay_cache, replay_optimum
+def add_load(group: _ArgumentGroup) -> None:
+    """Which requests, and how fast they come."""
+    group.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
+    group.add_argument(
+        "--speed",
+        type=float,
+        metavar="X",
+        default=1.0,
+        help="the same requests in 1/X of the time (default: %(default)g)",
+    )
+    group.add_argument(
+        "--scale",
+        type=float,
+        metavar="X",
+        default=1.0,
+        help="X times the sessions: a part of them, or copies (default: %(default)g)",
+    )
+    group.add_argument(
+        "--seed", type=int, default=1, help="of what --scale draws by chance (default: 1)"
+    )
+
+
+def add_machine(group: _ArgumentGroup) -> None:
+    """What steps and copies take."""
+    group.add_argument(
+        "--preset",
+        choices=_PRESETS,
+        default=_PRESETS[0],
+        help="a machine and model that were measured (default: %(default)s)",
+    )
+    group.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="FILE",
+        help="JSON of `headwater bench serve|tiers|gpu`, whose figures replace the preset's",
+    )
+    group.add_argument(
+        "--block-size",
+        type=int,
+        metavar="TOKENS",
+        default=64,
+        help="tokens in a block (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-num-seqs", type=int, metavar="N", help="most sequences in a step (the preset's)"
+    )
+    group.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        metavar="N",
+        help="most tokens in a step (the preset's)",
+    )
+
+
+def add_policies(group: _ArgumentGroup) -> None:
+    """What decides."""
+    group.add_argument(
+        "--write-policy",
+        choices=WRITE_POLICIES,
+        default="write_through_selective",
+        help="when a block is written to the host tier (default: %(default)s)",
+    )
+    group.add_argument(
+        "--load-policy",
+        choices=LOAD_POLICIES,
+        default="priced",
+        help="load blocks from lower tiers, or compute them again (default: %(default)s)",
+    )
+    group.add_argument(
+        "--slo",
+        default="",
+        metavar="BOUNDS",
+        help="what requests are promised, such as ttft_p99=2s,itl_p99=50ms; gives the goodput",
+    )
+
+
+def load_requests(options: Namespace) -> "list[TraceRequest]":
+    """The requests that the flags of `add_load` ask for."""
+    from headwater.replay.load import at_speed, scaled
     from headwater.replay.trace import read_trace
 
-    if not options.cache_only:
-        raise ConfigError("replay with an engine is not in this release; try --cache-only")
-    requests = read_trace(options.trace)
+    if options.limit is not None and options.limit < 1:
+        raise ConfigError(f"--limit is a number of requests, got {options.limit}")
+    requests = read_trace(options.trace, options.limit)
+    if not requests:
+        raise ConfigError(f"the trace {options.trace} has no requests")
+    return at_speed(scaled(requests, options.scale, seed=options.seed), options.speed)
+
+
+def sim_config(options: Namespace, **changes: Any) -> "SimConfig":  # noqa: ANN401 -- typed by SimConfig
+    """The deployment that the flags ask for."""
+    from headwater.replay.presets import preset
+    from headwater.replay.settings import SimConfig
+
+    machine = preset(options.preset)
+    if options.calibrate is not None:
+        from headwater.replay.calibrate import calibrated
+
+        machine = calibrated(machine, options.calibrate)
+    settings: dict[str, Any] = {
+        "machine": machine,
+        "block_tokens": options.block_size,
+        "max_num_seqs": options.max_num_seqs,
+        "max_batched_tokens": options.max_num_batched_tokens,
+        "write_policy": options.write_policy,
+        "load_policy": options.load_policy,
+    }
+    return SimConfig(**(settings | changes))
+
+
+def run_replay(options: Namespace) -> int:
+    """Replay and print; the exit code."""
+    if options.cache_only:
+        return _run_cache_only(options)
+    if options.eviction == "opt":
+        raise ConfigError("--eviction opt knows the future: it is for --cache-only")
+    if options.capacity_blocks is not None:
+        raise ConfigError("--capacity-blocks is for --cache-only; give --device-gib")
+    if (options.hints, options.weights, options.save_weights) != ("none", "none", None):
+        raise ConfigError("--hints, --weights and --save-weights are for --cache-only")
+    return _run_engine(options)
+
+
+def _run_engine(options: Namespace) -> int:
+    from headwater.engine.collector import settle_collector
+    from headwater.engine.progress import SilentProgress, show_progress
+    from headwater.replay.report import make_report
+    from headwater.replay.simulator import Simulator
+    from headwater.replay.slo import parse_slo
+    from headwater.replay.tables import report_table
+
+    bounds = parse_slo(options.slo)
+    config = sim_config(
+        options,
+        device_gib=options.device_gib,
+        host_gib=options.host_gib,
+        storage_gib=options.storage_gib,
+        num_instances=options.instances,
+        router=options.router,
+        eviction=options.eviction,
+        fast_forward=not options.step_by_step,
+    )
+    requests = load_requests(options)
+    simulator = Simulator(config, requests)
+    settle_collector()
+    start = time.perf_counter()
+    show = show_progress if sys.stderr.isatty() else lambda *_: SilentProgress()
+    with show("replay", len(requests)) as progress:
+        run = simulator.play(progress.advance)
+    report = make_report(run, bounds) | {"wall_s": time.perf_counter() - start}
+    sys.stdout.write(json.dumps(report) + "\n" if options.json else report_table(report))
+    if options.picture is not None:
+        from headwater.replay.picture import draw_report
+
+        for path in draw_report(report, options.picture):
+            sys.stderr.write(f"wrote {path}\n")
+    return 0
+
+
+def _run_cache_only(options: Namespace) -> int:
+    from headwater.launch.weights import load_weights, save_learned
+    from headwater.replay.cache_only import replay_cache, replay_optimum
+
+    weights = load_weights(options.weights)
+    if options.save_weights is not None and options.eviction != "session":
+        raise ConfigError("--save-weights needs --eviction session: no other policy learns any")
+    requests = load_requests(options)
     start = time.perf_counter()
     if options.eviction == "opt":
         replayed = replay_optimum(requests, options.capacity_blocks)
     else:
-        replayed = replay_cache(requests, options.capacity_blocks, eviction=options.eviction)
+        replayed = replay_cache(
+            requests,
+            options.capacity_blocks,
+            eviction=options.eviction,
+            weights=weights,
+            hints=options.hints,
+        )
+    if options.save_weights is not None and replayed.learned is not None:
+        save_learned(
+            replayed.learned, options.save_weights, before=weights, trace=options.trace
+        )
     result = {
         "requests": replayed.requests,
         "block_hit": replayed.block_hit,
@@ -81,3 +264,91 @@ def _table(result: dict[str, object]) -> str:
         else:
             lines.append(f"  {name:<39} {value:>10,}")
     return "\n".join(["headwater replay --cache-only", *lines, ""])
+
+
+def _add_tiers(group: _ArgumentGroup) -> None:
+    group.add_argument(
+        "--device-gib",
+        type=float,
+        metavar="GIB",
+        help="device memory for KV, of each instance (the preset's)",
+    )
+    group.add_argument(
+        "--host-gib",
+        type=float,
+        metavar="GIB",
+        default=0.0,
+        help="host tier of each instance; 0 is none (default: %(default)g)",
+    )
+    group.add_argument(
+        "--storage-gib",
+        type=float,
+        metavar="GIB",
+        default=0.0,
+        help="storage that all instances share; 0 is none (default: %(default)g)",
+    )
+    group.add_argument(
+        "--instances", type=int, metavar="N", default=1, help="engines alike (default: 1)"
+    )
+    group.add_argument(
+        "--router",
+        choices=_ROUTERS,
+        default="round_robin",
+        help="which instance gets a request (default: %(default)s)",
+    )
+    group.add_argument(
+        "--eviction",
+        choices=(*EVICTIONS, "opt"),
+        default="lru",
+        help="which blocks go first; opt knows the future, for --cache-only "
+        "(default: %(default)s)",
+    )
+
+
+def _add_cache_only(group: _ArgumentGroup) -> None:
+    group.add_argument(
+        "--cache-only",
+        action="store_true",
+        help="one request after the other through the cache: no time, no engine, every hash id "
+        "one whole block, no output",
+    )
+    group.add_argument(
+        "--capacity-blocks",
+        type=int,
+        metavar="N",
+        help="blocks of the trace that it holds (default: as many as there are)",
+    )
+    group.add_argument(
+        "--hints",
+        choices=("none", "perfect"),
+        default="none",
+        help="what clients say of their sessions: nothing, or with each request whether its "
+        "session goes on (default: %(default)s)",
+    )
+    group.add_argument(
+        "--weights",
+        metavar="none|shipped|FILE",
+        default="none",
+        help="what --eviction session begins with (default: %(default)s)",
+    )
+    group.add_argument(
+        "--save-weights",
+        type=Path,
+        metavar="FILE",
+        help="write what --eviction session has learned at the end",
+    )
+
+
+def _add_output(group: _ArgumentGroup) -> None:
+    group.add_argument("--json", action="store_true", help="print one JSON object")
+    group.add_argument(
+        "--picture",
+        type=Path,
+        metavar="DIR|FILE",
+        help="draw hits, first tokens, tiers and queue: a .png or .svg file, or both in a folder",
+    )
+    group.add_argument(
+        "--step-by-step",
+        action="store_true",
+        help="turn the loop for each step, also where nothing is decided: slower, same result",
+    )

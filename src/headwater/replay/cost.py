@@ -20,8 +20,13 @@ GIB = 1 << 30
 
 Count = TypeVar("Count", int, NDArray[np.int64])
 
-LINKS = ("device_to_host", "host_to_device", "host_to_storage", "storage_to_host", "lookup")
-"""Every link between tiers, by the name it has in an engine's statistics."""
+OWN_LINKS = ("device_to_host", "host_to_device")
+"""Links that each instance has for itself, by the name they have in its statistics."""
+
+SHARED_LINKS = ("host_to_storage", "storage_to_host", "lookup")
+"""Links that all instances share: they lead to the one storage."""
+
+LINKS = (*OWN_LINKS, *SHARED_LINKS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +83,7 @@ class LinkCost:
     """Copies at once; more wait in line. None is as many as there are."""
 
     step_share: float = 0.0
-    """By how much of itself a step gets longer while the link is busy."""
+    """By how much of itself a step gets longer while a link of the instance's own is busy."""
 
     def __post_init__(self) -> None:
         if not self.bytes_s > 0 or self.latency_s < 0:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from headwater.cache import Ending, Lookup, Promotion, Transfer
 from headwater.clock import VirtualClock
-from headwater.replay.cost import StepCost
+from headwater.replay.cost import OWN_LINKS, StepCost
 from headwater.replay.links import Delivery, SharedLink
 from headwater.scheduler.batch import ScheduledBatch, StepResult
 from headwater.storage.base import StorageStats
@@ -44,7 +44,9 @@ class SimRunner:
     ) -> None:
         self._cost = cost
         self._clock = clock
-        self._dragging = [link for link in links.values() if link.cost.step_share > 0]
+        # Only an instance's own links: what others do on shared ones is not known in advance.
+        own = [links[name] for name in OWN_LINKS if name in links]
+        self._dragging = [link for link in own if link.cost.step_share > 0]
         self._submitted: deque[ScheduledBatch] = deque()
         self._num_chosen = 0
         self.num_tokens = 0

@@ -1,7 +1,7 @@
 """One simulated engine: the real loop, scheduler, cache and mover, with hands that only wait."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import inf
 
@@ -13,9 +13,11 @@ from headwater.engine.core import EngineCore
 from headwater.errors import RequestError
 from headwater.replay.hands import SimCopier, SimRunner, SimStorage, SimStore
 from headwater.replay.links import SharedLink
+from headwater.replay.samples import Row, Samples, Times
 from headwater.replay.served import Served
 from headwater.replay.settings import SimConfig
 from headwater.replay.trace import TraceRequest
+from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.request import Request, SamplingParams
 from headwater.scheduler.scheduler import Scheduler
 from headwater.transfer.mover import Mover
@@ -35,6 +37,7 @@ class SimInstance:
         config: SimConfig,
         links: Mapping[str, SharedLink],
         store: SimStore | None,
+        times: Times,
     ) -> None:
         self.number = number
         self.clock = VirtualClock()
@@ -45,16 +48,13 @@ class SimInstance:
         self.core = EngineCore(self.scheduler, self.runner, self.clock, self.mover)
         self.served: list[Served] = []
         """Everything it was given, in that order."""
+        self.samples = Samples(times)
+        """Waiting, running, device blocks and host blocks in use."""
         self._fast_forward = config.fast_forward
         self._line: deque[tuple[RequestId, TraceRequest]] = deque()
         self._alive: dict[RequestId, Served] = {}
         self.num_turns = 0
         """Turns of the real loop; steps that were taken many at once are not among them."""
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that have arrived and not started."""
-        return self.scheduler.stats().num_waiting + len(self._line)
 
     @property
     def num_alive(self) -> int:
@@ -64,7 +64,7 @@ class SimInstance:
     def give(self, number: int, request: TraceRequest, now: float) -> None:
         """A request arrives at `now`; an idle engine's clock is set to that."""
         if not self.core.has_work:
-            self.clock.move_to(max(self.clock.now(), now))
+            self.wake(now)
         name = RequestId(str(number))
         served = Served(
             arrival_s=request.arrival_s,
@@ -79,6 +79,7 @@ class SimInstance:
     def wake(self, now: float) -> None:
         """Something for it came at `now`; an idle engine's clock is set to that."""
         if self.clock.now() < now:
+            self.samples.fill(now, self._row)
             self.clock.move_to(now)
 
     def ready_s(self) -> float:
@@ -91,11 +92,20 @@ class SimInstance:
         """Let it do what comes next: one step, or those before `until_s` in which nothing is
         decided. The number of requests that ended."""
         if self._fast_forward and self._coast(until_s):
+            self.samples.fill(self.clock.now(), self._row)
             return 0
         self.num_turns += 1
-        ended = 0
         outputs = self.core.step()
         now = self.clock.now()
+        self.samples.fill(now, self._row)
+        ended = self._take_in(outputs, now)
+        if self._line:
+            self._fill()
+        return ended
+
+    def _take_in(self, outputs: Sequence[SequenceOutput], now: float) -> int:
+        """Note what came of a step; how many requests ended."""
+        ended = 0
         for output in outputs:
             served = self._alive[output.request_id]
             if output.usage is not None:
@@ -105,9 +115,17 @@ class SimInstance:
                 served.finished = True
                 del self._alive[output.request_id]
                 ended += 1
-        if self._line:
-            self._fill()
         return ended
+
+    def _row(self) -> Row:
+        stats = self.scheduler.stats()
+        device, host = self.cache.device.pool.stats(), self.cache.host.pool.stats()
+        return (
+            stats.num_waiting + len(self._line),
+            stats.num_running,
+            device.total - device.free,
+            host.total - host.free,
+        )
 
     def _coast(self, until_s: float) -> int:
         """Take steps that decide nothing, if the next one is such; how many."""

@@ -13,11 +13,10 @@ _H200_8B = Machine(
     ),
     kv_token_bytes=32 * 2 * 8 * 128 * 2,
     step=StepCost(
-        launch_s=2.3e-3,
+        launch_s=2.45e-3,
         weights_s=3.75e-3,
         token_s=2.62e-5,
         pair_s=9.3e-10,
-        row_s=4.0e-6,
         context_token_s=3.05e-8,
     ),
     links={

@@ -11,17 +11,21 @@ from headwater.errors import ConfigError
 from headwater.types import Tokens
 
 TRACE_BLOCK = 512
-"""Tokens that one hash id of a trace stands for."""
+"""Tokens that one hash id of a trace in the Mooncake format stands for."""
+
+MAX_TOKEN = 1 << 31
+"""Tokens are made from ids, and are below this."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One line of a trace: an id stands for 512 tokens *and all before them*."""
+    """One line of a trace: an id stands for a block *and all before it*."""
 
     hash_ids: list[int]
     input_length: int
     output_length: int
     arrival_s: float = 0.0
+    block_tokens: int = TRACE_BLOCK
 
     def prompt(self) -> Tokens:
         """The ids expanded to tokens: the same id gives the same tokens, always."""
@@ -29,8 +33,8 @@ class TraceRequest:
 
     def whole_blocks(self) -> Tokens:
         """The same with the last block filled up."""
-        ids = np.array(self.hash_ids, dtype=np.int32) * TRACE_BLOCK
-        return np.add.outer(ids, np.arange(TRACE_BLOCK, dtype=np.int32)).ravel()
+        ids = np.array(self.hash_ids, dtype=np.int32) * self.block_tokens
+        return np.add.outer(ids, np.arange(self.block_tokens, dtype=np.int32)).ravel()
 
     def output(self, number: int) -> Tokens:
         """Tokens that no other request generates; `number` tells requests apart."""

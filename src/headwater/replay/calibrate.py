@@ -1,0 +1,156 @@
+"""A machine with the figures of a benchmark's result instead of its own.
+
+What is taken, from the one JSON object that each benchmark prints with `--json`:
+
+    bench serve   rows[].itl_p50_ms by .concurrency     launch + weights, row
+    bench tiers   recompute_ttft_ms by length           token, pair
+                  hit_ttft_ms.host by length            host_to_device
+                  backend_mb_s.file.read and .write     storage_to_host, host_to_storage
+    bench gpu     decode_tokens_s by batch              launch + weights, row
+                  prefill_tokens_s by length            token, pair
+                  copy_gb_s.host_to_device and .device_to_host
+
+What a file does not have stays as it was; a file that has nothing of it is an error.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headwater.errors import ConfigError
+from headwater.replay.cost import LinkCost, Machine, StepCost
+
+Points = dict[int, float]
+"""Seconds, by a count."""
+
+
+def calibrated(machine: Machine, path: Path) -> Machine:
+    """`machine` with every figure that the result in `path` has."""
+    result = _read(path)
+    step, taken = machine.step, list[str]()
+    try:
+        decode = _decode_points(result)
+        if decode:
+            step, taken = _with_decode(step, decode), [*taken, "decoding"]
+        prefill = _prefill_points(result)
+        if prefill:
+            step, taken = _with_prefill(step, prefill), [*taken, "prompts"]
+        links = dict(machine.links)
+        for name, bytes_s in _bandwidths(result, machine.kv_token_bytes).items():
+            links[name] = _with_bandwidth(links.get(name), bytes_s)
+            taken.append(name)
+    except (KeyError, TypeError, ValueError, AttributeError) as exc:
+        raise ConfigError(f"--calibrate {path}: a figure is not as expected: {exc!r}") from exc
+    if not taken:
+        raise ConfigError(
+            f"--calibrate {path} has nothing that costs are made from; it takes the JSON of "
+            "headwater bench serve, tiers or gpu"
+        )
+    return replace(
+        machine,
+        name=f"{machine.name}*",
+        step=step,
+        links=links,
+        note=f"{path.name}: {', '.join(taken)}; the rest: {machine.note}",
+    )
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise ConfigError(f"cannot read --calibrate {path}: {exc.strerror}") from exc
+    except ValueError as exc:
+        raise ConfigError(f"--calibrate {path} is not JSON: {exc}") from exc
+    if not isinstance(result, dict):
+        raise ConfigError(f"--calibrate {path} is not one JSON object")
+    return result
+
+
+def _decode_points(result: Mapping[str, Any]) -> Points:
+    """Seconds of a decoding step, by rows."""
+    if "decode_tokens_s" in result:
+        return {
+            int(rows): int(rows) / speed for rows, speed in result["decode_tokens_s"].items()
+        }
+    rows = [row for row in result.get("rows", ()) if row.get("engine") == "headwater"]
+    if not rows:
+        return {}
+    model = rows[-1]["model"]  # the largest comes last
+    times: dict[int, list[float]] = {}
+    for row in rows:
+        if row["model"] == model and row["cache"]:
+            times.setdefault(row["concurrency"], []).append(row["itl_p50_ms"] / 1e3)
+    return {rows: float(np.median(seconds)) for rows, seconds in times.items()}
+
+
+def _prefill_points(result: Mapping[str, Any]) -> Points:
+    """Seconds of a whole prompt, by tokens."""
+    if "prefill_tokens_s" in result:
+        return {int(n): int(n) / speed for n, speed in result["prefill_tokens_s"].items()}
+    return {int(n): ms / 1e3 for n, ms in result.get("recompute_ttft_ms", {}).items()}
+
+
+def _bandwidths(result: Mapping[str, Any], kv_token_bytes: int) -> dict[str, float]:
+    found = {}
+    for name, speed in result.get("copy_gb_s", {}).items():
+        if name in ("host_to_device", "device_to_host"):
+            found[name] = speed * 1e9
+    hits = {int(n): ms / 1e3 for n, ms in result.get("hit_ttft_ms", {}).get("host", {}).items()}
+    if len(hits) > 1:
+        _, token_s = _line(hits)
+        if token_s > 0:
+            found["host_to_device"] = kv_token_bytes / token_s
+    speeds = result.get("backend_mb_s", {}).get("file", {})
+    for way, name in (("read", "storage_to_host"), ("write", "host_to_storage")):
+        if way in speeds:
+            found[name] = speeds[way] * 1e6
+    return found
+
+
+def _with_decode(step: StepCost, points: Points) -> StepCost:
+    """A line through the seconds over the rows; what rows read is in its slope."""
+    start_s, row_s = _line(points)
+    launch_s = min(step.launch_s, start_s)
+    return replace(
+        step,
+        launch_s=launch_s,
+        weights_s=start_s - launch_s,
+        row_s=row_s,
+        context_token_s=0.0,
+    )
+
+
+def _with_prefill(step: StepCost, points: Points) -> StepCost:
+    """token × n + pair × n (n + 1) / 2 through the seconds over the tokens."""
+    lengths = np.array(sorted(points), dtype=np.float64)
+    seconds = np.array([points[int(n)] for n in lengths]) - step.launch_s
+    pairs = lengths * (lengths + 1) / 2
+    if len(lengths) > 1:
+        # Relative errors count, or the longest prompt would be all that is fitted.
+        terms = np.stack((lengths, pairs), axis=1) / seconds[:, None]
+        token_s, pair_s = np.linalg.lstsq(terms, np.ones(len(lengths)), rcond=None)[0].tolist()
+        if token_s >= 0 and pair_s >= 0:
+            return replace(step, token_s=token_s, pair_s=pair_s)
+    token_s = float(np.median(seconds / lengths))
+    return replace(step, token_s=max(token_s, 0.0), pair_s=0.0)
+
+
+def _with_bandwidth(link: LinkCost | None, bytes_s: float) -> LinkCost:
+    if link is None:
+        return LinkCost(bytes_s=bytes_s)
+    return replace(link, bytes_s=bytes_s)
+
+
+def _line(points: Points) -> tuple[float, float]:
+    """Start and slope of the line through `points`, neither below 0."""
+    if len(points) == 1:
+        return next(iter(points.values())), 0.0
+    slope, start = np.polyfit(list(points), list(points.values()), 1).tolist()
+    if start <= 0 or slope < 0:
+        return min(points.values()), max(slope, 0.0)
+    return start, slope

@@ -1,0 +1,61 @@
+"""More or less load made from a trace: in less time, with fewer sessions, or with more."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from headwater.errors import ConfigError
+from headwater.replay.trace import MAX_TOKEN, TraceRequest
+from headwater.replay.variants import trunks
+
+_STAGGER_S = 60.0
+"""Copies of a session begin at other moments, within this."""
+
+
+def at_speed(requests: Sequence[TraceRequest], factor: float) -> list[TraceRequest]:
+    """The same requests in 1 / `factor` of the time."""
+    if not 0 < factor < float("inf"):
+        raise ConfigError(f"--speed is a factor such as 2 or 0.5, got {factor}")
+    if factor == 1:
+        return list(requests)
+    return [replace(request, arrival_s=request.arrival_s / factor) for request in requests]
+
+
+def scaled(requests: Sequence[TraceRequest], factor: float, *, seed: int) -> list[TraceRequest]:
+    """`factor` times the sessions: a part of them by chance below 1; above, copies that share
+    with the original only the beginnings that sessions share anyway."""
+    if not 0 < factor < float("inf"):
+        raise ConfigError(f"--scale is a factor such as 2 or 0.5, got {factor}")
+    if factor == 1 or not requests:
+        return list(requests)
+    shared = trunks(requests)
+    stride = 1 + max((i for request in requests for i in request.hash_ids), default=0)
+    if stride * int(np.ceil(factor)) * requests[0].block_tokens > MAX_TOKEN:
+        raise ConfigError(f"--scale {factor:g} makes more blocks than there are numbers for")
+    sessions = [
+        next((i for i in request.hash_ids if i not in shared), -1) for request in requests
+    ]
+    made = []
+    for copy in range(int(np.ceil(factor))):
+        rng = np.random.default_rng((seed, copy))
+        kept: dict[int, float | None] = {}
+        for request, session in zip(requests, sessions, strict=True):
+            if session not in kept:
+                stays = rng.random() < factor - copy
+                kept[session] = float(rng.random()) * _STAGGER_S if stays else None
+            delay_s = kept[session]
+            if delay_s is not None:
+                made.append(_moved(request, copy * stride, delay_s if copy else 0.0, shared))
+    made.sort(key=lambda request: request.arrival_s)
+    return made
+
+
+def _moved(
+    request: TraceRequest, offset: int, delay_s: float, shared: set[int]
+) -> TraceRequest:
+    """The same request of another session."""
+    if not offset:
+        return request
+    ids = [i if i in shared else i + offset for i in request.hash_ids]
+    return replace(request, hash_ids=ids, arrival_s=request.arrival_s + delay_s)

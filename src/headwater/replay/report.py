@@ -1,0 +1,224 @@
+"""What a replay found, as one value that prints, compares and is written as JSON.
+
+Every number is a function of the trace, the settings and the seed: the same bytes each time.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwater.replay.cost import GIB
+from headwater.replay.samples import summed
+from headwater.replay.served import Served
+from headwater.replay.settings import SimConfig
+from headwater.replay.simulator import Run
+from headwater.replay.slo import Bound, attainment
+
+Seconds: TypeAlias = NDArray[np.float64]
+Report: TypeAlias = dict[str, Any]
+
+_TIERS = ("device", "host", "storage")
+_SOURCES = (*_TIERS, "peer")
+_NUM_BUCKETS = 60
+_MAX_POINTS = 480
+
+
+def make_report(run: Run, bounds: Sequence[Bound] = ()) -> Report:
+    """Everything that is reported of `run`."""
+    served = sorted(
+        (one for instance in run.instances for one in instance.served),
+        key=lambda one: one.arrival_s,
+    )
+    ended = [one for one in served if one.finished]
+    latencies = _latencies(ended)
+    duration_s = _duration_s(served)
+    output_tokens = sum(one.num_output for one in ended)
+    over_time = _over_time(run)
+    report = {
+        "requests": len(served),
+        "refused": len(served) - len(ended),
+        **_hits(ended, run.config.block_tokens),
+        "ttft_ms": _spread(latencies["ttft"]),
+        "itl_ms": _spread(latencies["itl"]),
+        "e2e_ms": _spread(latencies["e2e"]),
+        "throughput": output_tokens / duration_s,
+        "requests_per_s": len(ended) / duration_s,
+        "prompt_tokens_per_s": sum(one.prompt_tokens for one in ended) / duration_s,
+        "output_tokens": output_tokens,
+        "duration_s": duration_s,
+        **_engines(run),
+        **_links(run, duration_s),
+        "queue": _queue(over_time["waiting"]),
+    }
+    if bounds:
+        report["slo"] = attainment(bounds, served, latencies, duration_s)
+    if len(run.instances) > 1:
+        report["by_instance"] = [
+            _hits([o for o in i.served if o.finished], run.config.block_tokens)["token_hit"]
+            for i in run.instances
+        ]
+    report["over_time"] = over_time
+    report["hits_over_time"] = _hits_over_time(ended)
+    report["ttft_ms_quantiles"] = _quantiles(latencies["ttft"])
+    report["settings"] = describe(run.config)
+    return report
+
+
+def describe(config: SimConfig) -> Report:
+    """The settings that a report is of."""
+    cache = config.cache()
+    return {
+        "machine": config.machine.name,
+        "instances": config.num_instances,
+        "router": config.router,
+        "block_tokens": config.block_tokens,
+        "device_gib": cache.device_blocks * config.block_bytes / GIB,
+        "host_gib": cache.host_blocks * config.block_bytes / GIB,
+        "storage_gib": config.storage_blocks * config.block_bytes / GIB,
+        "eviction": config.eviction,
+        "write_policy": config.write_policy,
+        "load_policy": config.load_policy,
+    }
+
+
+def _hits(ended: Sequence[Served], block_tokens: int) -> Report:
+    """What was found, where, and why not more."""
+    sources: Counter[str] = Counter(dict.fromkeys(_SOURCES, 0))
+    reasons: Counter[str] = Counter()
+    missed: Counter[str] = Counter()
+    for one in ended:
+        if one.usage is None:
+            continue
+        sources.update(one.usage.by_tier)
+        if one.usage.miss_reason is not None:
+            reasons[one.usage.miss_reason] += 1
+            missed[one.usage.miss_reason] += one.usage.computed
+    prompt = sum(one.prompt_tokens for one in ended)
+    found = sum(sources.values())
+    blocks = sum(one.prompt_tokens // block_tokens for one in ended)
+    return {
+        "block_hit": found / block_tokens / max(blocks, 1),
+        "token_hit": found / max(prompt, 1),
+        "prompt_tokens": prompt,
+        "tokens_by_source": dict(sources) | {"computed": prompt - found},
+        "misses_by_reason": dict(sorted(reasons.items())),
+        "missed_tokens_by_reason": dict(sorted(missed.items())),
+    }
+
+
+def _latencies(ended: Sequence[Served]) -> dict[str, Seconds]:
+    gaps = [np.frombuffer(one.gaps_s) for one in ended if one.gaps_s]
+    return {
+        "ttft": np.array([one.ttft_s for one in ended]),
+        "itl": np.concatenate(gaps) if gaps else np.empty(0),
+        "e2e": np.array([one.last_s - one.arrival_s for one in ended]),
+    }
+
+
+def _spread(seconds: Seconds) -> dict[str, float]:
+    if not len(seconds):
+        return dict.fromkeys(("p50", "p90", "p99", "mean", "max"), 0.0)
+    p50, p90, p99 = (1e3 * np.percentile(seconds, (50, 90, 99))).tolist()
+    mean, most = 1e3 * float(seconds.mean()), 1e3 * float(seconds.max())
+    return {"p50": p50, "p90": p90, "p99": p99, "mean": mean, "max": most}
+
+
+def _quantiles(seconds: Seconds) -> list[float]:
+    """101 of them, for a picture of the distribution."""
+    if not len(seconds):
+        return []
+    values: list[float] = (1e3 * np.percentile(seconds, np.arange(101))).tolist()
+    return values
+
+
+def _duration_s(served: Sequence[Served]) -> float:
+    """From the first arrival to the last token."""
+    if not served:
+        return 1.0
+    end_s = max((one.last_s for one in served), default=0.0)
+    return max(end_s - served[0].arrival_s, 1e-9)
+
+
+def _engines(run: Run) -> Report:
+    stats = [instance.core.stats() for instance in run.instances]
+    choices: Counter[str] = Counter()
+    for one in stats:
+        choices.update(one.load_choices)
+    tiers = {
+        name: {
+            "blocks": sum(one.tiers[name].num_blocks for one in stats),
+            "evicted": sum(one.tiers[name].evicted for one in stats),
+        }
+        for name in ("device", "host")
+    }
+    if run.store is not None:
+        tiers["storage"] = {
+            "blocks": run.store.capacity_blocks,
+            "evicted": run.store.num_evicted,
+        }
+    return {
+        "preemptions": sum(one.num_preemptions for one in stats),
+        "steps": sum(one.num_steps for one in stats),
+        "load_choices": dict(sorted(choices.items())),
+        "tiers": tiers,
+    }
+
+
+def _links(run: Run, duration_s: float) -> Report:
+    sums: dict[str, list[float]] = {}
+    for name, link in run.links:
+        entry = sums.setdefault(name, [0, 0.0, 0])
+        entry[0] += link.num_bytes
+        entry[1] += link.busy_s
+        entry[2] += 1
+    return {
+        "bytes_per_link": {name: int(entry[0]) for name, entry in sums.items()},
+        "busy_share_per_link": {
+            name: entry[1] / duration_s / entry[2] for name, entry in sums.items()
+        },
+    }
+
+
+def _queue(waiting: Sequence[float]) -> dict[str, float]:
+    most = max(waiting, default=0.0)
+    return {"mean_waiting": sum(waiting) / max(len(waiting), 1), "max_waiting": most}
+
+
+def _over_time(run: Run) -> dict[str, list[float]]:
+    """Requests, and shares of each tier's blocks in use; of a long run every n-th sample."""
+    waiting, running, device, host = summed([i.samples for i in run.instances], 4)
+    (stored,) = summed([run.stored], 1)
+    stored += stored[-1:] * (len(waiting) - len(stored))
+    cache, count = run.config.cache(), len(run.instances)
+    totals = (cache.device_blocks * count, cache.host_blocks * count, run.config.storage_blocks)
+    columns = {
+        "t_s": [run.times.start_s + at * run.times.every_s for at in range(len(waiting))],
+        "waiting": waiting,
+        "running": running,
+    }
+    for name, used, total in zip(_TIERS, (device, host, stored), totals, strict=True):
+        columns[name] = [value / max(total, 1) for value in used[: len(waiting)]]
+    stride = -(-len(waiting) // _MAX_POINTS) or 1
+    return {name: values[::stride] for name, values in columns.items()}
+
+
+def _hits_over_time(ended: Sequence[Served]) -> dict[str, list[float]]:
+    """Prompt tokens by source, in equal parts of the time of first tokens."""
+    if not ended:
+        return {}
+    firsts = np.array([one.first_s for one in ended], dtype=np.float64)
+    start_s, end_s = float(firsts.min()), float(firsts.max())
+    width_s = max((end_s - start_s) / _NUM_BUCKETS, 1e-9)
+    places = np.minimum(((firsts - start_s) / width_s).astype(np.int64), _NUM_BUCKETS - 1)
+    series: dict[str, list[float]] = {
+        "t_s": [start_s + (at + 0.5) * width_s for at in range(_NUM_BUCKETS)]
+    }
+    for source in _SOURCES:
+        tokens = [one.usage.by_tier.get(source, 0) if one.usage else 0 for one in ended]
+        series[source] = np.bincount(places, tokens, _NUM_BUCKETS).tolist()
+    prompts = [one.prompt_tokens for one in ended]
+    series["prompt"] = np.bincount(places, prompts, _NUM_BUCKETS).tolist()
+    return series

@@ -1,0 +1,85 @@
+"""What was promised: bounds on percentiles of latencies, and which requests kept them."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from headwater.errors import ConfigError
+from headwater.replay.served import Served
+
+METRICS = ("ttft", "itl", "e2e")
+"""First token, between tokens, whole request."""
+
+_TERM = re.compile(r"(ttft|itl|e2e)_p(\d{1,2}(?:\.\d+)?)=(\d+(?:\.\d+)?)(us|ms|s)")
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A percentile of one latency is at most `limit_s`."""
+
+    metric: str
+    percentile: float
+    limit_s: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.metric}_p{self.percentile:g}"
+
+    def is_kept_by(self, served: Served) -> bool:
+        """Whether one request was served so. Of its own gaps between tokens, the percentile
+        counts; it has only one first token and one end."""
+        if not served.finished:
+            return False
+        if self.metric == "ttft":
+            return served.ttft_s <= self.limit_s
+        if self.metric == "e2e":
+            return served.last_s - served.arrival_s <= self.limit_s
+        if not served.gaps_s:
+            return True
+        return float(np.percentile(served.gaps_s, self.percentile)) <= self.limit_s
+
+
+def parse_slo(text: str) -> tuple[Bound, ...]:
+    """`ttft_p99=2s,itl_p99=50ms` as bounds; ConfigError with an example for anything else."""
+    bounds = []
+    for term in filter(None, text.split(",")):
+        match = _TERM.fullmatch(term.strip())
+        if match is None:
+            raise ConfigError(
+                f"--slo {term!r} is not understood; write for example ttft_p99=2s,itl_p99=50ms "
+                f"with {', '.join(METRICS)} and us, ms or s"
+            )
+        metric, percentile, number, unit = match.groups()
+        bounds.append(Bound(metric, float(percentile), float(number) * _UNITS[unit]))
+    return tuple(bounds)
+
+
+def attainment(
+    bounds: Sequence[Bound],
+    served: Sequence[Served],
+    latencies_s: dict[str, np.ndarray[Any, Any]],
+    duration_s: float,
+) -> dict[str, Any]:
+    """Whether each bound holds over all requests, and what the requests that kept all of them
+    by themselves amount to a second: the goodput."""
+    good = [one for one in served if all(bound.is_kept_by(one) for bound in bounds)]
+    held = {}
+    for bound in bounds:
+        values = latencies_s[bound.metric]
+        actual_s = float(np.percentile(values, bound.percentile)) if len(values) else 0.0
+        held[bound.name] = {
+            "limit_ms": bound.limit_s * 1e3,
+            "actual_ms": actual_s * 1e3,
+            "met": actual_s <= bound.limit_s,
+        }
+    return {
+        "bounds": held,
+        "met": all(bound["met"] for bound in held.values()),
+        "good_share": len(good) / max(len(served), 1),
+        "goodput_requests_per_s": len(good) / duration_s,
+        "goodput_tokens_per_s": sum(one.num_output for one in good) / duration_s,
+    }

@@ -1,0 +1,227 @@
+"""`headwater replay` as a command: JSON, a table, pictures, and sentences for mistakes."""
+
+import json
+import sys
+
+import pytest
+
+from headwater.cli import main
+from headwater.replay.calibrate import calibrated
+from headwater.replay.load import at_speed, scaled
+from headwater.replay.presets import PRESETS, preset
+from tests.replay.traces import make_request
+
+KEYS = {
+    *("block_hit", "token_hit", "tokens_by_source", "misses_by_reason", "ttft_ms", "itl_ms"),
+    *("throughput", "wall_s", "preemptions", "bytes_per_link", "over_time", "queue"),
+}
+
+
+def write_trace(path, num_requests=20):
+    rows = [
+        {
+            "timestamp": 400 * n,
+            "input_length": 1000 + n,
+            "output_length": 1 + n % 7,
+            "hash_ids": [0, 1 + n % 5, 10 + n],
+        }
+        for n in range(num_requests)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def trace(tmp_path):
+    return write_trace(tmp_path / "trace.jsonl")
+
+
+def test_json_has_what_is_promised_and_is_the_same_each_time(trace, capsys):
+    """Keys, percentiles, and equal bytes but for the wall time."""
+    results = []
+    for _ in range(2):
+        flags = ["--host-gib", "2", "--slo", "ttft_p99=2s,itl_p99=1s", "--json"]
+        assert main(["replay", trace, *flags]) == 0
+        results.append(json.loads(capsys.readouterr().out))
+    first, second = results
+
+    assert set(first) >= KEYS
+    assert set(first["ttft_ms"]) >= {"p50", "p90", "p99"} <= set(first["itl_ms"])
+    assert first["slo"]["met"] is True
+    assert first.pop("wall_s") > 0 < second.pop("wall_s")
+    assert json.dumps(first) == json.dumps(second)
+
+
+def test_the_table_says_where_tokens_came_from(trace, capsys):
+    """For people, on standard output; nothing on standard error that is no terminal."""
+    assert main(["replay", trace, "--instances", "2", "--slo", "ttft_p50=1us"]) == 0
+    printed = capsys.readouterr()
+
+    assert "20 requests on 2 x h200-8b" in printed.out
+    assert "never_seen" in printed.out
+    assert "NOT met" in printed.out
+    assert printed.err == ""
+
+
+def test_pictures_are_png_and_svg_and_the_same_each_time(trace, tmp_path, capsys):
+    """Both in a folder, one where a file is named; an SVG without the time of day."""
+    pytest.importorskip("matplotlib")
+    for folder in ("a", "b"):
+        assert main(["replay", trace, "--picture", str(tmp_path / folder)]) == 0
+    assert main(["replay", trace, "--picture", str(tmp_path / "one.svg")]) == 0
+    capsys.readouterr()
+
+    assert (tmp_path / "a" / "replay.png").read_bytes().startswith(b"\x89PNG")
+    drawn = (tmp_path / "a" / "replay.svg").read_bytes()
+    assert drawn == (tmp_path / "b" / "replay.svg").read_bytes()
+    assert drawn == (tmp_path / "one.svg").read_bytes()
+    assert main(["replay", trace, "--picture", str(tmp_path / "one.gif")]) == 1
+    assert ".png or .svg" in capsys.readouterr().err
+
+
+def test_without_matplotlib_it_is_said_what_to_install(trace, tmp_path, capsys, monkeypatch):
+    """After the report, which is not lost."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["replay", trace, "--picture", str(tmp_path)]) == 1
+    printed = capsys.readouterr()
+
+    assert "headwater[plots]" in printed.err
+    assert "throughput" in printed.out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--limit", "0"], "--limit"),
+        (["--speed", "0"], "--speed"),
+        (["--scale", "-1"], "--scale"),
+        (["--slo", "fast"], "for example"),
+        (["--eviction", "opt"], "--cache-only"),
+        (["--storage-gib", "5"], "--host-gib"),
+        (["--instances", "0"], "serve nothing"),
+        (["--calibrate", "absent.json"], "cannot read"),
+    ],
+)
+def test_mistakes_are_sentences(trace, flags, said, capsys):
+    """One line on standard error, exit code 1."""
+    assert main(["replay", trace, *flags]) == 1
+    printed = capsys.readouterr()
+
+    assert said in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_help_teaches_by_example(capsys):
+    """Commands that can be copied, and where to read on."""
+    with pytest.raises(SystemExit):
+        main(["replay", "--help"])
+    printed = capsys.readouterr().out
+
+    assert "headwater replay trace.jsonl --host-gib 512" in printed
+    assert "docs/replay.md" in printed
+
+
+def test_speed_moves_arrivals_and_nothing_else():
+    """Twice the speed, half the time between requests."""
+    requests = [make_request([1, 2], at_s=10.0), make_request([1, 3], at_s=30.0)]
+
+    assert [request.arrival_s for request in at_speed(requests, 2)] == [5.0, 15.0]
+    assert at_speed(requests, 2)[0].hash_ids == [1, 2]
+
+
+def test_scale_keeps_sessions_whole_and_adds_copies_that_share_nothing():
+    """Half: some sessions, with all their requests. Twice: as many again, of other blocks."""
+    sessions = {
+        n: [make_request([n, 100 + n], at_s=float(n + k)) for k in (0, 50)] for n in range(40)
+    }
+    requests = sorted(
+        (r for pair in sessions.values() for r in pair), key=lambda r: r.arrival_s
+    )
+    half = scaled(requests, 0.5, seed=1)
+    kept = [request.hash_ids[0] for request in half]
+    twice = scaled(requests, 2, seed=1)
+
+    assert 20 < len(half) < 60
+    assert all(kept.count(n) == 2 for n in kept)
+    assert scaled(requests, 0.5, seed=1) == half != scaled(requests, 0.5, seed=2)
+    assert len(twice) == 2 * len(requests)
+    assert len({request.hash_ids[0] for request in twice}) == 80
+    assert [r.arrival_s for r in twice] == sorted(r.arrival_s for r in twice)
+
+
+def test_calibration_takes_what_a_result_has(tmp_path):
+    """By hand: decoding 10 ms + 1 ms a row; prompts 1 ms a token and 2 µs a pair; links."""
+    machine = preset("cpu-100m")
+    step = machine.step
+    rows = [
+        {
+            "engine": "headwater",
+            "model": "100m",
+            "cache": True,
+            "concurrency": n,
+            "itl_p50_ms": 10 + n,
+        }
+        for n in (1, 8, 32)
+    ]
+    path = tmp_path / "serve.json"
+    path.write_text(json.dumps({"rows": rows}))
+    made = calibrated(machine, path)
+    assert made.step.launch_s + made.step.weights_s == pytest.approx(0.010)
+    assert made.step.row_s == pytest.approx(0.001)
+    assert made.step.token_s == step.token_s
+    assert made.links == machine.links
+
+    times = {
+        str(n): 1e3 * (step.launch_s + 1e-3 * n + 2e-6 * n * (n + 1) / 2) for n in (256, 1024)
+    }
+    hits = {"host": {"1024": 1.0, "2048": 2.0}}
+    speeds = {"file": {"read": 3000.0, "write": 2000.0}}
+    path = tmp_path / "tiers.json"
+    path.write_text(
+        json.dumps({"recompute_ttft_ms": times, "hit_ttft_ms": hits, "backend_mb_s": speeds})
+    )
+    made = calibrated(machine, path)
+    assert made.step.token_s == pytest.approx(1e-3)
+    assert made.step.pair_s == pytest.approx(2e-6)
+    assert made.links["storage_to_host"].bytes_s == 3e9
+    assert made.links["host_to_storage"].bytes_s == 2e9
+    assert made.links["host_to_device"].bytes_s == pytest.approx(
+        machine.kv_token_bytes * 1.024e6
+    )
+    assert made.name == "cpu-100m*"
+
+
+def test_calibration_refuses_what_it_cannot_use(trace, tmp_path, capsys):
+    """Something else's JSON, no JSON, and figures that are none."""
+    path = tmp_path / "result.json"
+    for text, said in (
+        ("{}", "has nothing"),
+        ("[]", "not one JSON object"),
+        ("{", "is not JSON"),
+        ('{"rows": [{"engine": "headwater"}]}', "not as expected"),
+    ):
+        path.write_text(text)
+        assert main(["replay", trace, "--calibrate", str(path)]) == 1
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_presets_are_what_their_notes_say(name):
+    """Steps of one row and of a whole prompt, within a tenth of the figures they come from."""
+    step = preset(name).step
+    measured = {
+        "h200-8b": [
+            (1, 1024, 6.25e-3),
+            (256, 1024, 15.94e-3),
+            (8192, None, 0.25),
+            (32768, None, 1.375),
+        ],
+        "cpu-100m": [(1, 500, 32e-3), (1024, None, 2.2)],
+    }
+    for count, context, seconds in measured[name]:
+        if context is None:
+            pairs = count * (count + 1) // 2
+            made = step.seconds(prompt_tokens=count, pairs=pairs, rows=0, context=0)
+        else:
+            made = step.seconds(prompt_tokens=0, pairs=0, rows=count, context=count * context)
+        assert made == pytest.approx(seconds, rel=0.1)
