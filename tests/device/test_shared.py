@@ -4,19 +4,28 @@ import numpy as np
 import pytest
 import torch
 
+from headwater.device import native
 from headwater.device.attention.shared import attend_shared, shared_tokens
+from headwater.device.host_ops import TorchOps
 from headwater.device.model import LoadedModel
+from headwater.device.spans import Spans
 from tests.device.driver import Driver
 from tests.device.families import prompt
 
 PREFIX = 128
 
 
+@pytest.mark.parametrize("shared", [0, 6])
 @pytest.mark.parametrize("masked", [True, False])
-def test_two_parts_equal_one_softmax_over_all(masked: bool) -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+def test_two_parts_equal_one_softmax_over_all(
+    shared: int, masked: bool, compiled: bool
+) -> None:
     """Shared and own scores meet in one softmax, so nothing is approximated."""
     random = torch.Generator().manual_seed(0)
-    lanes, kv_heads, queries, shared, others, head_dim = 3, 2, 4, 6, 5, 8
+    lanes, kv_heads, queries, others, head_dim = 3, 2, 4, 5, 8
+    ops = native.load() if compiled else TorchOps()
+    assert ops is not None, "the tests need a C compiler"
 
     def made(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=random)
@@ -24,16 +33,17 @@ def test_two_parts_equal_one_softmax_over_all(masked: bool) -> None:
     grouped = made(lanes * kv_heads, queries, head_dim)
     prefix = made(kv_heads, shared, head_dim), made(kv_heads, shared, head_dim)
     own = made(lanes * kv_heads, others, head_dim), made(lanes * kv_heads, others, head_dim)
-    mask = torch.zeros(lanes * kv_heads, 1, others)
-    mask[1:3, :, 3:] = float("-inf")
+    lengths = torch.tensor([5, 3, 4] if masked else [5, 5, 5])
+    spans = Spans(lengths, width=others, kv_heads=kv_heads)
 
-    ours = attend_shared(grouped, prefix, own, mask if masked else None)
+    ours = attend_shared(ops, grouped, prefix, own, spans)
 
     keys, values = (
         torch.cat((p.repeat(lanes, 1, 1), o), dim=1) for p, o in zip(prefix, own, strict=True)
     )
     scores = grouped @ keys.transpose(1, 2)
-    scores[..., shared:] += mask if masked else 0.0
+    mask = spans.mask(torch.float32)
+    scores[..., shared:] += 0.0 if mask is None else mask
     torch.testing.assert_close(ours, scores.softmax(-1) @ values)
 
 

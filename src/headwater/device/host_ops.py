@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from headwater.device import native
+from headwater.device.spans import Spans
 
 
 class HostOps(Protocol):
@@ -25,6 +26,16 @@ class HostOps(Protocol):
         """Copy tokens of `source`, `[…, pieces, width]`, to `rows` of `target`, `[…, width]`,
         a row for each piece."""
 
+    def lane_scores(self, query: Tensor, keys: Tensor, spans: Spans, scores: Tensor) -> None:
+        """Products of queries with the keys of their lane, -infinity where it sees none.
+
+        `query` is `[heads, queries, head_dim]` with a head for each lane and KV head, `keys`
+        `[heads, span, head_dim]`, `scores` `[heads, queries, span]`.
+        """
+
+    def lane_values(self, weights: Tensor, values: Tensor, spans: Spans) -> Tensor:
+        """`[heads, queries, head_dim]`: values by weight; weights of unseen keys are zero."""
+
 
 class TorchOps:
     """For any dtype and device."""
@@ -40,6 +51,14 @@ class TorchOps:
     def scatter(self, source: Tensor, tokens: Tensor, rows: Tensor, target: Tensor) -> None:
         pieces = source.index_select(0, tokens).reshape(-1, target.shape[-1])
         target.index_copy_(0, rows, pieces)
+
+    def lane_scores(self, query: Tensor, keys: Tensor, spans: Spans, scores: Tensor) -> None:
+        products = torch.bmm(query, keys.transpose(1, 2))
+        mask = spans.mask(query.dtype)
+        scores.copy_(products if mask is None else products.add_(mask))
+
+    def lane_values(self, weights: Tensor, values: Tensor, spans: Spans) -> Tensor:
+        return torch.bmm(weights, values)
 
 
 @cache

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headwater.device import pages
+from headwater.device.host_ops import host_ops
 from headwater.device.model import LoadedModel
 from headwater.errors import ConfigError
 
@@ -36,6 +37,7 @@ class KVPool:
         )
         self.writes: Ints = np.zeros(num_blocks, dtype=np.int64)
         """Per slot: a count that changes with every step or copy that writes to it."""
+        self._ops = host_ops(model.device, model.dtype)
         self._token_rows = self.data.view(-1, self.kv_heads * self.head_dim)
         self._head_rows = self.data.view(-1, self.head_dim)
         self._scratch = [self.data.new_empty(0), self.data.new_empty(0)]
@@ -54,10 +56,11 @@ class KVPool:
         rows = (slots * (self.num_layers * 2) + layers) * self.block_tokens + offsets
         return torch.from_numpy(rows).to(self.device)
 
-    def write(self, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store `[tokens, kv_heads, head_dim]` of one layer at its `rows`, `[2, tokens]`."""
-        self._token_rows.index_copy_(0, rows[0], keys.flatten(1))
-        self._token_rows.index_copy_(0, rows[1], values.flatten(1))
+    def write(self, rows: Tensor, tokens: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store these `tokens` of `[…, kv_heads, head_dim]` of one layer at its `rows`,
+        `[2, tokens]`."""
+        self._ops.scatter(keys, tokens, rows[0], self._token_rows)
+        self._ops.scatter(values, tokens, rows[1], self._token_rows)
 
     def write_heads(self, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store `[layers * tokens * kv_heads, head_dim]` at rows `[layers, 2, tokens]`."""

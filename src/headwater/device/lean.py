@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headwater.device.attention.base import AttentionStep, Variant
+from headwater.device.host_ops import host_ops
 from headwater.device.products import ACTIVATIONS, FusedNorm, Gate, Product, agree, product
 
 _KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer")
@@ -25,6 +26,7 @@ class LeanLayer(nn.Module):
         self._layer = cast(int, attention.layer_idx)
         self._head_dim = cast(int, attention.head_dim)
         self._how = how
+        self._ops = host_ops(torch.device("cpu"), torch.float32)
         self.before = _norm(cast(nn.Module, layer.input_layernorm))
         self.between = _norm(cast(nn.Module, layer.post_attention_layernorm))
         queries, keys, values = (_linear(attention, f"{n}_proj") for n in "qkv")
@@ -56,7 +58,8 @@ class LeanLayer(nn.Module):
     ) -> Tensor:
         inward = self.inward(self.before(hidden_states))[0]
         heads = inward.view(inward.shape[0], -1, self._head_dim)
-        turned = _rotary(heads[:, : self._rotated], position_embeddings)
+        cos, sin = position_embeddings
+        turned = self._ops.rotate(heads[:, : self._rotated], cos[0], sin[0])
         attended = attention_step.attend(
             self._layer,
             turned[:, : self._heads],
@@ -121,11 +124,3 @@ def _linear(parent: nn.Module, name: str) -> nn.Linear:
 
 def _norm(norm: nn.Module) -> FusedNorm:
     return FusedNorm(cast(Tensor, norm.weight).detach(), cast(float, norm.variance_epsilon))
-
-
-def _rotary(heads: Tensor, embeddings: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn the two halves of each head, `[tokens, heads, head_dim]`, by its position."""
-    cos, sin = embeddings[0].transpose(0, 1), embeddings[1].transpose(0, 1)
-    half = heads.shape[-1] // 2
-    crossed = torch.cat((-heads[..., half:], heads[..., :half]), dim=-1)
-    return torch.addcmul(heads * cos, crossed, sin)

@@ -43,3 +43,60 @@ void scatter(const float *source, const int64_t *tokens, const int64_t *rows, fl
             memcpy(target + rows[t * pieces + p] * width,
                    source + tokens[t] * stride + p * width, (size_t)width * sizeof(float));
 }
+
+#define WIDEST 256 /* numbers in a head, at most */
+
+typedef struct {
+    const int64_t *lengths; /* [lanes]: tokens of each lane that are seen */
+    int64_t lanes, kv_heads, queries;
+    int64_t stride; /* from one lane's head to the next, in its keys or values */
+    int64_t width;  /* from one query's scores to the next */
+    int64_t span;   /* scores of a query; those that its lane does not reach are -infinity */
+} Lanes;
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE void score(const Lanes *lanes, const float *query, const float *keys, float *scores,
+                  int64_t dim) {
+    for (int64_t head = 0; head < lanes->lanes * lanes->kv_heads; head++, keys += lanes->stride) {
+        int64_t length = lanes->lengths[head / lanes->kv_heads];
+        for (int64_t g = 0; g < lanes->queries; g++, query += dim, scores += lanes->width) {
+            for (int64_t t = 0; t < length; t++) {
+                float sum = 0.0f;
+                for (int64_t i = 0; i < dim; i++) sum += query[i] * keys[t * dim + i];
+                scores[t] = sum;
+            }
+            for (int64_t t = length; t < lanes->span; t++) scores[t] = -INFINITY;
+        }
+    }
+}
+
+INLINE void weigh(const Lanes *lanes, const float *weights, const float *values, float *out,
+                  int64_t dim) {
+    for (int64_t head = 0; head < lanes->lanes * lanes->kv_heads;
+         head++, values += lanes->stride) {
+        int64_t length = lanes->lengths[head / lanes->kv_heads];
+        for (int64_t g = 0; g < lanes->queries; g++, out += dim, weights += lanes->width) {
+            float total[WIDEST] = {0.0f};
+            for (int64_t t = 0; t < length; t++)
+                for (int64_t i = 0; i < dim; i++) total[i] += weights[t] * values[t * dim + i];
+            for (int64_t i = 0; i < dim; i++) out[i] = total[i];
+        }
+    }
+}
+
+/* Scores of each query over the keys of its lane. The usual sizes are compiled apart. */
+void lane_scores(const Lanes *lanes, const float *query, const float *keys, float *scores,
+                 int64_t dim) {
+    if (dim == 64) score(lanes, query, keys, scores, 64);
+    else if (dim == 128) score(lanes, query, keys, scores, 128);
+    else score(lanes, query, keys, scores, dim);
+}
+
+/* The values of each lane, summed by weight. */
+void lane_values(const Lanes *lanes, const float *weights, const float *values, float *out,
+                 int64_t dim) {
+    if (dim == 64) weigh(lanes, weights, values, out, 64);
+    else if (dim == 128) weigh(lanes, weights, values, out, 128);
+    else weigh(lanes, weights, values, out, dim);
+}

@@ -13,9 +13,11 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from headwater.device.folder import cache_folder
+from headwater.device.spans import Spans
 
 _SOURCE = Path(__file__).with_name("native.c")
 _FLAGS = (
@@ -24,6 +26,9 @@ _FLAGS = (
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"),
 )
 _COMPILE_S = 60.0
+_WIDEST = 256
+"""Numbers in a head, at most, for sums on C's stack."""
+
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 _log = logging.getLogger(__name__)
@@ -33,11 +38,11 @@ class NativeOps:
     """`HostOps` for float32 on a CPU, on the calling thread."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._rms_norm, self._rotate, self._scatter = (
-            _function(library, "rms_norm", _P, _P, _P, _I, _I, _F),
-            _function(library, "rotate", _P, _P, _P, _I, _I, _I, _I),
-            _function(library, "scatter", _P, _P, _P, _P, _I, _I, _I, _I),
-        )
+        self._rms_norm = _function(library, "rms_norm", _P, _P, _P, _I, _I, _F)
+        self._rotate = _function(library, "rotate", _P, _P, _P, _I, _I, _I, _I)
+        self._scatter = _function(library, "scatter", _P, _P, _P, _P, _I, _I, _I, _I)
+        self._lane_scores = _function(library, "lane_scores", _P, _P, _P, _P, _I)
+        self._lane_values = _function(library, "lane_values", _P, _P, _P, _P, _I)
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         x = x.contiguous()
@@ -63,6 +68,40 @@ class NativeOps:
             source = source.contiguous()
         where = tokens.data_ptr(), rows.data_ptr(), target.data_ptr()
         self._scatter(source.data_ptr(), *where, len(tokens), source.stride(0), pieces, width)
+
+    def lane_scores(self, query: Tensor, keys: Tensor, spans: Spans, scores: Tensor) -> None:
+        query = query.contiguous()
+        lanes = _lanes(spans, keys, scores)
+        at = query.data_ptr(), keys.data_ptr(), scores.data_ptr()
+        self._lane_scores(ctypes.byref(lanes), *at, query.shape[2])
+
+    def lane_values(self, weights: Tensor, values: Tensor, spans: Spans) -> Tensor:
+        dim = values.shape[2]
+        if dim > _WIDEST:
+            return torch.bmm(weights, values)
+        out = weights.new_empty(*weights.shape[:2], dim)
+        lanes = _lanes(spans, values, weights)
+        at = weights.data_ptr(), values.data_ptr(), out.data_ptr()
+        self._lane_values(ctypes.byref(lanes), *at, dim)
+        return out
+
+
+class _Lanes(ctypes.Structure):
+    """`Lanes` of the C source."""
+
+    _fields_ = (
+        ("lengths", _P),
+        *((name, _I) for name in ("lanes", "kv_heads", "queries", "stride", "width", "span")),
+    )
+
+
+def _lanes(spans: Spans, held: Tensor, scores: Tensor) -> _Lanes:
+    """How C finds its way in keys or values, and in scores, of all of whose rows are dense."""
+    lengths = spans.lengths
+    return _Lanes(
+        *(lengths.data_ptr(), len(lengths), spans.kv_heads),
+        *(scores.shape[1], held.stride(0), scores.stride(1), scores.shape[2]),
+    )
 
 
 def load() -> NativeOps | None:

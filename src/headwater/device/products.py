@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headwater.device.host_ops import host_ops
+
 LEAST_WEIGHTS = 1 << 18
 """A packed product costs some 15 µs to call; below this size it does not earn them back."""
 
@@ -110,12 +112,12 @@ class FusedNorm(nn.Module):
 
     def __init__(self, weight: Tensor, epsilon: float) -> None:
         super().__init__()
-        self.weight = weight
+        self.weight = weight.contiguous()
         self.epsilon = epsilon
-        self.shape = list(weight.shape)
+        self._ops = host_ops(weight.device, weight.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.rms_norm(x, self.shape, self.weight, self.epsilon)
+        return self._ops.rms_norm(x, self.weight, self.epsilon)
 
 
 def can_pack() -> bool:

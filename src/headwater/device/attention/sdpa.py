@@ -44,9 +44,7 @@ class SdpaStep:
         if decodes is not None:
             decodes.place(out, decodes.attend(layer, query, key, value, variant))
         if self._chunks:
-            tokens = self._chunk_tokens
-            own = key.index_select(0, tokens), value.index_select(0, tokens)
-            self._pool.write(self._chunk_rows[layer], *own)
+            self._pool.write(self._chunk_rows[layer], self._chunk_tokens, key, value)
         for row in self._chunks:
             mine = slice(row.start, row.end)
             seen = key[mine], value[mine]

@@ -12,7 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headwater.device.host_ops import HostOps
 from headwater.device.kv import Ints
+from headwater.device.spans import Spans
 
 _LEAST_ROWS = 8
 _LEAST_TOKENS = 128
@@ -35,27 +37,30 @@ def shared_tokens(tables: NDArray[np.int64], contexts: Ints, block_tokens: int) 
 
 
 def attend_shared(
+    ops: HostOps,
     grouped: Tensor,
     prefix: tuple[Tensor, Tensor],
     own: tuple[Tensor, Tensor],
-    mask: Tensor | None,
+    spans: Spans,
 ) -> Tensor:
     """`[lanes * kv_heads, queries, head_dim]`, from scaled queries of that shape.
 
-    `prefix` is K and V of the shared tokens, `[kv_heads, shared, head_dim]`; `own` of the
-    others, `[lanes * kv_heads, others, head_dim]`, with a mask to add over them.
+    `prefix` is K and V of the shared tokens, `[kv_heads, shared, head_dim]`, of which there
+    may be none; `own` of the others, `[lanes * kv_heads, others, head_dim]`, as far as `spans`
+    says that each lane has them.
     """
     kv_heads, shared, head_dim = prefix[0].shape
     queries = grouped.shape[1]
-    by_head = grouped.view(-1, kv_heads, queries, head_dim).transpose(0, 1)
     scores = grouped.new_empty(len(grouped), queries, shared + own[0].shape[1])
+    ops.lane_scores(grouped, own[0], spans, scores[..., shared:])
+    if not shared:
+        return ops.lane_values(scores.softmax(-1), own[1], spans)
+    by_head = grouped.view(-1, kv_heads, queries, head_dim).transpose(0, 1)
     together = torch.bmm(by_head.reshape(kv_heads, -1, head_dim), prefix[0].transpose(1, 2))
     by_lane = scores.view(-1, kv_heads, queries, scores.shape[2])[..., :shared]
     by_lane.copy_(together.view(kv_heads, -1, queries, shared).transpose(0, 1))
-    apart = torch.bmm(grouped, own[0].transpose(1, 2))
-    scores[..., shared:] = apart if mask is None else apart.add_(mask)
     weights = scores.softmax(-1)
-    out = torch.bmm(weights[..., shared:], own[1])
+    out = ops.lane_values(weights[..., shared:], own[1], spans)
     of_prefix = weights.view(-1, kv_heads, queries, scores.shape[2])[..., :shared]
     summed = torch.bmm(of_prefix.transpose(0, 1).reshape(kv_heads, -1, shared), prefix[1])
     turned = summed.view(kv_heads, -1, queries, head_dim).transpose(0, 1)

@@ -10,8 +10,10 @@ from torch import Tensor
 from headwater.device.attention.base import Variant
 from headwater.device.attention.chunk import softmax_with_sinks
 from headwater.device.attention.shared import attend_shared
+from headwater.device.host_ops import host_ops
 from headwater.device.kv import Ints, KVPool
 from headwater.device.lanes import Lanes
+from headwater.device.spans import Spans
 
 
 class LaneStep:
@@ -29,6 +31,7 @@ class LaneStep:
         shared: int = 0,
     ) -> None:
         self._pool = pool
+        self._ops = host_ops(pool.device, pool.data.dtype)
         self._shared = shared
         self._storage = storage
         self._keys, self._values = storage.keys, storage.values
@@ -57,40 +60,40 @@ class LaneStep:
         self._token_of = torch.from_numpy(token_of).to(pool.device)
         self._tokens = torch.from_numpy(tokens).to(pool.device)
         self._lane_rows = torch.from_numpy(self._lanes).to(pool.device)
+        lengths = torch.from_numpy(np.maximum(at + 1 - self._shared, 1)).to(pool.device)
+        self._spans = Spans(lengths, width=self._span - self._shared, kv_heads=pool.kv_heads)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: Variant
     ) -> Tensor:
         """`[end, heads, head_dim]`, by lane. This step's K and V are put in the lanes."""
         pool = self._pool
-        query, key, value = self._by_lane(query), self._by_lane(key), self._by_lane(value)
         keys, values = self._keys[layer], self._values[layer]
-        keys.view(-1, pool.head_dim).index_copy_(0, self._rows, key.reshape(-1, pool.head_dim))
-        values.view(-1, pool.head_dim).index_copy_(
-            0, self._rows, value.reshape(-1, pool.head_dim)
-        )
+        for source, target in ((key, keys), (value, values)):
+            self._ops.scatter(
+                source, self._token_of, self._rows, target.view(-1, pool.head_dim)
+            )
+        query = self._by_lane(query)
         used = self._end * pool.kv_heads
         keys, values = keys[:, : self._span], values[:, : self._span]
-        if self._shared and how.window is None and how.has_plain_scores:
-            out = self._with_shared(query, keys, values, how.scaling)
+        if how.window is None and how.has_plain_scores:
+            out = self._plain(query, keys, values, how.scaling)
         else:
             if self._shared:
                 self._storage.complete(self._lanes)
             out = torch.bmm(self._weights(query, keys[:used], how), values[:used])
         return out.view(self._end, -1, pool.head_dim)
 
-    def _with_shared(
-        self, query: Tensor, keys: Tensor, values: Tensor, scaling: float
-    ) -> Tensor:
+    def _plain(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         kv_heads, used = self._pool.kv_heads, self._end * self._pool.kv_heads
         first = slice(int(self._lanes[0]) * kv_heads, (int(self._lanes[0]) + 1) * kv_heads)
         at = self._shared
-        mask = self._mask(None, query.dtype)
         return attend_shared(
+            self._ops,
             query.reshape(used, -1, self._pool.head_dim) * scaling,
             (keys[first, :at], values[first, :at]),
             (keys[:used, at:], values[:used, at:]),
-            None if mask is None else mask[..., at:],
+            self._spans,
         )
 
     def fills(self, num_tokens: int) -> bool:
@@ -123,12 +126,6 @@ class LaneStep:
         """Softmax of scores, `[lanes * kv_heads, queries a head, keys]`."""
         grouped = query.reshape(keys.shape[0], -1, keys.shape[2])
         mask = self._mask(how.window, query.dtype)
-        if how.has_plain_scores:
-            if mask is None:
-                return torch.bmm(grouped * how.scaling, keys.transpose(1, 2)).softmax(-1)
-            return torch.baddbmm(
-                mask, grouped, keys.transpose(1, 2), alpha=how.scaling
-            ).softmax(-1)
         scores = torch.bmm(grouped, keys.transpose(1, 2)).float() * how.scaling
         if how.softcap is not None:
             scores = torch.tanh(scores / how.softcap) * how.softcap

@@ -1,0 +1,27 @@
+"""How many tokens of each lane are seen, as what computes with them needs it."""
+
+import torch
+from torch import Tensor
+
+
+class Spans:
+    """Lengths of the lanes of one step, in lanes of one width."""
+
+    def __init__(self, lengths: Tensor, *, width: int, kv_heads: int) -> None:
+        self.lengths = lengths
+        self.width = width
+        self.kv_heads = kv_heads
+        self._mask: Tensor | None = None
+        self._made = False
+
+    def mask(self, dtype: torch.dtype) -> Tensor | None:
+        """Added to scores, `[lanes * kv_heads, 1, width]`; None when nothing is hidden."""
+        if not self._made:
+            self._made = True
+            keys = torch.arange(self.width, device=self.lengths.device)
+            hidden = keys >= self.lengths[:, None]
+            if bool(hidden.any()):
+                mask = torch.zeros(hidden.shape, dtype=dtype, device=self.lengths.device)
+                mask.masked_fill_(hidden, float("-inf"))
+                self._mask = mask.repeat_interleave(self.kv_heads, dim=0)[:, None]
+        return self._mask
