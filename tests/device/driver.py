@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +25,7 @@ class Running:
     slots: list[int]
     params: SamplingParams = GREEDY
     num_computed: int = 0
-    results: list[object] = field(default_factory=list)
+    results: list[Any] = field(default_factory=list)
 
     @property
     def output(self) -> list[int]:
@@ -43,15 +44,19 @@ class Driver:
         depth: int = 1,
         lane_bytes: int | None = 1 << 26,
         seed: int = 0,
+        runner_class: Any = None,
     ) -> None:
-        self.runner = TorchRunner(
+        """A `runner_class` other than `TorchRunner` knows neither depth nor lanes."""
+        own: dict[str, Any] = {}
+        if runner_class is None:
+            own = {"depth": depth, "lane_bytes": lane_bytes}
+        self.runner: Any = (runner_class or TorchRunner)(
             model,
             num_blocks=num_blocks,
             block_tokens=block_tokens,
             max_num_seqs=8,
             max_batched_tokens=256,
-            depth=depth,
-            lane_bytes=lane_bytes,
+            **own,
         )
         self.block_tokens = block_tokens
         self._free = np.random.default_rng(seed).permutation(num_blocks).tolist()
@@ -88,7 +93,7 @@ class Driver:
             sequence.num_computed += count
 
     def collect(self) -> StepResult:
-        result = self.runner.collect()
+        result: StepResult = self.runner.collect()
         work = self._submitted.pop(0)
         for (sequence, _), at in zip(work, self._sampled_at.pop(0), strict=True):
             if at is not None:

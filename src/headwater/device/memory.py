@@ -1,6 +1,9 @@
 """Measures the device, then says how many blocks its KV pool may have."""
 
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from headwater.device.model import LoadedModel
 from headwater.device.runner import LANE_SHARE
@@ -8,6 +11,16 @@ from headwater.errors import ConfigError
 
 _MOST_BYTES = 4 << 30
 """Pool and lanes take no more main memory than this unless a number is given."""
+
+_WIDE_ROWS = 8192
+"""Rows of a large step whose widest activations are in memory at once."""
+
+_MOST_ROWS = 256
+_LOGIT_BYTES = 16
+"""A logit as the model made it, and its probabilities where a row is not greedy."""
+
+_WORKSPACE_BYTES = 1 << 30
+"""Captured graphs, workspaces of libraries, fragments."""
 
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
@@ -20,11 +33,13 @@ def num_blocks_that_fit(
     utilization: float = 0.5,
     override: int | None = None,
     available_bytes: int | None = None,
+    step_tokens: int = 0,
 ) -> int:
     """Blocks for the KV pool: `override`, or what `utilization` of the free memory holds.
 
-    `available_bytes` is measured unless given. A ConfigError says so when not even one
-    block fits, or when the settings make no sense.
+    `available_bytes` is measured unless given; on a GPU what a step of `step_tokens` computes
+    in is left out. A ConfigError says so when not even one block fits, or when the settings
+    make no sense.
     """
     if block_tokens < 1:
         raise ConfigError(f"block_tokens must be positive, got {block_tokens}")
@@ -35,16 +50,38 @@ def num_blocks_that_fit(
         return override
     if not 0 < utilization <= 1:
         raise ConfigError(f"memory utilization must be in (0, 1], got {utilization}")
-    free = available_bytes if available_bytes is not None else _available_bytes()
-    budget = min(int(free * utilization), _MOST_BYTES)
-    blocks = int(budget / (block_bytes * (1 + LANE_SHARE)))
+    free = available_bytes if available_bytes is not None else _free_bytes(model)
+    if model.device.type == "cuda":
+        budget = int(free * utilization) - _step_bytes(model, step_tokens)
+        blocks = budget // block_bytes
+    else:
+        budget = min(int(free * utilization), _MOST_BYTES)
+        blocks = int(budget / (block_bytes * (1 + LANE_SHARE)))
     if blocks < 1:
         raise ConfigError(
             f"not one block fits: {block_tokens} tokens of KV take {block_bytes >> 20} MiB, and "
-            f"{budget >> 20} MiB of {free >> 20} MiB free may be used; lower block_tokens "
+            f"{max(budget, 0) >> 20} MiB of {free >> 20} MiB free may be used; lower block_tokens "
             f"or give the pool's size"
         )
     return blocks
+
+
+def _free_bytes(model: LoadedModel) -> int:
+    """What the model's device has left, now that the model is on it."""
+    if model.device.type == "cuda":
+        return int(torch.cuda.mem_get_info(model.device)[0])
+    return _available_bytes()
+
+
+def _step_bytes(model: LoadedModel, step_tokens: int) -> int:
+    """What a step of so many tokens computes in on a GPU: activations, logits, workspaces."""
+    config: Any = model.module.config
+    packed = (config.num_attention_heads + 2 * model.kv_heads) * model.head_dim
+    narrow = 3 * config.hidden_size + 2 * packed
+    wide = 3 * config.intermediate_size * min(step_tokens, _WIDE_ROWS)
+    activations = (step_tokens * narrow + wide) * model.dtype.itemsize
+    rows = min(step_tokens, _MOST_ROWS)
+    return int(activations) + rows * model.vocab_size * _LOGIT_BYTES + _WORKSPACE_BYTES
 
 
 def _available_bytes() -> int:

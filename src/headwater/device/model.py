@@ -88,7 +88,8 @@ def load(
     name = fingerprint(folder)
     loaded = _load_module(folder, raw, _torch_dtype(dtype))
     module: nn.Module = loaded
-    module.to(target).eval()
+    _move(module, target)
+    module.eval()
     quick = packed and packing.pack(module)
     padded = quick and not packing.has_experts(module)
     return LoadedModel(
@@ -133,6 +134,16 @@ def _torch_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device '{name}' is not served; known: cpu, cuda, cuda:N")
     return device
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    try:
+        module.to(device)
+    except torch.OutOfMemoryError as exc:
+        size = sum(weight.nbytes for weight in module.parameters()) / (1 << 30)
+        raise ConfigError(
+            f"the model's weights take {size:.1f} GiB, which {device} does not have free"
+        ) from exc
 
 
 def _first_line(error: BaseException) -> str:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headwater.device.kv import Ints
+from headwater.device.upload import put
 from headwater.scheduler.request import SamplingParams
 from headwater.types import Tokens
 
@@ -61,8 +62,8 @@ def bias(logits: Tensor, params: Sequence[SamplingParams]) -> None:
                 places.append(row * vocab + token)
                 amounts.append(amount)
     if places:
-        at = torch.tensor(places, device=logits.device)
-        logits.view(-1)[at] += torch.tensor(amounts, dtype=logits.dtype, device=logits.device)
+        at = put(np.array(places), logits.device)
+        logits.view(-1)[at] += put(np.array(amounts, dtype=np.float32), logits.device)
 
 
 def forbid(logits: Tensor, tokens: Sequence[tuple[int, Sequence[int]]]) -> None:
@@ -70,7 +71,7 @@ def forbid(logits: Tensor, tokens: Sequence[tuple[int, Sequence[int]]]) -> None:
     vocab = logits.shape[1]
     places = [row * vocab + token for row, ids in tokens for token in ids if 0 <= token < vocab]
     if places:
-        logits.view(-1)[torch.tensor(places, device=logits.device)] = float("-inf")
+        logits.view(-1)[put(np.array(places), logits.device)] = float("-inf")
 
 
 def _counted(tokens: list[Tokens], rows: list[int], vocab: int) -> tuple[Ints, Ints]:
@@ -83,4 +84,4 @@ def _counted(tokens: list[Tokens], rows: list[int], vocab: int) -> tuple[Ints, I
 
 
 def _tensor(values: NDArray[np.int64] | NDArray[np.float32], like: Tensor) -> Tensor:
-    return torch.from_numpy(values).to(like.device)
+    return put(values, like.device)

@@ -19,6 +19,7 @@ from torch import Tensor
 from headwater.device.kv import Ints
 from headwater.device.noise import uniform
 from headwater.device.penalties import History, bias, forbid, is_penalised, penalise
+from headwater.device.upload import fetch, put
 from headwater.scheduler.batch import TokenLogprobs
 from headwater.scheduler.request import SamplingParams
 from headwater.types import Tokens
@@ -47,13 +48,20 @@ class Sampler:
         self, logits: Tensor, rows: SampledRows
     ) -> tuple[Tokens, list[TokenLogprobs | None]]:
         """A token for each row of `logits`, and log-probabilities where asked for."""
-        if all(map(_is_plain, rows.params)):
-            return _tokens(_greedy(logits, logits)), [None] * len(rows.params)
+        chosen = self.pick(logits, rows)
+        logprobs = LogprobTable(logits, chosen, rows.params)
+        tokens: Tokens = chosen.cpu().numpy().astype(np.int32)
+        return tokens, logprobs.read()
+
+    def pick(self, logits: Tensor, rows: SampledRows) -> Tensor:
+        """The token of each row, where the logits are; waits for no device."""
+        if is_plain(rows.params):
+            return _greedy(logits, logits)
         edited = self._edited(logits.float(), rows)
         chosen = _greedy(edited, logits)
         random = [row for row, params in enumerate(rows.params) if not params.is_greedy]
         if random:
-            at = torch.tensor(random, device=logits.device)
+            at = put(np.array(random), logits.device)
             best = chosen.index_select(0, at)
             drawn = _draw(
                 edited.index_select(0, at),
@@ -62,7 +70,7 @@ class Sampler:
                 rows.positions[random],
             )
             chosen.index_copy_(0, at, drawn)
-        return _tokens(chosen), _logprobs(logits, chosen, rows.params)
+        return chosen
 
     def _edited(self, logits: Tensor, rows: SampledRows) -> Tensor:
         """The logits that are chosen from; those given are left alone."""
@@ -90,27 +98,64 @@ class Sampler:
         return forbidden
 
 
-def _is_plain(params: SamplingParams) -> bool:
-    """Greedy, and nothing else asked for."""
-    return (
-        params.is_greedy
-        and params.logprobs is None
-        and params.min_tokens == 0
-        and not params.logit_bias
-        and not is_penalised(params)
+class LogprobTable:
+    """Log-probabilities of the rows that asked, on their way from the device.
+
+    Of the model itself: before penalties and temperature.
+    """
+
+    def __init__(
+        self, logits: Tensor, chosen: Tensor, params: Sequence[SamplingParams]
+    ) -> None:
+        self._num_rows = len(params)
+        asked = [(row, p.logprobs) for row, p in enumerate(params) if p.logprobs is not None]
+        self._wanted: list[tuple[int, int]] = asked
+        self._found: list[Tensor] = []
+        if not asked:
+            return
+        at = put(np.array([row for row, _ in asked]), logits.device)
+        # A row without one finite logit has no probabilities: all are reported as none at all.
+        values = _finite_only(logits.index_select(0, at).float()).log_softmax(-1)
+        values = values.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+        picked = values.gather(1, chosen.index_select(0, at)[:, None].long())
+        ranks = (values > picked).sum(-1)
+        top = values.topk(min(max(n for _, n in asked), logits.shape[1]), dim=-1)
+        self._found = [fetch(part) for part in (picked[:, 0], ranks, top.values, top.indices)]
+
+    def read(self) -> list[TokenLogprobs | None]:
+        """Per row; None where none were asked for. The device must be done with the step."""
+        found: list[TokenLogprobs | None] = [None] * self._num_rows
+        if not self._wanted:
+            return found
+        picked, ranks, values, ids = (part.tolist() for part in self._found)
+        for i, (row, count) in enumerate(self._wanted):
+            found[row] = TokenLogprobs(
+                chosen=picked[i],
+                rank=ranks[i] + 1,
+                top_ids=tuple(ids[i][:count]),
+                top_values=tuple(values[i][:count]),
+            )
+        return found
+
+
+def is_plain(params: Sequence[SamplingParams]) -> bool:
+    """Whether all rows are greedy, and nothing else is asked for."""
+    return all(
+        p.is_greedy
+        and p.logprobs is None
+        and p.min_tokens == 0
+        and not p.logit_bias
+        and not is_penalised(p)
+        for p in params
     )
-
-
-def _tokens(chosen: Tensor) -> Tokens:
-    tokens: Tokens = chosen.cpu().numpy().astype(np.int32)
-    return tokens
 
 
 def _greedy(edited: Tensor, logits: Tensor) -> Tensor:
     """The likeliest token of each row, whatever is in it."""
-    best = _argmax(edited)  # of a row with a NaN, that NaN
-    if bool(edited.gather(1, best[:, None]).isfinite().all()):
-        return best
+    if edited.device.type == "cpu":
+        best = _argmax(edited)  # of a row with a NaN, that NaN
+        if bool(edited.gather(1, best[:, None]).isfinite().all()):
+            return best
     usable = _finite_only(edited)
     empty = usable.amax(-1, keepdim=True).isneginf()
     return _argmax(torch.where(empty, _finite_only(logits), usable))
@@ -140,7 +185,7 @@ def _draw(
     cumulative = probs.cumsum(-1)
     total = cumulative[:, -1:]
     drawn = uniform([p.seed for p in params], positions)
-    at = torch.from_numpy(drawn).to(logits.device)[:, None] * total
+    at = put(drawn, logits.device)[:, None] * total
     # The product may round up to the total, beyond which there is no token.
     at = torch.minimum(at, torch.nextafter(total, torch.zeros_like(total)))
     drawn_ids = torch.searchsorted(cumulative, at, right=True)[:, 0]
@@ -156,7 +201,7 @@ def _floor(probs: Tensor, params: Sequence[SamplingParams]) -> Tensor | None:
     if cut:
         if floor is None:
             floor = torch.zeros_like(probs[:, :1])
-        at = torch.tensor(cut, device=probs.device)
+        at = put(np.array(cut), probs.device)
         least = _cut(probs.index_select(0, at), [params[row] for row in cut])
         floor.index_copy_(0, at, torch.maximum(floor.index_select(0, at), least))
     return floor
@@ -167,7 +212,7 @@ def _cut(probs: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     vocab = probs.shape[1]
     limits = [min(p.top_k, vocab) if p.top_k > 0 else vocab for p in params]
     ordered = probs.topk(max(limits), dim=-1).values
-    limit = torch.tensor(limits, device=probs.device)[:, None]
+    limit = put(np.array(limits), probs.device)[:, None]
     within = torch.arange(ordered.shape[1], device=probs.device) < limit
     kept = torch.where(within, ordered, 0.0)
     cumulative = kept.cumsum(-1)
@@ -178,30 +223,4 @@ def _cut(probs: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
-
-
-def _logprobs(
-    logits: Tensor, chosen: Tensor, params: Sequence[SamplingParams]
-) -> list[TokenLogprobs | None]:
-    """Of the model itself: before penalties and temperature."""
-    found: list[TokenLogprobs | None] = [None] * len(params)
-    wanted = [(row, p.logprobs) for row, p in enumerate(params) if p.logprobs is not None]
-    if not wanted:
-        return found
-    at = torch.tensor([row for row, _ in wanted], device=logits.device)
-    # A row without one finite logit has no probabilities: all are reported as none at all.
-    all_values = _finite_only(logits.index_select(0, at).float()).log_softmax(-1)
-    all_values = all_values.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-    picked = all_values.gather(1, chosen.index_select(0, at)[:, None])
-    ranks = (all_values > picked).sum(-1).tolist()
-    top = all_values.topk(min(max(n for _, n in wanted), logits.shape[1]), dim=-1)
-    values, ids = top.values.tolist(), top.indices.tolist()
-    for i, (row, count) in enumerate(wanted):
-        found[row] = TokenLogprobs(
-            chosen=float(picked[i]),
-            rank=ranks[i] + 1,
-            top_ids=tuple(ids[i][:count]),
-            top_values=tuple(values[i][:count]),
-        )
-    return found
+    return put(np.array(values, dtype=np.float32), like.device)[:, None]

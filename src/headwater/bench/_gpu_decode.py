@@ -1,0 +1,168 @@
+"""Decode through the scheduler, as a share of what memory allows; and copies beside it."""
+
+from typing import Any
+
+import numpy as np
+
+from headwater.bench._gpu_engine import BLOCK_TOKENS, GpuEngine, Served, weight_bytes
+from headwater.cache import Demotion, Promotion
+from headwater.device.gpu.copier import CudaCopier
+from headwater.device.model import LoadedModel
+from headwater.transfer.mover import Mover
+from headwater.transfer.slab import HostSlab
+from headwater.types import JobId, Tier
+
+PROMPT = 976
+OUTPUT = 96
+"""So that the context is 1 k in the middle of the output."""
+
+_SKIPPED = 4
+"""Steps after the last prompt that are not counted."""
+
+_JOB_BLOCKS = 32
+
+
+def measure_decode(
+    model: LoadedModel, engine: GpuEngine, batches: list[int], ceiling_gb_s: float
+) -> dict[str, Any]:
+    """Tokens a second at each batch size, and the share of the memory roofline."""
+    found = {}
+    for batch in batches:
+        served = _serve(engine, batch, seed=batch)
+        steps = np.array(served.steps_s[_SKIPPED:])
+        context = PROMPT + OUTPUT // 2
+        num_bytes = weight_bytes(model) + batch * context * model.token_bytes
+        roofline_ms = num_bytes / ceiling_gb_s / 1e6
+        mean_ms = float(steps.mean()) * 1e3
+        found[str(batch)] = {
+            "tokens_s": batch / mean_ms * 1e3,
+            "step_ms": mean_ms,
+            "step_p99_ms": float(np.percentile(steps, 99)) * 1e3,
+            "roofline_ms": roofline_ms,
+            "roofline_tokens_s": batch / roofline_ms * 1e3,
+            "share": roofline_ms / mean_ms,
+        }
+    return found
+
+
+def measure_copies(
+    engine: GpuEngine, ceilings: dict[str, float], *, batch: int, rounds: int
+) -> dict[str, Any]:
+    """Rates of whole blocks each way, alone and under decode; steps with and without copies."""
+    result: dict[str, Any] = {}
+    traffic = Traffic(engine)
+    for name, kind in (("device_to_host", Demotion), ("host_to_device", Promotion)):
+        ceiling = ceilings[f"{name}_gb_s"]
+        rate = traffic.rate_alone(kind)
+        plain: list[float] = []
+        beside: list[float] = []
+        rates = []
+        for number in range(rounds):
+            seed = 7_000 + number
+            plain += _serve(engine, batch, seed=seed).steps_s[_SKIPPED:]
+            traffic.begin(kind)
+            beside += _serve(engine, batch, seed=seed, between=traffic.keep_going).steps_s[
+                _SKIPPED:
+            ]
+            rates.append(traffic.end())
+        result[name] = {
+            "gb_s": rate,
+            "ceiling_gb_s": ceiling,
+            "share": rate / ceiling,
+            "gb_s_under_decode": float(np.mean(rates)),
+            "step_p50_ms": _percentile(plain, 50),
+            "step_p99_ms": _percentile(plain, 99),
+            "step_p50_ms_with_copies": _percentile(beside, 50),
+            "step_p99_ms_with_copies": _percentile(beside, 99),
+            "p99_ratio": _percentile(beside, 99) / _percentile(plain, 99),
+            "p50_ratio": _percentile(beside, 50) / _percentile(plain, 50),
+        }
+    result["batch"] = batch
+    traffic.close()
+    return result
+
+
+class Traffic:
+    """Copies without end over some slots of the pool, as jobs of the engine's own copier."""
+
+    def __init__(self, engine: GpuEngine) -> None:
+        self._engine = engine
+        count = 3 * _JOB_BLOCKS
+        slots = engine.cache.take(count, now=engine.clock.now())
+        assert slots is not None, "the pool is too small for traffic"
+        self._slots = slots
+        self._slab = HostSlab(count, engine.block_bytes)
+        self._mover = Mover(CudaCopier(engine.runner.pool, self._slab, engine.clock))
+        self._job = 0
+        self._kind: Any = Demotion
+        self._done = 0
+        self._began_s = 0.0
+
+    def rate_alone(self, kind: Any) -> float:  # noqa: ANN401 -- a class of plans
+        """GB a second with nothing else on the device."""
+        for jobs in (6, 60):
+            self.begin(kind)
+            while self._done < jobs:
+                self._mover.completions.wait(10)
+                self.keep_going()
+            rate = self.end()
+        return rate
+
+    def begin(self, kind: Any) -> None:  # noqa: ANN401
+        """Start copying."""
+        self._kind, self._done = kind, 0
+        self._began_s = self._engine.clock.now()
+        for _ in range(3):
+            self._start()
+
+    def keep_going(self) -> None:
+        """Start a job for each that has ended."""
+        for _ in self._mover.take(now=0.0):
+            self._done += 1
+            self._start()
+
+    def end(self) -> float:
+        """Stop; the rate since the begin."""
+        seconds = self._engine.clock.now() - self._began_s
+        moved = self._done * _JOB_BLOCKS * self._engine.block_bytes
+        while self._mover.num_in_flight:
+            self._mover.completions.wait(10)
+            self._mover.take(now=0.0)
+        return moved / seconds / 1e9
+
+    def close(self) -> None:
+        """Give the slots back."""
+        self._mover.close()
+        self._engine.cache.free(self._slots)
+
+    def _start(self) -> None:
+        self._job += 1
+        part = self._job % 3
+        mine = slice(part * _JOB_BLOCKS, (part + 1) * _JOB_BLOCKS)
+        device, host = self._slots[mine], np.arange(len(self._slots))[mine]
+        up = self._kind is Promotion
+        plan = self._kind(
+            job=JobId(self._job),
+            source=Tier.HOST if up else Tier.DEVICE,
+            target=Tier.DEVICE if up else Tier.HOST,
+            source_slots=host if up else device,
+            target_slots=device if up else host,
+        )
+        self._mover.start([plan], now=0.0)
+
+
+def _serve(engine: GpuEngine, batch: int, *, seed: int, between: Any = None) -> Served:  # noqa: ANN401
+    # Lengths differ by up to a block: sequences that all fill a block in the same step are rare.
+    lengths = [PROMPT + row * 37 % BLOCK_TOKENS - BLOCK_TOKENS // 2 for row in range(batch)]
+    prompts = [engine.prompt(n, seed * 1_000 + row) for row, n in enumerate(lengths)]
+    engine.runner.warm(batch)
+    return engine.serve(prompts, max_tokens=OUTPUT, between=between)
+
+
+def _percentile(seconds: list[float], which: int) -> float:
+    return float(np.percentile(seconds, which)) * 1e3
+
+
+def blocks_for(batch: int) -> int:
+    """Blocks that a batch of these prompts needs, with some to spare."""
+    return batch * (-(-(PROMPT + OUTPUT) // BLOCK_TOKENS) + 1) + 128

@@ -1,0 +1,260 @@
+"""An engine on the GPU in this process, over a model of random weights with real shapes."""
+
+import gc
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+from transformers import LlamaConfig as _LlamaConfig
+from transformers import Qwen3Config as _Qwen3Config
+
+from headwater.cache import CacheConfig, Namespace, TieredCache
+from headwater.clock import SystemClock
+from headwater.device.attention.base import ATTENTION, register
+from headwater.device.gpu.copier import CudaCopier
+from headwater.device.gpu.runner import CudaRunner
+from headwater.device.model import LoadedModel
+from headwater.engine.core import EngineCore
+from headwater.errors import ConfigError
+from headwater.scheduler.config import SchedulerConfig
+from headwater.scheduler.request import Request, SamplingParams
+from headwater.scheduler.scheduler import Scheduler
+from headwater.storage.base import Opening
+from headwater.storage.codec import BlockFormat
+from headwater.storage.registry import open_storage
+from headwater.transfer.mover import Mover, TransferConfig
+from headwater.transfer.slab import HostSlab
+from headwater.transfer.workers import StorageWorkers
+from headwater.types import RequestId, Tokens, WritePolicy
+
+BLOCK_TOKENS = 64
+DEVICE = torch.device("cuda", 0)
+
+_LLAMA: dict[str, Any] = {
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+}
+
+LlamaConfig: Any = _LlamaConfig
+Qwen3Config: Any = _Qwen3Config
+
+SHAPES: dict[str, Any] = {
+    "8b": lambda: LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, vocab_size=128256, tie_word_embeddings=False,
+        **_LLAMA,
+    ),
+    "1b": lambda: LlamaConfig(
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=64, vocab_size=128256, tie_word_embeddings=True, **_LLAMA,
+    ),
+    "qwen3-8b": lambda: Qwen3Config(
+        hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=False,
+        rope_theta=1e6, max_position_embeddings=40960,
+    ),
+}  # fmt: skip
+"""Llama-3.1-8B, Llama-3.2-1B and Qwen3-8B, as their configurations say."""
+
+
+def require_gpu() -> None:
+    """A ConfigError where there is none."""
+    if not torch.cuda.is_available():
+        raise ConfigError("this benchmark needs an NVIDIA GPU, and torch finds none")
+
+
+def make_model(name: str) -> LoadedModel:
+    """A model of random weights on the GPU, in bfloat16; nothing is read from anywhere."""
+    register()
+    config = SHAPES[name]()
+    config.eos_token_id = config.bos_token_id = config.pad_token_id = None
+    maker: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        module = maker.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION)
+    module.to_empty(device=DEVICE)
+    module.tie_weights()
+    with torch.no_grad():
+        for weight in module.parameters():
+            weight.normal_(std=0.02) if weight.dim() > 1 else weight.fill_(1.0)
+    rotary = type(module.model.rotary_emb)
+    module.model.rotary_emb = rotary(config).to(DEVICE)
+    return LoadedModel(
+        module=module.eval(),
+        model_dir=Path(),
+        fingerprint=bytes(32),
+        device=DEVICE,
+        dtype=torch.bfloat16,
+        num_layers=config.num_hidden_layers,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        max_model_len=config.max_position_embeddings,
+        eos_token_ids=(),
+    )
+
+
+def weight_bytes(model: LoadedModel) -> int:
+    """What a decode step reads of the weights: all but the embedding's rows it does not want."""
+    module: Any = model.module
+    whole = sum(weight.nbytes for weight in module.parameters())
+    embedding: int = module.model.embed_tokens.weight.nbytes
+    return int(whole if module.config.tie_word_embeddings else whole - embedding)
+
+
+@dataclass(slots=True)
+class Served:
+    """What came of some requests."""
+
+    seconds: float = 0.0
+    first_s: list[float] = field(default_factory=list)
+    """Per request: until its first token, in the order of those tokens."""
+
+    steps_s: list[float] = field(default_factory=list)
+    """Between collected steps while every request was decoding."""
+
+    output_tokens: int = 0
+    found: dict[str, int] = field(default_factory=dict)
+    """Prompt tokens that were found, by tier."""
+
+
+class GpuEngine:
+    """A core, its parts and a clock."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        num_blocks: int,
+        host_blocks: int = 0,
+        storage: Path | None = None,
+        **settings: Any,  # noqa: ANN401 -- typed by SchedulerConfig and CacheConfig
+    ) -> None:
+        policy = settings.pop("write_policy", "write_through")
+        limits = {"max_num_seqs": 256, "max_batched_tokens": 8192, **settings}
+        layout = model.layout(BLOCK_TOKENS)
+        self.cache = TieredCache(
+            CacheConfig(
+                device_blocks=num_blocks,
+                block_tokens=BLOCK_TOKENS,
+                host_blocks=host_blocks,
+                storage=storage is not None,
+                write_policy=WritePolicy(policy),
+                fingerprint=model.fingerprint,
+                kv_format=layout.kv_format,
+            )
+        )
+        self.clock = SystemClock()
+        config = SchedulerConfig(max_model_len=model.max_model_len, **limits)
+        self.runner = CudaRunner(
+            model,
+            num_blocks=num_blocks,
+            block_tokens=BLOCK_TOKENS,
+            max_num_seqs=config.max_num_seqs,
+            max_batched_tokens=config.max_batched_tokens,
+        )
+        self.block_bytes = layout.block_bytes
+        self.slab = HostSlab(host_blocks, layout.block_bytes)
+        mover = Mover()
+        if host_blocks:
+            copier = CudaCopier(self.runner.pool, self.slab, self.clock, self.runner.arrivals)
+            mover = Mover(
+                copier, self._workers(storage), TransferConfig(read_timeout_s=60.0),
+                block_bytes=layout.block_bytes,
+            )  # fmt: skip
+        self.core = EngineCore(Scheduler(config, self.cache), self.runner, self.clock, mover)
+        self._numbers = itertools.count()
+        self._vocab = model.vocab_size
+
+    def prompt(self, num_tokens: int, seed: int) -> Tokens:
+        """Tokens that no other seed begins with."""
+        random = np.random.default_rng(seed)
+        return random.integers(0, self._vocab, num_tokens).astype(np.int32)
+
+    def add(self, prompt: Tokens, max_tokens: int) -> RequestId:
+        """One more request, from now on."""
+        name = RequestId(f"bench-{next(self._numbers)}")
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
+        self.core.add(
+            Request(request_id=name, tokens=prompt, params=params, arrival_s=self.clock.now())
+        )
+        return name
+
+    def serve(
+        self,
+        prompts: list[Tokens],
+        *,
+        max_tokens: int,
+        between: Callable[[], None] | None = None,
+    ) -> Served:
+        """All at once, until the last has ended; `between` is called after each step."""
+        served, began_s = Served(), self.clock.now()
+        for prompt in prompts:
+            self.add(prompt, max_tokens)
+        waiting, last_s, found = (
+            len(prompts),
+            0.0,
+            dict.fromkeys(("device", "host", "storage"), 0),
+        )
+        while waiting:
+            self.core.wait()
+            outputs, now = self.core.step(), self.clock.now()
+            if between is not None:
+                between()
+            is_all = len(outputs) == len(prompts)
+            for output in outputs:
+                served.output_tokens += len(output.tokens)
+                waiting -= output.finish_reason is not None
+                if output.usage is not None:
+                    served.first_s.append(now - began_s)
+                    is_all = False
+                    for tier in found:
+                        found[tier] += output.usage.by_tier[tier]
+            if is_all and last_s:
+                served.steps_s.append(now - last_s)
+            if outputs:
+                last_s = now
+        served.seconds, served.found = self.clock.now() - began_s, found
+        return served
+
+    def drain(self) -> None:
+        """Until everything that is being written is written."""
+        self.core.drain(120.0)
+
+    def clear_device(self) -> None:
+        """Evict every block that nobody uses from the device, and from nothing else."""
+        slots = self.cache.take(self.cache.num_available, now=self.clock.now())
+        if slots is not None:
+            self.cache.free(slots)
+
+    def clear_host(self) -> None:
+        """Forget what is in memory; what is in storage is asked for again."""
+        self.cache.reset()
+
+    def close(self) -> None:
+        """Release pool, slab and graphs."""
+        self.drain()
+        self.core.close()
+        del self.runner, self.core, self.slab
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def _workers(self, folder: Path | None) -> StorageWorkers | None:
+        if folder is None:
+            return None
+        opening = Opening(
+            format=BlockFormat(
+                fingerprint=self.cache.tree.scheme.root(Namespace()),
+                block_bytes=self.slab.block_bytes,
+            ),
+            clock=self.clock,
+            memory=self.slab.memory,
+            environ={},
+        )
+        settings = {"path": str(folder), "capacity_bytes": 24 << 30}
+        return StorageWorkers(open_storage("file", settings, opening), self.slab, self.clock)

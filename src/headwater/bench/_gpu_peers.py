@@ -1,0 +1,71 @@
+"""transformers' own code on the same weights in the same run: what the figures are compared to."""
+
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from headwater.bench._gpu_ceilings import time_ms
+from headwater.bench._gpu_engine import DEVICE
+from headwater.clock import SystemClock
+from headwater.device.attention.base import ATTENTION
+from headwater.device.model import LoadedModel
+
+
+@contextmanager
+def _own_attention(model: LoadedModel) -> Any:  # noqa: ANN401 -- a generator
+    module: Any = model.module
+    module.set_attn_implementation("sdpa")
+    try:
+        with torch.inference_mode():
+            yield module
+    finally:
+        module.set_attn_implementation(ATTENTION)
+
+
+def prefill_s(model: LoadedModel, num_tokens: int) -> float:
+    """One prompt through the model with SDPA and its own cache; logits of the last token."""
+    tokens = torch.randint(0, model.vocab_size, (1, num_tokens), device=DEVICE)
+    with _own_attention(model) as module:
+        return time_ms(lambda: module(tokens, use_cache=True, logits_to_keep=1), 3) / 1e3
+
+
+def generate_tokens_s(model: LoadedModel, batch: int, *, prompt: int, output: int) -> float:
+    """Tokens a second of `generate` after the prompts, as the difference of two lengths."""
+    tokens = torch.randint(0, model.vocab_size, (batch, prompt), device=DEVICE)
+    clock = SystemClock()
+    with _own_attention(model) as module:
+
+        def run(count: int) -> float:
+            began_s = clock.now()
+            module.generate(
+                tokens,
+                attention_mask=torch.ones_like(tokens),
+                max_new_tokens=count,
+                min_new_tokens=count,
+                do_sample=False,
+                pad_token_id=0,
+            )
+            torch.cuda.synchronize()
+            return clock.now() - began_s
+
+        run(2)
+        return batch * output / (run(output + 1) - run(1))
+
+
+def continuous_tokens_s(
+    model: LoadedModel, requests: int, *, prompt: int, output: int
+) -> float:
+    """Tokens a second of `generate_batch`, prompts included."""
+    inputs = torch.randint(0, model.vocab_size, (requests, prompt)).tolist()
+    settings = GenerationConfig(
+        max_new_tokens=output, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    clock = SystemClock()
+    with _own_attention(model) as module:
+        began_s = clock.now()
+        outputs = module.generate_batch(inputs=inputs, generation_config=settings)
+        seconds = clock.now() - began_s
+    generated = sum(len(one.generated_tokens) for one in outputs.values())
+    return generated / seconds

@@ -1,0 +1,174 @@
+"""`headwater bench gpu`: the GPU path beside the ceilings of the machine and beside transformers.
+
+Needs an NVIDIA GPU, torch, Triton, transformers and cuda-python, and no library of the
+server. Models are random weights with real shapes; everything runs in this process.
+"""
+
+import json
+import sys
+import tempfile
+import traceback
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from headwater.bench._report import print_report
+from headwater.clock import SystemClock
+from headwater.errors import ConfigError
+
+PARTS = ("copies", "decode", "prefill", "first_token", "all_miss", "trace")
+_BATCHES = (1, 32, 128, 256)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the parts asked for and print a table, or JSON."""
+    options = _parser().parse_args(argv)
+    from headwater.bench._gpu_engine import require_gpu
+
+    require_gpu()
+    run = _Run(options)
+    for part in options.parts.split(","):
+        run.attempt(part)
+    print_report("headwater bench gpu", run.result, as_json=options.json)
+    return 1 if run.result["failed"] else 0
+
+
+class _Run:
+    """The parts, in the order they are asked for; what one leaves the next may use."""
+
+    def __init__(self, options: Namespace) -> None:
+        from headwater.bench import _gpu_ceilings, _gpu_engine
+
+        self._options = options
+        self._clock = SystemClock()
+        self._model = _gpu_engine.make_model(options.model)
+        self._ceilings = _gpu_ceilings.measure()
+        self.result: dict[str, Any] = {
+            "model": options.model,
+            "ceilings": self._ceilings,
+            "failed": [],
+        }
+
+    def attempt(self, part: str) -> None:
+        """Run one part; a failure is reported and does not stop the others."""
+        parts: dict[str, Callable[[], dict[str, Any]]] = {
+            "copies": self._copies,
+            "decode": self._decode,
+            "prefill": self._prefill,
+            "first_token": self._first_token,
+            "all_miss": self._all_miss,
+            "trace": self._trace,
+        }
+        if part not in parts:
+            raise ConfigError(f"no part {part!r}; known: {', '.join(PARTS)}")
+        began_s = self._clock.now()
+        try:
+            self.result[part] = parts[part]()
+        except Exception:  # noqa: BLE001 -- told, and the other parts are run
+            traceback.print_exc()
+            self.result["failed"].append(part)
+        seconds = self._clock.now() - began_s
+        shown = json.dumps(self.result.get(part), default=float)
+        print(f"{part}: {seconds:.1f} s {shown}", file=sys.stderr, flush=True)
+
+    def _copies(self) -> dict[str, Any]:
+        from headwater.bench import _gpu_decode, _gpu_engine
+
+        batch, rounds = (32, 1) if self._options.quick else (128, 3)
+        engine = _gpu_engine.GpuEngine(
+            self._model, num_blocks=_gpu_decode.blocks_for(batch), max_num_seqs=batch
+        )
+        found = _gpu_decode.measure_copies(engine, self._ceilings, batch=batch, rounds=rounds)
+        engine.close()
+        return found
+
+    def _decode(self) -> dict[str, Any]:
+        from headwater.bench import _gpu_decode, _gpu_engine, _gpu_peers
+
+        batches = [1, 32] if self._options.quick else list(_BATCHES)
+        engine = _gpu_engine.GpuEngine(
+            self._model,
+            num_blocks=_gpu_decode.blocks_for(batches[-1]),
+            max_num_seqs=batches[-1],
+        )
+        ceiling = self._ceilings["memory_gb_s"]
+        found = _gpu_decode.measure_decode(self._model, engine, batches, ceiling)
+        prompts = [engine.prompt(64, 10**6 + row) for row in range(128)]
+        engine.serve(prompts[:64], max_tokens=64)
+        served = engine.serve(prompts, max_tokens=64)
+        engine.close()
+        if not self._options.quick:
+            model = self._model
+            generate = {
+                str(batch): _gpu_peers.generate_tokens_s(model, batch, prompt=976, output=12)
+                for batch in (1, 32)
+            }
+            theirs = _gpu_peers.continuous_tokens_s(model, 128, prompt=64, output=64)
+            ours = served.output_tokens / served.seconds
+            found["transformers_generate_tokens_s"] = generate
+            found["continuous_128"] = {
+                "tokens_s": ours,
+                "transformers_tokens_s": theirs,
+                "ratio": ours / theirs,
+            }
+        return found
+
+    def _prefill(self) -> dict[str, Any]:
+        from headwater.bench import _gpu_engine, _gpu_prompts
+
+        lengths = _gpu_prompts.LENGTHS[:2] if self._options.quick else _gpu_prompts.LENGTHS
+        engine = _gpu_engine.GpuEngine(
+            self._model, num_blocks=2200, max_num_seqs=8, max_batched_tokens=lengths[-1]
+        )
+        found = _gpu_prompts.measure_prefill(self._model, engine, lengths)
+        engine.close()
+        return found
+
+    def _first_token(self) -> dict[str, Any]:
+        from headwater.bench import _gpu_peers, _gpu_prompts
+
+        long = _gpu_prompts.LONG
+        known = self.result.get("prefill", {}).get(str(long))
+        theirs = (
+            long / known["transformers_tokens_s"]
+            if known
+            else _gpu_peers.prefill_s(self._model, long)
+        )
+        with tempfile.TemporaryDirectory(dir=self._options.folder) as folder:
+            return _gpu_prompts.measure_first_token(
+                self._model, Path(folder), self._ceilings["host_to_device_gb_s"], theirs
+            )
+
+    def _all_miss(self) -> dict[str, Any]:
+        from headwater.bench import _gpu_traffic
+
+        return _gpu_traffic.measure_all_miss(
+            self._model, pairs=3 if self._options.quick else self._options.pairs
+        )
+
+    def _trace(self) -> dict[str, Any]:
+        from headwater.bench import _gpu_traffic
+
+        if self._options.trace is None:
+            return {"skipped": "no --trace was given"}
+        return _gpu_traffic.measure_trace(
+            self._model,
+            self._options.trace,
+            requests=40 if self._options.quick else 300,
+            scale=4,
+            clients=32,
+            blocks=2400,
+        )
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(prog="headwater bench gpu", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--parts", default=",".join(PARTS), help="which, with commas (all)")
+    parser.add_argument("--model", default="8b", help="8b, 1b or qwen3-8b (8b)")
+    parser.add_argument("--trace", type=Path, help="a trace in the Mooncake format")
+    parser.add_argument("--folder", type=Path, help="where files are written (temporary)")
+    parser.add_argument("--pairs", type=int, default=8, help="pairs of the all-miss runs (8)")
+    parser.add_argument("--quick", action="store_true", help="smaller batches, fewer repeats")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser

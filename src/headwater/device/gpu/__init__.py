@@ -1,0 +1,1 @@
+"""The device is an NVIDIA GPU: a runner over captured graphs, and copies beside it."""

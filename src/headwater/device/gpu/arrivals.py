@@ -1,0 +1,73 @@
+"""Promotions on their way, layer by layer: where the copier tells the runner what has arrived.
+
+A promotion is copied in a few groups of layers, an event after each. The runner makes the
+device wait for a group's event before it attends in the first layer of the group. An event
+counts only once it is recorded, so the runner's thread waits for that, in C; recording runs
+far ahead of copying.
+"""
+
+from collections.abc import Iterable
+from threading import Condition
+
+import torch
+
+from headwater.types import JobId
+
+
+class Arrival:
+    """One promotion: an event for each group of layers, recorded one after another."""
+
+    def __init__(self, num_layers: int, num_groups: int) -> None:
+        self.group_layers = -(-num_layers // num_groups)
+        self._events: list[torch.cuda.Event] = []
+        self._changed = Condition()
+        self._ended = False
+
+    def record(self, stream: torch.cuda.Stream) -> None:
+        """The next group is queued on `stream`, up to here. Called by the copier."""
+        event = torch.cuda.Event()
+        event.record(stream)
+        with self._changed:
+            self._events.append(event)
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Nothing more will be recorded: all of it is, or the copy has failed."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def order(self, layer: int, stream: torch.cuda.Stream) -> None:
+        """Have `stream` wait for `layer`; what was never copied is waited for by nobody."""
+        if layer % self.group_layers:
+            return
+        group = layer // self.group_layers
+        with self._changed:
+            while len(self._events) <= group and not self._ended:
+                self._changed.wait()
+            event = self._events[group] if group < len(self._events) else None
+        if event is not None:
+            stream.wait_event(event)
+
+
+class Arrivals:
+    """The promotions that a step may read before they have landed, by job."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
+        self._by_job: dict[JobId, Arrival] = {}
+
+    def expect(self, job: JobId, num_groups: int) -> Arrival:
+        """A promotion begins; called by the loop's thread."""
+        arrival = Arrival(self._num_layers, num_groups)
+        self._by_job[job] = arrival
+        return arrival
+
+    def forget(self, job: JobId) -> None:
+        """A promotion has ended: nobody has to wait for it any more."""
+        self._by_job.pop(job, None)
+
+    def of(self, jobs: Iterable[JobId]) -> list[Arrival]:
+        """Those of `jobs` that have not ended."""
+        found = (self._by_job.get(job) for job in jobs)
+        return [arrival for arrival in found if arrival is not None]

@@ -1,0 +1,168 @@
+"""Copies blocks between the KV pool on a GPU and the host slab, beside the model's own work.
+
+The copy engines do it: batched memory copies of whole blocks on a stream a direction, which
+take no processor from the model. Two threads a direction queue a job and then wait for its
+event in C, so that the engine has the next job when it ends one.
+
+    compute   ── write block ──●(recorded by start)              ╭─ wait ── attend in layer 8
+                                ╲                                ╱
+    copies                       ╰── wait ── copy, copy, copy ──●── copy … ──●(waited for in C)
+
+A promotion is copied in groups of layers, so that a step may begin before the last has come.
+"""
+
+import logging
+from queue import SimpleQueue
+from threading import Thread
+from typing import NamedTuple
+
+import torch
+
+from headwater.cache import Ending, Promotion, Transfer
+from headwater.clock import Clock
+from headwater.device.gpu.arrivals import Arrival, Arrivals
+from headwater.device.gpu.pinned import PinnedSlab
+from headwater.device.gpu.runtime import Runtime
+from headwater.device.kv import KVPool
+from headwater.errors import DeviceError
+from headwater.transfer.completions import Completion
+from headwater.transfer.slab import HostSlab
+from headwater.transfer.workers import Report
+from headwater.types import Slots
+
+log = logging.getLogger(__name__)
+
+_GROUPS = 4
+_LEAST_PIECE = 512 << 10
+"""Groups of layers in a promotion, as long as the pieces are not smaller than this: smaller
+ones are slower to copy than the wait for a whole block is long."""
+
+_THREADS = 2
+"""Of each direction: one waits for its copy while the other queues the next."""
+
+
+class _Entry(NamedTuple):
+    transfer: Transfer
+    report: Report
+    after: torch.cuda.Event | None = None
+    """Work of the model that the copy must not overtake."""
+
+    arrival: Arrival | None = None
+    """Of a promotion: who waits for its layers."""
+
+
+class CudaCopier:
+    """The `DeviceCopier` of a pool on a GPU."""
+
+    def __init__(
+        self, pool: KVPool, slab: HostSlab, clock: Clock, arrivals: Arrivals | None = None
+    ) -> None:
+        """`arrivals` is the runner's, which may then compute over promotions on their way."""
+        self._pool = pool
+        self._arrivals = arrivals
+        self._num_groups = 1
+        if arrivals is not None and pool.num_layers % _GROUPS == 0:
+            self._num_groups = _GROUPS if slab.block_bytes >= _GROUPS * _LEAST_PIECE else 1
+        self._clock = clock
+        self._block_bytes = slab.block_bytes
+        self._runtime = Runtime(pool.device.index or 0)
+        self._pinned = PinnedSlab(slab, self._runtime)
+        self._queues: list[SimpleQueue[_Entry | None]] = []
+        for name in ("promote", "demote"):
+            queue: SimpleQueue[_Entry | None] = SimpleQueue()
+            stream = torch.cuda.Stream(pool.device)
+            self._queues.append(queue)
+            for number in range(_THREADS):
+                Thread(
+                    target=self._work,
+                    args=(queue, stream),
+                    name=f"{name}-{number}",
+                    daemon=True,
+                ).start()
+
+    @property
+    def pinned_share(self) -> float:
+        """How much of the slab is pinned by now."""
+        return self._pinned.share
+
+    def start(self, transfer: Transfer, report: Report) -> None:
+        """Queue a copy behind those of the same direction; called by the loop's thread.
+
+        A demotion follows all of the model's work queued so far. The targets of a promotion
+        were given up by steps that are collected, so it overtakes what is queued now.
+        """
+        if isinstance(transfer, Promotion):
+            arrival = None
+            if self._arrivals is not None:
+                arrival = self._arrivals.expect(transfer.job, self._num_groups)
+            self._queues[0].put(_Entry(transfer, report, arrival=arrival))
+            return
+        after = torch.cuda.Event()
+        after.record(torch.cuda.current_stream(self._pool.device))
+        self._queues[1].put(_Entry(transfer, report, after=after))
+
+    def close(self) -> None:
+        """End the threads after what they are doing, and unpin the slab. Twice is safe."""
+        for queue in self._queues:
+            for _ in range(_THREADS):
+                queue.put(None)
+        torch.cuda.synchronize(self._pool.device)
+        self._pinned.close()
+
+    def _work(self, queue: "SimpleQueue[_Entry | None]", stream: torch.cuda.Stream) -> None:
+        self._runtime.enter_thread()
+        while (entry := queue.get()) is not None:
+            transfer = entry.transfer
+            began_s = self._clock.now()
+            try:
+                busy_s = self._copy(entry, stream)
+                ended = Completion(transfer.job, Ending.DONE, transfer.num_blocks, busy_s)
+            except DeviceError:
+                log.exception("a copy failed")
+                waited_s = self._clock.now() - began_s
+                ended = Completion(transfer.job, Ending.FAILED, 0, waited_s, "device")
+            except Exception:
+                log.exception("a copy failed")
+                ended = Completion(transfer.job, Ending.FAILED, reason="bug")
+            if entry.arrival is not None and self._arrivals is not None:
+                entry.arrival.end()
+                self._arrivals.forget(transfer.job)
+            entry.report(ended)
+
+    def _copy(self, entry: _Entry, stream: torch.cuda.Stream) -> float:
+        """Copy, wait until it is done, and say how long the device took."""
+        transfer = entry.transfer
+        up = isinstance(transfer, Promotion)
+        host = transfer.source_slots if up else transfer.target_slots
+        device = transfer.target_slots if up else transfer.source_slots
+        self._pinned.await_slots(host)
+        if entry.after is not None:
+            stream.wait_event(entry.after)
+        on_host = self._pinned.base + host * self._pinned.slot_bytes
+        on_device = self._pool.data.data_ptr() + device * self._block_bytes
+        source, target = (on_host, on_device) if up else (on_device, on_host)
+        begun = torch.cuda.Event(enable_timing=True, blocking=True)
+        ended = torch.cuda.Event(enable_timing=True, blocking=True)
+        begun.record(stream)
+        for group in range(self._num_groups if up else 1):
+            self._copy_group(target, source, group, entry.arrival, stream)
+        ended.record(stream)
+        ended.synchronize()
+        return float(begun.elapsed_time(ended)) / 1e3
+
+    def _copy_group(
+        self,
+        targets: Slots,
+        sources: Slots,
+        group: int,
+        arrival: Arrival | None,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        """Queue one group of layers of blocks at these addresses; all of them if it is alone."""
+        size = self._block_bytes // (1 if arrival is None else self._num_groups)
+        at = group * size
+        self._runtime.copy(
+            (targets + at).tolist(), (sources + at).tolist(), size, stream.cuda_stream
+        )
+        if arrival is not None:
+            arrival.record(stream)

@@ -1,0 +1,163 @@
+"""Decode steps as captured graphs, one for each of a ladder of batch sizes.
+
+A step of fewer rows runs in the next larger graph; rows that are not there attend nothing
+and are stored nowhere. Inputs have fixed places on the device, filled by one copy a step.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwater.device.gpu.attention import PagedAttention
+from headwater.device.gpu.decoder import LeanDecoder, Places
+from headwater.device.gpu.inputs import Layout, partials
+from headwater.device.gpu.staging import IntArray, Staging
+from headwater.device.gpu.work import cut, num_entries
+from headwater.device.kernels.decode import DecodeWork
+from headwater.device.kernels.greedy import choose_greedy
+from headwater.device.kv import Ints, KVPool
+
+_ALIGN = 16
+"""Sections begin at multiples of this many integers."""
+
+
+def ladder(max_rows: int) -> list[int]:
+    """Batch sizes that get a graph: close together where a row more costs most."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_rows + 32, 32)]
+    return [*(size for size in sizes if size < max_rows), max_rows]
+
+
+class _Section:
+    """A named run of integers in the input buffer."""
+
+    def __init__(self, start: int, size: int) -> None:
+        self.start, self.size = start, size
+
+
+class DecodeGraphs:
+    """Graphs over one decoder and pool; captured when a size is first wanted."""
+
+    def __init__(
+        self,
+        decoder: LeanDecoder,
+        pool: KVPool,
+        chosen: Tensor,
+        *,
+        max_rows: int,
+        max_table: int,
+    ) -> None:
+        """`chosen` holds the tokens of the step before, and then of this one. `max_table` is
+        the most slots of one row."""
+        self._decoder, self._pool, self._chosen = decoder, pool, chosen
+        self._sizes = ladder(max_rows)
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._memory: Any = None
+        entries = num_entries(max_rows)
+        self._sections: dict[str, _Section] = {}
+        self._header = 0
+        for name in ("tokens", "carry", "positions", "slots", "contexts", "table_start"):
+            self._add(name, max_rows)
+        for name, size in (("piece", 1), ("work_row", entries), ("work_start", entries)):
+            self._add(name, size)
+        self._add("row_work", max_rows + 1)
+        num_ints = self._header + max_rows * max_table
+        self._inputs = torch.zeros(num_ints, dtype=torch.int32, device=pool.device)
+        self._staging = Staging(num_ints, num_buffers=3)
+        vocab = decoder.head.shape[0]
+        self._logits = torch.empty((max_rows, vocab), dtype=pool.data.dtype, device=pool.device)
+        self._partials = partials(entries, decoder.heads, pool)
+
+    def warm(self, sizes: list[int] | None = None) -> None:
+        """Capture now what would be captured at first use; by default every size."""
+        for size in self._sizes if sizes is None else sizes:
+            if size not in self._graphs:
+                self._graphs[size] = self._capture(size)
+
+    def size_for(self, num_rows: int) -> int:
+        """The size of the graph that computes so many rows."""
+        return next(size for size in self._sizes if size >= num_rows)
+
+    def run(self, layout: Layout, carry: IntArray) -> Tensor:
+        """Compute a step; its logits, good until the next, a row each. `chosen` is greedy."""
+        num_rows = layout.batch.num_rows
+        size = self.size_for(num_rows)
+        self.warm([size])
+        self._fill(layout, carry, size)
+        self._graphs[size].replay()
+        return self._logits[:num_rows]
+
+    def _add(self, name: str, size: int) -> None:
+        self._sections[name] = _Section(self._header, size)
+        self._header += -(-size // _ALIGN) * _ALIGN
+
+    def _fill(self, layout: Layout, carry: IntArray, size: int) -> None:
+        batch, num_rows = layout.batch, layout.batch.num_rows
+        used = self._header + len(layout.tables)
+        pinned, view = self._staging.take(used)
+        pieces = cut(layout.contexts, size)
+        absent = {"carry": -1, "slots": -1}
+        given: dict[str, Ints | IntArray] = {
+            "tokens": batch.tokens,
+            "carry": carry,
+            "positions": batch.positions,
+            "slots": layout.slots,
+            "contexts": batch.context_lens,
+            "table_start": layout.table_start,
+        }
+        for name, values in given.items():
+            start = self._sections[name].start
+            view[start : start + num_rows] = values
+            view[start + num_rows : start + size] = absent.get(name, 0)
+        view[self._sections["piece"].start] = pieces.piece
+        for name, values in zip(
+            ("work_row", "work_start", "row_work"), pieces[1:], strict=True
+        ):
+            start = self._sections[name].start
+            view[start : start + len(values)] = values
+        view[self._header : used] = layout.tables
+        self._inputs[:used].copy_(pinned[:used], non_blocking=True)
+
+    def _capture(self, size: int) -> torch.cuda.CUDAGraph:
+        # Kernels are compiled and loaded by a first run, which cannot be part of a capture.
+        kept = self._chosen.clone()
+        self._inputs.zero_()
+        for name in ("carry", "slots"):
+            self._view(name, size).fill_(-1)
+        self._view("work_row", num_entries(size)).fill_(-1)
+        self._step(size)
+        torch.cuda.synchronize(self._pool.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            self._step(size)
+        self._memory = graph.pool()
+        self._chosen.copy_(kept)
+        return graph
+
+    def _step(self, size: int) -> None:
+        decoder = self._decoder
+        entries = num_entries(size)
+        work = DecodeWork(
+            contexts=self._view("contexts", size),
+            tables=self._inputs[self._header :],
+            table_start=self._view("table_start", size),
+            piece=self._view("piece", 1),
+            work_row=self._view("work_row", entries),
+            work_start=self._view("work_start", entries),
+            row_work=self._view("row_work", size + 1),
+            partial=self._partials[0],
+            partial_lse=self._partials[1],
+        )
+        attention = PagedAttention(
+            pool=self._pool.data, heads=decoder.heads, num_decodes=size, decodes=work
+        )
+        places = Places(self._view("positions", size), self._view("slots", size))
+        tokens, carry = self._view("tokens", size), self._view("carry", size)
+        hidden = decoder.embed(tokens, carry, self._chosen)
+        hidden = decoder.run(hidden, places, self._pool.data, attention.attend)
+        logits = decoder.logits(hidden, out=self._logits[:size])
+        choose_greedy(logits, self._chosen)
+
+    def _view(self, name: str, size: int) -> Tensor:
+        start = self._sections[name].start
+        return self._inputs[start : start + size]

@@ -1,0 +1,162 @@
+"""A `ScheduledBatch` as arrays of integers, and what of it the device gets.
+
+numpy does the arithmetic, over whole arrays; nothing here loops over tokens.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headwater.device.gpu.attention import LEAST_WHOLE, PagedAttention, WholePrompt
+from headwater.device.gpu.decoder import Places
+from headwater.device.gpu.staging import IntArray, Staging
+from headwater.device.gpu.work import cut, tiles
+from headwater.device.kernels.decode import DecodeWork
+from headwater.device.kernels.prefill import ChunkWork, tile_queries
+from headwater.device.kv import Ints, KVPool
+from headwater.scheduler.batch import ScheduledBatch
+
+
+class Layout:
+    """Where a batch's rows and tokens are: counts, slots, tables. Host only."""
+
+    def __init__(self, batch: ScheduledBatch, block_tokens: int) -> None:
+        self.batch = batch
+        self.contexts: Ints = batch.context_lens.astype(np.int64)
+        self.counts: Ints = np.diff(batch.query_start).astype(np.int64)
+        widths = -(-self.contexts // block_tokens)
+        self.tables: Ints = np.concatenate(
+            [table[:n] for table, n in zip(batch.block_tables, widths.tolist(), strict=True)]
+        )
+        self.table_start: Ints = np.cumsum(widths) - widths
+        self.is_decode = len(self.counts) == len(batch.tokens)
+        """Whether every row has one token."""
+
+        row_of = np.arange(batch.num_rows)
+        if not self.is_decode:
+            row_of = np.repeat(row_of, self.counts)
+        self.slots: Ints = self.tables[
+            self.table_start[row_of] + batch.positions // block_tokens
+        ]
+
+    @property
+    def num_decodes(self) -> int:
+        """Leading rows of one token."""
+        longer = self.counts > 1
+        return int(longer.argmax()) if longer.any() else len(self.counts)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class PackedStep:
+    """A step of any composition, on the device."""
+
+    tokens: Tensor
+    carry: Tensor
+    places: Places
+    logits_at: Tensor
+    attention: PagedAttention
+
+
+def pack(
+    layout: Layout,
+    carry: IntArray,
+    *,
+    pool: KVPool,
+    staging: Staging,
+    heads: int,
+    takes_whole: bool,
+) -> PackedStep:
+    """Send a step's inputs; `carry` is per row, the place in the chosen tokens or -1.
+
+    `takes_whole` says that a long prompt may be attended apart from the pool.
+    """
+    batch, num_decodes = layout.batch, layout.num_decodes
+    whole = _whole(layout) if takes_whole else None
+    last_chunk = len(layout.counts) - (whole is not None)
+    pieces = cut(layout.contexts[:num_decodes], max(num_decodes, 1))
+    chunk_counts = layout.counts[num_decodes:last_chunk]
+    tile = tile_queries(pool.data.dtype, pool.head_dim)
+    tile_row, tile_start = tiles(chunk_counts, num_decodes, tile)
+    token_carry = np.full(len(batch.tokens), -1, dtype=np.int32)
+    token_carry[batch.query_start[:-1]] = carry
+    last = batch.query_start[1:][batch.sampled] - 1
+    sent = staging.send(
+        [
+            batch.tokens,
+            token_carry,
+            batch.positions,
+            layout.slots.astype(np.int32),
+            last if len(last) else np.zeros(1, dtype=np.int32),
+            batch.context_lens,
+            batch.query_start,
+            layout.tables.astype(np.int32),
+            layout.table_start.astype(np.int32),
+            np.array([pieces.piece], dtype=np.int32),
+            *pieces[1:],
+            tile_row,
+            tile_start,
+        ],
+        pool.device,
+    )
+    tokens, carried, positions, slots, logits_at, contexts, starts, tables, table_start = sent[
+        :9
+    ]
+    attention = PagedAttention(pool=pool.data, heads=heads, whole=whole)
+    if num_decodes:
+        attention.num_decodes = num_decodes
+        attention.decodes = _decodes(contexts, tables, table_start, sent[9:13], pool, heads)
+    if len(tile_row):
+        attention.chunks = ChunkWork(
+            contexts=contexts,
+            query_start=starts,
+            tables=tables,
+            table_start=table_start,
+            tile_row=sent[13],
+            tile_start=sent[14],
+        )
+    return PackedStep(
+        tokens=tokens,
+        carry=carried,
+        places=Places(positions, slots),
+        logits_at=logits_at,
+        attention=attention,
+    )
+
+
+def _whole(layout: Layout) -> WholePrompt | None:
+    """The last row, if it is a long prompt with nothing cached."""
+    count = int(layout.counts[-1])
+    if count < LEAST_WHOLE or count != layout.contexts[-1]:
+        return None
+    return WholePrompt(int(layout.batch.query_start[-2]), count)
+
+
+def _decodes(
+    contexts: Tensor,
+    tables: Tensor,
+    table_start: Tensor,
+    pieces: list[Tensor],
+    pool: KVPool,
+    heads: int,
+) -> DecodeWork:
+    partial, partial_lse = partials(len(pieces[1]), heads, pool)
+    return DecodeWork(
+        contexts=contexts,
+        tables=tables,
+        table_start=table_start,
+        piece=pieces[0],
+        work_row=pieces[1],
+        work_start=pieces[2],
+        row_work=pieces[3],
+        partial=partial,
+        partial_lse=partial_lse,
+    )
+
+
+def partials(num_entries: int, heads: int, pool: KVPool) -> tuple[Tensor, Tensor]:
+    """Room for partial results of so many pieces."""
+    shape = (num_entries, heads, pool.head_dim)
+    partial = torch.empty(shape, dtype=torch.float32, device=pool.device)
+    return partial, torch.empty(shape[:2], dtype=torch.float32, device=pool.device)

@@ -1,0 +1,102 @@
+"""Pins the host slab in the background, so that serving begins before all of it is pinned.
+
+Pinning 64 GiB takes a quarter of a minute. Threads pin it piece by piece; a copy waits, in its
+own thread, for the pieces it touches and for no others, and has them pinned next.
+"""
+
+import logging
+from collections.abc import Iterable
+from threading import Condition, Thread
+
+import numpy as np
+
+from headwater.device.gpu.runtime import Runtime
+from headwater.errors import DeviceError
+from headwater.transfer.slab import HostSlab
+from headwater.types import Slots
+
+log = logging.getLogger(__name__)
+
+_PIECE_BYTES = 256 << 20
+_NUM_THREADS = 8
+
+
+class PinnedSlab:
+    """The slab's memory, known to the device sooner or later."""
+
+    def __init__(self, slab: HostSlab, runtime: Runtime) -> None:
+        self.base = int(np.frombuffer(slab.memory, dtype=np.uint8).ctypes.data)
+        self.slot_bytes = slab.slot_bytes
+        self._runtime = runtime
+        self._size = slab.num_slots * slab.slot_bytes
+        # Whole slots: one copy never touches two pieces.
+        self._piece_slots = max(_PIECE_BYTES // slab.slot_bytes, 1)
+        self._num_pieces = -(-slab.num_slots // self._piece_slots)
+        self._changed = Condition()
+        self._waiting = list(range(self._num_pieces - 1, -1, -1))
+        """Not begun; the next is the last."""
+        self._pinned: set[int] = set()
+        self._failed: str | None = None
+        self._num_busy = 0
+        for number in range(min(_NUM_THREADS, self._num_pieces)):
+            Thread(target=self._work, name=f"pin-{number}", daemon=True).start()
+
+    @property
+    def share(self) -> float:
+        """How much is pinned, from 0 to 1."""
+        return len(self._pinned) / max(self._num_pieces, 1)
+
+    def await_slots(self, slots: Slots) -> None:
+        """Wait until these slots are pinned; they are next. DeviceError if they never will be."""
+        wanted = set(np.unique(slots // self._piece_slots).tolist())
+        with self._changed:
+            if not wanted <= self._pinned:
+                self._hurry(wanted)
+            while not wanted <= self._pinned and self._failed is None:
+                self._changed.wait()
+            if self._failed is not None:
+                raise DeviceError(self._failed)
+
+    def close(self) -> None:
+        """Unpin, once the threads have ended what they are doing. Twice is safe."""
+        with self._changed:
+            self._waiting.clear()
+            while self._num_busy:
+                self._changed.wait()
+            pinned, self._pinned = self._pinned, set()
+            self._failed = self._failed or "the slab is closed"
+        for piece in pinned:
+            self._runtime.unpin(self.base + self._start(piece))
+
+    def _hurry(self, wanted: Iterable[int]) -> None:
+        first = [piece for piece in self._waiting if piece in set(wanted)]
+        rest = [piece for piece in self._waiting if piece not in set(wanted)]
+        self._waiting = rest + first
+
+    def _work(self) -> None:
+        self._runtime.enter_thread()
+        while True:
+            with self._changed:
+                if not self._waiting:
+                    return
+                piece = self._waiting.pop()
+                self._num_busy += 1
+            self._pin(piece)
+
+    def _pin(self, piece: int) -> None:
+        start, failed = self._start(piece), None
+        size = min(self._piece_slots * self.slot_bytes, self._size - start)
+        try:
+            self._runtime.pin(self.base + start, size)
+        except DeviceError as error:
+            log.exception("the host tier's memory cannot be pinned")
+            failed = str(error)
+        with self._changed:
+            self._num_busy -= 1
+            if failed is None:
+                self._pinned.add(piece)
+            self._failed = self._failed or failed
+            self._changed.notify_all()
+
+    def _start(self, piece: int) -> int:
+        return piece * self._piece_slots * self.slot_bytes

@@ -1,0 +1,241 @@
+"""CudaRunner: runs one `ScheduledBatch` after another on a GPU, a step ahead of its results.
+
+`submit` only queues work: inputs go to the device in one copy, decode steps are replayed
+graphs, a token that the step before is still choosing is taken from device memory. `collect`
+waits for one event, in C, and reads the chosen tokens from pinned memory.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headwater.device.gpu.arrivals import Arrivals
+from headwater.device.gpu.decoder import LeanDecoder, lean_decoder
+from headwater.device.gpu.graphs import DecodeGraphs
+from headwater.device.gpu.inputs import Layout, PackedStep, pack
+from headwater.device.gpu.module import ModuleDecoder
+from headwater.device.gpu.staging import IntArray, Staging
+from headwater.device.kernels.greedy import choose_greedy
+from headwater.device.kv import KVPool
+from headwater.device.model import LoadedModel
+from headwater.device.penalties import History, is_penalised
+from headwater.device.sampler import LogprobTable, SampledRows, Sampler, is_plain
+from headwater.device.upload import put
+from headwater.errors import InvariantError
+from headwater.scheduler.batch import ScheduledBatch, StepResult, TokenLogprobs
+from headwater.types import Tokens
+
+_RING = 3
+"""Steps whose pinned memory is kept apart: one more than may be in flight."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Flight:
+    """A step that was submitted."""
+
+    batch: ScheduledBatch
+    places: IntArray
+    """Per sampled row: where its token is in `host`."""
+
+    host: Tensor
+    done: torch.cuda.Event
+    logprobs: LogprobTable | None
+
+    def tokens(self) -> Tokens:
+        """What was chosen, per sampled row; waits for the step."""
+        self.done.synchronize()
+        tokens: Tokens = self.host.numpy()[self.places].copy()
+        return tokens
+
+
+class CudaRunner:
+    """The engine's `Runner` on a GPU. One thread; `submit` and `collect` alternate freely."""
+
+    depth = 2
+    layerwise = True
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        num_blocks: int,
+        block_tokens: int,
+        max_num_seqs: int,
+        max_batched_tokens: int,
+    ) -> None:
+        self._model = model
+        self._max_rows = min(max_num_seqs, max_batched_tokens)
+        self.pool = KVPool(model, num_blocks=num_blocks, block_tokens=block_tokens)
+        self.arrivals = Arrivals(model.num_layers)
+        """For the copier: rows wait for promotions that it tells of here."""
+        self._chosen = torch.zeros(self._max_rows, dtype=torch.int32, device=model.device)
+        self._host = torch.zeros((_RING, self._max_rows), dtype=torch.int32, pin_memory=True)
+        self._staging = Staging(4 * max_batched_tokens + (1 << 16), num_buffers=_RING)
+        self._sampler = Sampler(model.eos_token_ids)
+        with torch.inference_mode():
+            lean = lean_decoder(model.module, model.max_model_len)
+        self._decoder: LeanDecoder | ModuleDecoder = lean or ModuleDecoder(model)
+        self.graphs: DecodeGraphs | None = None
+        if lean is not None:
+            width = min(-(-model.max_model_len // block_tokens), num_blocks) + 1
+            self.graphs = DecodeGraphs(
+                lean, self.pool, self._chosen, max_rows=self._max_rows, max_table=width
+            )
+        self._flights: deque[_Flight] = deque()
+        self._last: _Flight | None = None
+        self._num_steps = 0
+
+    @property
+    def is_lean(self) -> bool:
+        """Whether the model runs in our own decoder and in graphs."""
+        return self.graphs is not None
+
+    def warm(self, num_rows: int | None = None) -> None:
+        """Capture the graph for so many rows, by default those of all sizes, before its use."""
+        if self.graphs is not None:
+            with torch.inference_mode():
+                sizes = None if num_rows is None else [self.graphs.size_for(num_rows)]
+                self.graphs.warm(sizes)
+
+    def submit(self, batch: ScheduledBatch) -> None:
+        """Queue one step; its result waits for `collect`."""
+        layout = Layout(batch, self.pool.block_tokens)
+        carry = self._carry(batch)
+        with torch.inference_mode():
+            if self.graphs is not None and layout.is_decode and not batch.awaits:
+                logits = self.graphs.run(layout, carry)
+                places = batch.sampled.astype(np.int32)
+                is_greedy = is_plain(batch.params)
+            else:
+                logits = self._run_packed(layout, carry)[: len(batch.sampled)]
+                places = np.arange(len(batch.sampled), dtype=np.int32)
+                is_greedy = False
+            logprobs = None
+            if not is_greedy and len(batch.sampled):
+                logprobs = self._choose(batch, logits, places)
+            self._fly(batch, places, logprobs)
+
+    def collect(self) -> StepResult:
+        """The result of the oldest step not yet collected; waits for it without a lock."""
+        flight = self._flights.popleft()
+        tokens = flight.tokens()
+        logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
+        if flight.logprobs is not None:
+            logprobs = flight.logprobs.read()
+        return StepResult(step=flight.batch.step, tokens=tokens, logprobs=logprobs)
+
+    def close(self) -> None:
+        """Forget what was not collected, once the device is done with it."""
+        for flight in self._flights:
+            flight.done.synchronize()
+        self._flights.clear()
+        self._last = None
+
+    def _run_packed(self, layout: Layout, carry: IntArray) -> Tensor:
+        """Logits of the sampled rows of a step with chunks of prompts in it."""
+        decoder = self._decoder
+        step: PackedStep = pack(
+            layout,
+            carry,
+            pool=self.pool,
+            staging=self._staging,
+            heads=decoder.heads,
+            takes_whole=isinstance(decoder, LeanDecoder) and decoder.is_plain,
+        )
+        if layout.batch.awaits:
+            step.attention.gate = self._gate(layout.batch)
+        if isinstance(decoder, ModuleDecoder):
+            return decoder.logits(step, self._chosen)
+        hidden = decoder.embed(step.tokens, step.carry, self._chosen)
+        attention = step.attention
+        hidden = decoder.run(
+            hidden, step.places, self.pool.data, attention.attend, attention.padding
+        )
+        return decoder.logits(hidden.index_select(0, step.logits_at))
+
+    def _gate(self, batch: ScheduledBatch) -> Callable[[int], None]:
+        """Orders each layer behind the promotions that rows of `batch` read."""
+        arrivals = self.arrivals.of(set(batch.awaits.values()))
+        stream = torch.cuda.current_stream(self.pool.device)
+
+        def gate(layer: int) -> None:
+            for arrival in arrivals:
+                arrival.order(layer, stream)
+
+        return gate
+
+    def _choose(
+        self, batch: ScheduledBatch, logits: Tensor, places: IntArray
+    ) -> LogprobTable | None:
+        """Put the tokens of the sampled rows where `places` says, from `logits` there."""
+        at = None
+        if len(logits) != len(batch.sampled):
+            at = put(places, logits.device)
+            logits = logits.index_select(0, at)
+        elif is_plain(batch.params):
+            choose_greedy(logits, self._chosen)
+            return None
+        chosen = self._sampler.pick(logits, self._sampled_rows(batch))
+        if at is None:
+            self._chosen[: len(chosen)] = chosen
+        else:
+            self._chosen[at] = chosen.int()
+        return LogprobTable(logits, chosen, batch.params)
+
+    def _fly(
+        self, batch: ScheduledBatch, places: IntArray, logprobs: LogprobTable | None
+    ) -> None:
+        host = self._host[self._num_steps % _RING]
+        count = batch.num_rows
+        host[:count].copy_(self._chosen[:count], non_blocking=True)
+        done = torch.cuda.Event(blocking=True)
+        done.record()
+        flight = _Flight(batch=batch, places=places, host=host, done=done, logprobs=logprobs)
+        self._num_steps += 1
+        self._flights.append(flight)
+        self._last = flight
+
+    def _carry(self, batch: ScheduledBatch) -> IntArray:
+        """Per row: where the token it waits for is among the chosen; -1 where none is."""
+        carry = np.full(batch.num_rows, -1, dtype=np.int32)
+        rows = np.flatnonzero(batch.carry >= 0)
+        if len(rows) == 0:
+            return carry
+        if self._last is None:
+            raise InvariantError("a first batch has nothing to carry")
+        before = self._last
+        place = np.full(before.batch.num_rows, -1, dtype=np.int32)
+        place[before.batch.sampled] = before.places
+        carry[rows] = place[batch.carry[rows]]
+        if (carry[rows] < 0).any():
+            raise InvariantError("a carry names a row that chose no token")
+        return carry
+
+    def _sampled_rows(self, batch: ScheduledBatch) -> SampledRows:
+        return SampledRows(
+            params=batch.params,
+            positions=batch.context_lens[batch.sampled].astype(np.int64),
+            prompt_lens=[prompt_len for _, prompt_len in batch.histories],
+            histories=self._histories(batch),
+        )
+
+    def _histories(self, batch: ScheduledBatch) -> dict[int, History]:
+        """Of penalised rows, which need every token: their steps wait for the one before."""
+        histories: dict[int, History] = {}
+        before: Tokens | None = None
+        for i, params in enumerate(batch.params):
+            if not is_penalised(params):
+                continue
+            tokens, prompt_len = batch.histories[i]
+            source = int(batch.carry[batch.sampled[i]])
+            if source >= 0 and self._last is not None:
+                if before is None:
+                    before = self._last.tokens()
+                at = np.flatnonzero(self._last.batch.sampled == source)
+                tokens = np.append(tokens, before[at].astype(np.int32))
+            histories[i] = tokens, prompt_len
+        return histories

@@ -1,0 +1,51 @@
+"""The few calls of the CUDA runtime that torch has no function for, through cuda-python."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from headwater.errors import ConfigError, DeviceError
+
+
+class Runtime:
+    """Pinned memory and batched copies. Every call may block in C, without the interpreter."""
+
+    def __init__(self, device: int) -> None:
+        try:
+            from cuda.bindings import runtime
+        except ImportError as exc:
+            raise ConfigError(
+                "copies between a GPU and the host need the package cuda-bindings; "
+                "try: pip install 'headwater[gpu]'"
+            ) from exc
+        self._cuda: Any = runtime
+        self._device = device
+        self._attributes = runtime.cudaMemcpyAttributes()
+        order = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
+        self._attributes.srcAccessOrder = order
+
+    def enter_thread(self) -> None:
+        """A thread's calls are about this device from now on."""
+        self._check(self._cuda.cudaSetDevice(self._device), "cudaSetDevice")
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        """Lock pages in memory and make them known to the device."""
+        self._check(self._cuda.cudaHostRegister(address, num_bytes, 0), "cudaHostRegister")
+
+    def unpin(self, address: int) -> None:
+        """Undo `pin`."""
+        self._check(self._cuda.cudaHostUnregister(address), "cudaHostUnregister")
+
+    def copy(
+        self, targets: Sequence[int], sources: Sequence[int], num_bytes: int, stream: int
+    ) -> None:
+        """Queue copies of `num_bytes` each on a stream; in no order among themselves."""
+        count = len(targets)
+        done = self._cuda.cudaMemcpyBatchAsync(
+            list(targets), list(sources), [num_bytes] * count, count, [self._attributes], [0], 1,
+            stream,
+        )  # fmt: skip
+        self._check(done, "cudaMemcpyBatchAsync")
+
+    def _check(self, returned: tuple[Any, ...], name: str) -> None:
+        if returned[0] != self._cuda.cudaError_t.cudaSuccess:
+            raise DeviceError(f"{name} failed: {returned[0]!r}")

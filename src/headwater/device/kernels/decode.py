@@ -1,0 +1,273 @@
+"""Attention of single tokens over the block pool, their contexts cut into pieces (split-KV).
+
+A list made on the host says which piece of which row a program attends, so that every
+processor has as much to do whatever the lengths are. A row in one piece is finished at once;
+the others leave a partial result each, which a second kernel joins.
+
+    work_row     0    0    0    1    2    2   -1   -1      -1 is nothing to do
+    work_start   0   512 1024   0    0   512   .    .      tokens
+"""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headwater.device.attention.base import Variant
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class DecodeWork:
+    """Which program attends what; all int32 on the device, good for every layer of a step."""
+
+    contexts: Tensor
+    """Per row: tokens to attend, its own included; 0 is a row that is not there."""
+
+    tables: Tensor
+    """Slots of all rows, one after another."""
+
+    table_start: Tensor
+    """Per row: where its slots begin in `tables`."""
+
+    piece: Tensor
+    """One number: tokens in a piece, a multiple of `PIECE_STEP`."""
+
+    work_row: Tensor
+    work_start: Tensor
+    row_work: Tensor
+    """Row r has the entries [row_work[r], row_work[r + 1]) of `work_row`."""
+
+    partial: Tensor
+    """`[work, heads, dim]`, float32: room for partial results."""
+
+    partial_lse: Tensor
+    """`[work, heads]`, float32."""
+
+
+PIECE_STEP = 64
+
+
+@triton.jit
+def _attend(
+    query,
+    pool,
+    contexts,
+    tables,
+    table_start,
+    piece,
+    work_row,
+    work_start,
+    row_work,
+    partial,
+    partial_lse,
+    sinks,
+    out,
+    query_stride,
+    block_stride,
+    layer_at,
+    scaling,
+    softcap,
+    window,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
+    EXACT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    item = tl.program_id(1)
+    row = tl.load(work_row + item)
+    if row < 0:
+        return
+    group: tl.constexpr = HEADS // KV_HEADS
+    start = tl.load(work_start + item)
+    context = tl.load(contexts + row)
+    end = tl.minimum(start + tl.load(piece), context)
+    if WINDOWED:
+        start = tl.maximum(start, (tl.maximum(context - window, 0) // KEYS) * KEYS)
+    table = tables + tl.load(table_start + row)
+    of_group = tl.arange(0, QUERIES)
+    at = tl.arange(0, WIDTH)
+    head = kv_head * group + of_group
+    wanted = (of_group < group)[:, None] & (at < DIM)[None, :]
+    rows = query + row.to(tl.int64) * query_stride + head[:, None] * DIM + at[None, :]
+    q = tl.load(rows, mask=wanted, other=0.0)
+    highest = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    summed = tl.zeros([QUERIES, WIDTH], tl.float32)
+    plane: tl.constexpr = BLOCK_TOKENS * KV_HEADS * DIM
+    # Read one turn ahead: loads that wait for a slot read in the same turn are not pipelined.
+    slot = tl.load(table + start // BLOCK_TOKENS).to(tl.int64)
+    for first in tl.range(start, end, KEYS, num_stages=STAGES):
+        key = first + tl.arange(0, KEYS)
+        seen = key < end
+        if BLOCK_TOKENS % KEYS == 0:
+            place = slot * block_stride + layer_at + (key % BLOCK_TOKENS) * (KV_HEADS * DIM)
+            after = tl.minimum(first + KEYS, end - 1)
+            slot = tl.load(table + after // BLOCK_TOKENS).to(tl.int64)
+        else:
+            slots = tl.load(table + key // BLOCK_TOKENS, mask=seen, other=0).to(tl.int64)
+            place = slots * block_stride + layer_at + (key % BLOCK_TOKENS) * (KV_HEADS * DIM)
+        place += kv_head * DIM
+        inside = seen[:, None] & (at < DIM)[None, :]
+        beside = (at < DIM)[:, None] & seen[None, :]
+        k = tl.load(pool + place[None, :] + at[:, None], mask=beside, other=0.0)
+        v = tl.load(pool + plane + place[:, None] + at[None, :], mask=inside, other=0.0)
+        if EXACT:
+            scores = tl.dot(q, k, input_precision="ieee") * scaling
+        else:
+            scores = tl.dot(q, k) * scaling
+        if CAPPED:
+            scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
+        scores = scores * 1.4426950408889634
+        if WINDOWED:
+            seen = seen & (key >= context - window)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        # Nothing seen yet is no number to subtract from itself.
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(scores - base[:, None])
+        decay = tl.exp2(highest - base)
+        total = total * decay + tl.sum(weights, 1)
+        summed = summed * decay[:, None]
+        if EXACT:
+            summed = tl.dot(weights, v, summed, input_precision="ieee")
+        else:
+            summed = tl.dot(weights.to(v.dtype), v, summed)
+        highest = higher
+    is_whole = tl.load(row_work + row + 1) - tl.load(row_work + row) == 1
+    if SINKS:
+        # Counted once a row: by the one who finishes it.
+        sink = tl.load(sinks + head, mask=of_group < group, other=0.0).to(tl.float32)
+        sink = tl.where(is_whole, sink * 1.4426950408889634, float("-inf"))
+        higher = tl.maximum(highest, sink)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        decay = tl.exp2(highest - base)
+        total = total * decay + tl.exp2(sink - base)
+        summed = summed * decay[:, None]
+        highest = higher
+    result = summed / tl.where(total == 0, 1.0, total)[:, None]
+    if is_whole:
+        done = row.to(tl.int64) * (HEADS * DIM) + head[:, None] * DIM + at[None, :]
+        tl.store(out + done, result, mask=wanted)
+    else:
+        part = item.to(tl.int64) * HEADS + head
+        tl.store(partial + part[:, None] * DIM + at[None, :], result, mask=wanted)
+        level = tl.where(total == 0, float("-inf"), highest + tl.log2(total))
+        tl.store(partial_lse + part, level, mask=of_group < group)
+
+
+@triton.jit
+def _join(
+    row_work,
+    partial,
+    partial_lse,
+    sinks,
+    out,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    row = tl.program_id(0)
+    begin = tl.load(row_work + row)
+    end = tl.load(row_work + row + 1)
+    if end - begin == 1:
+        return
+    head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
+    there = head < HEADS
+    at = tl.arange(0, WIDTH)
+    inside = there[:, None] & (at < DIM)[None, :]
+    highest = tl.full([GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP], tl.float32)
+    summed = tl.zeros([GROUP, WIDTH], tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + head, mask=there, other=0.0).to(tl.float32)
+        highest = sink * 1.4426950408889634
+        total = total + 1.0
+    for item in range(begin, end):
+        place = item * HEADS + head
+        level = tl.load(partial_lse + place, mask=there, other=float("-inf"))
+        higher = tl.maximum(highest, level)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp2(level - base)
+        values = tl.load(partial + place[:, None] * DIM + at[None, :], mask=inside, other=0.0)
+        decay = tl.exp2(highest - base)
+        summed = summed * decay[:, None] + values * weight[:, None]
+        total = total * decay + weight
+        highest = higher
+    result = summed / tl.where(total == 0, 1.0, total)[:, None]
+    place_out = row.to(tl.int64) * (HEADS * DIM) + head[:, None] * DIM + at[None, :]
+    tl.store(out + place_out, result, mask=inside)
+
+
+def attend_decodes(
+    query: Tensor, pool: Tensor, layer: int, work: DecodeWork, how: Variant, out: Tensor
+) -> None:
+    """Attend one token a row; `query` is `[rows, >= heads * dim]`, `out` `[rows, heads, dim]`.
+
+    K and V of the rows' own tokens are in the pool already. Rows without work get zeros.
+    """
+    block_tokens, kv_heads, dim = pool.shape[3:]
+    heads = out.shape[1]
+    sinks = out if how.sinks is None else how.sinks
+    width = max(16, triton.next_power_of_2(dim))
+    exact = query.element_size() == 4
+    keys = 32 if exact else 64
+    _attend[(kv_heads, len(work.work_row))](
+        query,
+        pool,
+        work.contexts,
+        work.tables,
+        work.table_start,
+        work.piece,
+        work.work_row,
+        work.work_start,
+        work.row_work,
+        work.partial,
+        work.partial_lse,
+        sinks,
+        out,
+        query.stride(0),
+        pool.stride(0),
+        layer * pool.stride(1),
+        how.scaling,
+        how.softcap or 1.0,
+        how.window or 0,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        BLOCK_TOKENS=block_tokens,
+        KEYS=keys,
+        QUERIES=max(16, triton.next_power_of_2(heads // kv_heads)),
+        WIDTH=width,
+        WINDOWED=how.window is not None,
+        CAPPED=how.softcap is not None,
+        SINKS=how.sinks is not None,
+        EXACT=exact,
+        STAGES=2,
+        num_warps=4,
+    )
+    group = min(4, triton.next_power_of_2(heads))
+    _join[(len(out), triton.cdiv(heads, group))](
+        work.row_work,
+        work.partial,
+        work.partial_lse,
+        sinks,
+        out,
+        HEADS=heads,
+        DIM=dim,
+        GROUP=group,
+        WIDTH=width,
+        SINKS=how.sinks is not None,
+        num_warps=2,
+    )

@@ -1,0 +1,243 @@
+"""Attention of chunks of prompts over the block pool: causal, of any prefix before them.
+
+A list made on the host gives each program a tile of queries of one row; K and V of the chunk
+itself are in the pool already, so a tile reads the prefix and the chunk alike.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headwater.device.attention.base import Variant
+
+
+def tile_queries(dtype: torch.dtype, head_dim: int) -> int:
+    """Queries in a tile."""
+    if dtype.itemsize == 4:
+        return 32
+    return 128 if head_dim <= 128 else 64
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ChunkWork:
+    """Which program attends what; all int32 on the device, good for every layer of a step."""
+
+    contexts: Tensor
+    """Per row: tokens with KV once this step is done."""
+
+    query_start: Tensor
+    """Per row and one more: where its tokens are in the packed batch."""
+
+    tables: Tensor
+    """Slots of all rows, one after another."""
+
+    table_start: Tensor
+    tile_row: Tensor
+    tile_start: Tensor
+    """Per tile: its row, and its first token counted from the row's first."""
+
+
+@triton.jit
+def _keys_seen(
+    q,
+    highest,
+    total,
+    summed,
+    begin,
+    end,
+    context,
+    query_at,
+    pool,
+    table,
+    block_stride,
+    offset,
+    scaling,
+    softcap,
+    window,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    EXACT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    plane: tl.constexpr = BLOCK_TOKENS * KV_HEADS * DIM
+    at = tl.arange(0, WIDTH)
+    # Read one turn ahead: loads that wait for a slot read in the same turn are not pipelined.
+    slot = tl.load(table + begin // BLOCK_TOKENS, mask=begin < end, other=0).to(tl.int64)
+    for first in tl.range(begin, end, KEYS, num_stages=STAGES):
+        key = first + tl.arange(0, KEYS)
+        if BLOCK_TOKENS % KEYS == 0:
+            place = slot * block_stride + offset + (key % BLOCK_TOKENS) * (KV_HEADS * DIM)
+            after = tl.minimum(first + KEYS, end - 1)
+            slot = tl.load(table + after // BLOCK_TOKENS).to(tl.int64)
+        else:
+            known = key < context
+            slots = tl.load(table + key // BLOCK_TOKENS, mask=known, other=0).to(tl.int64)
+            place = slots * block_stride + offset + (key % BLOCK_TOKENS) * (KV_HEADS * DIM)
+        if MASKED or WIDTH != DIM:
+            inside = (key < context)[:, None] & (at < DIM)[None, :]
+            k = tl.load(pool + place[:, None] + at[None, :], mask=inside, other=0.0)
+            v = tl.load(pool + plane + place[:, None] + at[None, :], mask=inside, other=0.0)
+        else:
+            k = tl.load(pool + place[:, None] + at[None, :])
+            v = tl.load(pool + plane + place[:, None] + at[None, :])
+        if EXACT:
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        else:
+            scores = tl.dot(q, tl.trans(k))
+        if CAPPED:
+            scores = softcap * (2 * tl.sigmoid(2 * scores * scaling / softcap) - 1)
+            scores = scores * 1.4426950408889634
+        else:
+            scores = scores * (scaling * 1.4426950408889634)
+        if MASKED:
+            seen = key[None, :] <= query_at[:, None]
+            if WINDOWED:
+                seen = seen & (key[None, :] > query_at[:, None] - window)
+            scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        base = higher
+        if MASKED:
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(scores - base[:, None])
+        decay = tl.exp2(highest - base)
+        total = total * decay + tl.sum(weights, 1)
+        summed = summed * decay[:, None]
+        if EXACT:
+            summed = tl.dot(weights, v, summed, input_precision="ieee")
+        else:
+            summed = tl.dot(weights.to(v.dtype), v, summed)
+        highest = higher
+    return highest, total, summed
+
+
+@triton.jit
+def _attend(
+    query,
+    pool,
+    contexts,
+    query_start,
+    tables,
+    table_start,
+    tile_row,
+    tile_start,
+    sinks,
+    out,
+    query_stride,
+    block_stride,
+    layer_at,
+    scaling,
+    softcap,
+    window,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
+    EXACT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    head = tl.program_id(0)
+    # The last tiles see the most keys: they go first.
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    row = tl.load(tile_row + tile)
+    start = tl.load(tile_start + tile)
+    packed = tl.load(query_start + row)
+    count = tl.load(query_start + row + 1) - packed
+    context = tl.load(contexts + row)
+    prefix = context - count
+    table = tables + tl.load(table_start + row)
+    of_tile = start + tl.arange(0, QUERIES)
+    query_at = prefix + of_tile
+    at = tl.arange(0, WIDTH)
+    wanted = (of_tile < count)[:, None] & (at < DIM)[None, :]
+    token = (packed + of_tile).to(tl.int64)
+    rows = query + token[:, None] * query_stride + head * DIM + at[None, :]
+    q = tl.load(rows, mask=wanted, other=0.0)
+    highest = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    summed = tl.zeros([QUERIES, WIDTH], tl.float32)
+    offset = layer_at + (head // (HEADS // KV_HEADS)) * DIM
+    end = tl.minimum(context, prefix + start + QUERIES)
+    # Keys before `plain` are seen by every query of the tile.
+    begin = 0
+    plain = (prefix + start) // KEYS * KEYS
+    if WINDOWED:
+        begin = tl.maximum(prefix + start - window + 1, 0) // KEYS * KEYS
+        plain = begin
+    if not WINDOWED:
+        highest, total, summed = _keys_seen(
+            q, highest, total, summed, begin, plain, context, query_at, pool, table,
+            block_stride, offset, scaling, softcap, window, KV_HEADS, DIM, BLOCK_TOKENS, KEYS,
+            WIDTH, False, False, CAPPED, EXACT, STAGES,
+        )  # fmt: skip
+    highest, total, summed = _keys_seen(
+        q, highest, total, summed, plain, end, context, query_at, pool, table,
+        block_stride, offset, scaling, softcap, window, KV_HEADS, DIM, BLOCK_TOKENS, KEYS,
+        WIDTH, True, WINDOWED, CAPPED, EXACT, STAGES,
+    )  # fmt: skip
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        higher = tl.maximum(highest, sink)
+        decay = tl.exp2(highest - higher)
+        total = total * decay + tl.exp2(sink - higher)
+        summed = summed * decay[:, None]
+    result = summed / tl.where(total == 0, 1.0, total)[:, None]
+    place = token[:, None] * (HEADS * DIM) + head * DIM + at[None, :]
+    tl.store(out + place, result, mask=wanted)
+
+
+def attend_chunks(
+    query: Tensor, pool: Tensor, layer: int, work: ChunkWork, how: Variant, out: Tensor
+) -> None:
+    """Attend all tokens of the rows that have tiles; others in `out` are left alone.
+
+    `query` is `[tokens, >= heads * dim]`, `out` `[tokens, heads, dim]`.
+    """
+    block_tokens, kv_heads, dim = pool.shape[3:]
+    heads = out.shape[1]
+    exact = query.element_size() == 4
+    _attend[(heads, len(work.tile_row))](
+        query,
+        pool,
+        work.contexts,
+        work.query_start,
+        work.tables,
+        work.table_start,
+        work.tile_row,
+        work.tile_start,
+        out if how.sinks is None else how.sinks,
+        out,
+        query.stride(0),
+        pool.stride(0),
+        layer * pool.stride(1),
+        how.scaling,
+        how.softcap or 1.0,
+        how.window or 0,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        BLOCK_TOKENS=block_tokens,
+        KEYS=32 if exact else 64,
+        QUERIES=tile_queries(query.dtype, dim),
+        WIDTH=max(16, triton.next_power_of_2(dim)),
+        WINDOWED=how.window is not None,
+        CAPPED=how.softcap is not None,
+        SINKS=how.sinks is not None,
+        EXACT=exact,
+        STAGES=2,
+        num_warps=4 if exact else 8,
+    )

@@ -1,0 +1,22 @@
+"""Small arrays to the device and back without waiting for it."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+def put(values: NDArray[np.generic], device: torch.device) -> Tensor:
+    """`values` on `device`; on a GPU in the order of its work, and nobody waits."""
+    whole = torch.from_numpy(values)
+    if device.type == "cpu":
+        return whole
+    return whole.pin_memory().to(device, non_blocking=True)
+
+
+def fetch(values: Tensor) -> Tensor:
+    """`values` in main memory; from a GPU they are there once its work so far is done."""
+    if values.device.type == "cpu":
+        return values
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return host.copy_(values, non_blocking=True)

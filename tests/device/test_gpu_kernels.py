@@ -1,0 +1,241 @@
+"""Every kernel against float64 on fresh random input, its output poisoned before."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from headwater.device.attention.base import Variant
+from tests.device.gpu import pytestmark, require_gpu
+
+require_gpu()
+
+from headwater.device.gpu.work import cut, num_entries, tiles  # noqa: E402 - Triton below
+from headwater.device.kernels import rows  # noqa: E402
+from headwater.device.kernels.decode import DecodeWork, attend_decodes  # noqa: E402
+from headwater.device.kernels.greedy import choose_greedy  # noqa: E402
+from headwater.device.kernels.prefill import (  # noqa: E402
+    ChunkWork,
+    attend_chunks,
+    tile_queries,
+)
+from headwater.device.kernels.rotary import HeadNorms, rotate  # noqa: E402
+from headwater.device.kernels.skinny import skinny  # noqa: E402
+
+__all__ = ["pytestmark"]
+
+DEVICE = torch.device("cuda")
+NAN = float("nan")
+LAYER = 1
+SHAPES = [(32, 8, 128, 64), (8, 4, 32, 16), (6, 2, 80, 16), (16, 8, 64, 1), (8, 2, 256, 64)]
+"""Heads, KV heads, head size, block tokens."""
+
+VARIANTS: dict[str, Callable[[int, float], Variant]] = {
+    "plain": lambda heads, scaling: Variant(scaling),
+    "window": lambda heads, scaling: Variant(scaling, window=37),
+    "softcap": lambda heads, scaling: Variant(scaling, softcap=5.0),
+    "sinks": lambda heads, scaling: Variant(scaling, sinks=torch.randn(heads, device=DEVICE)),
+}
+ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+def ints(values: object) -> Tensor:
+    return torch.from_numpy(np.asarray(values).astype(np.int32)).to(DEVICE)
+
+
+def error(ours: Tensor, exact: Tensor) -> float:
+    """Relative; NaN if anything was not written."""
+    return float((ours.double() - exact).norm() / exact.norm())
+
+
+def attended(query: Tensor, keys: Tensor, values: Tensor, first: int, how: Variant) -> Tensor:
+    """Attention in float64: `[tokens, heads, dim]` over `[context, kv_heads, dim]`."""
+    groups = query.shape[1] // keys.shape[1]
+    keys, values = (part.double().repeat_interleave(groups, dim=1) for part in (keys, values))
+    scores = torch.einsum("thd,nhd->htn", query.double(), keys) * how.scaling
+    if how.softcap is not None:
+        scores = torch.tanh(scores / how.softcap) * how.softcap
+    at = first + torch.arange(len(query), device=DEVICE)[:, None]
+    key = torch.arange(len(keys), device=DEVICE)
+    hidden = key > at
+    if how.window is not None:
+        hidden |= key <= at - how.window
+    scores = scores.masked_fill(hidden, -math.inf)
+    if how.sinks is not None:
+        column = how.sinks.double().view(-1, 1, 1).expand(-1, len(query), 1)
+        scores = torch.cat((scores, column), dim=-1)
+    weights = scores.softmax(-1)[..., : len(keys)]
+    return torch.einsum("htn,nhd->thd", weights, values)
+
+
+class Pool:
+    """A pool of random KV, and rows whose tables are shuffled over it."""
+
+    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+        self.heads, self.kv_heads, self.dim, self.block_tokens = shape
+        num_blocks = max(64, 2600 // self.block_tokens)
+        self.data = torch.randn(
+            (num_blocks, 2, 2, self.block_tokens, self.kv_heads, self.dim), device=DEVICE
+        ).to(dtype)
+        self._random = np.random.default_rng()
+
+    def tables(self, contexts: list[int]) -> list[np.ndarray]:
+        wanted = [-(-context // self.block_tokens) for context in contexts]
+        return [self._random.permutation(len(self.data))[:n] for n in wanted]
+
+    def packed(self, tokens: int) -> Tensor:
+        width = (self.heads + 2 * self.kv_heads) * self.dim
+        return torch.randn((tokens, width), device=DEVICE).to(self.data.dtype)
+
+    def exact(self, packed: Tensor, table: np.ndarray, context: int, how: Variant) -> Tensor:
+        query = packed[:, : self.heads * self.dim].view(len(packed), self.heads, self.dim)
+        blocks = self.data[torch.from_numpy(table).to(DEVICE), LAYER]
+        keys, values = (
+            blocks[:, plane].reshape(-1, self.kv_heads, self.dim)[:context] for plane in (0, 1)
+        )
+        return attended(query, keys, values, context - len(packed), how)
+
+
+@pytest.mark.parametrize("dtype", list(ALLOWED))
+@pytest.mark.parametrize("variant", list(VARIANTS))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_decodes(shape: tuple[int, int, int, int], variant: str, dtype: torch.dtype) -> None:
+    """Rows of all lengths, absent ones too, whole and in pieces; stray NaN in the pool beyond a
+    row's context changes nothing."""
+    pool = Pool(shape, dtype)
+    how = VARIANTS[variant](pool.heads, pool.dim**-0.5)
+    contexts = [1, pool.block_tokens, pool.block_tokens + 1, 700, 2049, 5]
+    tables = pool.tables(contexts)
+    widths = [len(table) for table in tables]
+    for size in (len(contexts), len(contexts) + 3):
+        pieces = cut(np.array(contexts), size)
+        entries = num_entries(size)
+        work = DecodeWork(
+            contexts=ints([*contexts, *[0] * (size - len(contexts))]),
+            tables=ints(np.concatenate(tables)),
+            table_start=ints(np.append(np.cumsum(widths) - widths, [0] * 3)[:size]),
+            piece=ints([pieces.piece]),
+            work_row=ints(pieces.work_row),
+            work_start=ints(pieces.work_start),
+            row_work=ints(pieces.row_work),
+            partial=torch.full((entries, pool.heads, pool.dim), NAN, device=DEVICE),
+            partial_lse=torch.full((entries, pool.heads), NAN, device=DEVICE),
+        )
+        packed = pool.packed(size)
+        out = torch.full((size, pool.heads, pool.dim), NAN, device=DEVICE, dtype=dtype)
+
+        attend_decodes(packed, pool.data, LAYER, work, how, out)
+
+        for row, context in enumerate(contexts):
+            exact = pool.exact(packed[row : row + 1], tables[row], context, how)
+            assert error(out[row : row + 1], exact) < ALLOWED[dtype], f"row {row}"
+        assert not out[len(contexts) :].any()
+
+
+@pytest.mark.parametrize("dtype", list(ALLOWED))
+@pytest.mark.parametrize("variant", list(VARIANTS))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_chunks(shape: tuple[int, int, int, int], variant: str, dtype: torch.dtype) -> None:
+    """Chunks with and without a prefix, of one token and of many, packed into one batch."""
+    pool = Pool(shape, dtype)
+    how = VARIANTS[variant](pool.heads, pool.dim**-0.5)
+    counts, contexts = [1, 40, 130, 300], [30, 40, 700, 1300]
+    tables = pool.tables(contexts)
+    widths = [len(table) for table in tables]
+    starts = np.cumsum([0, *counts])
+    tile_row, tile_start = tiles(np.array(counts), 0, tile_queries(dtype, pool.dim))
+    work = ChunkWork(
+        contexts=ints(contexts),
+        query_start=ints(starts),
+        tables=ints(np.concatenate(tables)),
+        table_start=ints(np.cumsum(widths) - widths),
+        tile_row=ints(tile_row),
+        tile_start=ints(tile_start),
+    )
+    packed = pool.packed(starts[-1])
+    out = torch.full((starts[-1], pool.heads, pool.dim), NAN, device=DEVICE, dtype=dtype)
+
+    attend_chunks(packed, pool.data, LAYER, work, how, out)
+
+    for row, context in enumerate(contexts):
+        mine = slice(starts[row], starts[row + 1])
+        exact = pool.exact(packed[mine], tables[row], context, how)
+        assert error(out[mine], exact) < ALLOWED[dtype], f"row {row}"
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_rotary_stores_what_it_turned(normed: bool) -> None:
+    """Q and K in place, K and V in the pool and nowhere else; a slot of -1 is no slot."""
+    heads, kv_heads, dim, block = 4, 2, 32, 8
+    packed = torch.randn(5, (heads + 2 * kv_heads) * dim, device=DEVICE)
+    positions, slots = ints([0, 5, 8, 17, 3]), ints([3, 2, 7, -1, 9])
+    angles = torch.randn(40, dim // 2, device=DEVICE)
+    norms = HeadNorms(torch.rand(dim, device=DEVICE), torch.rand(dim, device=DEVICE), 1e-5)
+    pool = torch.zeros(20, 3, 2, block, kv_heads, dim, device=DEVICE)
+    ours = packed.clone()
+
+    table = angles.cos(), angles.sin()
+    rotate(ours, positions, slots, table, pool, LAYER, norms if normed else None)
+
+    split = packed.view(5, -1, dim).clone()
+    turned = split[:, : heads + kv_heads]
+    if normed:
+        turned[:, :heads] = torch.rms_norm(turned[:, :heads], [dim], norms.query, 1e-5)
+        turned[:, heads:] = torch.rms_norm(turned[:, heads:], [dim], norms.key, 1e-5)
+    cosine, sine = (part[positions.long()].repeat(1, 2)[:, None] for part in table)
+    crossed = torch.cat((-turned[..., dim // 2 :], turned[..., : dim // 2]), dim=-1)
+    split[:, : heads + kv_heads] = turned * cosine + crossed * sine
+    assert error(ours.view(5, -1, dim), split.double()) < 1e-6
+    for token, (slot, at) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+        if slot >= 0:
+            stored = pool[slot, LAYER, :, at % block].reshape(-1, dim)
+            assert torch.allclose(stored, split[token, heads:], atol=1e-5)
+    assert int((pool != 0).sum()) == 4 * 2 * kv_heads * dim
+
+
+def test_rows_of_activations() -> None:
+    """Embedding with carried tokens, norm and gate, at sizes that are no power of two."""
+    table = torch.randn(30, 48, device=DEVICE)
+    tokens, carry, chosen = ints([3, 0, 5]), ints([-1, 1, -1]), ints([9, 7])
+    assert torch.equal(rows.embed(tokens, carry, chosen, table), table[[3, 7, 5]])
+    x, weight = torch.randn(3, 96, device=DEVICE), torch.randn(96, device=DEVICE)
+    exact = torch.rms_norm(x.double(), [96], weight.double(), 1e-5)
+    assert error(rows.norm(x, weight, 1e-5), exact) < 1e-6
+    gated = torch.nn.functional.silu(x.double()[:, :48]) * x.double()[:, 48:]
+    assert error(rows.gate(x), gated) < 1e-6
+
+
+def test_products_of_one_row() -> None:
+    """Norm before; gate, residual or nothing after."""
+    x = torch.randn(1, 2048, device=DEVICE).bfloat16()
+    weight = torch.randn(1500, 2048, device=DEVICE).bfloat16()
+    scale = torch.rand(2048, device=DEVICE).bfloat16()
+    residual = torch.randn(1, 1500, device=DEVICE).bfloat16()
+    normed = torch.rms_norm(x.double(), [2048], scale.double(), 1e-5) @ weight.double().T
+    plain = x.double() @ weight.double().T + residual.double()
+
+    gated = torch.nn.functional.silu(normed[:, :750]) * normed[:, 750:]
+    assert error(skinny(x, weight, norm=(scale, 1e-5)), normed) < 1e-2
+    assert error(skinny(x, weight, norm=(scale, 1e-5), gated=True), gated) < 1e-2
+    assert error(skinny(x, weight, residual=residual), plain) < 1e-2
+
+
+def test_greedy_choice_is_the_first_of_the_largest_numbers() -> None:
+    """Ties, infinities and rows without a number, in both dtypes (lesson 58)."""
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = torch.randn(6, 5000, device=DEVICE).to(dtype)
+        logits[1, [7, 4000]] = 50.0
+        logits[2, 30], logits[2, 31] = NAN, math.inf
+        logits[3] = NAN
+        logits[4] = -math.inf
+        chosen = torch.full((8,), -1, dtype=torch.int32, device=DEVICE)
+
+        choose_greedy(logits, chosen)
+
+        usable = torch.where(logits.isfinite(), logits, -math.inf)
+        assert chosen[[0, 2, 5]].tolist() == usable[[0, 2, 5]].argmax(-1).tolist()
+        assert chosen[[1, 3, 4]].tolist() == [7, 0, 0]
+        assert chosen[6:].tolist() == [-1, -1]

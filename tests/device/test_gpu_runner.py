@@ -1,0 +1,156 @@
+"""CudaRunner in float32 says the tokens of the CPU reference, however a sequence is computed."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headwater.device.families import SERVED
+from headwater.device.model import LoadedModel, load
+from headwater.scheduler.request import SamplingParams
+from tests.device.driver import Driver, Running
+from tests.device.families import Reference, assert_same_tokens, prompt
+from tests.device.gpu import pytestmark, require_gpu
+
+require_gpu()
+
+from headwater.device.gpu.runner import CudaRunner  # noqa: E402 - it imports Triton
+
+__all__ = ["pytestmark"]
+
+COUNT = 16
+LEAN = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def make_driver(model: LoadedModel, **settings: Any) -> Driver:
+    return Driver(model, runner_class=CudaRunner, **settings)
+
+
+@pytest.fixture(scope="module")
+def on_gpu(family: Callable[[str], Path]) -> LoadedModel:
+    return load(family("llama"), device="cuda")
+
+
+@pytest.mark.parametrize("name", sorted(SERVED))
+def test_tokens_equal_the_reference(name: str, family: Callable[[str], Path]) -> None:
+    """Every family: windows, soft-caps, sinks, decoded together and in chunks."""
+    reference, model = Reference(family(name)), load(family(name), device="cuda")
+    driver = make_driver(model, block_tokens=4)
+    long, short = prompt(41, seed=1), prompt(6, seed=2)
+    sequences = [driver.add(long, name="long"), driver.add(short, name="short")]
+    alone = make_driver(model, block_tokens=4)
+    chunked = alone.add(long, name="chunked")
+
+    driver.finish(*sequences, count=COUNT)
+    for size in (5, 20, 16):
+        alone.step((chunked, size))
+    alone.finish(chunked, count=COUNT)
+
+    assert driver.runner.is_lean == (name in LEAN)
+    expected, gaps = reference.generate(long, COUNT)
+    assert_same_tokens(sequences[0].output, expected, gaps)
+    assert_same_tokens(chunked.output, expected, gaps)
+    assert_same_tokens(sequences[1].output, *reference.generate(short, COUNT))
+
+
+@pytest.mark.parametrize("block_tokens", [1, 16, 64])
+def test_chunks_prefixes_and_neighbours_change_nothing(
+    on_gpu: LoadedModel, llama_reference: Reference, block_tokens: int
+) -> None:
+    """Cached = uncached and chunked = whole, in mixed batches with rows in any order."""
+    driver = make_driver(on_gpu, block_tokens=block_tokens, num_blocks=512)
+    old = driver.add(prompt(70), name="old")
+    driver.step((old, 70))
+    full = 69 // block_tokens
+    again = driver.add(prompt(70), name="again", shared=old.slots[:full])
+    late = driver.add(prompt(50, seed=50), name="late")
+
+    driver.step((late, 30), (old, 1))
+    driver.step((old, 1), (again, 70 - full * block_tokens), (late, 20))
+    driver.finish(late, old, again, count=COUNT)
+
+    truth = llama_reference.generate(prompt(70), COUNT)
+    assert_same_tokens(old.output, *truth)
+    assert_same_tokens(again.output, *truth)
+    assert_same_tokens(late.output, *llama_reference.generate(prompt(50, seed=50), COUNT))
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 8])
+def test_two_steps_in_flight_equal_one(on_gpu: LoadedModel, num_rows: int) -> None:
+    """The next input is carried on the device from the step before, rows in another order."""
+    one, two = make_driver(on_gpu), make_driver(on_gpu)
+    plain = [one.add(prompt(9 + i, seed=i), name=str(i)) for i in range(num_rows)]
+    carried = [two.add(prompt(9 + i, seed=i), name=str(i)) for i in range(num_rows)]
+
+    one.finish(*plain, count=COUNT)
+    two.submit(*((row, row.num_prompt) for row in carried))
+    for _ in range(COUNT - 1):
+        two.submit(*((row, 1) for row in reversed(carried)))
+        two.collect()
+        carried.reverse()
+    two.collect()
+
+    def said(rows: list[Running]) -> dict[str, list[int]]:
+        return {row.name: row.output for row in rows}
+
+    assert said(carried) == said(plain)
+
+
+WAYS = [
+    SamplingParams(temperature=0.9, top_p=0.95, top_k=30, seed=7),
+    SamplingParams(temperature=0.0, frequency_penalty=2.0, repetition_penalty=1.5),
+    SamplingParams(temperature=0.0, logprobs=2, logit_bias={5: 3.0}),
+    SamplingParams(temperature=0.0),
+]
+
+
+def test_sampling_is_that_of_the_cpu(on_gpu: LoadedModel, llama: LoadedModel) -> None:
+    """Seeded, penalised, biased and plain rows in one batch, two steps in flight."""
+    cpu, gpu = Driver(llama), make_driver(on_gpu)
+    theirs = [
+        cpu.add(prompt(8, seed=i), name=str(i), params=params) for i, params in enumerate(WAYS)
+    ]
+    ours = [
+        gpu.add(prompt(8, seed=i), name=str(i), params=params) for i, params in enumerate(WAYS)
+    ]
+
+    cpu.finish(*theirs, count=COUNT)
+    gpu.submit(*((row, 8) for row in ours))
+    for _ in range(COUNT - 1):
+        gpu.submit(*((row, 1) for row in ours))
+        gpu.collect()
+    gpu.collect()
+
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.output == other.output
+        for got, wanted in zip(mine.results, other.results, strict=True):
+            assert (got is None) == (wanted is None)
+            if got is not None and wanted is not None:
+                assert got.top_ids == wanted.top_ids
+                assert abs(got.chosen - wanted.chosen) < 1e-3
+
+
+def test_a_long_prompt_attended_whole_equals_chunks(family: Callable[[str], Path]) -> None:
+    """In bfloat16 a long first chunk takes cuDNN's kernel, padded; the last logits agree with
+    those of chunks over the pool."""
+    model = load(family("llama"), device="cuda", dtype="bfloat16")
+    tokens = torch.randint(1, 128, (4500,)).int().numpy()
+    model = _longer(model, 8192)
+    chosen = []
+    for sizes in ((4500,), (1500, 1500, 1500)):
+        driver = make_driver(model, num_blocks=300)
+        row = driver.add(tokens, params=SamplingParams(temperature=0.0, logprobs=5))
+        for size in sizes:
+            driver.step((row, size))
+        chosen.append(row.results[-1])
+
+    assert set(chosen[0].top_ids) & set(chosen[1].top_ids)
+    assert abs(chosen[0].top_values[0] - chosen[1].top_values[0]) < 0.2
+
+
+def _longer(model: LoadedModel, positions: int) -> LoadedModel:
+    from dataclasses import replace
+
+    return replace(model, max_model_len=positions)
