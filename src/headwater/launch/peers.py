@@ -37,7 +37,9 @@ def open_peers(
     clock: Clock,
 ) -> EngineInfo:
     """Let `core` hand off, where that is asked for; `info` with where its peers reach it."""
-    if config.peers is None:
+    if config.peers is None or (
+        config.peers.role == "mixed" and peer_token_from_environment() is None
+    ):
         return info
     # Beside torch, which is imported by the time there is a pool.
     from headwater.device.blocks import PoolBlocks

@@ -1,0 +1,107 @@
+"""Two instances of the tiny model in one process, with real connections and links."""
+
+from dataclasses import replace
+from types import TracebackType
+
+import numpy as np
+
+from headwater.clock import SystemClock
+from headwater.config import EngineConfig, PeersConfig
+from headwater.engine.core import EngineCore
+from headwater.engine.output import Usage
+from headwater.launch.core import build_core
+from headwater.scheduler.request import Request, SamplingParams
+from headwater.types import RequestId
+
+TOKEN = "a-token-for-tests"
+BLOCK_TOKENS = 16
+
+
+class RealPair:
+    """A prefill and a decode instance; needs HEADWATER_PEER_TOKEN in the environment."""
+
+    def __init__(self, link: str = "tcp", **settings: object) -> None:
+        self.prefill, info = self._build("prefill", link, settings)
+        self.decode, _ = self._build("decode", link, settings)
+        self.address = info.peer_address
+        self.tokens: dict[str, list[int]] = {}
+        self.reasons: dict[str, str] = {}
+        self.usages: dict[str, Usage] = {}
+
+    def __enter__(self) -> "RealPair":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.prefill.close()
+        self.decode.close()
+
+    def serve(self, *requests: Request, handed_off: bool = True) -> list[list[int]]:
+        """The tokens of each, computed with a hand-off or by D alone."""
+        for request in requests:
+            where = self.address if handed_off else ""
+            self.decode.add(replace(request, prefill=where, computes_here=False))
+        names = [request.request_id for request in requests]
+        clock = SystemClock()
+        end_s = clock.now() + 60.0
+        while any(name not in self.reasons for name in names):
+            assert clock.now() < end_s, f"stuck: {names}, {self.decode.stats()}"
+            self._turn()
+        return [self.tokens[name] for name in names]
+
+    def settle(self) -> None:
+        """Until P has heard that everything is over."""
+        end_s = SystemClock().now() + 10.0
+        while self.prefill.stats().handoffs["prefill"].in_flight:
+            assert SystemClock().now() < end_s, "P has not heard of the end"
+            self._turn()
+        self.prefill.check()
+        self.decode.check()
+
+    def _turn(self) -> None:
+        for core in (self.prefill, self.decode):
+            if not core.has_work:
+                core.completions.wait(0.001)
+            for output in core.step() if core.has_work else ():
+                self.tokens.setdefault(output.request_id, []).extend(output.tokens)
+                if output.usage is not None:
+                    self.usages[output.request_id] = output.usage
+                if output.finish_reason is not None:
+                    self.reasons[output.request_id] = output.finish_reason
+
+    def _build(self, role: str, link: str, settings: dict[str, object]):
+        chosen: dict[str, object] = {
+            "num_blocks_override": 128,
+            "block_tokens": BLOCK_TOKENS,
+            "max_batched_tokens": 64,
+            "max_num_seqs": 8,
+            "num_threads": 1,
+            "peers": PeersConfig(role=role, link=link),  # type: ignore[arg-type]
+            **settings,
+        }
+        core: EngineCore
+        core, info = build_core(EngineConfig(**chosen))  # type: ignore[arg-type]
+        return core, info
+
+
+def make_real_request(
+    name: str, tokens: list[int], *, seed: int = 0, **params: object
+) -> Request:
+    """A request of the tiny model; sampled, so that every token depends on all before it."""
+    chosen: dict[str, object] = {
+        "max_tokens": 12,
+        "temperature": 1.0,
+        "seed": seed,
+        "ignore_eos": True,
+        **params,
+    }
+    return Request(
+        request_id=RequestId(name),
+        tokens=np.array(tokens, dtype=np.int32),
+        params=SamplingParams(**chosen),  # type: ignore[arg-type]
+        arrival_s=SystemClock().now(),
+    )

@@ -1,0 +1,106 @@
+"""Disaggregated = local, token for token, over random conversations and caches in any state."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis.strategies import booleans, composite, integers, lists, sampled_from, tuples
+
+from headwater.scheduler.request import Request
+from headwater.testing.peers import EchoPair
+from headwater.testing.tiers import make_echo_request, uncached_tokens
+from tests.disagg.requests import make_handoff, make_prompt
+from tests.search import search
+
+CONVERSATIONS = 3
+
+
+@composite
+def turns(draw):
+    """Who speaks, how much, where it is served, and what is forgotten before."""
+    return draw(
+        lists(
+            tuples(
+                integers(0, CONVERSATIONS - 1),
+                integers(1, 19),
+                integers(1, 9),
+                sampled_from(("handoff", "handoff", "handoff", "p", "d")),
+                sampled_from((None, None, None, "p", "d")),
+                booleans(),
+            ),
+            min_size=1,
+            max_size=10,
+        )
+    )
+
+
+@search(examples=150)
+@given(turns(), sampled_from((1, 2)), integers(28, 60), integers(28, 60))
+def test_random_conversations_get_the_tokens_they_get_on_one_instance(
+    script, depth, p_blocks, d_blocks
+):
+    """With partial hits on P, on D, on both, and with D's prefix longer than P's."""
+    pair = EchoPair(
+        p_num_blocks=p_blocks,
+        d_num_blocks=d_blocks,
+        depth=depth,
+        settings={"max_batched_tokens": 64},
+    )
+    history = {number: make_prompt(9, family=number) for number in range(CONVERSATIONS)}
+    alive: list[Request] = []
+    for at, (number, more, out, where, reset, waits) in enumerate(script):
+        if reset is not None:
+            (pair.prefill if reset == "p" else pair.decode).core.reset_cache()
+        tokens = (history[number] + make_prompt(more, family=at))[:100]
+        request = make_echo_request(f"r{at}", tokens, max_tokens=out)
+        history[number] = tokens + uncached_tokens(request)
+        if where == "handoff":
+            request = make_handoff(f"r{at}", tokens, max_tokens=out)
+        peer = pair.prefill if where == "p" else pair.decode
+        peer.add(request)
+        alive.append(request)
+        while waits and f"r{at}" not in peer.reasons:
+            pair.turn()
+            pair.clock.advance(0.01)
+    for request in alive:
+        while not any(request.request_id in peer.reasons for peer in pair.peers):
+            pair.turn()
+            pair.clock.advance(0.01)
+            assert pair.clock.now() < 100, "a request is stuck"
+    pair.drain(within_s=3.0)
+
+    for request in alive:
+        got = [
+            p.outputs[request.request_id] for p in pair.peers if request.request_id in p.outputs
+        ]
+        assert got == [uncached_tokens(replace(request, prefill=""))]
+    for peer in pair.peers:
+        peer.check_idle()
+
+
+def test_a_prefix_that_only_d_has_is_not_sent():
+    """D's prefix is longer than P's: P computes what it lacks and sends what D lacks."""
+    pair = EchoPair()
+    tokens = make_prompt(41)
+    pair.decode.add(make_echo_request("warm", tokens[:33], max_tokens=1))
+    pair.run("warm")
+    request = make_handoff("a", tokens)
+    pair.decode.add(request)
+    pair.run("a")
+
+    assert pair.decode.outputs["a"] == uncached_tokens(replace(request, prefill=""))
+    assert pair.fabric.num_bytes == (11 - 8) * 32
+    assert pair.prefill.runner.num_tokens == 41
+
+
+def test_a_prompt_that_d_has_all_of_moves_no_byte():
+    """Only the first token travels."""
+    pair = EchoPair()
+    tokens = make_prompt(40)
+    for name in "ab":
+        pair.decode.add(make_handoff(name, tokens))
+        pair.run(name)
+
+    assert pair.fabric.num_bytes == 10 * 32
+    assert pair.decode.outputs["a"] == pair.decode.outputs["b"]
+    assert pair.prefill.usages == {}
+    assert pair.decode.usages["b"].cached_tokens == 36

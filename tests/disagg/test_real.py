@@ -1,0 +1,83 @@
+"""The tiny model on two instances: real connections, real links, the same tokens."""
+
+import random
+
+import pytest
+
+from headwater.errors import ConfigError
+from tests.disagg.real import BLOCK_TOKENS, TOKEN, RealPair, make_real_request
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch):
+    """Both instances share it."""
+    monkeypatch.setenv("HEADWATER_PEER_TOKEN", TOKEN)
+
+
+@pytest.mark.parametrize("link", ["tcp", "shm"])
+def test_disaggregated_equals_local_on_the_tiny_model(link):
+    """Random conversations, several at a time; D alone computes the same, without a cache."""
+    chance = random.Random(link)
+    with RealPair(link) as pair, RealPair(link, prefix_caching=False) as plain:
+        history = {number: [chance.randrange(256) for _ in range(40)] for number in range(3)}
+        for turn in range(3):
+            requests = []
+            for number, tokens in history.items():
+                tokens += [chance.randrange(256) for _ in range(chance.randrange(1, 50))]
+                requests.append(make_real_request(f"{turn}-{number}", tokens, seed=turn))
+            got = pair.serve(*requests)
+            alone = plain.serve(*requests, handed_off=False)
+            assert got == alone
+            for number, tokens in enumerate(got):
+                history[number] += tokens
+        pair.settle()
+        handoffs = pair.decode.stats().handoffs["decode"]
+
+    assert handoffs.done == 9
+    assert not handoffs.failures
+    assert not handoffs.refusals
+    assert set(handoffs.seconds) == {"queue", "ask", "compute", "push", "first_token"}
+
+
+def test_greedy_penalties_and_logprobs_survive_the_hand_off():
+    """Whatever decides the first token is sent with the request."""
+    prompt = [7, 7, 9, 200, 13] * 9
+    params = {
+        "temperature": 0.0,
+        "repetition_penalty": 1.4,
+        "logit_bias": {7: 5.0},
+        "logprobs": 2,
+        "min_tokens": 3,
+    }
+    with RealPair() as pair:
+        there = pair.serve(make_real_request("there", prompt, **params))
+        here = pair.serve(make_real_request("here", prompt[:], **params), handed_off=False)
+
+    assert there == here
+
+
+def test_the_second_turn_moves_only_what_is_new():
+    """Lesson 55, in bytes: D has the first turn and its answer."""
+    with RealPair() as pair:
+        prompt = [(at * 37) % 256 for at in range(10 * BLOCK_TOKENS)]
+        (answer,) = pair.serve(make_real_request("a", prompt, max_tokens=2 * BLOCK_TOKENS + 1))
+        first = pair.decode.stats().handoffs["decode"].num_bytes
+        turn = prompt + answer + [5] * (BLOCK_TOKENS - 1)
+        pair.serve(make_real_request("b", turn))
+        both = pair.decode.stats().handoffs["decode"].num_bytes
+        pair.settle()
+        sent = pair.prefill.stats().handoffs["prefill"].num_bytes
+
+    assert (both - first) * 10 == first  # one block of the thirteen; the first turn had ten
+    assert sent == both
+
+
+def test_a_role_needs_a_token(monkeypatch):
+    """No instance talks to strangers."""
+    monkeypatch.delenv("HEADWATER_PEER_TOKEN")
+
+    with pytest.raises(ConfigError, match="HEADWATER_PEER_TOKEN"):
+        RealPair()
