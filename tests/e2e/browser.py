@@ -36,8 +36,8 @@ class Watch:
             viewport={"width": width, "height": height}, color_scheme=scheme
         )
         self.page = self.context.new_page()
-        self.asked = set()
-        self.complaints = []
+        self.asked: set[str] = set()
+        self.complaints: list[str] = []
         self.page.on("request", lambda request: self.asked.add(request.url))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("console", self._listen)

@@ -16,7 +16,7 @@ from headwater.errors import HeadwaterError
 
 __all__ = ["main"]
 
-_COMMANDS = ("serve", "route", "up", "demo", "bench", "replay", "storage", "version")
+_COMMANDS = ("serve", "route", "up", "demo", "bench", "replay", "storage", "top", "version")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,6 +60,10 @@ def _run(options: Namespace, given: frozenset[str]) -> int:
         from headwater.cli.up import run_up
 
         return run_up(options)
+    if options.command == "top":
+        from headwater.cli.top import run_top
+
+        return run_top(options)
     if options.command == "storage":
         from headwater.cli.storage import run_storage
 

@@ -14,6 +14,7 @@ from typing import Any
 from headwater.cli.replay import add_replay
 from headwater.cli.route import add_route
 from headwater.cli.storage import add_storage
+from headwater.cli.top import add_top
 from headwater.cli.up import add_up
 from headwater.config import (
     EVICTIONS,
@@ -41,6 +42,7 @@ commands:
   bench NAME      the benchmarks of the documentation
   replay TRACE    what a cache would have found in a recorded trace
   storage ACTION  look into a storage directory: ls, stats, verify, prune
+  top [URL]       what a server is doing, live in this terminal
   version         the version of this program
 """
 
@@ -96,6 +98,7 @@ def build_parser() -> ArgumentParser:
     add_replay(commands)
     add_route(commands)
     add_storage(commands)
+    add_top(commands)
     add_up(commands)
     commands.add_parser("version", allow_abbrev=False, help="print the version")
     return parser

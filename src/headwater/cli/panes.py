@@ -1,0 +1,240 @@
+"""What `headwater top` draws: panes of text and bars from one look at a server."""
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich.columns import Columns
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from headwater.metrics.rates import SOURCES, Quantiles, Rates
+
+if TYPE_CHECKING:
+    from headwater.cli.top import Watcher
+
+_COLOURS = {
+    "device": "blue",
+    "host": "yellow",
+    "storage": "green",
+    "peer": "magenta",
+    "computed": "bright_black",
+}
+_TICKS = "▁▂▃▄▅▆▇█"
+_BAR = 12
+_NONE = "-"
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+def screen(watcher: "Watcher", url: str, state: str) -> RenderableType:
+    """The whole view."""
+    now = watcher.now
+    assert now is not None, "a watcher is shown after its first answer"
+    cache = now["cache"]
+    return Group(
+        _head(now, url, "paused" if cache["is_paused"] and state == "live" else state),
+        _tiles(now, watcher.rates, watcher.history),
+        Columns(
+            [
+                _pane("tiers", _tiers(cache["tiers"], cache["storage"])),
+                _pane("transfers", _links(cache["links"], watcher.rates)),
+                _pane("misses", _misses(cache["ledger"]["misses"])),
+            ]
+        ),
+        _pane("running and waiting", _sequences(now["sequences"]), expand=True),
+        _pane("ended lately", _recent(now["recent"]), expand=True),
+    )
+
+
+def _head(now: Mapping[str, Any], url: str, state: str) -> Text:
+    mark = {"live": ("●", "green"), "paused": ("■", "yellow")}.get(state, ("◆", "red"))
+    return Text.assemble(
+        ("headwater ", "bold"),
+        f"{now['model']} on {now['device']} at {url}, up {duration(now['uptime_s'])}  ",
+        mark,
+        f" {state}",
+    )
+
+
+def _tiles(now: Mapping[str, Any], rates: Rates | None, history: Iterable[Rates]) -> Table:
+    cache, device = now["cache"], now["cache"]["tiers"]["device"]
+    used = device["num_blocks"] - device["free"] - device["evictable"]
+    ttft, itl = (rates.ttft, rates.itl) if rates else (None, None)
+    outputs = [entry.output_tokens for entry in history]
+    cells: dict[str, tuple[str, str | Text]] = {
+        "tokens/s": (
+            f"{rates.output_tokens:,.0f}" if rates else _NONE,
+            Text(spark(outputs[-12:]), style="blue"),
+        ),
+        "first token": _latency(ttft),
+        "between": _latency(itl),
+        "found": (percent(rates.hit_share if rates else None), _sources(rates)),
+        "running": (f"{cache['num_running']:,}", f"{cache['num_waiting']:,} waiting"),
+        "device": (
+            percent(used / device["num_blocks"]),
+            f"{used:,} of {device['num_blocks']:,}",
+        ),
+    }
+    table = Table(box=None, expand=True, padding=(0, 1), header_style="dim")
+    for name in cells:
+        table.add_column(name, no_wrap=True)
+    table.add_row(*(Text(value, style="bold") for value, _ in cells.values()))
+    table.add_row(*(note for _, note in cells.values()))
+    return table
+
+
+def _sources(rates: Rates | None) -> Text:
+    """Where prompt tokens came from, as one bar."""
+    bar, total = Text(), sum(rates.by_source.values()) if rates else 0
+    if rates and total > 0:
+        for name in SOURCES:
+            bar.append("█" * round(_BAR * rates.by_source[name] / total), _COLOURS[name])
+    return bar
+
+
+def _tiers(tiers: Mapping[str, Any], storage: Mapping[str, Any] | None) -> Table:
+    table = _table("", "", "held", "cached", "idle", "free", "evicted")
+    for name, tier in tiers.items():
+        if tier["num_blocks"]:
+            busy = tier["num_blocks"] - tier["free"] - tier["evictable"]
+            counts = [tier[key] for key in ("held", "cached", "evictable", "free", "evicted")]
+            table.add_row(
+                Text(name, _COLOURS[name]),
+                _bar(busy, tier["evictable"], tier["num_blocks"], _COLOURS[name]),
+                *(f"{count:,}" for count in counts),
+            )
+    if storage is not None:
+        blocks = storage["num_blocks"]
+        table.add_row(
+            Text("storage", _COLOURS["storage"]),
+            storage["backend"],
+            "",
+            _NONE if blocks is None else f"{blocks:,}",
+        )
+    return table
+
+
+def _links(links: Mapping[str, Any], rates: Rates | None) -> RenderableType:
+    table = _table("", "", "now", "fastest", "failed")
+    for name, link in links.items():
+        if name == "lookup":
+            continue
+        rate, most = rates.links.get(name, 0.0) if rates else 0.0, link["fastest_bytes_s"]
+        table.add_row(
+            name.replace("_to_", " → "),
+            _bar(min(rate, most), 0, most or 1, _COLOURS[name.partition("_to_")[0]], width=12),
+            f"{size(rate)}/s",
+            f"{size(most)}/s",
+            f"{sum(link['failures'].values()):,}",
+        )
+    return table if table.row_count else Text("nothing below the device", "dim")
+
+
+def _misses(misses: Mapping[str, int]) -> RenderableType:
+    table = _table("", "", "")
+    most = max(misses.values(), default=1)
+    for reason, count in sorted(misses.items(), key=lambda entry: -entry[1]):
+        table.add_row(
+            reason.replace("_", " "), _bar(count, 0, most, "white", width=12), f"{count:,}"
+        )
+    return table if table.row_count else Text("none", "dim")
+
+
+def _sequences(sequences: Iterable[Mapping[str, Any]]) -> RenderableType:
+    table = _table("request", "state", "prompt", "answer", "age")
+    for entry in list(sequences)[:12]:
+        waits = f"waits for {entry['waits_for']}" if entry["waits_for"] else entry["state"]
+        done = min(entry["computed_tokens"], entry["prompt_tokens"])
+        bar = _bar(
+            entry["found_tokens"], done - entry["found_tokens"], entry["prompt_tokens"], "blue"
+        )
+        table.add_row(
+            Text(entry["request_id"], no_wrap=True, overflow="ellipsis"),
+            waits,
+            bar,
+            f"{entry['output_tokens']:,} / {entry['max_output_tokens']:,}",
+            duration(entry["age_s"]),
+        )
+    return table if table.row_count else Text("nothing runs and nothing waits", "dim")
+
+
+def _recent(records: Iterable[Mapping[str, Any]]) -> RenderableType:
+    table = _table("request", "prompt", "found", "because", "first token", "whole", "end")
+    for record in list(records)[:8]:
+        share = record["cached_tokens"] / max(record["prompt_tokens"], 1)
+        table.add_row(
+            Text(record["request_id"], no_wrap=True, overflow="ellipsis"),
+            f"{record['prompt_tokens']:,}",
+            percent(share),
+            str(record.get("miss_reason", "")).replace("_", " "),
+            duration(record.get("first_token_s")),
+            duration(record["duration_s"]),
+            record["finish_reason"],
+        )
+    return table if table.row_count else Text("none yet", "dim")
+
+
+def _pane(title: str, body: RenderableType, *, expand: bool = False) -> Panel:
+    return Panel(body, title=title, title_align="left", border_style="dim", expand=expand)
+
+
+def _table(*headers: str) -> Table:
+    table = Table(box=None, padding=(0, 1), header_style="dim", show_header=any(headers))
+    for header in headers:
+        table.add_column(header, no_wrap=True)
+    return table
+
+
+def _bar(full: float, faint: float, most: float, colour: str, *, width: int = 16) -> Text:
+    """Two parts of `most`; the second is lighter in shape too, not in colour only."""
+    first = round(width * full / most)
+    second = min(round(width * (full + faint) / most), width) - first
+    return Text.assemble(
+        ("█" * first, colour),
+        ("▒" * second, colour),
+        ("·" * (width - first - second), "dim"),
+    )
+
+
+def spark(values: list[float]) -> str:
+    """A line of little bars, the highest of them full."""
+    most = max(values, default=0.0)
+    if most <= 0:
+        return ""
+    return "".join(_TICKS[min(int(value / most * 8), 7)] for value in values)
+
+
+def _latency(found: Quantiles | None) -> tuple[str, str]:
+    if found is None:
+        return _NONE, ""
+    return duration(found.p50_s), f"95 %: {duration(found.p95_s)}"
+
+
+def percent(share: float | None) -> str:
+    """A share in hundredths."""
+    return _NONE if share is None else f"{100 * share:.0f} %"
+
+
+def duration(seconds: float | None) -> str:
+    """In the unit that reads best."""
+    if seconds is None:
+        return _NONE
+    if seconds < 1:
+        return f"{seconds * 1e3:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+
+
+def size(num_bytes: float) -> str:
+    """Decimal, as rates of hardware are given."""
+    for unit in _UNITS:
+        if num_bytes < 999.5 or unit == _UNITS[-1]:
+            break
+        num_bytes /= 1000
+    return (
+        f"{num_bytes:.0f} {unit}"
+        if unit == "B" or num_bytes >= 100
+        else f"{num_bytes:.1f} {unit}"
+    )

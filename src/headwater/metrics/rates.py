@@ -1,0 +1,96 @@
+"""From two answers of GET /stats to what happened between them: rates, shares, percentiles."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+SOURCES = ("device", "host", "storage", "peer", "computed")
+
+Answer = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantiles:
+    """Of what was observed in between, as exact as the buckets are."""
+
+    p50_s: float
+    p95_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What happened a second between two answers of one server."""
+
+    output_tokens: float
+    prompt_tokens: float
+    by_source: Mapping[str, float]
+    links: Mapping[str, float]
+    """Bytes, by link."""
+
+    ttft: Quantiles | None
+    itl: Quantiles | None
+
+    @property
+    def hit_share(self) -> float | None:
+        """Of the prompt tokens, how many were found; None where there were none."""
+        total = sum(self.by_source.values())
+        return 1 - self.by_source["computed"] / total if total > 0 else None
+
+
+def is_restart(before: Answer, now: Answer) -> bool:
+    """Whether another server answers than before: its counters began anew."""
+    return bool(before["started_s"] != now["started_s"] or now["uptime_s"] < before["uptime_s"])
+
+
+def rates_between(before: Answer, now: Answer) -> Rates | None:
+    """None where no time passed, or another server answered."""
+    elapsed_s: float = now["uptime_s"] - before["uptime_s"]
+    if is_restart(before, now) or elapsed_s <= 0:
+        return None
+
+    def sources(answer: Answer) -> Mapping[str, int]:
+        found: Mapping[str, int] = answer["totals"]["prompt_tokens_by_source_total"]
+        return found
+
+    def total(name: str) -> float:
+        return float(now["totals"][name] - before["totals"][name]) / elapsed_s
+
+    links = {
+        name: (link["num_bytes"] - before["cache"]["links"].get(name, link)["num_bytes"])
+        / elapsed_s
+        for name, link in now["cache"]["links"].items()
+    }
+    return Rates(
+        output_tokens=total("generation_tokens_total"),
+        prompt_tokens=total("prompt_tokens_total"),
+        by_source={
+            name: (sources(now).get(name, 0) - sources(before).get(name, 0)) / elapsed_s
+            for name in SOURCES
+        },
+        links=links,
+        ttft=quantiles(before["latencies"]["ttft"], now["latencies"]["ttft"]),
+        itl=quantiles(before["latencies"]["itl"], now["latencies"]["itl"]),
+    )
+
+
+def quantiles(before: Mapping[str, Any], now: Mapping[str, Any]) -> Quantiles | None:
+    """Of the observations in between; None where there were none."""
+    counts = [new - old for new, old in zip(now["counts"], before["counts"], strict=True)]
+    if sum(counts) <= 0:
+        return None
+    bounds: Sequence[float] = now["bounds"]
+    return Quantiles(
+        p50_s=_quantile(counts, bounds, 0.5), p95_s=_quantile(counts, bounds, 0.95)
+    )
+
+
+def _quantile(counts: Sequence[int], bounds: Sequence[float], share: float) -> float:
+    """Within its bucket an observation is taken to be anywhere, evenly."""
+    left = share * sum(counts)
+    for place, count in enumerate(counts):
+        if count and left <= count:
+            low = bounds[place - 1] if place else 0.0
+            high = bounds[min(place, len(bounds) - 1)]
+            return low + (high - low) * left / count
+        left -= count
+    return bounds[-1]

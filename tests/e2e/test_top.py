@@ -1,0 +1,103 @@
+"""`headwater top` against a live server: in a terminal, once, and as JSON."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+TOP = (sys.executable, "-m", "headwater", "top")
+
+
+def run_top(*arguments):
+    return subprocess.run(
+        [*TOP, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"COLUMNS": "140"},
+    )
+
+
+def read_until(terminal, wanted, *, said=""):
+    """What the terminal showed, up to all of `wanted`; pytest's limit ends a wait for ever."""
+    while not all(word in said for word in wanted):
+        said += os.read(terminal, 65536).decode(errors="replace")
+    return said
+
+
+def test_once_prints_the_numbers_of_cache(server):
+    """One look in plain text, for people and scripts without a terminal."""
+    server.complete(prompt="top shows this " * 40, max_tokens=8)
+    state = server.until_idle()
+
+    result = run_top(server.url, "--once", "--interval", "0.2")
+
+    assert result.returncode == 0, result.stderr
+    device = state["tiers"]["device"]
+    row = next(line for line in result.stdout.splitlines() if re.match(r"│ +device ", line))
+    numbers = [int(n.replace(",", "")) for n in re.findall(r"(?<= )[\d,]+(?= )", row)]
+    assert numbers[:4] == [device[key] for key in ("held", "cached", "evictable", "free")]
+    assert "\x1b" not in result.stdout
+    assert "ended lately" in result.stdout
+
+
+def test_json_prints_what_stats_says(server):
+    """A line of JSON, for programs."""
+    result = run_top(server.url, "--once", "--json")
+
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["model"] == server.get("/stats").json()["model"]
+
+
+def test_a_server_that_is_not_there_is_a_sentence():
+    """No traceback, and exit code 1."""
+    result = run_top("http://127.0.0.1:9", "--once")
+
+    assert result.returncode == 1
+    assert result.stderr.startswith("headwater: error: http://127.0.0.1:9 does not answer")
+
+
+@pytest.mark.parametrize("arguments", [("ftp://x",), ("--interval", "0")])
+def test_what_cannot_be_watched_is_refused(arguments):
+    """A wrong URL or interval says what it may be."""
+    result = run_top(*arguments)
+
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+
+
+def test_live_in_a_terminal_it_updates_until_interrupted(server):
+    """In a real pseudo-terminal: draws, sees a new request, leaves on Ctrl-C."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 150, 0, 0))
+    with subprocess.Popen(
+        [*TOP, server.url, "--interval", "0.2"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=os.environ | {"TERM": "xterm-256color"},
+        start_new_session=True,
+    ) as process:
+        os.close(theirs)
+        read_until(ours, ["headwater-tiny", "live", "tiers", "running and waiting"])
+        server.complete(prompt="a request to be seen", max_tokens=4, request_id="seen-in-top")
+        said = read_until(ours, ["seen-in-top"])
+        process.send_signal(signal.SIGINT)
+        try:
+            while os.read(ours, 65536):
+                pass
+        except OSError:
+            pass  # the other end is closed
+        assert process.wait(timeout=20) == 130
+    os.close(ours)
+    assert "Traceback" not in said

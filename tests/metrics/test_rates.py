@@ -1,0 +1,59 @@
+"""What happened between two answers of a server."""
+
+from headwater.metrics.rates import quantiles, rates_between
+
+
+def make_answer(*, uptime_s, output, found, computed, moved, counts, started_s=100):
+    latency = {"bounds": [0.1, 1.0], "counts": counts, "sum_s": 0.0}
+    return {
+        "started_s": started_s,
+        "uptime_s": uptime_s,
+        "totals": {
+            "generation_tokens_total": output,
+            "prompt_tokens_total": found + computed,
+            "prompt_tokens_by_source_total": {"device": found, "computed": computed},
+        },
+        "latencies": {"ttft": latency, "itl": latency},
+        "cache": {"links": {"host_to_device": {"num_bytes": moved}}},
+    }
+
+
+BEFORE = make_answer(
+    uptime_s=10.0, output=100, found=0, computed=0, moved=1000, counts=[5, 0, 0]
+)
+
+
+def test_rates_are_what_came_between_over_the_time_between():
+    """Tokens, shares and bytes a second; percentiles of new observations only."""
+    now = make_answer(
+        uptime_s=12.0, output=300, found=30, computed=10, moved=5000, counts=[5, 4, 0]
+    )
+
+    rates = rates_between(BEFORE, now)
+
+    assert rates is not None
+    assert (rates.output_tokens, rates.prompt_tokens) == (100.0, 20.0)
+    assert rates.hit_share == 0.75
+    assert rates.links == {"host_to_device": 2000.0}
+    assert rates.ttft is not None
+    assert 0.1 < rates.ttft.p50_s < rates.ttft.p95_s <= 1.0
+
+
+def test_another_server_has_no_rates():
+    """Counters that begin anew are not negative rates."""
+    other = make_answer(
+        uptime_s=12.0, output=1, found=0, computed=0, moved=0, counts=[0, 0, 0], started_s=111
+    )
+
+    assert rates_between(BEFORE, other) is None
+    assert rates_between(BEFORE, BEFORE) is None
+
+
+def test_quantiles_of_nothing_and_of_what_is_above_every_bound():
+    """None where nothing was observed; the last bound where it was beyond it."""
+    nothing = {"bounds": [0.1, 1.0], "counts": [0, 0, 0]}
+
+    assert quantiles(nothing, nothing) is None
+    found = quantiles(nothing, {"bounds": [0.1, 1.0], "counts": [0, 0, 3]})
+    assert found is not None
+    assert found.p95_s == 1.0
