@@ -25,11 +25,10 @@ _TIER_FLAGS = (
     *("--save-preempted", "--no-save-preempted"),
     *("--prefetch-sessions", "--no-prefetch-sessions"),
 )
-_PEER_FLAGS = ("--peer-host", "--peer-port", "--max-inflight-prefill")
+_PEER_FLAGS = ("--peer-host", "--peer-port", "--peer-lease", "--max-inflight-prefill")
 _SWAP_FLAGS = frozenset({"--swap-space", "--kv-offloading-size"})
 LOAD_POLICIES = get_args(LoadPolicy)
-ROLES = ("mixed", "prefill", "decode")
-LINKS = ("shm", "tcp", "mooncake")
+ROLES, LINKS = ("mixed", "prefill", "decode"), ("shm", "tcp", "mooncake")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,14 +79,15 @@ class PeersConfig:
     """Where peers reach it: on loopback, at any free port, unless told otherwise."""
 
     max_inflight: int = 64
-    """Most prompts that it computes for others at once; more are refused."""
+    lease_s: float = 10.0
+    """Most prompts computed for others at once; how long a lease lives without a heartbeat."""
 
     def __post_init__(self) -> None:
         _one_of("--splitwise-role", self.role, ROLES)
         _one_of("--cache-transfer-protocol", self.link, LINKS)
         _positive("--max-inflight-prefill", self.max_inflight)
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--peer-port must be between 0 and 65535, got {self.port}")
+        if not 0 <= self.port <= 65535 or self.lease_s <= 0:
+            raise ConfigError("--peer-port is up to 65535, and --peer-lease is positive")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

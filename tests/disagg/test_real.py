@@ -1,6 +1,7 @@
 """The tiny model on two instances: real connections, real links, the same tokens."""
 
 import random
+from typing import Any
 
 import pytest
 
@@ -45,7 +46,7 @@ def test_disaggregated_equals_local_on_the_tiny_model(link):
 def test_greedy_penalties_and_logprobs_survive_the_hand_off():
     """Whatever decides the first token is sent with the request."""
     prompt = [7, 7, 9, 200, 13] * 9
-    params = {
+    params: dict[str, Any] = {
         "temperature": 0.0,
         "repetition_penalty": 1.4,
         "logit_bias": {7: 5.0},

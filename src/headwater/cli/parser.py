@@ -322,6 +322,13 @@ def _add_cluster(parser: ArgumentParser) -> None:
         help=_help("port for them; 0 is any free one"),
     )
     group.add_argument(
+        "--peer-lease",
+        type=_number,
+        metavar="SECONDS",
+        default=_PEERS.lease_s,
+        help=_help("how long room for a peer's blocks is kept without a heartbeat"),
+    )
+    group.add_argument(
         "--max-inflight-prefill",
         type=int,
         metavar="N",

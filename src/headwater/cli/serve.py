@@ -117,6 +117,7 @@ def _peers(options: Namespace) -> PeersConfig | None:
         link=options.cache_transfer_protocol,
         host=options.peer_host,
         port=options.peer_port,
+        lease_s=options.peer_lease,
         max_inflight=options.max_inflight_prefill,
     )
 
@@ -173,6 +174,10 @@ def banner(serving: Serving, engine: EngineConfig) -> str:
         else "prefix caching is off"
     )
     tiers = "".join(f"\n  {line}" for line in info.tiers)
+    if engine.peers is not None and info.peer_address:
+        tiers += (
+            f"\n  peers   {info.role} at {info.peer_address}, blocks over {engine.peers.link}"
+        )
     return f"""\
 Headwater {__version__} is ready at {serving.url}
   model   {serving.model_name} ({info.dtype} on {info.device}, up to {info.max_model_len:,} tokens a request)

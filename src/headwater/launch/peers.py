@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from headwater.cache import Namespace
 from headwater.clock import Clock
-from headwater.config import EngineConfig, peer_token_from_environment
+from headwater.config import EngineConfig, PeersConfig, peer_token_from_environment
 from headwater.disagg.decodes import Decodes, Memory
 from headwater.disagg.exchange import Exchange
 from headwater.disagg.handoff import HandoffConfig
@@ -48,6 +48,21 @@ def open_peers(
     return replace(info, role=config.peers.role, peer_address=address)
 
 
+def _handoffs(peers: PeersConfig) -> HandoffConfig:
+    """Everything that is waited for, in proportion to the lease."""
+    lease_s = peers.lease_s
+    return HandoffConfig(
+        term_s=lease_s,
+        margin_s=lease_s / 10,
+        renew_s=lease_s / 5,
+        resend_s=lease_s / 10,
+        start_timeout_s=lease_s,
+        reserve_timeout_s=lease_s,
+        fence_wait_s=lease_s / 5,
+        max_inflight=peers.max_inflight,
+    )
+
+
 def join_peers(
     config: EngineConfig,
     core: EngineCore,
@@ -63,7 +78,7 @@ def join_peers(
             "--splitwise-role needs a token that all instances share: set HEADWATER_PEER_TOKEN "
             "or give --peer-token-file"
         )
-    handoffs = handoffs or HandoffConfig(max_inflight=peers.max_inflight)
+    handoffs = handoffs or _handoffs(peers)
     links = Links(
         LinkConfig(token=token.encode(), host=peers.host), memory, core.completions.post, clock
     )
