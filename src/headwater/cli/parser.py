@@ -9,6 +9,7 @@ from argparse import (
     RawDescriptionHelpFormatter,
 )
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from headwater.cli.replay import add_replay
@@ -134,6 +135,12 @@ def _add_http(parser: ArgumentParser) -> None:
         metavar="S",
         default=_SERVER.drain_timeout_s,
         help=_help("seconds that running requests get to finish when the server is stopped"),
+    )
+    group.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="record arrivals, lengths and salted block keys, no text, for headwater replay",
     )
     group.add_argument(
         "--exit-with-engine",

@@ -140,13 +140,16 @@ def add_policies(group: _ArgumentGroup) -> None:
 def load_requests(options: Namespace) -> "list[TraceRequest]":
     """The requests that the flags of `add_load` ask for."""
     from headwater.replay.load import at_speed, scaled
+    from headwater.replay.recordings import is_recording, read_recording
     from headwater.replay.trace import read_trace
 
     if options.limit is not None and options.limit < 1:
         raise ConfigError(f"--limit is a number of requests, got {options.limit}")
-    requests = read_trace(options.trace, options.limit)
+    read = read_recording if is_recording(options.trace) else read_trace
+    requests = read(options.trace, options.limit)
     if not requests:
         raise ConfigError(f"the trace {options.trace} has no requests")
+    requests.sort(key=lambda request: request.arrival_s)
     return at_speed(scaled(requests, options.scale, seed=options.seed), options.speed)
 
 
@@ -223,11 +226,14 @@ def _run_engine(options: Namespace) -> int:
 def _run_cache_only(options: Namespace) -> int:
     from headwater.launch.weights import load_weights, save_learned
     from headwater.replay.cache_only import replay_cache, replay_optimum
+    from headwater.replay.trace import TRACE_BLOCK
 
     weights = load_weights(options.weights)
     if options.save_weights is not None and options.eviction != "session":
         raise ConfigError("--save-weights needs --eviction session: no other policy learns any")
     requests = load_requests(options)
+    if requests[0].block_tokens != TRACE_BLOCK:
+        raise ConfigError("--cache-only is for traces in the Mooncake format, not recordings")
     start = time.perf_counter()
     if options.eviction == "opt":
         replayed = replay_optimum(requests, options.capacity_blocks)

@@ -42,7 +42,13 @@ def run_serve(options: Namespace, given: frozenset[str]) -> int:
         _say(f"note: anyone who can reach {server.host} can use this server; see --api-key")
     signals = StopSignals()
     _say(f"loading {engine.model or 'the built-in tiny model'}")
-    return serve(engine, server, lambda serving: _say(banner(serving, engine)), signals)
+    return serve(
+        engine,
+        server,
+        lambda serving: _say(banner(serving, engine)),
+        signals,
+        record=options.record,
+    )
 
 
 def engine_config(options: Namespace) -> EngineConfig:

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -18,6 +19,7 @@ from headwater.clock import SystemClock
 from headwater.config import EngineConfig, ServerConfig
 from headwater.engine.child import EngineChild
 from headwater.engine.front import AsyncEngine, EngineInfo
+from headwater.engine.recorded import RecordedEngine, Recording
 from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import EngineDead
 from headwater.metrics.ledger import RequestRecord
@@ -68,12 +70,15 @@ def serve(
     server_config: ServerConfig,
     announce: Callable[[Serving], None],
     signals: StopSignals,
+    record: Path | None = None,
 ) -> int:
-    """Serve until told to stop by one of `signals`; the exit code.
+    """Serve until told to stop by one of `signals`; the exit code. What was asked is recorded
+    in the file `record`, where one is named.
 
     Raises ConfigError or ModelError, with a sentence, where nothing can be served.
     """
     listener = bind(server_config.host, server_config.port)
+    recording = None if record is None else Recording(record, SystemClock())
     if server_config.peer_token is not None:
         # The engine process inherits it; settings are shown to whoever asks.
         os.environ["HEADWATER_PEER_TOKEN"] = server_config.peer_token
@@ -83,9 +88,10 @@ def serve(
             msgspec.json.encode(engine_config),
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            server = _Server(
-                AsyncEngine(child), engine_config, server_config, listener, announce
-            )
+            engine = AsyncEngine(child)
+            if recording is not None:
+                engine = RecordedEngine(child, recording)
+            server = _Server(engine, engine_config, server_config, listener, announce)
             return runner.run(server.run(signals))
 
 

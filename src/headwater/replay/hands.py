@@ -12,11 +12,12 @@ from headwater.clock import VirtualClock
 from headwater.replay.cost import OWN_LINKS, StepCost
 from headwater.replay.links import Delivery, SharedLink
 from headwater.scheduler.batch import ScheduledBatch, StepResult
+from headwater.scheduler.sequence import Sequence as Decoding
 from headwater.storage.base import StorageStats
 from headwater.transfer.completions import Completion
 from headwater.transfer.mover import link_of
 from headwater.transfer.workers import Report, Task
-from headwater.types import BlockKey, Tokens
+from headwater.types import BlockKey, RequestId, Tokens
 
 _LOOKUP_BYTES = 32
 """A key, of each block that storage is asked for."""
@@ -33,8 +34,8 @@ class Stretch(NamedTuple):
 
 
 class SimRunner:
-    """A `Runner` whose steps take what the cost model says. Chooses each token once, ever: no
-    output is a prefix of another."""
+    """A `Runner` whose steps take what the cost model says. Chooses the tokens it was told to
+    expect; others once each, ever, so that no output is a prefix of another."""
 
     depth = 1
     layerwise = False
@@ -49,6 +50,8 @@ class SimRunner:
         self._dragging = [link for link in own if link.cost.step_share > 0]
         self._submitted: deque[ScheduledBatch] = deque()
         self._num_chosen = 0
+        self.expected: dict[RequestId, Tokens] = {}
+        """Outputs that are known in advance, of requests that are alive."""
         self.num_tokens = 0
         """Computed so far."""
 
@@ -74,15 +77,17 @@ class SimRunner:
         self._clock.advance(float(seconds) * self._drag())
         self.num_tokens += len(batch.tokens)
         chosen = len(batch.sampled)
-        return StepResult(
-            step=batch.step, tokens=self._choose(1, chosen)[0], logprobs=[None] * chosen
-        )
+        tokens = self._choose(1, chosen)[0]
+        if self.expected:
+            self._replace_expected(batch, tokens)
+        return StepResult(step=batch.step, tokens=tokens, logprobs=[None] * chosen)
 
-    def stretch(self, contexts: Sequence[int], num_steps: int, until_s: float) -> Stretch:
-        """Steps that decode rows of so many tokens each, the step's own included: at most
-        `num_steps`, and only such as begin before `until_s`. The time passes."""
-        rows = len(contexts)
-        context = sum(contexts) + rows * np.arange(num_steps, dtype=np.int64)
+    def stretch(self, decoding: Sequence[Decoding], num_steps: int, until_s: float) -> Stretch:
+        """Steps that decode one row for each of `decoding`: at most `num_steps`, and only such
+        as begin before `until_s`. The time passes."""
+        rows = len(decoding)
+        first = sum(s.num_scheduled for s in decoding) + rows
+        context = first + rows * np.arange(num_steps, dtype=np.int64)
         seconds = self._cost.seconds(prompt_tokens=0, pairs=0, rows=rows, context=context)
         times = np.concatenate(([self._clock.now()], seconds * self._drag())).cumsum()
         count = int(np.searchsorted(times[:-1], until_s, side="left"))
@@ -90,10 +95,23 @@ class SimRunner:
         if count:
             self._clock.move_to(float(ends[-1]))
         self.num_tokens += count * rows
-        return Stretch(ends, self._choose(count, rows))
+        tokens = self._choose(count, rows)
+        for row, sequence in enumerate(decoding if self.expected else ()):
+            known = self.expected.get(sequence.request_id)
+            if known is not None:
+                tokens[:, row] = known[sequence.num_output : sequence.num_output + count]
+        return Stretch(ends, tokens)
 
     def close(self) -> None:
         """Nothing to release."""
+
+    def _replace_expected(self, batch: ScheduledBatch, tokens: Tokens) -> None:
+        """Put outputs that are known in the place of chosen ones."""
+        for at, row in enumerate(batch.sampled.tolist()):
+            known = self.expected.get(batch.request_ids[row])
+            if known is not None:
+                seen, prompt_tokens = batch.histories[at]
+                tokens[at] = known[len(seen) - prompt_tokens]
 
     def _drag(self) -> float:
         return 1.0 + sum(link.cost.step_share for link in self._dragging if link.is_busy)

@@ -114,6 +114,7 @@ class SimInstance:
             if output.finish_reason is not None:
                 served.finished = True
                 del self._alive[output.request_id]
+                self.runner.expected.pop(output.request_id, None)
                 ended += 1
         return ended
 
@@ -135,8 +136,7 @@ class SimInstance:
         if num_steps < 2:
             return 0
         until_s = min(until_s, quiet_s, self._deadline_s())
-        contexts = [s.num_scheduled + 1 for s in decoding]
-        ends, tokens = self.runner.stretch(contexts, num_steps, until_s)
+        ends, tokens = self.runner.stretch(decoding, num_steps, until_s)
         if not len(ends):
             return 0
         times = ends.tolist()
@@ -163,6 +163,9 @@ class SimInstance:
             served = self._alive[name]
             try:
                 self.core.add(_as_request(name, request))
+                known = request.known_output()
+                if known is not None:
+                    self.runner.expected[name] = known
                 room -= 1
             except RequestError as error:
                 served.refused = type(error).__name__

@@ -26,6 +26,8 @@ class TraceRequest:
     output_length: int
     arrival_s: float = 0.0
     block_tokens: int = TRACE_BLOCK
+    has_output: bool = False
+    """Whether the ids are those of the output too, which then is the same each time."""
 
     def prompt(self) -> Tokens:
         """The ids expanded to tokens: the same id gives the same tokens, always."""
@@ -35,6 +37,12 @@ class TraceRequest:
         """The same with the last block filled up."""
         ids = np.array(self.hash_ids, dtype=np.int32) * self.block_tokens
         return np.add.outer(ids, np.arange(self.block_tokens, dtype=np.int32)).ravel()
+
+    def known_output(self) -> Tokens | None:
+        """What was generated, where the trace says so."""
+        if not self.has_output:
+            return None
+        return self.whole_blocks()[self.input_length : self.input_length + self.output_length]
 
     def output(self, number: int) -> Tokens:
         """Tokens that no other request generates; `number` tells requests apart."""

@@ -1,0 +1,165 @@
+"""Recordings: what a served engine is asked comes back in a replay, and nothing else does."""
+
+import asyncio
+import json
+from contextlib import aclosing
+
+import numpy as np
+import pytest
+
+from headwater.clock import SystemClock
+from headwater.engine.child import EngineChild
+from headwater.engine.recorded import _MAX_PENDING, RecordedEngine, Recording
+from headwater.errors import ConfigError
+from headwater.replay.load import at_speed
+from headwater.replay.recordings import is_recording, read_recording
+from headwater.replay.simulator import Simulator
+from headwater.scheduler.request import Request, SamplingParams
+from headwater.types import RequestId
+from tests.replay.traces import gib, make_config
+
+ECHO = ["headwater.testing.engines"]
+BLOCK = 16
+
+
+def make_request(name, tokens, *, salt="", max_tokens=8):
+    return Request(
+        request_id=RequestId(name),
+        tokens=np.array(tokens, dtype=np.int32),
+        params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+        arrival_s=SystemClock().now(),
+        cache_salt=salt,
+    )
+
+
+async def serve_turns(path, num_turns=4):
+    """Two conversations of several turns on a live engine; what each request found."""
+    engine = RecordedEngine(EngineChild(ECHO, b"{}"), Recording(path, SystemClock()))
+    await engine.start(timeout_s=60)
+    found, histories = [], [list(range(40)), list(range(40, 75))]
+    try:
+        for turn in range(num_turns):
+            for which, history in enumerate(histories):
+                request = make_request(f"{turn}-{which}", history, max_tokens=23)
+                async with aclosing(engine.generate(request)) as outputs:
+                    async for output in outputs:
+                        history += output.tokens
+                        if output.usage is not None:
+                            found.append(output.usage.cached_tokens)
+                history += [7, 8, 9 + turn]
+    finally:
+        await engine.close()
+    return found, histories
+
+
+@pytest.mark.slow
+def test_a_replay_of_a_recording_finds_what_the_live_engine_found(tmp_path):
+    """Request by request: also what was generated here and came back with the next turn."""
+    path = tmp_path / "served.jsonl"
+    found, _ = asyncio.run(serve_turns(path))
+    # The simulated machine is far slower than the echo: let each turn end before the next.
+    requests = at_speed(read_recording(path), 1e-4)
+    run = Simulator(make_config(device_gib=gib(64)), requests).play()
+
+    assert is_recording(path)
+    assert [one.usage.cached_tokens for one in run.instances[0].served if one.usage] == found
+    assert found[-1] > 40  # more than its first prompt: what was generated is found too
+
+
+@pytest.mark.slow
+def test_nothing_of_the_content_is_in_a_recording(tmp_path):
+    """Only times, lengths and keys; the same requests have other keys the next time."""
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    for path in (first, second):
+        asyncio.run(serve_turns(path, num_turns=2))
+    rows = [json.loads(line) for line in first.read_text().splitlines()]
+    keys = [key for row in rows[1:] for key in row["keys"]]
+    others = [json.loads(line) for line in second.read_text().splitlines()][1:]
+
+    assert rows[0] == {"headwater_recording": 1, "block_tokens": BLOCK}
+    assert {name for row in rows[1:] for name in row} == {
+        *("timestamp", "input_length", "output_length", "keys"),
+    }
+    assert all(len(key) == 16 and set(key) <= set("0123456789abcdef") for key in keys)
+    assert not set(keys) & {key for row in others for key in row["keys"]}
+    assert first.stat().st_mode & 0o077 == 0
+
+
+def write(path, requests, *, block_tokens=BLOCK):
+    """Record (tokens, output, salt) without an engine."""
+    recording = Recording(path, SystemClock())
+    recording.begin(block_tokens)
+    for number, (tokens, output, salt) in enumerate(requests):
+        recording.note(make_request(str(number), tokens, salt=salt), output)
+    recording.close()
+    recording.close()
+    return read_recording(path)
+
+
+def test_equal_blocks_have_equal_ids_and_tenants_share_none(tmp_path):
+    """A key stands for its block and all before it; another salt is another key (lesson 67)."""
+    prompt = list(range(40))
+    same, longer, other, tenant = write(
+        tmp_path / "r.jsonl",
+        [
+            (prompt, [1], ""),
+            ([*prompt, 1, 2, 3], [4] * 20, ""),
+            ([9, *prompt[1:]], [1], ""),
+            (prompt, [1], "another"),
+        ],
+    )
+
+    assert same.hash_ids[:2] == longer.hash_ids[:2]
+    assert same.hash_ids[2] != longer.hash_ids[2]
+    assert not set(same.hash_ids) & (set(other.hash_ids) | set(tenant.hash_ids))
+    assert (longer.input_length, longer.output_length, longer.block_tokens) == (43, 20, BLOCK)
+    output = longer.known_output()
+    assert output is not None
+    assert len(output) == 20
+
+
+def test_writing_never_waits_and_what_is_too_much_is_counted(tmp_path, caplog):
+    """A thread that does not get on costs requests in the recording, and nothing else."""
+    recording = Recording(tmp_path / "r.jsonl", SystemClock())
+    for number in range(_MAX_PENDING + 5):  # nobody takes them before it begins
+        recording.note(make_request(str(number), [1, 2, 3]), [4])
+    assert recording.num_dropped == 5
+
+    recording.begin(BLOCK)
+    recording.close()
+    assert len(read_recording(tmp_path / "r.jsonl")) == _MAX_PENDING
+    assert "lacks 5 requests" in caplog.text
+
+
+def test_a_recording_overwrites_nothing_and_leaves_nothing_empty(tmp_path):
+    """An existing file is an error before anything starts; an engine that never started leaves
+    no file that would be one."""
+    path = tmp_path / "r.jsonl"
+    Recording(path, SystemClock()).close()
+    assert not path.exists()
+
+    path.write_text("precious")
+    with pytest.raises(ConfigError, match="overwrites nothing"):
+        Recording(path, SystemClock())
+    with pytest.raises(ConfigError, match="cannot write"):
+        Recording(tmp_path / "absent" / "r.jsonl", SystemClock())
+
+
+def test_damaged_recordings_are_explained(tmp_path):
+    """The line, and what is wrong with it."""
+    path = tmp_path / "r.jsonl"
+    head = '{"headwater_recording": 1, "block_tokens": 16}\n'
+    for text, said in (
+        ('{"headwater_recording": 2, "block_tokens": 16}\n', "version 2"),
+        ('{"headwater_recording": 1}\n', "first line"),
+        ('{"headwater_recording": 1, "block_tokens": 0}\n', "first line"),
+        (head + "{}\n", "line 2"),
+        (
+            head + '{"timestamp": 0, "input_length": 40, "output_length": 1, "keys": []}\n',
+            "fit",
+        ),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=said):
+            read_recording(path)
+    assert not is_recording(tmp_path / "absent")
