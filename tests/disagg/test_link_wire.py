@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.disagg.link import PushFailure
-from headwater.disagg.links.frames import FRAME_BYTES, Frame, SentPiece, encode_frame
+from headwater.disagg.links.frames import FRAME_BYTES, SentPiece, encode_frame, make_frame
 from headwater.disagg.links.stream import LinkBroken
 from headwater.testing.link_contract import open_rig
 from tests.disagg.wire import CONFIG, LINKS, MakeLinks, RawSender
@@ -121,7 +121,7 @@ def test_a_late_write_to_staging_memory_reaches_no_slot(rig, peer):
         pytest.param(1, 0, [(0, 8)], id="a number that skips one"),
         pytest.param(0, 0, [(0, BLOCK_BYTES + 1)], id="more than a block"),
         pytest.param(0, 0, [(0, 0)], id="an empty piece"),
-        pytest.param(0, 0, [(n, BLOCK_BYTES) for n in range(40)], id="more than a frame"),
+        pytest.param(0, 0, [(n, BLOCK_BYTES) for n in range(80)], id="more than a frame"),
         pytest.param(0, 1 << 40, [(0, 8)], id="a cell that is nowhere"),
         pytest.param(0, 0, [(n, 1) for n in range(257)], id="too many pieces"),
     ],
@@ -131,7 +131,7 @@ def test_a_frame_beyond_the_limits_costs_the_connection(rig, peer, number, cell,
     if cell and rig.receiver.address.startswith("tcp"):
         pytest.skip("a tcp frame has no cell")
     sent = tuple(SentPiece(at, num_bytes, bytes(16)) for at, num_bytes in pieces)
-    peer.send(encode_frame(Frame(number, 1, cell, sent), peer.key))
+    peer.send(encode_frame(make_frame(number, 1, cell, sent), peer.key))
 
     with pytest.raises(LinkBroken):
         peer.answer()

@@ -10,10 +10,10 @@ from headwater.disagg.link import Piece, PushFailure
 from headwater.disagg.links import LinkConfig, Links
 from headwater.disagg.links.frames import (
     ANSWER_BYTES,
-    Frame,
     SentPiece,
     decode_answers,
     encode_frame,
+    make_frame,
 )
 from headwater.disagg.links.hello import Greeting, within
 from headwater.disagg.links.mooncake import MooncakeDialer, TransferEngine
@@ -79,7 +79,7 @@ class RawSender:
         payload = bytearray(b"".join(blocks.values()))
         if flip >= 0:
             payload[flip // 8] ^= 1 << flip % 8
-        head = encode_frame(Frame(number, lease, cell, pieces), self.key)
+        head = encode_frame(make_frame(number, lease, cell, pieces), self.key)
         if self._link == "tcp":
             return head + payload
         self.stage(cell, payload)
@@ -90,12 +90,14 @@ class RawSender:
         cells = self.outbound._cells  # type: ignore[attr-defined] # no peer of ours does this
         if cell * cells.cell_bytes + len(payload) > len(cells._memory):
             return
-        cells.gather(cell, [memoryview(payload)])
+        cells.gather(cell, [Piece(0, 0, len(payload))], [memoryview(payload)])
         if self._link == "mooncake":
             out = self.outbound
             at = cell * cells.cell_bytes
-            source, target = out._source + at, out._target + at  # type: ignore[attr-defined]
-            assert out._engine.write(out._name, source, target, len(payload))  # type: ignore[attr-defined]
+            source, target = cells.address + at, out._target + at  # type: ignore[attr-defined]
+            number = out._engine.start(out._name, source, target, len(payload))  # type: ignore[attr-defined]
+            while not out._engine.poll(number):  # type: ignore[attr-defined]
+                self._patience()
 
     def send(self, raw: bytes) -> None:
         self.stream.send([raw], self._patience)

@@ -12,7 +12,7 @@ the receiving side alone, so a fence holds whatever a sender does afterwards.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 
 class BlockMemory(Protocol):
@@ -24,6 +24,15 @@ class BlockMemory(Protocol):
 
     def view(self, slot: int) -> memoryview:
         """The bytes of one slot, in place: writable, contiguous, `block_bytes` long."""
+
+
+@runtime_checkable
+class OneMemory(BlockMemory, Protocol):
+    """Block memory in one piece, which a link may register as a whole."""
+
+    @property
+    def memory(self) -> memoryview:
+        """All of it, the same object each time; as long-lived as the process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +89,7 @@ class PushDone(NamedTuple):
 
 
 class PushFailed(NamedTuple):
-    """A push ended without that; the sender's slots are not read any more."""
+    """A push ended without that; whatever becomes of the sender's slots cannot land now."""
 
     job: int
     reason: PushFailure

@@ -29,6 +29,7 @@ from headwater.disagg.link import (
 )
 from headwater.disagg.links.frames import SentPiece
 from headwater.disagg.links.landing import LeaseBook
+from headwater.storage.codec import checksum
 
 _WAIT_S = 30.0
 
@@ -43,6 +44,9 @@ class BlockArray:
         if seed is not None:
             rng = np.random.default_rng(seed)
             self.rows[:] = rng.integers(0, 256, self.rows.shape, dtype=np.uint8)
+        self.memory = self.rows.data.cast("B")
+        """All of it, for whoever has to register it."""
+
         self.gate = Event()
         self.gate.set()
 
@@ -207,7 +211,7 @@ class LocalNetwork:
         piece = flight.waiting.pop(0)
         book = self.books[flight.sender.address]
         source = flight.sender.memory.view(piece.slot)[: piece.num_bytes]
-        sent = [SentPiece(piece.index, piece.num_bytes, b"")]
+        sent = [SentPiece(piece.index, piece.num_bytes, checksum(source))]
         landing = book.land(flight.push.lease, sent)
         if isinstance(landing, PushFailure):
             return landing
@@ -215,7 +219,8 @@ class LocalNetwork:
             target = landing.views[at]
             if target is not None:
                 target[:] = source
-        book.settle(landing, sent, set(landing.new))
+                landing.verify(at, sent[at])
+        book.settle(landing, sent)
         return None
 
 

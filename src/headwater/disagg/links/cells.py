@@ -11,9 +11,12 @@ from threading import Condition
 
 import numpy as np
 
-from headwater.disagg.links.frames import Frame, Malformed
+from headwater.disagg.link import Piece
+from headwater.disagg.links.frames import Frame, Malformed, SentPiece
 from headwater.disagg.links.landing import Landing
 from headwater.disagg.links.stream import TICK_S, Patience
+from headwater.storage.codec import checksum
+from headwater.storage.pointer import address_of
 
 
 class Cells:
@@ -21,9 +24,11 @@ class Cells:
 
     def __init__(self, memory: memoryview, cell_bytes: int) -> None:
         self.cell_bytes = cell_bytes
+        self.num_cells = len(memory) // cell_bytes
+        self.address = address_of(memory)
         self._memory = np.frombuffer(memory, dtype=np.uint8)
         self._changed = Condition()
-        self._free = list(range(len(memory) // cell_bytes))
+        self._free = list(range(self.num_cells))
         self._taken: dict[int, int] = {}
 
     def take(self, frame_number: int, patience: Patience) -> int:
@@ -42,12 +47,18 @@ class Cells:
             self._free.append(self._taken.pop(frame_number))
             self._changed.notify()
 
-    def gather(self, cell: int, views: Sequence[memoryview]) -> None:
-        """Copy blocks into a cell, one after the other."""
+    def gather(
+        self, cell: int, pieces: Sequence[Piece], views: Sequence[memoryview]
+    ) -> tuple[SentPiece, ...]:
+        """Copy blocks into a cell, one after the other; what their frame says of them."""
         at = cell * self.cell_bytes
-        for view in views:
+        sent = []
+        for piece, view in zip(pieces, views, strict=True):
+            sent.append(SentPiece(piece.index, piece.num_bytes, checksum(view)))
+            # Copied while the checksum's pass has left it in the processor's caches.
             np.copyto(self._memory[at : at + len(view)], np.frombuffer(view, dtype=np.uint8))
             at += len(view)
+        return tuple(sent)
 
 
 class CellInbound:
@@ -63,12 +74,14 @@ class CellInbound:
             raise Malformed("a frame whose payload is outside the staging memory")
         at = frame.cell * self._cell_bytes
         end = at + frame.payload_bytes
-        for view, piece in zip(landing.views, frame.pieces, strict=True):
+        pairs = zip(landing.views, frame.pieces, strict=True)
+        for place, (view, piece) in enumerate(pairs):
             if landing.stopped:
                 return end - at
             if view is not None:
                 source = self._memory[at : at + piece.num_bytes]
                 np.copyto(np.frombuffer(view, dtype=np.uint8), source)
+                landing.verify(place, piece)
             at += piece.num_bytes
         return 0
 

@@ -18,7 +18,7 @@ class LinkConfig:
     port: int = 0
     """Of the `tcp` receiver; 0 takes a free one."""
 
-    frame_bytes: int = 2 << 20
+    frame_bytes: int = 4 << 20
     """Payload sent in one go, where blocks are smaller: small transfers are slow ones."""
 
     num_cells: int = 4

@@ -26,7 +26,7 @@ ANSWER_BYTES = 16
 
 _MAGIC = b"HWF1"
 _FRAME = struct.Struct("<4sHHQQQQ")
-_PIECE = struct.Struct("<IIQ16s")
+_PIECE = struct.Struct("<I4xQ16s")
 _ANSWER = struct.Struct("<QB7x")
 _SEAL_BYTES = 16
 
@@ -63,10 +63,14 @@ class Frame(NamedTuple):
     """Where in the staging memory the payload is; 0 where it follows."""
 
     pieces: tuple[SentPiece, ...]
+    payload_bytes: int
+    """Of all pieces together."""
 
-    @property
-    def payload_bytes(self) -> int:
-        return sum(piece.num_bytes for piece in self.pieces)
+
+def make_frame(number: int, lease: int, cell: int, pieces: tuple[SentPiece, ...]) -> Frame:
+    """A frame of these pieces."""
+    payload_bytes = sum([piece.num_bytes for piece in pieces])
+    return Frame(number, lease, cell, pieces, payload_bytes)
 
 
 def encode_frame(frame: Frame, key: bytes) -> bytes:
@@ -74,7 +78,7 @@ def encode_frame(frame: Frame, key: bytes) -> bytes:
     fields = _FRAME.pack(
         _MAGIC, len(frame.pieces), 0, frame.number, frame.lease, frame.cell, frame.payload_bytes
     )
-    table = b"".join(_PIECE.pack(p.place, 0, p.num_bytes, p.checksum) for p in frame.pieces)
+    table = b"".join(_PIECE.pack(*piece) for piece in frame.pieces)
     return fields + _seal(fields, table, key) + table
 
 
@@ -94,16 +98,13 @@ def decode_frame(head: bytes, table: bytes, key: bytes, *, block_bytes: int) -> 
     if _seal(fields, table, key) != head[_FRAME.size :]:
         raise Malformed("a frame whose seal is not ours")
     _, _, _, number, lease, cell, payload_bytes = _FRAME.unpack(fields)
-    pieces = tuple(
-        SentPiece(place, num_bytes, checksum)
-        for place, _, num_bytes, checksum in _PIECE.iter_unpack(table)
-    )
-    if any(not 1 <= piece.num_bytes <= block_bytes for piece in pieces):
+    pieces = tuple(map(SentPiece._make, _PIECE.iter_unpack(table)))
+    sizes = [piece.num_bytes for piece in pieces]
+    if min(sizes) < 1 or max(sizes) > block_bytes:
         raise Malformed("a piece that is empty or larger than a block")
-    frame = Frame(number, lease, cell, pieces)
-    if frame.payload_bytes != payload_bytes:
+    if sum(sizes) != payload_bytes:
         raise Malformed("a frame whose pieces do not add up")
-    return frame
+    return Frame(number, lease, cell, pieces, payload_bytes)
 
 
 def encode_answer(number: int, failure: PushFailure | None) -> bytes:

@@ -13,6 +13,7 @@ from threading import Lock
 from headwater.disagg.link import BlockMemory, Deliver, Landed, PushFailure, Quiet
 from headwater.disagg.links.frames import SentPiece
 from headwater.errors import InvariantError
+from headwater.storage.codec import checksum
 
 
 class _Lease:
@@ -39,12 +40,21 @@ class Landing:
         self.new = new
         """Which pieces those with a view are."""
 
+        self.good: set[int] = set()
+        """Which of those have been verified in their slots."""
+
         self.lease = lease
 
     @property
     def stopped(self) -> bool:
         """Whether the lease has been fenced: not one more byte may be written."""
         return self.lease.fenced
+
+    def verify(self, at: int, piece: SentPiece) -> None:
+        """All bytes of piece `at` have arrived: see whether they are those that were sent."""
+        view = self.views[at]
+        if view is not None and checksum(view) == piece.checksum:
+            self.good.add(at)
 
 
 class LeaseBook:
@@ -102,15 +112,15 @@ class LeaseBook:
             views[at] = self._memory.view(slot)[: pieces[at].num_bytes]
         return Landing(number, lease, views, new)
 
-    def settle(self, landing: Landing, pieces: Sequence[SentPiece], good: set[int]) -> None:
-        """The blocks `good` of a landing are whole; it writes no more."""
+    def settle(self, landing: Landing, pieces: Sequence[SentPiece]) -> None:
+        """A landing writes no more, and its `good` blocks have landed."""
         lease, number = landing.lease, landing.lease_number
         events = []
         with self._lock:
             for at in landing.new:
                 piece = pieces[at]
                 lease.arriving.discard(piece.place)
-                if at in good:
+                if at in landing.good:
                     lease.landed[piece.place] = piece.num_bytes
                     events.append(Landed(number, piece.place, piece.num_bytes))
         for event in events:

@@ -1,12 +1,14 @@
 """The `mooncake` link, for many machines: Transfer Engine writes, over TCP or RDMA.
 
-    slots ── gather ──▶ cell ═══ one-sided write ═══▶ cell ── copy, verify ──▶ slots
-    sender's memory                                   receiver's memory
+    slots ─┬─ small blocks: gather ──▶ cell ─┬═ one-sided write ═▶ cell ── copy, verify ──▶ slots
+           └─ large blocks ──────────────────┘
+    sender's memory                                               receiver's memory
 
 A one-sided write cannot be fenced, so it never aims at slots: it lands in staging memory of the
 receiver that is nothing else as long as the process lives, and the receiver copies. Frames and
 answers take a connection of their own. Gathering makes writes large: the engine moves 2.4 GB/s
-in pieces of 1 MiB and 0.13 in pieces of 4 KiB.
+in pieces of 1 MiB and 0.13 in pieces of 4 KiB. Should a write read a slot late, when it holds
+something else, then its checksum fails at the receiver.
 
 The engine itself knows no token, and listens on every interface, whatever its host is: whoever
 reaches its ports can write to this process. It belongs behind a firewall.
@@ -14,16 +16,17 @@ reaches its ports can write to this process. It belongs behind a firewall.
 
 import mmap
 import struct
+import sys
 from collections import deque
 from collections.abc import Sequence
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Event, Lock, Thread
 from typing import Any
 
 from headwater.disagg.link import Piece, PushFailure
 from headwater.disagg.links.cells import CellInbound, Cells
 from headwater.disagg.links.config import LinkConfig
-from headwater.disagg.links.frames import Frame, Malformed, encode_frame
+from headwater.disagg.links.frames import Frame, Malformed, encode_frame, make_frame
 from headwater.disagg.links.hello import Greeting, Session, Verdict, Welcome, greet
 from headwater.disagg.links.stream import LinkBroken, Patience, Stream
 from headwater.disagg.links.tcp import (
@@ -38,6 +41,13 @@ from headwater.storage.pointer import address_of
 
 _GRANT = struct.Struct("<QQQ")
 """Address of the first cell, bytes of a cell, number of cells; then the engine's name."""
+
+
+_DIRECT_BYTES = 256 << 10
+"""Blocks of this size and more are written from their slots, where those are registered."""
+
+_NAP_S = 3e-4
+"""Between two looks at a write that is under way."""
 
 
 class TransferEngine:
@@ -72,17 +82,35 @@ class TransferEngine:
             self._all.append(memory)
         return memory
 
+    def register(self, memory: memoryview) -> None:
+        """Let writes read from memory of the caller's, which lives as long as the engine."""
+        with self._lock:
+            if any(memory is known for known in self._all):
+                return
+            self._all.append(memory)
+        if self._engine.register_memory(address_of(memory), len(memory)) != 0:
+            raise ConfigError("Mooncake cannot register the memory of the blocks")
+
     def give_back(self, memory: memoryview) -> None:
         """Memory that the next one may have for staging."""
         with self._lock:
             self._idle.setdefault(len(memory), []).append(memory)
 
-    def write(self, name: str, source: int, target: int, num_bytes: int) -> bool:
-        """Write to another engine's memory; whether that worked. Cannot be interrupted."""
-        code: int = self._engine.batch_transfer_sync_write(
+    def start(self, name: str, source: int, target: int, num_bytes: int) -> int:
+        """Begin to write to another engine's memory; a number for `poll`."""
+        number: int = self._engine.batch_transfer_async_write(
             name, [source], [target], [num_bytes]
         )
-        return code == 0
+        if number <= 0:
+            raise LinkBroken(f"the Transfer Engine cannot write to {name} ({number})")
+        return number
+
+    def poll(self, number: int) -> bool:
+        """Whether a write has ended; LinkBroken if it failed. The calls that wait would spin."""
+        status: int = self._engine.transfer_check_status(number)
+        if status < 0:
+            raise LinkBroken(f"the Transfer Engine could not write ({status})")
+        return status == 1
 
 
 class MooncakeDock:
@@ -145,7 +173,11 @@ class MooncakeDialer:
 
     link = "mooncake"
 
-    def __init__(self, address: str, config: LinkConfig, engine: TransferEngine) -> None:
+    def __init__(
+        self, address: str, config: LinkConfig, engine: TransferEngine, *, direct: bool = False
+    ) -> None:
+        """`direct` where the engine has registered the slots themselves."""
+        self._least_bytes = _DIRECT_BYTES if direct else sys.maxsize
         self._target = parse_host_port(address)
         self._config = config
         self._engine = engine
@@ -158,7 +190,8 @@ class MooncakeDialer:
         stream = connect(self._target, self._config.connect_timeout_s)
         try:
             session = greet(stream, greeting, patience)
-            return MooncakeOutbound(stream, session, self._engine, self._memory, cell_bytes)
+            cells = Cells(self._memory, cell_bytes)
+            return MooncakeOutbound(stream, session, self._engine, cells, self._least_bytes)
         except BaseException:
             stream.close()
             raise
@@ -179,22 +212,25 @@ class MooncakeOutbound:
         stream: Stream,
         session: Session,
         engine: TransferEngine,
-        memory: memoryview,
-        cell_bytes: int,
+        cells: Cells,
+        least_bytes: int,
     ) -> None:
+        """Blocks of `least_bytes` or more are written from their slots."""
         if len(session.grant) <= _GRANT.size:
             raise Malformed("a receiver that lends no memory", PushFailure.REFUSED)
         self._target, their_bytes, num_cells = _GRANT.unpack_from(session.grant)
-        num_cells = min(num_cells, len(memory) // cell_bytes)
-        if their_bytes != cell_bytes or not num_cells:
-            raise LinkBroken("the receiver's frames have another size", PushFailure.REFUSED)
+        if their_bytes != cells.cell_bytes or num_cells != cells.num_cells:
+            raise LinkBroken(
+                "the receiver's staging memory has another shape", PushFailure.REFUSED
+            )
         self.stream = stream
         self._key = session.key
         self._name = session.grant[_GRANT.size :].decode(errors="replace")
         self._engine = engine
-        self._source = address_of(memory)
-        self._cells = Cells(memory[: num_cells * cell_bytes], cell_bytes)
-        self._queue: SimpleQueue[tuple[Frame, Patience] | None] = SimpleQueue()
+        self._cells = cells
+        self._least_bytes = least_bytes
+        self._queue: SimpleQueue[tuple[Frame, list[int], Patience] | None] = SimpleQueue()
+        self._closed = Event()
         self._thread = Thread(target=self._write, name="mooncake-write", daemon=True)
         self._thread.start()
 
@@ -207,29 +243,54 @@ class MooncakeOutbound:
         patience: Patience,
     ) -> None:
         cell = self._cells.take(number, patience)
-        frame = Frame(number, lease, cell, describe(pieces, views))
-        self._cells.gather(cell, views)
-        self._queue.put((frame, patience))
+        if pieces[0].num_bytes >= self._least_bytes:
+            sent = describe(pieces, views)
+            sources = [address_of(view) for view in views]
+        else:
+            sent = self._cells.gather(cell, pieces, views)
+            sources = [self._cells.address + cell * self._cells.cell_bytes]
+        self._queue.put((make_frame(number, lease, cell, sent), sources, patience))
 
     def answered(self, number: int) -> None:
         self._cells.release(number)
 
     def close(self) -> None:
+        self._closed.set()
         self._queue.put(None)
 
     def _write(self) -> None:
         """Frame after frame; a failure ends the connection, and that every push of it."""
+        under_way: deque[tuple[list[int], Frame, Patience]] = deque()
         try:
-            while (work := self._queue.get()) is not None:
-                frame, patience = work
-                at = frame.cell * self._cells.cell_bytes
-                if not self._engine.write(
-                    self._name, self._source + at, self._target + at, frame.payload_bytes
-                ):
-                    raise LinkBroken("the Transfer Engine could not write")
-                self.stream.send([encode_frame(frame, self._key)], patience)
+            while not self._closed.is_set():
+                while not under_way or not self._queue.empty():
+                    work = self._queue.get()
+                    if work is None:
+                        return
+                    frame, sources, patience = work
+                    under_way.append((self._start(frame, sources), frame, patience))
+                numbers, frame, patience = under_way[0]
+                while numbers and self._engine.poll(numbers[0]):
+                    numbers.pop(0)
+                if numbers:
+                    self._closed.wait(_NAP_S)
+                else:
+                    under_way.popleft()
+                    self.stream.send([encode_frame(frame, self._key)], patience)
         except LinkBroken:
             self.stream.shut()
+
+    def _start(self, frame: Frame, sources: list[int]) -> list[int]:
+        """One write from each source: a block each, or all that was gathered."""
+        sizes = [piece.num_bytes for piece in frame.pieces]
+        if len(sources) < len(sizes):
+            sizes = [frame.payload_bytes]
+        target = self._target + frame.cell * self._cells.cell_bytes
+        numbers = []
+        for source, num_bytes in zip(sources, sizes, strict=True):
+            numbers.append(self._engine.start(self._name, source, target, num_bytes))
+            target += num_bytes
+        return numbers
 
 
 def _import_engine() -> Any:  # noqa: ANN401 -- untyped package

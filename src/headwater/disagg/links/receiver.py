@@ -26,7 +26,6 @@ from headwater.disagg.links.frames import (
 from headwater.disagg.links.hello import Greeting, Session, Verdict, Welcome, within
 from headwater.disagg.links.landing import Landing, LeaseBook
 from headwater.disagg.links.stream import TICK_S, LinkBroken, Patience, Stream
-from headwater.storage.codec import checksum
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +37,7 @@ class Inbound(Protocol):
     """Brings the payloads of one connection into slots."""
 
     def receive(self, frame: Frame, landing: Landing, patience: Patience) -> int:
-        """Fill the landing's views; how many bytes are still to be skipped.
+        """Fill the landing's views and verify them; how many bytes are still to be skipped.
 
         Returns within a tick once the landing is `stopped`, whatever the peer does.
         """
@@ -206,22 +205,11 @@ class _Connection:
         if isinstance(landing, PushFailure):
             self._inbound.skip(frame.payload_bytes, patience)
             return landing
-        good: set[int] = set()
         try:
             left = self._inbound.receive(frame, landing, patience)
-            good = set() if left else _whole(frame, landing)
         finally:
-            self._book.settle(landing, frame.pieces, good)
+            self._book.settle(landing, frame.pieces)
         self._inbound.skip(left, patience)
-        if len(good) == len(landing.new):
+        if len(landing.good) == len(landing.new):
             return None
         return PushFailure.FENCED if landing.stopped else PushFailure.DAMAGED
-
-
-def _whole(frame: Frame, landing: Landing) -> set[int]:
-    """Which pieces are in their slots as they were sent; verified where they are."""
-    return {
-        at
-        for at in landing.new
-        if checksum(landing.views[at] or b"") == frame.pieces[at].checksum
-    }

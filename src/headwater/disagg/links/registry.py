@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from headwater.clock import Clock, SystemClock
-from headwater.disagg.link import BlockMemory, Deliver, Receiver, Sender
+from headwater.disagg.link import BlockMemory, Deliver, OneMemory, Receiver, Sender
 from headwater.disagg.links.config import LinkConfig
 from headwater.disagg.links.mooncake import MooncakeDialer, MooncakeDock, TransferEngine
 from headwater.disagg.links.receiver import Dock, StreamReceiver
@@ -38,7 +38,7 @@ class Links:
         self._dialers: dict[str, Callable[[str], Dialer]] = {
             "tcp": lambda address: TcpDialer(address, config),
             "shm": lambda address: ShmDialer(address, config),
-            "mooncake": lambda address: MooncakeDialer(address, config, self._mooncake()),
+            "mooncake": self._mooncake_dialer,
         }
 
     def listen(self, link: str) -> Receiver:
@@ -58,6 +58,13 @@ class Links:
         return StreamSender(
             dialer(address), self._memory, self._deliver, self._config, self._clock
         )
+
+    def _mooncake_dialer(self, address: str) -> Dialer:
+        engine, memory = self._mooncake(), self._memory
+        direct = isinstance(memory, OneMemory)
+        if isinstance(memory, OneMemory):
+            engine.register(memory.memory)
+        return MooncakeDialer(address, self._config, engine, direct=direct)
 
     def _mooncake(self) -> TransferEngine:
         if self._engine is None:

@@ -30,6 +30,8 @@ from headwater.disagg.links.stream import LinkBroken, Patience, Stream
 log = logging.getLogger(__name__)
 
 _JOIN_S = 10.0
+_FIRST_BYTES = 1 << 20
+"""Of the first frame of a push; each is twice as large as the one before, up to the limit."""
 
 
 class Outbound(Protocol):
@@ -344,12 +346,15 @@ def _outcome(flight: _Flight) -> SenderEvent:
 
 
 def _frames(pieces: Sequence[Piece], frame_bytes: int) -> Iterator[Sequence[Piece]]:
-    """Cut a push into frames: as many blocks as fit, in order."""
+    """Cut a push into frames, in order: small ones first, so that the peer begins early."""
     start = num_bytes = 0
+    limit_bytes = min(_FIRST_BYTES, frame_bytes)
     for end, piece in enumerate(pieces):
-        if num_bytes + piece.num_bytes > frame_bytes or end - start == MAX_PIECES:
+        too_large = num_bytes and num_bytes + piece.num_bytes > limit_bytes
+        if too_large or end - start == MAX_PIECES:
             yield pieces[start:end]
             start, num_bytes = end, 0
+            limit_bytes = min(2 * limit_bytes, frame_bytes)
         num_bytes += piece.num_bytes
     if pieces:
         yield pieces[start:]

@@ -16,10 +16,9 @@ from collections.abc import Sequence
 from headwater.disagg.link import Piece, PushFailure
 from headwater.disagg.links.cells import CellInbound, Cells
 from headwater.disagg.links.config import LinkConfig
-from headwater.disagg.links.frames import Frame, Malformed, encode_frame
+from headwater.disagg.links.frames import Malformed, encode_frame, make_frame
 from headwater.disagg.links.hello import Greeting, Session, Welcome, greet
 from headwater.disagg.links.stream import LinkBroken, Patience, Stream
-from headwater.disagg.links.tcp import describe
 from headwater.errors import ConfigError
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -145,8 +144,7 @@ class ShmOutbound:
         patience: Patience,
     ) -> None:
         cell = self._cells.take(number, patience)
-        frame = Frame(number, lease, cell, describe(pieces, views))
-        self._cells.gather(cell, views)
+        frame = make_frame(number, lease, cell, self._cells.gather(cell, pieces, views))
         self.stream.send([encode_frame(frame, self._key)], patience)
 
     def answered(self, number: int) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from headwater.disagg.link import Piece, PushFailure
 from headwater.disagg.links.config import LinkConfig
-from headwater.disagg.links.frames import Frame, SentPiece, encode_frame
+from headwater.disagg.links.frames import Frame, SentPiece, encode_frame, make_frame
 from headwater.disagg.links.hello import Greeting, Session, Welcome, greet
 from headwater.disagg.links.landing import Landing
 from headwater.disagg.links.stream import LinkBroken, Patience, Stream, advance
@@ -54,6 +54,9 @@ class TcpInbound:
             if not got:
                 patience()
             views = advance(views, got)
+        if not views:
+            for at in landing.new:
+                landing.verify(at, frame.pieces[at])
         return sum(len(view) for view in views)
 
     def skip(self, num_bytes: int, patience: Patience) -> None:
@@ -102,7 +105,7 @@ class TcpOutbound:
         views: Sequence[memoryview],
         patience: Patience,
     ) -> None:
-        frame = Frame(number, lease, 0, describe(pieces, views))
+        frame = make_frame(number, lease, 0, describe(pieces, views))
         self.stream.send([encode_frame(frame, self._key), *views], patience)
 
     def answered(self, number: int) -> None:
