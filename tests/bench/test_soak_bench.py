@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from headwater.bench.soak import play
 from headwater.cli import main
 
@@ -13,6 +15,16 @@ def test_a_short_soak_ends_well(capsys):
     result = json.loads(capsys.readouterr().out)
     assert result["wrong_tokens"] == 0
     assert result["rounds"] == 1
+
+
+@pytest.mark.slow
+def test_a_soak_of_the_built_in_model_ends_well(capsys):
+    """The same with real attention, real copies, and threads that fail: cached = uncached."""
+    assert main(["bench", "soak", "--model", "tiny", "--minutes", "0", "--json"]) == 0
+
+    result = json.loads(capsys.readouterr().out)
+    assert result["wrong_tokens"] == 0
+    assert result["requests"] >= 10
 
 
 def test_a_seed_is_a_round():

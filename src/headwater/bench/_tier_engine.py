@@ -2,16 +2,21 @@
 
 import itertools
 from dataclasses import dataclass, field
-from time import process_time
-from typing import Any
+from time import process_time, thread_time
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from headwater.clock import SystemClock
 from headwater.config import EngineConfig
+from headwater.engine.core import Runner
 from headwater.launch.core import build_core
+from headwater.scheduler.batch import ScheduledBatch, StepResult
 from headwater.scheduler.request import Request, SamplingParams
 from headwater.types import RequestId, Tokens
+
+if TYPE_CHECKING:
+    from headwater.device.model import LoadedModel
 
 _DRAIN_S = 120.0
 
@@ -30,15 +35,50 @@ class Served:
     decide_us: float = 0.0
     """Microseconds of deciding a step."""
 
+    decide_cpu_us: float = 0.0
+    """The same in processor time of the loop's thread, which nobody else can stretch."""
+
     found: dict[str, int] = field(default_factory=dict)
     """Prompt tokens that were found, by tier."""
+
+
+class TimedRunner:
+    """Passes everything on to a runner, and counts the processor time it takes."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.depth = runner.depth
+        self.layerwise = runner.layerwise
+        self.cpu_s = 0.0
+
+    def submit(self, batch: ScheduledBatch) -> None:
+        began = thread_time()
+        self._runner.submit(batch)
+        self.cpu_s += thread_time() - began
+
+    def collect(self) -> StepResult:
+        began = thread_time()
+        result = self._runner.collect()
+        self.cpu_s += thread_time() - began
+        return result
+
+    def close(self) -> None:
+        self._runner.close()
 
 
 class TierEngine:
     """A core and a clock; serves prompts of token ids to their end."""
 
-    def __init__(self, **settings: Any) -> None:  # noqa: ANN401 -- typed by EngineConfig
-        self.core, self.info = build_core(EngineConfig(**settings))
+    def __init__(
+        self,
+        loaded: "LoadedModel | None" = None,
+        /,
+        **settings: Any,  # noqa: ANN401 -- typed by EngineConfig
+    ) -> None:
+        """`loaded`, where given, is the model that `settings` name: engines that are compared share
+        their weights, or it would be pages of memory that are compared."""
+        self.core, self.info = build_core(EngineConfig(**settings), loaded)
+        self._runner = self.core._runner = TimedRunner(self.core._runner)
         self._clock = SystemClock()
         self._numbers = itertools.count()
 
@@ -49,9 +89,13 @@ class TierEngine:
         waiting, found = len(prompts), dict.fromkeys(("device", "host", "storage"), 0)
         for prompt in prompts:
             self.core.add(self._request(prompt, max_tokens))
+        step_cpu_s, runner_cpu_s = 0.0, self._runner.cpu_s
         while waiting:
             self.core.wait()
-            for output in self.core.step():
+            began_cpu_s = thread_time()
+            outputs = self.core.step()
+            step_cpu_s += thread_time() - began_cpu_s
+            for output in outputs:
                 first_s = first_s or self._clock.now() - began_s
                 waiting -= output.finish_reason is not None
                 if output.usage is not None:
@@ -59,11 +103,14 @@ class TierEngine:
                         found[tier] += output.usage.by_tier[tier]
         after = self.core.stats()
         decide_s = after.decide_s - before.decide_s
+        decide_cpu_s = step_cpu_s - (self._runner.cpu_s - runner_cpu_s)
+        num_steps = after.num_steps - before.num_steps
         return Served(
             seconds=self._clock.now() - began_s,
             first_s=first_s,
             cpu_s=process_time() - cpu_s,
-            decide_us=1e6 * decide_s / (after.num_steps - before.num_steps),
+            decide_us=1e6 * decide_s / num_steps,
+            decide_cpu_us=1e6 * decide_cpu_s / num_steps,
             found=found,
         )
 

@@ -2,7 +2,8 @@
 
 Round after round, a small engine without a model serves a random workload while copies fail,
 calls hang and return late, blocks rot, requests are aborted and the cache is reset. After each
-round every book must balance and every token be that of an uncached run.
+round every book must balance and every token be that of an uncached run. With `--model tiny` the
+engine has the built-in model, and real threads that fail.
 """
 
 import logging
@@ -10,8 +11,10 @@ import sys
 import tempfile
 from argparse import ArgumentParser
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from headwater.bench._report import print_report
 from headwater.bench._soak_round import Round
@@ -19,6 +22,21 @@ from headwater.clock import SystemClock
 from headwater.errors import HeadwaterError
 
 _QUICK_MINUTES = 0.05
+
+
+class Game(Protocol):
+    """A round of a soak."""
+
+    def play(self) -> Counter[str]:
+        """Serve, disturb, balance the books; what happened. Raises where they do not balance."""
+
+    def close(self) -> None:
+        """Release what it has."""
+
+
+Maker = Callable[[int, Path | None], Game]
+"""Makes the round of a seed, which stores in a folder or in memory."""
+
 _FILE_EVERY = 4
 """Every so many rounds store in a directory, the others in memory."""
 
@@ -32,8 +50,9 @@ def main(argv: Sequence[str]) -> int:
     end_s = clock.now() + 60 * minutes
     counts: Counter[str] = Counter()
     seed = options.seed
+    make = _maker(options.model)
     while not counts["rounds"] or clock.now() < end_s:
-        counts += play(seed)
+        counts += play(seed, make)
         counts["rounds"] += 1
         if counts["wrong tokens"]:
             print(f"wrong tokens with --seed {seed}", file=sys.stderr)
@@ -45,10 +64,10 @@ def main(argv: Sequence[str]) -> int:
     return 1 if result["wrong_tokens"] else 0
 
 
-def play(seed: int) -> Counter[str]:
+def play(seed: int, make: Maker = Round) -> Counter[str]:
     """One round; what happened in it."""
     with tempfile.TemporaryDirectory(prefix="headwater-soak-") as folder:
-        game = Round(seed, Path(folder) if seed % _FILE_EVERY == 0 else None)
+        game = make(seed, Path(folder) if seed % _FILE_EVERY == 0 else None)
         try:
             return game.play()
         except (AssertionError, HeadwaterError):
@@ -58,11 +77,23 @@ def play(seed: int) -> Counter[str]:
             game.close()
 
 
+def _maker(model: str) -> Maker:
+    """What makes a round: of an engine that echoes, or of the built-in model."""
+    if model == "echo":
+        return Round
+    # With torch, which the other soak does without.
+    from headwater.bench._soak_model import ModelRound, RightTokens
+    from headwater.device import builtin
+
+    return partial(ModelRound, right=RightTokens(builtin.ensure()))
+
+
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="headwater bench soak", description=__doc__, allow_abbrev=False
     )
     add = parser.add_argument
+    add("--model", choices=("echo", "tiny"), default="echo", help="what is served (echo)")
     add("--minutes", type=float, default=10.0, help="how long (10)")
     add("--seed", type=int, default=1, help="of the first round; the next has the next (1)")
     add("--quick", action="store_true", help="three seconds")

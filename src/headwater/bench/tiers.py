@@ -12,7 +12,7 @@ import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,8 @@ from headwater.types import Tokens
 _CAPACITY_BYTES = 2 << 30
 _TOGETHER = 50
 _PARTS = ("backends", "hits", "convoy", "all-miss")
+_MISS_KEYS = {"control": "_control", "default": "", "write_through": "_write_through"}
+"""Engines that are held against one without tiers, and what their figures' names end with."""
 
 Result = dict[str, Any]
 
@@ -110,18 +112,11 @@ def measure_convoy(media: Media, options: Namespace) -> Result:
 def measure_all_miss(folder: Path, options: Namespace) -> Result:
     """`all_miss_loss`: the share of throughput that tiers cost where nothing ever hits.
 
-    `all_miss_cpu_loss` is the same of processor time, copies in threads included: on a machine
-    with neighbours it is the steadier figure.
+    Engines over the same weights serve the same prompts in turns. `control` is a second engine
+    without tiers: what it seems to lose is what this machine cannot tell apart. `cpu` figures are
+    of processor time, copies in threads included, which neighbours disturb least.
     """
-    plain = _settings(options) | {"swap_space_gib": 0.0, "num_blocks_override": 64}
-    tiers = plain | {"swap_space_gib": 0.25, "storage_backend": "file"}
-    engines = {
-        "none": TierEngine(**plain),
-        "default": TierEngine(**tiers, storage_config=_file(folder / "default")),
-        "write_through": TierEngine(
-            **tiers, write_policy="write_through", storage_config=_file(folder / "through")
-        ),
-    }
+    engines = _miss_engines(folder, options)
     runs: dict[str, list[Served]] = {name: [] for name in engines}
     for number in range(options.pairs + 1):
         _say(f"all-miss: pair {number} of {options.pairs}")
@@ -135,16 +130,41 @@ def measure_all_miss(folder: Path, options: Namespace) -> Result:
     for engine in engines.values():
         engine.close()
     result: Result = {"all_miss_pairs": options.pairs}
-    for name, key in (("default", ""), ("write_through", "_write_through")):
-        pairs = list(zip(runs["none"], runs[name], strict=True))[1:]
+    for name, key in _MISS_KEYS.items():
+        pairs = list(zip(runs["none"], runs[name], strict=True))[1:]  # the first warms up
         losses = [1 - without.seconds / tiered.seconds for without, tiered in pairs]
         cpu = [1 - without.cpu_s / tiered.cpu_s for without, tiered in pairs]
-        result[f"all_miss_loss{key}"] = median(losses)
-        result[f"all_miss_loss{key}_ci95"] = _interval(losses)
-        result[f"all_miss_cpu_loss{key}"] = median(cpu)
-        result[f"all_miss_cpu_loss{key}_ci95"] = _interval(cpu)
-    decide_us = {name: median(run.decide_us for run in runs[name][1:]) for name in runs}
-    return result | {"decide_us": decide_us}
+        result |= _summary(f"all_miss_loss{key}", losses)
+        result |= _summary(f"all_miss_cpu_loss{key}", cpu)
+    for field in ("decide_us", "decide_cpu_us"):
+        result[field] = {
+            name: median(getattr(run, field) for run in runs[name][1:]) for name in runs
+        }
+    return result
+
+
+def _miss_engines(folder: Path, options: Namespace) -> dict[str, TierEngine]:
+    from headwater.device.model import load
+
+    model = load(str(options.folder))
+    plain = _settings(options) | {"swap_space_gib": 0.0, "num_blocks_override": 64}
+    tiers = plain | {"swap_space_gib": 0.25, "storage_backend": "file"}
+    through = tiers | {"write_policy": "write_through"}
+    return {
+        "none": TierEngine(model, **plain),
+        "control": TierEngine(model, **plain),
+        "default": TierEngine(model, **tiers, storage_config=_file(folder / "default")),
+        "write_through": TierEngine(model, **through, storage_config=_file(folder / "through")),
+    }
+
+
+def _summary(name: str, losses: list[float]) -> Result:
+    """The mean over pairs, its 95 % interval, and the median."""
+    return {
+        name: fmean(losses),
+        f"{name}_ci95": _interval(losses),
+        f"{name}_median": median(losses),
+    }
 
 
 def _hit_s(engine: TierEngine, prompt: Tokens, tier: str, rounds: int) -> float:
@@ -164,10 +184,10 @@ def _hit_s(engine: TierEngine, prompt: Tokens, tier: str, rounds: int) -> float:
 
 
 def _interval(values: list[float]) -> dict[str, float]:
-    """95 % of the medians of samples drawn again from `values`."""
+    """95 % of the means of samples drawn again from `values`."""
     rng = np.random.default_rng(1)
     drawn = rng.choice(values, (2000, len(values)))
-    low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
+    low, high = np.percentile(drawn.mean(axis=1), [2.5, 97.5])
     return {"low": float(low), "high": float(high)}
 
 
@@ -206,7 +226,7 @@ def _parser() -> ArgumentParser:
     )
     add("--model", choices=("tiny", "100m"), default="100m", help="model served (100m)")
     add("--lengths", nargs="+", type=int, default=[1024, 4096, 16384], help="prompt tokens")
-    add("--pairs", type=int, default=10, help="pairs of runs that never hit (10)")
+    add("--pairs", type=int, default=24, help="pairs of runs that never hit (24)")
     add("--miss-tokens", type=int, default=256, help="tokens of a prompt that never hits (256)")
     add("--rounds", type=int, default=5, help="runs of which the median is told (5)")
     add(

@@ -16,6 +16,8 @@ class Writes:
         self._enabled = config.host_blocks > 0
         self.through = self._enabled and config.write_policy is WritePolicy.WRITE_THROUGH
         """Whether every commit is to be told to `want`."""
+        self._asks_order = self._enabled and config.write_policy is WritePolicy.WRITE_BACK
+        """Whether what is to be written is known only by the order of eviction."""
         self._storage = config.storage
         self._policy = config.write_policy
         self._select_hits = config.select_hits
@@ -23,6 +25,11 @@ class Writes:
         self._device = device
         self._to_host: dict[Node, None] = {}
         self._to_storage: dict[Node, None] = {}
+
+    @property
+    def has_wishes(self) -> bool:
+        """Whether there may be something to write; cheap, for every step asks."""
+        return bool(self._to_host or self._to_storage) or self._asks_order
 
     def want(self, node: Node) -> None:
         """Write the device blocks of `node` that the host does not have."""
@@ -68,7 +75,7 @@ class Writes:
                 del self._to_host[node]
             elif not node.jobs:
                 yield node, False
-        if self._policy is WritePolicy.WRITE_BACK and self._enabled:
+        if self._asks_order:
             yield from ((node, True) for node in self._next_victims())
 
     def for_storage(self) -> Iterator[Node]:

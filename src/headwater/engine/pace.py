@@ -21,6 +21,8 @@ class Pace:
         self._last_s = 0.0
         self._tokens = 0.0
         self._seconds = 0.0
+        self._known: tuple[tuple[float, int, int], Rates] | None = None
+        """The last rates, and what they were made from."""
 
     def note(
         self,
@@ -36,7 +38,13 @@ class Pace:
             self._end_step(collected_s)
 
     def rates(self, mover: Mover, now: float) -> Rates:
-        """What is known by now."""
+        """What is known by now. Made again when something was measured, and each second."""
+        source = (self._tokens, mover.num_observed, int(now))
+        if self._known is None or self._known[0] != source:
+            self._known = source, self._make_rates(mover, now)
+        return self._known[1]
+
+    def _make_rates(self, mover: Mover, now: float) -> Rates:
         host = mover.rate("host_to_device", now=now)
         storage = mover.rate("storage_to_host", now=now)
         return Rates(

@@ -29,15 +29,17 @@ if TYPE_CHECKING:
 BUILT_IN_NAME = "headwater-tiny"
 
 
-def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
-    """Load the model, size the pool, join scheduler, cache and runner."""
+def build_core(
+    config: EngineConfig, model: "LoadedModel | None" = None
+) -> tuple[EngineCore, EngineInfo]:
+    """Load the model, unless it is there already, size the pool, join scheduler, cache, runner."""
     _limit_threads(config.num_threads)
     # After the thread limits, which torch reads once.
     from headwater.device.memory import num_blocks_that_fit
     from headwater.device.model import load
     from headwater.device.runner import TorchRunner
 
-    model = load(config.model, dtype=config.dtype, device=config.device)
+    model = model or load(config.model, dtype=config.dtype, device=config.device)
     num_blocks = num_blocks_that_fit(
         model,
         block_tokens=config.block_tokens,

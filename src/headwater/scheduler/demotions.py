@@ -15,7 +15,6 @@ class Demotions:
 
     def __init__(self, cache: TieredCache, max_blocks: int) -> None:
         self._cache = cache
-        self._enabled = cache.config.host_blocks > 0
         spare = max(cache.config.device_blocks // _SHARE, 1)
         self._limits = {Tier.HOST: min(max_blocks, spare), Tier.STORAGE: max_blocks}
         self._in_flight: dict[JobId, Demotion] = {}
@@ -25,8 +24,8 @@ class Demotions:
         return len(self._in_flight)
 
     def plan(self, now: float) -> list[Demotion]:
-        """What may be written now. Costs nothing without a host tier."""
-        if not self._enabled:
+        """What may be written now. Costs nothing where nothing is wanted."""
+        if not self._cache.transfers.writes.has_wishes:
             return []
         plans = self._cache.demote(
             limit_blocks=self._room(Tier.HOST), limit_stored=self._room(Tier.STORAGE), now=now

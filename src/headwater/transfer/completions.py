@@ -9,7 +9,7 @@ queue is emptied, so none is ever slept through.
 
 import os
 import select
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import NamedTuple
 
 from headwater.cache import Ending
@@ -63,15 +63,15 @@ class CompletionQueue:
     def take(self) -> list[Completion]:
         """Those since the last call, in order. Never waits; only empty means empty."""
         taken: list[Completion] = []
-        while True:
-            try:
-                event = self._queue.get_nowait()
-            except Empty:
-                return taken
+        # Nobody else takes, so what is not empty now is not empty then; and an exception for
+        # every step without news would be the dearest part of it.
+        while not self._queue.empty():
+            event = self._queue.get_nowait()
             if isinstance(event, Completion):
                 taken.append(event)
             else:
                 self._posted.append(event)
+        return taken
 
     def take_posted(self) -> list[object]:
         """What was posted before the last `take`, in order, each once."""

@@ -122,12 +122,19 @@ class Mover:
         self._config = config or TransferConfig()
         self.block_bytes = block_bytes
         self.completions = CompletionQueue()
+        self._timeouts_s = {
+            "lookup": self._config.lookup_timeout_s,
+            "storage_to_host": self._config.read_timeout_s,
+            "host_to_storage": self._config.write_timeout_s,
+        }
         self._running: dict[JobId, _Running] = {}
         self._deadlines: list[tuple[float, JobId]] = []
         """A heap; jobs that ended meanwhile are skipped when their turn comes."""
         self.links: dict[str, LinkTotals] = {}
         """What each link has moved and has in flight. For reading."""
         self._meters: dict[str, LinkMeter] = {}
+        self.num_observed = 0
+        """Transfers that rates were learned from; as long as it stays, so do they."""
 
     @property
     def num_in_flight(self) -> int:
@@ -145,10 +152,13 @@ class Mover:
         tasks: list[Task] = []
         for plan in plans:
             link = link_of(plan)
-            running = _Running(plan, now + self._timeout_s(link))
+            timeout_s = self._timeouts_s.get(link, self._config.copy_timeout_s)
+            running = _Running(plan, now + timeout_s)
             self._running[plan.job] = running
             heapq.heappush(self._deadlines, (running.deadline_s, plan.job))
-            totals = self.links.setdefault(link, LinkTotals())
+            totals = self.links.get(link)
+            if totals is None:
+                totals = self.links[link] = LinkTotals()
             totals.in_flight += 1
             totals.blocks_in_flight += plan.num_blocks
             if isinstance(plan, Lookup) or Tier.STORAGE in (plan.source, plan.target):
@@ -170,7 +180,9 @@ class Mover:
             outcome = self._end(completion, now)
             if outcome is not None:
                 outcomes.append(outcome)
-        return outcomes + self._expire(now)
+        if self._deadlines and self._deadlines[0][0] <= now:
+            outcomes += self._expire(now)
+        return outcomes
 
     def has_news(self, now: float) -> bool:
         """Whether `take` would return something."""
@@ -254,8 +266,12 @@ class Mover:
         totals.num_blocks += moved
         if completion.busy_s > 0:
             totals.fastest_blocks_s = max(totals.fastest_blocks_s, moved / completion.busy_s)
-        meter = self._meters.setdefault(link, LinkMeter())
-        meter.observe(moved, completion.busy_s, now=now)
+        if link == "lookup":
+            return  # nothing is priced from it
+        self.num_observed += 1
+        if link not in self._meters:
+            self._meters[link] = LinkMeter()
+        self._meters[link].observe(moved, completion.busy_s, now=now)
 
     def _leave(self, running: _Running) -> LinkTotals:
         totals = self.links[link_of(running.plan)]
@@ -263,15 +279,6 @@ class Mover:
         totals.in_flight -= 1
         totals.blocks_in_flight -= running.plan.num_blocks
         return totals
-
-    def _timeout_s(self, link: str) -> float:
-        config = self._config
-        timeouts = {
-            "lookup": config.lookup_timeout_s,
-            "storage_to_host": config.read_timeout_s,
-            "host_to_storage": config.write_timeout_s,
-        }
-        return timeouts.get(link, config.copy_timeout_s)
 
 
 def link_of(plan: Transfer | Lookup) -> str:
