@@ -81,23 +81,52 @@ def test_lanes_agree(compiled: native.NativeOps, dim: int) -> None:
     torch.testing.assert_close(attended(compiled), attended(TorchOps()))
 
 
-@pytest.mark.parametrize("tokens", [191, 192, 300])
-def test_a_long_prompt_in_parts_equals_the_fused_kernel(
-    llama: LoadedModel, tokens: int
-) -> None:
-    """Causal attention is the same in parts, whatever the length of the last."""
-    pool = KVPool(llama, num_blocks=1, block_tokens=4)
-    heads = 2 * pool.kv_heads
-    query, key, value = (
-        made(tokens, n, pool.head_dim, seed=n) for n in (heads, pool.kv_heads, pool.kv_heads)
-    )
-    row = ChunkRow(start=0, end=tokens, context=tokens, slots=torch.zeros(1, dtype=torch.long))
+@pytest.mark.parametrize("spread", [1.0, 40.0])
+def test_a_softmax_over_two_parts_agrees(compiled: native.NativeOps, spread: float) -> None:
+    """However far apart the scores are; what a lane does not have weighs nothing."""
+    spans = Spans(torch.tensor([4, 1, 7]), width=7, kv_heads=2)
+    shared, own = made(2, 9, 33) * spread, made(6, 3, 7, seed=1) * spread
+    mask = spans.mask(torch.float32)
+    assert mask is not None
+    own += mask
+    theirs = shared.clone(), own.clone()
 
-    ours = row.attend(pool, 0, query, (key, value), Variant(0.5))
+    compiled.join_softmax(shared, own, spans)
+    TorchOps().join_softmax(*theirs, spans)
+
+    torch.testing.assert_close(shared, theirs[0])
+    torch.testing.assert_close(own, theirs[1])
+
+
+@pytest.mark.parametrize("seen", [1, 6])
+def test_causal_softmax_agrees(compiled: native.NativeOps, seen: int) -> None:
+    """Each query sees one key more than the one before; others weigh nothing."""
+    ours = made(2, 3, 5, seen + 4)
+    theirs = ours.clone()
+
+    compiled.causal_softmax(ours, seen)
+    TorchOps().causal_softmax(theirs, seen)
+
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(("tokens", "before"), [(15, 8), (16, 8), (70, 0), (129, 20)])
+def test_a_prompt_in_parts_equals_the_fused_kernel(
+    llama: LoadedModel, tokens: int, before: int
+) -> None:
+    """Causal attention is the same in parts, with and without a prefix in the pool."""
+    pool = KVPool(llama, num_blocks=(tokens + before) // 4 + 1, block_tokens=4)
+    pool.data.copy_(made(*pool.data.shape))
+    slots = torch.arange(pool.num_blocks).flip(0)
+    query = made(tokens, 2 * pool.kv_heads, pool.head_dim)
+    keys, values = (part[: tokens + before].clone() for part in pool.read(slots, 0))
+    row = ChunkRow(start=0, end=tokens, context=tokens + before, slots=slots)
+
+    ours = row.attend(pool, 0, query, (keys, values), Variant(0.5))
 
     theirs = torch.nn.functional.scaled_dot_product_attention(
-        *(x.transpose(0, 1)[None] for x in (query, key, value)),
-        is_causal=True,
+        *(x.transpose(0, 1)[None] for x in (query, keys, values)),
+        attn_mask=torch.ones(tokens, tokens + before, dtype=torch.bool).tril(before),
         scale=0.5,
         enable_gqa=True,
     )

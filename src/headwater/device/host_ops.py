@@ -33,8 +33,18 @@ class HostOps(Protocol):
         `[heads, span, head_dim]`, `scores` `[heads, queries, span]`.
         """
 
+    def join_softmax(self, shared: Tensor, own: Tensor, spans: Spans) -> None:
+        """Softmax in place over what a query scored on shared tokens and on its lane's own.
+
+        `shared` is `[kv_heads, lanes * queries, tokens]`; `own` as from `lane_scores`.
+        """
+
     def lane_values(self, weights: Tensor, values: Tensor, spans: Spans) -> Tensor:
         """`[heads, queries, head_dim]`: values by weight; weights of unseen keys are zero."""
+
+    def causal_softmax(self, scores: Tensor, seen: int) -> None:
+        """Softmax in place, `[…, queries, keys]`: the first query sees `seen` keys, the next
+        one more."""
 
 
 class TorchOps:
@@ -57,8 +67,21 @@ class TorchOps:
         mask = spans.mask(query.dtype)
         scores.copy_(products if mask is None else products.add_(mask))
 
+    def join_softmax(self, shared: Tensor, own: Tensor, spans: Spans) -> None:
+        kv_heads, _, tokens = shared.shape
+        lanes = len(spans.lengths)
+        by_head = shared.view(kv_heads, lanes, -1, tokens)
+        by_lane = own.view(lanes, kv_heads, -1, own.shape[2])
+        weights = torch.cat((by_head.transpose(0, 1), by_lane), dim=-1).softmax(-1)
+        by_head.copy_(weights[..., :tokens].transpose(0, 1))
+        by_lane.copy_(weights[..., tokens:])
+
     def lane_values(self, weights: Tensor, values: Tensor, spans: Spans) -> Tensor:
         return torch.bmm(weights, values)
+
+    def causal_softmax(self, scores: Tensor, seen: int) -> None:
+        later = torch.full(scores.shape[-2:], float("-inf"), dtype=scores.dtype)
+        scores.copy_((scores + later.triu_(seen)).softmax(-1))
 
 
 @cache

@@ -37,7 +37,7 @@ class KVPool:
         )
         self.writes: Ints = np.zeros(num_blocks, dtype=np.int64)
         """Per slot: a count that changes with every step or copy that writes to it."""
-        self._ops = host_ops(model.device, model.dtype)
+        self.ops = host_ops(model.device, model.dtype)
         self._token_rows = self.data.view(-1, self.kv_heads * self.head_dim)
         self._head_rows = self.data.view(-1, self.head_dim)
         self._scratch = [self.data.new_empty(0), self.data.new_empty(0)]
@@ -59,8 +59,8 @@ class KVPool:
     def write(self, rows: Tensor, tokens: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store these `tokens` of `[…, kv_heads, head_dim]` of one layer at its `rows`,
         `[2, tokens]`."""
-        self._ops.scatter(keys, tokens, rows[0], self._token_rows)
-        self._ops.scatter(values, tokens, rows[1], self._token_rows)
+        self.ops.scatter(keys, tokens, rows[0], self._token_rows)
+        self.ops.scatter(values, tokens, rows[1], self._token_rows)
 
     def write_heads(self, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store `[layers * tokens * kv_heads, head_dim]` at rows `[layers, 2, tokens]`."""

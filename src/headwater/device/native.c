@@ -56,6 +56,42 @@ typedef struct {
 
 #define INLINE static inline __attribute__((always_inline))
 
+/* e^x for x <= 0, to a unit or two in the last place. */
+INLINE float exp_of(float x) {
+    x = x < -87.0f ? -87.0f : x;
+    float whole = floorf(x * 1.44269504f + 0.5f);
+    float r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    union { int32_t bits; float number; } power = {((int32_t)whole + 127) << 23};
+    return (p * r * r + r + 1.0f) * power.number;
+}
+
+/* Sixteen at a time, side by side: the compiler may not reorder comparisons itself. */
+INLINE float largest(const float *x, int64_t count, float most) {
+    float side[16];
+    int64_t i = 0;
+    for (int j = 0; j < 16; j++) side[j] = most;
+    for (; i + 16 <= count; i += 16)
+        for (int j = 0; j < 16; j++) side[j] = x[i + j] > side[j] ? x[i + j] : side[j];
+    for (; i < count; i++) most = x[i] > most ? x[i] : most;
+    for (int j = 0; j < 16; j++) most = side[j] > most ? side[j] : most;
+    return most;
+}
+
+INLINE float exp_all(float *x, int64_t count, float most) {
+    float sum = 0.0f;
+    for (int64_t i = 0; i < count; i++) {
+        x[i] = exp_of(x[i] - most);
+        sum += x[i];
+    }
+    return sum;
+}
+
 INLINE void score(const Lanes *lanes, const float *query, const float *keys, float *scores,
                   int64_t dim) {
     for (int64_t head = 0; head < lanes->lanes * lanes->kv_heads; head++, keys += lanes->stride) {
@@ -91,6 +127,34 @@ void lane_scores(const Lanes *lanes, const float *query, const float *keys, floa
     if (dim == 64) score(lanes, query, keys, scores, 64);
     else if (dim == 128) score(lanes, query, keys, scores, 128);
     else score(lanes, query, keys, scores, dim);
+}
+
+/* Softmax, in place, over a query's scores of the shared tokens, [kv_heads][lanes][queries],
+ * and of its lane's own, [lanes][kv_heads][queries], together. */
+void join_softmax(const Lanes *lanes, float *of_shared, float *own, int64_t shared) {
+    for (int64_t head = 0; head < lanes->lanes * lanes->kv_heads; head++) {
+        int64_t lane = head / lanes->kv_heads, length = lanes->lengths[lane];
+        int64_t by_head = head % lanes->kv_heads * lanes->lanes + lane;
+        for (int64_t g = 0; g < lanes->queries; g++, own += lanes->width) {
+            float *first = of_shared + (by_head * lanes->queries + g) * shared;
+            float most = largest(own, length, largest(first, shared, -INFINITY));
+            float by = 1.0f / (exp_all(first, shared, most) + exp_all(own, length, most));
+            for (int64_t t = 0; t < shared; t++) first[t] *= by;
+            for (int64_t t = 0; t < length; t++) own[t] *= by;
+            for (int64_t t = length; t < lanes->span; t++) own[t] = 0.0f;
+        }
+    }
+}
+
+/* Softmax, in place, of [heads][queries][keys]: the first query sees `seen` keys, the next one
+ * more. */
+void causal_softmax(float *scores, int64_t heads, int64_t queries, int64_t keys, int64_t seen) {
+    for (int64_t h = 0; h < heads; h++)
+        for (int64_t q = 0; q < queries; q++, scores += keys) {
+            float by = 1.0f / exp_all(scores, seen + q, largest(scores, seen + q, -INFINITY));
+            for (int64_t t = 0; t < seen + q; t++) scores[t] *= by;
+            for (int64_t t = seen + q; t < keys; t++) scores[t] = 0.0f;
+        }
 }
 
 /* The values of each lane, summed by weight. */

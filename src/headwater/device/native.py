@@ -6,6 +6,7 @@ Without a compiler everything works as before, only slower: `load` says so and r
 import ctypes
 import hashlib
 import logging
+import math
 import os
 import platform
 import shutil
@@ -42,6 +43,8 @@ class NativeOps:
         self._rotate = _function(library, "rotate", _P, _P, _P, _I, _I, _I, _I)
         self._scatter = _function(library, "scatter", _P, _P, _P, _P, _I, _I, _I, _I)
         self._lane_scores = _function(library, "lane_scores", _P, _P, _P, _P, _I)
+        self._join_softmax = _function(library, "join_softmax", _P, _P, _P, _I)
+        self._causal_softmax = _function(library, "causal_softmax", _P, _I, _I, _I, _I)
         self._lane_values = _function(library, "lane_values", _P, _P, _P, _P, _I)
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -75,6 +78,11 @@ class NativeOps:
         at = query.data_ptr(), keys.data_ptr(), scores.data_ptr()
         self._lane_scores(ctypes.byref(lanes), *at, query.shape[2])
 
+    def join_softmax(self, shared: Tensor, own: Tensor, spans: Spans) -> None:
+        lanes = _lanes(spans, own, own)
+        at = shared.data_ptr(), own.data_ptr()
+        self._join_softmax(ctypes.byref(lanes), *at, shared.shape[2])
+
     def lane_values(self, weights: Tensor, values: Tensor, spans: Spans) -> Tensor:
         dim = values.shape[2]
         if dim > _WIDEST:
@@ -84,6 +92,10 @@ class NativeOps:
         at = weights.data_ptr(), values.data_ptr(), out.data_ptr()
         self._lane_values(ctypes.byref(lanes), *at, dim)
         return out
+
+    def causal_softmax(self, scores: Tensor, seen: int) -> None:
+        *heads, queries, keys = scores.shape
+        self._causal_softmax(scores.data_ptr(), math.prod(heads), queries, keys, seen)
 
 
 class _Lanes(ctypes.Structure):

@@ -51,18 +51,15 @@ def attend_shared(
     """
     kv_heads, shared, head_dim = prefix[0].shape
     queries = grouped.shape[1]
-    scores = grouped.new_empty(len(grouped), queries, shared + own[0].shape[1])
-    ops.lane_scores(grouped, own[0], spans, scores[..., shared:])
+    scores = grouped.new_empty(len(grouped), queries, own[0].shape[1])
+    ops.lane_scores(grouped, own[0], spans, scores)
     if not shared:
         return ops.lane_values(scores.softmax(-1), own[1], spans)
     by_head = grouped.view(-1, kv_heads, queries, head_dim).transpose(0, 1)
     together = torch.bmm(by_head.reshape(kv_heads, -1, head_dim), prefix[0].transpose(1, 2))
-    by_lane = scores.view(-1, kv_heads, queries, scores.shape[2])[..., :shared]
-    by_lane.copy_(together.view(kv_heads, -1, queries, shared).transpose(0, 1))
-    weights = scores.softmax(-1)
-    out = ops.lane_values(weights[..., shared:], own[1], spans)
-    of_prefix = weights.view(-1, kv_heads, queries, scores.shape[2])[..., :shared]
-    summed = torch.bmm(of_prefix.transpose(0, 1).reshape(kv_heads, -1, shared), prefix[1])
+    ops.join_softmax(together, scores, spans)
+    out = ops.lane_values(scores, own[1], spans)
+    summed = torch.bmm(together, prefix[1])
     turned = summed.view(kv_heads, -1, queries, head_dim).transpose(0, 1)
     out.view(-1, kv_heads, queries, head_dim).add_(turned)
     return out
