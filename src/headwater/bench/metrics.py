@@ -1,0 +1,105 @@
+"""`headwater bench metrics`: what it costs to count, beside the step that is counted.
+
+Times decode steps of the built-in model, then what is recorded for the outputs of one such
+step, and what a scrape and a watcher's look take a second. The shares are of a step's time;
+recording happens in the HTTP process, so even these are not taken from the engine.
+"""
+
+import time
+from argparse import ArgumentParser
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from headwater.bench._report import print_report
+from headwater.clock import SystemClock
+from headwater.config import EngineConfig
+from headwater.engine.core import EngineCore
+from headwater.launch.core import build_core
+from headwater.metrics.prometheus import render
+from headwater.metrics.recorder import Recorder, RequestTimer
+from headwater.metrics.view import ViewLimits
+from headwater.scheduler.output import SequenceOutput
+from headwater.scheduler.request import Request, SamplingParams
+from headwater.types import RequestId
+
+_SCRAPE_EVERY_S = 15.0
+_LOOK_EVERY_S = 1.0
+_LOOK = ViewLimits(max_sequences=64)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark and print a table, or JSON."""
+    parser = ArgumentParser(prog="headwater bench metrics", description=__doc__)
+    parser.add_argument("--batch", type=int, default=32, help="sequences in a step")
+    parser.add_argument("--steps", type=int, default=200, help="steps that are timed")
+    parser.add_argument("--quick", action="store_true", help="few of everything")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args(argv)
+    steps = 20 if options.quick else options.steps
+    result = measure(options.batch, steps, repeats=50 if options.quick else 2000)
+    print_report("headwater bench metrics", result, as_json=options.json)
+    return 0
+
+
+def measure(batch: int, steps: int, *, repeats: int) -> dict[str, Any]:
+    """Microseconds of a step and of everything that watches it, and their shares."""
+    core, info = build_core(EngineConfig(num_blocks_override=batch * 8, max_num_seqs=batch))
+    outputs, step_us = _time_steps(core, batch, steps)
+    recorder = Recorder()
+    timers = [RequestTimer(recorder, SystemClock()) for _ in outputs]
+
+    def record() -> None:
+        for timer, output in zip(timers, outputs, strict=True):
+            timer.land(output)
+
+    record_us = _time(record, repeats)
+    stats = core.stats()
+    scrape_us = _time(lambda: render(recorder, stats, block_tokens=info.block_tokens), 50)
+    snapshot_us = _time(core.stats, repeats)
+    look_us = _time(lambda: core.view(_LOOK), 50)
+    core.close()
+    return {
+        "batch": batch,
+        "step_us": step_us,
+        "record_us_a_step": record_us,
+        "record_share_of_a_step": record_us / step_us,
+        "scrape_us": scrape_us + snapshot_us,
+        "scrape_share_of_time": (scrape_us + snapshot_us) / (_SCRAPE_EVERY_S * 1e6),
+        "look_us": look_us,
+        "look_share_of_time": look_us / (_LOOK_EVERY_S * 1e6),
+    }
+
+
+def _time_steps(core: EngineCore, batch: int, steps: int) -> tuple[list[SequenceOutput], float]:
+    """The outputs of one decode step, and the microseconds of the median one."""
+    for number in range(batch):
+        core.add(
+            Request(
+                request_id=RequestId(f"r{number}"),
+                tokens=np.full(65, number % 200, dtype=np.int32),
+                params=SamplingParams(max_tokens=steps + 64, ignore_eos=True, temperature=0.0),
+                arrival_s=0.0,
+            )
+        )
+    outputs: list[SequenceOutput] = []
+    while len(outputs) < batch:
+        outputs = core.step()
+    times = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        outputs = core.step()
+        times.append(time.perf_counter() - began)
+    return outputs, float(np.median(times)) * 1e6
+
+
+def _time(work: Callable[[], object], repeats: int) -> float:
+    """Microseconds of one call, of the quietest of five rounds."""
+    rounds = []
+    for _ in range(5):
+        began = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        rounds.append(time.perf_counter() - began)
+    return min(rounds) / repeats * 1e6
