@@ -39,7 +39,7 @@ class Shape:
 class Rig:
     def __init__(self, folder: Path | None = None, *, host_slots: int = 64) -> None:
         model: Any = Shape()
-        clock = SystemClock()
+        self.clock = clock = SystemClock()
         self.pool = KVPool(model, num_blocks=NUM_BLOCKS, block_tokens=64)
         self.slab = HostSlab(host_slots, self.pool.num_bytes // NUM_BLOCKS)
         workers = None
@@ -73,12 +73,12 @@ class Rig:
             target_slots=np.array(targets, dtype=np.int64),
             **keys,
         )
-        self.mover.start([plan], now=0.0)
+        self.mover.start([plan], now=self.clock.now())
 
     def end(self, count: int = 1) -> None:
         """Wait for the outcomes of so many jobs."""
         while count:
-            outcomes = self.mover.take(now=0.0)
+            outcomes = self.mover.take(now=self.clock.now())
             assert all(outcome.ending is Ending.DONE for outcome in outcomes)
             count -= len(outcomes)
             if count:

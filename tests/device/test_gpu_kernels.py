@@ -39,6 +39,7 @@ VARIANTS: dict[str, Callable[[int, float], Variant]] = {
     "softcap": lambda heads, scaling: Variant(scaling, softcap=5.0),
     "sinks": lambda heads, scaling: Variant(scaling, sinks=torch.randn(heads, device=DEVICE)),
 }
+CHUNKS = (([1, 40, 130, 300], [30, 40, 700, 1300]), ([9, 30], [2100, 33]))
 ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
@@ -138,22 +139,38 @@ def test_decodes(shape: tuple[int, int, int, int], variant: str, dtype: torch.dt
 @pytest.mark.parametrize("dtype", list(ALLOWED))
 @pytest.mark.parametrize("variant", list(VARIANTS))
 @pytest.mark.parametrize("shape", SHAPES)
-def test_chunks(shape: tuple[int, int, int, int], variant: str, dtype: torch.dtype) -> None:
-    """Chunks with and without a prefix, of one token and of many, packed into one batch."""
+@pytest.mark.parametrize("chunks", CHUNKS, ids=("mixed", "short"))
+def test_chunks(
+    shape: tuple[int, int, int, int],
+    variant: str,
+    dtype: torch.dtype,
+    chunks: tuple[list[int], list[int]],
+) -> None:
+    """Chunks with and without a prefix, of one token and of many, packed into one batch; and
+    few queries over much, whose keys are cut into parts."""
     pool = Pool(shape, dtype)
     how = VARIANTS[variant](pool.heads, pool.dim**-0.5)
-    counts, contexts = [1, 40, 130, 300], [30, 40, 700, 1300]
+    counts, contexts = chunks
     tables = pool.tables(contexts)
     widths = [len(table) for table in tables]
     starts = np.cumsum([0, *counts])
-    tile_row, tile_start = tiles(np.array(counts), 0, tile_queries(dtype, pool.dim))
+    tile = tile_queries(dtype, pool.dim, max(counts))
+    shared = tiles(
+        np.array(counts), np.array(contexts), first_row=0, tile=tile, heads=pool.heads
+    )
+    rows_wanted = (len(shared.row), shared.num_parts, tile, pool.heads)
     work = ChunkWork(
         contexts=ints(contexts),
         query_start=ints(starts),
         tables=ints(np.concatenate(tables)),
         table_start=ints(np.cumsum(widths) - widths),
-        tile_row=ints(tile_row),
-        tile_start=ints(tile_start),
+        tile=tile,
+        tile_row=ints(shared.row),
+        tile_start=ints(shared.start),
+        num_parts=shared.num_parts,
+        part_keys=ints(shared.part_keys),
+        partial=torch.full((*rows_wanted, pool.dim), NAN, device=DEVICE),
+        partial_lse=torch.full(rows_wanted, NAN, device=DEVICE),
     )
     packed = pool.packed(starts[-1])
     out = torch.full((starts[-1], pool.heads, pool.dim), NAN, device=DEVICE, dtype=dtype)

@@ -19,6 +19,7 @@ from headwater.device.attention.base import ATTENTION, register
 from headwater.device.gpu.copier import CudaCopier
 from headwater.device.gpu.runner import CudaRunner
 from headwater.device.model import LoadedModel
+from headwater.engine.collector import settle_collector
 from headwater.engine.core import EngineCore
 from headwater.errors import ConfigError
 from headwater.scheduler.config import SchedulerConfig
@@ -71,12 +72,16 @@ def require_gpu() -> None:
 
 def make_model(name: str) -> LoadedModel:
     """A model of random weights on the GPU, in bfloat16; nothing is read from anywhere."""
+    return random_model(SHAPES[name]())
+
+
+def random_model(config: Any, dtype: torch.dtype = torch.bfloat16) -> LoadedModel:  # noqa: ANN401
+    """The same for any configuration of transformers'."""
     register()
-    config = SHAPES[name]()
     config.eos_token_id = config.bos_token_id = config.pad_token_id = None
     maker: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        module = maker.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION)
+        module = maker.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
     module.to_empty(device=DEVICE)
     module.tie_weights()
     with torch.no_grad():
@@ -89,7 +94,7 @@ def make_model(name: str) -> LoadedModel:
         model_dir=Path(),
         fingerprint=bytes(32),
         device=DEVICE,
-        dtype=torch.bfloat16,
+        dtype=dtype,
         num_layers=config.num_hidden_layers,
         kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
@@ -168,7 +173,9 @@ class GpuEngine:
                 block_bytes=layout.block_bytes,
             )  # fmt: skip
         self.core = EngineCore(Scheduler(config, self.cache), self.runner, self.clock, mover)
+        settle_collector()
         self._numbers = itertools.count()
+        self.last_found: dict[str, int] = {}
         self._vocab = model.vocab_size
 
     def prompt(self, num_tokens: int, seed: int) -> Tokens:
@@ -222,6 +229,19 @@ class GpuEngine:
         served.seconds, served.found = self.clock.now() - began_s, found
         return served
 
+    def tokens(self, prompt: Tokens, *, max_tokens: int) -> list[int]:
+        """What one request is answered; `last_found` is then where its prompt was found."""
+        name, said, ended = self.add(prompt, max_tokens), list[int](), False
+        while not ended:
+            self.core.wait()
+            for output in self.core.step():
+                if output.request_id == name:
+                    said += output.tokens
+                    ended = output.finish_reason is not None
+                    if output.usage is not None:
+                        self.last_found = output.usage.by_tier
+        return said
+
     def drain(self) -> None:
         """Until everything that is being written is written."""
         self.core.drain(120.0)
@@ -241,6 +261,7 @@ class GpuEngine:
         self.drain()
         self.core.close()
         del self.runner, self.core, self.slab
+        gc.unfreeze()
         gc.collect()
         torch.cuda.empty_cache()
 

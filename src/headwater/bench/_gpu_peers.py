@@ -11,6 +11,7 @@ from headwater.bench._gpu_engine import DEVICE
 from headwater.clock import SystemClock
 from headwater.device.attention.base import ATTENTION
 from headwater.device.model import LoadedModel
+from headwater.errors import InvariantError
 
 
 @contextmanager
@@ -18,7 +19,7 @@ def _own_attention(model: LoadedModel) -> Any:  # noqa: ANN401 -- a generator
     module: Any = model.module
     module.set_attn_implementation("sdpa")
     try:
-        with torch.inference_mode():
+        with torch.no_grad():
             yield module
     finally:
         module.set_attn_implementation(ATTENTION)
@@ -68,4 +69,6 @@ def continuous_tokens_s(
         outputs = module.generate_batch(inputs=inputs, generation_config=settings)
         seconds = clock.now() - began_s
     generated = sum(len(one.generated_tokens) for one in outputs.values())
+    if not generated:
+        raise InvariantError("transformers generated nothing")
     return generated / seconds

@@ -155,7 +155,7 @@ class _Run:
         return _gpu_traffic.measure_trace(
             self._model,
             self._options.trace,
-            requests=40 if self._options.quick else 300,
+            requests=40 if self._options.quick else 160,
             scale=4,
             clients=32,
             blocks=2400,

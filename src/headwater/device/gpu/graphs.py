@@ -1,7 +1,7 @@
 """Decode steps as captured graphs, one for each of a ladder of batch sizes.
 
 A step of fewer rows runs in the next larger graph; rows that are not there attend nothing
-and are stored nowhere. Inputs have fixed places on the device, filled by one copy a step.
+and are stored nowhere. Inputs have fixed places on the device, filled by one kernel a step.
 """
 
 from typing import Any
@@ -16,6 +16,7 @@ from headwater.device.gpu.staging import IntArray, Staging
 from headwater.device.gpu.work import cut, num_entries
 from headwater.device.kernels.decode import DecodeWork
 from headwater.device.kernels.greedy import choose_greedy
+from headwater.device.kernels.ints import copy_ints
 from headwater.device.kv import Ints, KVPool
 
 _ALIGN = 16
@@ -116,7 +117,7 @@ class DecodeGraphs:
             start = self._sections[name].start
             view[start : start + len(values)] = values
         view[self._header : used] = layout.tables
-        self._inputs[:used].copy_(pinned[:used], non_blocking=True)
+        copy_ints(pinned[:used], self._inputs)
 
     def _capture(self, size: int) -> torch.cuda.CUDAGraph:
         # Kernels are compiled and loaded by a first run, which cannot be part of a capture.

@@ -76,9 +76,13 @@ def pack(
     whole = _whole(layout) if takes_whole else None
     last_chunk = len(layout.counts) - (whole is not None)
     pieces = cut(layout.contexts[:num_decodes], max(num_decodes, 1))
-    chunk_counts = layout.counts[num_decodes:last_chunk]
-    tile = tile_queries(pool.data.dtype, pool.head_dim)
-    tile_row, tile_start = tiles(chunk_counts, num_decodes, tile)
+    chunks = slice(num_decodes, last_chunk)
+    longest = int(layout.counts[chunks].max()) if num_decodes < last_chunk else 0
+    tile = tile_queries(pool.data.dtype, pool.head_dim, longest)
+    shared = tiles(
+        layout.counts[chunks], layout.contexts[chunks],
+        first_row=num_decodes, tile=tile, heads=heads,
+    )  # fmt: skip
     token_carry = np.full(len(batch.tokens), -1, dtype=np.int32)
     token_carry[batch.query_start[:-1]] = carry
     last = batch.query_start[1:][batch.sampled] - 1
@@ -95,8 +99,9 @@ def pack(
             layout.table_start.astype(np.int32),
             np.array([pieces.piece], dtype=np.int32),
             *pieces[1:],
-            tile_row,
-            tile_start,
+            shared.row,
+            shared.start,
+            shared.part_keys,
         ],
         pool.device,
     )
@@ -107,14 +112,21 @@ def pack(
     if num_decodes:
         attention.num_decodes = num_decodes
         attention.decodes = _decodes(contexts, tables, table_start, sent[9:13], pool, heads)
-    if len(tile_row):
+    if len(shared.row):
+        rows = len(shared.row) * shared.num_parts * tile if shared.num_parts > 1 else 0
+        partial, partial_lse = partials(rows, heads, pool)
         attention.chunks = ChunkWork(
             contexts=contexts,
             query_start=starts,
             tables=tables,
             table_start=table_start,
+            tile=tile,
             tile_row=sent[13],
             tile_start=sent[14],
+            num_parts=shared.num_parts,
+            part_keys=sent[15],
+            partial=partial,
+            partial_lse=partial_lse,
         )
     return PackedStep(
         tokens=tokens,
@@ -156,7 +168,7 @@ def _decodes(
 
 
 def partials(num_entries: int, heads: int, pool: KVPool) -> tuple[Tensor, Tensor]:
-    """Room for partial results of so many pieces."""
+    """Room for so many partial results."""
     shape = (num_entries, heads, pool.head_dim)
     partial = torch.empty(shape, dtype=torch.float32, device=pool.device)
     return partial, torch.empty(shape[:2], dtype=torch.float32, device=pool.device)

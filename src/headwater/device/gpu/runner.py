@@ -1,6 +1,6 @@
 """CudaRunner: runs one `ScheduledBatch` after another on a GPU, a step ahead of its results.
 
-`submit` only queues work: inputs go to the device in one copy, decode steps are replayed
+`submit` only queues work: inputs go to the device in one piece, decode steps are replayed
 graphs, a token that the step before is still choosing is taken from device memory. `collect`
 waits for one event, in C, and reads the chosen tokens from pinned memory.
 """
@@ -20,6 +20,7 @@ from headwater.device.gpu.inputs import Layout, PackedStep, pack
 from headwater.device.gpu.module import ModuleDecoder
 from headwater.device.gpu.staging import IntArray, Staging
 from headwater.device.kernels.greedy import choose_greedy
+from headwater.device.kernels.ints import copy_ints
 from headwater.device.kv import KVPool
 from headwater.device.model import LoadedModel
 from headwater.device.penalties import History, is_penalised
@@ -191,7 +192,7 @@ class CudaRunner:
     ) -> None:
         host = self._host[self._num_steps % _RING]
         count = batch.num_rows
-        host[:count].copy_(self._chosen[:count], non_blocking=True)
+        copy_ints(self._chosen[:count], host)
         done = torch.cuda.Event(blocking=True)
         done.record()
         flight = _Flight(batch=batch, places=places, host=host, done=done, logprobs=logprobs)

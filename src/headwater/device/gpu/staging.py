@@ -1,4 +1,4 @@
-"""Integers on their way to the device: packed into pinned memory, sent in one copy.
+"""Integers on their way to the device: packed into pinned memory, sent in one piece.
 
 A step needs a dozen small arrays. Each copy of its own would cost more than all their bytes.
 """
@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from headwater.device.kernels.ints import copy_ints
 
 _ALIGN = 4
 """Arrays begin at multiples of 16 bytes: kernels are compiled for that once, and not again."""
@@ -28,7 +30,8 @@ class Staging:
     def take(self, num_ints: int) -> tuple[Tensor, IntArray]:
         """A pinned buffer of at least `num_ints`, as a tensor and as an array."""
         if num_ints > self._buffers[0].numel():
-            # Those in use stay alive until their copies have run: torch sees to it.
+            # Those in use are read by work that is queued: they may go when it is done.
+            torch.cuda.synchronize()
             self._grow(num_ints + num_ints // 2)
         pinned = self._buffers[self._next % self._num_buffers]
         self._next += 1
@@ -43,7 +46,8 @@ class Staging:
         pinned, view = self.take(end)
         for start, array in zip(starts, arrays, strict=True):
             view[start : start + len(array)] = array
-        sent = pinned[:end].to(device, non_blocking=True)
+        sent = torch.empty(end, dtype=torch.int32, device=device)
+        copy_ints(pinned[:end], sent)
         return [
             sent[start : start + len(array)]
             for start, array in zip(starts, arrays, strict=True)

@@ -15,6 +15,12 @@ _SPARE = 64
 """Entries beyond one a row. Rows are cut so that they do not need more."""
 
 
+_PROGRAMS = 512
+_LEAST_PART = 512
+_MOST_PARTS = 16
+"""Programs that keep the device busy; fewest keys, and most parts, that a tile is cut into."""
+
+
 class Pieces(NamedTuple):
     """What `DecodeWork` says, still on the host."""
 
@@ -50,10 +56,33 @@ def cut(contexts: Ints, num_rows: int) -> Pieces:
     return Pieces(piece, work_row, work_start, row_work)
 
 
-def tiles(counts: Ints, first_row: int, tile: int) -> tuple[IntArray, IntArray]:
-    """Row and first query of each tile of rows with so many queries, from `first_row` on."""
+class Tiles(NamedTuple):
+    """What `ChunkWork` says, still on the host."""
+
+    row: IntArray
+    start: IntArray
+    num_parts: int
+    part_keys: IntArray
+
+
+def tiles(counts: Ints, contexts: Ints, *, first_row: int, tile: int, heads: int) -> Tiles:
+    """Tiles of rows from `first_row` on with so many queries and tokens in all.
+
+    Few tiles are cut into parts, as many as give every processor work.
+    """
     each = -(-counts // tile)
     ends = np.cumsum(each)
     rows = np.repeat(np.arange(len(counts)), each)
     starts = (np.arange(len(rows)) - (ends - each)[rows]) * tile
-    return (rows + first_row).astype(np.int32), starts.astype(np.int32)
+    longest = int(contexts.max()) if len(contexts) else 0
+    wanted = _PROGRAMS // max(len(rows) * heads, 1)
+    num_parts = max(min(wanted, longest // _LEAST_PART, _MOST_PARTS), 1)
+    # Powers of two: each number of parts is a kernel of its own.
+    num_parts = 1 << (num_parts.bit_length() - 1)
+    part = -(-contexts // (num_parts * PIECE_STEP)) * PIECE_STEP
+    return Tiles(
+        (rows + first_row).astype(np.int32),
+        starts.astype(np.int32),
+        num_parts,
+        part[rows].astype(np.int32),
+    )

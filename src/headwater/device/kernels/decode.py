@@ -175,6 +175,7 @@ def _join(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     GROUP: tl.constexpr,
+    PIECES: tl.constexpr,
     WIDTH: tl.constexpr,
     SINKS: tl.constexpr,
 ):
@@ -194,16 +195,21 @@ def _join(
         sink = tl.load(sinks + head, mask=there, other=0.0).to(tl.float32)
         highest = sink * 1.4426950408889634
         total = total + 1.0
-    for item in range(begin, end):
-        place = item * HEADS + head
-        level = tl.load(partial_lse + place, mask=there, other=float("-inf"))
-        higher = tl.maximum(highest, level)
+    for first in range(begin, end, PIECES):
+        item = first + tl.arange(0, PIECES)
+        known = (item < end)[:, None] & there[None, :]
+        place = item[:, None] * HEADS + head[None, :]
+        level = tl.load(partial_lse + place, mask=known, other=float("-inf"))
+        higher = tl.maximum(highest, tl.max(level, 0))
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp2(level - base)
-        values = tl.load(partial + place[:, None] * DIM + at[None, :], mask=inside, other=0.0)
+        weight = tl.exp2(level - base[None, :])
+        wanted = known[:, :, None] & (at < DIM)[None, None, :]
+        values = tl.load(
+            partial + place[:, :, None] * DIM + at[None, None, :], mask=wanted, other=0.0
+        )
         decay = tl.exp2(highest - base)
-        summed = summed * decay[:, None] + values * weight[:, None]
-        total = total * decay + weight
+        summed = summed * decay[:, None] + tl.sum(values * weight[:, :, None], 0)
+        total = total * decay + tl.sum(weight, 0)
         highest = higher
     result = summed / tl.where(total == 0, 1.0, total)[:, None]
     place_out = row.to(tl.int64) * (HEADS * DIM) + head[:, None] * DIM + at[None, :]
@@ -267,7 +273,8 @@ def attend_decodes(
         HEADS=heads,
         DIM=dim,
         GROUP=group,
+        PIECES=8,
         WIDTH=width,
         SINKS=how.sinks is not None,
-        num_warps=2,
+        num_warps=4,
     )

@@ -1,7 +1,9 @@
 """Attention of chunks of prompts over the block pool: causal, of any prefix before them.
 
 A list made on the host gives each program a tile of queries of one row; K and V of the chunk
-itself are in the pool already, so a tile reads the prefix and the chunk alike.
+itself are in the pool already, so a tile reads the prefix and the chunk alike. Where a short
+chunk has a long prefix, its tiles are too few for the device: their keys are cut into parts,
+each leaves a partial result, and a second kernel joins them.
 """
 
 from dataclasses import dataclass
@@ -14,11 +16,11 @@ from torch import Tensor
 from headwater.device.attention.base import Variant
 
 
-def tile_queries(dtype: torch.dtype, head_dim: int) -> int:
-    """Queries in a tile."""
+def tile_queries(dtype: torch.dtype, head_dim: int, longest: int) -> int:
+    """Queries in a tile, where the longest chunk has so many tokens."""
     if dtype.itemsize == 4:
         return 32
-    return 128 if head_dim <= 128 else 64
+    return 128 if head_dim <= 128 and longest > 64 else 64
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -35,9 +37,22 @@ class ChunkWork:
     """Slots of all rows, one after another."""
 
     table_start: Tensor
+    tile: int
+    """Queries in a tile."""
+
     tile_row: Tensor
     tile_start: Tensor
     """Per tile: its row, and its first token counted from the row's first."""
+
+    num_parts: int = 1
+    part_keys: Tensor
+    """Per tile: keys in a part, a multiple of 64; a tile has `num_parts` of them."""
+
+    partial: Tensor
+    """`[tiles, parts, tile, heads, dim]`, float32: room for partial results, if any."""
+
+    partial_lse: Tensor
+    """`[tiles, parts, tile, heads]`, float32."""
 
 
 @triton.jit
@@ -129,6 +144,9 @@ def _attend(
     table_start,
     tile_row,
     tile_start,
+    part_keys,
+    partial,
+    partial_lse,
     sinks,
     out,
     query_stride,
@@ -149,6 +167,7 @@ def _attend(
     SINKS: tl.constexpr,
     EXACT: tl.constexpr,
     STAGES: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     head = tl.program_id(0)
     # The last tiles see the most keys: they go first.
@@ -178,6 +197,12 @@ def _attend(
     if WINDOWED:
         begin = tl.maximum(prefix + start - window + 1, 0) // KEYS * KEYS
         plain = begin
+    if PARTS > 1:
+        size = tl.load(part_keys + tile)
+        part = tl.program_id(2)
+        begin = tl.maximum(begin, part * size)
+        end = tl.minimum(end, (part + 1) * size)
+        plain = tl.minimum(tl.maximum(plain, begin), tl.maximum(end, begin))
     if not WINDOWED:
         highest, total, summed = _keys_seen(
             q, highest, total, summed, begin, plain, context, query_at, pool, table,
@@ -189,15 +214,76 @@ def _attend(
         block_stride, offset, scaling, softcap, window, KV_HEADS, DIM, BLOCK_TOKENS, KEYS,
         WIDTH, True, WINDOWED, CAPPED, EXACT, STAGES,
     )  # fmt: skip
-    if SINKS:
+    if SINKS and PARTS == 1:
         sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
         higher = tl.maximum(highest, sink)
         decay = tl.exp2(highest - higher)
         total = total * decay + tl.exp2(sink - higher)
         summed = summed * decay[:, None]
     result = summed / tl.where(total == 0, 1.0, total)[:, None]
-    place = token[:, None] * (HEADS * DIM) + head * DIM + at[None, :]
-    tl.store(out + place, result, mask=wanted)
+    if PARTS == 1:
+        place = token[:, None] * (HEADS * DIM) + head * DIM + at[None, :]
+        tl.store(out + place, result, mask=wanted)
+    else:
+        slot = (
+            (tile * PARTS + tl.program_id(2)) * QUERIES + tl.arange(0, QUERIES)
+        ) * HEADS + head
+        tl.store(partial + slot[:, None] * DIM + at[None, :], result, mask=(at < DIM)[None, :])
+        level = tl.where(total == 0, float("-inf"), highest + tl.log2(total))
+        tl.store(partial_lse + slot, level)
+
+
+@triton.jit
+def _join(
+    query_start,
+    tile_row,
+    tile_start,
+    partial,
+    partial_lse,
+    sinks,
+    out,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    QUERIES: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SINKS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    head = tl.program_id(0)
+    tile = tl.program_id(1)
+    row = tl.load(tile_row + tile)
+    of_tile = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    of_row = tl.load(tile_start + tile) + of_tile
+    packed = tl.load(query_start + row)
+    count = tl.load(query_start + row + 1) - packed
+    at = tl.arange(0, WIDTH)
+    inside = (of_row < count)[:, None] & (at < DIM)[None, :]
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    summed = tl.zeros([ROWS, WIDTH], tl.float32)
+    if SINKS:
+        highest = (
+            tl.zeros([ROWS], tl.float32)
+            + tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        )
+        total = total + 1.0
+    for part in range(PARTS):
+        slot = ((tile * PARTS + part) * QUERIES + of_tile) * HEADS + head
+        level = tl.load(partial_lse + slot)
+        values = tl.load(partial + slot[:, None] * DIM + at[None, :], mask=inside, other=0.0)
+        higher = tl.maximum(highest, level)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        decay = tl.exp2(highest - base)
+        weight = tl.exp2(level - base)
+        summed = summed * decay[:, None] + values * weight[:, None]
+        total = total * decay + weight
+        highest = higher
+    result = summed / tl.where(total == 0, 1.0, total)[:, None]
+    token = (packed + of_row).to(tl.int64)
+    tl.store(
+        out + token[:, None] * (HEADS * DIM) + head * DIM + at[None, :], result, mask=inside
+    )
 
 
 def attend_chunks(
@@ -208,9 +294,11 @@ def attend_chunks(
     `query` is `[tokens, >= heads * dim]`, `out` `[tokens, heads, dim]`.
     """
     block_tokens, kv_heads, dim = pool.shape[3:]
-    heads = out.shape[1]
+    heads, tiles = out.shape[1], len(work.tile_row)
     exact = query.element_size() == 4
-    _attend[(heads, len(work.tile_row))](
+    sinks = out if how.sinks is None else how.sinks
+    width = max(16, triton.next_power_of_2(dim))
+    _attend[(heads, tiles, work.num_parts)](
         query,
         pool,
         work.contexts,
@@ -219,7 +307,10 @@ def attend_chunks(
         work.table_start,
         work.tile_row,
         work.tile_start,
-        out if how.sinks is None else how.sinks,
+        work.part_keys,
+        work.partial,
+        work.partial_lse,
+        sinks,
         out,
         query.stride(0),
         pool.stride(0),
@@ -232,12 +323,30 @@ def attend_chunks(
         DIM=dim,
         BLOCK_TOKENS=block_tokens,
         KEYS=32 if exact else 64,
-        QUERIES=tile_queries(query.dtype, dim),
-        WIDTH=max(16, triton.next_power_of_2(dim)),
+        QUERIES=work.tile,
+        WIDTH=width,
         WINDOWED=how.window is not None,
         CAPPED=how.softcap is not None,
         SINKS=how.sinks is not None,
         EXACT=exact,
         STAGES=2,
-        num_warps=4 if exact else 8,
+        PARTS=work.num_parts,
+        num_warps=8 if work.tile == 128 else 4,
     )
+    if work.num_parts > 1:
+        _join[(heads, tiles, work.tile // 16)](
+            work.query_start,
+            work.tile_row,
+            work.tile_start,
+            work.partial,
+            work.partial_lse,
+            sinks,
+            out,
+            HEADS=heads,
+            DIM=dim,
+            QUERIES=work.tile,
+            ROWS=16,
+            WIDTH=width,
+            SINKS=how.sinks is not None,
+            PARTS=work.num_parts,
+        )
