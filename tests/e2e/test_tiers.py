@@ -94,6 +94,39 @@ def test_a_restarted_server_hits_on_its_first_request(tmp_path):
     assert any("storage file" in line for line in restarted.said)
 
 
+def test_tiers_are_forgotten_while_requests_run(tmp_path):
+    """Lesson 59: memory, then storage too; streams that run meanwhile end with their own tokens."""
+    server = LiveServer(
+        *("--swap-space", "0.25", "--write-policy", "write_through", "--load-policy", "wait"),
+        *("--kvcache-storage-backend", "file", "--kvcache-storage-config"),
+        json.dumps({"path": str(tmp_path), "capacity_bytes": "64MiB", "reserve_bytes": 0}),
+    ).wait_ready()
+    alone, _ = ask(server, 1)
+    written = until_written(server, "host_to_storage")["storage"]["blocks_written"]
+    streams = [server.open_stream(prompt=make_prompt(n), max_tokens=60) for n in (2, 3)]
+    for stream in streams:
+        stream.next()
+
+    memory = server.post("/reset_prefix_cache").json()
+    stored, from_storage = ask(server, 1)
+    alone_refused = server.post("/reset_prefix_cache", {"tiers": ["storage"]})
+    everything = server.post("/reset_prefix_cache", {"tiers": ["device", "host", "storage"]})
+    again, from_nowhere = ask(server, 1)
+    texts = ["".join(e["choices"][0]["text"] for e in stream.rest()) for stream in streams]
+    after = server.until_idle()
+    code = server.stop()
+
+    assert alone == stored == again
+    assert memory["removed"]["device"] > 0
+    assert from_storage["storage"] >= 10 * 64
+    assert alone_refused.status_code == 400
+    assert everything.json()["removed"]["storage"] >= written
+    assert from_nowhere["storage"] == from_nowhere["host"] == from_nowhere["device"] == 0
+    assert all(texts)
+    assert after["tiers"]["device"]["held"] == 0
+    assert code == 0, server.errors
+
+
 def test_a_server_whose_storage_is_dead_serves():
     """Lesson 38: a store that refuses every connection costs hits; no request fails."""
     server = LiveServer(

@@ -137,9 +137,32 @@ def test_reset_forgets_what_was_cached(path):
     async def scenario(rig):
         prompt = "x" * 100
         await rig.complete(prompt=prompt)
-        assert (await rig.post(path)).json() == {"status": "done"}
+        done = (await rig.post(path)).json()
+        assert done["status"] == "done"
+        assert done["removed"]["device"] > 0
         usage = (await rig.complete(prompt=prompt)).json()["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+
+    run(scenario)
+
+
+def test_a_reset_names_tiers_or_is_refused():
+    """Lesson 59: what cannot be forgotten is refused, with the reason."""
+
+    async def scenario(rig):
+        prompt = "x" * 100
+        await rig.complete(prompt=prompt)
+        await rig.until_idle()
+        alone = await rig.post("/reset_prefix_cache", {"tiers": ["storage"]})
+        assert "together with device and host" in error(alone, 400)["message"]
+        nowhere = await rig.post(
+            "/reset_prefix_cache", {"tiers": ["device", "host", "storage"]}
+        )
+        assert "there is no storage" in error(nowhere, 400)["message"]
+        assert error(await rig.post("/flush_cache", {"tiers": ["attic"]}), 400)
+        assert error(await rig.post("/flush_cache", {"tiers": []}), 400)
+        done = (await rig.post("/reset_prefix_cache", {"tiers": ["device"]})).json()
+        assert done == {"status": "done", "removed": {"device": 6}, "kept": {"device": 0}}
 
     run(scenario)
 

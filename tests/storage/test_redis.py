@@ -4,6 +4,7 @@ import contextlib
 import socket
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
 
@@ -67,6 +68,26 @@ def test_a_server_that_is_not_there_is_a_sentence_at_start() -> None:
     """With its address (lesson 61)."""
     with pytest.raises(ConfigError, match=r"redis://127\.0\.0\.1:\d+/0"):
         open_redis(f"redis://127.0.0.1:{free_port()}")
+
+
+def test_forgetting_everything_leaves_other_models_alone(redis_server: RedisServer) -> None:
+    """Blocks under one prefix are told apart by the fingerprint in their header; more of them
+    than one answer of the server names."""
+    prefix = {"key_prefix": "forget[*]?:"}
+    ours = open_storage("redis", {"url": redis_server.url} | prefix, Opening(format=FORM))
+    other = replace(FORM, fingerprint=FORM.fingerprint[::-1])
+    theirs = open_storage("redis", {"url": redis_server.url} | prefix, Opening(format=other))
+    keys, foreign = make_keys(1500, run="ours"), make_keys(3, run="theirs")
+    write_run(ours, keys, BLOCK_BYTES)
+    write_run(theirs, foreign, BLOCK_BYTES)
+
+    assert ours.remove(None, timeout_s=30) == 1500
+
+    assert ours.contains([keys], timeout_s=5) == [0]
+    assert theirs.contains([foreign], timeout_s=5) == [3]
+    theirs.remove(None, timeout_s=5)
+    ours.close()
+    theirs.close()
 
 
 def test_databases_are_apart(redis_server: RedisServer) -> None:

@@ -77,7 +77,7 @@ class ShakyStorage:
         self._shake([])
         return self._backend.write(keys, blocks, parents=parents, timeout_s=timeout_s)
 
-    def remove(self, keys: Sequence[BlockKey], *, timeout_s: float) -> int:
+    def remove(self, keys: Sequence[BlockKey] | None, *, timeout_s: float) -> int:
         return self._backend.remove(keys, timeout_s=timeout_s)
 
     def stats(self) -> StorageStats:

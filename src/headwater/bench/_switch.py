@@ -45,7 +45,7 @@ class Switch:
             written = backend.write(keys, blocks, parents=parents, timeout_s=timeout_s)
         return written
 
-    def remove(self, keys: Sequence[BlockKey], *, timeout_s: float) -> int:
+    def remove(self, keys: Sequence[BlockKey] | None, *, timeout_s: float) -> int:
         return self._current.remove(keys, timeout_s=timeout_s)
 
     def stats(self) -> StorageStats:

@@ -14,6 +14,7 @@ from headwater.cache.plan import (
     MissReason,
     Outcome,
     Promotion,
+    Removal,
     Transfer,
 )
 from headwater.cache.policy import Hint, Turn
@@ -38,6 +39,7 @@ __all__ = [
     "Namespace",
     "Outcome",
     "Promotion",
+    "Removal",
     "TieredCache",
     "TokenPath",
     "Transfer",

@@ -154,6 +154,18 @@ class Lookup:
         return self.scheme.chain(self.scheme.root(self.path.namespace), run, self.path.media)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Removal:
+    """Have storage forget every block of this deployment.
+
+    Its outcome is DONE with the number of blocks there were. It holds nothing.
+    """
+
+    job: JobId
+    num_blocks: int = 0
+    """How many there are is not known before."""
+
+
 class Ending(Enum):
     """How a job ended, as its executor tells it."""
 

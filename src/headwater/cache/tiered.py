@@ -251,6 +251,10 @@ class TieredCache:
         """
         return self.evictor.trim_device(self.device.pool.stats().cached - max_cached)
 
+    def trim_host(self) -> int:
+        """Evict every host block that no transfer uses; return how many went."""
+        return self.evictor.evict_host(self.host.pool.stats().cached)
+
     def expire(self, now: float) -> list[Lease]:
         """Release the leases whose time has come, and return them."""
         over = [le for le in self.leases if le.expires_s is not None and le.expires_s <= now]

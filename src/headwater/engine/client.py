@@ -4,8 +4,8 @@ Implemented by `AsyncEngine` (a process behind a socket) and by the doubles in
 `headwater.testing`. Needs neither, so a server can be built and tested without a model.
 """
 
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from headwater.metrics.stats import EngineStats
@@ -71,6 +71,26 @@ class EngineInfo:
     """Where other instances reach this one, `HOST:PORT`; empty where it takes no peers."""
 
 
+TIERS = ("device", "host", "storage")
+MEMORY = frozenset(("device", "host"))
+"""What a reset is about unless it is told otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResetReport:
+    """What came of a reset."""
+
+    removed: dict[str, int] = field(default_factory=dict)
+    """Blocks that were forgotten, by tier."""
+
+    kept: dict[str, int] = field(default_factory=dict)
+    """Blocks of those tiers that requests or copies are using; they go when that ends, or, where
+    one tier alone was to be forgotten, stay."""
+
+    refusal: str | None = None
+    """Why storage was not forgotten, though memory was."""
+
+
 class EngineClient(Protocol):
     """Asked by the server, from one event loop; every method is cancellation-safe."""
 
@@ -90,8 +110,9 @@ class EngineClient(Protocol):
     async def abort(self, request_ids: Sequence[str] | None) -> int:
         """End these requests (None: all) with finish reason `abort`; how many were alive."""
 
-    async def reset_cache(self) -> None:
-        """Forget every cached block; running sequences keep theirs."""
+    async def reset_cache(self, tiers: Collection[str] = MEMORY) -> ResetReport:
+        """Forget every cached block of `tiers`; running sequences keep theirs. RequestError
+        where that cannot be."""
 
     async def close_session(self, session_id: str, cache_salt: str) -> bool:
         """Nothing more of this session will come; whether it was known."""

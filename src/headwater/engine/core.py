@@ -6,18 +6,20 @@ whoever stands in front of it hands over requests and aborts between two turns o
 and sleeps on `completions` when there is no work.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from headwater.cache import Namespace
 from headwater.cache.outline import outline
 from headwater.clock import Clock
 from headwater.disagg.exchange import Exchange
+from headwater.engine.client import MEMORY, ResetReport
 from headwater.engine.output import EngineStats, SequenceOutput, engine_stats
 from headwater.engine.pace import Pace
+from headwater.engine.reset import Resets, Then
+from headwater.errors import RequestError
 from headwater.events import CacheFact
 from headwater.metrics.view import EngineView, ViewLimits
-from headwater.errors import RequestError
 from headwater.scheduler.batch import ScheduledBatch, StepResult
 from headwater.scheduler.request import Request
 from headwater.scheduler.scheduler import Scheduler
@@ -82,6 +84,7 @@ class EngineCore:
         self._mover = mover or Mover()
         if runner.layerwise:
             scheduler.allow_riding()
+        self._resets = Resets(self._cache, self._mover)
         self._pace = Pace()
         self._has_tiers = self._cache.config.host_blocks > 0
         self._decide_s = 0.0
@@ -138,9 +141,10 @@ class EngineCore:
         """Admit again."""
         self._scheduler.resume()
 
-    def reset_cache(self) -> None:
-        """Forget what is cached. Running requests go on with the blocks they have."""
-        self._cache.reset()
+    def reset_cache(self, tiers: Collection[str] = MEMORY, then: Then | None = None) -> None:
+        """Forget what is cached in `tiers`; `then` is told what came of it, now or some steps
+        later. Running requests go on with the blocks they have."""
+        self._resets.begin(tiers, then or _ignore, now=self._clock.now())
 
     def close_session(self, session_id: str, cache_salt: str) -> bool:
         """Nothing more of this session will come; whether it was known."""
@@ -239,7 +243,7 @@ class EngineCore:
     def _wakes(self) -> list[float]:
         """When something is to be done although nothing arrives."""
         peers = None if self._peers is None else self._peers.wake_s
-        ends = (self._mover.wake_s, self._scheduler.wake_s, peers)
+        ends = (self._mover.wake_s, self._scheduler.wake_s, self._resets.wake_s, peers)
         return [end for end in ends if end is not None]
 
     def _start(self, now: float) -> None:
@@ -251,7 +255,10 @@ class EngineCore:
     def _land(self, now: float) -> None:
         """Take in what the executors report, and what they tell about their speed."""
         for outcome in self._mover.take(now=now):
-            self._scheduler.land(outcome, now=now)
+            if self._resets.is_idle or not self._resets.lands(outcome):
+                self._scheduler.land(outcome, now=now)
+        if not self._resets.is_idle:
+            self._resets.advance(now)
         if self._peers is not None:
             self._peers.land(self.completions.take_posted(), now)
         if self._has_tiers:
@@ -268,3 +275,7 @@ class EngineCore:
         if in_flight == 0 or (batch is not None and in_flight < self._runner.depth):
             return None
         return self._runner.collect()
+
+
+def _ignore(report: ResetReport) -> None:
+    """Of somebody who does not ask."""

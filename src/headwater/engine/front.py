@@ -7,13 +7,13 @@ every mailbox and every pending call learns it at once.
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 
 import zmq
 
 from headwater.engine import wire
 from headwater.engine.child import EngineChild
-from headwater.engine.client import EngineClient, EngineInfo
+from headwater.engine.client import MEMORY, EngineClient, EngineInfo, ResetReport
 from headwater.engine.mailbox import Mailbox, abort_output
 from headwater.errors import EngineDead, HeadwaterError, PeerRefused, RequestError
 from headwater.metrics.stats import EngineStats
@@ -126,8 +126,13 @@ class AsyncEngine:
             self._mailboxes.pop(name).put(abort_output(name))
         return len(alive)
 
-    async def reset_cache(self) -> None:
-        await self._call("reset_cache")
+    async def reset_cache(self, tiers: Collection[str] = MEMORY) -> ResetReport:
+        number = next(self._numbers)
+        answer = await self._ask(number, wire.Reset(number, sorted(tiers)))
+        assert isinstance(answer, wire.Forgotten), "a reset is answered with what is forgotten"
+        if answer.report.refusal is not None:
+            raise RequestError(answer.report.refusal)
+        return answer.report
 
     async def close_session(self, session_id: str, cache_salt: str) -> bool:
         number = next(self._numbers)
@@ -202,7 +207,12 @@ class AsyncEngine:
             case wire.Refusal(request_id, kind, sentence):
                 if (mailbox := self._mailboxes.get(request_id)) is not None:
                     mailbox.fail(wire.rebuild_error(kind, sentence))
-            case wire.Reply(number) | wire.Closed(number) | wire.Sight(number):
+            case (
+                wire.Reply(number)
+                | wire.Forgotten(number)
+                | wire.Closed(number)
+                | wire.Sight(number)
+            ):
                 future = self._calls.get(number)
                 if future is not None and not future.done():
                     future.set_result(message)

@@ -9,13 +9,14 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import zmq
 
 from headwater.engine import wire
-from headwater.engine.client import EngineInfo
+from headwater.engine.client import MEMORY, EngineInfo, ResetReport
+from headwater.engine.reset import Then
 from headwater.engine.rundir import remove_socket_folder
 from headwater.errors import HeadwaterError, RequestError
 from headwater.metrics.stats import EngineStats
@@ -40,7 +41,9 @@ class Core(Protocol):
     def abort(self, request_id: RequestId) -> None: ...
     def pause(self) -> None: ...
     def resume(self) -> None: ...
-    def reset_cache(self) -> None: ...
+    def reset_cache(
+        self, tiers: Collection[str] = MEMORY, then: Then | None = None
+    ) -> None: ...
     def close_session(self, session_id: str, cache_salt: str) -> bool: ...
     def step(self) -> list[SequenceOutput]: ...
     def publish(self) -> None: ...
@@ -136,6 +139,8 @@ class EngineLoop:
                     self._core.abort(RequestId(request_id))
             case wire.Call(number, verb):
                 self._answer(number, verb)
+            case wire.Reset(number, tiers):
+                self._reset(number, tiers)
             case wire.CloseSession(number, session_id, cache_salt):
                 known = self._core.close_session(session_id, cache_salt)
                 self._send(wire.Closed(number, known))
@@ -144,13 +149,22 @@ class EngineLoop:
             case wire.Stop():
                 self._stopped = True
 
+    def _reset(self, number: int, tiers: list[str]) -> None:
+        """Answered when it is done, which may be many steps later."""
+
+        def then(report: ResetReport) -> None:
+            self._send(wire.Forgotten(number, report))
+
+        try:
+            self._core.reset_cache(tiers, then)
+        except RequestError as exc:
+            then(ResetReport(refusal=str(exc)))
+
     def _answer(self, number: int, verb: wire.Verb) -> None:
         stats, refusal = None, None
         try:
             if verb == "stats":
                 stats = self._core.stats()
-            elif verb == "reset_cache":
-                self._core.reset_cache()
             elif verb == "pause":
                 self._core.pause()
             else:

@@ -11,7 +11,7 @@ import numpy as np
 
 from headwater import errors
 from headwater.cache import Hint
-from headwater.engine.client import EngineInfo
+from headwater.engine.client import EngineInfo, ResetReport
 from headwater.errors import HeadwaterError
 from headwater.metrics.stats import EngineStats
 from headwater.metrics.view import EngineView, ViewLimits
@@ -21,7 +21,7 @@ from headwater.scheduler.request import Request, SamplingParams
 from headwater.scheduler.usage import Usage
 from headwater.types import LoadPolicy, RequestId
 
-Verb = Literal["reset_cache", "pause", "resume", "stats"]
+Verb = Literal["pause", "resume", "stats"]
 
 _TOKEN_TYPE = np.dtype("<i4")
 
@@ -54,6 +54,13 @@ class Call(msgspec.Struct, tag="call", array_like=True, frozen=True):
 
     number: int
     verb: Verb
+
+
+class Reset(msgspec.Struct, tag="reset", array_like=True, frozen=True):
+    """Forget what these tiers have; wants a `Forgotten` of the same number, later."""
+
+    number: int
+    tiers: list[str]
 
 
 class CloseSession(msgspec.Struct, tag="close", array_like=True, frozen=True):
@@ -122,6 +129,13 @@ class Reply(msgspec.Struct, tag="reply", array_like=True, frozen=True):
     refusal: str | None
 
 
+class Forgotten(msgspec.Struct, tag="forgotten", array_like=True, frozen=True):
+    """The end of a `Reset`."""
+
+    number: int
+    report: ResetReport
+
+
 class Closed(msgspec.Struct, tag="closed", array_like=True, frozen=True):
     """The end of a `CloseSession`: whether such a session was known."""
 
@@ -136,8 +150,8 @@ class Sight(msgspec.Struct, tag="sight", array_like=True, frozen=True):
     view: EngineView
 
 
-ToEngine = Add | Abort | Call | CloseSession | Look | Stop
-Answer = Reply | Closed | Sight
+ToEngine = Add | Abort | Call | Reset | CloseSession | Look | Stop
+Answer = Reply | Forgotten | Closed | Sight
 FromEngine = Ready | Failure | Outputs | Refusal | Answer
 
 encode = msgspec.msgpack.Encoder().encode

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.cache import Ending, Lookup, Promotion, Transfer
+from headwater.cache import Ending, Lookup, Promotion, Removal, Transfer
 from headwater.clock import VirtualClock
+from headwater.errors import InvariantError
 from headwater.replay.cost import OWN_LINKS, StepCost
 from headwater.replay.links import Delivery, SharedLink
 from headwater.scheduler.batch import ScheduledBatch, StepResult
@@ -16,7 +17,7 @@ from headwater.scheduler.sequence import Sequence as Decoding
 from headwater.storage.base import StorageStats
 from headwater.transfer.completions import Completion
 from headwater.transfer.mover import link_of
-from headwater.transfer.workers import Report, Task
+from headwater.transfer.workers import Plan, Report, Task
 from headwater.types import BlockKey, RequestId, Tokens
 
 _LOOKUP_BYTES = 32
@@ -236,7 +237,9 @@ class SimStorage:
     def close(self) -> None:
         """Nothing to release."""
 
-    def _end(self, plan: Transfer | Lookup) -> Completion:
+    def _end(self, plan: Plan) -> Completion:
+        if isinstance(plan, Removal):
+            raise InvariantError("a simulated store is never asked to forget")
         if isinstance(plan, Lookup):
             return Completion(plan.job, Ending.DONE, self._store.leading(plan.keys()))
         if isinstance(plan, Promotion):

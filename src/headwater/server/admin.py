@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headwater.config import VERSION
-from headwater.engine.client import EngineInfo
+from headwater.engine.client import MEMORY, EngineInfo
 from headwater.errors import EngineDead
 from headwater.metrics.prometheus import CONTENT_TYPE, render
 from headwater.metrics.stats import EngineStats
@@ -22,6 +22,7 @@ from headwater.server.answers import (
     Health,
     ModelCard,
     ModelList,
+    ResetAnswer,
     SessionClosed,
     Version,
 )
@@ -29,7 +30,7 @@ from headwater.server.body import read_body
 from headwater.server.errors import Refused
 from headwater.server.generation import Delta, Generation, Job, Prompt
 from headwater.server.reply import JsonReply
-from headwater.server.schema import SESSION_ID, AbortRequest, CloseSession
+from headwater.server.schema import SESSION_ID, AbortRequest, CloseSession, ResetRequest
 from headwater.server.service import Service
 
 _STATS_TIMEOUT_S = 5.0
@@ -156,9 +157,13 @@ def cache_state(service: Service, stats: EngineStats) -> dict[str, Any]:
 
 
 async def reset_prefix_cache(request: Request) -> Response:
-    """Forget every cached block; running requests keep theirs and go on."""
-    await _service(request).engine.reset_cache()
-    return JsonReply(Done())
+    """Forget the cached blocks of some tiers; running requests keep theirs and go on."""
+    service = _service(request)
+    body = await read_body(
+        request, ResetRequest, max_bytes=service.config.limits.max_body_bytes, optional=True
+    )
+    report = await service.engine.reset_cache(body.tiers or MEMORY)
+    return JsonReply(ResetAnswer(removed=report.removed, kept=report.kept))
 
 
 async def close_session(request: Request) -> Response:

@@ -236,6 +236,16 @@ class SessionClosed(Struct, kw_only=True):
     """Whether there was such a session; if not, there was nothing to do."""
 
 
+class ResetAnswer(Struct, kw_only=True):
+    """Body of POST /reset_prefix_cache: blocks by tier."""
+
+    removed: dict[str, int]
+    kept: dict[str, int]
+    """In use: they go when that ends, or, where one tier alone was to be forgotten, stay."""
+
+    status: Literal["done"] = "done"
+
+
 class Aborted(Struct, kw_only=True):
     """Body of POST /v1/abort_requests."""
 

@@ -99,8 +99,8 @@ def _paths() -> dict[str, _Path]:
         "/stats": {"get": _operation("All that a watcher shows.", _any_object(), plain)},
         dashboard.PATH: {"get": _operation("The page that shows it.", _page(), (503,))},
         dashboard.PATH + "/{name}": _part(),
-        "/reset_prefix_cache": _control("Forget every cached block."),
-        "/flush_cache": _control("Forget every cached block."),
+        "/reset_prefix_cache": _reset(),
+        "/flush_cache": _reset(),
         "/v1/pause": _control("Stop admitting; running requests go on."),
         "/v1/resume": _control("Admit again."),
         "/v1/abort_requests": _post(
@@ -122,6 +122,17 @@ def _post(
 
 def _get(summary: str, answer: type, errors: Sequence[int]) -> _Path:
     return {"get": _operation(summary, _json(answer), errors)}
+
+
+def _reset() -> _Path:
+    path = _post(
+        "Forget the cached blocks of some tiers.",
+        schema.ResetRequest,
+        answers.ResetAnswer,
+        (400, 401, 413, 503),
+    )
+    path["post"]["requestBody"]["required"] = False
+    return path
 
 
 def _control(summary: str) -> _Path:
@@ -209,6 +220,7 @@ def _schemas() -> dict[str, Any]:
         schema.TokenizeRequest,
         schema.DetokenizeRequest,
         schema.AbortRequest,
+        schema.ResetRequest,
         schema.CloseSession,
         answers.CompletionAnswer,
         answers.ChatAnswer,
@@ -218,6 +230,7 @@ def _schemas() -> dict[str, Any]:
         answers.Health,
         answers.Version,
         answers.Done,
+        answers.ResetAnswer,
         answers.Aborted,
         answers.SessionClosed,
         ErrorAnswer,

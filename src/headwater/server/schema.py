@@ -168,6 +168,14 @@ class CloseSession(Struct, kw_only=True):
     cache_salt: Salt | None = None
 
 
+class ResetRequest(Struct, kw_only=True):
+    """Body of POST /reset_prefix_cache; nothing is all that is in memory."""
+
+    tiers: Annotated[list[Literal["device", "host", "storage"]], Meta(min_length=1)] | None = (
+        None
+    )
+
+
 class AbortRequest(Struct, kw_only=True):
     """Body of POST /v1/abort_requests: some requests, or all of them."""
 

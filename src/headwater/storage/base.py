@@ -93,8 +93,9 @@ class StorageBackend(Protocol):
         `parents` are the keys before each block. A block can be found only when it is whole.
         """
 
-    def remove(self, keys: Sequence[BlockKey], *, timeout_s: float) -> int:
-        """Forget these blocks; how many there were."""
+    def remove(self, keys: Sequence[BlockKey] | None, *, timeout_s: float) -> int:
+        """Forget these blocks, or with None every block of this format that this process may
+        remove; how many there were."""
 
     def stats(self) -> StorageStats:
         """A snapshot; never blocks on the medium."""

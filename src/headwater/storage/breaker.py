@@ -130,7 +130,9 @@ class GuardedStorage:
             [BlockWrite.REFUSED] * len(keys),
         )
 
-    def remove(self, keys: Sequence[BlockKey], *, timeout_s: float) -> int:
+    def remove(self, keys: Sequence[BlockKey] | None, *, timeout_s: float) -> int:
+        if keys is None and self._breaker.state is BreakerState.OPEN:
+            raise StorageError("storage failed lately, and is not asked again yet")
         return self._call(lambda: self._backend.remove(keys, timeout_s=timeout_s), 0)
 
     def stats(self) -> StorageStats:

@@ -29,6 +29,8 @@ from headwater.types import BlockKey
 
 HEADER_BYTES = 160
 KEY_BYTES = 32
+FINGERPRINT_BYTES = (24, 56)
+"""Where in a header the fingerprint is, for who only wants that."""
 
 _MAGIC = b"HWBLOCK\0"
 _VERSION = 1

@@ -138,9 +138,13 @@ class FileStorage:
         self._index.touch(keys)
         return self._tally.writes(outcomes)
 
-    def remove(self, keys: Sequence[BlockKey], *, timeout_s: float) -> int:
+    def remove(self, keys: Sequence[BlockKey] | None, *, timeout_s: float) -> int:
         """Forget blocks of ours. Those in other processes' slabs are theirs to remove."""
-        [removed] = self._run([partial(self._remove, keys)], self._deadline(timeout_s))
+        deadline = self._deadline(timeout_s)
+        if keys is None:
+            self._run([self._refresh], deadline)
+            keys = self._index.our_keys()
+        [removed] = self._run([partial(self._remove, keys)], deadline)
         return removed
 
     def stats(self) -> StorageStats:

@@ -94,6 +94,11 @@ class SlotIndex:
         with self._lock:
             return [key in self._ours or key in self._theirs for key in keys]
 
+    def our_keys(self) -> list[BlockKey]:
+        """Blocks of ours, least recently used first."""
+        with self._lock:
+            return list(self._ours)
+
     def all_ours(self, keys: Sequence[BlockKey]) -> bool:
         """Whether other processes make no difference to where these are."""
         with self._lock:

@@ -73,9 +73,10 @@ class MemoryStorage:
         self._touch(keys)
         return self._tally.writes(outcomes)
 
-    def remove(self, keys: Sequence[BlockKey], *, timeout_s: float) -> int:
+    def remove(self, keys: Sequence[BlockKey] | None, *, timeout_s: float) -> int:
         with self._lock:
-            present = [key for key in keys if key in self.values]
+            wanted = list(self.values) if keys is None else keys
+            present = [key for key in wanted if key in self.values]
             for key in present:
                 self._forget(key)
             return len(present)

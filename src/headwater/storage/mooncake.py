@@ -9,6 +9,7 @@ hangs is left behind, and says when it is out of the caller's buffers.
 import contextlib
 import ctypes
 import mmap
+import re
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -96,8 +97,10 @@ class MooncakeStorage:
             outcomes += self._call(partial(self._write, part), deadline)
         return self._tally.writes(outcomes)
 
-    def remove(self, keys: Sequence[BlockKey], *, timeout_s: float) -> int:
-        return self._call(partial(self._remove, keys), self._deadline(timeout_s))
+    def remove(self, keys: Sequence[BlockKey] | None, *, timeout_s: float) -> int:
+        """None removes all that has our prefix: the pool can be asked by name only."""
+        work = partial(self._remove, keys) if keys is not None else self._remove_all
+        return self._call(work, self._deadline(timeout_s))
 
     def stats(self) -> StorageStats:
         return self._tally.stats()
@@ -244,6 +247,14 @@ class MooncakeStorage:
         codes = self._store.batch_remove([self._name(key) for key in keys], True)
         self._raise_if_dead(codes)
         return sum(code == 0 for code in codes)
+
+    def _remove_all(self) -> int:
+        removed = int(
+            self._store.remove_by_regex(f"^{re.escape(self._config.key_prefix)}.*", True)
+        )
+        if removed < 0:
+            raise StorageError(f"the Mooncake pool of {self._config.master} failed: {removed}")
+        return removed
 
     def _raise_if_dead(self, codes: Sequence[int]) -> None:
         """One block that fails is a miss; when all do, the pool is what fails."""

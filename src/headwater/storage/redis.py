@@ -5,6 +5,7 @@ live that every read renews. Batches are pipelined over one connection a thread;
 that broke since its last use is replaced and the batch asked again, once.
 """
 
+import re
 import ssl
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,13 @@ from typing import Any, Self, TypeVar
 from headwater.clock import Clock
 from headwater.errors import ConfigError, StorageCorrupt, StorageError
 from headwater.storage.base import BlockRead, BlockWrite, Opening, StorageStats, leading
-from headwater.storage.codec import HEADER_BYTES, BlockFormat, encode_header, verify_block
+from headwater.storage.codec import (
+    FINGERPRINT_BYTES,
+    HEADER_BYTES,
+    BlockFormat,
+    encode_header,
+    verify_block,
+)
 from headwater.storage.deadline import Deadline
 from headwater.storage.resp import Address, Connection, ReplyError, command
 from headwater.storage.settings import read_settings
@@ -117,8 +124,12 @@ class RedisStorage:
         )
         return self._tally.writes(outcomes)
 
-    def remove(self, keys: Sequence[BlockKey], *, timeout_s: float) -> int:
+    def remove(self, keys: Sequence[BlockKey] | None, *, timeout_s: float) -> int:
         deadline = self._deadline(timeout_s)
+        if keys is None:
+            return self._with_connection(
+                lambda link: self._remove_all(link, deadline), deadline
+            )
         gone = self._with_connection(
             lambda link: self._ask(link, b"UNLINK", keys, deadline), deadline
         )
@@ -217,6 +228,28 @@ class RedisStorage:
             return BlockWrite.REFUSED
         return BlockWrite.WRITTEN if reply == b"+OK" else BlockWrite.PRESENT
 
+    def _remove_all(self, link: Connection, deadline: Deadline) -> int:
+        """Remove the blocks of this format among all that have our prefix."""
+        removed, cursor = 0, b"0"
+        pattern = re.sub(rb"([\\*?\[\]])", rb"\\\1", self._prefix) + b"*"
+        start, end = FINGERPRINT_BYTES
+        while True:
+            words = (b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"1000")
+            link.send([command(*words)], deadline)
+            link.reply(deadline)  # of two: the cursor, and the names
+            cursor = _value(link, deadline)
+            names = [_value(link, deadline) for _ in range(int(link.reply(deadline)[1:]))]
+            asks = [
+                command(b"GETRANGE", name, b"%d" % start, b"%d" % (end - 1)) for name in names
+            ]
+            link.send([b"".join(asks)], deadline)
+            ours = [name for name in names if _value(link, deadline) == self._form.fingerprint]
+            if ours:
+                link.send([command(b"UNLINK", *ours)], deadline)
+                removed += int(link.reply(deadline)[1:])
+            if cursor == b"0":
+                return removed
+
     def _exists(
         self, link: Connection, keys: Sequence[BlockKey], deadline: Deadline
     ) -> list[bool]:
@@ -275,6 +308,13 @@ class RedisStorage:
 
     def _deadline(self, timeout_s: float) -> Deadline:
         return Deadline(self._clock, timeout_s, str(self._address))
+
+
+def _value(link: Connection, deadline: Deadline) -> bytes:
+    """A small value."""
+    view = memoryview(bytearray((link.bulk(deadline) or 0) + 2))
+    link.fill(view, deadline)
+    return bytes(view[:-2])
 
 
 def _drain(link: Connection, num_bytes: int, deadline: Deadline) -> None:

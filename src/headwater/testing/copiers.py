@@ -16,7 +16,7 @@ from headwater.storage.base import StorageBackend
 from headwater.testing.runners import EchoRunner
 from headwater.transfer.completions import Completion
 from headwater.transfer.slab import HostSlab
-from headwater.transfer.workers import Report, StorageWorkers, Task
+from headwater.transfer.workers import Plan, Report, StorageWorkers, Task
 from headwater.types import JobId
 
 _GARBAGE = 0xA5
@@ -98,7 +98,7 @@ class HeldWorkers(StorageWorkers):
         self.held = held
         self.tasks: list[Task] = []
         """Started and not run, oldest first."""
-        self.started: list[Transfer | Lookup] = []
+        self.started: list[Plan] = []
 
     def start(self, tasks: Sequence[Task]) -> None:
         """Take what a step wants."""

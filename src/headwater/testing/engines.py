@@ -8,7 +8,7 @@ tests of the process split. Neither needs torch.
 import asyncio
 import json
 import sys
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from headwater.cache import CacheConfig, TieredCache
 from headwater.clock import Clock, SystemClock
-from headwater.engine.client import EngineInfo
+from headwater.engine.client import MEMORY, EngineInfo, ResetReport
 from headwater.engine.core import EngineCore
 from headwater.engine.mailbox import Mailbox, abort_output
 from headwater.engine.process import run_engine
-from headwater.errors import EngineDead, ModelError
+from headwater.errors import EngineDead, ModelError, RequestError
 from headwater.metrics.stats import EngineStats
 from headwater.metrics.view import EngineView, ViewLimits
 from headwater.scheduler.config import SchedulerConfig
@@ -146,10 +146,17 @@ class EchoEngine:
             self._mailboxes.pop(name).put(output)
         return len(alive)
 
-    async def reset_cache(self) -> None:
+    async def reset_cache(self, tiers: Collection[str] = MEMORY) -> ResetReport:
         self._check_alive()
-        self.core.reset_cache()
+        reports: list[ResetReport] = []
+        self.core.reset_cache(tiers, reports.append)
         self.core.publish()
+        while not reports:
+            self._loop = self._loop or asyncio.create_task(self._run())
+            await asyncio.sleep(0)
+        if reports[0].refusal is not None:
+            raise RequestError(reports[0].refusal)
+        return reports[0]
 
     async def close_session(self, session_id: str, cache_salt: str) -> bool:
         self._check_alive()

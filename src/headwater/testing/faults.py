@@ -124,12 +124,14 @@ class FaultyStorage:
             return [BlockWrite.REFUSED] * len(keys)
         return self._meet("write", keys, timeout_s, work)
 
-    def remove(self, keys: Sequence[BlockKey], *, timeout_s: float) -> int:
+    def remove(self, keys: Sequence[BlockKey] | None, *, timeout_s: float) -> int:
         return self._meet(
             "remove",
-            keys,
+            keys or (),
             timeout_s,
-            lambda n: self._backend.remove(keys[:n], timeout_s=timeout_s),
+            lambda n: self._backend.remove(
+                None if keys is None else keys[:n], timeout_s=timeout_s
+            ),
         )
 
     def stats(self) -> StorageStats:

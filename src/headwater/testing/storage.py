@@ -166,6 +166,10 @@ def _check_remove(backend: StorageBackend, block_bytes: int) -> None:
     assert read_run(backend, keys, block_bytes)[1] is BlockRead.ABSENT
     assert write_run(backend, [keys[1]], block_bytes) == [BlockWrite.WRITTEN]
     assert read_run(backend, keys, block_bytes) == [BlockRead.READ] * 4
+    assert backend.remove(None, timeout_s=_TIMEOUT_S) >= 4, "all that there is does not count"
+    assert backend.contains([keys], timeout_s=_TIMEOUT_S) == [0], "a removed block is found"
+    assert backend.remove(None, timeout_s=_TIMEOUT_S) == 0
+    assert write_run(backend, keys, block_bytes) == [BlockWrite.WRITTEN] * 4
 
 
 def _check_any_buffer(backend: StorageBackend, block_bytes: int) -> None:

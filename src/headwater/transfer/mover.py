@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from headwater.cache import Ending, Lookup, Outcome, Transfer
+from headwater.cache import Ending, Lookup, Outcome, Removal, Transfer
 from headwater.errors import ConfigError, InvariantError
 from headwater.storage.base import StorageStats
 from headwater.transfer.completions import Completion, CompletionQueue
 from headwater.transfer.meter import LinkMeter, LinkRate
-from headwater.transfer.workers import Report, Task
+from headwater.transfer.workers import Plan, Report, Task
 from headwater.types import JobId, Tier
 
 
@@ -97,7 +97,7 @@ class LinkTotals:
 class _Running:
     """A job that has not ended."""
 
-    plan: Transfer | Lookup
+    plan: Plan
     deadline_s: float
     task: Task | None = None
     timed_out: bool = False
@@ -142,12 +142,20 @@ class Mover:
         return len(self._running)
 
     @property
+    def has_storage(self) -> bool:
+        return self._workers is not None
+
+    def jobs_on(self, link: str) -> set[JobId]:
+        """Jobs of `link` whose executor may still be at work."""
+        return {job for job, running in self._running.items() if link_of(running.plan) == link}
+
+    @property
     def wake_s(self) -> float | None:
         """When the next deadline is, if nothing happens before."""
         self._skip_ended()
         return self._deadlines[0][0] if self._deadlines else None
 
-    def start(self, plans: Iterable[Transfer | Lookup], *, now: float) -> None:
+    def start(self, plans: Iterable[Plan], *, now: float) -> None:
         """Have each plan carried out; returns without waiting for any."""
         tasks: list[Task] = []
         for plan in plans:
@@ -161,7 +169,7 @@ class Mover:
                 totals = self.links[link] = LinkTotals()
             totals.in_flight += 1
             totals.blocks_in_flight += plan.num_blocks
-            if isinstance(plan, Lookup) or Tier.STORAGE in (plan.source, plan.target):
+            if not isinstance(plan, Transfer) or Tier.STORAGE in (plan.source, plan.target):
                 running.task = Task(plan, self.completions.put, running.deadline_s)
                 tasks.append(running.task)
             elif self._copier is None:
@@ -220,7 +228,7 @@ class Mover:
         if running.timed_out:
             # Told before that it took too long: what it brought now is not wanted any more.
             quiet = Outcome(job=completion.job, ending=Ending.QUIET)
-            return None if isinstance(running.plan, Lookup) else quiet
+            return quiet if isinstance(running.plan, Transfer) else None
         return Outcome(
             job=completion.job, ending=completion.ending, num_blocks=completion.num_blocks
         )
@@ -235,7 +243,7 @@ class Mover:
                 # No thread has begun it, and none will: it is quiet at once.
                 del self._running[running.plan.job]
                 self._leave(running)
-                if not isinstance(running.plan, Lookup):
+                if isinstance(running.plan, Transfer):
                     outcomes.append(Outcome(job=running.plan.job, ending=Ending.QUIET))
             self._skip_ended()
         return outcomes
@@ -266,7 +274,7 @@ class Mover:
         totals.num_blocks += moved
         if completion.busy_s > 0:
             totals.fastest_blocks_s = max(totals.fastest_blocks_s, moved / completion.busy_s)
-        if link == "lookup":
+        if not isinstance(running.plan, Transfer):
             return  # nothing is priced from it
         self.num_observed += 1
         if link not in self._meters:
@@ -281,8 +289,10 @@ class Mover:
         return totals
 
 
-def link_of(plan: Transfer | Lookup) -> str:
+def link_of(plan: Plan) -> str:
     """The name of what `plan` uses: `host_to_device`, `storage_to_host`, …, `lookup`."""
     if isinstance(plan, Lookup):
         return "lookup"
+    if isinstance(plan, Removal):
+        return "removal"
     return f"{plan.source.name.lower()}_to_{plan.target.name.lower()}"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from threading import Thread
 
-from headwater.cache import Ending, Lookup, Promotion, Transfer
+from headwater.cache import Ending, Lookup, Promotion, Removal, Transfer
 from headwater.clock import Clock
 from headwater.errors import StorageError, StorageTimeout
 from headwater.storage.base import BlockRead, BlockWrite, StorageBackend, StorageStats
@@ -17,6 +17,9 @@ from headwater.transfer.completions import Completion
 from headwater.transfer.slab import HostSlab
 
 log = logging.getLogger(__name__)
+
+Plan = Transfer | Lookup | Removal
+"""What may be started; a transfer between device and host is another's."""
 
 Report = Callable[[Completion], None]
 """Told of the end of a job, from any thread."""
@@ -28,7 +31,7 @@ _KINDS = ("lookup", "read", "write")
 class Task:
     """A plan on its way to a thread. Begun by a thread or abandoned by the loop, never both."""
 
-    def __init__(self, plan: Transfer | Lookup, report: Report, deadline_s: float) -> None:
+    def __init__(self, plan: Plan, report: Report, deadline_s: float) -> None:
         self.plan = plan
         self.report = report
         self.deadline_s = deadline_s
@@ -112,7 +115,7 @@ class StorageWorkers:
             if claimed := [task for task in tasks if task.claim()]:
                 self.run(claimed)
 
-    def _call(self, plans: list[Transfer | Lookup], timeout_s: float) -> list[Completion]:
+    def _call(self, plans: list[Plan], timeout_s: float) -> list[Completion]:
         lookups = [plan for plan in plans if isinstance(plan, Lookup)]
         if lookups:
             found = self.backend.contains([p.keys() for p in lookups], timeout_s=timeout_s)
@@ -121,7 +124,10 @@ class StorageWorkers:
                 for plan, count in zip(lookups, found, strict=True)
             ]
         (plan,) = plans
-        assert isinstance(plan, Transfer), "whatever is no lookup moves blocks"
+        if isinstance(plan, Removal):
+            removed = self.backend.remove(None, timeout_s=timeout_s)
+            return [Completion(plan.job, Ending.DONE, removed)]
+        assert isinstance(plan, Transfer), "whatever is no question moves blocks"
         if isinstance(plan, Promotion):
             return [self._read(plan, timeout_s)]
         return [self._write(plan, timeout_s)]
@@ -148,7 +154,7 @@ class StorageWorkers:
         return Completion(plan.job, Ending.PARTIAL, good, reason="refused")
 
 
-def _kind(plan: Transfer | Lookup) -> str:
+def _kind(plan: Plan) -> str:
     return "read" if isinstance(plan, Promotion) else "write"
 
 
