@@ -52,6 +52,18 @@ def test_a_request_survives_the_journey():
     assert (arrived.session_id, arrived.cache_hint) == ("s", Hint(returns_in_s=2.5))
 
 
+def test_a_request_crosses_as_its_tokens_and_little_more():
+    """Lesson 32: four bytes a token and a few for the rest; nothing of the cache, no KV."""
+    request = Request(
+        request_id=RequestId("r"),
+        tokens=np.arange(10_000, dtype=np.int32),
+        params=SamplingParams(),
+        arrival_s=0.0,
+    )
+
+    assert len(wire.encode(wire.pack_request(request))) < 4 * 10_000 + 512
+
+
 def test_an_output_survives_the_journey():
     """Tokens, log-probabilities, usage and reasons arrive as they were."""
     entry = TokenLogprobs(chosen=-0.5, rank=2, top_ids=(1, 2), top_values=(-0.1, -0.5))

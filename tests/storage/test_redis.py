@@ -12,10 +12,18 @@ import pytest
 
 from headwater.errors import ConfigError, StorageError, StorageTimeout
 from headwater.storage import BlockRead, BlockWrite, Opening, open_storage
+from headwater.storage.codec import HEADER_BYTES
 from headwater.storage.deadline import Deadline
 from headwater.storage.redis import RedisStorage
 from headwater.storage.resp import Connection, command
-from headwater.testing.storage import make_format, make_keys, read_run, write_run
+from headwater.testing.media import RedisMedium
+from headwater.testing.storage import (
+    make_block,
+    make_format,
+    make_keys,
+    read_run,
+    write_run,
+)
 from tests.storage.conftest import RedisServer, await_port, free_port
 
 BLOCK_BYTES = 8192
@@ -88,6 +96,21 @@ def test_forgetting_everything_leaves_other_models_alone(redis_server: RedisServ
     theirs.remove(None, timeout_s=5)
     ours.close()
     theirs.close()
+
+
+def test_a_block_crosses_as_its_header_and_its_bytes(redis_server: RedisServer) -> None:
+    """Lesson 32: under the hash of its tokens, not the tokens; no more than can be verified."""
+    storage = open_redis(redis_server.url)
+    (key,) = make_keys(1, run="crosses")
+    write_run(storage, [key], BLOCK_BYTES)
+    medium = RedisMedium(redis_server.url)
+
+    value = medium.fetch(key)
+
+    assert len(value) == HEADER_BYTES + BLOCK_BYTES
+    assert value[HEADER_BYTES:] == make_block(key, BLOCK_BYTES)
+    medium.close()
+    storage.close()
 
 
 def test_databases_are_apart(redis_server: RedisServer) -> None:
