@@ -231,6 +231,23 @@ def test_a_full_disk(tmp_path: Path) -> None:
     assert sum(backend.stats().reasons.values()) >= 1
 
 
+def test_a_full_server(tmp_path: Path) -> None:
+    """Lessons 24, 43: the same with a Redis server that may not evict and has no memory left."""
+    server = RedisServer(tmp_path, "--maxmemory", "1mb", "--maxmemory-policy", "noeviction")
+    bench = Bench("redis", {"url": server.url}, server.stop)
+    backend = bench.open()
+    engine = bench.engine(backend)
+
+    serve(engine, "", "a", PROMPT)
+    serve(engine, "", "b", PROMPT)
+    finish(engine)
+    engine.core.close()
+    server.stop()
+
+    assert engine.failures()["host_to_storage"]["refused"] >= 1
+    assert backend.stats().reasons["no_room"] >= 1
+
+
 class KilledAt(FaultyStorage):
     """Calls `kill` when the first call of one name comes."""
 
