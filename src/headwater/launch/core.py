@@ -37,7 +37,7 @@ def build_core(
     # After the thread limits, which torch reads once.
     from headwater.device.memory import num_blocks_that_fit
     from headwater.device.model import load
-    from headwater.device.runner import TorchRunner
+    from headwater.device.open import open_runner
 
     model = model or load(config.model, dtype=config.dtype, device=config.device)
     num_blocks = num_blocks_that_fit(
@@ -45,11 +45,12 @@ def build_core(
         block_tokens=config.block_tokens,
         utilization=config.memory_utilization,
         override=config.num_blocks_override,
+        step_tokens=config.max_batched_tokens,
     )
     layout = model.layout(config.block_tokens)
     num_host_blocks = host_blocks(config, layout)
     scheduler = _scheduler(config, model, layout, num_blocks, num_host_blocks)
-    runner = TorchRunner(
+    runner, pool = open_runner(
         model,
         num_blocks=num_blocks,
         block_tokens=config.block_tokens,
@@ -75,9 +76,9 @@ def build_core(
         kv_format=layout.kv_format,
     )
     clock = SystemClock()
-    mover = open_mover(config, scheduler.cache, runner.pool, layout, clock)
+    mover = open_mover(config, scheduler.cache, pool, runner, clock)
     core = EngineCore(scheduler, runner, clock, mover)
-    info = open_peers(config, core, scheduler, runner.pool, info, clock)
+    info = open_peers(config, core, scheduler, pool, info, clock)
     return core, open_events(config, core, info, clock)
 
 

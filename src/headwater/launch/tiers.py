@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from headwater.cache import Namespace, TieredCache
 from headwater.clock import Clock
 from headwater.config import EngineConfig
+from headwater.engine.core import Runner
 from headwater.errors import ConfigError
 from headwater.storage.base import Opening
 from headwater.storage.breaker import Breaker, BreakerConfig, GuardedStorage
@@ -40,10 +41,6 @@ def host_blocks(config: EngineConfig, layout: KVLayout) -> int:
     """Blocks of the host tier; 0 without one, or ConfigError where it cannot be."""
     if not config.swap_space_gib:
         return 0
-    if config.device != "cpu":
-        raise ConfigError(
-            f"--swap-space: copies between {config.device} and the host are not in this release"
-        )
     num_blocks = int(config.swap_space_gib * _GIB) // slot_bytes(layout.block_bytes)
     if not num_blocks:
         raise ConfigError(
@@ -54,19 +51,20 @@ def host_blocks(config: EngineConfig, layout: KVLayout) -> int:
 
 
 def open_mover(
-    config: EngineConfig, cache: TieredCache, pool: "KVPool", layout: KVLayout, clock: Clock
+    config: EngineConfig, cache: TieredCache, pool: "KVPool", runner: Runner, clock: Clock
 ) -> Mover:
     """The mover of the tiers there are."""
     num_blocks = cache.config.host_blocks
     if not num_blocks:
         return Mover()
     # Beside torch, which is imported by the time there is a pool.
-    from headwater.device.copier import CpuCopier
+    from headwater.device.open import open_copier
 
-    slab = HostSlab(num_blocks, layout.block_bytes)
+    block_bytes = pool.num_bytes // pool.num_blocks
+    slab = HostSlab(num_blocks, block_bytes)
     workers = _open_workers(config, cache, slab, clock)
-    copier = CpuCopier(pool, slab, clock)
-    return Mover(copier, workers, block_bytes=layout.block_bytes)
+    copier = open_copier(pool, slab, clock, runner)
+    return Mover(copier, workers, block_bytes=block_bytes)
 
 
 def describe_tiers(

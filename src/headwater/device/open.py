@@ -1,0 +1,49 @@
+"""Which runner and which copier a device gets: the one place that tells a GPU from a CPU.
+
+Triton and cuda-python are imported only where the model is on a GPU.
+"""
+
+from headwater.clock import Clock
+from headwater.device.copier import CpuCopier
+from headwater.device.kv import KVPool
+from headwater.device.model import LoadedModel
+from headwater.device.runner import TorchRunner
+from headwater.engine.core import Runner
+from headwater.transfer.mover import DeviceCopier
+from headwater.transfer.slab import HostSlab
+
+
+def open_runner(
+    model: LoadedModel,
+    *,
+    num_blocks: int,
+    block_tokens: int,
+    max_num_seqs: int,
+    max_batched_tokens: int,
+) -> tuple[Runner, KVPool]:
+    """A runner and its pool; on a GPU with its graphs captured, which takes some seconds."""
+    sizes = {
+        "num_blocks": num_blocks,
+        "block_tokens": block_tokens,
+        "max_num_seqs": max_num_seqs,
+        "max_batched_tokens": max_batched_tokens,
+    }
+    if model.device.type == "cpu":
+        runner = TorchRunner(model, **sizes)
+        return runner, runner.pool
+    from headwater.device.gpu.runner import CudaRunner
+
+    on_gpu = CudaRunner(model, **sizes)
+    on_gpu.warm()
+    return on_gpu, on_gpu.pool
+
+
+def open_copier(pool: KVPool, slab: HostSlab, clock: Clock, runner: Runner) -> DeviceCopier:
+    """The copier between `pool` and `slab`; `runner` is told of layers that arrive."""
+    if pool.device.type == "cpu":
+        return CpuCopier(pool, slab, clock)
+    from headwater.device.gpu.copier import CudaCopier
+    from headwater.device.gpu.runner import CudaRunner
+
+    arrivals = runner.arrivals if isinstance(runner, CudaRunner) else None
+    return CudaCopier(pool, slab, clock, arrivals)
