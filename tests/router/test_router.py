@@ -115,25 +115,64 @@ def test_a_dead_instance_is_not_noticed_by_clients():
     run(scenario)
 
 
-def test_a_stream_that_breaks_is_ended_with_a_typed_error():
-    """Tokens were streamed, so it is not tried again; the client is told in the stream."""
+def said(found):
+    """The text of an answer, who speaks, and how it ended."""
+    choices = [event["choices"][0] for event in found]
+    parts = [choice.get("delta") or {"content": choice["text"]} for choice in choices]
+    roles = [part["role"] for part in parts if "role" in part]
+    ends = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+    return "".join(part.get("content", "") for part in parts), roles, ends
+
+
+async def broken_stream(rig, path, body, *, with_error):
+    """A stream whose instance dies in the middle, while there is another; its text."""
+    one = rig.add()
+    await rig.ready(one)
+    async with rig.client.stream("POST", path, json=body) as answer:
+        lines = answer.aiter_text()
+        text = await anext(lines)
+        one.engine.hold()
+        rig.add()
+        await rig.until(lambda known: len(known) == 2)
+        if with_error:
+            one.engine.die("out of memory")
+        else:
+            await one.die()
+        return text + "".join([piece async for piece in lines])
+
+
+@pytest.mark.parametrize("with_error", [True, False])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_stream_that_breaks_goes_on_elsewhere(path, with_error):
+    """Token by token, as if nothing had happened; marks between us never reach a client."""
 
     async def scenario(rig):
-        one = rig.add()
-        await rig.ready(one)
-        body = {"prompt": "hello", "max_tokens": 400, "stream": True, "ignore_eos": True}
-        async with rig.client.stream("POST", "/v1/completions", json=body) as answer:
-            lines = answer.aiter_text()
-            text = await anext(lines)
-            rig.add()
-            await rig.until(lambda known: len(known) == 2)
-            one.engine.hold()
-            await one.die()
-            text += "".join([piece async for piece in lines])
+        body = {"max_tokens": 300, "stream": True, "seed": 5}
+        body |= {"prompt": "hello", "messages": [{"role": "user", "content": "hello"}]}
 
-        found = events(text)
-        assert found[0]["choices"][0]["finish_reason"] is None
-        assert found[-1]["error"]["code"] in ("instance_lost", "engine_dead")
+        text = await broken_stream(rig, path, body, with_error=with_error)
+        whole = await rig.client.post(path, json=body)
+
+        assert ": headwater" not in text
+        assert said(events(text)) == said(events(whole.text))
+        assert len({e["id"] for e in events(text)}) == 1
+
+    run(scenario)
+
+
+def test_a_stream_that_cannot_go_on_ends_with_a_typed_error():
+    """Lesson 53: tokens were streamed and their rest depends on more than them, so it is not
+    tried again; the client is told in the stream, once."""
+
+    async def scenario(rig):
+        body = {"prompt": "hello", "max_tokens": 300, "stream": True, "logprobs": 1}
+
+        text = await broken_stream(rig, "/v1/completions", body, with_error=False)
+
+        *before, last = events(text)
+        assert last["error"]["code"] == "instance_lost"
+        assert before[0]["choices"]
+        assert all(event["choices"][0]["finish_reason"] is None for event in before)
 
     run(scenario)
 

@@ -9,6 +9,7 @@ from starlette.types import Receive, Scope, Send
 
 from headwater.server.answers import CompletionAnswer, CompletionChoice, UsageAnswer
 from headwater.server.body import read_body, request_name, traceparent
+from headwater.server.continuation import FAILED, comment_of, continued, mark_line
 from headwater.server.errors import Refused
 from headwater.server.generation import Delta, Generation, Job
 from headwater.server.handoff import check_role, handed_off
@@ -37,6 +38,7 @@ async def completions(request: Request) -> Reply:
     service.check_model(body.model)
     check_role(service)
     job = handed_off(request, service, await _job(service, body, name))
+    job = continued(request, body, job, service.engine.info)
     job = replace(job, traceparent=traceparent(request))
     answer = _Completion(service, body, name, job)
     if body.stream:
@@ -117,13 +119,19 @@ class _Completion:
 
     async def stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate, and send each delta as it comes."""
-        events = EventStream(send, [(b"x-request-id", self._name.encode())])
+        job = self._job
+        events = EventStream(
+            send,
+            [(b"x-request-id", self._name.encode())],
+            on_failure=mark_line(FAILED) if job.is_marked else b"",
+        )
         options = self._body.stream_options
         has_running_usage = bool(options and options.continuous_usage_stats)
 
         async def land(delta: Delta) -> None:
             usage = self._generation.usage() if has_running_usage else None
-            await events.write(self._answer([self._chunk(delta)], usage))
+            answer = self._answer([self._chunk(delta)], usage)
+            await events.write(answer, comment=comment_of(delta, job))
 
         async def work() -> None:
             await self._generation.run(land)

@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 
+import numpy as np
+
 from headwater.cache import Hint
 from headwater.engine.text import TextStream
 from headwater.engine.tokenizer import Tokenizer
@@ -34,6 +36,15 @@ class Prompt:
 
     tokens: Tokens
     params: SamplingParams
+    said: Sequence[int] = ()
+    """Tokens of the answer that exist already: it goes on after them."""
+
+    @property
+    def whole(self) -> Tokens:
+        """All tokens that exist."""
+        if not self.said:
+            return self.tokens
+        return np.concatenate((self.tokens, np.array(self.said, dtype=np.int32)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +73,9 @@ class Job:
 
     computes_here: bool = True
     """Whether they are computed here when that instance refuses."""
+
+    is_marked: bool = False
+    """Whether a stream says beside each event which tokens it stands for."""
 
     @property
     def num_sequences(self) -> int:
@@ -102,11 +116,20 @@ class Choice:
             skip_special_tokens=job.skip_special_tokens,
             min_tokens=prompt.params.min_tokens,
         )
-        self._is_first = True
+        self._is_first = not prompt.said
+        if prompt.said:
+            self._take_up(prompt)
 
     @property
     def num_tokens(self) -> int:
         return self._stream.num_tokens
+
+    def _take_up(self, prompt: Prompt) -> None:
+        """Have said what exists already. Stop strings count from `min_tokens` on, so what is
+        before and after that is landed apart."""
+        early = max(prompt.params.min_tokens - 1, 0)
+        for part in (prompt.said[:early], prompt.said[early:]):
+            self._stream.land(_said(part))
 
     def land(self, output: SequenceOutput) -> Delta:
         """The delta of one output; its `finish_reason` is set once the choice has ended."""
@@ -184,10 +207,18 @@ class Generation:
         job = self._job
         prompt = job.prompts[choice.index // job.num_choices]
         seed = seed_of_choice(prompt.params.seed, choice.index % job.num_choices)
+        sampling, num_said = prompt.params, len(prompt.said)
+        if job.num_choices > 1 or num_said:
+            sampling = replace(
+                sampling,
+                seed=seed,
+                max_tokens=sampling.max_tokens - num_said,
+                min_tokens=max(sampling.min_tokens - num_said, 0),
+            )
         return Request(
             request_id=ids[choice.index],
-            tokens=prompt.tokens,
-            params=prompt.params if job.num_choices == 1 else replace(prompt.params, seed=seed),
+            tokens=prompt.whole,
+            params=sampling,
             arrival_s=self._service.clock.now(),
             priority=job.priority,
             cache_salt=job.cache_salt,
@@ -237,6 +268,18 @@ class Generation:
             * (info.block_bytes // info.block_tokens),
             load=LoadDetails(**asdict(loads[0])) if loads else None,
         )
+
+
+def _said(tokens: Sequence[int]) -> SequenceOutput:
+    """Tokens as if they had just been generated."""
+    return SequenceOutput(
+        request_id=RequestId(""),
+        tokens=list(tokens),
+        logprobs=[],
+        finish_reason=None,
+        stop_token=None,
+        usage=None,
+    )
 
 
 def _first(group: BaseExceptionGroup) -> BaseException:

@@ -88,6 +88,7 @@ class Sampling(Struct, kw_only=True):
     priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] | None = None
     request_id: Name | None = None
     return_token_ids: bool | None = None
+    continue_token_ids: list[TokenId] | None = None
     cache_details: bool | None = None
     load_policy: LoadPolicy | None = None
     load_timeout_s: Annotated[float, Meta(ge=0, le=MAX_LOAD_TIMEOUT_S)] | None = None

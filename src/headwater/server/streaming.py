@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.types import Receive, Send
 
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, RequestError
 from headwater.server.errors import error_answer, error_response
 
 T = TypeVar("T")
@@ -51,16 +51,21 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 class EventStream:
     """One streamed answer."""
 
-    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+    def __init__(
+        self, send: Send, headers: list[tuple[bytes, bytes]], *, on_failure: bytes = b""
+    ) -> None:
+        """`on_failure` is a comment line before the event that says that this server failed."""
         self._send = send
         self._headers = _HEADERS + headers
+        self._on_failure = on_failure
         self._has_begun = False
         self._turn = asyncio.Lock()
         """Choices write side by side, and a full connection may hold up the first of them."""
 
-    async def write(self, *events: msgspec.Struct) -> None:
-        """Send events in one piece."""
-        await self._write(b"".join(b"data: " + encode(event) + b"\n\n" for event in events))
+    async def write(self, *events: msgspec.Struct, comment: bytes = b"") -> None:
+        """Send events in one piece; `comment`, a line, belongs to the last of them."""
+        *before, last = [b"data: " + encode(event) + b"\n\n" for event in events]
+        await self._write(b"".join(before) + comment + last)
 
     async def end(self) -> None:
         """Send the last event there is."""
@@ -69,8 +74,9 @@ class EventStream:
     async def fail(self, error: HeadwaterError, receive: Receive) -> None:
         """Tell the client, in whichever way is still possible."""
         if self._has_begun:
+            comment = b"" if isinstance(error, RequestError) else self._on_failure
             event = b"data: " + encode(error_answer(error)) + b"\n\n"
-            await self._write(event + _DONE, more=False)
+            await self._write(comment + event + _DONE, more=False)
         else:
             response = error_response(error)
             response.raw_headers.extend(self._headers[len(_HEADERS) :])

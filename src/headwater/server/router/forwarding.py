@@ -1,8 +1,11 @@
 """One client request: read, routed, tried until it is answered or nobody is left to try.
 
-A request is tried again only while its client has nothing of an answer. Retries come out of a
-budget, so that an outage is not answered with more load.
+A request is tried again while its client has nothing of an answer, or where the answer can go
+on elsewhere token by token. Retries come out of a budget, so that an outage is not answered with
+more load.
 """
+
+import secrets
 
 import aiohttp
 from starlette.requests import Request
@@ -12,12 +15,14 @@ from headwater.clock import Clock
 from headwater.errors import HeadwaterError, QueueFull
 from headwater.metrics import names
 from headwater.server.body import read_raw
+from headwater.server.continuation import HEADER as CONTINUABLE_HEADER
 from headwater.server.errors import Refused, error_response
 from headwater.server.reply import Reply
 from headwater.server.router.choice import Chooser, Route
 from headwater.server.router.config import RouterConfig
 from headwater.server.router.instance import Instance
 from headwater.server.router.messages import FALLBACK_HEADER, PREFILL_HEADER, TOKEN_HEADER
+from headwater.server.router.progress import Progress
 from headwater.server.router.prompts import UNKNOWN, PromptPath, Prompts
 from headwater.server.router.recorder import RouterRecorder
 from headwater.server.router.registry import SERVING, Registry
@@ -79,26 +84,28 @@ class Forwarder:
         path = await self._read(request, body)
         tried: set[Instance] = set()
         failure: Failure | None = None
+        # Every attempt of a request has one name, so that the parts of its answer have too.
+        progress, name = Progress(), secrets.token_hex(12)
         for number in range(self._config.max_attempts):
             route = self._chooser.choose(path, tried)
             if route is None or (number and not self._budget.withdraw()):
                 break
-            failure = await self._attempt(route, request, body, send)
+            sent = self._sent(route, request, progress.body(body), name)
+            attempt = Attempt(self._session, self._clock, route, send, progress)
+            failure = await attempt.run(sent)
             if failure is None:
                 self._succeeded(path, route)
                 return
             self._recorder.count(names.ROUTER_FAILURES, route.server.name, failure.reason)
-            if failure.has_begun:
-                break
             tried.add(_culprit(route, failure))
-        await self._give_up(failure, send)
+            if progress.has_begun and (progress.is_whole or not progress.can_continue):
+                break
+        await self._give_up(failure, progress, send)
 
-    async def _attempt(
-        self, route: Route, request: Request, body: bytes, send: Send
-    ) -> Failure | None:
-        headers = {
-            name: request.headers[name] for name in _PASSED_ON if name in request.headers
-        }
+    def _sent(self, route: Route, request: Request, body: bytes, name: str) -> Sent:
+        """The request as `route` gets it; our own headers are never a client's."""
+        passed = {key: request.headers[key] for key in _PASSED_ON if key in request.headers}
+        headers = {"x-request-id": name, **passed, CONTINUABLE_HEADER: "1"}
         if route.prefill is not None:
             headers[PREFILL_HEADER] = route.prefill.told.peer_address
             if route.is_last_prefill:
@@ -106,10 +113,9 @@ class Forwarder:
             if self._config.peer_token is not None:
                 headers[TOKEN_HEADER] = self._config.peer_token
         query = f"?{request.url.query}" if request.url.query else ""
-        sent = Sent(
+        return Sent(
             method=request.method, path=request.url.path + query, headers=headers, body=body
         )
-        return await Attempt(self._session, self._clock, route, send).run(sent)
 
     async def _read(self, request: Request, body: bytes) -> PromptPath:
         """The prompt, where there is one and it can matter."""
@@ -126,14 +132,14 @@ class Forwarder:
         record(names.ROUTER_PROMPT_TOKENS, amount=path.num_tokens)
         record(names.ROUTER_CACHED_TOKENS, amount=route.cached_tokens)
 
-    async def _give_up(self, failure: Failure | None, send: Send) -> None:
+    async def _give_up(self, failure: Failure | None, progress: Progress, send: Send) -> None:
         self._recorder.count(names.ROUTER_REQUESTS, "failed")
         if failure is None:
             raise Refused(
                 "no instance is ready to take requests", status=503, code="no_instance"
             )
-        if failure.has_begun:
-            await end_stream(send, "the instance that generated this was lost", "instance_lost")
+        if progress.has_begun:
+            await end_stream(send, progress)
         elif failure.body:
             start = {"status": failure.status, "headers": list(failure.headers)}
             await send({"type": "http.response.start", **start})

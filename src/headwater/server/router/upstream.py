@@ -1,7 +1,8 @@
 """One attempt at one instance: send the request on, pass the answer back as it comes.
 
 Nothing reaches the client before there is something whole to send, so an attempt that fails
-before its first event can be made again elsewhere, and nobody notices.
+before its first event can be made again elsewhere, and nobody notices; one that fails later can
+go on elsewhere, where `Progress` says so.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from headwater.server.errors import ErrorAnswer, ErrorObject
 from headwater.server.router.choice import Route
 from headwater.server.router.events import EventSplitter
 from headwater.server.router.instance import Instance
+from headwater.server.router.progress import InstanceFailed, Progress
 
 _DONE = b"data: [DONE]\n\n"
 _PASSED_BACK = (
@@ -34,7 +36,7 @@ _MAX_ANSWER_BYTES = 1 << 28
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """An attempt that gave the client nothing, or not all."""
+    """An attempt that did not give the client all of an answer."""
 
     reason: str
     """One word, for counting."""
@@ -44,8 +46,6 @@ class Failure:
     """What the instance answered, where it answered."""
 
     headers: tuple[tuple[bytes, bytes], ...] = ()
-    has_begun: bool = False
-    """Part of the answer is with the client: it cannot be made again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +62,19 @@ class Attempt:
     """Owns the connection to one instance for one request."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, clock: Clock, route: Route, send: Send
+        self,
+        session: aiohttp.ClientSession,
+        clock: Clock,
+        route: Route,
+        send: Send,
+        progress: Progress,
     ) -> None:
+        """`progress` is how far the answer got in attempts before this one."""
         self._session = session
         self._clock = clock
         self._route = route
         self._send = send
-        self._has_begun = False
+        self._progress = progress
         self._seat = _Seat(route)
 
     async def run(self, sent: Sent) -> Failure | None:
@@ -88,16 +94,16 @@ class Attempt:
                     ) as answer,
                 ):
                     return await self._pass_back(answer)
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as exc:
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, InstanceFailed) as exc:
             server.has_failed = True
-            return Failure(reason=_reason(exc), has_begun=self._has_begun)
+            return Failure(reason=_reason(exc))
 
     async def _pass_back(self, answer: aiohttp.ClientResponse) -> Failure | None:
         if answer.content_type == "text/event-stream" and answer.status == 200:
             return await self._stream(answer)
         body = await _read(answer)
         headers = _headers(answer, self._route.server)
-        if answer.status in _TRY_ELSEWHERE:
+        if answer.status in _TRY_ELSEWHERE or self._progress.has_begun:
             reason = _error_code(body) or str(answer.status)
             self._route.server.has_failed |= reason in _CANNOT_SERVE
             return Failure(reason=reason, status=answer.status, body=body, headers=headers)
@@ -107,35 +113,41 @@ class Attempt:
 
     async def _stream(self, answer: aiohttp.ClientResponse) -> Failure | None:
         """Events as they come, whole ones only; a stream that just stops is a failure."""
-        splitter, last = EventSplitter(), b""
+        splitter, is_last = EventSplitter(), False
         async for piece in answer.content.iter_any():
-            events = splitter.feed(piece)
+            whole = splitter.feed(piece)
+            events = self._progress.strip(whole) if whole else b""
             if not events:
                 continue
-            if not self._has_begun:
-                self._seat.computed()
+            self._seat.computed()
+            if not self._progress.has_begun:
                 await self._begin(200, _headers(answer, self._route.server))
-            last = events
             is_last = events.endswith(_DONE)
             await self._send(
                 {"type": "http.response.body", "body": events, "more_body": not is_last}
             )
-        if last.endswith(_DONE):
+        if is_last:
             return None
         self._route.server.has_failed = True
-        return Failure(reason="broken_stream", has_begun=self._has_begun)
+        return Failure(reason="broken_stream")
 
     async def _begin(self, status: int, headers: tuple[tuple[bytes, bytes], ...]) -> None:
-        self._has_begun = True
+        self._progress.has_begun = True
         await self._send(
             {"type": "http.response.start", "status": status, "headers": list(headers)}
         )
 
 
-async def end_stream(send: Send, message: str, code: str) -> None:
-    """Tell a client whose stream broke, in the stream."""
-    error = ErrorObject(message=message, type="server_error", code=code)
+async def end_stream(send: Send, progress: Progress) -> None:
+    """End a stream that broke: its client is told, unless only the end was missing."""
+    error = ErrorObject(
+        message="the instance that generated this was lost",
+        type="server_error",
+        code="instance_lost",
+    )
     event = b"data: " + msgspec.json.encode(ErrorAnswer(error=error)) + b"\n\n"
+    if progress.is_whole:
+        event = b""
     await send({"type": "http.response.body", "body": event + _DONE, "more_body": False})
 
 
@@ -212,4 +224,6 @@ def _error_code(body: bytes) -> str | None:
 def _reason(exc: Exception) -> str:
     if isinstance(exc, aiohttp.ClientConnectorError):
         return "unreachable"
+    if isinstance(exc, InstanceFailed):
+        return "failed"
     return "lost" if isinstance(exc, TimeoutError) else "broken"
