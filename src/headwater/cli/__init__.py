@@ -16,7 +16,18 @@ from headwater.errors import HeadwaterError
 
 __all__ = ["main"]
 
-_COMMANDS = ("serve", "route", "up", "demo", "bench", "replay", "storage", "top", "version")
+_COMMANDS = (
+    "serve",
+    "route",
+    "up",
+    "demo",
+    "bench",
+    "replay",
+    "plan",
+    "storage",
+    "top",
+    "version",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,6 +63,10 @@ def _run(options: Namespace, given: frozenset[str]) -> int:
         from headwater.cli.replay import run_replay
 
         return run_replay(options)
+    if options.command == "plan":
+        from headwater.cli.plan import run_plan
+
+        return run_plan(options)
     if options.command == "route":
         from headwater.cli.route import run_route
 

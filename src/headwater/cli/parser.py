@@ -1,35 +1,17 @@
-"""Every flag, in groups, with help that says what it does and what it is when left out."""
+"""The whole command line: every command, and what was probably meant by a wrong one."""
 
 import difflib
-import math
-from argparse import (
-    ArgumentParser,
-    ArgumentTypeError,
-    BooleanOptionalAction,
-    RawDescriptionHelpFormatter,
-)
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
 
+from headwater.cli.flags import add_serve
+from headwater.cli.plan import add_plan
 from headwater.cli.replay import add_replay
 from headwater.cli.route import add_route
 from headwater.cli.storage import add_storage
 from headwater.cli.top import add_top
 from headwater.cli.up import add_up
-from headwater.config import (
-    EVICTIONS,
-    LINKS,
-    LOAD_POLICIES,
-    LOG_FORMATS,
-    ROLES,
-    VERSION,
-    WRITE_POLICIES,
-    EngineConfig,
-    LimitsConfig,
-    PeersConfig,
-    ServerConfig,
-)
+from headwater.config import VERSION
 
 _ABOUT = """\
 Headwater serves large language models whose prompts repeat: a prefix is computed once,
@@ -41,25 +23,12 @@ commands:
   up              a whole local cluster: a router and instances of each role
   demo            a short conversation on the built-in model, with what the cache saved
   bench NAME      the benchmarks of the documentation
-  replay TRACE    what a cache would have found in a recorded trace
+  replay TRACE    a recorded trace, served by the real engine on a virtual clock
+  plan TRACE      how much memory of which kind a recorded trace is worth
   storage ACTION  look into a storage directory: ls, stats, verify, prune
   top [URL]       what a server is doing, live in this terminal
   version         the version of this program
 """
-
-_SERVE = """\
-Serve a Hugging Face model directory (config, safetensors, tokenizer) at /v1/completions and
-/v1/chat/completions. Without MODEL, the built-in tiny model: random weights, made at first
-use, so that everything can be tried offline.
-
-  headwater serve
-  headwater serve ./Llama-3.2-1B --port 8080 --max-model-len 8192
-"""
-
-_ENGINE = EngineConfig()
-_SERVER = ServerConfig()
-_LIMITS = LimitsConfig()
-_PEERS = PeersConfig()
 
 
 def build_parser() -> ArgumentParser:
@@ -73,29 +42,10 @@ def build_parser() -> ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
     parser.set_defaults(command=None, flags=["--help", "--version"])
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    serve = commands.add_parser(
-        "serve",
-        usage="headwater serve [MODEL] [flags]",
-        description=_SERVE,
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    serve.add_argument("model", nargs="?", metavar="MODEL", help="model directory")
-    for add in (
-        _add_http,
-        _add_model,
-        _add_memory,
-        _add_tiers,
-        _add_scheduling,
-        _add_cluster,
-        _add_later,
-        _add_limits,
-    ):
-        add(serve)
-    flags = [flag for action in serve._actions for flag in action.option_strings]
-    serve.set_defaults(flags=flags)
+    add_serve(commands)
     commands.add_parser("demo", allow_abbrev=False, help="show what the cache saves")
     commands.add_parser("bench", allow_abbrev=False, help="run a benchmark")
+    add_plan(commands)
     add_replay(commands)
     add_route(commands)
     add_storage(commands)
@@ -113,289 +63,3 @@ def suggest(given: str, known: Iterable[str]) -> str:
         return f"; did you mean {close[0]!r}?"
     listed = ", ".join(name for name in known if not name.startswith("-"))
     return f"; known: {listed}" if listed else "; see --help"
-
-
-def _add_http(parser: ArgumentParser) -> None:
-    group = parser.add_argument_group("http")
-    group.add_argument("--host", default=_SERVER.host, help=_help("address to bind"))
-    group.add_argument(
-        "--port", type=int, default=_SERVER.port, help=_help("port to bind; 0 is any free one")
-    )
-    group.add_argument(
-        "--served-model-name", metavar="NAME", help="name clients use for the model"
-    )
-    group.add_argument(
-        "--api-key",
-        metavar="KEY",
-        help="key that every request but GET /health must carry (or HEADWATER_API_KEY)",
-    )
-    group.add_argument(
-        "--drain-timeout",
-        type=_number,
-        metavar="S",
-        default=_SERVER.drain_timeout_s,
-        help=_help("seconds that running requests get to finish when the server is stopped"),
-    )
-    group.add_argument(
-        "--record",
-        type=Path,
-        metavar="FILE",
-        help="record arrivals, lengths and salted block keys, no text, for headwater replay",
-    )
-    group.add_argument(
-        "--exit-with-engine",
-        action="store_true",
-        help="exit 1 when the engine dies, instead of answering 503",
-    )
-    group.add_argument(
-        "--vllm-metric-names",
-        action="store_true",
-        help="also expose what routers scrape under the vllm: prefix",
-    )
-    group.add_argument(
-        "--log-format",
-        choices=LOG_FORMATS,
-        default=_SERVER.log_format,
-        help=_help("log lines; json has one for each request, with its ledger"),
-    )
-
-
-def _add_model(parser: ArgumentParser) -> None:
-    group = parser.add_argument_group("model")
-    group.add_argument("--dtype", default=_ENGINE.dtype, help=_help("type of weights and KV"))
-    group.add_argument("--device", default=_ENGINE.device, help=_help("where the model runs"))
-    group.add_argument(
-        "--threads", type=int, metavar="N", help="CPU threads of the model (default: cores - 1)"
-    )
-    group.add_argument(
-        "--max-model-len",
-        type=int,
-        metavar="TOKENS",
-        help="most tokens of prompt and output together (default: the model's)",
-    )
-
-
-def _add_memory(parser: ArgumentParser) -> None:
-    group = parser.add_argument_group("memory and cache")
-    group.add_argument(
-        "--block-size",
-        type=int,
-        metavar="TOKENS",
-        default=_ENGINE.block_tokens,
-        help=_help("tokens in a block, the unit of reuse"),
-    )
-    group.add_argument(
-        "--gpu-memory-utilization",
-        type=_number,
-        metavar="SHARE",
-        default=_ENGINE.memory_utilization,
-        help=_help("share of the device's free memory for KV blocks"),
-    )
-    group.add_argument(
-        "--num-gpu-blocks-override", type=int, metavar="N", help="exact number of device blocks"
-    )
-    group.add_argument(
-        "--enable-prefix-caching",
-        action=BooleanOptionalAction,
-        default=_ENGINE.prefix_caching,
-        help="reuse blocks that earlier requests computed (default: on)",
-    )
-    group.add_argument(
-        "--enable-output-caching",
-        action=BooleanOptionalAction,
-        default=_ENGINE.output_caching,
-        help="keep generated tokens for the next turn (default: on)",
-    )
-    group.add_argument(
-        "--eviction",
-        choices=EVICTIONS,
-        default=_ENGINE.eviction,
-        help=_help("which blocks go first when room is needed; see docs/eviction.md"),
-    )
-    group.add_argument(
-        "--eviction-weights",
-        metavar="none|shipped|FILE",
-        default=_ENGINE.eviction_weights,
-        help=_help("what --eviction session begins with"),
-    )
-    group.add_argument(
-        "--hint-budget",
-        type=_number,
-        metavar="SHARE",
-        default=_ENGINE.hint_budget,
-        help=_help("share of the device's blocks that hints of one tenant may keep"),
-    )
-
-
-def _add_tiers(parser: ArgumentParser) -> None:
-    group = parser.add_argument_group("host and storage tiers")
-    group.add_argument(
-        "--swap-space",
-        "--kv-offloading-size",
-        type=_number,
-        metavar="GIB",
-        default=_ENGINE.swap_space_gib,
-        help=_help("main memory of the host tier; 0 is none"),
-    )
-    group.add_argument(
-        "--write-policy",
-        choices=WRITE_POLICIES,
-        default=_ENGINE.write_policy,
-        help=_help("when a computed block is written to the host tier"),
-    )
-    group.add_argument(
-        "--save-preempted",
-        action=BooleanOptionalAction,
-        default=_ENGINE.save_preempted,
-        help="write the blocks of preempted sequences to the host tier (default: on)",
-    )
-    group.add_argument(
-        "--prefetch-sessions",
-        action=BooleanOptionalAction,
-        default=_ENGINE.prefetch_sessions,
-        help="bring up sessions that said when they return, shortly before (default: on)",
-    )
-    group.add_argument(
-        "--load-policy",
-        choices=LOAD_POLICIES,
-        default=_ENGINE.load_policy,
-        help=_help("load blocks from lower tiers, or compute them again"),
-    )
-    group.add_argument(
-        "--load-timeout",
-        type=_number,
-        metavar="S",
-        default=_ENGINE.load_timeout_s,
-        help=_help("longest wait of a request for lower tiers"),
-    )
-    group.add_argument(
-        "--kvcache-storage-backend",
-        metavar="NAME",
-        help="storage below the host tier: file, redis, mooncake, memory or module:Class",
-    )
-    group.add_argument(
-        "--kvcache-storage-config", metavar="JSON", help="settings of the storage backend"
-    )
-
-
-def _add_scheduling(parser: ArgumentParser) -> None:
-    group = parser.add_argument_group("scheduling")
-    group.add_argument(
-        "--max-num-seqs",
-        type=int,
-        metavar="N",
-        default=_ENGINE.max_num_seqs,
-        help=_help("most sequences computed in one step"),
-    )
-    group.add_argument(
-        "--max-num-batched-tokens",
-        type=int,
-        metavar="N",
-        default=_ENGINE.max_batched_tokens,
-        help=_help("most tokens computed in one step"),
-    )
-    group.add_argument(
-        "--scheduling-policy",
-        choices=("fcfs", "priority"),
-        default=_ENGINE.scheduling_policy,
-        help=_help("order of the waiting line"),
-    )
-
-
-def _add_cluster(parser: ArgumentParser) -> None:
-    group = parser.add_argument_group("among other instances")
-    group.add_argument(
-        "--splitwise-role",
-        choices=ROLES,
-        help="computes prompts for others, decodes what others computed, or both (mixed)",
-    )
-    group.add_argument(
-        "--cache-transfer-protocol",
-        choices=LINKS,
-        default=_PEERS.link,
-        help=_help("how blocks come to this instance"),
-    )
-    group.add_argument(
-        "--peer-host",
-        metavar="ADDRESS",
-        default=_PEERS.host,
-        help=_help("where peers reach this instance"),
-    )
-    group.add_argument(
-        "--peer-port",
-        type=int,
-        metavar="PORT",
-        default=_PEERS.port,
-        help=_help("port for them; 0 is any free one"),
-    )
-    group.add_argument(
-        "--peer-lease",
-        type=_number,
-        metavar="SECONDS",
-        default=_PEERS.lease_s,
-        help=_help("how long room for a peer's blocks is kept without a heartbeat"),
-    )
-    group.add_argument(
-        "--max-inflight-prefill",
-        type=int,
-        metavar="N",
-        default=_PEERS.max_inflight,
-        help=_help("most prompts computed for others at once; more are refused"),
-    )
-    group.add_argument(
-        "--peer-token-file",
-        metavar="FILE",
-        help="file with the secret that all instances share (or HEADWATER_PEER_TOKEN)",
-    )
-    group.add_argument(
-        "--router", metavar="URL", help="register at this router, and follow its rules"
-    )
-    group.add_argument(
-        "--peer-token",
-        metavar="TOKEN",
-        help="what router and instances show each other (or HEADWATER_PEER_TOKEN)",
-    )
-    group.add_argument(
-        "--kv-events-config",
-        metavar="JSON",
-        help="tell others over ZMQ what is cached; {} is with the defaults of docs/routing.md",
-    )
-
-
-def _add_later(parser: ArgumentParser) -> None:
-    """Flags of other releases: known, so that they can be refused or explained."""
-    group = parser.add_argument_group(
-        "not in this release (refused where they ask for something)"
-    )
-    hidden: dict[str, Any] = {"default": None}
-    group.add_argument("--tensor-parallel-size", type=int, metavar="N", **hidden)
-
-
-def _add_limits(parser: ArgumentParser) -> None:
-    group = parser.add_argument_group("limits on one client")
-    group.add_argument(
-        "--max-body-mib",
-        type=_number,
-        metavar="MIB",
-        default=_LIMITS.max_body_bytes / (1 << 20),
-        help=_help("longest request body"),
-    )
-    group.add_argument(
-        "--max-queued-requests",
-        type=int,
-        metavar="N",
-        default=_LIMITS.max_queued,
-        help=_help("sequences that may wait; more get a 429"),
-    )
-
-
-def _number(text: str) -> float:
-    """A number to reckon with: neither `nan` nor `inf`, which Python reads as one."""
-    value = float(text)
-    if not math.isfinite(value):
-        raise ArgumentTypeError(f"{text!r} is not a number")
-    return value
-
-
-def _help(text: str) -> str:
-    return f"{text} (default: %(default)s)"

@@ -17,8 +17,8 @@ from headwater.config import EVICTIONS, LOAD_POLICIES, WRITE_POLICIES
 from headwater.errors import ConfigError
 
 if TYPE_CHECKING:
+    from headwater.replay.load import Load
     from headwater.replay.settings import SimConfig
-    from headwater.replay.trace import TraceRequest
 
 _ABOUT = """\
 Play the requests of a trace to the real scheduler, cache and transfer decisions on a virtual
@@ -137,20 +137,17 @@ def add_policies(group: _ArgumentGroup) -> None:
     )
 
 
-def load_requests(options: Namespace) -> "list[TraceRequest]":
+def load_of(options: Namespace) -> "Load":
     """The requests that the flags of `add_load` ask for."""
-    from headwater.replay.load import at_speed, scaled
-    from headwater.replay.recordings import is_recording, read_recording
-    from headwater.replay.trace import read_trace
+    from headwater.replay.load import Load
 
-    if options.limit is not None and options.limit < 1:
-        raise ConfigError(f"--limit is a number of requests, got {options.limit}")
-    read = read_recording if is_recording(options.trace) else read_trace
-    requests = read(options.trace, options.limit)
-    if not requests:
-        raise ConfigError(f"the trace {options.trace} has no requests")
-    requests.sort(key=lambda request: request.arrival_s)
-    return at_speed(scaled(requests, options.scale, seed=options.seed), options.speed)
+    return Load(
+        trace=options.trace,
+        limit=options.limit,
+        speed=options.speed,
+        scale=options.scale,
+        seed=options.seed,
+    )
 
 
 def sim_config(options: Namespace, **changes: Any) -> "SimConfig":  # noqa: ANN401 -- typed by SimConfig
@@ -206,7 +203,7 @@ def _run_engine(options: Namespace) -> int:
         eviction=options.eviction,
         fast_forward=not options.step_by_step,
     )
-    requests = load_requests(options)
+    requests = load_of(options).requests()
     simulator = Simulator(config, requests)
     settle_collector()
     start = time.perf_counter()
@@ -231,7 +228,7 @@ def _run_cache_only(options: Namespace) -> int:
     weights = load_weights(options.weights)
     if options.save_weights is not None and options.eviction != "session":
         raise ConfigError("--save-weights needs --eviction session: no other policy learns any")
-    requests = load_requests(options)
+    requests = load_of(options).requests()
     if requests[0].block_tokens != TRACE_BLOCK:
         raise ConfigError("--cache-only is for traces in the Mooncake format, not recordings")
     start = time.perf_counter()

@@ -1,16 +1,42 @@
 """More or less load made from a trace: in less time, with fewer sessions, or with more."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
 from headwater.errors import ConfigError
-from headwater.replay.trace import MAX_TOKEN, TraceRequest
+from headwater.replay.recordings import is_recording, read_recording
+from headwater.replay.trace import MAX_TOKEN, TraceRequest, read_trace
 from headwater.replay.variants import trunks
 
 _STAGGER_S = 60.0
 """Copies of a session begin at other moments, within this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Which requests are played, and how fast: enough to make them again in any process."""
+
+    trace: Path
+    limit: int | None = None
+    speed: float = 1.0
+    scale: float = 1.0
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise ConfigError(f"--limit is a number of requests, got {self.limit}")
+
+    def requests(self) -> list[TraceRequest]:
+        """The requests, in order of time; ConfigError where there are none."""
+        read = read_recording if is_recording(self.trace) else read_trace
+        requests = read(self.trace, self.limit)
+        if not requests:
+            raise ConfigError(f"the trace {self.trace} has no requests")
+        requests.sort(key=lambda request: request.arrival_s)
+        return at_speed(scaled(requests, self.scale, seed=self.seed), self.speed)
 
 
 def at_speed(requests: Sequence[TraceRequest], factor: float) -> list[TraceRequest]:

@@ -1,0 +1,151 @@
+"""`headwater plan`: how much memory of which kind a recorded trace is worth."""
+
+import json
+import os
+import sys
+import time
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter, _SubParsersAction
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from headwater.cli.replay import add_load, add_machine, add_policies, load_of, sim_config
+from headwater.config import EVICTIONS
+from headwater.errors import ConfigError
+
+_ABOUT = """\
+Replay a trace on every combination of tier sizes, policies and instance counts, on all cores, and
+compare: what one more TiB of each tier buys in hits, time to the first token and throughput,
+which deployments nothing cheaper beats, and the cheapest that keeps a promise.
+
+  headwater plan trace.jsonl --slo ttft_p99=2s --device-gib 60,120 --host-gib 0,256,1024
+  headwater plan trace.jsonl --instances 4,6,8 --storage-gib 0,8192 --host-gib 0,512 \\
+      --price instance=2500,host=2.5,storage=0.08 --picture out/
+
+Lists are tried in all combinations; storage without a host tier is left out. Try a part of a
+long trace first: --limit 2000, or --scale 0.25 on a quarter of the instances.
+docs/sizing.md explains the answer, and says what it does not know.
+"""
+
+T = TypeVar("T")
+
+
+def add_plan(commands: "_SubParsersAction[ArgumentParser]") -> None:
+    """Add the command to the parser of `headwater`."""
+    parser = commands.add_parser(
+        "plan",
+        usage="headwater plan TRACE [flags]",
+        description=_ABOUT,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("trace", metavar="TRACE", type=Path, help="trace or recording")
+    _add_sweep(parser)
+    add_load(parser.add_argument_group("load"))
+    add_machine(parser.add_argument_group("machine"))
+    add_policies(parser.add_argument_group("policies"))
+    group = parser.add_argument_group("work and output")
+    group.add_argument(
+        "--jobs", type=int, metavar="N", help="processes (default: one for each core)"
+    )
+    group.add_argument("--json", action="store_true", help="print one JSON object")
+    group.add_argument(
+        "--picture",
+        type=Path,
+        metavar="DIR|FILE",
+        help="draw price against value: a .png or .svg file, or both in a folder",
+    )
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    parser.set_defaults(flags=flags)
+
+
+def run_plan(options: Namespace) -> int:
+    """Sweep and print; the exit code."""
+    from headwater.engine.progress import SilentProgress, show_progress
+    from headwater.replay.plan import Grid, make_plan
+    from headwater.replay.plan_view import draw_plan, plan_table
+    from headwater.replay.prices import parse_prices
+    from headwater.replay.slo import parse_slo
+
+    grid = Grid(
+        device_gib=_listed("--device-gib", options.device_gib, float) or [None],
+        host_gib=_listed("--host-gib", options.host_gib, float),
+        storage_gib=_listed("--storage-gib", options.storage_gib, float),
+        num_instances=_listed("--instances", options.instances, int),
+        eviction=_listed("--eviction", options.eviction, _eviction),
+    )
+    configs = grid.configs(sim_config(options, router=options.router))
+    bounds, prices = parse_slo(options.slo), parse_prices(options.price)
+    load = load_of(options)
+    load.requests()  # a trace that cannot be read is said once, and not by every process
+    num_jobs = options.jobs or len(os.sched_getaffinity(0))
+    start = time.perf_counter()
+    show = show_progress if sys.stderr.isatty() else lambda *_: SilentProgress()
+    with show("plan", len(configs)) as progress:
+        plan = make_plan(
+            configs, load, bounds, prices, num_jobs=num_jobs, advance=progress.advance
+        )
+    plan["wall_s"] = time.perf_counter() - start
+    sys.stdout.write(json.dumps(plan) + "\n" if options.json else plan_table(plan))
+    if options.picture is not None:
+        for path in draw_plan(plan, options.picture):
+            sys.stderr.write(f"wrote {path}\n")
+    return 0
+
+
+def _listed(flag: str, text: str | None, kind: Callable[[str], T]) -> list[T]:
+    """The values of a flag, each once, in the order given."""
+    if text is None:
+        return []
+    try:
+        values = [kind(part) for part in text.split(",")]
+    except ValueError as exc:
+        raise ConfigError(f"{flag} is a list such as 0,256,1024; got {text!r}") from exc
+    return list(dict.fromkeys(values))
+
+
+def _eviction(name: str) -> str:
+    if name not in EVICTIONS:
+        raise ConfigError(f"--eviction {name!r} is none of {', '.join(EVICTIONS)}")
+    return name
+
+
+def _add_sweep(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("what is tried (lists, in all combinations)")
+    group.add_argument(
+        "--device-gib", metavar="GIB,GIB", help="device memory for KV (the preset's)"
+    )
+    group.add_argument(
+        "--host-gib",
+        metavar="GIB,GIB",
+        default="0",
+        help="host tier of each instance (default: %(default)s)",
+    )
+    group.add_argument(
+        "--storage-gib",
+        metavar="GIB,GIB",
+        default="0",
+        help="storage that all instances share (default: %(default)s)",
+    )
+    group.add_argument(
+        "--instances", metavar="N,N", default="1", help="engines alike (default: %(default)s)"
+    )
+    group.add_argument(
+        "--eviction",
+        metavar="NAME,NAME",
+        default="lru",
+        help=f"of {', '.join(EVICTIONS)} (default: %(default)s)",
+    )
+    group.add_argument(
+        "--router",
+        choices=("least_loaded", "round_robin"),
+        default="least_loaded",
+        help="which instance gets a request (default: %(default)s)",
+    )
+    group.add_argument(
+        "--price",
+        action="append",
+        default=[],
+        metavar="NAME=X",
+        help="price of an instance, or of a GiB of device, host or storage; several with commas",
+    )

@@ -1,0 +1,195 @@
+"""How much memory of which kind: many replays of one trace, and what their differences say."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
+from multiprocessing import get_context
+from statistics import fmean
+from typing import Any, TypeAlias
+
+from headwater.errors import ConfigError
+from headwater.replay.load import Load
+from headwater.replay.prices import Prices
+from headwater.replay.report import describe, make_report
+from headwater.replay.settings import SimConfig
+from headwater.replay.simulator import Simulator
+from headwater.replay.slo import Bound
+
+Plan: TypeAlias = dict[str, Any]
+Point: TypeAlias = dict[str, Any]
+"""The settings of one deployment, and what came of it."""
+
+TIERS = ("device", "host", "storage")
+_TIB = 1024.0
+_MAX_POINTS = 512
+
+NOT_MODELLED = (
+    "prices of network and power, and what a failed machine costs",
+    "clients that wait for answers before they ask again: arrivals are the trace's",
+    "growth of traffic: try --speed and --scale",
+    "generated text that comes back, in traces that do not say what was generated",
+    "jitter, and anything else that docs/replay.md says is not modelled",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """Values to try, for each setting; every combination that makes sense is tried."""
+
+    device_gib: Sequence[float | None]
+    host_gib: Sequence[float]
+    storage_gib: Sequence[float]
+    num_instances: Sequence[int]
+    eviction: Sequence[str]
+
+    def configs(self, base: SimConfig) -> list[SimConfig]:
+        """`base` with each combination; storage without a host tier is left out."""
+        combinations = product(
+            self.device_gib, self.host_gib, self.storage_gib, self.num_instances, self.eviction
+        )
+        made = [
+            replace(
+                base,
+                device_gib=device,
+                host_gib=host,
+                storage_gib=storage,
+                num_instances=instances,
+                eviction=eviction,
+            )
+            for device, host, storage, instances, eviction in combinations
+            if host or not storage
+        ]
+        if len(made) > _MAX_POINTS:
+            raise ConfigError(
+                f"{len(made)} combinations are more than {_MAX_POINTS}: give fewer values"
+            )
+        return made
+
+
+def make_plan(
+    configs: Sequence[SimConfig],
+    load: Load,
+    bounds: Sequence[Bound],
+    prices: Prices,
+    *,
+    num_jobs: int,
+    advance: Callable[[], object] = lambda: None,
+) -> Plan:
+    """Replay `load` on each of `configs`, in so many processes, and compare."""
+    points = _evaluate_all(configs, load, bounds, num_jobs, advance)
+    for point, config in zip(points, configs, strict=True):
+        point["price"] = prices.of(config)
+    _mark_pareto(points)
+    within = [point for point in points if point["slo"] and point["slo"]["met"]]
+    cheapest = min(within, key=lambda point: point["price"], default=None)
+    return {
+        "points": points,
+        "per_tib": {tier: _per_tib(points, tier) for tier in TIERS},
+        "cheapest_within_slo": None if cheapest is None else points.index(cheapest),
+        "prices": dict(prices.by_name),
+        "not_modelled": list(NOT_MODELLED),
+    }
+
+
+def evaluate(config: SimConfig, load: Load, bounds: Sequence[Bound]) -> Point:
+    """One replay; what a plan keeps of its report. Runs in a process of its own."""
+    requests = load.requests()
+    report = make_report(Simulator(config, requests).play(), bounds)
+    kept = ("token_hit", "block_hit", "tokens_by_source", "throughput", "requests_per_s")
+    latencies = {
+        name: {at: report[name][at] for at in ("p50", "p90", "p99")}
+        for name in ("ttft_ms", "itl_ms")
+    }
+    return {
+        "settings": describe(config),
+        **{name: report[name] for name in kept},
+        **latencies,
+        "preemptions": report["preemptions"],
+        "slo": report.get("slo"),
+    }
+
+
+def value_of(point: Point) -> float:
+    """What more of is better: goodput where bounds are given, else the inverse of TTFT p99."""
+    slo = point["slo"]
+    if slo is not None:
+        return float(slo["goodput_requests_per_s"])
+    return -float(point["ttft_ms"]["p99"])
+
+
+def _evaluate_all(
+    configs: Sequence[SimConfig],
+    load: Load,
+    bounds: Sequence[Bound],
+    num_jobs: int,
+    advance: Callable[[], object],
+) -> list[Point]:
+    points: dict[int, Point] = {}
+    workers = min(num_jobs, len(configs))
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        runs = {pool.submit(evaluate, c, load, bounds): at for at, c in enumerate(configs)}
+        try:
+            for run in as_completed(runs):
+                points[runs[run]] = run.result()
+                advance()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [points[at] for at in range(len(configs))]
+
+
+def _mark_pareto(points: Sequence[Point]) -> None:
+    """On the edge: no other is at least as good at no more, and better at one of both."""
+    for point in points:
+        mine = -point["price"], value_of(point)
+        point["pareto"] = not any(
+            other != mine and other[0] >= mine[0] and other[1] >= mine[1]
+            for other in ((-rival["price"], value_of(rival)) for rival in points)
+        )
+
+
+def _per_tib(points: Sequence[Point], tier: str) -> list[Plan]:
+    """For each step from one size of `tier` to the next, what a TiB more of it brought, on
+    average over everything else that was tried."""
+    groups: dict[tuple[Any, ...], dict[float, Point]] = {}
+    for point in points:
+        settings = point["settings"]
+        others = tuple(v for k, v in sorted(settings.items()) if k != f"{tier}_gib")
+        groups.setdefault(others, {})[settings[f"{tier}_gib"]] = point
+    sizes = sorted({point["settings"][f"{tier}_gib"] for point in points})
+    found = []
+    for small, large in pairwise(sizes):
+        pairs = [(g[small], g[large]) for g in groups.values() if small in g and large in g]
+        if pairs:
+            found.append({"from_gib": small, "to_gib": large} | _gains(pairs, tier))
+    return found
+
+
+def _gains(pairs: Sequence[tuple[Point, Point]], tier: str) -> Plan:
+    def per_tib(read: Callable[[Point], float]) -> float:
+        return fmean((read(b) - read(a)) / _tib_between(a, b, tier) for a, b in pairs)
+
+    gains = {
+        "token_hit": per_tib(lambda point: point["token_hit"]),
+        "ttft_p50_ms": per_tib(lambda point: point["ttft_ms"]["p50"]),
+        "ttft_p99_ms": per_tib(lambda point: point["ttft_ms"]["p99"]),
+        "throughput": per_tib(lambda point: point["throughput"]),
+    }
+    if all(a["slo"] and b["slo"] for a, b in pairs):
+        gains["goodput_requests_per_s"] = per_tib(value_of)
+    return gains
+
+
+def _tib_between(small: Point, large: Point, tier: str) -> float:
+    """How much more memory there is in all: of every instance, but of storage once."""
+    name = f"{tier}_gib"
+    count = 1 if tier == "storage" else large["settings"]["instances"]
+    return float((large["settings"][name] - small["settings"][name]) * count / _TIB)
+
+
+def settings_of(point: Point) -> str:
+    """The settings that a plan varies, in a few words."""
+    s = point["settings"]
+    tiers = " / ".join(f"{s[f'{tier}_gib']:,.0f}" for tier in TIERS)
+    return f"{s['instances']} x {tiers} GiB, {s['eviction']}"

@@ -1,0 +1,50 @@
+"""What a deployment costs, in whatever unit the prices are."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from headwater.errors import ConfigError
+from headwater.replay.cost import GIB
+from headwater.replay.settings import SimConfig
+
+PRICED = ("instance", "device", "host", "storage")
+
+DEFAULT_PRICES = {"instance": 2000.0, "device": 0.0, "host": 3.0, "storage": 0.1}
+"""Of nobody in particular: an accelerator with its server, and GiB of memory and of disk, a
+month. They only give the order of things; yours are what counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Of an instance, and of a GiB of each tier."""
+
+    by_name: Mapping[str, float]
+
+    def of(self, config: SimConfig) -> float:
+        """What `config` costs: tiers of every instance, the storage once."""
+        cache, count = config.cache(), config.num_instances
+        gib = config.block_bytes / GIB
+        return (
+            self.by_name["instance"] * count
+            + self.by_name["device"] * cache.device_blocks * gib * count
+            + self.by_name["host"] * cache.host_blocks * gib * count
+            + self.by_name["storage"] * config.storage_blocks * gib
+        )
+
+
+def parse_prices(terms: list[str]) -> Prices:
+    """`host=3`, `storage=0.1,instance=1800` … over the defaults; ConfigError otherwise."""
+    prices = dict(DEFAULT_PRICES)
+    for term in (part for text in terms for part in text.split(",") if part):
+        name, _, number = term.partition("=")
+        try:
+            value = float(number)
+        except ValueError:
+            value = -1.0
+        if name not in PRICED or not 0 <= value < float("inf"):
+            raise ConfigError(
+                f"--price {term!r} is not understood; write for example host=3,storage=0.1 with "
+                f"{', '.join(PRICED)}: of an instance, and of a GiB of each tier"
+            )
+        prices[name] = value
+    return Prices(prices)

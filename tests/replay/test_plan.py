@@ -1,0 +1,152 @@
+"""`headwater plan`: sweeps, compares, prices, and says what it does not know."""
+
+import json
+
+import pytest
+
+from headwater.cli import main
+from headwater.errors import ConfigError
+from headwater.replay.plan import Grid, _mark_pareto, _per_tib
+from headwater.replay.prices import DEFAULT_PRICES, parse_prices
+from tests.replay.test_replay_command import write_trace
+from tests.replay.traces import gib, make_config
+
+
+@pytest.fixture
+def trace(tmp_path):
+    return write_trace(tmp_path / "trace.jsonl")
+
+
+def make_point(price, ttft_p99, *, host=0.0, token_hit=0.0, instances=1, good=None):
+    slo = None if good is None else {"goodput_requests_per_s": good, "met": True}
+    return {
+        "settings": {
+            "instances": instances,
+            "device_gib": 1.0,
+            "host_gib": host,
+            "storage_gib": 0.0,
+            "eviction": "lru",
+        },
+        "price": price,
+        "token_hit": token_hit,
+        "throughput": 100.0 * token_hit,
+        "ttft_ms": {"p50": ttft_p99 / 2, "p99": ttft_p99},
+        "slo": slo,
+    }
+
+
+def test_a_grid_tries_every_combination_that_makes_sense():
+    """Storage without a host tier does not; too many are refused."""
+    grid = Grid(
+        device_gib=[gib(64), gib(128)],
+        host_gib=[0.0, gib(64)],
+        storage_gib=[0.0, gib(512)],
+        num_instances=[1, 2],
+        eviction=["lru"],
+    )
+    configs = grid.configs(make_config())
+
+    assert len(configs) == 2 * 3 * 2
+    assert all(config.host_gib or not config.storage_gib for config in configs)
+    many = Grid(
+        device_gib=[gib(n) for n in range(1, 600)],
+        host_gib=[0.0],
+        storage_gib=[0.0],
+        num_instances=[1],
+        eviction=["lru"],
+    )
+    with pytest.raises(ConfigError, match="fewer values"):
+        many.configs(make_config())
+
+
+def test_the_edge_is_what_nothing_beats_for_its_price():
+    """By hand: the dear and slow one is off it, and so is the one that costs more for the same."""
+    points = [make_point(*pair) for pair in ((1, 900), (2, 500), (3, 600), (4, 500), (5, 100))]
+    _mark_pareto(points)
+    assert [point["pareto"] for point in points] == [True, True, False, False, True]
+
+    points = [make_point(p, 1, good=g) for p, g in ((1, 0.5), (2, 0.4), (3, 0.9))]
+    _mark_pareto(points)
+    assert [point["pareto"] for point in points] == [True, False, True]
+
+
+def test_one_more_tib_is_by_the_memory_of_all_instances():
+    """By hand: 512 GiB more on each of two instances is a TiB, and brought 10 points of hits."""
+    points = [
+        make_point(1, 900, host=0.0, token_hit=0.2, instances=2),
+        make_point(2, 400, host=512.0, token_hit=0.3, instances=2),
+    ]
+    (gain,) = _per_tib(points, "host")
+
+    assert (gain["from_gib"], gain["to_gib"]) == (0.0, 512.0)
+    assert gain["token_hit"] == pytest.approx(0.1)
+    assert gain["ttft_p99_ms"] == -500
+    assert gain["throughput"] == pytest.approx(10)
+    assert _per_tib(points, "device") == []
+
+
+def test_prices_are_of_instances_and_of_every_gib():
+    """Tiers of each instance, the storage once; what is not given is the default."""
+    prices = parse_prices(["instance=100,host=1024", "storage=2048"])
+    config = make_config(num_instances=3, host_gib=gib(1024), storage_gib=gib(2048))
+    gibs = gib(1024)
+
+    assert prices.of(config) == pytest.approx(300 + 3 * 1024 * gibs + 2048 * 2 * gibs)
+    assert prices.by_name["device"] == DEFAULT_PRICES["device"]
+    for wrong in ("host", "host=x", "gpu=3", "host=-1"):
+        with pytest.raises(ConfigError, match="for example"):
+            parse_prices([wrong])
+
+
+@pytest.mark.slow
+def test_a_plan_of_a_small_trace(trace, tmp_path, capsys):
+    """In two processes: every point, gains by TiB, the cheapest within the SLO, a picture."""
+    flags = [
+        "--device-gib",
+        "0.5,4",
+        "--host-gib",
+        "0,2",
+        "--slo",
+        "ttft_p99=2s",
+        "--jobs",
+        "2",
+    ]
+    picture = ["--picture", str(tmp_path / "plan.svg")]
+    assert main(["plan", trace, *flags, "--price", "host=3", "--json", *picture]) == 0
+    plan = json.loads(capsys.readouterr().out)
+
+    assert len(plan["points"]) == 4
+    assert len(plan["per_tib"]["device"]) == len(plan["per_tib"]["host"]) == 1
+    assert {"token_hit", "ttft_p99_ms", "throughput"} <= set(plan["per_tib"]["host"][0])
+    cheapest = plan["points"][plan["cheapest_within_slo"]]
+    assert cheapest["slo"]["met"]
+    assert cheapest["pareto"]
+    assert cheapest["price"] == min(point["price"] for point in plan["points"])
+    assert any("not modelled" in thing for thing in plan["not_modelled"])
+    assert (tmp_path / "plan.svg").read_text().startswith("<?xml")
+
+    assert main(["plan", trace, *flags]) == 0
+    printed = capsys.readouterr().out
+    for word in (
+        "cheapest that keeps the SLO",
+        "one TiB more of host",
+        "not modelled",
+        "prices",
+    ):
+        assert word in printed
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--host-gib", "much"], "is a list"),
+        (["--eviction", "mru"], "is none of"),
+        (["--price", "5"], "for example"),
+        (["--slo", "quick"], "for example"),
+        (["--limit", "0"], "--limit"),
+    ],
+)
+def test_mistakes_are_sentences(trace, flags, said, capsys):
+    """Before any process starts."""
+    assert main(["plan", trace, *flags]) == 1
+    assert said in capsys.readouterr().err
