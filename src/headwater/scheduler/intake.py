@@ -19,6 +19,10 @@ from headwater.scheduler.usage import LoadUsage, Usage
 _RECENT_LOADS = 16
 
 
+_MOST_RIDDEN_BLOCKS = 16
+"""Of a promotion that a step with decodes may wait for: two or three milliseconds on a GPU."""
+
+
 class Intake:
     """Goes through the queue in order and starts what `admits` lets in."""
 
@@ -148,7 +152,12 @@ class Intake:
     def _ride(self, sequence: Sequence, match: Match, now: float) -> Verdict:
         """Start over a promotion that began just now, where the runner can; else wait for it."""
         promotion = self._loads.rideable
-        if promotion is None or not self._holdings.ride(sequence, match, promotion, now):
+        # A step takes as long as what it rides on, and so do the tokens of all others in it.
+        if promotion is None or (
+            self._roster.decoding and promotion.num_blocks > _MOST_RIDDEN_BLOCKS
+        ):
+            return Verdict.LOADING
+        if not self._holdings.ride(sequence, match, promotion, now):
             return Verdict.LOADING
         self._roster.move(sequence, SequenceState.PREFILL)
         return Verdict.ADMITTED

@@ -19,6 +19,7 @@ from headwater.device.gpu.graphs import DecodeGraphs
 from headwater.device.gpu.inputs import Layout, PackedStep, pack
 from headwater.device.gpu.module import ModuleDecoder
 from headwater.device.gpu.staging import IntArray, Staging
+from headwater.device.gpu.warm import warm_chunks
 from headwater.device.kernels.greedy import choose_greedy
 from headwater.device.kernels.ints import copy_ints
 from headwater.device.kv import KVPool
@@ -96,11 +97,18 @@ class CudaRunner:
         return self.graphs is not None
 
     def warm(self, num_rows: int | None = None) -> None:
-        """Capture the graph for so many rows, by default those of all sizes, before its use."""
-        if self.graphs is not None:
-            with torch.inference_mode():
-                sizes = None if num_rows is None else [self.graphs.size_for(num_rows)]
-                self.graphs.warm(sizes)
+        """Capture the graph for so many rows; by default those of all sizes, and compile what
+        prompts need."""
+        decoder = self._decoder
+        if self.graphs is None or not isinstance(decoder, LeanDecoder):
+            return
+        with torch.inference_mode():
+            if num_rows is not None:
+                self.graphs.warm([self.graphs.size_for(num_rows)])
+                return
+            self.graphs.warm()
+            for how in {layer.how.window: layer.how for layer in decoder.layers}.values():
+                warm_chunks(self.pool, decoder.heads, how)
 
     def submit(self, batch: ScheduledBatch) -> None:
         """Queue one step; its result waits for `collect`."""

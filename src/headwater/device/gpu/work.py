@@ -17,7 +17,7 @@ _SPARE = 64
 
 _PROGRAMS = 512
 _LEAST_PART = 512
-_MOST_PARTS = 16
+MOST_PARTS = 16
 """Programs that keep the device busy; fewest keys, and most parts, that a tile is cut into."""
 
 
@@ -76,7 +76,7 @@ def tiles(counts: Ints, contexts: Ints, *, first_row: int, tile: int, heads: int
     starts = (np.arange(len(rows)) - (ends - each)[rows]) * tile
     longest = int(contexts.max()) if len(contexts) else 0
     wanted = _PROGRAMS // max(len(rows) * heads, 1)
-    num_parts = max(min(wanted, longest // _LEAST_PART, _MOST_PARTS), 1)
+    num_parts = max(min(wanted, longest // _LEAST_PART, MOST_PARTS), 1)
     # Powers of two: each number of parts is a kernel of its own.
     num_parts = 1 << (num_parts.bit_length() - 1)
     part = -(-contexts // (num_parts * PIECE_STEP)) * PIECE_STEP

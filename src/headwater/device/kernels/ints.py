@@ -11,7 +11,7 @@ from torch import Tensor
 _BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])  # or each new count could stop a step to compile
 def _copy(source, target, count, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(source + at, mask=at < count)

@@ -1,0 +1,47 @@
+"""Kernels compiled before they are needed: a prompt should not wait for a compiler."""
+
+import torch
+
+from headwater.device.attention.base import Variant
+from headwater.device.gpu.inputs import partials
+from headwater.device.gpu.work import MOST_PARTS
+from headwater.device.kernels.prefill import ChunkWork, attend_chunks, tile_queries
+from headwater.device.kv import KVPool
+
+
+def warm_chunks(pool: KVPool, heads: int, how: Variant) -> None:
+    """Compile attention of chunks for every size of tile and number of parts."""
+    packed = torch.zeros(
+        (1, (heads + 2 * pool.kv_heads) * pool.head_dim),
+        dtype=pool.data.dtype,
+        device=pool.device,
+    )
+    out = packed.new_empty((1, heads, pool.head_dim))
+    sizes = {tile_queries(pool.data.dtype, pool.head_dim, longest) for longest in (1, 1 << 20)}
+    for tile in sizes:
+        num_parts = 1
+        while num_parts <= MOST_PARTS:
+            attend_chunks(packed, pool.data, 0, _work(pool, heads, tile, num_parts), how, out)
+            num_parts *= 2
+
+
+def _work(pool: KVPool, heads: int, tile: int, num_parts: int) -> ChunkWork:
+    """One query that sees itself, in slot 0."""
+
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=pool.device)
+
+    partial, partial_lse = partials(num_parts * tile, heads, pool)
+    return ChunkWork(
+        contexts=ints(1),
+        query_start=ints(0, 1),
+        tables=ints(0),
+        table_start=ints(0),
+        tile=tile,
+        tile_row=ints(0),
+        tile_start=ints(0),
+        num_parts=num_parts,
+        part_keys=ints(64),
+        partial=partial,
+        partial_lse=partial_lse,
+    )
