@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from headwater.bench._soak_round import RESETS
 from headwater.cache import Ending, Transfer
 from headwater.clock import SystemClock
 from headwater.config import EngineConfig
@@ -210,7 +211,7 @@ class ModelRound:
 
     def _disturb(self, requests: Mapping[str, Request], pending: Sequence[Request]) -> None:
         if self._dice.random() < 0.005:
-            self._core.reset_cache()
+            self._core.reset_cache(self._dice.choice(RESETS))
             self.counts["resets"] += 1
         if self._dice.random() < 0.01:
             waiting = {request.request_id for request in pending}

@@ -8,6 +8,7 @@ from pathlib import Path
 from random import Random
 
 from headwater.clock import SystemClock, VirtualClock
+from headwater.engine.client import ResetReport
 from headwater.errors import InvariantError
 from headwater.scheduler.request import Request
 from headwater.storage.base import StorageBackend
@@ -26,6 +27,9 @@ from headwater.testing.tiers import (
 )
 from headwater.transfer.workers import Task
 from headwater.types import BlockKey, RequestId, WritePolicy
+
+RESETS = (("device",), ("host",), ("device", "host"), ("device", "host", "storage"))
+"""Tiers that a reset may name."""
 
 _MAX_TURNS = 50_000
 _STEP_S = 0.01
@@ -92,12 +96,15 @@ class Round:
         """Aborts, resets, and blocks that rot."""
         dice, core = self._dice, self._engine.core
         if dice.random() < 0.005:
-            core.reset_cache()
+            core.reset_cache(dice.choice(RESETS), self._note_reset)
             self.counts["resets"] += 1
         if dice.random() < 0.01:
             self._abort()
         if self._memory is not None and dice.random() < 0.03:
             self._rot(self._memory)
+
+    def _note_reset(self, report: ResetReport) -> None:
+        self.counts["resets refused"] += report.refusal is not None
 
     def _abort(self) -> None:
         """End somebody who waits, loads or runs."""
