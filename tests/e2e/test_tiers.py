@@ -113,6 +113,8 @@ def test_tiers_are_forgotten_while_requests_run(tmp_path):
     everything = server.post("/reset_prefix_cache", {"tiers": ["device", "host", "storage"]})
     again, from_nowhere = ask(server, 1)
     texts = ["".join(e["choices"][0]["text"] for e in stream.rest()) for stream in streams]
+    for stream in streams:
+        stream.close()
     after = server.until_idle()
     code = server.stop()
 

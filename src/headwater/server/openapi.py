@@ -114,7 +114,8 @@ def _post(
 ) -> _Path:
     content = _json(answer)
     if streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        # Without a type: readers of the document disagree on whether an event is its text.
+        content["text/event-stream"] = {"schema": {"description": "A chunk each, then [DONE]."}}
     operation = _operation(summary, content, errors)
     operation["requestBody"] = {"required": True, "content": _json(body)}
     return {"post": operation}
