@@ -22,7 +22,7 @@ class LinkConfig:
     """Payload sent in one go, where blocks are smaller: small transfers are slow ones."""
 
     num_cells: int = 4
-    """Frames between a sender and a receiver that go through staging memory."""
+    """Frames that may be on their way between two Transfer Engines at once."""
 
     max_senders: int = 16
     """Connections that a receiver serves at once."""

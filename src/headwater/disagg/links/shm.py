@@ -24,7 +24,8 @@ from headwater.errors import ConfigError
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _OFFER = struct.Struct("<QQ")
 _CREDENTIALS = struct.Struct("3i")
-_MAX_CELLS = 64
+_NUM_CELLS = 2
+"""One is filled while the other is emptied; more would only be colder in the caches."""
 
 
 class ShmDock:
@@ -60,7 +61,7 @@ class ShmDock:
             if len(raw) != _OFFER.size or len(files) != 1:
                 raise Malformed("no memory where it should be handed over")
             cell_bytes, num_cells = _OFFER.unpack(raw)
-            if cell_bytes != self._least_bytes or not 1 <= num_cells <= _MAX_CELLS:
+            if cell_bytes != self._least_bytes or num_cells != _NUM_CELLS:
                 raise Malformed("memory of another shape")
             try:
                 seals = fcntl.fcntl(files[0], fcntl.F_GET_SEALS)
@@ -115,13 +116,12 @@ class ShmDialer:
         """There is nothing but connections."""
 
     def _hand_over(self, stream: Stream, cell_bytes: int) -> mmap.mmap:
-        num_cells = min(self._config.num_cells, _MAX_CELLS)
         file = os.memfd_create("headwater-link", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(file, cell_bytes * num_cells)
+            os.ftruncate(file, cell_bytes * _NUM_CELLS)
             fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
-            memory = mmap.mmap(file, cell_bytes * num_cells)
-            socket.send_fds(stream.socket, [_OFFER.pack(cell_bytes, num_cells)], [file])
+            memory = mmap.mmap(file, cell_bytes * _NUM_CELLS)
+            socket.send_fds(stream.socket, [_OFFER.pack(cell_bytes, _NUM_CELLS)], [file])
             return memory
         finally:
             os.close(file)
