@@ -30,8 +30,10 @@ from headwater.types import BlockKey
 
 T = TypeVar("T")
 
-_WINDOW_BYTES = 16 << 20
-"""Payload that is asked for and not read yet: what the server must buffer for us."""
+_WINDOW_BYTES = 4 << 20
+"""Payload that is asked for and not read yet: what the server must buffer for us. Of blocks of
+1 MiB, 16 on their way were read at 0.7 of a bare socket's speed, 8 at 0.85, 2 or 3 at 0.9 to 1:
+more than a processor's cache holds is written and read from memory once more."""
 
 _MAX_IDLE = 32
 _DRAIN_BYTES = 1 << 16
