@@ -15,11 +15,12 @@ from headwater.errors import InvariantError
 
 
 @contextmanager
-def _own_attention(model: LoadedModel) -> Any:  # noqa: ANN401 -- a generator
+def _own_attention(model: LoadedModel, *, threads: bool = False) -> Any:  # noqa: ANN401
+    """The model with transformers' attention; `threads` says that it starts some of its own."""
     module: Any = model.module
     module.set_attn_implementation("sdpa")
     try:
-        with torch.no_grad():
+        with torch.no_grad() if threads else torch.inference_mode():
             yield module
     finally:
         module.set_attn_implementation(ATTENTION)
@@ -64,7 +65,7 @@ def continuous_tokens_s(
         max_new_tokens=output, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
     clock = SystemClock()
-    with _own_attention(model) as module:
+    with _own_attention(model, threads=True) as module:
         began_s = clock.now()
         outputs = module.generate_batch(inputs=inputs, generation_config=settings)
         seconds = clock.now() - began_s

@@ -101,7 +101,7 @@ class _Run:
         if not self._options.quick:
             model = self._model
             generate = {
-                str(batch): _gpu_peers.generate_tokens_s(model, batch, prompt=976, output=12)
+                str(batch): _gpu_peers.generate_tokens_s(model, batch, prompt=976, output=24)
                 for batch in (1, 32)
             }
             theirs = _gpu_peers.continuous_tokens_s(model, 128, prompt=64, output=64)
@@ -168,7 +168,7 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--model", default="8b", help="8b, 1b or qwen3-8b (8b)")
     parser.add_argument("--trace", type=Path, help="a trace in the Mooncake format")
     parser.add_argument("--folder", type=Path, help="where files are written (temporary)")
-    parser.add_argument("--pairs", type=int, default=8, help="pairs of the all-miss runs (8)")
+    parser.add_argument("--pairs", type=int, default=6, help="pairs of the all-miss runs (6)")
     parser.add_argument("--quick", action="store_true", help="smaller batches, fewer repeats")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser

@@ -25,6 +25,7 @@ class PinnedSlab:
     """The slab's memory, known to the device sooner or later."""
 
     def __init__(self, slab: HostSlab, runtime: Runtime) -> None:
+        self._slab = slab  # pinned memory must not go before it is unpinned
         self.base = int(np.frombuffer(slab.memory, dtype=np.uint8).ctypes.data)
         self.slot_bytes = slab.slot_bytes
         self._runtime = runtime
