@@ -58,13 +58,10 @@ class LiveCommand:
         return code
 
 
-class LiveRouter(LiveCommand):
-    """`headwater route`, ready."""
+class Asked:
+    """Whoever has the `url` of a router can be asked what it knows."""
 
-    def __init__(self, *flags: str, port: int = 0) -> None:
-        super().__init__("route", "--port", str(port), *flags)
-        self.until_said("stop with")
-        self.port = int(self.url.rpartition(":")[2])
+    url: str
 
     def instances(self) -> dict[str, Any]:
         found = httpx.get(f"{self.url}/instances", timeout=10).json()["instances"]
@@ -78,6 +75,15 @@ class LiveRouter(LiveCommand):
             if reached(known):
                 return known
             assert time.monotonic() < deadline, known
+
+
+class LiveRouter(Asked, LiveCommand):
+    """`headwater route`, ready."""
+
+    def __init__(self, *flags: str, port: int = 0) -> None:
+        super().__init__("route", "--port", str(port), *flags)
+        self.until_said("stop with")
+        self.port = int(self.url.rpartition(":")[2])
 
     def until_exact(self, *servers: Any) -> dict[str, Any]:
         """Until the caches of these servers are exactly known."""

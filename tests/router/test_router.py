@@ -147,7 +147,7 @@ def test_a_stream_that_breaks_goes_on_elsewhere(path, with_error):
     """Token by token, as if nothing had happened; marks between us never reach a client."""
 
     async def scenario(rig):
-        body = {"max_tokens": 300, "stream": True, "seed": 5}
+        body: dict[str, Any] = {"max_tokens": 300, "stream": True, "seed": 5}
         body |= {"prompt": "hello", "messages": [{"role": "user", "content": "hello"}]}
 
         text = await broken_stream(rig, path, body, with_error=with_error)

@@ -25,6 +25,9 @@ class Route:
     """What the instance that computes the prompt said it has of it."""
 
     uncached_tokens: int = 0
+    moved_tokens: int = 0
+    """What `prefill` hands over to `server`, as far as is known."""
+
     is_last_prefill: bool = False
     """Nobody else could prefill it: where `prefill` refuses, `server` is to do it itself."""
 
@@ -76,6 +79,7 @@ class Chooser:
             prefill=prefill,
             cached_tokens=found,
             uncached_tokens=path.num_tokens - found,
+            moved_tokens=path.num_tokens - cached,
             is_last_prefill=len(ready) == 1,
         )
 

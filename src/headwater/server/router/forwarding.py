@@ -141,7 +141,8 @@ class Forwarder:
         if progress.has_begun:
             await end_stream(send, progress)
         elif failure.body:
-            start = {"status": failure.status, "headers": list(failure.headers)}
+            size = (b"content-length", str(len(failure.body)).encode())
+            start = {"status": failure.status, "headers": [*failure.headers, size]}
             await send({"type": "http.response.start", **start})
             await send({"type": "http.response.body", "body": failure.body})
         else:

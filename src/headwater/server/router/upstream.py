@@ -80,8 +80,10 @@ class Attempt:
     async def run(self, sent: Sent) -> Failure | None:
         """None once the client has the whole answer. Cancelling ends it at the instance too."""
         server = self._route.server
-        route = self._route
-        route.worker.recent.add(route.uncached_tokens, now=self._clock.now())
+        route, now = self._route, self._clock.now()
+        route.worker.recent.add(route.uncached_tokens, now=now)
+        if route.prefill is not None:
+            server.recent.add(route.moved_tokens, now=now)
         try:
             with self._seat.taken():
                 async with (
@@ -107,7 +109,8 @@ class Attempt:
             reason = _error_code(body) or str(answer.status)
             self._route.server.has_failed |= reason in _CANNOT_SERVE
             return Failure(reason=reason, status=answer.status, body=body, headers=headers)
-        await self._begin(answer.status, headers)
+        size = (b"content-length", str(len(body)).encode())
+        await self._begin(answer.status, (*headers, size))
         await self._send({"type": "http.response.body", "body": body})
         return None
 
