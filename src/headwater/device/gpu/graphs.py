@@ -75,6 +75,11 @@ class DecodeGraphs:
             if size not in self._graphs:
                 self._graphs[size] = self._capture(size)
 
+    def warm_up_to(self, num_rows: int) -> None:
+        """The same for every size that steps of so many rows or fewer use."""
+        largest = self.size_for(num_rows)
+        self.warm([size for size in self._sizes if size <= largest])
+
     def size_for(self, num_rows: int) -> int:
         """The size of the graph that computes so many rows."""
         return next(size for size in self._sizes if size >= num_rows)

@@ -97,14 +97,14 @@ class CudaRunner:
         return self.graphs is not None
 
     def warm(self, num_rows: int | None = None) -> None:
-        """Capture the graph for so many rows; by default those of all sizes, and compile what
+        """Capture the graphs for up to so many rows; by default all of them, and compile what
         prompts need."""
         decoder = self._decoder
         if self.graphs is None or not isinstance(decoder, LeanDecoder):
             return
         with torch.inference_mode():
             if num_rows is not None:
-                self.graphs.warm([self.graphs.size_for(num_rows)])
+                self.graphs.warm_up_to(num_rows)
                 return
             self.graphs.warm()
             for how in {layer.how.window: layer.how for layer in decoder.layers}.values():

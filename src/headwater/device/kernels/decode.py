@@ -263,7 +263,8 @@ def attend_decodes(
         STAGES=2,
         num_warps=4,
     )
-    group = min(4, triton.next_power_of_2(heads))
+    # Few rows have many pieces; of many rows most have one, and nothing to join.
+    group, at_once, warps = (1, 4, 1) if len(out) <= 64 else (4, 2, 2)
     _join[(len(out), triton.cdiv(heads, group))](
         work.row_work,
         work.partial,
@@ -273,8 +274,8 @@ def attend_decodes(
         HEADS=heads,
         DIM=dim,
         GROUP=group,
-        PIECES=8,
+        PIECES=at_once,
         WIDTH=width,
         SINKS=how.sinks is not None,
-        num_warps=4,
+        num_warps=warps,
     )
