@@ -2,7 +2,7 @@
 
 import gc
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -175,7 +175,7 @@ class GpuEngine:
         self.core = EngineCore(Scheduler(config, self.cache), self.runner, self.clock, mover)
         settle_collector()
         self._numbers = itertools.count()
-        self.last_found: dict[str, int] = {}
+        self.last_found: Mapping[str, int] = {}
         self._vocab = model.vocab_size
 
     def prompt(self, num_tokens: int, seed: int) -> Tokens:

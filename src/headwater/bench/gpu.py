@@ -24,8 +24,10 @@ _BATCHES = (1, 32, 128, 256)
 def main(argv: Sequence[str]) -> int:
     """Run the parts asked for and print a table, or JSON."""
     options = _parser().parse_args(argv)
-    from headwater.bench._gpu_engine import require_gpu
-
+    try:
+        from headwater.bench._gpu_engine import require_gpu
+    except ModuleNotFoundError as exc:
+        raise ConfigError(f"this benchmark needs the package {exc.name!r}, and a GPU") from exc
     require_gpu()
     run = _Run(options)
     for part in options.parts.split(","):

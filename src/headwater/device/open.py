@@ -9,6 +9,7 @@ from headwater.device.kv import KVPool
 from headwater.device.model import LoadedModel
 from headwater.device.runner import TorchRunner
 from headwater.engine.core import Runner
+from headwater.errors import ConfigError
 from headwater.transfer.mover import DeviceCopier
 from headwater.transfer.slab import HostSlab
 
@@ -31,8 +32,13 @@ def open_runner(
     if model.device.type == "cpu":
         runner = TorchRunner(model, **sizes)
         return runner, runner.pool
-    from headwater.device.gpu.runner import CudaRunner
-
+    try:
+        from headwater.device.gpu.runner import CudaRunner
+    except ModuleNotFoundError as exc:
+        raise ConfigError(
+            f"device '{model.device}' needs the package {exc.name!r}; "
+            "try: pip install 'headwater[gpu]'"
+        ) from exc
     on_gpu = CudaRunner(model, **sizes)
     on_gpu.warm()
     return on_gpu, on_gpu.pool
