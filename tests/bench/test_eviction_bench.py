@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from headwater.bench._shapes import SHAPES, make_shape
 from headwater.bench._workload import make_sessions
 from headwater.cli import main
 
@@ -41,5 +42,42 @@ def test_made_sessions_are_the_same_every_time():
     assert times == sorted(times)
     before: dict[int, int] = {}
     for request in requests:
+        for parent, child in zip([-1, *request.hash_ids], request.hash_ids, strict=False):
+            assert before.setdefault(child, parent) == parent
+
+
+@pytest.mark.slow
+def test_hints_are_for_every_policy_but_the_lru(capsys):
+    """The gap is one from an LRU that is told nothing, whatever the others are told."""
+    flags = ["--requests", "800", "--capacity", "300", "--shape", "chats", "--json"]
+    results = {}
+    for hints in ("none", "perfect"):
+        assert main(["bench", "eviction", *flags, "--hints", hints]) == 0
+        results[hints] = json.loads(capsys.readouterr().out)
+
+    plain, hinted = (results[hints]["block_hit"] for hints in ("none", "perfect"))
+    assert hinted["lru"] == plain["lru"]
+    assert hinted["session"]["300"] > plain["session"]["300"]
+    assert results["perfect"]["hints"] == "perfect"
+
+
+def test_a_shape_is_of_made_sessions(tmp_path, capsys):
+    """With a trace it would do nothing, so it is refused."""
+    flags = ["--trace", str(tmp_path / "t.jsonl"), "--shape", "loops"]
+    assert main(["bench", "eviction", *flags]) == 1
+    assert "--shape" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes_are_the_same_every_time(shape):
+    """A shape and a seed are a workload, in order of time, whose ids have one predecessor."""
+    requests = make_shape(shape, 300, 5)
+    assert requests == make_shape(shape, 300, 5)
+    assert len(requests) == 300
+    times = [request.arrival_s for request in requests]
+    assert times == sorted(times)
+    before: dict[int, int] = {}
+    for request in requests:
+        assert 0 <= request.input_length <= len(request.hash_ids) * 512
         for parent, child in zip([-1, *request.hash_ids], request.hash_ids, strict=False):
             assert before.setdefault(child, parent) == parent

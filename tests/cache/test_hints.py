@@ -5,6 +5,7 @@ import pytest
 from headwater.cache import Hint, Namespace, Turn
 from headwater.cache import sessions as limits
 from headwater.cache.policy import POLICIES
+from headwater.types import WritePolicy
 from tests.cache.make import BLOCK, begin, extents, make_cache, make_path, write_down
 
 CLOSED, PENDING = Hint(closed=True), Hint()
@@ -223,3 +224,51 @@ def test_the_path_of_a_session_is_found_from_where_it_ended():
     assert len(cache.match_session(known).path.tokens) == 4 * BLOCK
     make_room(cache, 8)
     assert cache.match_session(known).num_blocks == 0
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_what_is_evicted_is_found_a_tier_below(name):
+    """Evicting is demoting where there is a lower tier, under every policy: from the device to
+    the host, from the host to storage."""
+    cache = make_cache(
+        device_blocks=8,
+        host_blocks=8,
+        storage=True,
+        eviction=name,
+        write_policy=WritePolicy.WRITE_BACK,
+        write_ahead_blocks=8,
+    )
+    for first in (1, 2, 3):
+        serve(cache, make_path(first, first + 10), f"s{first}")
+    for _ in range(4):
+        write_down(cache)
+        cache.check()
+    make_room(cache, 8)
+    assert [extents(cache, make_path(n, n + 10)) for n in (1, 2, 3)] == [(0, 2, 0)] * 3
+
+    cache.close_session(Namespace(), "s2")
+    assert cache.evictor.evict_host(2) == 2
+    cache.check()
+    assert [extents(cache, make_path(n, n + 10)) for n in (1, 2, 3)] == [
+        (0, 2, 0),
+        (0, 0, 2),
+        (0, 2, 0),
+    ]
+
+
+def test_closed_blocks_are_not_written_before_they_go():
+    """With write_back the next victims are written; what is closed is not worth a copy."""
+    cache = make_cache(
+        device_blocks=8,
+        host_blocks=8,
+        write_policy=WritePolicy.WRITE_BACK,
+        write_ahead_blocks=8,
+    )
+    serve(cache, make_path(1, 11), "open")
+    serve(cache, make_path(2, 12), "closed", CLOSED)
+    for _ in range(4):
+        write_down(cache)
+    make_room(cache, 8)
+
+    assert extents(cache, make_path(1, 11)) == (0, 2, 0)
+    assert extents(cache, make_path(2, 12)) == (0, 0, 0)

@@ -196,7 +196,7 @@ def test_stale_entries_do_not_pile_up():
         order.add(node, float(now))
         order.discard(node)
 
-    assert sum(len(queue) for queue in order._queues.values()) <= 1_100
+    assert sum(len(queue) for queue in order._queues.values()) <= 4_200
 
 
 @pytest.mark.slow

@@ -10,9 +10,10 @@ from headwater.bench._shapes import make_shape
 from headwater.cache import CacheConfig
 from headwater.cache.policy.hazard import HazardModel
 from headwater.cache.policy.retention import Retention
-from headwater.cache.policy.traits import MAX_FEATURES, NUM_FEATURES, PRIORS
+from headwater.cache.policy.traits import NUM_FEATURES, NUM_UNHINTED, PRIORS
 from headwater.cache.policy.weights import Weights
 from headwater.cli import main
+from headwater.config import EngineConfig, idle_settings
 from headwater.errors import ConfigError
 from headwater.launch.weights import load_weights, save_learned, save_weights
 from headwater.replay.cache_only import replay_cache
@@ -47,7 +48,7 @@ def test_a_policy_begins_half_way_to_its_weights_with_fresh_step_sizes():
     """What was learned elsewhere is where it begins, and it learns as fast as from nothing."""
     weights = load_weights("shipped")
     assert weights is not None
-    fresh = HazardModel(NUM_FEATURES, MAX_FEATURES, PRIORS)
+    fresh = HazardModel(NUM_FEATURES, NUM_UNHINTED, PRIORS)
     taught = Retention(64, weights=weights).hazards
 
     assert taught.bias == pytest.approx((fresh.bias + weights.bias) / 2)
@@ -124,3 +125,14 @@ def test_only_a_policy_that_learns_can_save(tmp_path, capsys):
     assert main(["replay", str(trace), "--cache-only", "--save-weights", str(file)]) == 1
     assert "--eviction session" in capsys.readouterr().err
     assert not file.exists()
+
+
+def test_flags_that_do_nothing_say_so():
+    """Lesson 34: weights without a policy that begins with any, prefetch without a tier."""
+    given = frozenset({"--eviction-weights", "--no-prefetch-sessions"})
+    idle = idle_settings(EngineConfig(), given)
+
+    assert [sentence.split()[0] for sentence in idle] == sorted(given)
+    assert idle_settings(EngineConfig(eviction="session", swap_space_gib=1.0), given) == []
+    with pytest.raises(ConfigError, match="--hint-budget"):
+        EngineConfig(hint_budget=1.5)

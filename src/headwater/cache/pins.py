@@ -122,6 +122,7 @@ class Pins:
             own.append(at)
             at = at.parent
         for mine in reversed(own):
+            mine.settled = mine.used  # not worth a write, either
             if len(mine.device) and not mine.pins:
                 self._device.order.close(mine)
             if len(mine.host) and not mine.jobs:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from headwater.cache import Hint
 from headwater.replay.optimum import NEVER, next_uses
-from headwater.replay.trace import TRACE_BLOCK, TraceRequest
+from headwater.replay.trace import TraceRequest
 from headwater.replay.variants import trunks
 
 HINTS = ("none", "perfect")
@@ -24,8 +24,8 @@ NOTHING = Said()
 def hints_of(requests: Sequence[TraceRequest], kind: str) -> list[Said]:
     """What is said with each request: nothing, or whether its session goes on from there.
 
-    It does when a later request has its last full block too, shared beginnings not counted.
-    When it does, and how often, is not said.
+    It does when most of its full blocks are asked for again, shared beginnings not counted.
+    When that is, and how often, is not said.
     """
     if kind == "none":
         return [NOTHING] * len(requests)
@@ -37,7 +37,7 @@ def hints_of(requests: Sequence[TraceRequest], kind: str) -> list[Said]:
 def _said(request: TraceRequest, uses: Sequence[int], shared: set[int]) -> Said:
     ids = request.hash_ids
     own = [at for at, block in enumerate(ids) if block not in shared]
-    full = [at for at in own if at < request.input_length // TRACE_BLOCK]
+    full = [at for at in own if at < request.input_length // request.block_tokens]
     session = ids[own[0]] if own else ids[-1] if ids else 0
-    goes_on = bool(full) and uses[full[-1]] != NEVER
-    return Said(str(session), Hint(closed=not goes_on))
+    returning = sum(uses[at] != NEVER for at in full)
+    return Said(str(session), Hint(closed=2 * returning <= len(full)))

@@ -38,14 +38,14 @@ class Fingerprints:
         # Two tokens at a time where they are even in number: four times as fast.
         pairs = tokens.view(np.uint64) if size % 2 == 0 else tokens.astype(np.uint64)
         pieces = pairs.reshape(num_pieces, -1)
-        mixed = pieces @ self._inside[: pieces.shape[1]]
+        mixed = pieces.dot(self._inside[: pieces.shape[1]])
         if path.media is not None:
             self._mix_media(mixed, path)
         # So that nothing but zeros makes a longer prefix too.
         mixed += _NOT_ZERO
         mixed *= self._places[:num_pieces]
         mixed[0] ^= self._start(path.namespace)
-        numbers: list[int] = np.cumsum(mixed, dtype=np.uint64).tolist()
+        numbers: list[int] = np.add.accumulate(mixed).tolist()
         return numbers
 
     def _mix_media(self, mixed: NDArray[np.uint64], path: TokenPath) -> None:

@@ -65,6 +65,7 @@ class HazardModel:
         self._bias_squares = np.ones(NUM_BINS)
         self._squares = np.ones((num_features, NUM_COLUMNS))
         self._features = np.zeros((64, features_per_class), dtype=np.int64)
+        """By class; wider once a class has more of them, for every column costs time."""
         self.num_classes = 0
         self._num_fixed = 0
         self.densities = np.zeros(64 * ROW)
@@ -86,6 +87,9 @@ class HazardModel:
         if new == len(self._features):
             self._features = np.concatenate((self._features, np.zeros_like(self._features)))
             self.densities = np.concatenate((self.densities, np.zeros_like(self.densities)))
+        missing = len(features) - self._features.shape[1]
+        if missing > 0:
+            self._features = np.pad(self._features, ((0, 0), (0, missing)))
         self._features[new, : len(features)] = features
         self.num_classes += 1
         table = self.densities.reshape(-1, ROW)

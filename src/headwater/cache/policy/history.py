@@ -74,6 +74,8 @@ class History:
         self._old: dict[int, Past] = {}
         self._children: dict[int, int] = {}
         self._old_children: dict[int, int] = {}
+        self._trunks: set[int] = set()
+        """Those with so many children that they belong to no session."""
         self._since = 0.0
 
     def see(self, lease: Lease, turn: Turn, now: float) -> Seen | None:
@@ -88,8 +90,8 @@ class History:
         known = before[-1][1] if before else 0
         if 0 < known < count:
             self._add_child(prefixes[known - 1])
-        first = 0
-        while first < known and self._is_trunk(prefixes[first]):
+        first, trunks = 0, self._trunks
+        while first < known and prefixes[first] in trunks:
             first += 1
         asked, traits = self._relate(count, before, first, turn)
         # Only a replay has a last block that is not full: its path is longer than its prompt.
@@ -149,7 +151,7 @@ class History:
         for start, end, uses in _use_counts(before, count, partial):
             if partial and end == count:
                 kind = traits.partial(again=known == count)
-            elif self._is_trunk(prefixes[end - 1]):
+            elif prefixes[end - 1] in self._trunks:
                 kind = traits.trunk()
             else:
                 kind = traits.used(uses)
@@ -162,17 +164,17 @@ class History:
     def _find(self, prefix: int) -> Past | None:
         return self._young.get(prefix) or self._old.get(prefix)
 
-    def _is_trunk(self, prefix: int) -> bool:
-        children = self._children.get(prefix) or self._old_children.get(prefix, 0)
-        return children >= TRUNK_CHILDREN
-
     def _add_child(self, prefix: int) -> None:
         known = self._children.get(prefix) or self._old_children.get(prefix, 0)
         self._children[prefix] = known + 1
+        if known + 1 >= TRUNK_CHILDREN:
+            self._trunks.add(prefix)
 
     def _forget(self, now: float) -> None:
         self._old, self._young = self._young, {}
         self._old_children, self._children = self._children, {}
+        known = self._old_children.items()
+        self._trunks = {prefix for prefix, num in known if num >= TRUNK_CHILDREN}
         self._since = now
 
 

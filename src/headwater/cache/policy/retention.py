@@ -10,8 +10,8 @@ from headwater.cache.policy.hazard import HazardModel
 from headwater.cache.policy.history import History
 from headwater.cache.policy.samples import Samples
 from headwater.cache.policy.traits import (
-    MAX_FEATURES,
     NUM_FEATURES,
+    NUM_UNHINTED,
     PRIORS,
     UNKNOWN,
     features_of,
@@ -69,7 +69,7 @@ class Retention:
         self._classes: dict[int, int] = {}
         self._kinds: dict[tuple[int, int], int] = {}
         """The first class of each kind and hint."""
-        self.hazards = HazardModel(NUM_FEATURES, MAX_FEATURES, PRIORS)
+        self.hazards = HazardModel(NUM_FEATURES, NUM_UNHINTED, PRIORS)
         self._is_taught = weights is not None
         if weights is not None:
             self.hazards.bias += _TRUST * (weights.bias - self.hazards.bias)
@@ -127,7 +127,7 @@ class Retention:
         known = self._classes.get(traits)
         if known is None:
             features = features_of(traits)
-            kind = features[0], features[-1] if len(features) == MAX_FEATURES else 0
+            kind = features[0], features[-1] if len(features) > NUM_UNHINTED else 0
             # From no weights all classes of a kind are alike at first.
             like = None if self._is_taught else self._kinds.get(kind)
             known = self._classes[traits] = self.hazards.add_class(features, like)
@@ -137,7 +137,7 @@ class Retention:
     def _learn(self) -> None:
         classes, bins, returned = self._samples.ready(self.now)
         # Steps are small when much has been learned, and many of them are as good as one.
-        batch = min(max(_MIN_BATCH, self._learned >> 8), _MAX_BATCH)
+        batch = min(max(_MIN_BATCH, self._learned >> 7), _MAX_BATCH)
         for at in range(0, len(bins), batch):
             end = at + batch
             self.hazards.learn(classes[at:end], bins[at:end], returned[at:end])

@@ -218,7 +218,9 @@ class Session:
         self._entered += moved
 
     def _max_entered(self) -> int:
-        return _MIN_SWEEP + 4 * len(self._order)
+        """The first time soon, for the guard wants to know how much there is."""
+        least = _MIN_SWEEP if not self.resident_blocks else 4 * _MIN_SWEEP
+        return least + 4 * len(self._order)
 
     def _sweep(self) -> None:
         """Forget stale entries and empty queues, and see how much there is."""

@@ -31,8 +31,8 @@ _HINT = _BY_OUTPUT + len(_USES) * _HALF_OUTPUTS
 _NO_HINT, _PENDING, _FIRST_RETURN = range(3)
 _NUM_HINTS = _FIRST_RETURN + len(GROUP_ENDS) + 1
 NUM_FEATURES = _HINT + _NUM_HINTS - 1
-MAX_FEATURES = 8
-"""Of one run."""
+NUM_UNHINTED = 7
+"""Features of one run, at most, where its client said nothing; a hint is one more."""
 
 PRIORS = {
     _HINT: {0: 2.0},
