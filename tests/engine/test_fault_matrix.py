@@ -233,7 +233,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 def test_a_full_server(tmp_path: Path) -> None:
     """Lessons 24, 43: the same with a Redis server that may not evict and has no memory left."""
-    server = RedisServer(tmp_path, "--maxmemory", "1mb", "--maxmemory-policy", "noeviction")
+    server = RedisServer(tmp_path, "--maxmemory", "100kb", "--maxmemory-policy", "noeviction")
     bench = Bench("redis", {"url": server.url}, server.stop)
     backend = bench.open()
     engine = bench.engine(backend)
