@@ -59,8 +59,15 @@ def make_workload(rng: np.random.Generator, count: int) -> list[Request]:
 
 
 def make_core(
-    model: LoadedModel, *, num_blocks: int, block_tokens: int, depth: int, caching: bool
+    model: LoadedModel,
+    *,
+    num_blocks: int,
+    block_tokens: int,
+    depth: int,
+    caching: bool,
+    runner_class: Any = None,
 ) -> EngineCore:
+    """A `runner_class` other than `TorchRunner` has a depth of its own."""
     cache = TieredCache(CacheConfig(device_blocks=num_blocks, block_tokens=block_tokens))
     config = SchedulerConfig(
         max_model_len=128,
@@ -69,13 +76,14 @@ def make_core(
         prefix_caching=caching,
         expected_output_tokens=1,
     )
-    runner = TorchRunner(
+    own = {"depth": depth} if runner_class is None else {}
+    runner = (runner_class or TorchRunner)(
         model,
         num_blocks=num_blocks,
         block_tokens=block_tokens,
         max_num_seqs=6,
         max_batched_tokens=16,
-        depth=depth,
+        **own,
     )
     return EngineCore(Scheduler(config, cache), runner, SystemClock())
 

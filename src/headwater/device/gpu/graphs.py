@@ -12,12 +12,13 @@ from torch import Tensor
 from headwater.device.gpu.attention import PagedAttention
 from headwater.device.gpu.decoder import LeanDecoder, Places
 from headwater.device.gpu.inputs import Layout, partials
-from headwater.device.gpu.staging import IntArray, Staging
+from headwater.device.gpu.staging import Staging
 from headwater.device.gpu.work import cut, num_entries
 from headwater.device.kernels.decode import DecodeWork
 from headwater.device.kernels.greedy import choose_greedy
 from headwater.device.kernels.ints import copy_ints
 from headwater.device.kv import Ints, KVPool
+from headwater.scheduler.batch import IntArray
 
 _ALIGN = 16
 """Sections begin at multiples of this many integers."""

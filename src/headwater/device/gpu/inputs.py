@@ -11,12 +11,12 @@ from torch import Tensor
 
 from headwater.device.gpu.attention import LEAST_WHOLE, PagedAttention, WholePrompt
 from headwater.device.gpu.decoder import Places
-from headwater.device.gpu.staging import IntArray, Staging
+from headwater.device.gpu.staging import Staging
 from headwater.device.gpu.work import cut, tiles
 from headwater.device.kernels.decode import DecodeWork
 from headwater.device.kernels.prefill import ChunkWork, tile_queries
 from headwater.device.kv import Ints, KVPool
-from headwater.scheduler.batch import ScheduledBatch
+from headwater.scheduler.batch import IntArray, ScheduledBatch
 
 
 class Layout:

@@ -18,7 +18,7 @@ from headwater.device.gpu.decoder import LeanDecoder, lean_decoder
 from headwater.device.gpu.graphs import DecodeGraphs
 from headwater.device.gpu.inputs import Layout, PackedStep, pack
 from headwater.device.gpu.module import ModuleDecoder
-from headwater.device.gpu.staging import IntArray, Staging
+from headwater.device.gpu.staging import Staging
 from headwater.device.gpu.warm import warm_chunks
 from headwater.device.kernels.greedy import choose_greedy
 from headwater.device.kernels.ints import copy_ints
@@ -28,7 +28,7 @@ from headwater.device.penalties import History, is_penalised
 from headwater.device.sampler import LogprobTable, SampledRows, Sampler, is_plain
 from headwater.device.upload import put
 from headwater.errors import InvariantError
-from headwater.scheduler.batch import ScheduledBatch, StepResult, TokenLogprobs
+from headwater.scheduler.batch import IntArray, ScheduledBatch, StepResult, TokenLogprobs
 from headwater.types import Tokens
 
 _RING = 3

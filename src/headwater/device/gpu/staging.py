@@ -5,17 +5,14 @@ A step needs a dozen small arrays. Each copy of its own would cost more than all
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from headwater.device.kernels.ints import copy_ints
+from headwater.scheduler.batch import IntArray
 
 _ALIGN = 4
 """Arrays begin at multiples of 16 bytes: kernels are compiled for that once, and not again."""
-
-IntArray = NDArray[np.int32]
 
 
 class Staging:

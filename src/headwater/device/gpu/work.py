@@ -7,9 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headwater.device.gpu.staging import IntArray
-from headwater.device.kernels.decode import PIECE_STEP
 from headwater.device.kv import Ints
+from headwater.scheduler.batch import IntArray
+
+PIECE_STEP = 64
+"""Pieces and parts begin at multiples of this: kernels read as many keys in a turn, or half."""
 
 _SPARE = 64
 """Entries beyond one a row. Rows are cut so that they do not need more."""

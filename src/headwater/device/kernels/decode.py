@@ -31,7 +31,7 @@ class DecodeWork:
     """Per row: where its slots begin in `tables`."""
 
     piece: Tensor
-    """One number: tokens in a piece, a multiple of `PIECE_STEP`."""
+    """One number: tokens in a piece, a multiple of 64."""
 
     work_row: Tensor
     work_start: Tensor
@@ -43,9 +43,6 @@ class DecodeWork:
 
     partial_lse: Tensor
     """`[work, heads]`, float32."""
-
-
-PIECE_STEP = 64
 
 
 @triton.jit

@@ -1,0 +1,55 @@
+"""How a step's attention is shared out: every key of every row once, within the list's room."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headwater.device.gpu.work import PIECE_STEP, cut, num_entries, tiles
+
+contexts_of = st.lists(st.integers(1, 40_000), min_size=1, max_size=70)
+
+
+@given(contexts_of, st.integers(0, 20))
+def test_pieces_cover_each_row_once(contexts: list[int], absent: int) -> None:
+    """In order, without gap or overlap; rows that are not there have none."""
+    size = len(contexts) + absent
+    found = cut(np.array(contexts), size)
+
+    assert len(found.work_row) == len(found.work_start) == num_entries(size)
+    assert found.piece % PIECE_STEP == 0
+    for row, context in enumerate(contexts):
+        mine = slice(found.row_work[row], found.row_work[row + 1])
+        assert (found.work_row[mine] == row).all()
+        assert found.work_start[mine].tolist() == list(range(0, context, found.piece))
+    used = found.row_work[len(contexts)]
+    assert (found.row_work[len(contexts) :] == used).all()
+    assert (found.work_row[used:] == -1).all()
+
+
+def test_equal_rows_are_cut_into_few_pieces() -> None:
+    """One sequence is cut to keep the device busy; many are not cut at all."""
+    assert cut(np.array([1024]), 1).piece == 64
+    assert cut(np.full(32, 1024), 32).piece == 512
+    assert cut(np.full(256, 1024), 256).piece >= 1024
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 30_000)), min_size=1, max_size=20),
+    st.sampled_from([32, 64, 128]),
+    st.integers(0, 5),
+)
+def test_tiles_cover_each_query_and_their_parts_each_key(
+    chunks: list[tuple[int, int]], tile: int, first_row: int
+) -> None:
+    """Parts reach the last key of the longest row, and only few tiles are cut."""
+    counts = np.array([count for count, _ in chunks])
+    contexts = counts + np.array([prefix for _, prefix in chunks])
+
+    found = tiles(counts, contexts, first_row=first_row, tile=tile, heads=32)
+
+    for row, count in enumerate(counts.tolist()):
+        mine = found.row == row + first_row
+        assert found.start[mine].tolist() == list(range(0, count, tile))
+        assert (found.part_keys[mine] * found.num_parts >= contexts[row]).all()
+    assert found.num_parts & (found.num_parts - 1) == 0
+    assert found.num_parts == 1 or len(found.row) * 32 * found.num_parts <= 512
