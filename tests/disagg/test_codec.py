@@ -55,6 +55,7 @@ PLAIN: list[Message] = [
     messages.Cancel(1, Reason.ABORTED),
     messages.Failed(1, Reason.PUSH),
     Pull(handoff=1, link="shm://x", start_block=0, num_blocks=2),
+    messages.Pulled(1, 2),
 ]
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis.strategies import booleans, composite, integers, lists, sampled_from, tuples
 
+from headwater.disagg.handoff import HandoffConfig
 from headwater.scheduler.request import Request
 from headwater.testing.peers import EchoPair
 from headwater.testing.tiers import make_echo_request, uncached_tokens
@@ -79,7 +80,7 @@ def test_random_conversations_get_the_tokens_they_get_on_one_instance(
 
 def test_a_prefix_that_only_d_has_is_not_sent():
     """D's prefix is longer than P's: P computes what it lacks and sends what D lacks."""
-    pair = EchoPair()
+    pair = EchoPair(config=HandoffConfig(pull_min_blocks=100))
     tokens = make_prompt(41)
     pair.decode.add(make_echo_request("warm", tokens[:33], max_tokens=1))
     pair.run("warm")
@@ -90,6 +91,68 @@ def test_a_prefix_that_only_d_has_is_not_sent():
     assert pair.decode.outputs["a"] == uncached_tokens(replace(request, prefill=""))
     assert pair.fabric.num_bytes == (11 - 8) * 32
     assert pair.prefill.runner.num_tokens == 41
+
+
+def test_a_prefix_that_only_d_has_is_fetched_when_that_is_cheaper():
+    """P computes only what nobody has, and says where the rest came from."""
+    pair = EchoPair()
+    tokens = make_prompt(41)
+    pair.decode.add(make_echo_request("warm", tokens[:33], max_tokens=1))
+    pair.run("warm")
+    request = make_handoff("a", tokens)
+    pair.decode.add(request)
+    pair.run("a")
+    pair.drain()
+
+    assert pair.decode.outputs["a"] == uncached_tokens(replace(request, prefill=""))
+    assert pair.prefill.runner.num_tokens == 9
+    assert pair.decode.usages["a"].cached_tokens == 32
+    assert pair.decode.usages["a"].by_tier["peer"] == 32
+    assert pair.fabric.num_bytes == (8 + 3) * 32
+    for peer in pair.peers:
+        peer.check_idle()
+
+
+def test_what_d_has_on_its_host_tier_is_not_sent():
+    """D matches over all its tiers: evicted blocks come back from the host, not from P."""
+    pair = EchoPair(
+        d_num_blocks=14, d_host_blocks=64, config=HandoffConfig(pull_min_blocks=100)
+    )
+    tokens = make_prompt(41)
+    for name, prompt in (("warm", tokens[:33]), ("other", make_prompt(45, family=2))):
+        pair.decode.add(make_echo_request(name, prompt, max_tokens=1))
+        pair.run(name)
+        pair.drain(within_s=2.0, step_s=0.05)  # everything is written to the host
+    request = make_handoff("a", tokens)
+    pair.decode.add(request)
+    pair.run("a")
+    stats = pair.decode.core.stats()
+
+    assert pair.decode.outputs["a"] == uncached_tokens(replace(request, prefill=""))
+    assert pair.fabric.num_bytes == (11 - 8) * 32
+    assert stats.found_tokens["host"] > 0
+    assert stats.links["host_to_device"].num_blocks > 0
+
+
+def test_a_fetch_that_does_not_come_is_computed():
+    """The link is held up: P waits no longer than its timeout, then computes all of it."""
+    pair = EchoPair()
+    tokens = make_prompt(41)
+    pair.decode.add(make_echo_request("warm", tokens[:33], max_tokens=1))
+    pair.run("warm")
+    request = make_handoff("a", tokens)
+    pair.decode.add(request)
+    for _ in range(70):
+        pair.turn(blocks=pair.prefill.runner.num_tokens > 0)
+        pair.fabric.expire(pair.clock.now())
+        pair.clock.advance(0.1)
+    pair.run("a")
+    pair.drain()
+
+    assert pair.decode.outputs["a"] == uncached_tokens(replace(request, prefill=""))
+    assert pair.prefill.runner.num_tokens == 41
+    for peer in pair.peers:
+        peer.check_idle()
 
 
 def test_a_prompt_that_d_has_all_of_moves_no_byte():

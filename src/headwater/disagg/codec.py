@@ -329,6 +329,7 @@ _PLAIN_KINDS = (
     messages.Cancel,
     messages.Failed,
     messages.Pull,
+    messages.Pulled,
 )
 _READERS: dict[str, Callable[[Json, bytes], Message]] = {
     "Start": _read_start,

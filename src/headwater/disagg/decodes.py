@@ -1,8 +1,6 @@
 """Every hand-off that is decoded on this instance: the machines, and the hands they need."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from headwater.disagg.decode import DecodeHandoff, State
 from headwater.disagg.handoff import (
@@ -18,33 +16,26 @@ from headwater.disagg.handoff import (
     Reserve,
     Send,
 )
-from headwater.disagg.link import Landed, Quiet, Receiver
+from headwater.disagg.hands import Hands
+from headwater.disagg.link import Landed, Quiet
+from headwater.disagg.loans import Loans
 from headwater.disagg.messages import (
     Cancel,
     Done,
     Failed,
     First,
+    Pull,
+    Pulled,
     Reason,
     Refused,
     Start,
     ToDecode,
 )
-from headwater.disagg.network import Network
 from headwater.disagg.outcomes import Ended, SideTotals
 from headwater.scheduler.request import Request
 from headwater.scheduler.scheduler import Scheduler
 from headwater.scheduler.sequence import Sequence, SequenceState
-from headwater.types import RequestId, Slots
-
-
-class Memory(Protocol):
-    """The device's blocks, which a link writes to behind the runner's back."""
-
-    @property
-    def block_bytes(self) -> int: ...
-
-    def mark_written(self, slots: Slots) -> None:
-        """Bytes have landed in `slots`: whatever was derived from them is stale."""
+from headwater.types import RequestId
 
 
 @dataclass(slots=True, eq=False)
@@ -60,22 +51,15 @@ class Decodes:
     """Requests of this instance whose prompts other instances compute."""
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        network: Network,
-        receiver: Receiver,
-        config: HandoffConfig,
-        *,
-        memory: Memory,
-        new_id: Callable[[], int],
+        self, scheduler: Scheduler, hands: Hands, config: HandoffConfig, loans: Loans
     ) -> None:
-        """`new_id` gives random numbers of 63 bits, which nobody can guess."""
         self._scheduler = scheduler
-        self._network = network
-        self._receiver = receiver
+        self._network = hands.network
+        self._receiver = hands.receiver
+        self._memory = hands.memory
+        self._new_id = hands.new_id
         self._config = config
-        self._memory = memory
-        self._new_id = new_id
+        self._loans = loans
         self._works: dict[int, _Work] = {}
         self._by_request: dict[RequestId, _Work] = {}
         self._ended = Ended()
@@ -106,7 +90,7 @@ class Decodes:
             handoff=self._new_id(),
             request=request,
             link=self._receiver.address,
-            num_found=0,
+            num_found=self._num_found(sequence),
             within_s=self._config.handoff_timeout_s,
         )
         machine = DecodeHandoff(
@@ -131,11 +115,15 @@ class Decodes:
         work = self._works.get(message.handoff)
         if work is None:
             self._answer_late(peer, message)
+        elif isinstance(message, Pull):
+            path = work.sequence.path(work.sequence.prompt_tokens)
+            self._loans.lend(peer, message, path, now)
         elif work.peer == peer:  # anybody else is not who it was started at
             self._do(work, work.machine.receive(message, now), now)
 
     def lost(self, peer: str, reason: Reason, now: float) -> None:
         """The connection to a P ended, or could not be made."""
+        self._loans.lost(peer)
         for work in list(self._by_request.values()):
             if work.peer == peer:
                 self._do(work, work.machine.lost(reason, now), now)
@@ -169,11 +157,21 @@ class Decodes:
 
     def close(self) -> None:
         """Let nothing more land. Twice is safe."""
+        self._loans.close()
         self._receiver.close()
+
+    def _num_found(self, sequence: Sequence) -> int:
+        """Blocks of its prompt that are here, and that P could have for the asking."""
+        if not self._scheduler.config.prefix_caching:
+            return 0
+        longest = (sequence.num_tokens - 1) // self._scheduler.cache.block_tokens
+        return self._scheduler.cache.match(sequence.path(), max_blocks=longest).device_blocks
 
     def _answer_late(self, peer: str, message: ToDecode) -> None:
         """P is still at what ended here: it hears how."""
-        if not isinstance(message, Failed | Refused):
+        if isinstance(message, Pull):
+            self._network.send(peer, Pulled(message.handoff, 0))
+        elif not isinstance(message, Failed | Refused):
             done = self._ended.was_done(message.handoff)
             answer = Done(message.handoff) if done else Cancel(message.handoff, Reason.GONE)
             self._network.send(peer, answer)

@@ -6,9 +6,14 @@ the loop's one inbox: peers' messages, lost connections, the ends of pushes, lan
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import count
 
 from headwater.disagg.decodes import Decodes
+from headwater.disagg.fetches import Fetches
+from headwater.disagg.handoff import HandoffConfig
+from headwater.disagg.hands import Hands
 from headwater.disagg.link import Landed, PushDone, PushFailed, Quiet
+from headwater.disagg.loans import Loans
 from headwater.disagg.messages import (
     Accepted,
     Ask,
@@ -18,11 +23,12 @@ from headwater.disagg.messages import (
     Refused,
     Renew,
 )
-from headwater.disagg.network import Network, PeerLost, PeerMessage
+from headwater.disagg.network import PeerLost, PeerMessage
 from headwater.disagg.outcomes import SideTotals
 from headwater.disagg.prefills import Prefills
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.request import Request
+from headwater.scheduler.scheduler import Scheduler
 from headwater.types import RequestId
 
 _TO_DECODE = (Accepted, Refused, Ask, Renew, First, Failed, Pull)
@@ -41,16 +47,23 @@ class ExchangeStats:
 class Exchange:
     """What the engine loop knows of peers."""
 
-    def __init__(self, prefills: Prefills, decodes: Decodes, network: Network) -> None:
-        """All three belong to it from now on."""
-        self.prefills = prefills
-        self.decodes = decodes
-        self._network = network
+    def __init__(
+        self, scheduler: Scheduler, hands: Hands, config: HandoffConfig, *, accepts: bool = True
+    ) -> None:
+        """`hands` belong to it from now on. With `accepts` it computes prompts for others."""
+        new_job = count(1).__next__
+        self._network = hands.network
+        self.fetches = Fetches(scheduler, hands, config)
+        self.loans = Loans(scheduler, hands, config, new_job)
+        self.prefills = Prefills(
+            scheduler, hands, config, self.fetches, new_job=new_job, accepts=accepts
+        )
+        self.decodes = Decodes(scheduler, hands, config, self.loans)
 
     @property
     def wake_s(self) -> float | None:
         """When there is something to do although nothing came."""
-        ends = (self.prefills.wake_s, self.decodes.wake_s)
+        ends = (self.prefills.wake_s, self.decodes.wake_s, self.fetches.wake_s)
         return min((end for end in ends if end is not None), default=None)
 
     def add(self, request: Request, now: float) -> None:
@@ -74,16 +87,20 @@ class Exchange:
                     self.decodes.lost(peer, reason, now)
                     self.prefills.lost(peer, now)
                 case PushDone() | PushFailed():
-                    self.prefills.land(event, now)
+                    if not self.loans.land(event, now):
+                        self.prefills.land(event, now)
                 case Landed() | Quiet():
                     self.decodes.land(event, now)
+                    self.fetches.land(event, now)
                 case _:
                     raise TypeError(f"no event for hand-offs: {event!r}")
         self.prefills.tick(now)
+        self.fetches.tick(now)
         self.decodes.tick(now)
 
     def start(self, now: float) -> None:
         """A step was scheduled, and is about to be computed."""
+        self.fetches.start(now)
         self.prefills.start(now)
         self.decodes.start(now)
 

@@ -6,6 +6,7 @@
     D ── Grant | Refuse ─────▶ P      D has reserved what it lacks, for a term
     D ◀── First ────────────── P      the first token, and what was sent
     D ── Done ───────────────▶ P      D has committed; P lets go
+       Pull, Pulled                   a prefix that only D has, if P wants it
        Renew, Renewed                 P's heartbeat and its echo, from Accepted to the end
        Cancel, Failed                 a drop, told to the other side at once
 
@@ -191,6 +192,14 @@ class Pull:
     num_blocks: int
 
 
-ToPrefill: TypeAlias = Start | Grant | Refuse | Renewed | Done | Cancel
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """D to P: so many of the blocks that you asked for are on their way."""
+
+    handoff: int
+    num_blocks: int
+
+
+ToPrefill: TypeAlias = Start | Grant | Refuse | Renewed | Done | Cancel | Pulled
 ToDecode: TypeAlias = Accepted | Refused | Ask | Renew | First | Failed | Pull
 Message: TypeAlias = ToPrefill | ToDecode

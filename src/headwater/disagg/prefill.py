@@ -29,6 +29,7 @@ from headwater.disagg.messages import (
     Failed,
     First,
     Grant,
+    Pulled,
     Reason,
     Refuse,
     Renew,
@@ -129,6 +130,8 @@ class PrefillHandoff:
                 return self._end(None)
             case Refuse(reason=reason) | Cancel(reason=reason):
                 return self._end(reason)
+            case Pulled():
+                return []
 
     def admitted(self, now: float) -> Actions:
         """The scheduler has given it its blocks: computing begins, and D is asked."""

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from itertools import count
 
+from headwater.disagg.fetches import Fetches
 from headwater.disagg.handoff import (
     CancelPushes,
     HandoffConfig,
@@ -13,9 +13,18 @@ from headwater.disagg.handoff import (
     Send,
     Withdraw,
 )
+from headwater.disagg.hands import Hands
 from headwater.disagg.link import PushDone, PushFailed, Sender
-from headwater.disagg.messages import Ask, Failed, Grant, Reason, Refused, Start, ToPrefill
-from headwater.disagg.network import Network
+from headwater.disagg.messages import (
+    Ask,
+    Failed,
+    Grant,
+    Pulled,
+    Reason,
+    Refused,
+    Start,
+    ToPrefill,
+)
 from headwater.disagg.outcomes import Ended, SideTotals
 from headwater.disagg.prefill import PrefillHandoff
 from headwater.errors import ConfigError, PromptTooLong, RequestError
@@ -23,10 +32,8 @@ from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.request import Request
 from headwater.scheduler.scheduler import Scheduler
 from headwater.scheduler.sequence import Sequence
+from headwater.scheduler.usage import Usage
 from headwater.types import RequestId
-
-Connect = Callable[[str], Sender]
-"""A way to the receiver at an address; made without waiting for it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,26 +52,27 @@ class Prefills:
     def __init__(
         self,
         scheduler: Scheduler,
-        network: Network,
-        connect: Connect,
+        hands: Hands,
         config: HandoffConfig,
+        fetches: Fetches,
         *,
-        block_bytes: int,
+        new_job: Callable[[], int],
         accepts: bool = True,
     ) -> None:
         """Where it does not `accept` any, this instance's role is another."""
         self._scheduler = scheduler
-        self._network = network
-        self._connect = connect
+        self._network = hands.network
+        self._connect = hands.connect
+        self._block_bytes = hands.memory.block_bytes
         self._config = config
-        self._block_bytes = block_bytes
+        self._fetches = fetches
+        self._new_job = new_job
         self._accepts = accepts
         self._works: dict[int, _Work] = {}
         self._names: set[RequestId] = set()
         """Requests whose outputs are for a machine, not for a client of this instance."""
         self._jobs: dict[int, _Work] = {}
         self._senders: dict[str, Sender] = {}
-        self._numbers = count(1)
         self._ended = Ended()
         self.totals = SideTotals()
 
@@ -84,7 +92,11 @@ class Prefills:
         """A message of D."""
         work = self._works.get(message.handoff)
         if work is not None:
-            if work.peer == peer:  # anybody else is not who it was started by
+            if work.peer != peer:  # anybody else is not who it was started by
+                return
+            if isinstance(message, Pulled):
+                self._fetches.told(message.handoff, message.num_blocks, now)
+            else:
                 self._do(work, work.machine.receive(message, now), now)
         elif isinstance(message, Start):
             self._begin(peer, message, now)
@@ -122,13 +134,15 @@ class Prefills:
     def start(self, now: float) -> None:
         """A step was scheduled: whoever is in it for the first time asks D."""
         for work in list(self._works.values()):
-            if work.sequence.is_running:
+            if work.sequence.is_running and not self._fetches.is_fetching(work.machine.handoff):
                 self._do(work, work.machine.admitted(now), now)
 
     def settle(self, outputs: Iterable[SequenceOutput], now: float) -> list[SequenceOutput]:
         """A step was collected: what it computed travels. The outputs that are not ours."""
         for work in list(self._works.values()):
             sequence = work.sequence
+            if self._fetches.is_fetching(work.machine.handoff):
+                continue
             if sequence.num_computed != work.num_computed and sequence.num_blocks:
                 work.num_computed = sequence.num_computed
                 table = sequence.block_table
@@ -154,7 +168,7 @@ class Prefills:
             self._config,
             block_tokens=self._scheduler.cache.block_tokens,
             block_bytes=self._block_bytes,
-            new_job=self._numbers.__next__,
+            new_job=self._new_job,
         )
         work = _Work(machine, sequence, peer)
         self._works[start.handoff] = work
@@ -162,6 +176,7 @@ class Prefills:
         self._scheduler.handoffs.pin(sequence)
         self.totals.num_started += 1
         self._do(work, machine.begin(now), now)
+        self._fetches.begin(start, sequence, peer, now)
 
     def _submit(self, start: Start, now: float) -> Sequence | Reason:
         """Let it wait for its turn, or say why not."""
@@ -186,13 +201,25 @@ class Prefills:
         works = self._works.values()
         work = next((w for w in works if w.sequence.request_id == output.request_id), None)
         if work is not None and output.tokens and output.usage is not None:
-            chosen = work.machine.chose(output.tokens[0], output.logprobs[0], output.usage, now)
+            usage = self._with_fetched(output.usage, work.machine.handoff)
+            chosen = work.machine.chose(output.tokens[0], output.logprobs[0], usage, now)
             self._do(work, chosen, now)
         elif work is not None and output.finish_reason is not None:
             self._do(work, work.machine.dropped(now), now)
         if output.finish_reason is not None:
             self._names.discard(output.request_id)
         return True
+
+    def _with_fetched(self, usage: Usage, handoff: int) -> Usage:
+        """What was fetched was found on the device, and came from a peer."""
+        num_tokens = self._fetches.take_fetched(handoff) * self._scheduler.cache.block_tokens
+        num_tokens = min(num_tokens, usage.by_tier.get("device", 0))
+        if not num_tokens:
+            return usage
+        tiers = dict(usage.by_tier)
+        tiers["device"] -= num_tokens
+        tiers["peer"] = tiers.get("peer", 0) + num_tokens
+        return replace(usage, by_tier=tiers)
 
     def _do(self, work: _Work, actions: list[PrefillAction], now: float) -> None:
         machine = work.machine
@@ -207,6 +234,7 @@ class Prefills:
                 case CancelPushes():
                     self._sender(machine.start.link).cancel(machine.handoff)
                 case Withdraw():
+                    self._fetches.abort(machine.handoff, now)
                     self._scheduler.abort(work.sequence.request_id, now=now)
                 case Release():
                     self._forget(work, now)

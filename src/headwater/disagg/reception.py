@@ -14,7 +14,12 @@ class Reception:
     @property
     def is_whole(self) -> bool:
         """Whether every block was said to have landed."""
-        return len(self._landed) == self.num_blocks
+        return self.num_landed == self.num_blocks
+
+    @property
+    def num_landed(self) -> int:
+        """Blocks that were said to have landed."""
+        return len(self._landed)
 
     def land(self, index: int, num_bytes: int) -> None:
         """A block landed. One that is short, or not of this lease, does not count."""

@@ -261,7 +261,7 @@ class EngineCore:
             self._resets.advance(now)
         if self._peers is not None:
             self._peers.land(self.completions.take_posted(), now)
-        if self._has_tiers:
+        if self._has_tiers or self._peers is not None:
             self._scheduler.learn(self._pace.rates(self._mover, now))
 
     def _run(self, batch: ScheduledBatch | None) -> StepResult | None:

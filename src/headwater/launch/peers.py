@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Protocol
 from headwater.cache import Namespace
 from headwater.clock import Clock
 from headwater.config import EngineConfig, PeersConfig, peer_token_from_environment
-from headwater.disagg.decodes import Decodes, Memory
 from headwater.disagg.exchange import Exchange
 from headwater.disagg.handoff import HandoffConfig
+from headwater.disagg.hands import Hands, Memory
 from headwater.disagg.link import BlockMemory
 from headwater.disagg.links.config import LinkConfig
 from headwater.disagg.links.registry import Links
 from headwater.disagg.peers import PeerConfig, PeerService
-from headwater.disagg.prefills import Prefills
 from headwater.engine.client import EngineInfo
 from headwater.engine.core import EngineCore
 from headwater.errors import ConfigError
@@ -94,21 +93,12 @@ def join_peers(
         core.completions.post,
         clock,
     )
-    prefills = Prefills(
-        scheduler,
-        network,
-        links.connect,
-        handoffs,
-        block_bytes=memory.block_bytes,
-        accepts=peers.role != "decode",
-    )
-    decodes = Decodes(
-        scheduler,
-        network,
-        links.listen(peers.link),
-        handoffs,
+    hands = Hands(
+        network=network,
+        receiver=links.listen(peers.link),
+        connect=links.connect,
         memory=memory,
         new_id=lambda: secrets.randbits(63),
     )
-    core.join(Exchange(prefills, decodes, network))
+    core.join(Exchange(scheduler, hands, handoffs, accepts=peers.role != "decode"))
     return network.address

@@ -10,21 +10,23 @@ from random import Random
 
 from headwater.cache import CacheConfig, TieredCache
 from headwater.clock import VirtualClock
-from headwater.disagg.decodes import Decodes
 from headwater.disagg.exchange import Exchange
 from headwater.disagg.handoff import HandoffConfig
+from headwater.disagg.hands import Hands
 from headwater.disagg.link import Push
 from headwater.disagg.messages import Message
-from headwater.disagg.prefills import Prefills
 from headwater.engine.core import EngineCore
 from headwater.engine.output import Usage
 from headwater.scheduler.config import SchedulerConfig
 from headwater.scheduler.request import Request
 from headwater.scheduler.scheduler import Scheduler
+from headwater.testing.copiers import EchoCopier
 from headwater.testing.fabric import Fabric, Post
 from headwater.testing.runners import EchoRunner
 from headwater.testing.tiers import MAX_MODEL_LEN, VOCAB_SIZE
-from headwater.types import Slots
+from headwater.transfer.mover import Mover
+from headwater.transfer.slab import HostSlab
+from headwater.types import Slots, WritePolicy
 
 
 class HeldNetwork:
@@ -95,6 +97,7 @@ class EchoPeer:
     name: str
     epoch: int = 0
     num_blocks: int = 64
+    host_blocks: int = 0
     block_tokens: int = 4
     depth: int = 1
     config: HandoffConfig = field(default_factory=HandoffConfig)
@@ -104,7 +107,12 @@ class EchoPeer:
     usages: dict[str, Usage] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        cache = CacheConfig(device_blocks=self.num_blocks, block_tokens=self.block_tokens)
+        cache = CacheConfig(
+            device_blocks=self.num_blocks,
+            block_tokens=self.block_tokens,
+            host_blocks=self.host_blocks,
+            write_policy=WritePolicy.WRITE_THROUGH,
+        )
         self.cache = TieredCache(cache)
         self.pool = self.cache.device.pool
         limits: dict[str, object] = {
@@ -122,7 +130,9 @@ class EchoPeer:
             vocab_size=VOCAB_SIZE,
         )
         self.rows = self.runner.rows
-        self.core = EngineCore(self.scheduler, self.runner, self.clock)
+        slab = HostSlab(self.host_blocks, self.rows.shape[1])
+        mover = Mover(EchoCopier(self.runner, slab))
+        self.core = EngineCore(self.scheduler, self.runner, self.clock, mover)
         self.link = f"held://{self.name}/{self.epoch}"
         self.fabric.enter(self, self.link)
         self.exchange = self._exchange()
@@ -157,24 +167,14 @@ class EchoPeer:
         assert stats.device.free + stats.device.cached == stats.device.total, f"leaked: {stats}"
 
     def _exchange(self) -> Exchange:
-        network = HeldNetwork(self.fabric, self.name)
-        memory = EchoMemory(self.rows.shape[1])
-        prefills = Prefills(
-            self.scheduler,
-            network,
-            lambda link: HeldSender(self.fabric, self.name, link),
-            self.config,
-            block_bytes=memory.block_bytes,
-        )
-        decodes = Decodes(
-            self.scheduler,
-            network,
-            HeldReceiver(self.fabric, self.link),
-            self.config,
-            memory=memory,
+        hands = Hands(
+            network=HeldNetwork(self.fabric, self.name),
+            receiver=HeldReceiver(self.fabric, self.link),
+            connect=lambda link: HeldSender(self.fabric, self.name, link),
+            memory=EchoMemory(self.rows.shape[1]),
             new_id=_numbers(f"{self.name}/{self.epoch}"),
         )
-        return Exchange(prefills, decodes, network)
+        return Exchange(self.scheduler, hands, self.config)
 
 
 class EchoPair:
