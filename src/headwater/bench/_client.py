@@ -7,7 +7,7 @@ each read; what they say is looked at when they have ended.
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -62,11 +62,14 @@ class Connection:
         self._writer = writer
         self._host = host
 
-    async def ask(self, body: dict[str, Any]) -> Answer:
+    async def ask(
+        self, body: dict[str, Any], headers: Mapping[str, str] | None = None
+    ) -> Answer:
         """Post a streamed completion and read it to its end."""
         content = json.dumps(body).encode()
+        more = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}\r\n"
+            f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}\r\n{more}"
             f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
         )
         began_s = time.perf_counter()

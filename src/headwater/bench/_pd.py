@@ -1,0 +1,234 @@
+"""One prefill and one decode instance against two mixed ones, on the same two cores."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import count
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+
+from headwater.bench._client import connected
+from headwater.errors import EngineDead
+
+_PINNED = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])}); os.execv(sys.argv[2], sys.argv[2:])"
+_PARTS = ("queue", "ask", "compute", "push", "first_token")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What is asked: so many clients, each with so many conversations of two turns."""
+
+    num_clients: int
+    num_rounds: int
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One server process."""
+
+    port: int
+    token: str
+
+    def get(self, path: str) -> str:
+        """The answer to a GET."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as reply:
+            text: str = reply.read().decode()
+            return text
+
+    def value(self, name: str, labels: str = "") -> float:
+        """One number of its metrics; 0 where there is none yet."""
+        found = re.search(
+            rf"^headwater:{name}{re.escape(labels)} (\S+)$", self.get("/metrics"), re.M
+        )
+        return float(found.group(1)) if found else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What clients felt."""
+
+    first_s: list[float]
+    num_tokens: int
+    seconds: float
+
+    @property
+    def tokens_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+def measure_pd(load: Load, link: str, rounds: int) -> dict[str, Any]:
+    """`pd_over_mixed`, `handoff_ms` and `second_turn_byte_share`."""
+    seeds = count(1)
+    with ExitStack() as stack:
+        prefill, decode = stack.enter_context(_pair(link))
+        mixed = stack.enter_context(_two_mixed())
+        headers = {
+            "x-headwater-prefill": json.loads(prefill.get("/server_info"))["engine"][
+                "peer_address"
+            ],
+            "x-headwater-peer-token": decode.token,
+        }
+        split, both = [], []
+        for number in range(rounds + 1):
+            seed = next(seeds)
+            one = asyncio.run(_ask(load, [(decode, headers)], seed))
+            two = asyncio.run(_ask(load, [(instance, {}) for instance in mixed], seed))
+            if number:  # the first turn warms up
+                split.append(one)
+                both.append(two)
+        share = asyncio.run(_second_turn(decode, headers, load, next(seeds)))
+        parts = _parts(decode)
+    ttft = [median(a.first_s) / median(b.first_s) for a, b in zip(split, both, strict=True)]
+    throughput = [a.tokens_s / b.tokens_s for a, b in zip(split, both, strict=True)]
+    return {
+        "pd_over_mixed": {"ttft": median(ttft), "throughput": median(throughput)},
+        "pd_ttft_ms": 1e3 * median(at for run in split for at in run.first_s),
+        "mixed_ttft_ms": 1e3 * median(at for run in both for at in run.first_s),
+        "pd_tokens_s": fmean(run.tokens_s for run in split),
+        "mixed_tokens_s": fmean(run.tokens_s for run in both),
+        "handoff_ms": parts,
+        "second_turn_byte_share": share,
+    }
+
+
+def _parts(decode: Instance) -> dict[str, float]:
+    """Milliseconds of a hand-off by part, the mean of all."""
+    num = max(decode.value("pd_handoffs_total", '{side="decode"}'), 1.0)
+    return {
+        part: 1e3 * decode.value("pd_handoff_seconds_total", f'{{part="{part}"}}') / num
+        for part in _PARTS
+    }
+
+
+async def _ask(
+    load: Load, targets: Sequence[tuple[Instance, dict[str, str]]], seed: int
+) -> Figures:
+    """All clients at once, spread over `targets`; each conversation stays with one."""
+    began_s = time.perf_counter()
+    clients = (
+        _client(load, *targets[number % len(targets)], seed * 1000 + number)
+        for number in range(load.num_clients)
+    )
+    answered = await asyncio.gather(*clients)
+    seconds = time.perf_counter() - began_s
+    first_s = [at for firsts, _ in answered for at in firsts]
+    return Figures(first_s, sum(num for _, num in answered), seconds)
+
+
+async def _client(
+    load: Load, instance: Instance, headers: dict[str, str], seed: int
+) -> tuple[list[float], int]:
+    """Conversations of two turns, one after the other; times to first tokens, and tokens."""
+    chance = np.random.default_rng(seed)
+    first_s, num_tokens = [], 0
+    async with connected(instance.port) as connection:
+        for _ in range(load.num_rounds):
+            prompt = chance.integers(0, 256, load.prompt_tokens).tolist()
+            for _ in range(2):
+                answer = await connection.ask(_body(prompt, load.output_tokens), headers)
+                first_s.append(answer.event_times_s()[0] - answer.began_s)
+                tokens = answer.token_ids()
+                num_tokens += len(tokens)
+                prompt = prompt + tokens + chance.integers(0, 256, 32).tolist()
+    return first_s, num_tokens
+
+
+async def _second_turn(
+    decode: Instance, headers: dict[str, str], load: Load, seed: int
+) -> float:
+    """Bytes that a second turn moves, over those of its whole prompt."""
+    chance = np.random.default_rng(seed)
+    prompt = chance.integers(0, 256, load.prompt_tokens).tolist()
+    moved: list[float] = []
+    lengths: list[int] = []
+    async with connected(decode.port) as connection:
+        for _ in range(2):
+            before = decode.value("pd_bytes_total", '{side="decode"}')
+            answer = await connection.ask(_body(prompt, load.output_tokens), headers)
+            moved.append(decode.value("pd_bytes_total", '{side="decode"}') - before)
+            lengths.append(-(-len(prompt) // 64))
+            prompt = prompt + answer.token_ids() + chance.integers(0, 256, 32).tolist()
+    block_bytes = moved[0] / lengths[0]
+    return moved[1] / (lengths[1] * block_bytes)
+
+
+def _body(prompt: list[int], output_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt": prompt,
+        "max_tokens": output_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+    }
+
+
+@contextmanager
+def _pair(link: str) -> Iterator[tuple[Instance, Instance]]:
+    """A prefill instance on the first core, a decode instance on the second."""
+    token = secrets.token_hex(16)
+    flags = ["--cache-transfer-protocol", link]
+    with (
+        _serving(0, token, ["--splitwise-role", "prefill", *flags]) as prefill,
+        _serving(1, token, ["--splitwise-role", "decode", *flags]) as decode,
+    ):
+        yield prefill, decode
+
+
+@contextmanager
+def _two_mixed() -> Iterator[tuple[Instance, Instance]]:
+    with _serving(0, "", []) as first, _serving(1, "", []) as second:
+        yield first, second
+
+
+@contextmanager
+def _serving(place: int, token: str, flags: list[str]) -> Iterator[Instance]:
+    """One server on one core, until the block is left."""
+    cores = sorted(os.sched_getaffinity(0))
+    command = [sys.executable, "-m", "headwater", "serve", "--port", "0", "--threads", "1"]
+    command += ["--num-gpu-blocks-override", "2048", *flags]
+    pinned = [sys.executable, "-c", _PINNED, str(cores[place % len(cores)]), *command]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if token:
+        environment["HEADWATER_PEER_TOKEN"] = token
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            pinned, env=environment, stdout=subprocess.PIPE, stderr=log, text=True
+        )
+        try:
+            yield Instance(_port(process), token)
+        finally:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=30)
+            process.kill()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+
+
+def _port(process: "subprocess.Popen[str]") -> int:
+    """Where it serves, once it says so."""
+    port = 0
+    for line in process.stdout or ():
+        if found := re.search(r"is ready at http://\S+:(\d+)", line):
+            port = int(found.group(1))
+        if line.startswith("stop with"):
+            return port
+    raise EngineDead("a server of the benchmark did not start")

@@ -1,0 +1,51 @@
+"""`headwater bench pd`: prefill and decode apart, against the same cores doing both.
+
+`pd_over_mixed` holds one prefill and one decode instance, a core each, against two mixed
+instances on the same cores; `handoff_ms` says where the time of a hand-off goes;
+`second_turn_byte_share` what a second turn moves of its prompt; `link_ratio` how fast each link
+is beside the barest use of its medium; `router` and `pool_block_hit` what each routing policy
+finds on a trace.
+"""
+
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from headwater.bench._links import measure_links
+from headwater.bench._pd import Load, measure_pd
+from headwater.bench._report import print_report
+from headwater.bench._router import measure_router
+
+_PARTS = ("engine", "links", "router")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the parts that were asked for and print a table, or JSON."""
+    parser = ArgumentParser(prog="headwater bench pd", description=__doc__)
+    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS))
+    parser.add_argument("--link", choices=("shm", "tcp", "mooncake"), default="shm")
+    parser.add_argument("--trace", type=Path, help="for the router, in the Mooncake format")
+    parser.add_argument("--quick", action="store_true", help="few requests; ends within 40 s")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args(argv)
+    result: dict[str, Any] = {}
+    if "engine" in options.parts:
+        _say("engine: one prefill and one decode instance, and two mixed ones")
+        load = Load(num_clients=8, num_rounds=4, prompt_tokens=1000, output_tokens=64)
+        if options.quick:
+            load = Load(num_clients=2, num_rounds=1, prompt_tokens=300, output_tokens=16)
+        result |= measure_pd(load, options.link, rounds=1 if options.quick else 5)
+    if "links" in options.parts:
+        _say("links: each beside its bare medium")
+        result["link_ratio"] = measure_links(options.quick)
+    if "router" in options.parts:
+        _say("router: policies on a trace")
+        result |= measure_router(options.trace, options.quick)
+    print_report("headwater bench pd", result, as_json=options.json)
+    return 0
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
