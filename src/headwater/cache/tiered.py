@@ -338,6 +338,11 @@ class TieredCache:
         if self.facts is not None:
             self.facts.cleared()
 
+    def rekey(self, scheme: KeyScheme) -> None:
+        """Other weights: forget everything, and name what comes by other keys."""
+        self.reset()
+        self.tree.scheme = scheme
+
     def stats(self) -> CacheStats:
         """A snapshot of every count. O(1)."""
         return CacheStats(

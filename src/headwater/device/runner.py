@@ -75,6 +75,10 @@ class TorchRunner:
         """The result of the oldest step not yet collected."""
         return self._results.popleft()
 
+    def use(self, model: LoadedModel) -> None:
+        """Compute with other weights of the same shape from the next step on."""
+        self._model = model
+
     def close(self) -> None:
         """Forget what was not collected."""
         self._results.clear()

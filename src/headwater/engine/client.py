@@ -117,6 +117,12 @@ class EngineClient(Protocol):
     async def close_session(self, session_id: str, cache_salt: str) -> bool:
         """Nothing more of this session will come; whether it was known."""
 
+    async def reload(self, folder: str | None) -> EngineInfo:
+        """Read weights, of `folder` or of the same one again; `info` from now on.
+
+        Raises RequestError where they cannot be read now, or not be used.
+        """
+
     async def pause(self) -> None:
         """Stop admitting; running sequences go on."""
 

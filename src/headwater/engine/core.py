@@ -6,14 +6,14 @@ whoever stands in front of it hands over requests and aborts between two turns o
 and sleeps on `completions` when there is no work.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from headwater.cache import Namespace
 from headwater.cache.outline import outline
 from headwater.clock import Clock
 from headwater.disagg.exchange import Exchange
-from headwater.engine.client import MEMORY, ResetReport
+from headwater.engine.client import MEMORY, EngineInfo, ResetReport
 from headwater.engine.output import EngineStats, SequenceOutput, engine_stats
 from headwater.engine.pace import Pace
 from headwater.engine.reset import Resets, Then
@@ -26,6 +26,9 @@ from headwater.scheduler.scheduler import Scheduler
 from headwater.transfer.completions import CompletionQueue
 from headwater.transfer.mover import Mover
 from headwater.types import RequestId
+
+_RELOAD_DRAIN_S = 5.0
+"""Longest wait for copies in flight before weights are read."""
 
 
 class Runner(Protocol):
@@ -51,6 +54,10 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Release the device. Twice is safe."""
+
+
+Reload = Callable[[str | None], EngineInfo]
+"""Reads weights, of a folder or of the same one again; what the engine is from now on."""
 
 
 class Feed(Protocol):
@@ -90,6 +97,7 @@ class EngineCore:
         self._decide_s = 0.0
         self._step_s = 0.0
         self._feed: Feed | None = None
+        self._reload: Reload | None = None
         self._peers: Exchange | None = None
 
     @property
@@ -145,6 +153,25 @@ class EngineCore:
         """Forget what is cached in `tiers`; `then` is told what came of it, now or some steps
         later. Running requests go on with the blocks they have."""
         self._resets.begin(tiers, then or _ignore, now=self._clock.now())
+
+    def allow_reload(self, reload: Reload) -> None:
+        """Weights may be read again, by `reload`."""
+        self._reload = reload
+
+    def reload(self, folder: str | None) -> EngineInfo:
+        """Compute with other weights; what is cached is forgotten if they differ.
+
+        Raises RequestError while anything runs, ModelError where they cannot be used; nothing
+        has changed then.
+        """
+        if self._reload is None:
+            raise RequestError("this engine reads its weights once; start another")
+        if running := self._scheduler.stats().num_running:
+            raise RequestError(f"{running} sequences are running; drain first")
+        self.drain(_RELOAD_DRAIN_S)
+        if self._scheduler.num_copies:
+            raise RequestError("copies between tiers have not ended; try again")
+        return self._reload(folder)
 
     def close_session(self, session_id: str, cache_salt: str) -> bool:
         """Nothing more of this session will come; whether it was known."""

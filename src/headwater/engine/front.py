@@ -140,6 +140,15 @@ class AsyncEngine:
         assert isinstance(closed, wire.Closed), "it is answered with a closed"
         return closed.known
 
+    async def reload(self, folder: str | None) -> EngineInfo:
+        number = next(self._numbers)
+        answer = await self._ask(number, wire.Reload(number, folder))
+        assert isinstance(answer, wire.Reloaded), "it is answered with what is served now"
+        if answer.info is None:
+            raise RequestError(answer.refusal or "the weights were not read")
+        self._info = answer.info
+        return answer.info
+
     async def pause(self) -> None:
         await self._call("pause")
 
@@ -211,6 +220,7 @@ class AsyncEngine:
                 wire.Reply(number)
                 | wire.Forgotten(number)
                 | wire.Closed(number)
+                | wire.Reloaded(number)
                 | wire.Sight(number)
             ):
                 future = self._calls.get(number)

@@ -18,7 +18,7 @@ from headwater.engine import wire
 from headwater.engine.client import MEMORY, EngineInfo, ResetReport
 from headwater.engine.reset import Then
 from headwater.engine.rundir import remove_socket_folder
-from headwater.errors import HeadwaterError, RequestError
+from headwater.errors import ConfigError, HeadwaterError, ModelError, RequestError, StorageError
 from headwater.metrics.stats import EngineStats
 from headwater.metrics.view import EngineView, ViewLimits
 from headwater.scheduler.output import SequenceOutput
@@ -47,6 +47,7 @@ class Core(Protocol):
     def close_session(self, session_id: str, cache_salt: str) -> bool: ...
     def step(self) -> list[SequenceOutput]: ...
     def publish(self) -> None: ...
+    def reload(self, folder: str | None) -> EngineInfo: ...
     def stats(self) -> EngineStats: ...
     def view(self, limits: ViewLimits) -> EngineView: ...
     def sleep_s(self) -> float | None: ...
@@ -144,10 +145,18 @@ class EngineLoop:
             case wire.CloseSession(number, session_id, cache_salt):
                 known = self._core.close_session(session_id, cache_salt)
                 self._send(wire.Closed(number, known))
+            case wire.Reload(number, folder):
+                self._send(self._reload(number, folder))
             case wire.Look(number, limits):
                 self._send(wire.Sight(number, self._core.view(limits)))
             case wire.Stop():
                 self._stopped = True
+
+    def _reload(self, number: int, folder: str | None) -> wire.Reloaded:
+        try:
+            return wire.Reloaded(number, self._core.reload(folder), None)
+        except (RequestError, ModelError, ConfigError, StorageError) as exc:
+            return wire.Reloaded(number, None, str(exc))
 
     def _reset(self, number: int, tiers: list[str]) -> None:
         """Answered when it is done, which may be many steps later."""

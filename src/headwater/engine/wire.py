@@ -71,6 +71,13 @@ class CloseSession(msgspec.Struct, tag="close", array_like=True, frozen=True):
     cache_salt: str
 
 
+class Reload(msgspec.Struct, tag="reload", array_like=True, frozen=True):
+    """Read weights again, and answer with a `Reloaded` of the same number."""
+
+    number: int
+    folder: str | None
+
+
 class Look(msgspec.Struct, tag="look", array_like=True, frozen=True):
     """Somebody watches, and wants a `Sight` of the same number."""
 
@@ -143,6 +150,14 @@ class Closed(msgspec.Struct, tag="closed", array_like=True, frozen=True):
     known: bool
 
 
+class Reloaded(msgspec.Struct, tag="reloaded", array_like=True, frozen=True):
+    """What the engine is now, or why it stays what it was."""
+
+    number: int
+    info: EngineInfo | None
+    refusal: str | None
+
+
 class Sight(msgspec.Struct, tag="sight", array_like=True, frozen=True):
     """What a `Look` found."""
 
@@ -150,8 +165,8 @@ class Sight(msgspec.Struct, tag="sight", array_like=True, frozen=True):
     view: EngineView
 
 
-ToEngine = Add | Abort | Call | Reset | CloseSession | Look | Stop
-Answer = Reply | Forgotten | Closed | Sight
+ToEngine = Add | Abort | Call | Reset | CloseSession | Reload | Look | Stop
+Answer = Reply | Forgotten | Closed | Reloaded | Sight
 FromEngine = Ready | Failure | Outputs | Refusal | Answer
 
 encode = msgspec.msgpack.Encoder().encode

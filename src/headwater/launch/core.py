@@ -16,6 +16,7 @@ from headwater.engine.core import EngineCore
 from headwater.errors import ConfigError
 from headwater.launch.events import open_events
 from headwater.launch.peers import open_peers
+from headwater.launch.reload import Parts, Reloader
 from headwater.launch.tiers import describe_tiers, host_blocks, open_mover
 from headwater.launch.weights import load_weights
 from headwater.scheduler.config import SchedulerConfig
@@ -38,6 +39,7 @@ def build_core(
     from headwater.device.memory import num_blocks_that_fit
     from headwater.device.model import load
     from headwater.device.open import open_runner
+    from headwater.device.runner import TorchRunner
 
     model = model or load(config.model, dtype=config.dtype, device=config.device)
     num_blocks = num_blocks_that_fit(
@@ -79,7 +81,11 @@ def build_core(
     mover = open_mover(config, scheduler.cache, pool, runner, clock)
     core = EngineCore(scheduler, runner, clock, mover)
     info = open_peers(config, core, scheduler, pool, info, clock)
-    return core, open_events(config, core, info, clock)
+    info = open_events(config, core, info, clock)
+    if config.peers is None and isinstance(runner, TorchRunner):
+        parts = Parts(model=model, runner=runner, cache=scheduler.cache, mover=mover)
+        core.allow_reload(Reloader(config, parts, info, clock).reload)
+    return core, info
 
 
 def _scheduler(

@@ -14,7 +14,7 @@ from starlette.types import Scope
 from headwater.clock import Clock, SystemClock
 from headwater.engine.tokenizer import Tokenizer
 from headwater.launch.server import StopSignals
-from headwater.server.gate import Gate, is_health
+from headwater.server.gate import Gate, is_public
 from headwater.server.http import HttpServer, bind, url_of
 from headwater.server.router.app import Router, create_router_app
 from headwater.server.router.config import RouterConfig
@@ -118,9 +118,9 @@ class RouterProcess:
 
 
 def _needs_no_key(scope: Scope) -> bool:
-    """Health, as everywhere; and instances, which show the peer token instead."""
+    """Health and the page, as everywhere; and instances, which show the peer token instead."""
     is_instance = scope["path"].startswith("/instances") and scope["method"] != "GET"
-    return is_instance or is_health(scope)
+    return is_instance or is_public(scope)
 
 
 async def _sweep(registry: Registry) -> None:

@@ -4,6 +4,7 @@ import os
 from typing import TYPE_CHECKING
 
 from headwater.cache import Namespace, TieredCache
+from headwater.cache.keys import KeyScheme
 from headwater.clock import Clock
 from headwater.config import EngineConfig
 from headwater.engine.core import Runner
@@ -94,10 +95,18 @@ def _open_workers(
 ) -> StorageWorkers | None:
     if config.storage_backend is None:
         return None
+    return StorageWorkers(open_backend(config, cache.tree.scheme, slab, clock), slab, clock)
+
+
+def open_backend(
+    config: EngineConfig, scheme: KeyScheme, slab: HostSlab, clock: Clock
+) -> GuardedStorage:
+    """The storage that `config` names, for blocks of `scheme` out of `slab`."""
+    assert config.storage_backend is not None, "asked only where there is storage"
     opening = Opening(
         format=BlockFormat(
             # The key that all of a deployment's keys are chained to says what its bytes are.
-            fingerprint=cache.tree.scheme.root(Namespace()),
+            fingerprint=scheme.root(Namespace()),
             block_bytes=slab.block_bytes,
         ),
         clock=clock,
@@ -105,5 +114,4 @@ def _open_workers(
         environ=dict(os.environ),
     )
     backend = open_storage(config.storage_backend, config.storage_config, opening)
-    guarded = GuardedStorage(backend, Breaker(BreakerConfig(), clock))
-    return StorageWorkers(guarded, slab, clock)
+    return GuardedStorage(backend, Breaker(BreakerConfig(), clock))

@@ -284,8 +284,18 @@ ROUTER_COUNTERS = (
 )
 """Counted by the router; its other metrics are how things stand."""
 
+ROUTER_METRICS = (
+    *ROUTER_COUNTERS,
+    ROUTER_INSTANCES,
+    ROUTER_TRUST,
+    ROUTER_VIEW_BLOCKS,
+    ROUTER_IN_FLIGHT,
+    ROUTER_GAPS,
+)
+"""Everything a router exposes."""
+
 ALL = (ENGINE_UP, *ENGINE_METRICS, *SERVER_METRICS)
-"""Every metric there is."""
+"""Everything a server exposes."""
 
 SCRAPED_BY_ROUTERS = (RUNNING, WAITING, KV_USAGE, QUERIES, HITS, CACHE_CONFIG)
 """The handful that can also be had under the `vllm:` prefix."""

@@ -38,6 +38,7 @@ def page() -> str:
         _HEAD,
         _section("The engine", (names.ENGINE_UP, *names.ENGINE_METRICS)),
         _section("The server", names.SERVER_METRICS),
+        _section("The router", names.ROUTER_METRICS),
         _ROUTERS.format(listed=routers),
     ]
     return "\n".join(parts)

@@ -250,3 +250,11 @@ class Aborted(Struct, kw_only=True):
     """Body of POST /v1/abort_requests."""
 
     aborted: int
+
+
+class Reloaded(Struct, kw_only=True):
+    """Body of POST /v1/reload_weights."""
+
+    fingerprint: str
+    changed: bool
+    """Whether it is another than before; then nothing is cached any more."""

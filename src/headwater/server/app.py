@@ -17,6 +17,7 @@ from headwater.server.chat import chat_completions
 from headwater.server.completions import completions
 from headwater.server.errors import ErrorAnswer, ErrorObject, error_response
 from headwater.server.openapi import openapi
+from headwater.server.reload import reload_weights
 from headwater.server.reply import JsonReply
 from headwater.server.service import Service
 from headwater.server.streaming import Gone
@@ -45,6 +46,7 @@ ROUTES = [
     Route("/flush_cache", admin.reset_prefix_cache, methods=["POST"], name="flush_cache"),
     Route("/v1/pause", admin.pause, methods=["POST"]),
     Route("/v1/resume", admin.resume, methods=["POST"]),
+    Route("/v1/reload_weights", reload_weights, methods=["POST"]),
     Route("/v1/abort_requests", admin.abort_requests, methods=["POST"]),
     Route("/openapi.json", openapi, methods=["GET"]),
 ]

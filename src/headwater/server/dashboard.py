@@ -35,6 +35,11 @@ async def page(request: Request) -> Response:
     return _answer("dashboard.html")
 
 
+async def router_page(request: Request) -> Response:
+    """The page of a router: its instances."""
+    return _answer("router.html")
+
+
 async def part(request: Request) -> Response:
     """One of the files it is made of."""
     name = request.path_params["name"]

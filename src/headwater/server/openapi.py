@@ -103,6 +103,7 @@ def _paths() -> dict[str, _Path]:
         "/flush_cache": _reset(),
         "/v1/pause": _control("Stop admitting; running requests go on."),
         "/v1/resume": _control("Admit again."),
+        "/v1/reload_weights": _reload(),
         "/v1/abort_requests": _post(
             "End requests by name.", schema.AbortRequest, answers.Aborted, (400, 401, 413, 503)
         ),
@@ -130,6 +131,17 @@ def _reset() -> _Path:
         "Forget the cached blocks of some tiers.",
         schema.ResetRequest,
         answers.ResetAnswer,
+        (400, 401, 413, 503),
+    )
+    path["post"]["requestBody"]["required"] = False
+    return path
+
+
+def _reload() -> _Path:
+    path = _post(
+        "Read the weights again, or those of a folder beside them.",
+        schema.ReloadRequest,
+        answers.Reloaded,
         (400, 401, 413, 503),
     )
     path["post"]["requestBody"]["required"] = False
@@ -221,6 +233,8 @@ def _schemas() -> dict[str, Any]:
         schema.TokenizeRequest,
         schema.DetokenizeRequest,
         schema.AbortRequest,
+        schema.ReloadRequest,
+        answers.Reloaded,
         schema.ResetRequest,
         schema.CloseSession,
         answers.CompletionAnswer,

@@ -182,3 +182,13 @@ class AbortRequest(Struct, kw_only=True):
 
     request_ids: list[str] | None = None
     abort_all: bool | None = None
+
+
+class ReloadRequest(Struct, kw_only=True):
+    """Body of POST /v1/reload_weights."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
+    """A folder beside the one given at start; null reads the same one again."""
+
+    drain_timeout_s: Annotated[float, Meta(ge=0, le=3600)] | None = None
+    """Longest wait for running requests; null is the server's `--drain-timeout`."""

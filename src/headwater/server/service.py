@@ -53,6 +53,8 @@ class Service:
         self.live = LiveRequests(
             engine.info.max_num_seqs + config.limits.max_queued, self.recorder
         )
+        self.reloading = asyncio.Lock()
+        """Held while weights are read."""
         self.recent: deque[RequestRecord] = deque(maxlen=_RECENT)
         """Sequences that ended lately, the last one first."""
         self._on_end = on_end

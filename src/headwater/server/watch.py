@@ -51,6 +51,7 @@ async def stats(request: Request) -> Response:
             "totals": _totals(service.recorder),
             "latencies": _latencies(service.recorder),
             "cache": cache_state(service, now),
+            "handoffs": {side: asdict(entry) for side, entry in now.handoffs.items()},
             "sequences": [asdict(sequence) for sequence in view.sequences],
             "recent": [record.as_log() for record in service.recent],
         }

@@ -162,6 +162,10 @@ class EchoEngine:
         self._check_alive()
         return self.core.close_session(session_id, cache_salt)
 
+    async def reload(self, folder: str | None) -> EngineInfo:
+        self._check_alive()
+        return self.core.reload(folder)
+
     async def pause(self) -> None:
         self._check_alive()
         self.core.pause()

@@ -137,6 +137,11 @@ class Mover:
         """Transfers that rates were learned from; as long as it stays, so do they."""
 
     @property
+    def workers(self) -> StorageExecutor | None:
+        """Who calls storage, where there is any."""
+        return self._workers
+
+    @property
     def num_in_flight(self) -> int:
         """Jobs whose executor may still be at work."""
         return len(self._running)

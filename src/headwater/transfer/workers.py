@@ -53,7 +53,7 @@ class StorageWorkers:
     ) -> None:
         """`num_threads` for each kind of call."""
         self.backend = backend
-        self._slab = slab
+        self.slab = slab
         self._clock = clock
         self._num_threads = num_threads
         self._queues: dict[str, SimpleQueue[list[Task] | None]] = {}
@@ -74,6 +74,11 @@ class StorageWorkers:
         for task in tasks:
             if not isinstance(task.plan, Lookup):
                 self._queues[_kind(task.plan)].put([task])
+
+    def replace(self, backend: StorageBackend) -> None:
+        """Call another backend from now on; nothing may be in flight at the old one."""
+        old, self.backend = self.backend, backend
+        old.close()
 
     def stats(self) -> StorageStats:
         """What the backend says of itself; never blocks."""
@@ -133,7 +138,7 @@ class StorageWorkers:
         return [self._write(plan, timeout_s)]
 
     def _read(self, plan: Transfer, timeout_s: float) -> Completion:
-        into = self._slab.views(plan.target_slots.tolist())
+        into = self.slab.views(plan.target_slots.tolist())
         results = self.backend.read(plan.keys, into, timeout_s=timeout_s)
         good = _leading(results, {BlockRead.READ})
         if good == plan.num_blocks:
@@ -143,7 +148,7 @@ class StorageWorkers:
         return Completion(plan.job, Ending.ABSENT, good, reason="absent")
 
     def _write(self, plan: Transfer, timeout_s: float) -> Completion:
-        blocks = self._slab.views(plan.source_slots.tolist())
+        blocks = self.slab.views(plan.source_slots.tolist())
         before = () if plan.parent is None else (plan.parent,)
         results = self.backend.write(
             plan.keys, blocks, parents=(*before, *plan.keys[:-1]), timeout_s=timeout_s

@@ -12,6 +12,7 @@ from starlette.routing import Route
 from headwater.clock import Clock
 from headwater.config import VERSION
 from headwater.metrics.prometheus import CONTENT_TYPE
+from headwater.server import dashboard
 from headwater.server.answers import Done, Health, Version
 from headwater.server.app import EXCEPTION_HANDLERS
 from headwater.server.body import read_body
@@ -104,6 +105,8 @@ ROUTES = [
     Route("/version", version, methods=["GET"]),
     Route("/metrics", metrics, methods=["GET"]),
     Route("/instances", instances, methods=["GET"]),
+    Route(dashboard.PATH, dashboard.router_page, methods=["GET"]),
+    Route(dashboard.PATH + "/{name}", dashboard.part, methods=["GET"]),
     Route("/instances", register, methods=["POST"]),
     Route("/instances/{name:path}", drain, methods=["DELETE"]),
 ]

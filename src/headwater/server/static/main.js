@@ -3,45 +3,20 @@
 import { byId, bytes, count, h, seconds, setText, share, whole } from "./dom.js";
 import { HISTORY, SOURCES, between, hitShare, isRestart, lately } from "./model.js";
 import { line, shares, span } from "./charts.js";
-import { showLinks, showLive, showMisses, showRecent, showTiers } from "./panels.js";
+import { showHandoffs, showLinks, showLive, showMisses, showRecent, showTiers } from "./panels.js";
+import { ask, say, watch } from "./shell.js";
 import { showTree } from "./tree.js";
 
-const EVERY_MS = 1000, TREE_EVERY = 4, PATIENCE_MS = 6000;
-const KEY = "headwater-key", THEME = "headwater-theme";
+const TREE_EVERY = 4;
 const history = [];
 let before = null, turn = 0;
 
-async function ask(path) {
-  const key = sessionStorage.getItem(KEY);
-  const headers = key ? { authorization: `Bearer ${key}` } : {};
-  const answer = await fetch(path, { headers, cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
-  if (answer.status === 401) throw new DOMException("a key is needed", "NotAllowedError");
-  if (!answer.ok) throw new Error((await answer.json().catch(() => null))?.error?.message ?? `status ${answer.status}`);
-  return answer.json();
-}
-
 async function look() {
-  if (document.visibilityState === "hidden" && before) return schedule();
-  try {
-    const now = await ask("stats");
-    byId("key-form").hidden = true;
-    take(now);
-    if (turn % TREE_EVERY === 0) showTree(await ask("cache/tree?depth=24&limit=1024"), now.cache.block_tokens);
-    turn += 1;
-    say(now.cache.is_paused ? "paused" : "live", now.cache.is_paused ? "admits nobody" : "live");
-  } catch (error) {
-    if (error.name === "NotAllowedError") return askForKey();
-    say("lost", error.name === "TypeError" || error.name === "TimeoutError" ? "waiting for the server" : error.message);
-    turn = 0;
-  }
-  schedule();
-}
-
-const schedule = () => setTimeout(look, EVERY_MS);
-
-function say(state, text) {
-  byId("state").dataset.state = state;
-  setText("state-text", text);
+  const now = await ask("stats");
+  take(now);
+  if (turn % TREE_EVERY === 0) showTree(await ask("cache/tree?depth=24&limit=1024"), now.cache.block_tokens);
+  turn += 1;
+  say(now.cache.is_paused ? "paused" : "live", now.cache.is_paused ? "admits nobody" : "live");
 }
 
 function take(now) {
@@ -61,6 +36,7 @@ function showAll(now) {
   showTiers(cache, now.block_bytes);
   showLinks(cache.links, last?.links ?? {});
   showMisses(cache.ledger);
+  showHandoffs(now.handoffs);
   showLive(now);
   showRecent(now.recent);
 }
@@ -104,36 +80,10 @@ function howLong() {
   return `${seconds(Math.round(each * span(history.length)))} ago`;
 }
 
-function askForKey() {
-  say("lost", "a key is needed");
-  const form = byId("key-form");
-  if (sessionStorage.getItem(KEY)) setText("key-error", "That key does not fit.");
-  sessionStorage.removeItem(KEY);
-  form.hidden = false;
-  byId("key").focus();
-}
-
-byId("key-form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  sessionStorage.setItem(KEY, byId("key").value);
-  byId("key").value = "";
-  look();
-});
-
-const themes = ["auto", "light", "dark"];
-function showTheme(name) {
-  if (name === "auto") delete document.documentElement.dataset.theme;
-  else document.documentElement.dataset.theme = name;
-  setText("theme", `Theme: ${name}`);
-  localStorage.setItem(THEME, name);
-}
-byId("theme").addEventListener("click", () => showTheme(themes[(themes.indexOf(localStorage.getItem(THEME)) + 1) % 3]));
-showTheme(themes.includes(localStorage.getItem(THEME)) ? localStorage.getItem(THEME) : "auto");
-
 function legend(id, entries) {
   byId(id).replaceChildren(...entries.map(([kind, text]) => h("span", {}, h("i", { class: `k-${kind}` }), text)));
 }
 legend("l-source", SOURCES.map((name) => [name, name]));
 legend("l-tree", [["device", "device"], ["host", "host (striped)"], ["storage", "storage (dotted)"]]);
 addEventListener("resize", () => before && showCharts());
-look();
+watch(look, () => { turn = 0; });

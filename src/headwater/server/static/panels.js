@@ -66,6 +66,22 @@ export function showMisses(ledger) {
     : h("p", { class: "none" }, ledger.queries ? "Every request found all that it could." : "No request has asked yet."));
 }
 
+// Both sides of prefill and decode apart: what is in flight holds a lease on the other side.
+export function showHandoffs(handoffs) {
+  const sides = Object.entries(handoffs);
+  byId("handoffs-card").hidden = !sides.length;
+  if (!sides.length) return;
+  const sum = (counts) => Object.values(counts).reduce((a, b) => a + b, 0);
+  const why = (counts) => Object.entries(counts).map(([reason, n]) => `${words(reason)} ${whole(n)}`).join(", ");
+  const rows = sides.map(([side, entry]) => h("tr", {}, h("td", {}, `as ${side}`),
+    ...[entry.in_flight, entry.asks, entry.done].map((n) => h("td", { class: "num" }, whole(n))),
+    h("td", { class: "num", title: why(entry.refusals) }, whole(sum(entry.refusals))),
+    h("td", { class: "num", title: why(entry.failures) }, whole(sum(entry.failures))),
+    h("td", { class: "num" }, bytes(entry.num_bytes))));
+  const heads = ["", "leases now", "asks", "done", "refused", "failed", "moved"];
+  byId("handoffs").replaceChildren(h("table", {}, h("thead", {}, h("tr", {}, ...heads.map((text, i) => h("th", { class: i ? "num" : false, scope: "col" }, text)))), h("tbody", {}, ...rows)));
+}
+
 export function showLive(stats) {
   const { cache, sequences } = stats;
   const hidden = cache.num_running + cache.num_waiting - sequences.length;

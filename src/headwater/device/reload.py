@@ -1,0 +1,33 @@
+"""Other weights for a model that is being served: the same shape, another content."""
+
+from pathlib import Path
+
+from headwater.device.model import LoadedModel, load
+from headwater.errors import ModelError
+
+_MUST_AGREE = (
+    *("num_layers", "kv_heads", "head_dim", "vocab_size"),
+    *("max_model_len", "eos_token_ids", "dtype"),
+)
+"""What pools, scheduler and server were built for."""
+
+
+def load_like(model: LoadedModel, folder: Path) -> LoadedModel:
+    """The model in `folder`, beside `model` in memory; a ModelError where it has another shape.
+
+    What is served now is not touched, so a folder that cannot be used changes nothing.
+    """
+    dtype = str(model.dtype).removeprefix("torch.")
+    other = load(folder, dtype=dtype, device=str(model.device))
+    for name in _MUST_AGREE:
+        old, new = getattr(model, name), getattr(other, name)
+        if old != new:
+            raise ModelError(f"{folder} has another shape: {name} is {new}, and was {old}")
+    if _tokenizer(model.model_dir) != _tokenizer(folder):
+        raise ModelError(f"{folder} has another tokenizer; start a server for it")
+    return other
+
+
+def _tokenizer(folder: Path) -> bytes | None:
+    path = folder / "tokenizer.json"
+    return path.read_bytes() if path.is_file() else None

@@ -1,0 +1,155 @@
+"""The documentation is true: links lead somewhere, commands run, flags exist.
+
+A code block with commands has a marker in the line before it:
+
+    <!-- run -->           its commands are executed here, in order, beside a live server
+    <!-- needs: WHAT -->   not executed: hardware, another machine, minutes; still read by the
+                           real command line, so that no flag in it can rot
+"""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from headwater.cli.parser import build_parser
+from tests.e2e.live import LiveServer
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")])
+COMMANDS = ("headwater", "curl", "bash", "python", "pip", "docker", "systemctl", ".", "export")
+SHELLS = ("", "bash", "sh", "console")
+_FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.M | re.S)
+_LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+_MARK = re.compile(r"<!-- (run|needs: \S.*) -->$")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A piece of code with commands in it."""
+
+    page: Path
+    line: int
+    mark: str | None
+    lines: tuple[str, ...]
+
+    def __str__(self):
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def commands_of(text):
+    """Lines with their continuations, without prompts and output."""
+    whole = re.sub(r"\\\n\s*", "", text)
+    lines = [line.removeprefix("$ ") for line in whole.splitlines()]
+    return tuple(line for line in lines if line.strip() and not line.startswith("#"))
+
+
+def blocks_of(page):
+    text = page.read_text()
+    for found in _FENCE.finditer(text):
+        lines = commands_of(found[2])
+        words = [line.split()[0] for line in lines if line.split()]
+        if found[1] in SHELLS and any(word in COMMANDS for word in words):
+            before = text[: found.start()].rstrip("\n").rpartition("\n")[2]
+            mark = _MARK.match(before)
+            line = text.count("\n", 0, found.start()) + 1
+            yield Block(page, line, mark and mark[1], lines)
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+
+
+def anchors(page):
+    """What can follow the # of a link to this page."""
+    heads = re.findall(r"^#+ (.+)$", _FENCE.sub("", page.read_text()), re.M)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    """Files and headings of this project; the world outside is not asked."""
+    for link in _LINK.findall(_FENCE.sub("", page.read_text())):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{link} leads nowhere"
+        assert not anchor or anchor in anchors(target), f"{target.name} has no heading {anchor}"
+
+
+def test_the_table_of_contents_has_every_page():
+    """A page nobody can find was not written."""
+    listed = set(_LINK.findall((ROOT / "docs" / "index.md").read_text()))
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")}
+    assert pages - {"index.md"} <= listed
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_commands_are_run_or_say_why_not(block):
+    """A marker before every block with commands, and only flags that exist."""
+    assert block.mark, f"{block}: write <!-- run --> or <!-- needs: WHAT --> before it"
+    for line in block.lines:
+        words = shlex.split(line.partition(" #")[0], comments=True)
+        if words[:1] != ["headwater"] or words[1:2] == ["bench"] or "|" in words:
+            continue
+        if "--help" in words:
+            continue
+        options, unknown = build_parser().parse_known_args(
+            [re.sub(r"^[A-Z]+$", "/x", word) for word in words[1:] if word not in ("&", "...")]
+        )
+        assert not [word for word in unknown if word.startswith("-")], f"{block}: {line}"
+        assert options.command or "--version" in words
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = LiveServer("--max-model-len", "4096").wait_ready()
+    yield server
+    assert server.stop() == 0, server.errors
+
+
+SCRIPT = """\
+set -euo pipefail
+curl() {{ command curl -sS --fail-with-body --max-time 60 "$@"; }}
+python() {{ {python} "$@"; }}
+headwater() {{ if [ "$1" = serve ]; then {python} {serve} "$@"; else {python} -m headwater "$@"; fi; }}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page",
+    sorted({block.page for block in BLOCKS if block.mark == "run"}),
+    ids=lambda p: p.name,
+)
+def test_every_command_marked_so_runs(page, server, tmp_path):
+    """One shell a page, as a reader would type it; only the port is another."""
+    script = SCRIPT.format(python=sys.executable, serve="-m tests.serve_once")
+    for block in BLOCKS:
+        if block.page == page and block.mark == "run":
+            script += "\n".join(block.lines) + "\n"
+    for address in ("http://127.0.0.1:8000", "http://localhost:8000", "localhost:8000"):
+        script = script.replace(address, server.url)
+    env = {name: v for name, v in os.environ.items() if name != "HEADWATER_API_KEY"}
+    env["PYTHONPATH"] = os.pathsep.join((str(ROOT), env.get("PYTHONPATH", "")))
+    with subprocess.Popen(
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as shell:
+        try:
+            said, _ = shell.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            os.killpg(shell.pid, signal.SIGKILL)
+            raise
+    assert shell.returncode == 0, said
