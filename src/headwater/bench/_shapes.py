@@ -9,6 +9,9 @@ import numpy as np
 from headwater.bench._workload import make_sessions
 from headwater.replay.trace import TRACE_BLOCK, TraceRequest
 
+_DRIFTS_S = 400.0
+"""When habits change, in `drift`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Habit:
@@ -67,9 +70,9 @@ def _loops(rng: np.random.Generator, number: Iterator[int]) -> Iterator[TraceReq
 
 
 def _drift(rng: np.random.Generator, number: Iterator[int]) -> Iterator[TraceRequest]:
-    """Chats for twenty minutes, then agents: what was learned first is wrong later."""
+    """Chats for a while, then agents: what was learned first is wrong later."""
     for request in _chats(rng, number):
-        if request.arrival_s > 1_200:
+        if request.arrival_s > _DRIFTS_S:
             break
         yield request
     for request in _agents(rng, number):
@@ -77,7 +80,7 @@ def _drift(rng: np.random.Generator, number: Iterator[int]) -> Iterator[TraceReq
             request.hash_ids,
             request.input_length,
             request.output_length,
-            request.arrival_s + 1_200,
+            request.arrival_s + _DRIFTS_S,
         )
 
 
