@@ -1,6 +1,9 @@
 """How many blocks fit."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from headwater.device.kv import KVPool
 from headwater.device.memory import num_blocks_that_fit
@@ -24,6 +27,25 @@ def test_it_is_bounded_and_measured_when_nothing_is_said(llama: LoadedModel) -> 
 
     assert much * 16 * llama.token_bytes <= 4 << 30
     assert num_blocks_that_fit(llama, block_tokens=16) >= 1
+
+
+def test_a_gpu_gives_its_share_less_what_a_step_computes_in(llama: LoadedModel) -> None:
+    """No lanes there, and no bound but the share; a larger step leaves fewer blocks."""
+    model = replace(llama, device=torch.device("cuda", 0))
+    free = 64 << 30
+
+    small, large = (
+        num_blocks_that_fit(
+            model, block_tokens=16, utilization=0.9, available_bytes=free, step_tokens=tokens
+        )
+        for tokens in (256, 8192)
+    )
+
+    block_bytes = 16 * llama.token_bytes
+    assert large < small
+    assert 0.85 * free < large * block_bytes < small * block_bytes < 0.9 * free
+    with pytest.raises(ConfigError, match="not one block fits"):
+        num_blocks_that_fit(model, block_tokens=16, available_bytes=1 << 30)
 
 
 def test_an_override_is_honoured(llama: LoadedModel) -> None:
