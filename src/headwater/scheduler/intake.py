@@ -200,7 +200,7 @@ def _wait_end_s(sequence: Sequence, now: float) -> float:
         sequence.follow_until_s if sequence.leader is not None else None
     ]
     if sequence.load is not None:
-        ends.append(sequence.load.until_s)
+        ends.append(sequence.load.end_s)
     return min((end for end in ends if end is not None and end > now), default=inf)
 
 

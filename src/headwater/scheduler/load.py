@@ -4,6 +4,10 @@ from headwater.scheduler.price import Below, Choice
 from headwater.scheduler.usage import LoadUsage
 from headwater.types import JobId, LoadPolicy
 
+ANSWER_S = 0.002
+"""So long after storage was asked, its answer is waited for before a sequence is looked at: most
+answers are faster, and looking costs a match."""
+
 
 class Load:
     """One a sequence that has anything to load or to ask for; changed by `Loads` only."""
@@ -15,6 +19,7 @@ class Load:
         "device_blocks",
         "ended",
         "job",
+        "looked_s",
         "lookup",
         "num_jobs",
         "policy",
@@ -43,10 +48,19 @@ class Load:
         """When it began to wait: nothing but the load kept it from being admitted."""
         self.until_s: float | None = None
         """When it waits no longer."""
+        self.looked_s: float | None = None
+        """When it was first looked at with its question open."""
         self.ended: str | None = None
         """Why nothing more is loaded, whatever there is."""
         self.shortfall: str | None = None
         """Why less arrived than was wanted."""
+
+    @property
+    def end_s(self) -> float | None:
+        """When its sequence is to be looked at although nothing has landed."""
+        if self.until_s is None and self.lookup is not None and self.looked_s is not None:
+            return self.looked_s + ANSWER_S
+        return self.until_s
 
     def by_tier(self, num_blocks: int) -> tuple[int, int, int]:
         """Where the first `num_blocks` of the path were found: device, host, storage.

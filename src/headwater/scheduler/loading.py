@@ -12,7 +12,7 @@ from math import inf
 
 from headwater.cache import Ending, Lookup, Match, Outcome, Promotion, TieredCache
 from headwater.scheduler.config import SchedulerConfig
-from headwater.scheduler.load import Load
+from headwater.scheduler.load import ANSWER_S, Load
 from headwater.scheduler.price import Below, Choice, Rates, choose
 from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.types import JobId, Tier
@@ -80,8 +80,10 @@ class Loads:
     def still_waits(self, sequence: Sequence, now: float) -> bool:
         """Whether what `sequence` waited for before is still on its way. Costs no match."""
         load = sequence.load
-        if load is None or load.ended is not None or load.until_s is None:
+        if load is None or load.ended is not None:
             return False
+        if load.until_s is None:
+            return load.lookup is not None and self._expects_answer(load, now)
         if now >= load.until_s:
             return False
         if load.lookup is not None:
@@ -132,13 +134,8 @@ class Loads:
 
     def wake_s(self, waiting: Iterable[Sequence]) -> float | None:
         """When the first of `waiting` ends its wait, if nothing lands before."""
-        ends = [
-            sequence.load.until_s
-            for sequence in waiting
-            if sequence.load is not None
-            and sequence.load.ended is None
-            and sequence.load.until_s is not None
-        ]
+        loads = [s.load for s in waiting if s.load is not None and s.load.ended is None]
+        ends = [end_s for load in loads if (end_s := load.end_s) is not None]
         earliest = min(ends, default=inf)
         return None if earliest == inf else earliest
 
@@ -161,6 +158,12 @@ class Loads:
             # What is on the host already waits for admission; what is not comes there now.
             if match.storage_blocks and not match.host_blocks and self._wants(load, match):
                 self._brings(sequence, load, match, fits=False, now=now)
+
+    def _expects_answer(self, load: Load, now: float) -> bool:
+        """Whether storage was asked so lately that nothing else is worth looking at yet."""
+        if load.looked_s is None:
+            load.looked_s = now
+        return load.policy != "best_effort" and now < load.looked_s + ANSWER_S
 
     def _make_load(self, sequence: Sequence, lookup: JobId | None = None) -> Load:
         """By what its request says, or else the settings."""
