@@ -124,7 +124,7 @@ def said(found):
     return "".join(part.get("content", "") for part in parts), roles, ends
 
 
-async def broken_stream(rig, path, body, *, with_error):
+async def broken_stream(rig, path, body, *, how):
     """A stream whose instance dies in the middle, while there is another; its text."""
     one = rig.add()
     await rig.ready(one)
@@ -134,23 +134,27 @@ async def broken_stream(rig, path, body, *, with_error):
         one.engine.hold()
         rig.add()
         await rig.until(lambda known: len(known) == 2)
-        if with_error:
+        if how == "error":
             one.engine.die("out of memory")
+        elif how == "stop":
+            one.gate.shut("the server is stopping")
+            one.service.is_stopping = True
+            await one.engine.abort(None)
         else:
             await one.die()
         return text + "".join([piece async for piece in lines])
 
 
-@pytest.mark.parametrize("with_error", [True, False])
+@pytest.mark.parametrize("how", ["error", "stop", "kill"])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_stream_that_breaks_goes_on_elsewhere(path, with_error):
+def test_a_stream_that_breaks_goes_on_elsewhere(path, how):
     """Token by token, as if nothing had happened; marks between us never reach a client."""
 
     async def scenario(rig):
         body: dict[str, Any] = {"max_tokens": 300, "stream": True, "seed": 5}
         body |= {"prompt": "hello", "messages": [{"role": "user", "content": "hello"}]}
 
-        text = await broken_stream(rig, path, body, with_error=with_error)
+        text = await broken_stream(rig, path, body, how=how)
         whole = await rig.client.post(path, json=body)
 
         assert ": headwater" not in text
@@ -167,7 +171,7 @@ def test_a_stream_that_cannot_go_on_ends_with_a_typed_error():
     async def scenario(rig):
         body = {"prompt": "hello", "max_tokens": 300, "stream": True, "logprobs": 1}
 
-        text = await broken_stream(rig, "/v1/completions", body, with_error=False)
+        text = await broken_stream(rig, "/v1/completions", body, how="kill")
 
         *before, last = events(text)
         assert last["error"]["code"] == "instance_lost"

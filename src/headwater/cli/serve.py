@@ -38,6 +38,8 @@ def run_serve(options: Namespace, given: frozenset[str]) -> int:
     engine, server = engine_config(options), server_config(options)
     for sentence in idle_settings(engine, given):
         _say(f"note: {sentence}")
+    if "--peer-token" in given and server.router is None and engine.peers is None:
+        _say("note: --peer-token does nothing here: give --router or --splitwise-role")
     if not server.is_loopback and server.api_key is None:
         _say(f"note: anyone who can reach {server.host} can use this server; see --api-key")
     signals = StopSignals()

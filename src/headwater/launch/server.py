@@ -209,6 +209,8 @@ class _Server:
     def _stop(self) -> None:
         """Begin to drain. Told again: end at once what still runs."""
         self._gate.shut("the server is stopping")
+        if self._service is not None:
+            self._service.is_stopping = True
         self._http.stop()
         if self._registrar is not None and self._leaving is None:
             self._leaving = asyncio.get_running_loop().create_task(self._registrar.leave())

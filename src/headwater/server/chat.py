@@ -124,7 +124,7 @@ class _Chat:
             usage = self._generation.usage() if has_running_usage else None
             chunk = self._chunk([self._delta(delta)], usage)
             opening = [self._opening(delta.index)] if delta.is_first else []
-            await events.write(*opening, chunk, comment=comment_of(delta, job))
+            await events.write(*opening, chunk, comment=comment_of(delta, job, self._service))
 
         async def work() -> None:
             await self._generation.run(land)

@@ -131,7 +131,7 @@ class _Completion:
         async def land(delta: Delta) -> None:
             usage = self._generation.usage() if has_running_usage else None
             answer = self._answer([self._chunk(delta)], usage)
-            await events.write(answer, comment=comment_of(delta, job))
+            await events.write(answer, comment=comment_of(delta, job, self._service))
 
         async def work() -> None:
             await self._generation.run(land)

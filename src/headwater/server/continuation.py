@@ -18,6 +18,7 @@ from headwater.server import params
 from headwater.server.errors import Refused
 from headwater.server.generation import Delta, Job
 from headwater.server.schema import Sampling
+from headwater.server.service import Service
 
 HEADER = "x-headwater-continuable"
 FIELD = "continue_token_ids"
@@ -62,10 +63,12 @@ def take_mark(event: bytes) -> tuple[Mark | None, bytes]:
         raise ValueError(f"a mark that cannot be read: {exc}") from exc
 
 
-def comment_of(delta: Delta, job: Job) -> bytes:
+def comment_of(delta: Delta, job: Job, service: Service) -> bytes:
     """The comment beside `delta`; empty where nobody asked."""
     if not job.is_marked:
         return b""
+    if delta.finish_reason == "abort" and service.is_stopping:
+        return mark_line(FAILED)  # what this server has no time for, another may have
     seed, has_ended = job.prompts[0].params.seed, delta.finish_reason is not None
     return mark_line(Mark(tokens=delta.tokens, seed=seed, has_ended=has_ended))
 

@@ -49,6 +49,8 @@ class Service:
         self.clock = clock
         self.created = math.floor(created_s)
         """Seconds since 1970 when serving began."""
+        self.is_stopping = False
+        """Whether requests that are aborted now are so because the server goes away."""
         self.recorder = Recorder()
         self.live = LiveRequests(
             engine.info.max_num_seqs + config.limits.max_queued, self.recorder
