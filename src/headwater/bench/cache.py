@@ -28,7 +28,7 @@ LONG = 131_072
 FULL_BLOCKS = 100_000
 LEAVES = (1_000, 10_000, 100_000)
 # How often each size is taken from one full cache; together less than half of its blocks.
-TAKES = {1: 200, 64: 50, 1_000: 8, 10_000: 2}
+TAKES = {1: 1_000, 64: 50, 1_000: 8, 10_000: 2}
 
 
 def main(argv: Sequence[str]) -> int:
