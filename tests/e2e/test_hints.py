@@ -1,6 +1,10 @@
 """Hints through two real processes: a session is named, promised, closed and forgotten."""
 
+import time
+
 import pytest
+
+from tests.e2e.live import LiveServer
 
 pytestmark = pytest.mark.slow
 
@@ -21,3 +25,24 @@ def test_a_session_is_known_from_its_request_until_it_is_closed(server):
     assert server.post("/cache/sessions/s").json() == {"known": True}
     assert server.post("/cache/sessions/s").json() == {"known": False}
     assert server.until_idle()["sessions"]["known"] == before["known"]
+
+
+def test_a_server_learns_from_shipped_weights_on_and_brings_up_what_is_expected():
+    """--eviction session with a host tier: an expected session that was pushed off the device is
+    back on it before its next turn, which then finds it there."""
+    flags = ("--eviction", "session", "--swap-space", "0.05", "--write-policy", "write_through")
+    server = LiveServer(*flags, "--max-model-len", "1024", blocks=16).wait_ready()
+    hint = {"session_id": "s", "cache_hint": {"returns_in_s": 4}}
+    server.complete(prompt=PROMPT, max_tokens=1, **hint)
+    for letter in "ABCD":
+        server.complete(prompt=letter * 640, max_tokens=1)
+    deadline = time.monotonic() + 30
+    while not server.get("/cache").json()["links"].get("host_to_device", {}).get("num_jobs"):
+        assert time.monotonic() < deadline, "nothing was brought up"
+        time.sleep(0.05)
+    usage = server.complete(prompt=PROMPT, max_tokens=1, cache_details=True).json()["usage"]
+
+    details = usage["prompt_tokens_details"]
+    assert details["cached_tokens"] >= 192
+    assert details["cache"]["device"] == details["cached_tokens"]
+    assert server.stop() == 0, server.errors
