@@ -18,8 +18,6 @@ class MissReason(Enum):
     A reason is found in the asker's own namespace: it says nothing about other tenants.
     """
 
-    __hash__ = object.__hash__  # each is one object; Enum's own hashes a name, in Python
-
     NEVER_SEEN = "never_seen"
     TOO_SHORT = "too_short"
     """The prompt has no full block that could be found."""
