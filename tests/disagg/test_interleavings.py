@@ -16,7 +16,7 @@ from headwater.testing.tiers import make_echo_request, uncached_tokens
 from tests.disagg.requests import make_handoff, make_prompt
 from tests.search import search
 
-CONFIG = HandoffConfig(handoff_timeout_s=30.0, max_inflight=3)
+CONFIG = HandoffConfig(handoff_timeout_s=30.0, max_inflight=3, pull_min_blocks=1)
 BOUND_S = 90.0
 """Every request has ended so long after the wires work again."""
 

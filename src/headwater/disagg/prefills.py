@@ -72,7 +72,8 @@ class Prefills:
         self._names: set[RequestId] = set()
         """Requests whose outputs are for a machine, not for a client of this instance."""
         self._jobs: dict[int, _Work] = {}
-        self._senders: dict[str, Sender] = {}
+        self._senders: dict[str, dict[str, Sender]] = {}
+        """By peer, and where it receives."""
         self._ended = Ended()
         self.totals = SideTotals()
 
@@ -105,14 +106,10 @@ class Prefills:
 
     def lost(self, peer: str, now: float) -> None:
         """The connection to a D ended: so do its hand-offs, and the way to its memory."""
-        links = set()
         for work in list(self._works.values()):
             if work.peer == peer:
-                links.add(work.machine.start.link)
                 self._do(work, work.machine.lost(now), now)
-        for link in links:
-            if not any(w.machine.start.link == link for w in self._works.values()):
-                self._close(link)
+        self._close(peer)
 
     def land(self, event: PushDone | PushFailed, now: float) -> None:
         """A push ended."""
@@ -151,14 +148,14 @@ class Prefills:
 
     def close(self) -> None:
         """Give up every push. Twice is safe."""
-        for link in list(self._senders):
-            self._close(link)
+        for peer in list(self._senders):
+            self._close(peer)
 
     def _begin(self, peer: str, start: Start, now: float) -> None:
         if start.handoff in self._ended:
             self._network.send(peer, Failed(start.handoff, Reason.GONE))
             return
-        sequence = self._submit(start, now)
+        sequence = self._submit(peer, start, now)
         if isinstance(sequence, Reason):
             self.totals.failures[sequence] += 1
             self._network.send(peer, Refused(start.handoff, sequence))
@@ -178,7 +175,7 @@ class Prefills:
         self._do(work, machine.begin(now), now)
         self._fetches.begin(start, sequence, peer, now)
 
-    def _submit(self, start: Start, now: float) -> Sequence | Reason:
+    def _submit(self, peer: str, start: Start, now: float) -> Sequence | Reason:
         """Let it wait for its turn, or say why not."""
         if not self._accepts:
             return Reason.ROLE
@@ -187,7 +184,7 @@ class Prefills:
         if self.num_active >= self._config.max_inflight:
             return Reason.BUSY
         try:
-            self._sender(start.link)
+            self._sender(peer, start.link)
             return self._scheduler.add(_own_request(start, now))
         except PromptTooLong:
             return Reason.TOO_LONG
@@ -230,9 +227,9 @@ class Prefills:
                     self._network.send(work.peer, message)
                 case PushBlocks(push):
                     self._jobs[push.job] = work
-                    self._sender(machine.start.link).push(push)
+                    self._sender(work.peer, machine.start.link).push(push)
                 case CancelPushes():
-                    self._sender(machine.start.link).cancel(machine.handoff)
+                    self._sender(work.peer, machine.start.link).cancel(machine.handoff)
                 case Withdraw():
                     self._fetches.abort(machine.handoff, now)
                     self._scheduler.abort(work.sequence.request_id, now=now)
@@ -249,14 +246,15 @@ class Prefills:
         else:
             self.totals.failures[machine.outcome] += 1
 
-    def _sender(self, link: str) -> Sender:
-        if link not in self._senders:
-            self._senders[link] = self._connect(link)
-        return self._senders[link]
+    def _sender(self, peer: str, link: str) -> Sender:
+        senders = self._senders.setdefault(peer, {})
+        if link not in senders:
+            senders[link] = self._connect(link)
+        return senders[link]
 
-    def _close(self, link: str) -> None:
-        sender = self._senders.pop(link, None)
-        if sender is not None:
+    def _close(self, peer: str) -> None:
+        """No way leads to the memory of `peer` any more; pushes on it have failed."""
+        for sender in self._senders.pop(peer, {}).values():
             sender.close()
 
 

@@ -2,6 +2,7 @@
 
 import secrets
 from dataclasses import replace
+from threading import Thread
 from typing import TYPE_CHECKING, Protocol
 
 from headwater.cache import Namespace
@@ -10,7 +11,7 @@ from headwater.config import EngineConfig, PeersConfig, peer_token_from_environm
 from headwater.disagg.exchange import Exchange
 from headwater.disagg.handoff import HandoffConfig
 from headwater.disagg.hands import Hands, Memory
-from headwater.disagg.link import BlockMemory
+from headwater.disagg.link import BlockMemory, Sender
 from headwater.disagg.links.config import LinkConfig
 from headwater.disagg.links.registry import Links
 from headwater.disagg.peers import PeerConfig, PeerService
@@ -45,6 +46,19 @@ def open_peers(
 
     address = join_peers(config, core, scheduler, PoolBlocks(pool), clock)
     return replace(info, role=config.peers.role, peer_address=address)
+
+
+class _Unhurried:
+    """A sender whose end the loop does not wait for."""
+
+    def __init__(self, sender: Sender) -> None:
+        self._sender = sender
+        self.push = sender.push
+        self.cancel = sender.cancel
+
+    def close(self) -> None:
+        """The outcomes of what was pushed still come."""
+        Thread(target=self._sender.close, name="sender-close", daemon=True).start()
 
 
 def _handoffs(peers: PeersConfig) -> HandoffConfig:
@@ -96,7 +110,7 @@ def join_peers(
     hands = Hands(
         network=network,
         receiver=links.listen(peers.link),
-        connect=links.connect,
+        connect=lambda address: _Unhurried(links.connect(address)),
         memory=memory,
         new_id=lambda: secrets.randbits(63),
     )

@@ -17,6 +17,8 @@ Why someone always finishes, whatever the pool and the load:
    that is the `num_running == 0` line below, which asks for no reserve.
 4. When something runs, a step computes at least one row, or waits for a step in flight that
    will end or vacate a sequence, or preempts. By 2 it cannot preempt for ever.
+5. A sequence that a peer fills runs, with slots for all its prompt, and is no victim. It computes
+   nothing, but its lease ends, by delivery or by its term, and then 1 or 3 holds for it.
 
 The reserve for growth is thus never needed for progress. It is what keeps a full pool from
 admitting sequences only to preempt them again.

@@ -200,7 +200,8 @@ class Scheduler:
     def advance(self, result: StepResult | None, *, now: float) -> list[SequenceOutput]:
         """Take in the oldest step in flight, if it was collected; what came of it.
 
-        Here, and nowhere else, blocks are committed: the step that filled them is done.
+        Here blocks are committed: the step that filled them is done. Those that a peer filled
+        are committed by `handoffs` when they have landed, and nobody else commits any.
         """
         outputs, self._outputs = self._outputs + self.handoffs.outputs, []
         self.handoffs.outputs.clear()

@@ -1,0 +1,20 @@
+"""`headwater bench pd --quick` runs to its end and prints the figures that are named."""
+
+import json
+
+import pytest
+
+from headwater.bench.pd import main
+
+pytestmark = pytest.mark.slow
+
+
+def test_the_engine_part_prints_its_figures(capsys):
+    """Two pairs of servers, a few requests, one JSON object."""
+    assert main(["--quick", "--json", "--parts", "engine"]) == 0
+
+    result = json.loads(capsys.readouterr().out)
+    assert set(result["pd_over_mixed"]) == {"ttft", "throughput"}
+    assert set(result["handoff_ms"]) == {"queue", "ask", "compute", "push", "first_token"}
+    assert result["handoff_ms"]["first_token"] > 0
+    assert 0 < result["second_turn_byte_share"] < 0.5
