@@ -99,13 +99,24 @@ class Rig:
             sequence.path = longer
             sequence.table += held.tolist()
 
-    def end(self, sequence, save=False):
+    def end(self, sequence, save=False, session="", hint=None):
         """Finished, aborted or preempted: every slot that was not published goes back."""
         self.sequences.remove(sequence)
         if save:
             self.cache.save(sequence.lease)
-        turn = None if save else Turn(len(sequence.path.tokens), len(self.sequences))
+        said = len(sequence.path.tokens), len(self.sequences), session, hint
+        turn = None if save else Turn(*said)
         self.cache.release(sequence.lease, now=self.now, slots=sequence.unpublished, turn=turn)
+
+    def close_session(self, namespace, session):
+        """Its client says that nothing more will come; whatever of it is in use stays."""
+        self.cache.close_session(namespace, session)
+
+    def find_due(self):
+        """Look at every session that is expected: what of its path is there is found."""
+        for known in self.cache.sessions.take_due(self.now + 100.0):
+            match = self.cache.match_session(known)
+            assert match.num_blocks == match.path.num_blocks(self.block)
 
     def serve(self, path):
         """A whole request at once: what fills a cache in ordinary times."""

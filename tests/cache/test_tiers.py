@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headwater.cache import CacheConfig, Ending, Namespace, TokenPath
+from headwater.cache import CacheConfig, Ending, Hint, Namespace, TokenPath
 from headwater.cache.duel import make_orders as session_orders
 from headwater.cache.policy import POLICIES, Shape
 from headwater.types import WritePolicy
@@ -52,6 +52,10 @@ paths = st.builds(
 )
 
 
+sessions = st.sampled_from(["", "a", "b"])
+hints = st.sampled_from([None, Hint(closed=True), Hint(), Hint(returns_in_s=5.0)])
+
+
 class TierMachine(RuleBasedStateMachine):
     """Operations, faults and late completions in any order, shrunk to the least that fails."""
 
@@ -89,9 +93,18 @@ class TierMachine(RuleBasedStateMachine):
         self.rig.grow(data.draw(st.sampled_from(self.rig.sequences)), tokens)
 
     @precondition(lambda self: self.rig.sequences)
-    @rule(data=st.data(), save=st.booleans())
-    def finish(self, data, save):
-        self.rig.end(data.draw(st.sampled_from(self.rig.sequences)), save)
+    @rule(data=st.data(), save=st.booleans(), session=sessions, hint=hints)
+    def finish(self, data, save, session, hint):
+        sequence = data.draw(st.sampled_from(self.rig.sequences))
+        self.rig.end(sequence, save, session, hint if session else None)
+
+    @rule(namespace=st.sampled_from(NAMESPACES), session=sessions)
+    def close_session(self, namespace, session):
+        self.rig.close_session(namespace, session)
+
+    @rule()
+    def find_due(self):
+        self.rig.find_due()
 
     @rule(limit=st.integers(0, 6))
     def demote(self, limit):
