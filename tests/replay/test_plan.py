@@ -22,6 +22,7 @@ def make_point(price, ttft_p99, *, host=0.0, token_hit=0.0, instances=1, good=No
     return {
         "settings": {
             "instances": instances,
+            "prefill_instances": 0,
             "device_gib": 1.0,
             "host_gib": host,
             "storage_gib": 0.0,
@@ -41,7 +42,7 @@ def test_a_grid_tries_every_combination_that_makes_sense():
         device_gib=[gib(64), gib(128)],
         host_gib=[0.0, gib(64)],
         storage_gib=[0.0, gib(512)],
-        num_instances=[1, 2],
+        clusters=[(1, 0), (3, 1)],
         eviction=["lru"],
     )
     configs = grid.configs(make_config())
@@ -52,7 +53,7 @@ def test_a_grid_tries_every_combination_that_makes_sense():
         device_gib=[gib(n) for n in range(1, 600)],
         host_gib=[0.0],
         storage_gib=[0.0],
-        num_instances=[1],
+        clusters=[(1, 0)],
         eviction=["lru"],
     )
     with pytest.raises(ConfigError, match="fewer values"):

@@ -63,6 +63,17 @@ def test_the_table_says_where_tokens_came_from(trace, capsys):
     assert printed.err == ""
 
 
+def test_roles_are_told(trace, capsys):
+    """Hand-offs in the table and in the JSON."""
+    assert main(["replay", trace, "--pd", "1:2"]) == 0
+    printed = capsys.readouterr().out
+    assert "(1 prefill + 2 decode) x h200-8b" in printed
+    assert "hand-offs" in printed
+
+    assert main(["replay", trace, "--pd", "1:2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["handoffs"]["done"] > 0
+
+
 def test_pictures_are_png_and_svg_and_the_same_each_time(trace, tmp_path, capsys):
     """Both in a folder, one where a file is named; an SVG without the time of day."""
     pytest.importorskip("matplotlib")
@@ -99,6 +110,8 @@ def test_without_matplotlib_it_is_said_what_to_install(trace, tmp_path, capsys, 
         (["--eviction", "opt"], "--cache-only"),
         (["--storage-gib", "5"], "--host-gib"),
         (["--instances", "0"], "serve nothing"),
+        (["--pd", "1:x"], "for example 1:3"),
+        (["--pd", "0:3"], "leaves out a role"),
         (["--calibrate", "absent.json"], "cannot read"),
     ],
 )
@@ -167,7 +180,7 @@ def test_calibration_takes_what_a_result_has(tmp_path):
     path.write_text(json.dumps({"rows": rows}))
     made = calibrated(machine, path)
     assert made.step.launch_s + made.step.weights_s == pytest.approx(0.010)
-    assert made.step.row_s == pytest.approx(0.001)
+    assert made.step.row_s == pytest.approx(0.001 - 1024 * step.context_token_s)
     assert made.step.token_s == step.token_s
     assert made.links == machine.links
 
@@ -189,6 +202,34 @@ def test_calibration_takes_what_a_result_has(tmp_path):
         machine.kv_token_bytes * 1.024e6
     )
     assert made.name == "cpu-100m*"
+
+
+def test_calibration_takes_the_result_of_a_gpu(tmp_path):
+    """By hand: steps of 5 ms and 40 µs a row, of which 1,024 tokens of KV at 4,096 GB/s are
+    32.8 µs; prompts of 20 µs a token; copies at 50 GB/s that stretch steps by 2 %."""
+    machine = preset("h200-8b")
+    launch_s = machine.step.launch_s
+    result = {
+        "ceilings": {"memory_gb_s": 4096.0},
+        "decode": {str(n): {"step_ms": 5 + 0.04 * n} for n in (1, 32, 256)}
+        | {"continuous_128": {}},
+        "prefill": {
+            str(n): {"tokens_s": n / (launch_s + 2e-5 * n)} for n in (2048, 8192, 32768)
+        },
+        "copies": {"host_to_device": {"gb_s": 50.0, "p50_ratio": 1.02}, "batch": 128},
+    }
+    path = tmp_path / "gpu.json"
+    path.write_text(json.dumps(result))
+    made = calibrated(machine, path)
+
+    assert made.step.launch_s + made.step.weights_s == pytest.approx(5e-3)
+    assert made.step.context_token_s == pytest.approx(3.2e-8)
+    assert made.step.row_s == pytest.approx(4e-5 - 1024 * 3.2e-8)
+    assert made.step.token_s == pytest.approx(2e-5)
+    assert made.step.pair_s == pytest.approx(0, abs=1e-15)
+    assert made.links["host_to_device"].bytes_s == 5e10
+    assert made.links["host_to_device"].step_share == pytest.approx(0.02)
+    assert made.links["device_to_host"] == machine.links["device_to_host"]
 
 
 def test_calibration_refuses_what_it_cannot_use(trace, tmp_path, capsys):

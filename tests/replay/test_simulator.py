@@ -1,6 +1,7 @@
 """The simulator: the real loop on a virtual clock, the same bytes each time."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from tests.search import search
 TIERS = {"host_gib": gib(256), "write_policy": "write_through"}
 STORED = {**TIERS, "storage_gib": gib(2000)}
 
+APART = {"num_instances": 3, "num_prefill": 1, "prefill_threshold": 16}
+
 
 def replay(requests, bounds="", **changes: Any):
     run = Simulator(make_config(**changes), requests).play()
@@ -36,15 +39,15 @@ def replay(requests, bounds="", **changes: Any):
     seed=st.integers(0, 1000),
     every_s=st.sampled_from([0.005, 0.03, 0.2]),
     tiers=st.sampled_from([{}, TIERS, STORED, {**STORED, "write_policy": "write_back"}]),
-    instances=st.sampled_from([1, 3]),
+    cluster=st.sampled_from([{}, {"num_instances": 3}, APART]),
     load_policy=st.sampled_from(["priced", "best_effort", "wait", "deadline"]),
 )
 def test_steps_taken_at_once_give_what_steps_one_by_one_give(
-    seed, every_s, tiers, instances, load_policy
+    seed, every_s, tiers, cluster, load_policy
 ):
     """The whole report, bit for bit: idle or overloaded, with copies in flight, preempting."""
     requests = make_small_trace(60, seed=seed, every_s=every_s)
-    settings = {**tiers, "num_instances": instances, "load_policy": load_policy}
+    settings = {**tiers, **cluster, "load_policy": load_policy}
     fast = replay(requests, "ttft_p99=1s,itl_p90=5ms", **settings)
     slow = replay(requests, "ttft_p99=1s,itl_p90=5ms", **settings, fast_forward=False)
 
@@ -174,10 +177,11 @@ def test_instances_share_storage_and_nothing_else():
     """What one instance stored, the other finds; without storage it does not."""
     path = list(range(12))
     requests = [TraceRequest(path, 192, 2, at_s, 16) for at_s in (0.0, 60.0)]
-    alone = replay(requests, num_instances=2, **TIERS)
+    apart = {"num_instances": 2, "router": "round_robin"}
+    alone = replay(requests, **apart, **TIERS)
     # Loading is always worth it where computing is slow.
     slow = make_machine()
-    stored = replay(requests, num_instances=2, **STORED, machine=slow, load_policy="wait")
+    stored = replay(requests, **apart, **STORED, machine=slow, load_policy="wait")
 
     assert alone["token_hit"] == 0
     assert stored["tokens_by_source"]["storage"] == 11 * 16
@@ -186,9 +190,53 @@ def test_instances_share_storage_and_nothing_else():
 def test_a_busy_router_spreads_requests():
     """Least loaded: nobody waits while another instance is idle."""
     requests = [TraceRequest([n], 16, 40, 0.0, 16) for n in range(8)]
-    run = Simulator(make_config(num_instances=4, router="least_loaded"), requests).play()
+    run = Simulator(make_config(num_instances=4, router="least_load"), requests).play()
 
     assert [len(instance.served) for instance in run.instances] == [2, 2, 2, 2]
+
+
+def test_a_router_that_knows_caches_finds_more():
+    """The real policies: conversations stay where their blocks are, and the load is spread."""
+    requests = make_small_trace(150, every_s=0.1)
+    hits = {
+        router: replay(requests, num_instances=4, router=router)["token_hit"]
+        for router in ("round_robin", "cache_aware")
+    }
+
+    assert hits["cache_aware"] > 1.2 * hits["round_robin"]
+
+
+def test_prefill_and_decode_find_what_one_instance_finds():
+    """Lesson 48: the same prompts, handed over by the real protocol; nothing fails, and blocks
+    that the decode instance has already are not sent again."""
+    requests = [
+        replace(request, arrival_s=10.0 * number)
+        for number, request in enumerate(make_small_trace(60))
+    ]
+    large = {"device_gib": gib(4000)}
+    mixed = replay(requests, **large)
+    apart = replay(requests, **large, num_instances=2, num_prefill=1, prefill_threshold=0)
+    handed = sum(request.input_length for request in requests) * 64
+
+    assert apart["token_hit"] == mixed["token_hit"] > 0.3
+    assert apart["handoffs"]["failures"] == {}
+    assert 0 < apart["handoffs"]["done"] <= 60
+    assert 0 < apart["handoffs"]["bytes"] < 0.7 * handed
+    assert apart["bytes_per_link"]["peer"] >= apart["handoffs"]["bytes"]
+
+
+def test_prompts_computed_elsewhere_do_not_hold_up_decoding():
+    """A long prompt makes others wait for their next token, unless it is computed elsewhere."""
+    decoding = [TraceRequest([n], 16, 200, 0.0, 16) for n in range(4)]
+    long = TraceRequest(list(range(100, 180)), 1280, 5, 0.1, 16)
+    machine = make_machine(max_batched_tokens=1300)
+    gaps = [
+        replay([*decoding, long], **settings, machine=machine, device_gib=gib(400))["itl_ms"]
+        for settings in ({}, APART | {"num_instances": 2})
+    ]
+
+    assert gaps[0]["max"] > 10 * gaps[0]["p50"]
+    assert gaps[1]["max"] < 2 * gaps[1]["p50"]
 
 
 def test_impossible_deployments_are_refused():
@@ -198,7 +246,8 @@ def test_impossible_deployments_are_refused():
         ({"storage_gib": 1.0}, "needs a host tier"),
         ({"host_gib": -1.0}, "is a size"),
         ({"device_gib": 0.0}, "does not hold one block"),
-        ({"router": "nearest"}, "unknown router"),
+        ({"router": "nearest"}, "unknown policy"),
+        ({"num_instances": 2, "num_prefill": 2}, "cannot be for prompts"),
     ):
         with pytest.raises(ConfigError, match=said):
             Simulator(make_config(**changes), [])

@@ -9,7 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from headwater.cli.replay import add_load, add_machine, add_policies, load_of, sim_config
+from headwater.cli.replay import (
+    ROUTERS,
+    add_load,
+    add_machine,
+    add_policies,
+    cluster,
+    load_of,
+    sim_config,
+)
 from headwater.config import EVICTIONS
 from headwater.errors import ConfigError
 
@@ -19,6 +27,7 @@ compare: what one more TiB of each tier buys in hits, time to the first token an
 which deployments nothing cheaper beats, and the cheapest that keeps a promise.
 
   headwater plan trace.jsonl --slo ttft_p99=2s --device-gib 60,120 --host-gib 0,256,1024
+  headwater plan trace.jsonl --instances 8 --pd 2:6,3:5,4:4 --slo ttft_p99=2s,itl_p99=50ms
   headwater plan trace.jsonl --instances 4,6,8 --storage-gib 0,8192 --host-gib 0,512 \\
       --price instance=2500,host=2.5,storage=0.08 --picture out/
 
@@ -71,7 +80,7 @@ def run_plan(options: Namespace) -> int:
         device_gib=_listed("--device-gib", options.device_gib, float) or [None],
         host_gib=_listed("--host-gib", options.host_gib, float),
         storage_gib=_listed("--storage-gib", options.storage_gib, float),
-        num_instances=_listed("--instances", options.instances, int),
+        clusters=_clusters(options),
         eviction=_listed("--eviction", options.eviction, _eviction),
     )
     configs = grid.configs(sim_config(options, router=options.router))
@@ -104,6 +113,13 @@ def _listed(flag: str, text: str | None, kind: Callable[[str], T]) -> list[T]:
     return list(dict.fromkeys(values))
 
 
+def _clusters(options: Namespace) -> list[tuple[int, int]]:
+    """Instances alike, and pairs of roles."""
+    texts = _listed("--instances", options.instances, str) + _listed("--pd", options.pd, str)
+    made = [cluster(text) for text in texts or ["1"]]
+    return [(one["num_instances"], one["num_prefill"]) for one in made]
+
+
 def _eviction(name: str) -> str:
     if name not in EVICTIONS:
         raise ConfigError(f"--eviction {name!r} is none of {', '.join(EVICTIONS)}")
@@ -128,7 +144,10 @@ def _add_sweep(parser: ArgumentParser) -> None:
         help="storage that all instances share (default: %(default)s)",
     )
     group.add_argument(
-        "--instances", metavar="N,N", default="1", help="engines alike (default: %(default)s)"
+        "--instances", metavar="N,N", help="engines alike (default: 1, without --pd)"
+    )
+    group.add_argument(
+        "--pd", metavar="P:D,P:D", help="instances that compute prompts, and that decode"
     )
     group.add_argument(
         "--eviction",
@@ -138,8 +157,8 @@ def _add_sweep(parser: ArgumentParser) -> None:
     )
     group.add_argument(
         "--router",
-        choices=("least_loaded", "round_robin"),
-        default="least_loaded",
+        choices=ROUTERS,
+        default=ROUTERS[0],
         help="which instance gets a request (default: %(default)s)",
     )
     group.add_argument(

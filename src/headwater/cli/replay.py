@@ -30,7 +30,8 @@ hash_ids of 512 tokens each), or what `headwater serve --record FILE` wrote.
 
   headwater replay trace.jsonl
   headwater replay trace.jsonl --host-gib 512 --storage-gib 4096 --slo ttft_p99=2s,itl_p99=80ms
-  headwater replay trace.jsonl --instances 8 --router least_loaded --json
+  headwater replay trace.jsonl --instances 8 --router cache_aware --json
+  headwater replay trace.jsonl --pd 2:6 --slo ttft_p99=2s,itl_p99=50ms
   headwater replay trace.jsonl --picture out/
   headwater replay trace.jsonl --cache-only --capacity-blocks 10000 --eviction opt
 
@@ -38,7 +39,7 @@ docs/replay.md says what is modelled and what is not.
 """
 
 _PRESETS = ("h200-8b", "cpu-100m")
-_ROUTERS = ("least_loaded", "round_robin")
+ROUTERS = ("cache_aware", "least_load", "round_robin")
 
 
 def add_replay(commands: "_SubParsersAction[ArgumentParser]") -> None:
@@ -171,6 +172,18 @@ def sim_config(options: Namespace, **changes: Any) -> "SimConfig":  # noqa: ANN4
     return SimConfig(**(settings | changes))
 
 
+def cluster(text: str) -> dict[str, int]:
+    """`4`, instances alike, or `1:3`, so many for prompts and so many that decode."""
+    first, colon, second = text.partition(":")
+    try:
+        prefill, others = (int(first), int(second)) if colon else (0, int(first))
+    except ValueError as exc:
+        raise ConfigError(f"--pd is for example 1:3, got {text!r}") from exc
+    if colon and (prefill < 1 or others < 1):
+        raise ConfigError(f"--pd {text} leaves out a role: give at least 1:1")
+    return {"num_instances": prefill + others, "num_prefill": prefill}
+
+
 def run_replay(options: Namespace) -> int:
     """Replay and print; the exit code."""
     if options.cache_only:
@@ -198,7 +211,8 @@ def _run_engine(options: Namespace) -> int:
         device_gib=options.device_gib,
         host_gib=options.host_gib,
         storage_gib=options.storage_gib,
-        num_instances=options.instances,
+        **cluster(options.pd or str(options.instances)),
+        prefill_threshold=options.prefill_threshold,
         router=options.router,
         eviction=options.eviction,
         fast_forward=not options.step_by_step,
@@ -294,9 +308,22 @@ def _add_tiers(group: _ArgumentGroup) -> None:
         "--instances", type=int, metavar="N", default=1, help="engines alike (default: 1)"
     )
     group.add_argument(
+        "--pd",
+        metavar="P:D",
+        help="P instances that compute prompts and D that decode, instead of --instances",
+    )
+    group.add_argument(
+        "--prefill-threshold",
+        type=int,
+        metavar="TOKENS",
+        default=256,
+        help="with --pd: shorter rests of prompts are computed where they are decoded "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
         "--router",
-        choices=_ROUTERS,
-        default="round_robin",
+        choices=ROUTERS,
+        default=ROUTERS[0],
         help="which instance gets a request (default: %(default)s)",
     )
     group.add_argument(

@@ -6,9 +6,10 @@ What is taken, from the one JSON object that each benchmark prints with `--json`
     bench tiers   recompute_ttft_ms by length           token, pair
                   hit_ttft_ms.host by length            host_to_device
                   backend_mb_s.file.read and .write     storage_to_host, host_to_storage
-    bench gpu     decode_tokens_s by batch              launch + weights, row
-                  prefill_tokens_s by length            token, pair
-                  copy_gb_s.host_to_device and .device_to_host
+    bench gpu     decode.BATCH.step_ms                  launch + weights, row
+                  ceilings.memory_gb_s                  KV token read
+                  prefill.LENGTH.tokens_s               token, pair
+                  copies.LINK.gb_s and .p50_ratio       host_to_device, device_to_host
 
 What a file does not have stays as it was; a file that has nothing of it is an error.
 """
@@ -22,7 +23,10 @@ from typing import Any
 import numpy as np
 
 from headwater.errors import ConfigError
-from headwater.replay.cost import LinkCost, Machine, StepCost
+from headwater.replay.cost import OWN_LINKS, LinkCost, Machine, StepCost
+
+_CONTEXT = 1024
+"""Tokens that a row of the benchmarks' decoding reads."""
 
 Points = dict[int, float]
 """Seconds, by a count."""
@@ -35,13 +39,15 @@ def calibrated(machine: Machine, path: Path) -> Machine:
     try:
         decode = _decode_points(result)
         if decode:
-            step, taken = _with_decode(step, decode), [*taken, "decoding"]
+            step = _with_decode(step, decode, _context_token_s(result, machine))
+            taken.append("decoding")
         prefill = _prefill_points(result)
         if prefill:
-            step, taken = _with_prefill(step, prefill), [*taken, "prompts"]
+            step = _with_prefill(step, prefill)
+            taken.append("prompts")
         links = dict(machine.links)
         for name, bytes_s in _bandwidths(result, machine.kv_token_bytes).items():
-            links[name] = _with_bandwidth(links.get(name), bytes_s)
+            links[name] = _with_bandwidth(links.get(name), bytes_s, _step_share(result, name))
             taken.append(name)
     except (KeyError, TypeError, ValueError, AttributeError) as exc:
         raise ConfigError(f"--calibrate {path}: a figure is not as expected: {exc!r}") from exc
@@ -73,10 +79,9 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 def _decode_points(result: Mapping[str, Any]) -> Points:
     """Seconds of a decoding step, by rows."""
-    if "decode_tokens_s" in result:
-        return {
-            int(rows): int(rows) / speed for rows, speed in result["decode_tokens_s"].items()
-        }
+    if "decode" in result:
+        measured = result["decode"].items()
+        return {int(rows): at["step_ms"] / 1e3 for rows, at in measured if rows.isdigit()}
     rows = [row for row in result.get("rows", ()) if row.get("engine") == "headwater"]
     if not rows:
         return {}
@@ -90,16 +95,17 @@ def _decode_points(result: Mapping[str, Any]) -> Points:
 
 def _prefill_points(result: Mapping[str, Any]) -> Points:
     """Seconds of a whole prompt, by tokens."""
-    if "prefill_tokens_s" in result:
-        return {int(n): int(n) / speed for n, speed in result["prefill_tokens_s"].items()}
+    if "prefill" in result:
+        measured = result["prefill"].items()
+        return {int(n): int(n) / at["tokens_s"] for n, at in measured if n.isdigit()}
     return {int(n): ms / 1e3 for n, ms in result.get("recompute_ttft_ms", {}).items()}
 
 
 def _bandwidths(result: Mapping[str, Any], kv_token_bytes: int) -> dict[str, float]:
     found = {}
-    for name, speed in result.get("copy_gb_s", {}).items():
-        if name in ("host_to_device", "device_to_host"):
-            found[name] = speed * 1e9
+    for name in OWN_LINKS:
+        if name in result.get("copies", {}):
+            found[name] = result["copies"][name]["gb_s"] * 1e9
     hits = {int(n): ms / 1e3 for n, ms in result.get("hit_ttft_ms", {}).get("host", {}).items()}
     if len(hits) > 1:
         _, token_s = _line(hits)
@@ -112,16 +118,30 @@ def _bandwidths(result: Mapping[str, Any], kv_token_bytes: int) -> dict[str, flo
     return found
 
 
-def _with_decode(step: StepCost, points: Points) -> StepCost:
-    """A line through the seconds over the rows; what rows read is in its slope."""
+def _step_share(result: Mapping[str, Any], link: str) -> float | None:
+    """By how much steps get longer beside copies, where that was measured."""
+    measured = result.get("copies", {}).get(link)
+    return None if measured is None else max(measured["p50_ratio"] - 1.0, 0.0)
+
+
+def _context_token_s(result: Mapping[str, Any], machine: Machine) -> float:
+    """Reading the KV of a token, at the speed of the device's memory where that is known."""
+    memory_gb_s = result.get("ceilings", {}).get("memory_gb_s")
+    if memory_gb_s is None:
+        return machine.step.context_token_s
+    return float(machine.kv_token_bytes / (memory_gb_s * 1e9))
+
+
+def _with_decode(step: StepCost, points: Points, context_token_s: float) -> StepCost:
+    """A line through the seconds over the rows, less what they read of contexts of 1 k."""
     start_s, row_s = _line(points)
     launch_s = min(step.launch_s, start_s)
     return replace(
         step,
         launch_s=launch_s,
         weights_s=start_s - launch_s,
-        row_s=row_s,
-        context_token_s=0.0,
+        row_s=max(row_s - _CONTEXT * context_token_s, 0.0),
+        context_token_s=context_token_s,
     )
 
 
@@ -140,10 +160,12 @@ def _with_prefill(step: StepCost, points: Points) -> StepCost:
     return replace(step, token_s=max(token_s, 0.0), pair_s=0.0)
 
 
-def _with_bandwidth(link: LinkCost | None, bytes_s: float) -> LinkCost:
-    if link is None:
-        return LinkCost(bytes_s=bytes_s)
-    return replace(link, bytes_s=bytes_s)
+def _with_bandwidth(
+    link: LinkCost | None, bytes_s: float, step_share: float | None
+) -> LinkCost:
+    link = link or LinkCost(bytes_s=bytes_s)
+    share = link.step_share if step_share is None else step_share
+    return replace(link, bytes_s=bytes_s, step_share=share)
 
 
 def _line(points: Points) -> tuple[float, float]:

@@ -26,7 +26,10 @@ OWN_LINKS = ("device_to_host", "host_to_device")
 SHARED_LINKS = ("host_to_storage", "storage_to_host", "lookup")
 """Links that all instances share: they lead to the one storage."""
 
-LINKS = (*OWN_LINKS, *SHARED_LINKS)
+PEER_LINK = "peer"
+"""Over which an instance's blocks leave for other instances; its own, too."""
+
+LINKS = (*OWN_LINKS, *SHARED_LINKS, PEER_LINK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,14 +7,16 @@ from math import inf
 
 import numpy as np
 
-from headwater.cache import TieredCache
+from headwater.cache import TieredCache, TokenPath
 from headwater.clock import VirtualClock
+from headwater.disagg.exchange import Exchange
 from headwater.engine.core import EngineCore
 from headwater.errors import RequestError
 from headwater.replay.hands import SimCopier, SimRunner, SimStorage, SimStore
 from headwater.replay.links import SharedLink
+from headwater.replay.peers import Fabric, make_exchange
 from headwater.replay.samples import Row, Samples, Times
-from headwater.replay.served import Served
+from headwater.replay.served import Served, Work
 from headwater.replay.settings import SimConfig
 from headwater.replay.trace import TraceRequest
 from headwater.scheduler.output import SequenceOutput
@@ -38,20 +40,36 @@ class SimInstance:
         links: Mapping[str, SharedLink],
         store: SimStore | None,
         times: Times,
+        fabric: Fabric | None,
     ) -> None:
-        self.number = number
+        self.role = config.role(number)
+        self.name = f"{self.role}-{number}"
+        self.work = Work()
         self.clock = VirtualClock()
         self.cache = TieredCache(config.cache())
         self.scheduler = Scheduler(config.scheduler(), self.cache)
         self.runner = SimRunner(config.machine.step, self.clock, links)
         self.mover = _mover(config, links, store, self.clock)
         self.core = EngineCore(self.scheduler, self.runner, self.clock, self.mover)
+        self.exchange: Exchange | None = None
+        if fabric is not None:
+            fabric.enter(self.name, self.core.completions.post)
+            self.exchange = make_exchange(
+                fabric,
+                self.name,
+                self.scheduler,
+                self.clock,
+                links,
+                block_bytes=config.block_bytes,
+                accepts=self.role == "prefill",
+            )
+            self.core.join(self.exchange)
         self.served: list[Served] = []
         """Everything it was given, in that order."""
         self.samples = Samples(times)
         """Waiting, running, device blocks and host blocks in use."""
         self._fast_forward = config.fast_forward
-        self._line: deque[tuple[RequestId, TraceRequest]] = deque()
+        self._line: deque[tuple[RequestId, TraceRequest, str]] = deque()
         self._alive: dict[RequestId, Served] = {}
         self.num_turns = 0
         """Turns of the real loop; steps that were taken many at once are not among them."""
@@ -61,19 +79,19 @@ class SimInstance:
         """Requests that have arrived and not ended."""
         return len(self._alive)
 
-    def give(self, number: int, request: TraceRequest, now: float) -> None:
-        """A request arrives at `now`; an idle engine's clock is set to that."""
+    def num_found(self, path: TokenPath) -> int:
+        """Leading tokens of `path` that are here, on the device or the host."""
+        match = self.cache.match(path)
+        return (match.device_blocks + match.host_blocks) * self.cache.block_tokens
+
+    def give(self, number: int, request: TraceRequest, now: float, served: Served) -> None:
+        """A request arrives at `now`, its prompt to be computed by whom `served` says."""
         if not self.core.has_work:
             self.wake(now)
         name = RequestId(str(number))
-        served = Served(
-            arrival_s=request.arrival_s,
-            prompt_tokens=request.input_length,
-            instance=self.number,
-        )
         self.served.append(served)
         self._alive[name] = served
-        self._line.append((name, request))
+        self._line.append((name, request, served.prefill))
         self._fill()
 
     def wake(self, now: float) -> None:
@@ -152,17 +170,18 @@ class SimInstance:
 
     def _deadline_s(self) -> float:
         """When a wait for a copy ends although the copy has not."""
-        ends = (self.mover.wake_s, self.scheduler.wake_s)
+        peers = None if self.exchange is None else self.exchange.wake_s
+        ends = (self.mover.wake_s, self.scheduler.wake_s, peers)
         return min((end for end in ends if end is not None), default=inf)
 
     def _fill(self) -> None:
         """Hand waiting requests to the engine while its own queue is short."""
         room = _MAX_WAITING - self.scheduler.stats().num_waiting
         while self._line and room > 0:
-            name, request = self._line.popleft()
+            name, request, prefill = self._line.popleft()
             served = self._alive[name]
             try:
-                self.core.add(_as_request(name, request))
+                self.core.add(_as_request(name, request, prefill))
                 known = request.known_output()
                 if known is not None:
                     self.runner.expected[name] = known
@@ -172,12 +191,13 @@ class SimInstance:
                 del self._alive[name]
 
 
-def _as_request(name: RequestId, request: TraceRequest) -> Request:
+def _as_request(name: RequestId, request: TraceRequest, prefill: str) -> Request:
     return Request(
         request_id=name,
         tokens=request.prompt(),
         params=SamplingParams(max_tokens=max(request.output_length, 1), ignore_eos=True),
         arrival_s=request.arrival_s,
+        prefill=prefill,
     )
 
 

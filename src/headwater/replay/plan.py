@@ -40,13 +40,15 @@ class Grid:
     device_gib: Sequence[float | None]
     host_gib: Sequence[float]
     storage_gib: Sequence[float]
-    num_instances: Sequence[int]
+    clusters: Sequence[tuple[int, int]]
+    """How many instances, and how many of them only compute prompts."""
+
     eviction: Sequence[str]
 
     def configs(self, base: SimConfig) -> list[SimConfig]:
         """`base` with each combination; storage without a host tier is left out."""
         combinations = product(
-            self.device_gib, self.host_gib, self.storage_gib, self.num_instances, self.eviction
+            self.device_gib, self.host_gib, self.storage_gib, self.clusters, self.eviction
         )
         made = [
             replace(
@@ -55,9 +57,10 @@ class Grid:
                 host_gib=host,
                 storage_gib=storage,
                 num_instances=instances,
+                num_prefill=prefill,
                 eviction=eviction,
             )
-            for device, host, storage, instances, eviction in combinations
+            for device, host, storage, (instances, prefill), eviction in combinations
             if host or not storage
         ]
         if len(made) > _MAX_POINTS:
@@ -192,4 +195,7 @@ def settings_of(point: Point) -> str:
     """The settings that a plan varies, in a few words."""
     s = point["settings"]
     tiers = " / ".join(f"{s[f'{tier}_gib']:,.0f}" for tier in TIERS)
-    return f"{s['instances']} x {tiers} GiB, {s['eviction']}"
+    cluster = str(s["instances"])
+    if s["prefill_instances"]:
+        cluster = f"{s['prefill_instances']}P+{s['instances'] - s['prefill_instances']}D"
+    return f"{cluster} x {tiers} GiB, {s['eviction']}"

@@ -9,7 +9,7 @@ _H200_8B = Machine(
         "H200 and the Llama-3.1-8B shape in bfloat16. Decoding: captured graphs, 160, 4,678, "
         "12,740 and 16,058 tokens/s at 1, 32, 128 and 256 rows of 1 k context; prompts: 250 ms "
         "for 8 k tokens, 1,375 ms for 32 k; copies beside decoding: 45 and 46 GB/s; direct "
-        "file I/O: 1.8 and 1.1 GB/s"
+        "file I/O: 1.8 and 1.1 GB/s. To peers: not measured, 40 GB/s of a 400 Gb/s network"
     ),
     kv_token_bytes=32 * 2 * 8 * 128 * 2,
     step=StepCost(
@@ -25,6 +25,7 @@ _H200_8B = Machine(
         "host_to_storage": LinkCost(bytes_s=1.1e9, latency_s=1e-3, max_jobs=2),
         "storage_to_host": LinkCost(bytes_s=1.8e9, latency_s=1e-3, max_jobs=2),
         "lookup": LinkCost(bytes_s=1e9, latency_s=5e-4, max_jobs=2),
+        "peer": LinkCost(bytes_s=40e9, latency_s=5e-5),
     },
     device_gib=100.0,
 )
@@ -34,7 +35,7 @@ _CPU_100M = Machine(
     note=(
         "~100 M weights in float32 on one of two cores of an AMD EPYC that others used too: "
         "32, 64 and 119 ms between tokens at 1, 8 and 32 rows; 2.2 s for a prompt of 1,024 "
-        "tokens; file I/O 3.1 and 2.4 GB/s"
+        "tokens; file I/O 3.1 and 2.4 GB/s. To peers: not measured, 2 GB/s"
     ),
     kv_token_bytes=12 * 2 * 4 * 64 * 4,
     step=StepCost(
@@ -51,6 +52,7 @@ _CPU_100M = Machine(
         "host_to_storage": LinkCost(bytes_s=2.4e9, latency_s=1e-3, max_jobs=2),
         "storage_to_host": LinkCost(bytes_s=3.1e9, latency_s=1e-3, max_jobs=2),
         "lookup": LinkCost(bytes_s=1e9, latency_s=5e-4, max_jobs=2),
+        "peer": LinkCost(bytes_s=2e9, latency_s=2e-4),
     },
     device_gib=2.0,
     max_num_seqs=64,

@@ -73,6 +73,7 @@ def describe(config: SimConfig) -> Report:
     return {
         "machine": config.machine.name,
         "instances": config.num_instances,
+        "prefill_instances": config.num_prefill,
         "router": config.router,
         "block_tokens": config.block_tokens,
         "device_gib": cache.device_blocks * config.block_bytes / GIB,
@@ -164,6 +165,29 @@ def _engines(run: Run) -> Report:
         "steps": sum(one.num_steps for one in stats),
         "load_choices": dict(sorted(choices.items())),
         "tiers": tiers,
+        **_handoffs(run),
+    }
+
+
+def _handoffs(run: Run) -> Report:
+    """What decode instances say of their hand-offs, where there are any."""
+    exchanges = [one.exchange for one in run.instances if one.exchange is not None]
+    if not exchanges:
+        return {}
+    totals = [exchange.stats().decode for exchange in exchanges]
+    done = sum(one.num_done for one in totals)
+    failures: Counter[str] = Counter()
+    seconds: Counter[str] = Counter()
+    for one in totals:
+        failures.update({str(reason): count for reason, count in one.failures.items()})
+        seconds.update(one.seconds)
+    return {
+        "handoffs": {
+            "done": done,
+            "failures": dict(sorted(failures.items())),
+            "bytes": sum(one.num_bytes for one in totals),
+            "mean_ms": {part: 1e3 * sum_s / max(done, 1) for part, sum_s in seconds.items()},
+        }
     }
 
 

@@ -1,52 +1,74 @@
-"""Which instance a request goes to, where there are several."""
+"""Which instance a request goes to: the router's own policies, over what instances have now.
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+A real router hears of blocks by events, a moment later; here it looks into the caches.
+"""
 
-from headwater.errors import ConfigError
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headwater.cache import TokenPath
+from headwater.disagg.routing import Candidate, Policy, make_policy, prefills_itself
 from headwater.replay.instance import SimInstance
 from headwater.replay.trace import TraceRequest
 
 
-class Router(Protocol):
-    """Chooses an instance for each request, as it arrives."""
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Who serves a request, and who computes its prompt: somebody else, or None."""
+
+    server: SimInstance
+    prefill: SimInstance | None
+    uncached_tokens: int
+
+    @property
+    def worker(self) -> SimInstance:
+        """Who computes the prompt."""
+        return self.prefill or self.server
+
+
+class Router:
+    """Applies one policy to those who serve, and to those who prefill."""
+
+    def __init__(self, policy: str, prefill_threshold: int) -> None:
+        self._serving = make_policy(policy)
+        self._prefilling = make_policy(policy)
+        self._looks = policy == "cache_aware"
+        self._threshold = prefill_threshold
 
     def choose(
-        self, request: TraceRequest, instances: Sequence[SimInstance]
-    ) -> SimInstance: ...
+        self, request: TraceRequest, instances: Sequence[SimInstance], now: float
+    ) -> Route:
+        """Where `request` goes."""
+        if len(instances) == 1:
+            return Route(instances[0], None, 0)
+        path = TokenPath(request.prompt()) if self._looks else None
+        servers = [one for one in instances if one.role != "prefill"]
+        server, cached = self._pick(self._serving, request, servers, path, now)
+        uncached = request.input_length - cached
+        if server.role != "decode" or prefills_itself(uncached, self._threshold):
+            return Route(server, None, uncached)
+        helpers = [one for one in instances if one.role == "prefill"]
+        helper, cached = self._pick(self._prefilling, request, helpers, path, now)
+        return Route(server, helper, request.input_length - cached)
 
-
-class RoundRobin:
-    """Each in turn."""
-
-    def __init__(self) -> None:
-        self._num_chosen = 0
-
-    def choose(self, request: TraceRequest, instances: Sequence[SimInstance]) -> SimInstance:
-        """The next."""
-        self._num_chosen += 1
-        return instances[(self._num_chosen - 1) % len(instances)]
-
-
-class LeastLoaded:
-    """Where the fewest requests are; of those, the first."""
-
-    def choose(self, request: TraceRequest, instances: Sequence[SimInstance]) -> SimInstance:
-        """The one with the fewest."""
-        return min(instances, key=lambda instance: instance.num_alive)
-
-
-ROUTERS: dict[str, Callable[[], Router]] = {
-    "least_loaded": LeastLoaded,
-    "round_robin": RoundRobin,
-}
-"""Every policy by its name on the command line."""
-
-
-def make_router(name: str) -> Router:
-    """A router of that policy, which has seen nothing yet."""
-    if name not in ROUTERS:
-        raise ConfigError(
-            f"unknown router policy {name!r}; known: {', '.join(sorted(ROUTERS))}"
-        )
-    return ROUTERS[name]()
+    def _pick(
+        self,
+        policy: Policy,
+        request: TraceRequest,
+        instances: Sequence[SimInstance],
+        path: TokenPath | None,
+        now: float,
+    ) -> tuple[SimInstance, int]:
+        by_name = {one.name: one for one in instances}
+        candidates = [
+            Candidate(
+                name=one.name,
+                cached_tokens=0 if path is None else one.num_found(path),
+                outstanding_tokens=one.work.outstanding_tokens,
+                recent_tokens=one.work.recent.tokens(now=now),
+                num_alive=one.num_alive,
+            )
+            for one in instances
+        ]
+        chosen = policy.choose(request.input_length, candidates)
+        return by_name[chosen.name], chosen.cached_tokens

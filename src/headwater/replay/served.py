@@ -3,7 +3,16 @@
 from array import array
 from dataclasses import dataclass, field
 
+from headwater.disagg.routing import RecentWork
 from headwater.scheduler.usage import Usage
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """Prompt tokens that an instance was given to compute, as a router reckons."""
+
+    recent: RecentWork = field(default_factory=RecentWork)
+    outstanding_tokens: int = 0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -12,7 +21,15 @@ class Served:
 
     arrival_s: float
     prompt_tokens: int
-    instance: int = 0
+    prefill: str = ""
+    """Which other instance computes its prompt; empty is none."""
+
+    uncached_tokens: int = 0
+    """What it was expected to cost whoever computes its prompt."""
+
+    work: Work | None = None
+    """Where that is counted until its first token."""
+
     first_s: float | None = None
     """Its first token."""
 
@@ -39,6 +56,8 @@ class Served:
             return
         if self.first_s is None:
             self.first_s = now
+            if self.work is not None:
+                self.work.outstanding_tokens -= self.uncached_tokens
         else:
             self.gaps_s.append(now - self.last_s)
         self.last_s = now

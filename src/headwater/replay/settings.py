@@ -24,7 +24,14 @@ class SimConfig:
     """Of all instances together; 0 is no storage."""
 
     num_instances: int = 1
-    router: str = "round_robin"
+    num_prefill: int = 0
+    """Of those, so many only compute prompts, for the others, which then only decode. 0 is that
+    all do everything."""
+
+    prefill_threshold: int = 256
+    """A prompt of which a decode instance lacks no more tokens than this is not handed over."""
+
+    router: str = "cache_aware"
     block_tokens: int = 64
     max_num_seqs: int | None = None
     max_batched_tokens: int | None = None
@@ -38,6 +45,10 @@ class SimConfig:
     def __post_init__(self) -> None:
         if self.num_instances < 1:
             raise ConfigError(f"{self.num_instances} instances serve nothing")
+        if not 0 <= self.num_prefill < self.num_instances:
+            raise ConfigError(
+                f"of {self.num_instances} instances, {self.num_prefill} cannot be for prompts"
+            )
         if self.storage_gib and not self.host_gib:
             raise ConfigError("storage needs a host tier to pass through: give --host-gib")
         for name in ("device_gib", "host_gib", "storage_gib"):
@@ -54,6 +65,12 @@ class SimConfig:
     @property
     def storage_blocks(self) -> int:
         return self.machine.num_blocks(self.storage_gib, self.block_tokens)
+
+    def role(self, number: int) -> str:
+        """What the instance `number` is for."""
+        if not self.num_prefill:
+            return "mixed"
+        return "prefill" if number < self.num_prefill else "decode"
 
     def cache(self) -> CacheConfig:
         """The settings of each instance's cache."""

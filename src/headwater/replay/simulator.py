@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from math import inf
 
 from headwater.errors import ConfigError, InvariantError
-from headwater.replay.cost import LINKS, OWN_LINKS, SHARED_LINKS, LinkCost
+from headwater.replay.cost import OWN_LINKS, PEER_LINK, SHARED_LINKS, LinkCost
 from headwater.replay.hands import SimStore
 from headwater.replay.instance import SimInstance
 from headwater.replay.links import SharedLink
-from headwater.replay.routers import make_router
+from headwater.replay.peers import Fabric
+from headwater.replay.routers import Router
 from headwater.replay.samples import Samples, Times
+from headwater.replay.served import Served
 from headwater.replay.settings import SimConfig
 from headwater.replay.trace import TraceRequest
 
@@ -48,36 +50,43 @@ class Simulator:
         shared = {name: SharedLink(costs[name]) for name in SHARED_LINKS if name in costs}
         self._store = SimStore(config.storage_blocks) if config.storage_blocks else None
         self._links = list(shared.items())
+        self._fabric = Fabric() if config.num_prefill else None
         self.instances: list[SimInstance] = []
         for number in range(config.num_instances):
             own = {name: SharedLink(cost) for name, cost in costs.items() if name not in shared}
             self._links += own.items()
             links = own | shared
-            self.instances.append(SimInstance(number, config, links, self._store, self._times))
-        self._router = make_router(config.router)
+            self.instances.append(
+                SimInstance(number, config, links, self._store, self._times, self._fabric)
+            )
+        self._router = Router(config.router, config.prefill_threshold)
 
     def play(self, advance: Callable[[int], None] = lambda ended: None) -> Run:
         """Serve every request to its end. `advance` is told of requests as they end."""
         requests, at = self._requests, 0
         while True:
             arrival_s = requests[at].arrival_s if at < len(requests) else inf
-            copy_s = min((link.next_s() for _, link in self._links), default=inf)
+            news_s = self._news_s()
             ready_s, instance = self._next()
-            now = min(arrival_s, copy_s, ready_s)
+            now = min(arrival_s, news_s, ready_s)
             if now == inf:
                 break
-            if copy_s == now:
+            if news_s == now:
                 self._deliver(now)
             elif arrival_s == now:
-                chosen = self._router.choose(requests[at], self.instances)
-                chosen.give(at, requests[at], now)
+                self._arrive(at, requests[at])
                 at += 1
             else:
                 instance.wake(now)
-                ended = instance.turn(min(arrival_s, copy_s))
+                ended = instance.turn(min(arrival_s, news_s, self._unheard_s(instance)))
                 if ended:
                     advance(ended)
         return self._ended()
+
+    def _news_s(self) -> float:
+        """When the next copy or message arrives."""
+        copy_s = min((link.next_s() for _, link in self._links), default=inf)
+        return copy_s if self._fabric is None else min(copy_s, self._fabric.next_s())
 
     def _next(self) -> tuple[float, SimInstance]:
         """When the next turn of an instance begins, and whose it is."""
@@ -87,6 +96,28 @@ class Simulator:
         ready_s = min(times)
         return ready_s, self.instances[times.index(ready_s)]
 
+    def _unheard_s(self, instance: SimInstance) -> float:
+        """Before when no instance that it hands off with can say anything that is not on its
+        way already."""
+        if self._fabric is None:
+            return inf
+        return min(other.ready_s() for other in self.instances if other.role != instance.role)
+
+    def _arrive(self, number: int, request: TraceRequest) -> None:
+        now = request.arrival_s
+        route = self._router.choose(request, self.instances, now)
+        work = route.worker.work
+        work.recent.add(route.uncached_tokens, now=now)
+        work.outstanding_tokens += route.uncached_tokens
+        served = Served(
+            arrival_s=now,
+            prompt_tokens=request.input_length,
+            prefill="" if route.prefill is None else route.prefill.name,
+            uncached_tokens=route.uncached_tokens,
+            work=work,
+        )
+        route.server.give(number, request, now, served)
+
     def _deliver(self, now: float) -> None:
         if self._store is not None:
             stored = float(len(self._store))
@@ -94,6 +125,8 @@ class Simulator:
         for _, link in self._links:
             if link.next_s() <= now:
                 link.deliver(now)
+        if self._fabric is not None:
+            self._fabric.deliver(now)
         for instance in self.instances:
             if instance.mover.completions.has_any:
                 instance.wake(now)
@@ -114,9 +147,11 @@ class Simulator:
 
 def _link_costs(config: SimConfig) -> dict[str, LinkCost]:
     """The links there are, given the tiers there are."""
-    if not config.host_gib:
-        return {}
-    names = LINKS if config.storage_blocks else OWN_LINKS
+    names: tuple[str, ...] = OWN_LINKS if config.host_gib else ()
+    if config.storage_blocks:
+        names += SHARED_LINKS
+    if config.num_prefill:
+        names += (PEER_LINK,)
     missing = [name for name in names if name not in config.machine.links]
     if missing:
         raise ConfigError(f"{config.machine.name} has no figures for: {', '.join(missing)}")

@@ -12,7 +12,7 @@ def report_table(report: Report) -> str:
     settings = report["settings"]
     lines = [
         (
-            f"headwater replay: {report['requests']:,} requests on {settings['instances']} x "
+            f"headwater replay: {report['requests']:,} requests on {_cluster(settings)} x "
             f"{settings['machine']}, {_tiers(settings)}"
         ),
         "",
@@ -39,6 +39,12 @@ def report_table(report: Report) -> str:
             f"{report['queue']['max_waiting']:,.0f} at most; {report['preemptions']:,} preemptions"
         ),
     ]
+    if "handoffs" in report:
+        handoffs = report["handoffs"]
+        lines.append(
+            f"  hand-offs        {handoffs['done']:,} done, {handoffs['bytes'] / 1e9:,.2f} GB; "
+            f"not done: {handoffs['failures'] or 'none'}"
+        )
     if report["refused"]:
         lines.append(f"  refused          {report['refused']:,} requests that do not fit")
     for link, moved in report["bytes_per_link"].items():
@@ -63,6 +69,12 @@ def _slo(slo: Report) -> list[str]:
         "requests kept every bound"
     )
     return lines
+
+
+def _cluster(settings: Mapping[str, int]) -> str:
+    prefill = settings["prefill_instances"]
+    total = settings["instances"]
+    return f"({prefill} prefill + {total - prefill} decode)" if prefill else str(total)
 
 
 def _tiers(settings: Mapping[str, float]) -> str:

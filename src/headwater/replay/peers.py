@@ -1,0 +1,197 @@
+"""Hand-offs between simulated instances: messages that take a moment, blocks that take a link.
+
+The protocol is the real one, with its leases and heartbeats; only network and links are
+simulated. Nothing is ever lost here.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import inf
+from random import Random
+
+from headwater.clock import VirtualClock
+from headwater.disagg.exchange import Exchange
+from headwater.disagg.handoff import HandoffConfig
+from headwater.disagg.hands import Hands
+from headwater.disagg.link import Landed, Push, PushDone, PushFailed, PushFailure, Quiet
+from headwater.disagg.messages import Message
+from headwater.disagg.network import PeerMessage
+from headwater.replay.links import Delivery, SharedLink
+from headwater.scheduler.scheduler import Scheduler
+from headwater.types import Slots
+
+Post = Callable[[object], None]
+
+MESSAGE_S = 1e-4
+"""How long a message is on its way."""
+
+
+@dataclass(slots=True)
+class _Lease:
+    """What has landed of one lease of a receiver."""
+
+    num_bytes: int = 0
+    blocks: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Host:
+    """One instance, as others reach it."""
+
+    post: Post
+    leases: dict[int, _Lease] = field(default_factory=dict)
+
+
+class Fabric:
+    """What all instances are connected by. Times given to it are those of the sender's clock."""
+
+    def __init__(self) -> None:
+        self._hosts: dict[str, _Host] = {}
+        self._messages: list[tuple[float, int, str, PeerMessage]] = []
+        """A heap by arrival."""
+        self._num_sent = 0
+
+    def enter(self, name: str, post: Post) -> None:
+        """`name` is an instance that takes events with `post`."""
+        self._hosts[name] = _Host(post)
+
+    def next_s(self) -> float:
+        """When the next message arrives."""
+        return self._messages[0][0] if self._messages else inf
+
+    def deliver(self, now: float) -> None:
+        """Hand over every message that has arrived by `now`."""
+        while self._messages and self._messages[0][0] <= now:
+            _, _, to, message = heappop(self._messages)
+            self._hosts[to].post(message)
+
+    def send(self, sender: str, to: str, message: Message, now: float) -> None:
+        """Let a message arrive in a moment, after those that were sent before it."""
+        self._num_sent += 1
+        said = PeerMessage(sender, message)
+        heappush(self._messages, (now + MESSAGE_S, self._num_sent, to, said))
+
+    def open(self, host: str, lease: int) -> None:
+        """Let blocks land."""
+        self._hosts[host].leases[lease] = _Lease()
+
+    def fence(self, host: str, lease: int) -> None:
+        """Let no more land."""
+        landed = self._hosts[host].leases.pop(lease, None) or _Lease()
+        quiet = Quiet(lease, landed.num_bytes, frozenset(landed.blocks))
+        self._hosts[host].post(quiet)
+
+    def land(self, sender: str, host: str, push: Push) -> None:
+        """The bytes of a push have arrived."""
+        lease = self._hosts[host].leases.get(push.lease)
+        if lease is None:
+            self._hosts[sender].post(PushFailed(push.job, PushFailure.FENCED))
+            return
+        for piece in push.pieces:
+            lease.num_bytes += piece.num_bytes
+            lease.blocks.add(piece.index)
+            self._hosts[host].post(Landed(push.lease, piece.index, piece.num_bytes))
+        num_bytes = sum(piece.num_bytes for piece in push.pieces)
+        self._hosts[sender].post(PushDone(push.job, num_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One instance's own end of the fabric."""
+
+    fabric: Fabric
+    name: str
+    clock: VirtualClock
+    link: SharedLink
+    """Over which its blocks leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimNetwork:
+    """The `Network` of one instance."""
+
+    place: _Place
+
+    def send(self, peer: str, message: Message) -> None:
+        place = self.place
+        place.fabric.send(place.name, peer, message, place.clock.now())
+
+    def close(self) -> None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class SimSender:
+    """The `Sender` of one instance to one receiver."""
+
+    place: _Place
+    to: str
+
+    def push(self, push: Push) -> None:
+        place = self.place
+
+        def arrive(delivery: Delivery) -> None:
+            place.fabric.land(place.name, self.to, push)
+
+        num_bytes = sum(piece.num_bytes for piece in push.pieces)
+        place.link.start(num_bytes, arrive, now=place.clock.now())
+
+    def cancel(self, lease: int) -> None:
+        """What has begun arrives, and is refused if its lease is fenced by then."""
+
+    def close(self) -> None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class SimReceiver:
+    """The `Receiver` of one instance."""
+
+    place: _Place
+
+    @property
+    def address(self) -> str:
+        return self.place.name
+
+    def open(self, lease: int, slots: Sequence[int]) -> None:
+        self.place.fabric.open(self.place.name, lease)
+
+    def fence(self, lease: int) -> None:
+        self.place.fabric.fence(self.place.name, lease)
+
+    def close(self) -> None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class SimMemory:
+    """Blocks of which nothing is derived."""
+
+    block_bytes: int
+
+    def mark_written(self, slots: Slots) -> None:
+        return None
+
+
+def make_exchange(
+    fabric: Fabric,
+    name: str,
+    scheduler: Scheduler,
+    clock: VirtualClock,
+    links: Mapping[str, SharedLink],
+    *,
+    block_bytes: int,
+    accepts: bool,
+) -> Exchange:
+    """The hand-offs of the instance `name`, which computes for others if it `accepts`."""
+    place = _Place(fabric, name, clock, links["peer"])
+    numbers = Random(name)
+    hands = Hands(
+        network=SimNetwork(place),
+        receiver=SimReceiver(place),
+        connect=lambda to: SimSender(place, to),
+        memory=SimMemory(block_bytes),
+        new_id=lambda: numbers.getrandbits(63),
+    )
+    return Exchange(scheduler, hands, HandoffConfig(), accepts=accepts)
