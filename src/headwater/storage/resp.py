@@ -20,6 +20,7 @@ Part = bytes | bytearray | memoryview
 
 _LINE_BYTES = 1024
 _MAX_PARTS = 512  # of one sendmsg; the kernel allows 1024
+_TICK_S = 0.05  # longest time in one call of the kernel; the deadline is looked at in between
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +81,7 @@ class Connection:
         self._address = address
         self._line = bytearray(_LINE_BYTES)
         self._start = self._end = 0
+        self._bounds: dict[int, float] = {}
         try:
             self._socket = _connect(address, tls, min(connect_s, deadline.left_s()))
         except OSError as error:
@@ -105,31 +107,41 @@ class Connection:
         except OSError as error:
             raise _lost(self._address, error) from error
 
-    def reply(self, deadline: Deadline) -> bytes:
-        """One reply line, such as b"+OK", b":1" or b"$-1". ReplyError where it is an error."""
+    def reply(self, deadline: Deadline, *, ahead: int = _LINE_BYTES) -> bytes:
+        """One reply line, such as b"+OK", b":1" or b"$-1". ReplyError where it is an error.
+
+        At most `ahead` bytes are read at once: what is read beyond the line is copied later.
+        """
         while (at := self._line.find(b"\r\n", self._start, self._end)) < 0:
-            self._more(deadline)
+            self._more(deadline, ahead)
         line = bytes(self._line[self._start : at])
         self._start = at + 2
         if line.startswith(b"-"):
             raise ReplyError(f"{self._address}: {line[1:].decode(errors='replace')}")
         return line
 
-    def bulk(self, deadline: Deadline) -> int | None:
+    def bulk(self, deadline: Deadline, *, ahead: int = _LINE_BYTES) -> int | None:
         """The number of bytes that follow as a value, before their CR LF; None for no value."""
-        line = self.reply(deadline)
+        line = self.reply(deadline, ahead=ahead)
         if line[:1] != b"$" or not line[1:].lstrip(b"-").isdigit():
             raise StorageError(f"{self._address} sent {line[:40]!r} in place of a value")
         num_bytes = int(line[1:])
         return None if num_bytes < 0 else num_bytes
 
-    def fill(self, view: memoryview, deadline: Deadline) -> None:
-        """The next len(view) bytes."""
-        have = min(self._end - self._start, len(view))
-        view[:have] = self._line[self._start : self._start + have]
-        self._start += have
-        while have < len(view):
-            have += self._receive(view[have:], deadline, socket.MSG_WAITALL)
+    def fill(self, views: Sequence[memoryview], deadline: Deadline) -> None:
+        """The next bytes, until every view is full."""
+        left = list(views)
+        while left and self._start < self._end:
+            have = min(self._end - self._start, len(left[0]))
+            left[0][:have] = self._line[self._start : self._start + have]
+            self._start += have
+            left = _advance(left, have)
+        num_bytes = sum(map(len, left))
+        while num_bytes:
+            got = self._receive(left, deadline, socket.MSG_WAITALL)
+            num_bytes -= got
+            if num_bytes:
+                left = _advance(left, got)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -157,48 +169,77 @@ class Connection:
                 raise
 
     def _send_parts(self, views: list[memoryview], deadline: Deadline) -> None:
-        while views:
+        num_bytes = sum(map(len, views))
+        while num_bytes:
             self._bound(socket.SO_SNDTIMEO, deadline)
-            sent = self._socket.sendmsg(views[:_MAX_PARTS])
-            while views and sent >= len(views[0]):
-                sent -= len(views.pop(0))
-            if views and sent:
-                views[0] = views[0][sent:]
+            try:
+                sent = self._socket.sendmsg(views[:_MAX_PARTS])
+            except BlockingIOError:
+                deadline.left_s()
+                continue
+            num_bytes -= sent
+            if num_bytes:
+                views = _advance(views, sent)
 
-    def _more(self, deadline: Deadline) -> None:
+    def _more(self, deadline: Deadline, ahead: int) -> None:
         """Read on into the line buffer, which keeps only what is not consumed."""
         rest = self._end - self._start
         if rest == _LINE_BYTES:
             raise StorageError(f"{self._address} sent a line that is no reply")
         self._line[:rest] = self._line[self._start : self._end]
         self._start, self._end = 0, rest
-        self._end += self._receive(memoryview(self._line)[rest:], deadline, 0)
+        self._end += self._receive([memoryview(self._line)[rest : rest + ahead]], deadline, 0)
 
-    def _receive(self, view: memoryview, deadline: Deadline, flags: int) -> int:
-        try:
-            if self._tls:
-                self._socket.settimeout(deadline.left_s())
-                got = self._socket.recv_into(view)
-            else:
-                self._bound(socket.SO_RCVTIMEO, deadline)
-                got = self._socket.recv_into(view, 0, flags)
-        except (TimeoutError, BlockingIOError) as error:
-            raise self._late() from error
-        except OSError as error:
-            raise _lost(self._address, error) from error
+    def _receive(self, views: list[memoryview], deadline: Deadline, flags: int) -> int:
+        """At least one byte into the views, from the first on; how many."""
+        got = None
+        while got is None:
+            try:
+                got = self._receive_some(views, deadline, flags)
+            except BlockingIOError:
+                deadline.left_s()
+            except TimeoutError as error:
+                raise self._late() from error
+            except OSError as error:
+                raise _lost(self._address, error) from error
         if not got:
             raise StorageError(f"{self._address} closed the connection")
         return got
 
+    def _receive_some(self, views: list[memoryview], deadline: Deadline, flags: int) -> int:
+        if self._tls:
+            self._socket.settimeout(deadline.left_s())
+            return self._socket.recv_into(views[0])
+        self._bound(socket.SO_RCVTIMEO, deadline)
+        if len(views) == 1:
+            return self._socket.recv_into(views[0], 0, flags)
+        got, *_ = self._socket.recvmsg_into(views, 0, flags)
+        return got
+
     def _bound(self, option: int, deadline: Deadline) -> None:
+        """Let a call wait for a tick, or for what is left of the deadline where that is less."""
         # A timeout in the kernel, not Python's: Python's makes the socket non-blocking, and
         # then a payload takes a poll and a call for each piece that has arrived.
-        micros = max(1, int(deadline.left_s() * 1e6))
-        timeval = struct.pack("ll", micros // 1_000_000, micros % 1_000_000)
-        self._socket.setsockopt(socket.SOL_SOCKET, option, timeval)
+        bound_s = min(deadline.left_s(), _TICK_S)
+        if self._bounds.get(option) != bound_s:
+            timeval = struct.pack("ll", 0, max(1, int(bound_s * 1e6)))
+            self._socket.setsockopt(socket.SOL_SOCKET, option, timeval)
+            self._bounds[option] = bound_s
 
     def _late(self) -> StorageTimeout:
         return StorageTimeout(f"{self._address} did not answer in time")
+
+
+def _advance(views: list[memoryview], num_bytes: int) -> list[memoryview]:
+    """What is left of `views` after their first `num_bytes`."""
+    place = 0
+    while place < len(views) and num_bytes >= len(views[place]):
+        num_bytes -= len(views[place])
+        place += 1
+    rest = views[place:]
+    if num_bytes:
+        rest[0] = rest[0][num_bytes:]
+    return rest
 
 
 def command(*words: bytes) -> bytes:

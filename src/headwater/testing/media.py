@@ -66,7 +66,7 @@ class RedisMedium:
     def fetch(self, key: BlockKey) -> bytes:
         self._link.send([command(b"GET", self._name(key))], self._deadline)
         value = memoryview(bytearray((self._link.bulk(self._deadline) or 0) + 2))
-        self._link.fill(value, self._deadline)
+        self._link.fill([value], self._deadline)
         return bytes(value[:-2])
 
     def replace(self, key: BlockKey, value: bytes) -> None:
