@@ -1,7 +1,7 @@
 """The far end of a link in a process of its own, for tests that kill or stop it.
 
-    far.py receive LINK               opens lease 1 and prints its address
-    far.py send ADDRESS LEASES        pushes all blocks to lease 1, 2 … and prints each outcome
+far.py receive LINK               opens lease 1 and prints its address
+far.py send ADDRESS LEASES        pushes all blocks to lease 1, 2 … and prints each outcome
 """
 
 import sys
@@ -19,11 +19,17 @@ BLOCK_BYTES = 1 << 20
 SEED = 3
 
 
+def say(what: object) -> None:
+    """One line for the test."""
+    sys.stdout.write(f"{what}\n")
+    sys.stdout.flush()
+
+
 def receive(link: str) -> None:
     """Take whatever comes for lease 1, until killed."""
     receiver = Links(CONFIG, BlockArray(NUM_SLOTS, BLOCK_BYTES), EventLog()).listen(link)
     receiver.open(1, range(NUM_SLOTS))
-    print(receiver.address, flush=True)
+    say(receiver.address)
     Event().wait(60.0)
 
 
@@ -36,7 +42,7 @@ def send(address: str, num_leases: int) -> None:
     for lease in range(1, num_leases + 1):
         deadline_s = SystemClock().now() + 60.0
         sender.push(Push(job=lease, lease=lease, pieces=pieces, deadline_s=deadline_s))
-        print(log.outcome(lease), flush=True)
+        say(log.outcome(lease))
 
 
 if __name__ == "__main__":
