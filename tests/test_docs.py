@@ -46,7 +46,9 @@ class Block:
 def commands_of(text):
     """Lines with their continuations, without prompts and output."""
     whole = re.sub(r"\\\n\s*", "", text)
-    lines = [line.removeprefix("$ ") for line in whole.splitlines()]
+    lines = whole.splitlines()
+    if any(line.startswith("$ ") for line in lines):  # the others are what it answers
+        lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
     return tuple(line for line in lines if line.strip() and not line.startswith("#"))
 
 

@@ -76,7 +76,7 @@ def test_the_page_shows_what_cache_says_and_goes_on_with_it(watch, server):
     complete(server, "Something new entirely. " * 30, request_id="the-new-one")
 
     shown_is_true(watch, cache(server))
-    watch.page.wait_for_function("document.body.innerText.includes('the-new-one')")
+    watch.page.wait_for_function("() => document.body.innerText.includes('the-new-one')")
     assert "headwater-tiny" in watch.text("#model")
 
 
@@ -135,7 +135,9 @@ def test_a_wrong_key_is_said_and_the_right_one_opens(browser, server):
     watch.page.wait_for_selector("#key-form:not([hidden])")
     watch.page.fill("#key", "wrong")
     watch.page.press("#key", "Enter")
-    watch.page.wait_for_function("document.getElementById('key-error').textContent.length > 0")
+    watch.page.wait_for_function(
+        "() => document.getElementById('key-error').textContent.length > 0"
+    )
     watch.page.fill("#key", KEY)
     watch.page.press("#key", "Enter")
 

@@ -3,6 +3,7 @@
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 
@@ -21,8 +22,8 @@ class Receiver:
         messages = pytest.importorskip(
             "opentelemetry.proto.collector.trace.v1.trace_service_pb2"
         )
-        self.spans = []
-        self.paths = set()
+        self.spans: list[Any] = []
+        self.paths: set[str] = set()
         receiver = self
 
         class Handler(BaseHTTPRequestHandler):

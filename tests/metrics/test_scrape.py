@@ -89,7 +89,7 @@ def test_the_page_is_written_from_the_table():
 def exposed() -> set[str]:
     """Every name of a sample, as a query may use it."""
     found = set()
-    for metric in names.ALL:
+    for metric in (*names.ALL, *names.ROUTER_METRICS):
         ends = ("_bucket", "_sum", "_count") if metric.kind is names.Kind.HISTOGRAM else ("",)
         found |= {f"{names.PREFIX}:{metric.name}{end}" for end in ends}
     return found

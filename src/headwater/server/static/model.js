@@ -28,7 +28,7 @@ export function between(before, now) {
 }
 
 // Median and 95th percentile of what was observed in between; null where nothing was.
-export function quantiles(before, now) {
+function quantiles(before, now) {
   const counts = now.counts.map((n, i) => n - before.counts[i]);
   const total = counts.reduce((a, b) => a + b, 0);
   if (total <= 0) return null;
