@@ -155,6 +155,32 @@ def test_a_fetch_that_does_not_come_is_computed():
         peer.check_idle()
 
 
+def test_blocks_that_are_fetched_too_late_land_nowhere():
+    """The client leaves while they are on their way: P keeps their slots until it is quiet."""
+    pair = EchoPair()
+    tokens = make_prompt(41)
+    pair.decode.add(make_echo_request("warm", tokens[:33], max_tokens=1))
+    pair.run("warm")
+    request = make_handoff("a", tokens)
+    pair.decode.add(request)
+    for _ in range(8):
+        pair.turn(blocks=False)
+    (transfer,) = pair.fabric.transfers
+    pair.decode.core.abort(request.request_id)
+    for _ in range(4):
+        pair.turn(blocks=False, fences=False)
+    held = pair.prefill.cache.stats().device.held
+    while transfer in pair.fabric.transfers:
+        pair.fabric.move(transfer)  # the fabric asserts that they land in held slots only
+    pair.drain()
+
+    assert pair.decode.reasons["a"] == "abort"
+    assert held == 11
+    assert pair.prefill.runner.num_tokens == 0
+    for peer in pair.peers:
+        peer.check_idle()
+
+
 def test_a_prompt_that_d_has_all_of_moves_no_byte():
     """Only the first token travels."""
     pair = EchoPair()

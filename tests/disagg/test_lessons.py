@@ -315,6 +315,26 @@ def test_a_preempted_request_on_d_resumes_from_its_tree():
         assert pair.decode.outputs[request.request_id] == expected(request)
 
 
+def test_a_request_that_cannot_resume_goes_back_to_who_can_continue_it():
+    """Lesson 55: preempted, and out of room for long; its tokens so far are right ones."""
+    pair = EchoPair(d_num_blocks=12, config=HandoffConfig(return_after_s=5.0))
+    requests = [
+        replace(make_handoff(name, make_prompt(17, family=at), max_tokens=20), can_return=True)
+        for at, name in enumerate("ab")
+    ]
+    for request in requests:
+        pair.decode.add(request)
+    pair.run("a", "b", step_s=1.0)
+    pair.drain()
+
+    assert pair.decode.core.stats().num_preemptions > 0
+    assert pair.decode.reasons == {"a": "length", "b": "returned"}
+    for request in requests:
+        tokens = pair.decode.outputs[request.request_id]
+        assert tokens == expected(request)[: len(tokens)]
+    pair.decode.check_idle()
+
+
 def test_a_refusal_is_typed_and_leaves_nothing_behind():
     """Lesson 56: P is full, says so, and D declines, for a router to try another pair."""
     pair = EchoPair(config=HandoffConfig(max_inflight=1))

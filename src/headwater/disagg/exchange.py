@@ -51,6 +51,8 @@ class Exchange:
         self, scheduler: Scheduler, hands: Hands, config: HandoffConfig, *, accepts: bool = True
     ) -> None:
         """`hands` belong to it from now on. With `accepts` it computes prompts for others."""
+        self._handoffs = scheduler.handoffs
+        self._return_after_s = config.return_after_s
         new_job = count(1).__next__
         self._network = hands.network
         self.fetches = Fetches(scheduler, hands, config)
@@ -103,6 +105,7 @@ class Exchange:
         self.fetches.start(now)
         self.prefills.start(now)
         self.decodes.start(now)
+        self._handoffs.give_back(self._return_after_s, now)
 
     def settle(self, outputs: list[SequenceOutput], now: float) -> list[SequenceOutput]:
         """A step was collected. The outputs for this instance's own clients."""

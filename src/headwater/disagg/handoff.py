@@ -41,6 +41,9 @@ class HandoffConfig:
     fence_wait_s: float = 2.0
     """Longest wait for a fence before its slots are left in quarantine."""
 
+    return_after_s: float = 30.0
+    """A preempted request that has waited so long to resume goes back to the router."""
+
     max_inflight: int = 64
     """Most hand-offs at once on P; more are refused."""
 

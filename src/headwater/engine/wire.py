@@ -39,6 +39,7 @@ class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
     load_timeout_s: float | None = None
     prefill: str = ""
     computes_here: bool = True
+    can_return: bool = False
     session_id: str = ""
     cache_hint: Hint | None = None
 
@@ -187,6 +188,7 @@ def pack_request(request: Request) -> Add:
         load_timeout_s=request.load_timeout_s,
         prefill=request.prefill,
         computes_here=request.computes_here,
+        can_return=request.can_return,
         session_id=request.session_id,
         cache_hint=request.cache_hint,
     )
@@ -205,6 +207,7 @@ def unpack_request(message: Add) -> Request:
         load_timeout_s=message.load_timeout_s,
         prefill=message.prefill,
         computes_here=message.computes_here,
+        can_return=message.can_return,
         session_id=message.session_id,
         cache_hint=message.cache_hint,
     )

@@ -23,7 +23,7 @@ class SequenceOutput:
     """One entry a token; None where none were asked for."""
 
     finish_reason: str | None = None
-    """`stop`, `length`, `abort` or `refused` on the last output, None before."""
+    """`stop`, `length`, `abort`, `refused` or `returned` on the last output, None before."""
 
     stop_token: int | None = None
     """The token that ended the output, where one did."""

@@ -123,6 +123,9 @@ class Request:
     computes_here: bool = True
     """Whether the prompt is computed here when that instance refuses; else it is declined."""
 
+    can_return: bool = False
+    """Whether somebody can have it continued elsewhere, should it wait too long to resume."""
+
     def __post_init__(self) -> None:
         if self.cache_hint is not None:
             _check_hint(self.cache_hint, self.session_id)

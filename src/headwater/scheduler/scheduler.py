@@ -297,6 +297,7 @@ class Scheduler:
         self._holdings.release(victim, now)
         victim.load = None
         victim.num_preemptions += 1
+        victim.vacated_s = now
         self._roster.move(victim, SequenceState.WAITING)
         self._num_preemptions += 1
         self._growth.raise_caution()

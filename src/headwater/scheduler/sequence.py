@@ -102,6 +102,7 @@ class Sequence:
         "stop_tokens",
         "surplus",
         "usage",
+        "vacated_s",
     )
 
     lease: Lease | None
@@ -132,6 +133,21 @@ class Sequence:
 
     commit_at: int
     """With this many tokens computed there is a block to commit."""
+
+    num_passes: int
+    """Later sequences that were admitted while this one was blocked."""
+
+    vacated_s: float
+    """When it was preempted last."""
+
+    receives: bool
+    """Whether another instance computes its prompt, and it only needs room for it."""
+
+    is_counted: bool
+    """Whether its prompt was looked up before, and is in the ledger."""
+
+    num_pins: int
+    """Readers outside the engine, which keep its blocks even when it has finished."""
 
     _table: Slots
 
@@ -170,9 +186,8 @@ class Sequence:
         self.last_token = int(request.tokens[-1])
 
         self.state = SequenceState.WAITING
-        self.num_preemptions = 0
-        self.num_passes = 0
-        """Later sequences that were admitted while this one was blocked."""
+        self.num_preemptions = self.num_passes = 0
+        self.vacated_s = 0.0
         self.leader: Sequence | None = None
         """The running prefill whose blocks this one waits for."""
         self.follow_blocks = 0
@@ -183,13 +198,8 @@ class Sequence:
         """What it found below the device while it waits; None when that is nothing."""
         self.usage: Usage | None = None
         """What the first output will report; None before admission and after that output."""
-        self.receives = False
-        """Whether another instance computes its prompt, and it only needs room for it."""
-        self.is_counted = False
-        """Whether its prompt was looked up before, and is in the ledger."""
-        self.num_pins = 0
-        """Readers outside the engine, which keep its blocks even when it has finished."""
-        self.num_in_flight = 0
+        self.receives = self.is_counted = False
+        self.num_in_flight = self.num_pins = 0
         self.row = 0
         """Its row in the batch scheduled last, for `carry`."""
         self._start_over()

@@ -15,7 +15,7 @@ class SequenceView:
 
     request_id: RequestId
     state: str
-    """`waiting`, `prefill`, `decode` or `leaving`."""
+    """`waiting`, `remote`, `receiving`, `prefill`, `decode` or `leaving`."""
 
     waits_for: str | None
     """While it waits: `load`, `prefix` (that another is computing) or `room`."""
@@ -37,7 +37,7 @@ class SequenceView:
 
 def view_sequences(roster: Roster, *, max_sequences: int, now: float) -> list[SequenceView]:
     """Running ones first, then those that wait, in their order; at most `max_sequences`."""
-    everyone: Iterator[Sequence] = chain(roster.running(), roster.waiting)
+    everyone: Iterator[Sequence] = chain(roster.running(), roster.remote, roster.waiting)
     return [_view(sequence, now) for sequence in islice(everyone, max_sequences)]
 
 

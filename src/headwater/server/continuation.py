@@ -67,8 +67,9 @@ def comment_of(delta: Delta, job: Job, service: Service) -> bytes:
     """The comment beside `delta`; empty where nobody asked."""
     if not job.is_marked:
         return b""
-    if delta.finish_reason == "abort" and service.is_stopping:
-        return mark_line(FAILED)  # what this server has no time for, another may have
+    is_stopped = delta.finish_reason == "abort" and service.is_stopping
+    if is_stopped or delta.finish_reason == "returned":
+        return mark_line(FAILED)  # what this server has no time or room for, another may have
     seed, has_ended = job.prompts[0].params.seed, delta.finish_reason is not None
     return mark_line(Mark(tokens=delta.tokens, seed=seed, has_ended=has_ended))
 

@@ -228,6 +228,7 @@ class Generation:
             load_timeout_s=job.load_timeout_s,
             prefill=job.prefill,
             computes_here=job.computes_here,
+            can_return=job.is_marked,
         )
 
     def usage(self) -> UsageAnswer:
