@@ -19,6 +19,8 @@ class PoolBlocks:
         flat = pool.data.view(pool.num_blocks, -1).view(torch.uint8).numpy()
         self._views = [memoryview(row) for row in flat]
         self.block_bytes = int(flat.shape[1])
+        self.memory: memoryview = flat.reshape(-1).data
+        """All of it, for a link that registers memory as a whole."""
 
     def view(self, slot: int) -> memoryview:
         """The bytes of one slot, in place."""
