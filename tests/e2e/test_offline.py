@@ -1,5 +1,6 @@
 """`headwater.LLM` on the built-in model, and that it says what the server says."""
 
+import re
 import subprocess
 import sys
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 
 import headwater
+from headwater.errors import ConfigError
 
 pytestmark = pytest.mark.slow
 
@@ -73,3 +75,21 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path):
     """Lesson 61: an error with a sentence; no half-built object."""
     with pytest.raises(headwater.HeadwaterError, match=r"config\.json"):
         headwater.LLM(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"block_tokens": "64"}, "block_tokens: Expected `int`, got `str`"),
+        ({"max_num_seqs": 1.5}, "max_num_seqs: Expected `int`, got `float`"),
+        ({"prefix_caching": "yes"}, "prefix_caching: Expected `bool`, got `str`"),
+        ({"model": 7}, "model: Expected `str | null`, got `int`"),
+        ({"storage_config": [1]}, "storage_config: Expected `object`, got `array`"),
+        ({"block_token": 64}, "LLM has no setting 'block_token'; did you mean 'block_tokens'?"),
+        ({"block_tokens": 0}, "--block-size"),
+    ],
+)
+def test_a_setting_of_another_type_is_named(settings, sentence):
+    """Lesson 61: refused before a model is loaded, with the name of the setting."""
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        headwater.LLM(**settings)

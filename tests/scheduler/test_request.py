@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from headwater.errors import RequestError
@@ -38,6 +39,46 @@ def test_what_cannot_work_is_a_sentence(asked, sentence):
     """Counts, biases, and fields that contradict each other."""
     with pytest.raises(RequestError, match=sentence):
         SamplingParams(**asked)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", "16"),
+        ("max_tokens", 1.5),
+        ("max_tokens", None),
+        ("min_tokens", True),
+        ("temperature", "hot"),
+        ("temperature", None),
+        ("top_p", [0.5]),
+        ("top_k", 3.0),
+        ("presence_penalty", 1j),
+        ("logit_bias", [(3, 1.0)]),
+        ("logit_bias", {"3": 1.0}),
+        ("logit_bias", {3: "much"}),
+        ("seed", "7"),
+        ("seed", None),
+        ("logprobs", True),
+        ("stop_token_ids", [3]),
+        ("stop_token_ids", ("3",)),
+        ("ignore_eos", 1),
+    ],
+)
+def test_a_value_of_another_kind_is_named(name, value):
+    """Lesson 68: not a TypeError from somewhere inside, but a sentence with the field in it."""
+    asked: dict[str, Any] = {name: value}
+    with pytest.raises(RequestError, match=f"^{name} must be "):
+        SamplingParams(**asked)
+
+
+def test_numbers_may_be_numpys():
+    """What comes out of an array is a number too."""
+    asked: dict[str, Any] = {
+        "max_tokens": np.int64(4),
+        "temperature": np.float32(0.5),
+        "logit_bias": {np.int32(3): np.float64(1.0)},
+    }
+    assert SamplingParams(**asked).max_tokens == 4
 
 
 def test_nearly_greedy_is_greedy():

@@ -1,6 +1,11 @@
 """`headwater.LLM`: a model in this process, without a server."""
 
-from typing import Any
+import os
+from dataclasses import is_dataclass
+from difflib import get_close_matches
+from typing import Any, get_type_hints
+
+import msgspec
 
 from headwater.clock import SystemClock
 from headwater.config import EngineConfig
@@ -14,11 +19,11 @@ class LLM(OfflineEngine):
     """A model in this process: `LLM("path/to/model").generate(["Hello"])`.
 
     Settings are those of `EngineConfig`. Raises ModelError or ConfigError, with a sentence,
-    for a model that cannot be served.
+    for a model that cannot be served or a setting that makes no sense.
     """
 
-    def __init__(self, model: str | None = None, **settings: Any) -> None:  # noqa: ANN401 -- typed by EngineConfig
-        config = EngineConfig(model=model, **settings)
+    def __init__(self, model: str | os.PathLike[str] | None = None, **settings: Any) -> None:  # noqa: ANN401 -- typed by EngineConfig
+        config = _config({"model": _folder(model), **settings})
         if config.kv_events is not None:
             raise ConfigError("kv_events: a model without a server has no followers")
         core, info = build_core(config)
@@ -26,3 +31,23 @@ class LLM(OfflineEngine):
             core, Tokenizer(info.model_dir), SystemClock(), vocab_size=info.vocab_size
         )
         self.info = info
+
+
+def _folder(model: str | os.PathLike[str] | None) -> str | None:
+    """The folder's name, whichever way it was given."""
+    return os.fspath(model) if isinstance(model, os.PathLike) else model
+
+
+def _config(settings: dict[str, Any]) -> EngineConfig:
+    """The settings, after a look at the name and the type of each."""
+    types = get_type_hints(EngineConfig)
+    for name, value in settings.items():
+        if name not in types:
+            close = get_close_matches(name, types, n=1)
+            meant = f"; did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"LLM has no setting {name!r}{meant}")
+        try:
+            msgspec.convert(value, types[name], from_attributes=is_dataclass(value))
+        except msgspec.ValidationError as exc:
+            raise ConfigError(f"{name}: {exc}") from exc
+    return EngineConfig(**settings)

@@ -6,6 +6,7 @@ from typing import get_args
 
 from headwater.cache import Hint
 from headwater.errors import PromptTooLong, RequestError
+from headwater.scheduler.kinds import check_kinds
 from headwater.types import LoadPolicy, RequestId, Tokens
 
 BOUNDS: Mapping[str, tuple[float, float]] = {
@@ -68,6 +69,7 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         for name in BOUNDS:
             if name != "logit_bias":
                 _check_bounds(name, getattr(self, name))
