@@ -1,17 +1,25 @@
 """The offline engine: prompts in, texts out, nothing left running."""
 
 import io
+import signal
+import threading
 
 import numpy as np
 import pytest
 
+from headwater.cache import CacheConfig, TieredCache
 from headwater.clock import SystemClock
+from headwater.engine.core import EngineCore
 from headwater.engine.llm import OfflineEngine
 from headwater.engine.progress import LineProgress, show_progress
 from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import PromptTooLong, RequestError
+from headwater.scheduler.batch import ScheduledBatch, StepResult
+from headwater.scheduler.config import SchedulerConfig
 from headwater.scheduler.request import SamplingParams
+from headwater.scheduler.scheduler import Scheduler
 from headwater.testing.engines import VOCAB_SIZE, make_echo_core, make_tokenizer_folder
+from headwater.testing.runners import EchoRunner
 
 
 @pytest.fixture
@@ -116,6 +124,112 @@ def test_a_refused_prompt_ends_the_batch_and_leaves_nothing_running(llm):
         llm.generate([[1, 2], []])
     with pytest.raises(RequestError, match="2 sampling params for 1"):
         llm.generate([[1, 2]], [SamplingParams(), SamplingParams()])
+
+
+def test_a_prompt_may_get_several_answers(llm):
+    """`n` answers a prompt, one after the other; each is what its own seed alone would give."""
+    params = SamplingParams(max_tokens=6, seed=40)
+
+    answers = llm.generate([[1, 2, 3], [4, 5]], params, n=3)
+    alone = [
+        llm.generate([prompt], SamplingParams(max_tokens=6, seed=40 + index))[0].tokens
+        for prompt in ([1, 2, 3], [4, 5])
+        for index in range(3)
+    ]
+
+    assert [(a.prompt_tokens.tolist(), a.index) for a in answers] == [
+        (prompt, index) for prompt in ([1, 2, 3], [4, 5]) for index in range(3)
+    ]
+    assert [answer.tokens for answer in answers] == alone
+    assert len({tuple(answer.tokens) for answer in answers[:3]}) == 3
+    assert len(llm.chat([{"role": "user", "content": "hi"}], params, n=2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"prompts": None}, "prompts"),
+        ({"prompts": 5}, "prompts"),
+        ({"prompts": {"a": 1}}, "prompts"),
+        ({"params": {"max_tokens": 3}}, "params"),
+        ({"params": ["hot"]}, "params"),
+        ({"params": 0.5}, "params"),
+        ({"n": "2"}, "n is"),
+        ({"n": 0}, "n is"),
+        ({"n": True}, "n is"),
+        ({"stop": 5}, "stop"),
+        ({"stop": ["a", 5]}, "stop"),
+        ({"cache_salt": 5}, "cache_salt"),
+    ],
+)
+def test_an_argument_of_another_type_is_named(llm, arguments, field):
+    """Lesson 68: the caller's mistake is a RequestError that says which argument it is."""
+    with pytest.raises(RequestError, match=field):
+        llm.generate(**{"prompts": [[1, 2]], **arguments})
+
+
+class InterruptedRunner(EchoRunner):
+    """Somebody presses Ctrl-C while it computes: in one submit or collect, the `after`-th."""
+
+    after = -1
+
+    def submit(self, batch: ScheduledBatch) -> None:
+        self._press()
+        super().submit(batch)
+
+    def collect(self) -> StepResult:
+        self._press()
+        return super().collect()
+
+    def _press(self) -> None:
+        self.after -= 1
+        if self.after == 0:
+            signal.raise_signal(signal.SIGINT)
+
+
+def make_interrupted(folder, depth):
+    """An offline engine over such a runner, the runner, and the cache's free slots."""
+    cache = TieredCache(CacheConfig(device_blocks=16, block_tokens=4))
+    config = SchedulerConfig(max_model_len=40, max_num_seqs=4, max_batched_tokens=16)
+    runner = InterruptedRunner(
+        num_blocks=16, block_tokens=4, depth=depth, vocab_size=VOCAB_SIZE
+    )
+    core = EngineCore(Scheduler(config, cache), runner, SystemClock())
+    tokenizer = Tokenizer(make_tokenizer_folder(folder))
+    return OfflineEngine(core, tokenizer, SystemClock(), vocab_size=VOCAB_SIZE), runner, cache
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_ctrl_c_inside_any_step_leaves_nothing_behind(tmp_path, depth):
+    """Lesson 58: wherever it strikes, every slot is back and the engine answers as before."""
+    prompts = [[number, *range(9)] for number in range(6)]
+    params = SamplingParams(max_tokens=6)
+    llm, runner, cache = make_interrupted(tmp_path, depth)
+    expected = [answer.tokens for answer in llm.generate(prompts, params)]
+    before = signal.getsignal(signal.SIGINT)
+
+    for after in range(1, 20):
+        runner.after = after
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompts, params)
+
+        assert not llm.core.has_work
+        assert llm.core.stats().num_running == llm.core.stats().num_waiting == 0
+        llm.core.check()
+        assert cache.stats().leases == 0
+        assert cache.stats().device.free + cache.stats().device_evictable == 16
+        assert signal.getsignal(signal.SIGINT) is before
+    assert [answer.tokens for answer in llm.generate(prompts, params)] == expected
+
+
+def test_other_threads_generate_without_a_word_to_signals(llm):
+    """Only the main thread may set a handler; elsewhere none is needed."""
+    answers = []
+    thread = threading.Thread(target=lambda: answers.extend(llm.generate([[1, 2]])))
+    thread.start()
+    thread.join(30)
+
+    assert len(answers) == 1
 
 
 def test_progress_is_lines_where_there_is_no_terminal(llm, capsys):

@@ -10,20 +10,25 @@ from dataclasses import dataclass, field
 
 from headwater.clock import Clock
 from headwater.engine.core import EngineCore
+from headwater.engine.interrupts import Interrupts
 from headwater.engine.output import SequenceOutput, Usage
 from headwater.engine.progress import Progress, SilentProgress, show_progress
 from headwater.engine.prompts import (
     Messages,
     Prompt,
     read_conversations,
+    read_count,
     read_ids,
+    read_params,
     read_prompts,
+    read_salt,
     read_stops,
 )
 from headwater.engine.text import TextStream
 from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import HeadwaterError, RequestError
 from headwater.scheduler.batch import TokenLogprobs
+from headwater.scheduler.choices import params_of_choice
 from headwater.scheduler.request import Request, SamplingParams
 from headwater.types import RequestId, Tokens
 
@@ -33,9 +38,12 @@ _DRAIN_S = 2.0
 
 @dataclass(slots=True, kw_only=True)
 class Completion:
-    """The answer to one prompt."""
+    """An answer to one prompt."""
 
     prompt_tokens: Tokens
+    index: int = 0
+    """Which of the `n` answers to its prompt."""
+
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
@@ -67,32 +75,35 @@ class OfflineEngine:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        n: int = 1,
         stop: str | Sequence[str] = (),
         cache_salt: str = "",
         show: bool | None = None,
     ) -> list[Completion]:
         """Completions in the order of `prompts`: texts, or lists of token ids.
 
-        `params` is one for all, or one each. `show` is whether progress is shown; None is
-        when standard error is a terminal. Raises RequestError for a prompt that cannot be
-        served, after ending the others.
+        Each prompt gets `n`, one after the other, and they differ by their seeds. `params` is
+        one for all, or one each. `show` is whether progress is shown; None is when standard
+        error is a terminal. Raises RequestError for what cannot be served, after ending the
+        others; Ctrl-C ends them all too, and the engine is ready for more.
         """
         tokens = [self._encode(prompt) for prompt in read_prompts(prompts)]
-        return self._run(tokens, params, stop=stop, cache_salt=cache_salt, show=show)
+        return self._run(tokens, params, n=n, stop=stop, cache_salt=cache_salt, show=show)
 
     def chat(
         self,
         conversations: Messages | Sequence[Messages],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        n: int = 1,
         stop: str | Sequence[str] = (),
         cache_salt: str = "",
         show: bool | None = None,
     ) -> list[Completion]:
-        """The next turn of each conversation, through the model's chat template."""
+        """The next turn of each conversation, `n` times, through the model's chat template."""
         batch = read_conversations(conversations)
         tokens = [self.tokenizer.encode_chat(messages) for messages in batch]
-        return self._run(tokens, params, stop=stop, cache_salt=cache_salt, show=show)
+        return self._run(tokens, params, n=n, stop=stop, cache_salt=cache_salt, show=show)
 
     def close(self) -> None:
         """End writes to lower tiers, within bounds, and release the device. Twice is safe."""
@@ -109,28 +120,33 @@ class OfflineEngine:
         prompts: list[Tokens],
         params: SamplingParams | Sequence[SamplingParams] | None,
         *,
+        n: int,
         stop: str | Sequence[str],
         cache_salt: str,
         show: bool | None,
     ) -> list[Completion]:
-        each = _params_each(params, len(prompts))
-        stops = read_stops(stop)
-        pending: dict[RequestId, _Pending] = {}
-        answers = [Completion(prompt_tokens=tokens) for tokens in prompts]
+        stops, salt, choices = read_stops(stop), read_salt(cache_salt), range(read_count(n))
+        asked = [
+            (Completion(prompt_tokens=tokens, index=choice), params_of_choice(one, choice))
+            for tokens, one in zip(prompts, read_params(params, len(prompts)), strict=True)
+            for choice in choices
+        ]
         shown = sys.stderr.isatty() if show is None else show
-        progress = show_progress("prompts", len(prompts)) if shown else SilentProgress()
-        try:
-            for answer, one in zip(answers, each, strict=True):
-                request = self._request(answer.prompt_tokens, one, cache_salt)
-                self.core.add(request)
-                pending[request.request_id] = _Pending(answer, one, stops, self.tokenizer)
-            with progress:
-                self._turn(pending, progress)
-        except HeadwaterError:
+        progress = show_progress("prompts", len(asked)) if shown else SilentProgress()
+        pending: dict[RequestId, _Pending] = {}
+        with Interrupts() as interrupts:
+            try:
+                for answer, one in asked:
+                    request = self._request(answer.prompt_tokens, one, salt)
+                    self.core.add(request)
+                    pending[request.request_id] = _Pending(answer, one, stops, self.tokenizer)
+                with progress:
+                    self._turn(pending, progress, interrupts)
+            except (HeadwaterError, KeyboardInterrupt, SystemExit):
+                self._end(pending)
+                raise
             self._end(pending)
-            raise
-        self._end(pending)
-        return answers
+        return [answer for answer, _ in asked]
 
     def _request(self, tokens: Tokens, params: SamplingParams, cache_salt: str) -> Request:
         if len(tokens) == 0:
@@ -143,9 +159,12 @@ class OfflineEngine:
             cache_salt=cache_salt,
         )
 
-    def _turn(self, pending: dict[RequestId, "_Pending"], progress: Progress) -> None:
+    def _turn(
+        self, pending: dict[RequestId, "_Pending"], progress: Progress, interrupts: Interrupts
+    ) -> None:
         while pending:
-            self.core.wait()
+            with interrupts.open():
+                self.core.wait()
             for output in self.core.step():
                 entry = pending.get(output.request_id)
                 if entry is not None and entry.land(output):
@@ -189,15 +208,3 @@ class _Pending:
         answer.usage = answer.usage or output.usage
         answer.finish_reason, answer.stop_reason = piece.finish_reason, piece.stop_reason
         return piece.finish_reason is not None
-
-
-def _params_each(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    if params is None:
-        return [SamplingParams()] * count
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise RequestError(f"{len(params)} sampling params for {count} prompts")
-    return list(params)

@@ -6,16 +6,21 @@ from typing import Any
 import numpy as np
 
 from headwater.errors import RequestError
+from headwater.scheduler.kinds import is_whole
+from headwater.scheduler.request import SamplingParams
 from headwater.types import Tokens
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 
 _NO_PROMPT = "a prompt is text or a list of token ids"
+_NO_CONVERSATION = "a conversation is a list of messages with a role and content"
 
 
 def read_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A batch; a single prompt, text or a flat list of ids, is a batch of one."""
+    if not isinstance(prompts, Sequence | np.ndarray):
+        raise RequestError(f"prompts: {_NO_PROMPT}, or several; got {_kind(prompts)}")
     if isinstance(prompts, str) or (len(prompts) > 0 and _is_single(prompts[0])):
         return [prompts]  # type: ignore[list-item]  # a text or a flat list, as just seen
     return list(prompts)  # type: ignore[arg-type]  # several, as just seen
@@ -38,20 +43,54 @@ def read_ids(prompt: Sequence[int], vocab_size: int) -> Tokens:
 
 def read_conversations(conversations: Messages | Sequence[Messages]) -> list[Messages]:
     """A batch; a single conversation is a batch of one."""
+    if not isinstance(conversations, Sequence):
+        raise RequestError(f"conversations: {_NO_CONVERSATION}; got {_kind(conversations)}")
     one = len(conversations) > 0 and isinstance(conversations[0], Mapping)
     batch: list[Any] = [conversations] if one else list(conversations)
     for messages in batch:
-        if isinstance(messages, str) or not all(_is_message(entry) for entry in messages):
-            raise RequestError("a conversation is a list of messages with a role and content")
+        if not _is_conversation(messages):
+            raise RequestError(_NO_CONVERSATION)
     return batch
 
 
 def read_stops(stop: str | Sequence[str]) -> tuple[str, ...]:
     """The stop strings; one alone need not be in a list."""
+    if not isinstance(stop, Sequence):
+        raise RequestError(f"stop is a string, or a list of them; got {_kind(stop)}")
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    for text in stops:
+        if not isinstance(text, str):
+            raise RequestError(f"stop is a string, or a list of them; one is {_kind(text)}")
     if not all(stops):
         raise RequestError("a stop string is empty")
     return stops
+
+
+def read_salt(cache_salt: str) -> str:
+    """The tenant whose blocks may be found."""
+    if not isinstance(cache_salt, str):
+        raise RequestError(f"cache_salt is a string, got {_kind(cache_salt)}")
+    return cache_salt
+
+
+def read_count(n: int) -> int:
+    """How many answers a prompt gets."""
+    if not is_whole(n) or n < 1:
+        raise RequestError(f"n is a whole number of at least 1, got {n!r}")
+    return n
+
+
+def read_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    """One for each of `count` prompts, of one for all or of one each."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if not _are_params(params):
+        raise RequestError(f"params is SamplingParams, or a list of them; got {_kind(params)}")
+    if len(params) != count:
+        raise RequestError(f"{len(params)} sampling params for {count} prompts")
+    return list(params)
 
 
 def _is_single(entry: object) -> bool:
@@ -61,3 +100,20 @@ def _is_single(entry: object) -> bool:
 
 def _is_message(entry: object) -> bool:
     return isinstance(entry, Mapping) and "role" in entry and "content" in entry
+
+
+def _is_conversation(messages: object) -> bool:
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        return False
+    return all(_is_message(entry) for entry in messages)
+
+
+def _are_params(params: object) -> bool:
+    if not isinstance(params, Sequence):
+        return False
+    return all(isinstance(one, SamplingParams) for one in params)
+
+
+def _kind(value: object) -> str:
+    """What was given instead, for a sentence."""
+    return f"{type(value).__name__} {value!r:.40}"

@@ -16,6 +16,7 @@ from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import HeadwaterError
 from headwater.metrics.recorder import Place, RequestTimer
 from headwater.scheduler.batch import TokenLogprobs
+from headwater.scheduler.choices import seed_of_choice
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.request import Request, SamplingParams
 from headwater.scheduler.usage import Usage
@@ -25,7 +26,6 @@ from headwater.server.answers import (
     PromptTokensDetails,
     UsageAnswer,
 )
-from headwater.server.params import seed_of_choice
 from headwater.server.service import Service
 from headwater.types import LoadPolicy, RequestId, Tokens
 

@@ -7,12 +7,11 @@ from headwater.cache import Hint
 from headwater.config import LimitsConfig
 from headwater.engine.client import EngineInfo
 from headwater.errors import PromptTooLong
+from headwater.scheduler.choices import SEED_RANGE
 from headwater.scheduler.request import SamplingParams
 from headwater.server.errors import Refused
 from headwater.server.schema import ReturnsIn, Sampling
 from headwater.types import Tokens
-
-_SEED_RANGE = 1 << 63
 
 
 def stop_strings(body: Sampling, limits: LimitsConfig) -> tuple[str, ...]:
@@ -103,7 +102,7 @@ def sampling_params(
         presence_penalty=_or(body.presence_penalty, 0.0),
         frequency_penalty=_or(body.frequency_penalty, 0.0),
         logit_bias=_logit_bias(body, limits, info),
-        seed=secrets.randbelow(_SEED_RANGE) if body.seed is None else body.seed % _SEED_RANGE,
+        seed=secrets.randbelow(SEED_RANGE) if body.seed is None else body.seed % SEED_RANGE,
         logprobs=logprobs,
         stop_token_ids=_stop_token_ids(body.stop_token_ids or (), limits, info),
         ignore_eos=bool(body.ignore_eos),
@@ -122,11 +121,6 @@ def cache_hint(body: Sampling) -> Hint | None:
     if isinstance(wanted, ReturnsIn):
         return Hint(returns_in_s=wanted.returns_in_s)
     return Hint(closed=wanted == "closed")
-
-
-def seed_of_choice(seed: int, choice: int) -> int:
-    """Choices of one request differ, and differ the same way each time."""
-    return (seed + choice) % _SEED_RANGE
 
 
 def _or(value: float | None, default: float) -> float:
