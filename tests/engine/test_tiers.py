@@ -460,7 +460,7 @@ def test_a_storage_fault_costs_the_hit_and_nothing_else(fault: str) -> None:
     if fault == "error":
         storage.roll = always
     elif fault == "damaged":
-        storage.values[keys[2]] = storage.values[keys[2]][:-1] + b"?"
+        storage.values[keys[2]] = bytearray(storage.values[keys[2]][:-1]) + b"?"
     rig.add(make_request("b", PROMPT, max_tokens=1))
     if fault == "lost":
         rig.step()
