@@ -125,7 +125,9 @@ def test_a_prompt_in_parts_equals_the_fused_kernel(
     ours = row.attend(pool, 0, query, (keys, values), Variant(0.5))
 
     theirs = torch.nn.functional.scaled_dot_product_attention(
-        *(x.transpose(0, 1)[None] for x in (query, keys, values)),
+        query.transpose(0, 1)[None],
+        keys.transpose(0, 1)[None],
+        values.transpose(0, 1)[None],
         attn_mask=torch.ones(tokens, tokens + before, dtype=torch.bool).tril(before),
         scale=0.5,
         enable_gqa=True,

@@ -58,7 +58,8 @@ def test_a_real_parser_reads_every_metric_with_its_kind():
 
 def test_counters_never_go_down():
     """Lesson 62: two scrapes, with more recorded in between."""
-    recorder, before = make_recorder(), {}
+    recorder = make_recorder()
+    before: dict[tuple[str, ...], float] = {}
     for _ in range(2):
         body = render(recorder, make_stats(), block_tokens=64)
         now = {
