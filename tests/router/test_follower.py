@@ -64,7 +64,7 @@ def payload(*events):
 
 
 @contextlib.asynccontextmanager
-async def followed():
+async def followed(wait_s=2.0):
     """A publisher, and an instance that the router follows."""
     context = zmq.asyncio.Context()
     publisher = Publisher(context)
@@ -82,7 +82,7 @@ async def followed():
         ),
     )
     instance = Instance(told, now=0.0)
-    follower = Follower(instance, context)
+    follower = Follower(instance, context, wait_s=wait_s)
     try:
         yield publisher, instance
     finally:
@@ -164,12 +164,18 @@ def test_nonsense_puts_the_view_in_doubt_and_nothing_else():
 
 
 def test_a_quiet_instance_is_asked_now_and_then():
-    """A message that never arrived, with none after it to show the gap, is found all the same."""
+    """A message that never arrived, with none after it to show the gap, is found all the same;
+    and where nobody answers, what is known is known to be doubtful, until somebody does."""
 
     async def scenario():
-        async with followed() as (publisher, instance):
+        async with followed(wait_s=0.1) as (publisher, instance):
             await publisher.answer((0, CLEARED))
             assert await publisher.answer((1, stored(5))) == 1
             await until(lambda: instance.view.match([5]) == 1)
+
+            await until(lambda: instance.trust is Trust.DEGRADED)
+            assert instance.view.match([5]) == 1
+            while instance.trust is not Trust.EXACT:  # those who asked first have left
+                await publisher.answer()
 
     asyncio.run(scenario())

@@ -159,27 +159,6 @@ def test_a_stopped_instance_drains(cluster):
     assert router.stop() == 0
 
 
-def test_one_command_is_a_whole_cluster():
-    """`headwater up`: addresses, an answer, the death of a child told, and Ctrl-C ends all."""
-    flags = ["--threads", "1", "--num-gpu-blocks-override", "64"]
-    cluster = LiveCommand("up", "--mixed", "2", "--port", "0", "--", *flags)
-    cluster.until_said("stop with")
-    url = cluster.until_said("cluster is ready at").split()[-1]
-    answer = httpx.post(f"{url}/v1/completions", json={"prompt": "hi"}, timeout=60)
-    assert answer.status_code == 200
-    pids = {line.split()[0]: int(line.split()[-1]) for line in cluster.said if "pid" in line}
-    assert set(pids) == {"router", "mixed-1", "mixed-2"}
-
-    os.kill(pids["mixed-2"], signal.SIGKILL)
-    cluster.until_said("mixed-2 ended with signal 9")
-    for _ in range(3):
-        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "hi"}, timeout=60)
-        assert answer.status_code == 200
-
-    assert cluster.stop(signal.SIGINT) == 0, cluster.said
-    assert not [pid for pid in pids.values() if os.path.exists(f"/proc/{pid}")]
-
-
 def test_up_says_what_cannot_be():
     """A cluster of nothing, or of half a pair, is a sentence."""
     for arguments, sentence in [

@@ -52,8 +52,13 @@ class Pairs(Asked):
 @pytest.fixture(scope="module")
 def pairs():
     pairs = Pairs()
+    assert set(pairs.pids) == {"router", "prefill-1", "decode-1", "decode-2"}
     yield pairs
+    # One Ctrl-C, and nothing is left: neither the processes nor the port.
     assert pairs.command.stop(signal.SIGINT) == 0, pairs.command.said
+    assert not [pid for pid in pairs.pids.values() if os.path.exists(f"/proc/{pid}")]
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{pairs.url}/health")
 
 
 def text(answer):

@@ -8,9 +8,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from headwater.errors import ConfigError
+from headwater.server.app import create_app
 from headwater.server.registration import Registrar
-from headwater.server.router.messages import TOKEN_HEADER
+from headwater.server.router.messages import FALLBACK_HEADER, PREFILL_HEADER, TOKEN_HEADER
 from tests.router.rig import TOKEN, Rig, events, run
+
+pytestmark = pytest.mark.slow
 
 
 def test_an_answer_is_the_instances_own():
@@ -368,6 +371,55 @@ def test_retries_have_a_budget():
         assert sum(failures) <= 3
 
     run(scenario, max_attempts=2)
+
+
+class Refusing:
+    """A decode instance whose first prefill peer is always busy; notes what it was asked."""
+
+    def __init__(self, app):
+        self._app = app
+        self.asked: list[dict[str, str]] = []
+
+    async def __call__(self, scope, receive, send):
+        if scope["path"] != "/v1/completions":
+            await self._app(scope, receive, send)
+            return
+        found = {name.decode(): value.decode() for name, value in scope["headers"]}
+        self.asked.append({n: v for n, v in found.items() if n.startswith("x-headwater")})
+        body = b'{"error":{"message":"busy","type":"peer_refused","code":"busy"}}'
+        status = 503 if len(self.asked) == 1 else 200
+        headers = [(b"content-type", b"application/json")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+def test_a_prefill_instance_that_refuses_is_passed_over():
+    """Lesson 56: another pair is tried; whoever is the last may be replaced by the decode
+    instance itself; a short rest is never handed over."""
+
+    async def scenario(rig):
+        decode = rig.add(role="decode")
+        refusing = Refusing(create_app(decode.service))
+        decode.gate.open(refusing)
+        for port in (1, 2):
+            rig.add(role="prefill", peer_address=f"127.0.0.1:{port}")
+        await rig.ready(*rig.instances)
+
+        assert (await rig.complete()).status_code == 200
+        assert (await rig.complete(prompt="short")).status_code == 200
+
+        first, second, third = refusing.asked
+        peers = {first[PREFILL_HEADER], second[PREFILL_HEADER]}
+        assert peers == {"127.0.0.1:1", "127.0.0.1:2"}
+        assert first[TOKEN_HEADER] == second[TOKEN_HEADER] == TOKEN
+        assert FALLBACK_HEADER not in first
+        assert second[FALLBACK_HEADER] == "local"
+        assert PREFILL_HEADER not in third
+        known = await rig.known()
+        assert {entry["outstanding_tokens"] for entry in known.values()} == {0}
+        assert {entry["num_alive"] for entry in known.values()} == {0}
+
+    run(scenario, prefill_threshold=64)
 
 
 def test_strangers_are_bounded():

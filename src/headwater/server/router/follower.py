@@ -19,19 +19,22 @@ from headwater.server.router.view import Hearing
 
 log = logging.getLogger(__name__)
 
-_QUIET_MS = 2000
-"""Silence after which an instance is asked whether there is something new."""
+_WAIT_S = 2.0
+"""Silence after which an instance is asked whether there is something new, and after which an
+answer does not come any more."""
 
-_ANSWER_MS = 2000
 _MAX_MESSAGE_BYTES = 1 << 28
 
 
 class Follower:
     """Keeps the view of one instance true, until it is closed."""
 
-    def __init__(self, instance: Instance, context: zmq.asyncio.Context) -> None:
+    def __init__(
+        self, instance: Instance, context: zmq.asyncio.Context, *, wait_s: float = _WAIT_S
+    ) -> None:
         self._instance = instance
         self._context = context
+        self._wait_ms = round(wait_s * 1e3)
         self._task: asyncio.Task[None] | None = None
         address = instance.told.kv_events
         if address is not None:
@@ -55,7 +58,7 @@ class Follower:
             heard.connect(address.endpoint)
             await self._catch_up(address)
             while True:
-                if not await heard.poll(_QUIET_MS):
+                if not await heard.poll(self._wait_ms):
                     await self._catch_up(address)
                 elif self._hear(await heard.recv_multipart()) is Hearing.GAP:
                     self._instance.num_gaps += 1
@@ -78,7 +81,7 @@ class Follower:
             asked.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
             asked.connect(address.replay_endpoint)
             await asked.send_multipart([b"", pack_sequence(view.next)])
-            while await asked.poll(_ANSWER_MS):
+            while await asked.poll(self._wait_ms):
                 if self._replayed(await asked.recv_multipart()):
                     view.assure()
                     return
