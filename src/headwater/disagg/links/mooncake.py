@@ -180,6 +180,7 @@ class MooncakeDialer:
         self._least_bytes = _DIRECT_BYTES if direct else sys.maxsize
         self._target = parse_host_port(address)
         self._config = config
+        self.frame_bytes = config.frame_bytes
         self._engine = engine
         self._memory: memoryview | None = None
 

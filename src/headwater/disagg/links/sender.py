@@ -60,6 +60,8 @@ class Dialer(Protocol):
     """One kind of link, seen from the sender."""
 
     link: str
+    frame_bytes: int
+    """Payload that it likes to send at once."""
 
     def dial(self, greeting: Greeting, patience: Patience) -> Outbound:
         """A new connection, or LinkBroken."""
@@ -116,7 +118,7 @@ class StreamSender:
         self._config = config
         self._clock = clock
         self._greeting = Greeting(dialer.link, config.token, memory.block_bytes)
-        self._frame_bytes = config.cell_bytes(memory.block_bytes)
+        self._frame_bytes = max(dialer.frame_bytes, memory.block_bytes)
         self._changed = Condition()
         self._queue: deque[_Flight] = deque()
         self._sent: dict[int, _Flight] = {}

@@ -94,6 +94,7 @@ class ShmDialer:
         if not self._name:
             raise ConfigError(f"{address!r} is no address of a link")
         self._config = config
+        self.frame_bytes = config.frame_bytes
 
     def dial(self, greeting: Greeting, patience: Patience) -> "ShmOutbound":
         connected = socket.socket(socket.AF_UNIX)

@@ -17,6 +17,11 @@ from headwater.errors import ConfigError
 from headwater.storage.codec import checksum
 
 _SCRATCH_BYTES = 1 << 18
+_STRIDE_BYTES = 1 << 19
+"""Received before it is verified: meanwhile the kernel receives the next."""
+
+_FRAME_BYTES = 2 << 20
+"""While a frame's checksums are computed, the kernel's buffers have to keep the peer busy."""
 
 
 class TcpDock:
@@ -49,15 +54,18 @@ class TcpInbound:
             memoryview(bytearray(piece.num_bytes)) if view is None else view
             for view, piece in zip(landing.views, frame.pieces, strict=True)
         ]
-        while views and not landing.stopped:
-            got = self._stream.some(views)
-            if not got:
-                patience()
-            views = advance(views, got)
-        if not views:
-            for at in landing.new:
+        start = num_bytes = 0
+        for end, view in enumerate(views, 1):
+            num_bytes += len(view)
+            if num_bytes < _STRIDE_BYTES and end < len(views):
+                continue
+            left = self._fill(views[start:end], landing, patience)
+            if left:
+                return left + sum(len(view) for view in views[end:])
+            for at in range(start, end):
                 landing.verify(at, frame.pieces[at])
-        return sum(len(view) for view in views)
+            start, num_bytes = end, 0
+        return 0
 
     def skip(self, num_bytes: int, patience: Patience) -> None:
         while num_bytes:
@@ -68,6 +76,15 @@ class TcpInbound:
     def close(self) -> None:
         """The stream is its connection's."""
 
+    def _fill(self, views: list[memoryview], landing: Landing, patience: Patience) -> int:
+        """Fill the views unless it is stopped; how many bytes of them are still to come."""
+        while views and not landing.stopped:
+            got = self._stream.some(views)
+            if not got:
+                patience()
+            views = advance(views, got)
+        return sum(len(view) for view in views)
+
 
 class TcpDialer:
     """Connects to one port."""
@@ -75,6 +92,7 @@ class TcpDialer:
     link = "tcp"
 
     def __init__(self, address: str, config: LinkConfig) -> None:
+        self.frame_bytes = min(config.frame_bytes, _FRAME_BYTES)
         self._target = parse_host_port(address)
         self._timeout_s = config.connect_timeout_s
 
