@@ -78,6 +78,10 @@ def test_the_page_shows_what_cache_says_and_goes_on_with_it(watch, server):
     shown_is_true(watch, cache(server))
     watch.page.wait_for_function("() => document.body.innerText.includes('the-new-one')")
     assert "headwater-tiny" in watch.text("#model")
+    watch.page.click("[data-request^='the-new-one']")
+    ledger = watch.text("#recent-detail")
+    assert "no more because: never seen" in ledger
+    assert "waited" in ledger
 
 
 def test_the_tree_is_walked_by_keyboard_and_shows_no_tenant(watch, server):

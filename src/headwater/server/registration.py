@@ -15,7 +15,7 @@ import msgspec
 
 from headwater.config import ServerConfig
 from headwater.engine.client import EngineInfo
-from headwater.errors import ConfigError
+from headwater.errors import ConfigError, EngineDead
 from headwater.server.errors import ErrorAnswer
 from headwater.server.router.messages import (
     TOKEN_HEADER,
@@ -29,6 +29,7 @@ from headwater.server.service import Service
 
 log = logging.getLogger(__name__)
 
+_LOOK_TIMEOUT_S = 0.2
 _RETRY_S = 1.0
 _TIMEOUT_S = 5.0
 _LEAVE_TIMEOUT_S = 2.0
@@ -48,11 +49,13 @@ class Registrar:
         token = service.config.peer_token
         self._headers = {} if token is None else {TOKEN_HEADER: token}
         self._is_known = False
+        self._num_leases = 0
 
     async def run(self) -> None:
         """Register and renew; raises ConfigError with the router's sentence when it refuses."""
         async with self._session() as session:
             while self._service.engine.dead is None:
+                await self._count_leases()
                 pause_s = await self._renew(session)
                 await asyncio.sleep(pause_s)
 
@@ -62,6 +65,14 @@ class Registrar:
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
             async with asyncio.timeout(_LEAVE_TIMEOUT_S), self._session() as session:
                 await session.delete(where, headers=self._headers)
+
+    async def _count_leases(self) -> None:
+        """Of hand-offs, where there are any; an engine in a long step is not waited for."""
+        if self._service.engine.info.peer_address:
+            with contextlib.suppress(TimeoutError, EngineDead):
+                async with asyncio.timeout(_LOOK_TIMEOUT_S):
+                    sides = (await self._service.engine.stats()).handoffs.values()
+                    self._num_leases = sum(side.in_flight for side in sides)
 
     async def _renew(self, session: aiohttp.ClientSession) -> float:
         """One heartbeat; seconds until the next."""
@@ -104,7 +115,7 @@ class Registrar:
             capacity_tokens=(info.num_device_blocks + info.num_host_blocks) * info.block_tokens,
             max_model_len=info.max_model_len,
             kv_events=_events(info),
-            load=Load(running=running, waiting=alive - running),
+            load=Load(running=running, waiting=alive - running, leases=self._num_leases),
         )
 
     def _session(self) -> aiohttp.ClientSession:

@@ -27,6 +27,8 @@ class Load(Struct, kw_only=True, frozen=True):
 
     running: Count = 0
     waiting: Count = 0
+    leases: Count = 0
+    """Hand-offs in flight, on either side; each holds a lease."""
 
 
 class EventsAddress(Struct, kw_only=True, frozen=True):

@@ -105,16 +105,23 @@ function liveRow(sequence) {
     h("td", { class: "num" }, seconds(sequence.age_s)));
 }
 
+let chosen = null;  // the request whose ledger is spelled out
+
 export function showRecent(records) {
+  const hadFocus = document.activeElement?.dataset.request;
   const table = h("table", {}, h("thead", {}, row("th", ["request", "prompt from", "found", "first", "whole", "end"])),
     h("tbody", {}, ...records.slice(0, 30).map(recentRow)));
   byId("recent").replaceChildren(records.length ? table : h("p", { class: "none" }, "No request has ended yet."));
+  if (hadFocus) byId("recent").querySelector(`[data-request="${CSS.escape(hadFocus)}"]`)?.focus();
+  const record = records.find((entry) => entry.request_id === chosen);
+  if (record) setText("recent-detail", story(record));
 }
 
 function recentRow(record) {
   const parts = SOURCES.map((name) => h("span", { class: `k-${name}`, style: { width: `${(100 * (record.tokens_by_source[name] ?? 0)) / record.prompt_tokens}%` } }));
   return h("tr", { title: story(record) },
-    h("td", { class: "name" }, record.request_id),
+    h("td", { class: "name" }, h("button", { type: "button", class: "plain", "data-request": record.request_id,
+      onclick: () => { chosen = record.request_id; setText("recent-detail", story(record)); } }, record.request_id)),
     h("td", {}, h("div", { class: "track progress" }, ...parts)),
     h("td", { class: "num" }, share(record.cached_tokens / record.prompt_tokens)),
     h("td", { class: "num" }, seconds(record.first_token_s)),
@@ -129,7 +136,8 @@ function story(record) {
   if (record.miss_reason) said.push(`no more because: ${words(record.miss_reason)}`);
   if (record.queued_s != null) said.push(`waited ${seconds(record.queued_s)}`);
   if (record.loaded_bytes) said.push(`${bytes(record.loaded_bytes)} loaded`);
-  if (record.load) said.push(`chosen: ${words(record.load.choice)}`);
+  const { load } = record;
+  if (load) said.push(`below the device: ${words(load.choice)}${load.load_s == null ? "" : `, load ${seconds(load.load_s)} against ${seconds(load.recompute_s)}`}, waited ${seconds(load.waited_s)}`);
   return said.join(" · ");
 }
 

@@ -3,7 +3,7 @@
 import { byId, count, h, seconds, setText, whole } from "./dom.js";
 import { ask, say, watch } from "./shell.js";
 
-const HEADS = ["instance", "role", "state", "cache known", "running", "waiting", "from here", "tokens promised", "blocks known", "gaps", "seen"];
+const HEADS = ["instance", "role", "state", "cache known", "running", "waiting", "leases", "from here", "tokens promised", "blocks known", "gaps", "seen"];
 
 watch(async () => {
   const { policy, instances } = await ask("instances");
@@ -16,7 +16,7 @@ watch(async () => {
   setText("t-ready", `${ready.length} of ${instances.length}`);
   setText("t-roles", Object.entries(roles).map(([role, n]) => `${n} ${role}`).join(", "));
   setText("t-alive", whole(sum((entry) => entry.num_alive)));
-  setText("t-load", `${whole(sum((entry) => entry.load.running))} running, ${whole(sum((entry) => entry.load.waiting))} waiting`);
+  setText("t-load", `${whole(sum((entry) => entry.load.running))} running, ${whole(sum((entry) => entry.load.waiting))} waiting, ${whole(sum((entry) => entry.load.leases))} leases`);
   setText("t-work", count(sum((entry) => entry.outstanding_tokens)));
   setText("t-blocks", count(sum((entry) => entry.known_blocks)));
   setText("t-trust", `${instances.filter((entry) => entry.trust === "exact").length} known exactly`);
@@ -30,7 +30,7 @@ function table(instances) {
 }
 
 function row(entry) {
-  const numbers = [entry.load.running, entry.load.waiting, entry.num_alive, entry.outstanding_tokens, entry.known_blocks, entry.gaps];
+  const numbers = [entry.load.running, entry.load.waiting, entry.load.leases, entry.num_alive, entry.outstanding_tokens, entry.known_blocks, entry.gaps];
   return h("tr", { "data-instance": entry.instance_id },
     h("td", {}, h("a", { href: `${entry.url}/dashboard`, rel: "noreferrer" }, entry.instance_id)),
     h("td", {}, entry.role),
