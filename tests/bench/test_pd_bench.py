@@ -9,6 +9,7 @@ from headwater.bench.pd import main
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.nightly
 def test_the_engine_part_prints_its_figures(capsys):
     """Two pairs of servers, a few requests, one JSON object."""
     assert main(["--quick", "--json", "--parts", "engine"]) == 0
@@ -18,3 +19,12 @@ def test_the_engine_part_prints_its_figures(capsys):
     assert set(result["handoff_ms"]) == {"queue", "ask", "compute", "push", "first_token"}
     assert result["handoff_ms"]["first_token"] > 0
     assert 0 < result["second_turn_byte_share"] < 0.5
+
+
+def test_a_pair_finds_on_a_trace_what_a_mixed_instance_finds(capsys):
+    """Lesson 48: prompt tokens served from cache, with P as large as the mixed instance."""
+    assert main(["--quick", "--json", "--parts", "hits"]) == 0
+
+    hits = json.loads(capsys.readouterr().out)["pd_hits"]
+    assert hits["mixed"] > 0
+    assert 1.0 <= hits["ratio"] < 1.01

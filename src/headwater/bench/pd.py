@@ -2,9 +2,10 @@
 
 `pd_over_mixed` holds one prefill and one decode instance, a core each, against two mixed
 instances on the same cores; `handoff_ms` says where the time of a hand-off goes;
-`second_turn_byte_share` what a second turn moves of its prompt; `link_ratio` how fast each link
-is beside the barest use of its medium; `router` and `pool_block_hit` what each routing policy
-finds on a trace.
+`second_turn_byte_share` what a second turn moves of its prompt; `pd_hits` what a pair finds of
+its prompts on a trace, beside a mixed instance as large as its P; `link_ratio` how fast each
+link is beside the barest use of its medium; `router` and `pool_block_hit` what each routing
+policy finds on a trace.
 """
 
 import sys
@@ -15,10 +16,11 @@ from typing import Any
 
 from headwater.bench._links import measure_links
 from headwater.bench._pd import Load, measure_pd
+from headwater.bench._pd_hits import measure_hits
 from headwater.bench._report import print_report
 from headwater.bench._router import measure_router
 
-_PARTS = ("engine", "links", "router")
+_PARTS = ("engine", "hits", "links", "router")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -26,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     parser = ArgumentParser(prog="headwater bench pd", description=__doc__)
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS))
     parser.add_argument("--link", choices=("shm", "tcp", "mooncake"), default="shm")
-    parser.add_argument("--trace", type=Path, help="for the router, in the Mooncake format")
+    parser.add_argument("--trace", type=Path, help="in the Mooncake format (default: made up)")
     parser.add_argument("--quick", action="store_true", help="few requests; ends within 40 s")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(argv)
@@ -37,6 +39,9 @@ def main(argv: Sequence[str]) -> int:
         if options.quick:
             load = Load(num_clients=2, num_rounds=1, prompt_tokens=300, output_tokens=16)
         result |= measure_pd(load, options.link, rounds=1 if options.quick else 5)
+    if "hits" in options.parts:
+        _say("hits: a pair and a mixed instance on a trace, scaled down")
+        result |= measure_hits(options.trace, options.quick)
     if "links" in options.parts:
         _say("links: each beside its bare medium")
         result["link_ratio"] = measure_links(options.quick)
