@@ -75,6 +75,8 @@ class Transfers:
     def demote(self, limit: int, *, now: float) -> list[Demotion]:
         """Plan up to `limit` blocks of the writes to the host that are wanted."""
         plans: list[Demotion] = []
+        if limit <= 0:
+            return plans
         for node, cold in self.writes.for_host():
             if limit <= 0:
                 break
@@ -102,6 +104,8 @@ class Transfers:
     def demote_stored(self, limit: int) -> list[Demotion]:
         """Plan up to `limit` blocks of the writes to storage that are wanted."""
         plans: list[Demotion] = []
+        if limit <= 0:
+            return plans
         for node in self.writes.for_storage():
             start = node.num_stored
             count = min(len(node.host) - start, limit)

@@ -18,6 +18,8 @@ class Demotions:
         spare = max(cache.config.device_blocks // _SHARE, 1)
         self._limits = {Tier.HOST: min(max_blocks, spare), Tier.STORAGE: max_blocks}
         self._in_flight: dict[JobId, Demotion] = {}
+        self._num_blocks = {Tier.HOST: 0, Tier.STORAGE: 0}
+        """Blocks in flight to each; summed up here, because it is asked in every step."""
 
     @property
     def num_in_flight(self) -> int:
@@ -32,13 +34,16 @@ class Demotions:
         )
         for plan in plans:
             self._in_flight[plan.job] = plan
+            self._num_blocks[plan.target] += plan.num_blocks
         return plans
 
     def land(self, outcome: Outcome) -> None:
         """A transfer ended. One that timed out still has its executor, so it still counts."""
-        if outcome.ending is not Ending.TIMED_OUT:
-            self._in_flight.pop(outcome.job, None)
+        if outcome.ending is Ending.TIMED_OUT:
+            return
+        plan = self._in_flight.pop(outcome.job, None)
+        if plan is not None:
+            self._num_blocks[plan.target] -= plan.num_blocks
 
     def _room(self, target: Tier) -> int:
-        used = sum(p.num_blocks for p in self._in_flight.values() if p.target is target)
-        return max(self._limits[target] - used, 0)
+        return max(self._limits[target] - self._num_blocks[target], 0)
