@@ -97,12 +97,12 @@ class Instance:
 class Rig:
     """A router, a client of it, and whoever was started."""
 
-    def __init__(self, **settings):
+    def __init__(self, tokenizer=None, **settings):
         defaults: dict[str, Any] = {"port": 0, "peer_token": TOKEN, "heartbeat_s": 0.05}
         config = RouterConfig(**defaults | {"stale_s": 0.4, "forget_s": 0.8} | settings)
         self.listener = bind(config.host, config.port)
         self.url = url_of(self.listener)
-        self.process = RouterProcess(config, self.listener, None, lambda url: None)
+        self.process = RouterProcess(config, self.listener, tokenizer, lambda url: None)
         self.instances = []
         self.client = httpx.AsyncClient(base_url=self.url, timeout=20)
 

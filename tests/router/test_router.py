@@ -12,6 +12,7 @@ from headwater.server.app import create_app
 from headwater.server.registration import Registrar
 from headwater.server.router.messages import FALLBACK_HEADER, PREFILL_HEADER, TOKEN_HEADER
 from tests.router.rig import TOKEN, Rig, events, run
+from tests.server.rig import byte_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -61,6 +62,25 @@ def test_a_conversation_stays_where_its_blocks_are(salt):
         assert len(set(homes)) == 3
 
     run(scenario)
+
+
+@pytest.mark.parametrize("tokenizer", [None, byte_tokenizer()], ids=["asked", "own"])
+def test_chats_stay_too_whoever_tokenises(tokenizer):
+    """With the model's tokenizer or an instance's: the same tokens, so the same blocks."""
+
+    async def scenario(rig):
+        await rig.ready(rig.add(), rig.add())
+        for number in range(3):
+            content = f"conversation {number} " * 10
+            for _ in range(2):
+                body = {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
+                answer = await rig.client.post("/v1/chat/completions", json=body)
+                await rig.until(lambda known, least=9 * (number + 1): blocks(known) >= least)
+            assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] >= 144
+        text = (await rig.client.get("/metrics")).text
+        assert "headwater:router_cached_tokens_total 0.0" not in text
+
+    run(scenario, tokenizer=tokenizer)
 
 
 def test_round_robin_takes_turns():
@@ -116,6 +136,11 @@ def test_a_dead_instance_is_not_noticed_by_clients():
         assert (await rig.client.get("/health")).status_code == 200
 
     run(scenario)
+
+
+def blocks(known):
+    """All that instances said they have."""
+    return sum(entry["known_blocks"] for entry in known.values())
 
 
 def said(found):
@@ -223,7 +248,8 @@ def test_a_client_that_leaves_ends_its_request_at_the_instance():
 
 
 def test_an_instance_that_hangs_loses_its_requests():
-    """No heartbeat for too long: what waits there is computed elsewhere, within a bound."""
+    """Lesson 52: one that does not respond blocks nobody. No heartbeat for too long, and what
+    waits there is computed elsewhere, within a bound."""
 
     async def scenario(rig):
         one = rig.add()
