@@ -67,6 +67,7 @@ class Interleavings(RuleBasedStateMachine):
         for _ in range(times):
             if name not in self.dead:
                 self._peer(name).step()
+        self._check_leases(name)
         self._note()
 
     @rule(turns=integers(1, 8), blocks=booleans(), fences=booleans())
@@ -227,6 +228,13 @@ class Interleavings(RuleBasedStateMachine):
                 else:
                     assert reason in ("abort", "refused")
                 self.ended[name] = tokens
+
+    def _check_leases(self, name: str) -> None:
+        """Lesson 50: no lease outlives its term, once D has looked at the clock."""
+        works = {} if name in self.dead else self._peer(name).exchange.decodes._works
+        for work in works.values():
+            end_s = work.machine.lease_end_s
+            assert end_s is None or end_s > self.pair.clock.now()
 
     def _check_tokens(self, name: str, tokens: list[int]) -> None:
         request = replace(self.requests[name], prefill="")

@@ -18,9 +18,11 @@ def token(monkeypatch):
     monkeypatch.setenv("HEADWATER_PEER_TOKEN", TOKEN)
 
 
-@pytest.mark.parametrize("link", ["tcp", "shm"])
+@pytest.mark.parametrize("link", ["tcp", "shm", "mooncake"])
 def test_disaggregated_equals_local_on_the_tiny_model(link):
     """Random conversations, several at a time; D alone computes the same, without a cache."""
+    if link == "mooncake":
+        pytest.importorskip("mooncake")
     chance = random.Random(link)
     with RealPair(link) as pair, RealPair(link, prefix_caching=False) as plain:
         history = {number: [chance.randrange(256) for _ in range(40)] for number in range(3)}
