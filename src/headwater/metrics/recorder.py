@@ -65,11 +65,16 @@ class Place:
     traceparent: str | None = None
 
 
+_TOKENS = (names.GENERATION_TOKENS, "")
+"""Looked up for every output, so it is made once; so is the histogram that each goes to."""
+
+
 class RequestTimer:
     """Reports one sequence's life to the recorder, as its outputs arrive."""
 
     def __init__(self, recorder: Recorder, clock: Clock) -> None:
         self._recorder = recorder
+        self._itl = recorder.histograms[names.ITL]
         self._clock = clock
         self._start_s = clock.now()
         self._first_s: float | None = None
@@ -87,13 +92,13 @@ class RequestTimer:
             return
         now_s = self._clock.now()
         self._num_tokens += num_tokens
-        recorder.count(names.GENERATION_TOKENS, num_tokens)
+        recorder.counts[_TOKENS] += num_tokens
         if self._last_s is None:
             self._first_s = now_s
             recorder.observe(names.TTFT, now_s - self._start_s)
         else:
             # Several tokens in one output came in several steps; they share the time evenly.
-            recorder.observe(names.ITL, (now_s - self._last_s) / num_tokens, num_tokens)
+            self._itl.observe((now_s - self._last_s) / num_tokens, num_tokens)
         self._last_s = now_s
 
     def end(self, finish_reason: str, *, place: Place) -> RequestRecord:
