@@ -1,6 +1,8 @@
 """Which waiting sequences start now."""
 
 from collections import Counter, deque
+from collections.abc import Iterator
+from itertools import islice
 from math import inf
 
 from headwater.cache import Match
@@ -18,6 +20,8 @@ from headwater.scheduler.usage import LoadUsage, Usage
 
 _RECENT_LOADS = 16
 
+_BIDING_A_PLACE = 4
+"""For each sequence that may run, how many are looked past that wait for a load or a leader."""
 
 _MOST_RIDDEN_BLOCKS = 16
 """Of a promotion that a step with decodes may wait for: two or three milliseconds on a GPU."""
@@ -39,6 +43,7 @@ class Intake:
         self._holdings = holdings
         self._growth = growth
         self._loads = loads
+        self._most_biding = _BIDING_A_PLACE * config.max_num_seqs
         self._looked_at: tuple[object, ...] | None = None
         """What `admit` saw when it let nobody in."""
         self.recheck_s = inf
@@ -74,16 +79,15 @@ class Intake:
         """Start waiting sequences while the step has room; their first chunks.
 
         A blocked one is looked past, unless it was passed too often or was preempted: nothing
-        passes such a one, so it is next.
+        passes such a one, so it is next. How many are looked at does not grow with how many
+        wait.
         """
         growth = self._growth.num_blocks(self._roster.running())
         chunks: list[Chunk] = []
         blocked: list[Sequence] = []
-        patience = self._config.max_passes
+        patience, num_biding = self._config.max_passes, 0
         self.recheck_s = inf
-        for sequence in list(self._roster.waiting):
-            if self.is_paused and not sequence.num_preemptions:
-                continue
+        for sequence in self._candidates():
             own = self._growth.num_blocks((sequence,))
             verdict = self._start(sequence, growth + own, now)
             if verdict is Verdict.ADMITTED:
@@ -95,14 +99,24 @@ class Intake:
             elif verdict is Verdict.BLOCKED:
                 blocked.append(sequence)
                 patience = min(patience, self._patience(sequence))
+            else:
+                num_biding += 1
             if verdict is not Verdict.ADMITTED:
                 self.recheck_s = min(self.recheck_s, _wait_end_s(sequence, now))
             if not budget.has_room or patience <= 0 < len(blocked):
                 break
-            if len(blocked) > self._config.lookahead:
+            if len(blocked) > self._config.lookahead or num_biding >= self._most_biding:
                 break
         self._looked_at = None if chunks else self._sight()
         return chunks
+
+    def _candidates(self) -> Iterator[Sequence]:
+        """Who waits and may start at all, in order."""
+        waiting = self._roster.waiting
+        if not self.is_paused:
+            return iter(waiting)
+        preempted = (sequence for sequence in waiting if sequence.num_preemptions)
+        return islice(preempted, waiting.num_preempted)
 
     def _sight(self) -> tuple[object, ...]:
         """All that verdicts depend on, but the time and the ends of transfers."""

@@ -1,0 +1,130 @@
+"""Who waits, in what order, and that a long line costs a step nothing."""
+
+import sys
+import tracemalloc
+from types import FrameType
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headwater.scheduler.queue import WaitingQueue
+from headwater.scheduler.sequence import Sequence
+from tests.scheduler.rig import Rig, make_prompt, make_request
+
+
+def make_sequence(priority: int, arrival: int, num_preemptions: int) -> Sequence:
+    sequence = Sequence(
+        make_request(f"{priority}-{arrival}", [1, 2, 3]),
+        rank=(priority, arrival),
+        block_tokens=4,
+        num_tokens_end=8,
+        max_committed=2,
+        stop_tokens=frozenset(),
+    )
+    sequence.num_preemptions = num_preemptions
+    return sequence
+
+
+PLACES = st.tuples(st.integers(-1, 1), st.integers(0, 1))
+
+
+@given(st.lists(PLACES, max_size=20), st.data())
+def test_the_order_is_class_then_preempted_then_arrival(places, data) -> None:
+    """Whoever comes and goes, in whatever order: as if the line were sorted each time."""
+    queue, model = WaitingQueue(), []
+    for arrival, (priority, preempted) in enumerate(places):
+        sequence = make_sequence(priority, arrival, preempted)
+        queue.push(sequence)
+        model.append(sequence)
+        if data.draw(st.booleans()):
+            queue.remove(gone := data.draw(st.sampled_from(model)))
+            model.remove(gone)
+        model.sort(key=lambda s: (s.rank[0], s.num_preemptions == 0, s.rank[1]))
+
+        assert list(queue) == model
+        assert len(queue) == len(model)
+        assert queue.num_preempted == sum(s.num_preemptions for s in model)
+    for sequence in model:
+        queue.remove(sequence)
+        with pytest.raises(ValueError, match="does not wait"):
+            queue.remove(sequence)
+
+
+@given(st.lists(st.booleans(), max_size=12))
+def test_the_one_just_given_may_leave(leaves) -> None:
+    """Admission walks the line and takes from it; nobody is met twice, nobody is missed."""
+    queue = WaitingQueue()
+    everyone = [make_sequence(0, arrival, 0) for arrival in range(len(leaves))]
+    for sequence in everyone:
+        queue.push(sequence)
+
+    met = []
+    for sequence, leave in zip(queue, leaves, strict=False):
+        met.append(sequence)
+        if leave:
+            queue.remove(sequence)
+
+    assert met == everyone
+    assert list(queue) == [s for s, left in zip(everyone, leaves, strict=True) if not left]
+
+
+def cost_of_step(rig: Rig) -> tuple[int, int]:
+    """Function calls, and the most bytes that were taken, in one turn of the loop."""
+    num_calls = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal num_calls
+        num_calls += event in ("call", "c_call")
+
+    tracemalloc.start()
+    sys.setprofile(count)
+    try:
+        rig.core.step()
+    finally:
+        sys.setprofile(None)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    return num_calls, peak
+
+
+def make_line(kind: str, num_waiting: int) -> Rig:
+    """A rig in which eight run, with a long line of one kind behind them."""
+    places = 8 if kind == "full" else 16
+    limits = {"max_num_seqs": places, "max_batched_tokens": 16, "long_prefill_tokens": 4}
+    rig = Rig(num_blocks=256, settings=limits)
+    rig.add(
+        *(make_request(f"r{n}", make_prompt(16, family=n), max_tokens=60) for n in range(8))
+    )
+    rig.steps(30)
+    if kind == "following":
+        rig.add(make_request("leader", make_prompt(200, family=9)))
+        rig.step()
+    prompt = make_prompt(200, family=9) if kind == "following" else make_prompt(900, family=9)
+    for number in range(num_waiting):
+        rig.add(make_request(f"w{number}", [*prompt, number % 40]))
+    rig.step()
+    return rig
+
+
+@pytest.mark.parametrize("kind", ["full", "blocked", "following"])
+def test_a_step_costs_the_same_however_many_wait(kind: str) -> None:
+    """Per-step cost is in running sequences: a line 30 times as long is neither walked nor
+    copied, whether it waits for a place, for room, or for somebody's prefix."""
+    cost_of_step(make_line(kind, 10))  # the first time, things are made that stay
+    short, long = (cost_of_step(make_line(kind, count)) for count in (100, 3000))
+
+    assert abs(long[0] - short[0]) < 100  # calls; 2900 more wait
+    assert long[1] - short[1] < 8 * 1000  # bytes; a copy of the line would have 8 each
+
+
+def test_those_who_wait_for_others_are_looked_past_only_so_far() -> None:
+    """Beyond four for each place the line is left alone; when they have what they waited for,
+    everybody is served."""
+    rig = make_line("following", 100)
+
+    assert rig.scheduler.stats().num_follows == 64
+    rig.run()
+
+    assert len(rig.reasons) == 109
+    assert set(rig.reasons.values()) == {"length"}
