@@ -1,6 +1,7 @@
 """The built-in model: made from a seed, the same everywhere, whole or not at all."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from headwater.device.builtin import LlamaShape, ensure, ensure_model, make_llam
 from headwater.device.fingerprint import fingerprint
 from headwater.device.folder import cache_folder, filled_whole
 from headwater.device.model import load
+from headwater.errors import ModelError
 from tests.device.driver import Driver
 from tests.device.families import Reference, assert_same_tokens
 
@@ -54,6 +56,42 @@ def test_a_broken_draft_leaves_nothing(tmp_path: Path) -> None:
         crash(draft)
 
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("{", "generation_config.json is not valid JSON"),
+        ("[7]", "generation_config.json is not a JSON object"),
+        ('{"eos_token_id": "</s>"}', "generation_config.json: eos_token_id is a token id"),
+        ('{"eos_token_id": [1, null]}', "generation_config.json: eos_token_id is a token id"),
+        ('{"eos_token_id": {"a": 1}}', "generation_config.json: eos_token_id is a token id"),
+    ],
+)
+def test_a_broken_generation_config_is_a_sentence(
+    tmp_path: Path, content: str, sentence: str
+) -> None:
+    """Lesson 61: the file that is at fault is named, and nothing half loaded is left."""
+    folder = make_llama(tmp_path / "model", SMALL, seed=0)
+    (folder / "generation_config.json").write_text(content)
+
+    with pytest.raises(ModelError, match=re.escape(sentence)):
+        load(folder)
+
+
+def test_the_generation_config_names_the_end(tmp_path: Path) -> None:
+    """One id or several; without a word there, the model's own config decides."""
+    folder = make_llama(tmp_path / "model", SMALL, seed=0)
+    path = folder / "generation_config.json"
+    path.write_text('{"eos_token_id": [3, 5]}')
+    several = load(folder).eos_token_ids
+    path.write_text("{}")
+    (folder / "config.json").write_text(
+        json.dumps(json.loads((folder / "config.json").read_text()) | {"eos_token_id": 9})
+    )
+
+    assert several == (3, 5)
+    assert load(folder).eos_token_ids == (9,)
 
 
 def test_of_two_that_race_the_first_wins(tmp_path: Path) -> None:

@@ -85,6 +85,7 @@ def load(
     folder = Path(model_dir) if model_dir is not None else builtin.ensure()
     raw = read_config(folder)
     check_served(raw)
+    ends = _generation_ends(folder)
     name = fingerprint(folder)
     loaded = _load_module(folder, raw, _torch_dtype(dtype))
     module: nn.Module = loaded
@@ -98,7 +99,8 @@ def load(
         model_dir=folder,
         device=target,
         min_rows=packing.ROWS_WANTED if padded else 1,
-        **_facts(loaded.config, folder),
+        eos_token_ids=_config_ends(loaded.config, folder) if ends is None else ends,
+        **_facts(loaded.config),
     )
 
 
@@ -107,6 +109,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{folder} is not a model folder: it has no config.json")
+    return _read_object(path)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """A file with one JSON object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as exc:
@@ -187,7 +194,7 @@ def _check_complete(folder: Path, found: Mapping[str, Any]) -> None:
             raise ModelError(f"{folder}: {count} weights are {what}, the first is {first}")
 
 
-def _facts(config: PretrainedConfig, folder: Path) -> dict[str, Any]:
+def _facts(config: PretrainedConfig) -> dict[str, Any]:
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     rope = getattr(config, "rope_parameters", None) or {}
@@ -201,18 +208,28 @@ def _facts(config: PretrainedConfig, folder: Path) -> dict[str, Any]:
         "head_dim": head_dim,
         "vocab_size": config.vocab_size,
         "max_model_len": positions,
-        "eos_token_ids": _eos_token_ids(config, folder),
     }
 
 
-def _eos_token_ids(config: PretrainedConfig, folder: Path) -> tuple[int, ...]:
-    """Ids that end a sequence: the generation config's, or else the model config's."""
+def _generation_ends(folder: Path) -> tuple[int, ...] | None:
+    """Ids that end a sequence, where the folder has a generation config that names some."""
     path = folder / "generation_config.json"
-    named: object = None
-    if path.is_file():
-        named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    if named is None:
-        named = config.eos_token_id
-    if named is None:
-        return ()
-    return (named,) if isinstance(named, int) else tuple(cast(list[int], named))
+    named = _read_object(path).get("eos_token_id") if path.is_file() else None
+    return None if named is None else _token_ids(named, path)
+
+
+def _config_ends(config: PretrainedConfig, folder: Path) -> tuple[int, ...]:
+    """Those of the model's own config."""
+    named = config.eos_token_id
+    return () if named is None else _token_ids(named, folder / "config.json")
+
+
+def _token_ids(named: object, path: Path) -> tuple[int, ...]:
+    """One id or a list of them, as config files have it."""
+    ids = named if isinstance(named, list) else [named]
+    for token in ids:
+        if type(token) is not int or token < 0:
+            raise ModelError(
+                f"{path}: eos_token_id is a token id, or a list of them: {named!r}"
+            )
+    return tuple(ids)
