@@ -1,5 +1,6 @@
 """The command line: help that teaches, errors that suggest, nothing heavy before it is needed."""
 
+import pkgutil
 import subprocess
 import sys
 import tomllib
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headwater import __version__
+from headwater import __version__, bench
 from headwater.cli import main
 from headwater.cli.parser import build_parser
 from headwater.cli.serve import engine_config, refuse_later_features, server_config
@@ -58,12 +59,35 @@ def test_without_a_command_it_says_what_there_is(capsys):
         (["serve", "--prot=3"], "did you mean '--port'?"),
         (["serve", "--completely-else"], "see --help"),
         (["bench", "nonsense"], "unknown benchmark 'nonsense'"),
+        (["bench", "serv"], "did you mean 'serve'?"),
+        (["route", "--polisy", "x"], "did you mean '--policy'?"),
+        (["up", "--mixd", "3"], "did you mean '--mixed'?"),
+        (["top", "--intervall", "1"], "did you mean '--interval'?"),
+        (["demo", "--halp"], "did you mean '--help'?"),
+        (["version", "--vershon"], "did you mean '--version'?"),
+        (["storage", "ls", "folder", "--jsn"], "did you mean '--json'?"),
+        (["replay", "trace.jsonl", "--jsn"], "did you mean '--json'?"),
+        (["plan", "trace.jsonl", "--jsn"], "did you mean '--json'?"),
     ],
 )
 def test_what_it_does_not_know_gets_a_suggestion(arguments, hint, capsys):
     """A typing error is answered with what was probably meant, and exit code 2."""
     assert main(arguments) == 2
     assert hint in capsys.readouterr().err
+
+
+BENCHMARKS = sorted(
+    entry.name for entry in pkgutil.iter_modules(bench.__path__) if entry.name[0] != "_"
+)
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_suggests_a_flag_too(name, capsys):
+    """A flag with a typing error is named with what was meant; nothing is measured."""
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", name, "--jsom"])
+
+    assert "unknown flag '--jsom'; did you mean '--json'?" in capsys.readouterr().err
 
 
 def test_every_flag_has_its_default_in_one_place():

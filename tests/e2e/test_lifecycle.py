@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
+from headwater.cli import main
 from tests.e2e.live import LiveServer
 
 pytestmark = pytest.mark.slow
@@ -87,7 +88,8 @@ def test_a_server_may_be_told_to_go_with_its_engine():
     assert any("the engine process ended with signal 9" in line for line in server.errors)
 
 
-def test_a_taken_port_is_a_clear_message():
+@pytest.mark.parametrize("command", ["serve", "route"])
+def test_a_taken_port_is_a_clear_message(command):
     """Lesson 60: known before anything is loaded; names the port; exit code 1."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -95,7 +97,7 @@ def test_a_taken_port_is_a_clear_message():
         port = taken.getsockname()[1]
 
         found = subprocess.run(
-            [sys.executable, "-m", "headwater", "serve", "--port", str(port)],
+            [sys.executable, "-m", "headwater", command, "--port", str(port)],
             capture_output=True,
             text=True,
             timeout=60,
@@ -103,7 +105,24 @@ def test_a_taken_port_is_a_clear_message():
 
     assert found.returncode == 1
     assert f"port {port} on 127.0.0.1 is in use" in found.stderr
+    assert "loading" not in found.stdout
     assert "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("host", "sentence"),
+    [
+        ("192.0.2.1", "cannot bind 192.0.2.1:0"),
+        ("no.such.host.invalid", "cannot resolve --host"),
+    ],
+)
+def test_an_address_that_is_not_here_is_a_clear_message(host, sentence, capsys):
+    """Lesson 60: the same for a host; nothing is loaded for it."""
+    assert main(["serve", "--host", host, "--port", "0"]) == 1
+
+    told = capsys.readouterr()
+    assert sentence in told.err
+    assert "loading" not in told.out
 
 
 def test_a_model_that_cannot_be_served_is_a_sentence(tmp_path):

@@ -121,7 +121,7 @@ def test_cache_shows_tiers_ledger_and_the_shortest_prefix_that_can_hit():
         await rig.complete(prompt="x" * 100)
         body = (await rig.client.get("/cache")).json()
         assert body["block_tokens"] == 16
-        assert body["min_prefix_tokens"] == 17
+        assert body["min_prefix_tokens"] == 16
         device = body["tiers"]["device"]
         assert device["free"] + device["held"] + device["cached"] == device["num_blocks"] == 64
         assert body["ledger"]["queries"] == 2

@@ -6,7 +6,7 @@ from unittest.mock import ANY
 
 import pytest
 
-from headwater.config import LimitsConfig
+from headwater.config import EngineConfig, LimitsConfig
 from tests.server.rig import byte_tokenizer, error, events, run
 
 
@@ -290,6 +290,21 @@ def test_bad_input_is_a_400_that_names_the_field(fields, param):
 
     async def scenario(rig):
         assert error(await rig.complete(**fields), 400)["param"] == param
+
+    run(scenario)
+
+
+def test_a_priority_that_nobody_looks_at_is_refused():
+    """Silence would give a client something else than it asked for; 0 asks for nothing."""
+
+    async def scenario(rig):
+        rig.service.engine_config = EngineConfig(scheduling_policy="fcfs")
+        refusal = error(await rig.complete(priority=-1), 400)
+        assert refusal["param"] == "priority"
+        assert "--scheduling-policy fcfs" in refusal["message"]
+        assert (await rig.complete(priority=0)).status_code == 200
+        rig.service.engine_config = EngineConfig(scheduling_policy="priority")
+        assert (await rig.complete(priority=-1)).status_code == 200
 
     run(scenario)
 

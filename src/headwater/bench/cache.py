@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from headwater.bench._flags import read_flags
 from headwater.bench._report import print_report
 from headwater.bench._workload import make_workload
 from headwater.cache import CacheConfig, TieredCache, TokenPath
@@ -33,7 +34,7 @@ TAKES = {1: 1_000, 64: 50, 1_000: 8, 10_000: 2}
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and print a table, or JSON."""
-    options = _parser().parse_args(argv)
+    options = read_flags(_parser(), argv)
     if options.quick:
         options.requests = min(options.requests, 1_000)
     if options.trace is not None:

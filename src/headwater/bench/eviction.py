@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from headwater.bench._flags import read_flags
 from headwater.bench._report import print_report
 from headwater.bench._shapes import SHAPES, make_shape
 from headwater.cache.policy import POLICIES
@@ -37,7 +38,7 @@ _SHOWN = "session"
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and print a table, or JSON."""
-    options = _parser().parse_args(argv)
+    options = read_flags(_parser(), argv)
     capacities = _capacities(options.capacity)
     limit = options.requests
     if options.quick:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from headwater.bench._flags import read_flags
 from headwater.bench._report import print_report
 from headwater.clock import SystemClock
 from headwater.errors import ConfigError
@@ -23,7 +24,7 @@ _BATCHES = (1, 32, 128, 256)
 
 def main(argv: Sequence[str]) -> int:
     """Run the parts asked for and print a table, or JSON."""
-    options = _parser().parse_args(argv)
+    options = read_flags(_parser(), argv)
     try:
         from headwater.bench._gpu_engine import require_gpu
     except ModuleNotFoundError as exc:

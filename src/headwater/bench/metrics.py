@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from headwater.bench._flags import read_flags
 from headwater.bench._report import print_report
 from headwater.clock import SystemClock
 from headwater.config import EngineConfig
@@ -36,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=200, help="steps that are timed")
     parser.add_argument("--quick", action="store_true", help="few of everything")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args(argv)
+    options = read_flags(parser, argv)
     steps = 20 if options.quick else options.steps
     result = measure(options.batch, steps, repeats=50 if options.quick else 2000)
     print_report("headwater bench metrics", result, as_json=options.json)

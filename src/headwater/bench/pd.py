@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from headwater.bench._flags import read_flags
 from headwater.bench._links import measure_links
 from headwater.bench._pd import Load, measure_pd
 from headwater.bench._pd_hits import measure_hits
@@ -31,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--trace", type=Path, help="in the Mooncake format (default: made up)")
     parser.add_argument("--quick", action="store_true", help="few requests; ends within 40 s")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args(argv)
+    options = read_flags(parser, argv)
     result: dict[str, Any] = {}
     if "engine" in options.parts:
         _say("engine: one prefill and one decode instance, and two mixed ones")

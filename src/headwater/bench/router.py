@@ -4,6 +4,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
+from headwater.bench._flags import read_flags
 from headwater.bench._report import print_report
 from headwater.bench._router import measure_router
 
@@ -14,7 +15,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--trace", type=Path, help="in the Mooncake format (default: made up)")
     parser.add_argument("--quick", action="store_true", help="the first 2,000 requests only")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args(argv)
+    options = read_flags(parser, argv)
     result = measure_router(options.trace, options.quick)
     print_report("headwater bench router", result, as_json=options.json)
     return 0

@@ -28,6 +28,7 @@ import numpy as np
 
 from headwater.bench._client import Answer
 from headwater.bench._conversations import WORKLOADS, make_workload, play
+from headwater.bench._flags import read_flags
 from headwater.bench._servers import (
     MODEL_NAME,
     VLLM_ENVIRONMENT,
@@ -65,7 +66,7 @@ class Case:
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and print a table, or JSON."""
-    options = _parser().parse_args(argv)
+    options = read_flags(_parser(), argv)
     signal.signal(signal.SIGTERM, _leave)  # a killed benchmark takes its servers with it
     if options.quick:
         options.models, options.rounds, options.output_tokens = ["tiny"], 1, 16

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from headwater.bench._flags import read_flags
 from headwater.bench._report import print_report
 from headwater.bench._soak_round import Round
 from headwater.clock import SystemClock
@@ -43,7 +44,7 @@ _FILE_EVERY = 4
 
 def main(argv: Sequence[str]) -> int:
     """Soak and print the counts; 1 if a round went wrong."""
-    options = _parser().parse_args(argv)
+    options = read_flags(_parser(), argv)
     minutes = _QUICK_MINUTES if options.quick else options.minutes
     logging.getLogger("headwater.transfer").setLevel(logging.CRITICAL)  # faults are the point
     clock = SystemClock()

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from headwater.bench._backend_speed import measure_backends
+from headwater.bench._flags import read_flags
 from headwater.bench._report import print_report
 from headwater.bench._storage_media import Media, open_media
 from headwater.bench._tier_engine import Served, TierEngine
@@ -34,7 +35,7 @@ Result = dict[str, Any]
 
 def main(argv: Sequence[str]) -> int:
     """Run the parts that were asked for and print a table, or JSON."""
-    options = _parser().parse_args(argv)
+    options = read_flags(_parser(), argv)
     if options.quick:
         options.lengths, options.rounds, options.blocks = [256, 512], 2, 16
     options.folder = _model(options)

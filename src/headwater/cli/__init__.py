@@ -11,8 +11,9 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 
 from headwater import __version__
-from headwater.cli.parser import build_parser, suggest
+from headwater.cli.parser import build_parser
 from headwater.errors import HeadwaterError
+from headwater.words import suggest
 
 __all__ = ["main"]
 

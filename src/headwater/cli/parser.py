@@ -1,8 +1,6 @@
-"""The whole command line: every command, and what was probably meant by a wrong one."""
+"""The whole command line: every command and its flags."""
 
-import difflib
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Iterable
 
 from headwater.cli.flags import add_serve
 from headwater.cli.plan import add_plan
@@ -53,13 +51,3 @@ def build_parser() -> ArgumentParser:
     add_up(commands)
     commands.add_parser("version", allow_abbrev=False, help="print the version")
     return parser
-
-
-def suggest(given: str, known: Iterable[str]) -> str:
-    """What was probably meant, as the end of a sentence."""
-    known = sorted(known)
-    close = difflib.get_close_matches(given, known, n=1, cutoff=0.6)
-    if close:
-        return f"; did you mean {close[0]!r}?"
-    listed = ", ".join(name for name in known if not name.startswith("-"))
-    return f"; known: {listed}" if listed else "; see --help"

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from argparse import Namespace
+from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 import msgspec
 
 from headwater import __version__
-from headwater.cli.parser import suggest
 from headwater.config import (
     MIB,
     EngineConfig,
@@ -27,6 +27,8 @@ from headwater.config import (
 from headwater.errors import ConfigError
 from headwater.launch.server import Serving, StopSignals, serve
 from headwater.metrics.logs import set_up_logs
+from headwater.server.http import bind
+from headwater.words import suggest
 
 
 def run_serve(options: Namespace, given: frozenset[str]) -> int:
@@ -43,14 +45,16 @@ def run_serve(options: Namespace, given: frozenset[str]) -> int:
     if not server.is_loopback and server.api_key is None:
         _say(f"note: anyone who can reach {server.host} can use this server; see --api-key")
     signals = StopSignals()
-    _say(f"loading {engine.model or 'the built-in tiny model'}")
-    return serve(
-        engine,
-        server,
-        lambda serving: _say(banner(serving, engine)),
-        signals,
-        record=options.record,
-    )
+    with closing(bind(server.host, server.port)) as listener:
+        _say(f"loading {engine.model or 'the built-in tiny model'}")
+        return serve(
+            engine,
+            server,
+            listener,
+            lambda serving: _say(banner(serving, engine)),
+            signals,
+            record=options.record,
+        )
 
 
 def engine_config(options: Namespace) -> EngineConfig:
@@ -177,7 +181,7 @@ def banner(serving: Serving, engine: EngineConfig) -> str:
         {"model": serving.model_name, "messages": [{"role": "user", "content": "Hello"}]}
     )
     caching = (
-        f"prefixes of {info.block_tokens} tokens and more are reused"
+        f"prefixes of {info.min_prefix_tokens} tokens and more are reused"
         if engine.prefix_caching
         else "prefix caching is off"
     )

@@ -70,6 +70,12 @@ class EngineInfo:
     peer_address: str = ""
     """Where other instances reach this one, `HOST:PORT`; empty where it takes no peers."""
 
+    @property
+    def min_prefix_tokens(self) -> int:
+        """Shortest beginning that two prompts must share for the second to find it. The last
+        token of a prompt is always computed, so the prompt is at least one longer."""
+        return self.block_tokens
+
 
 TIERS = ("device", "host", "storage")
 MEMORY = frozenset(("device", "host"))

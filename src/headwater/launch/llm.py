@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import is_dataclass
-from difflib import get_close_matches
 from typing import Any, get_type_hints
 
 import msgspec
@@ -13,6 +12,7 @@ from headwater.engine.llm import OfflineEngine
 from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import ConfigError
 from headwater.launch.core import build_core
+from headwater.words import suggest
 
 
 class LLM(OfflineEngine):
@@ -43,9 +43,7 @@ def _config(settings: dict[str, Any]) -> EngineConfig:
     types = get_type_hints(EngineConfig)
     for name, value in settings.items():
         if name not in types:
-            close = get_close_matches(name, types, n=1)
-            meant = f"; did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(f"LLM has no setting {name!r}{meant}")
+            raise ConfigError(f"LLM has no setting {name!r}{suggest(name, types)}")
         try:
             msgspec.convert(value, types[name], from_attributes=is_dataclass(value))
         except msgspec.ValidationError as exc:

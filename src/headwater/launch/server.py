@@ -27,7 +27,7 @@ from headwater.metrics.logs import log_record
 from headwater.metrics.tracing import Spans, open_spans
 from headwater.server.app import create_app
 from headwater.server.gate import Gate
-from headwater.server.http import HttpServer, bind, url_of
+from headwater.server.http import HttpServer, url_of
 from headwater.server.registration import Registrar
 from headwater.server.service import Service
 
@@ -68,31 +68,30 @@ class Serving:
 def serve(
     engine_config: EngineConfig,
     server_config: ServerConfig,
+    listener: socket.socket,
     announce: Callable[[Serving], None],
     signals: StopSignals,
     record: Path | None = None,
 ) -> int:
-    """Serve until told to stop by one of `signals`; the exit code. What was asked is recorded
-    in the file `record`, where one is named.
+    """Serve on a bound socket until told to stop by one of `signals`; the exit code. What was
+    asked is recorded in the file `record`, where one is named.
 
     Raises ConfigError or ModelError, with a sentence, where nothing can be served.
     """
-    listener = bind(server_config.host, server_config.port)
     recording = None if record is None else Recording(record, SystemClock())
     if server_config.peer_token is not None:
         # The engine process inherits it; settings are shown to whoever asks.
         os.environ["HEADWATER_PEER_TOKEN"] = server_config.peer_token
-    with contextlib.closing(listener):
-        child = EngineChild(
-            ["headwater.launch.engine", server_config.log_format],
-            msgspec.json.encode(engine_config),
-        )
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            engine = AsyncEngine(child)
-            if recording is not None:
-                engine = RecordedEngine(child, recording)
-            server = _Server(engine, engine_config, server_config, listener, announce)
-            return runner.run(server.run(signals))
+    child = EngineChild(
+        ["headwater.launch.engine", server_config.log_format],
+        msgspec.json.encode(engine_config),
+    )
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        engine = AsyncEngine(child)
+        if recording is not None:
+            engine = RecordedEngine(child, recording)
+        server = _Server(engine, engine_config, server_config, listener, announce)
+        return runner.run(server.run(signals))
 
 
 class _Server:

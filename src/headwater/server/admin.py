@@ -130,8 +130,7 @@ def cache_state(service: Service, stats: EngineStats) -> dict[str, Any]:
     block_tokens = service.engine.info.block_tokens
     return {
         "block_tokens": block_tokens,
-        # The last token of a prompt is always computed.
-        "min_prefix_tokens": block_tokens + 1,
+        "min_prefix_tokens": service.engine.info.min_prefix_tokens,
         "tiers": {name: asdict(tier) for name, tier in stats.tiers.items()},
         "links": {name: asdict(link) for name, link in stats.links.items()},
         "storage": None if stats.storage is None else asdict(stats.storage),

@@ -42,7 +42,7 @@ def job_of(
         stops=params.stop_strings(body, limits),
         include_stop=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
-        priority=body.priority or 0,
+        priority=params.priority(body, service.engine_config),
         cache_salt=body.cache_salt or "",
         session_id=body.session_id or "",
         cache_hint=params.cache_hint(body),

@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Sequence
 
 from headwater.cache import Hint
-from headwater.config import LimitsConfig
+from headwater.config import EngineConfig, LimitsConfig
 from headwater.engine.client import EngineInfo
 from headwater.errors import PromptTooLong
 from headwater.scheduler.choices import SEED_RANGE
@@ -121,6 +121,18 @@ def cache_hint(body: Sampling) -> Hint | None:
     if isinstance(wanted, ReturnsIn):
         return Hint(returns_in_s=wanted.returns_in_s)
     return Hint(closed=wanted == "closed")
+
+
+def priority(body: Sampling, engine: EngineConfig | None) -> int:
+    """The request's class; asking for one where nobody looks at it is refused."""
+    wanted = body.priority or 0
+    if wanted and engine is not None and engine.scheduling_policy != "priority":
+        raise Refused(
+            f"priority {wanted} would change nothing: this server was started with "
+            f"--scheduling-policy {engine.scheduling_policy}, not priority",
+            param="priority",
+        )
+    return wanted
 
 
 def _or(value: float | None, default: float) -> float:
