@@ -6,6 +6,8 @@ import sys
 import pytest
 
 from headwater.cli import main
+from headwater.cli.replay import _PRESETS, ROUTERS
+from headwater.disagg.routing import POLICIES
 from headwater.replay.calibrate import calibrated
 from headwater.replay.load import at_speed, scaled
 from headwater.replay.presets import PRESETS, preset
@@ -122,6 +124,12 @@ def test_mistakes_are_sentences(trace, flags, said, capsys):
 
     assert said in printed.err
     assert printed.err.count("\n") == 1
+
+
+def test_the_command_knows_every_machine_and_every_policy():
+    """What it offers without importing them is what there is."""
+    assert set(_PRESETS) == set(PRESETS)
+    assert ROUTERS == POLICIES
 
 
 def test_help_teaches_by_example(capsys):

@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from headwater.replay.cost import GIB, LINKS, LinkCost, Machine, StepCost
+from headwater.replay.cost import (
+    GIB,
+    OWN_LINKS,
+    PEER_LINK,
+    SHARED_LINKS,
+    LinkCost,
+    Machine,
+    StepCost,
+)
 from headwater.replay.settings import SimConfig
 from headwater.replay.trace import TRACE_BLOCK, TraceRequest, read_trace
 
@@ -62,7 +70,7 @@ def make_machine(**changes: Any) -> Machine:
     """Small and slow: tens of blocks, steps of milliseconds, links that are often busy."""
     links = {
         name: LinkCost(bytes_s=4e5, latency_s=2e-4, max_jobs=2, step_share=0.1)
-        for name in LINKS
+        for name in (*OWN_LINKS, *SHARED_LINKS, PEER_LINK)
     }
     machine = Machine(
         name="small",

@@ -29,8 +29,6 @@ SHARED_LINKS = ("host_to_storage", "storage_to_host", "lookup")
 PEER_LINK = "peer"
 """Over which an instance's blocks leave for other instances; its own, too."""
 
-LINKS = (*OWN_LINKS, *SHARED_LINKS, PEER_LINK)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:

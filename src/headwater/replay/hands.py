@@ -53,8 +53,6 @@ class SimRunner:
         self._num_chosen = 0
         self.expected: dict[RequestId, Tokens] = {}
         """Outputs that are known in advance, of requests that are alive."""
-        self.num_tokens = 0
-        """Computed so far."""
 
     def submit(self, batch: ScheduledBatch) -> None:
         """Queue `batch`."""
@@ -76,7 +74,6 @@ class SimRunner:
             prompt_tokens=int(counts.sum()), pairs=pairs, rows=rows, context=context
         )
         self._clock.advance(float(seconds) * self._drag())
-        self.num_tokens += len(batch.tokens)
         chosen = len(batch.sampled)
         tokens = self._choose(1, chosen)[0]
         if self.expected:
@@ -95,7 +92,6 @@ class SimRunner:
         ends = times[1 : count + 1]
         if count:
             self._clock.move_to(float(ends[-1]))
-        self.num_tokens += count * rows
         tokens = self._choose(count, rows)
         for row, sequence in enumerate(decoding if self.expected else ()):
             known = self.expected.get(sequence.request_id)
