@@ -16,6 +16,8 @@ from headwater.engine.child import EngineChild
 from headwater.engine.front import AsyncEngine
 from headwater.engine.rundir import RunDir, sweep
 from headwater.errors import EngineDead, ModelError, PromptTooLong, RequestError
+from headwater.metrics.prometheus import render
+from headwater.metrics.recorder import Recorder
 from headwater.scheduler.request import Request, SamplingParams
 from headwater.types import RequestId
 
@@ -190,6 +192,26 @@ def test_a_killed_engine_is_told_to_everyone_at_once():
                 await engine.stats()
             with pytest.raises(EngineDead):
                 await tokens_of(engine, make_request("late"))
+
+    asyncio.run(scenario())
+
+
+def test_a_double_free_is_counted_and_ends_the_engine():
+    """Lesson 7: in production too: clients are told, and `/metrics` has a count of it."""
+
+    async def scenario():
+        engine = AsyncEngine(EngineChild(["tests.engine.careless"], b"{}"))
+        await engine.start(timeout_s=60)
+        before = engine.num_violations
+        with pytest.raises(EngineDead, match="InvariantError: slot 63 is FREE, not HELD"):
+            await tokens_of(engine, make_request())
+        await engine.close()
+
+        scrape = render(
+            Recorder(), None, block_tokens=16, num_violations=engine.num_violations
+        ).decode()
+        assert (before, engine.num_violations) == (0, 1)
+        assert "headwater:invariant_violations_total 1.0" in scrape
 
     asyncio.run(scenario())
 

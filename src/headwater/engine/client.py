@@ -107,6 +107,10 @@ class EngineClient(Protocol):
     def dead(self) -> str | None:
         """Why the engine is gone, or None while it lives."""
 
+    @property
+    def num_violations(self) -> int:
+        """Broken invariants that it told of; the first one ends it."""
+
     def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
         """Outputs until one has a finish reason. Closing the iterator early aborts.
 

@@ -15,7 +15,13 @@ from headwater.engine import wire
 from headwater.engine.child import EngineChild
 from headwater.engine.client import MEMORY, EngineClient, EngineInfo, ResetReport
 from headwater.engine.mailbox import Mailbox, abort_output
-from headwater.errors import EngineDead, HeadwaterError, PeerRefused, RequestError
+from headwater.errors import (
+    EngineDead,
+    HeadwaterError,
+    InvariantError,
+    PeerRefused,
+    RequestError,
+)
 from headwater.metrics.stats import EngineStats
 from headwater.metrics.view import EngineView, ViewLimits
 from headwater.scheduler.output import SequenceOutput
@@ -35,6 +41,7 @@ class AsyncEngine:
         self._numbers = itertools.count()
         self._info: EngineInfo | None = None
         self._dead: str | None = None
+        self._num_violations = 0
         self._closing = False
         self._died = asyncio.Event()
 
@@ -46,6 +53,10 @@ class AsyncEngine:
     @property
     def dead(self) -> str | None:
         return self._dead
+
+    @property
+    def num_violations(self) -> int:
+        return self._num_violations
 
     @property
     def pid(self) -> int:
@@ -230,6 +241,7 @@ class AsyncEngine:
                 if not self._ready.done():
                     self._ready.set_result(info)
             case wire.Failure(kind, sentence):
+                self._num_violations += kind == InvariantError.__name__
                 self._fail(kind, sentence)
 
     def _deliver(self, entry: wire.Output) -> None:

@@ -18,7 +18,15 @@ from headwater.engine import wire
 from headwater.engine.client import MEMORY, EngineInfo, ResetReport
 from headwater.engine.reset import Then
 from headwater.engine.rundir import remove_socket_folder
-from headwater.errors import ConfigError, HeadwaterError, ModelError, RequestError, StorageError
+from headwater.errors import (
+    ConfigError,
+    EngineDead,
+    HeadwaterError,
+    InvariantError,
+    ModelError,
+    RequestError,
+    StorageError,
+)
 from headwater.metrics.stats import EngineStats
 from headwater.metrics.view import EngineView, ViewLimits
 from headwater.scheduler.output import SequenceOutput
@@ -85,7 +93,8 @@ def run_engine(build: Build, address: str) -> int:
     except Exception as exc:
         log.exception("the engine died")
         sentence = f"the engine died: {type(exc).__name__}: {exc}"
-        socket.send(wire.encode(wire.Failure("EngineDead", sentence)))
+        kind = InvariantError if isinstance(exc, InvariantError) else EngineDead
+        socket.send(wire.encode(wire.Failure(kind.__name__, sentence)))
         return 1
     finally:
         socket.close(linger=1000)

@@ -35,6 +35,11 @@ _FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0,
 _SLOW = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 ENGINE_UP = Metric("engine_up", Kind.GAUGE, "1 while the engine answers, 0 when it does not.")
+VIOLATIONS = Metric(
+    "invariant_violations_total",
+    Kind.COUNTER,
+    "Books that did not balance, such as a slot freed twice; each ends the engine.",
+)
 RUNNING = Metric("num_requests_running", Kind.GAUGE, "Sequences being computed.")
 WAITING = Metric("num_requests_waiting", Kind.GAUGE, "Sequences waiting to be admitted.")
 KV_USAGE = Metric(
@@ -294,7 +299,7 @@ ROUTER_METRICS = (
 )
 """Everything a router exposes."""
 
-ALL = (ENGINE_UP, *ENGINE_METRICS, *SERVER_METRICS)
+ALL = (ENGINE_UP, VIOLATIONS, *ENGINE_METRICS, *SERVER_METRICS)
 """Everything a server exposes."""
 
 SCRAPED_BY_ROUTERS = (RUNNING, WAITING, KV_USAGE, QUERIES, HITS, CACHE_CONFIG)

@@ -35,10 +35,14 @@ def render(
     stats: EngineStats | None,
     *,
     block_tokens: int,
+    num_violations: int = 0,
     vllm_names: bool = False,
 ) -> bytes:
     """One scrape. Without `stats` (the engine is dead) only the server's own metrics."""
-    families = [_family(names.ENGINE_UP, {(): float(stats is not None)})]
+    families = [
+        _family(names.ENGINE_UP, {(): float(stats is not None)}),
+        _family(names.VIOLATIONS, {(): num_violations}),
+    ]
     families += _server_families(recorder)
     if stats is not None:
         values = _engine_values(stats, block_tokens)

@@ -92,6 +92,7 @@ async def metrics(request: Request) -> Response:
         service.recorder,
         stats,
         block_tokens=service.engine.info.block_tokens,
+        num_violations=service.engine.num_violations,
         vllm_names=service.config.vllm_metric_names,
     )
     return Response(body, media_type=CONTENT_TYPE)

@@ -103,6 +103,7 @@ class EchoEngine:
         self.core = core or make_echo_core()
         self.info = info or make_echo_info()
         self.dead: str | None = None
+        self.num_violations = 0
         self._mailboxes: dict[str, Mailbox] = {}
         self._flowing = asyncio.Event()
         self._flowing.set()
