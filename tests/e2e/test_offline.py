@@ -9,6 +9,7 @@ import pytest
 
 import headwater
 from headwater.errors import ConfigError
+from tests.device.families import assert_same_tokens
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +28,7 @@ def test_offline_equals_served(llm, server):
         {"temperature": 0.8, "seed": 7, "top_p": 0.9},
     ]
     for options in ways:
-        params = headwater.SamplingParams(max_tokens=16, ignore_eos=True, **options)
+        params = headwater.SamplingParams(max_tokens=16, ignore_eos=True, logprobs=2, **options)
 
         mine = llm.generate("a spring in the mountains", params)[0]
         answer = server.complete(
@@ -38,8 +39,13 @@ def test_offline_equals_served(llm, server):
             **options,
         ).json()
 
-        assert mine.tokens == answer["choices"][0]["token_ids"]
-        assert mine.text == answer["choices"][0]["text"]
+        tops = [entry.top_values for entry in mine.logprobs if entry is not None]
+        gaps = [best - second for best, second in tops]
+        if "seed" in options:
+            gaps = [1.0] * len(gaps)  # chance decides, not the best two
+        assert_same_tokens(mine.tokens, answer["choices"][0]["token_ids"], gaps)
+        if mine.tokens == answer["choices"][0]["token_ids"]:
+            assert mine.text == answer["choices"][0]["text"]
 
 
 def test_a_conversation_is_reused_turn_by_turn(llm):
