@@ -1,5 +1,6 @@
 """`headwater top` against a live server: in a terminal, once, and as JSON."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -33,6 +34,13 @@ def read_until(terminal, wanted, *, said=""):
     while not all(word in said for word in wanted):
         said += os.read(terminal, 65536).decode(errors="replace")
     return said
+
+
+def drain(terminal):
+    """Read until the other end is closed, which a terminal tells as an error."""
+    with contextlib.suppress(OSError):
+        while os.read(terminal, 65536):
+            pass
 
 
 def test_once_prints_the_numbers_of_cache(server):
@@ -87,17 +95,15 @@ def test_live_in_a_terminal_it_updates_until_interrupted(server):
         stderr=theirs,
         env=os.environ | {"TERM": "xterm-256color"},
         start_new_session=True,
+        # A shell starts its background jobs with Ctrl-C ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         os.close(theirs)
         read_until(ours, ["headwater-tiny", "live", "tiers", "running and waiting"])
         server.complete(prompt="a request to be seen", max_tokens=4, request_id="seen-in-top")
         said = read_until(ours, ["seen-in-top"])
         process.send_signal(signal.SIGINT)
-        try:
-            while os.read(ours, 65536):
-                pass
-        except OSError:
-            pass  # the other end is closed
+        drain(ours)
         assert process.wait(timeout=20) == 130
     os.close(ours)
     assert "Traceback" not in said
