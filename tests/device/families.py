@@ -11,11 +11,11 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 
 from headwater.types import Tokens
+from tests.ties import NEAR_TIE
 
 log = logging.getLogger(__name__)
 
 VOCAB = 128
-NEAR_TIE = 1e-4
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,

@@ -6,10 +6,17 @@ from typing import Any
 import pytest
 
 from tests.e2e.live import LiveServer
+from tests.ties import log_near_ties
 
 pytestmark = pytest.mark.slow
 
-ASK = {"max_tokens": 4, "ignore_eos": True, "return_token_ids": True, "cache_details": True}
+ASK = {
+    "max_tokens": 4,
+    "ignore_eos": True,
+    "logprobs": 2,
+    "return_token_ids": True,
+    "cache_details": True,
+}
 
 
 def make_prompt(number: int) -> str:
@@ -23,6 +30,7 @@ def ask(server: LiveServer, number: int, **fields: Any) -> tuple[list[int], dict
     details = answer["usage"]["prompt_tokens_details"]
     cache = details["cache"]
     assert details["cached_tokens"] == sum(cache[t] for t in ("device", "host", "storage"))
+    log_near_ties(answer["choices"][0])
     return answer["choices"][0]["token_ids"], cache
 
 

@@ -1,0 +1,70 @@
+"""What `deploy/` has besides boards and alerts: read here, and run nowhere. Whether the image
+builds and the unit starts is for a machine that has Docker's registry and systemd."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from headwater.cli.parser import build_parser
+
+ROOT = Path(__file__).parents[1]
+DOCKERFILE = (ROOT / "deploy/Dockerfile").read_text()
+UNIT = (ROOT / "deploy/headwater.service").read_text()
+
+
+def test_the_image_copies_what_there_is_and_starts_a_command_line_that_parses():
+    """Every file named in COPY exists; the entry point's flags are real; it is not root."""
+    copied = re.findall(r"^COPY (?!--from)(.+) \S+$", DOCKERFILE, re.M)
+    (entry,) = re.findall(r"^ENTRYPOINT (\[.+\])$", DOCKERFILE, re.M)
+    command = json.loads(entry)
+
+    assert copied
+    for name in " ".join(copied).split():
+        assert (ROOT / name).exists(), name
+    options = build_parser().parse_args(command[1:])
+    assert (command[0], options.host, options.exit_with_engine) == (
+        "headwater",
+        "0.0.0.0",
+        True,
+    )
+    assert re.findall(r"^USER (\S+)$", DOCKERFILE, re.M) == ["headwater"]
+
+
+def test_the_health_check_asks_the_port_and_the_path_that_are_served():
+    """The cheap one, which needs no key, at the default port."""
+    port = build_parser().parse_args(["serve"]).port
+
+    assert f"http://127.0.0.1:{port}/health" in DOCKERFILE
+    assert f"EXPOSE {port}\n" in DOCKERFILE
+
+
+def test_the_unit_starts_a_command_line_that_parses():
+    """With flags of the operator's behind it; it has longer to stop than a drain takes."""
+    (start,) = re.findall(r"^ExecStart=(.+)$", UNIT, re.M)
+    (stop_s,) = re.findall(r"^TimeoutStopSec=(\d+)$", UNIT, re.M)
+    flags = start.replace("$HEADWATER_FLAGS", "/srv/model --port 8000").split()[1:]
+
+    options = build_parser().parse_args(flags)
+
+    assert (options.model, options.port) == ("/srv/model", 8000)
+    assert int(stop_s) > options.drain_timeout + 10
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_systemd_reads_every_line_of_the_unit(tmp_path):
+    """No unknown setting, no value that it ignores; only the program's place is another."""
+    unit = tmp_path / "headwater.service"
+    unit.write_text(re.sub(r"^(ExecStart=)\S+", rf"\1{shutil.which('true')}", UNIT, flags=re.M))
+
+    found = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(unit)],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+
+    assert "headwater.service" not in found.stderr + found.stdout, found.stderr
