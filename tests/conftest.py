@@ -1,5 +1,7 @@
 """Settings of every property search; see `tests/search.py` for how long they are."""
 
+import signal
+
 from hypothesis import HealthCheck, Phase, settings
 
 from tests.search import SCALE
@@ -14,3 +16,6 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("headwater")
+
+# A shell starts its background jobs with Ctrl-C ignored, and all that they start inherits it.
+signal.signal(signal.SIGINT, signal.default_int_handler)

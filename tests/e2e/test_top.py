@@ -95,8 +95,6 @@ def test_live_in_a_terminal_it_updates_until_interrupted(server):
         stderr=theirs,
         env=os.environ | {"TERM": "xterm-256color"},
         start_new_session=True,
-        # A shell starts its background jobs with Ctrl-C ignored, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         os.close(theirs)
         read_until(ours, ["headwater-tiny", "live", "tiers", "running and waiting"])
