@@ -157,7 +157,7 @@ def _named_session() -> _Path:
         "A session is over: its blocks go first.",
         schema.CloseSession,
         answers.SessionClosed,
-        (400, 401, 413, 503),
+        (400, 401, 404, 413, 503),  # clients take names such as ".." out of the path
     )
     path["post"]["requestBody"]["required"] = False
     name = {"type": "string", "pattern": schema.SESSION_ID}
