@@ -44,6 +44,7 @@ def test_the_order_is_class_then_preempted_then_arrival(places, data) -> None:
 
         assert list(queue) == model
         assert len(queue) == len(model)
+        assert list(queue.preempted()) == [s for s in model if s.num_preemptions]
         assert queue.num_preempted == sum(s.num_preemptions for s in model)
     for sequence in model:
         queue.remove(sequence)

@@ -118,12 +118,8 @@ class Handoffs:
     def give_back(self, after_s: float, now: float) -> None:
         """End what was preempted and has waited `after_s` to resume, where somebody can have it
         continued elsewhere: its tokens so far are with whoever that is."""
-        waiting = self._roster.waiting
-        if not waiting.num_preempted:
-            return
-        for sequence in list(waiting):
-            late = sequence.num_preemptions and now - sequence.vacated_s >= after_s
-            if late and sequence.request.can_return:
+        for sequence in self._roster.waiting.preempted():
+            if now - sequence.vacated_s >= after_s and sequence.request.can_return:
                 name = sequence.request_id
                 self.outputs.append(SequenceOutput(name, [], [], finish_reason="returned"))
                 self._finish(sequence, "returned", now)

@@ -2,7 +2,6 @@
 
 from collections import Counter, deque
 from collections.abc import Iterator
-from itertools import islice
 from math import inf
 
 from headwater.cache import Match
@@ -113,10 +112,7 @@ class Intake:
     def _candidates(self) -> Iterator[Sequence]:
         """Who waits and may start at all, in order."""
         waiting = self._roster.waiting
-        if not self.is_paused:
-            return iter(waiting)
-        preempted = (sequence for sequence in waiting if sequence.num_preemptions)
-        return islice(preempted, waiting.num_preempted)
+        return waiting.preempted() if self.is_paused else iter(waiting)
 
     def _sight(self) -> tuple[object, ...]:
         """All that verdicts depend on, but the time and the ends of transfers."""

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import islice
 
 from headwater.scheduler.sequence import Sequence
 
@@ -36,6 +37,12 @@ class WaitingQueue:
                 yield sequence
             if place < len(self) and self._sequences[self._head + place] is sequence:
                 place += 1
+
+    def preempted(self) -> Iterator[Sequence]:
+        """Those that were preempted, in order, and no look behind the last of them. The one that
+        was just given may leave."""
+        found = (sequence for sequence in self if sequence.num_preemptions)
+        return islice(found, self.num_preempted)
 
     def push(self, sequence: Sequence) -> None:
         """Take the place that its class, its arrival and its preemptions give it."""
