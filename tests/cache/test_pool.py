@@ -78,14 +78,18 @@ def test_freeing_a_free_slot_is_found():
     pool.check()
 
 
-def test_one_batch_naming_a_slot_twice_is_found():
-    """Lesson 7: a duplicate inside one batch is a double free too."""
-    pool = SlotPool(4)
-    slots = taken(pool, 2)
+@pytest.mark.parametrize("times", [1, 5, 40])
+def test_one_batch_naming_a_slot_twice_is_found(times: int):
+    """Lesson 7: a duplicate inside one batch is a double free too, however long the batch."""
+    pool = SlotPool(32)
+    slots = taken(pool, 12)
+    batch = np.concatenate((slots[:2], np.repeat(slots[:1], times), slots[2:]))
 
     with pytest.raises(InvariantError, match="twice"):
-        pool.free(np.array([slots[0], slots[1], slots[0]]), HELD)
-    assert pool.stats().held == 2
+        pool.free(batch[: times + 2], HELD)
+    with pytest.raises(InvariantError, match="twice"):
+        pool.free(batch, HELD)
+    assert pool.stats().held == 12
     pool.check()
 
 

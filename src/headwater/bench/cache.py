@@ -171,7 +171,7 @@ def _parser() -> ArgumentParser:
         "--capacity-tokens", type=int, default=3_072_000, help="device capacity (3072000)"
     )
     parser.add_argument(
-        "--repeats", type=int, default=5, help="replays; the quietest counts (5)"
+        "--repeats", type=int, default=9, help="replays; the quietest counts (9)"
     )
     parser.add_argument("--quick", action="store_true", help="fewer requests")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -34,6 +34,9 @@ _FREE = SlotState.FREE
 _BYTE = [bytes([state]) for state in SlotState]
 """Each state as the byte it is in an array of states."""
 
+_FEW = 8
+"""Up to this many slots are compared as a set, which is then the faster way."""
+
 _OUTSIDE = 255
 """No state: what an index that is not a slot finds."""
 
@@ -69,6 +72,7 @@ class SlotPool:
         # Scratch for finding a slot that is named twice in one batch.
         self._mark = np.zeros(num_slots, dtype=np.int32)
         self._ordinal = np.arange(num_slots, dtype=np.int32)
+        self._ordinals = self._ordinal.tobytes()
         self._counts = [num_slots, 0, 0, 0, 0]
 
     def take(self, count: int, state: SlotState = SlotState.HELD) -> Slots | None:
@@ -90,9 +94,7 @@ class SlotPool:
     def move(self, slots: Slots, old: SlotState, new: SlotState) -> None:
         """Change the state of `slots`, all of which must be in state `old`."""
         count = len(slots)
-        self._require(slots, old)
-        if count > 1:
-            self._require_once(slots, count)
+        self._require(slots, count, old)
         self._state[slots] = new
         self._counts[old] -= count
         self._counts[new] += count
@@ -123,14 +125,28 @@ class SlotPool:
         count = len(slots)
         if not count:
             return
-        self._require(slots, old)
-        if count > 1:
-            self._require_once(slots, count)
+        if count == 1 and self._free_one(slots.item(0), old):
+            return
+        self._require(slots, count, old)
         self._state[slots] = _FREE
         self._free[self.num_free : self.num_free + count] = slots
         self.num_free += count
         self._counts[old] -= count
         self._counts[_FREE] += count
+
+    def _free_one(self, slot: int, old: SlotState) -> bool:
+        """Free what most sequences give back, the block they did not fill, in half the time.
+
+        False, and nothing is changed, if it is not a slot in state `old`.
+        """
+        if not 0 <= slot < self.num_slots or self._state.item(slot) != old:
+            return False
+        self._state[slot] = _FREE
+        self._free[self.num_free] = slot
+        self.num_free += 1
+        self._counts[old] -= 1
+        self._counts[_FREE] += 1
+        return True
 
     def stats(self) -> PoolStats:
         """How many slots are in each state now."""
@@ -159,8 +175,8 @@ class SlotPool:
         if np.bincount(states, minlength=len(SlotState)).tolist() != self._counts:
             raise InvariantError("the count of a slot state is wrong")
 
-    def _require(self, slots: Slots, state: SlotState) -> None:
-        """Raise unless every slot exists and is in `state`."""
+    def _require(self, slots: Slots, count: int, state: SlotState) -> None:
+        """Raise unless every slot exists, is in `state`, and is named once."""
         try:
             found = self._state[slots]
         except IndexError as exc:
@@ -168,18 +184,17 @@ class SlotPool:
         # What is left of the bytes without those of the state: the fastest way to compare all.
         if found.tobytes().strip(_BYTE[state]):
             self._explain(slots, state)
-
-    def _require_once(self, slots: Slots, count: int) -> None:
-        """Raise if a slot is named twice."""
-        if count <= 8:
-            if len(set(slots.tolist())) != count:
-                raise InvariantError("a slot is named twice in one batch")
-            return
-        # Where two entries name one slot, the later ordinal is in both places.
-        ordinal = self._ordinal[:count]
-        self._mark[slots] = ordinal
-        if self._mark[slots].tobytes() != ordinal.tobytes():
+        if count > 1 and not self._is_each_once(slots, count):
             raise InvariantError("a slot is named twice in one batch")
+
+    def _is_each_once(self, slots: Slots, count: int) -> bool:
+        if count <= _FEW:
+            return len(set(slots.tolist())) == count
+        if count > self.num_slots:
+            return False
+        # Where two entries name one slot, the later ordinal is in both places.
+        self._mark[slots] = self._ordinal[:count]
+        return self._ordinals.startswith(self._mark[slots].tobytes())
 
     def _explain(self, slots: Slots, state: SlotState) -> None:
         wrong = slots[self._state[slots] != state]

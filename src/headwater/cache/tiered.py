@@ -142,7 +142,8 @@ class TieredCache:
         A match that is not current is made again first, so a lease is never on blocks that
         went meanwhile. With `counted` the match goes into the ledger and counts as a hit.
         """
-        if not self.is_current(match):
+        tree, version = match.version
+        if version != self.tree.version or tree is not self.tree:
             match = self.match(match.path, match.max_blocks)
         if counted:
             self._ledger.record(match)
