@@ -3,6 +3,7 @@
 import io
 import signal
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -199,6 +200,15 @@ def make_interrupted(folder, depth):
     return OfflineEngine(core, tokenizer, SystemClock(), vocab_size=VOCAB_SIZE), runner, cache
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C as a program finds it, whatever others in this process have made of it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before or signal.default_int_handler)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_ctrl_c_inside_any_step_leaves_nothing_behind(tmp_path, depth):
     """Lesson 58: wherever it strikes, every slot is back and the engine answers as before."""
