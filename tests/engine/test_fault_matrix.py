@@ -34,7 +34,8 @@ BLOCK_TOKENS = 4
 PROMPT = [at * 3 % 50 for at in range(33)]
 OTHER = [at * 7 % 50 for at in range(29)]
 STUCK_S = 20.0
-TIMEOUTS = {"read_timeout_s": 0.3, "write_timeout_s": 0.3, "lookup_timeout_s": 0.3}
+SHORT_S = 0.3
+"""What a call may take where the fault is that it does not return."""
 BACKENDS = ("memory", "file", "redis", pytest.param("mooncake", marks=pytest.mark.slow))
 LINKS = {"contains": "lookup", "read": "storage_to_host", "write": "host_to_storage"}
 CALL_FAULTS = {Fault.ERROR: "error", Fault.TIMEOUT: "timeout", Fault.HANG: "timeout"}
@@ -71,7 +72,12 @@ class Bench:
             return RedisMedium(self.settings["url"], prefix)
         return MooncakeMedium(backend._store, prefix)
 
-    def engine(self, storage: StorageBackend, block_tokens: int = BLOCK_TOKENS) -> EchoTiers:
+    def engine(
+        self,
+        storage: StorageBackend,
+        block_tokens: int = BLOCK_TOKENS,
+        timeout_s: float = SHORT_S,
+    ) -> EchoTiers:
         """An engine that writes all it computes and always loads what it finds."""
         guarded = GuardedStorage(storage, Breaker(BreakerConfig(), SystemClock()))
         engine = EchoTiers(
@@ -79,7 +85,7 @@ class Bench:
             host_blocks=256,
             block_tokens=block_tokens,
             storage=guarded,
-            timeouts=TIMEOUTS,
+            timeouts={f"{call}_timeout_s": timeout_s for call in ("read", "write", "lookup")},
             settings={"load_policy": "wait"},
         )
         self.engines.append(engine)
@@ -127,7 +133,7 @@ def serve(engine: EchoTiers, salt: str, name: str, prompt: list[int]) -> None:
 
 def stored(bench: Bench, backend: StorageBackend, salt: str) -> None:
     """Have another engine write the blocks of PROMPT."""
-    writer = bench.engine(backend)
+    writer = bench.engine(backend, timeout_s=STUCK_S)
     serve(writer, salt, "writer", PROMPT)
     writer.core.drain(STUCK_S)
     writer.check_idle()
@@ -141,7 +147,7 @@ def finish(engine: EchoTiers) -> None:
 def test_without_a_fault_every_backend_hits(bench: Bench, backend: StorageBackend) -> None:
     """The control cell: what one engine wrote, the next one loads."""
     stored(bench, backend, "control")
-    engine = bench.engine(backend)
+    engine = bench.engine(backend, timeout_s=STUCK_S)
 
     serve(engine, "control", "again", PROMPT)
 
@@ -160,7 +166,7 @@ def test_a_call_that_fails(
     salt = f"{fault.name} {call}"
     stored(bench, backend, salt)
     double = FaultyStorage(backend, {call: [fault]})
-    engine = bench.engine(double)
+    engine = bench.engine(double, timeout_s=SHORT_S if fault is Fault.HANG else STUCK_S)
 
     serve(engine, salt, "again", PROMPT)
     serve(engine, salt, "other", OTHER)
@@ -187,7 +193,9 @@ def test_bytes_that_are_not_the_block(
     stored(bench, backend, salt)
     before = backend.stats().reasons
     medium = bench.medium(backend)
-    engine = bench.engine(FaultyStorage(backend, {"read": [fault]}, medium))
+    # A busy machine may be slow to read, which is another fault.
+    storage = FaultyStorage(backend, {"read": [fault]}, medium)
+    engine = bench.engine(storage, timeout_s=STUCK_S)
 
     serve(engine, salt, "again", PROMPT)
     finish(engine)
