@@ -129,8 +129,8 @@ def _in_parts(
 ) -> Tensor:
     """The last tokens of a prompt in parts, all heads of a KV head in one product.
 
-    A part multiplies with the keys that its queries see and no more. A CPU's fused kernel
-    takes 1.2 times as long (32 tokens after 512), 1.5 times for 544 tokens.
+    A part multiplies with the keys that its queries see and no more, and needs no mask. A
+    CPU's fused kernel takes 1.3 times as long for 544 tokens, and as long for 32 after 512.
     """
     tokens, heads, head_dim = query.shape
     kv_heads = keys.shape[1]
