@@ -70,7 +70,7 @@ def _free_bytes(model: LoadedModel) -> int:
     """What the model's device has left, now that the model is on it."""
     if model.device.type == "cuda":
         return int(torch.cuda.mem_get_info(model.device)[0])
-    return _available_bytes()
+    return free_main_bytes()
 
 
 def _step_bytes(model: LoadedModel, step_tokens: int) -> int:
@@ -84,7 +84,7 @@ def _step_bytes(model: LoadedModel, step_tokens: int) -> int:
     return int(activations) + rows * model.vocab_size * _LOGIT_BYTES + _WORKSPACE_BYTES
 
 
-def _available_bytes() -> int:
+def free_main_bytes() -> int:
     """Free main memory, within the limit of the control group this process is in."""
     free = _meminfo_available()
     try:

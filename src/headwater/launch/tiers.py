@@ -13,6 +13,7 @@ from headwater.storage.base import Opening
 from headwater.storage.breaker import Breaker, BreakerConfig, GuardedStorage
 from headwater.storage.codec import BlockFormat
 from headwater.storage.registry import open_storage
+from headwater.storage.resp import Address
 from headwater.transfer.layout import KVLayout
 from headwater.transfer.mover import Mover
 from headwater.transfer.slab import HostSlab, slot_bytes
@@ -42,6 +43,16 @@ def host_blocks(config: EngineConfig, layout: KVLayout) -> int:
     """Blocks of the host tier; 0 without one, or ConfigError where it cannot be."""
     if not config.swap_space_gib:
         return 0
+    # Beside torch, which is imported by the time there is a layout.
+    from headwater.device.memory import free_main_bytes
+
+    free = free_main_bytes()
+    if config.swap_space_gib * _GIB > free:
+        # The system would hand the memory out and end the process when the tier has filled.
+        raise ConfigError(
+            f"--swap-space {config.swap_space_gib:g} is more than the {free / _GIB:.1f} GiB of "
+            "main memory that are free here"
+        )
     num_blocks = int(config.swap_space_gib * _GIB) // slot_bytes(layout.block_bytes)
     if not num_blocks:
         raise ConfigError(
@@ -80,7 +91,7 @@ def describe_tiers(
     lines = [f"host    {num_host_blocks:,} blocks ({size:.2f} GiB), empty; {written}"]
     if config.storage_backend is not None:
         lines.append(
-            f"storage {config.storage_backend}; what is written to the host is written there too; "
+            f"storage {_storage(config)}; what is written to the host is written there too; "
             "asked for each prompt that is not in memory"
         )
     bound = (
@@ -88,6 +99,15 @@ def describe_tiers(
     )
     lines.append(f"loads   found blocks are {_LOADED[config.load_policy]}{bound}")
     return tuple(lines)
+
+
+def _storage(config: EngineConfig) -> str:
+    """The backend, and where it is if the settings say so; never with a password."""
+    name, settings = config.storage_backend, config.storage_config
+    if name == "redis" and "url" in settings:
+        return f"{name}, {Address.parse(str(settings['url']))}"
+    place = settings.get("path", settings.get("master"))
+    return f"{name}, {place}" if place and name in ("file", "mooncake") else f"{name}"
 
 
 def _open_workers(

@@ -61,6 +61,11 @@ class FileConfig:
             raise ConfigError("the file backend needs a path")
         if self.num_threads < 1:
             raise ConfigError(f"num_threads must be positive, got {self.num_threads}")
+        if self.slab_bytes < 1 or self.reserve_bytes < 0:
+            raise ConfigError(
+                f"slab_bytes must be positive and reserve_bytes not negative, got "
+                f"{self.slab_bytes} and {self.reserve_bytes}"
+            )
 
     def geometry(self, form: BlockFormat) -> Geometry:
         """Slabs that fit the capacity; ConfigError where not even one block does."""

@@ -37,11 +37,12 @@ class Address:
     @classmethod
     def parse(cls, url: str) -> "Address":
         """redis://[user:password@]host[:port][/db], or rediss:// for TLS."""
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+        except ValueError as error:
+            raise _no_url(url) from error
         if parts.scheme not in ("redis", "rediss") or not parts.hostname:
-            raise ConfigError(
-                f"{_masked(url)!r} is no Redis URL; write redis://[user:password@]host[:port][/db]"
-            )
+            raise _no_url(url)
         db = parts.path.strip("/")
         if db and not db.isdigit():
             raise ConfigError(f"the database in a Redis URL is a number, got {db!r}")
@@ -265,6 +266,12 @@ def _lost(address: Address, error: OSError) -> StorageError:
     if isinstance(error, TimeoutError):
         return StorageTimeout(f"{address} did not answer in time")
     return StorageError(f"{address}: {error}")
+
+
+def _no_url(url: str) -> ConfigError:
+    return ConfigError(
+        f"{_masked(url)!r} is no Redis URL; write redis://[user:password@]host[:port][/db]"
+    )
 
 
 def _masked(url: str) -> str:
