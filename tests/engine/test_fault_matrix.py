@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from headwater.cache.pool import SlotState
 from headwater.clock import SystemClock
-from headwater.storage import Opening, StorageBackend, open_storage
+from headwater.storage import Opening, StorageBackend, StorageStats, open_storage
 from headwater.storage.breaker import Breaker, BreakerConfig, GuardedStorage
 from headwater.testing.faults import BYTE_FAULTS, Fault, FaultyStorage, Medium
 from headwater.testing.media import FileMedium, MemoryMedium, MooncakeMedium, RedisMedium
@@ -77,12 +79,14 @@ class Bench:
         storage: StorageBackend,
         block_tokens: int = BLOCK_TOKENS,
         timeout_s: float = SHORT_S,
+        host_blocks: int = 256,
+        breaker: BreakerConfig | None = None,
     ) -> EchoTiers:
         """An engine that writes all it computes and always loads what it finds."""
-        guarded = GuardedStorage(storage, Breaker(BreakerConfig(), SystemClock()))
+        guarded = GuardedStorage(storage, Breaker(breaker or BreakerConfig(), SystemClock()))
         engine = EchoTiers(
             num_blocks=64,
-            host_blocks=256,
+            host_blocks=host_blocks,
             block_tokens=block_tokens,
             storage=guarded,
             timeouts={f"{call}_timeout_s": timeout_s for call in ("read", "write", "lookup")},
@@ -179,9 +183,36 @@ def test_a_call_that_fails(
     assert hit == (32 if call == "write" else 0)
     reason = CALL_FAULTS[fault]
     assert engine.failures()[LINKS[call]].get(reason) == 1
-    stats = engine.core.stats().storage
-    assert stats is not None
-    assert stats.reasons.get(reason, 0) >= (0 if fault is Fault.HANG else 1)
+    counted = storage_of(engine).reasons.get(reason, 0)
+    assert counted >= (0 if fault is Fault.HANG else 1)
+
+
+def test_a_hung_read_writes_late_where_nobody_reads(
+    bench: Bench, backend: StorageBackend
+) -> None:
+    """Lesson 50: every slot that can be had is in use when the read returns at last. Its bytes
+    arrive, in the slots that were kept from all others, and in no others."""
+    stored(bench, backend, "late")
+    double = FaultyStorage(backend, {"read": [Fault.HANG]})
+    engine = bench.engine(double, host_blocks=16)
+    serve(engine, "late", "hung", PROMPT)
+    for number in range(3):
+        serve(engine, "late", f"crowd {number}", [at * (7 + number) % 50 for at in range(33)])
+    engine.core.drain(1.0)
+    pool, before = engine.cache.host.pool, engine.slab.rows.copy()
+    kept = np.sort(pool.owned(SlotState.QUARANTINED))
+
+    double.release()
+    engine.core.drain(STUCK_S)
+
+    written = np.flatnonzero((engine.slab.rows != before).any(axis=1))
+    assert pool.stats().free + pool.stats().cached == 16
+    assert written.tolist() == kept.tolist()
+    assert len(kept) == 8
+    engine.core.reset_cache(("device",))
+    serve(engine, "late", "again", [at * 9 % 50 for at in range(33)])
+    assert engine.usages["again"].by_tier["host"] == 32
+    finish(engine)
 
 
 @pytest.mark.parametrize("fault", BYTE_FAULTS, ids=lambda fault: fault.name)
@@ -294,6 +325,44 @@ def test_a_server_that_is_killed(name: str, call: str, tmp_path: Path) -> None:
 
         assert engine.failures()[LINKS[call]]
         assert engine.usages["again"].by_tier["storage"] == 0
+
+
+def test_a_server_that_comes_back_is_found_again(tmp_path: Path) -> None:
+    """Lesson 45: while it is gone it is not asked, after three failures; when it is back, one
+    call finds out, that is counted, and the next engine hits what was written since."""
+    server = RedisServer(tmp_path)
+    bench = Bench("redis", {"url": server.url}, server.stop)
+    backend, waits = bench.open(), BreakerConfig(recovery_s=0.05, max_recovery_s=0.1)
+    engine = bench.engine(backend, breaker=waits)
+    server.stop()
+    for number in range(3):
+        serve(engine, f"gone {number}", f"gone {number}", PROMPT)
+    assert storage_of(engine).breaker != "closed"
+    assert storage_of(engine).reasons["error"] >= 3
+
+    server.start()
+    for number in range(1000):
+        if storage_of(engine).breaker == "closed":
+            break
+        serve(engine, f"back {number}", f"back {number}", PROMPT)
+    serve(engine, "back", "back", PROMPT)
+    finish(engine)
+    other = bench.engine(backend, breaker=waits, timeout_s=STUCK_S)
+    serve(other, "back", "again", PROMPT)
+
+    assert storage_of(engine).recoveries >= 1
+    assert storage_of(engine).reasons["breaker_open"] >= 1
+    assert other.usages["again"].by_tier["storage"] == 32
+    finish(other)
+    for done in (engine, other):
+        done.core.close()
+    server.stop()
+
+
+def storage_of(engine: EchoTiers) -> StorageStats:
+    stats = engine.core.stats().storage
+    assert stats is not None
+    return stats
 
 
 @pytest.mark.parametrize("name", BACKENDS[1:])

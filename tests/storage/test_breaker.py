@@ -94,12 +94,12 @@ def test_an_open_breaker_answers_at_once_with_nothing() -> None:
     assert guarded.remove(keys, timeout_s=1) == 0
     stats = guarded.stats()
     assert stats.reasons == {"error": 2, "timeout": 1, "breaker_open": 4}
-    assert stats.breaker == "open"
+    assert (stats.breaker, stats.recoveries) == ("open", 0)
 
     clock.advance(5.0)
     assert read_run(guarded, keys, BLOCK_BYTES) == [BlockRead.READ] * 2
     assert state_of(breaker) is BreakerState.CLOSED
-    assert guarded.stats().breaker == "closed"
+    assert (guarded.stats().breaker, guarded.stats().recoveries) == ("closed", 1)
 
 
 def test_damaged_and_absent_blocks_do_not_open_it() -> None:

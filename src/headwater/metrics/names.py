@@ -143,6 +143,16 @@ PD_SECONDS = Metric(
 STORAGE_FAULTS = Metric(
     "storage_faults_total", Kind.COUNTER, "What went wrong in the backend.", ("reason",)
 )
+STORAGE_RESTS = Metric(
+    "storage_breaker_open",
+    Kind.GAUGE,
+    "1 while storage is not asked, or tried with one call, because it failed; else 0.",
+)
+STORAGE_RECOVERIES = Metric(
+    "storage_recoveries_total",
+    Kind.COUNTER,
+    "Times that storage answered again after it was not asked for a while.",
+)
 CACHE_CONFIG = Metric(
     "cache_config_info",
     Kind.GAUGE,
@@ -221,6 +231,8 @@ ENGINE_METRICS = (
     PD_BYTES,
     PD_SECONDS,
     STORAGE_FAULTS,
+    STORAGE_RESTS,
+    STORAGE_RECOVERIES,
     CACHE_CONFIG,
 )
 """Read from the engine's own snapshot."""

@@ -20,6 +20,7 @@ from headwater.metrics import names
 from headwater.metrics.names import Kind, Metric
 from headwater.metrics.recorder import Histogram, Recorder
 from headwater.metrics.stats import EngineStats
+from headwater.storage.base import StorageStats
 
 CONTENT_TYPE: str = CONTENT_TYPE_PLAIN_0_0_4
 """Plain text, whatever is asked for: the library's OpenMetrics turns the colon of our prefix
@@ -156,7 +157,6 @@ def _handoff_values(stats: EngineStats) -> dict[Metric, Values]:
 
 def _transfer_values(stats: EngineStats) -> dict[Metric, Values]:
     links = stats.links
-    faults = {} if stats.storage is None else stats.storage.reasons
     return {
         names.TRANSFER_BYTES: {(name,): link.num_bytes for name, link in links.items()},
         names.TRANSFER_SECONDS: {(name,): link.busy_s for name, link in links.items()},
@@ -173,7 +173,17 @@ def _transfer_values(stats: EngineStats) -> dict[Metric, Values]:
         },
         names.TRANSFER_QUEUE: {(name,): link.in_flight for name, link in links.items()},
         names.LOAD_CHOICES: {(reason,): n for reason, n in stats.load_choices.items()},
-        names.STORAGE_FAULTS: {(reason,): n for reason, n in faults.items()},
+        **_storage_values(stats.storage),
+    }
+
+
+def _storage_values(storage: StorageStats | None) -> dict[Metric, Values]:
+    if storage is None:
+        return {names.STORAGE_FAULTS: {}, names.STORAGE_RESTS: {}, names.STORAGE_RECOVERIES: {}}
+    return {
+        names.STORAGE_FAULTS: {(reason,): n for reason, n in storage.reasons.items()},
+        names.STORAGE_RESTS: {(): float(storage.breaker in ("open", "half_open"))},
+        names.STORAGE_RECOVERIES: {(): storage.recoveries},
     }
 
 

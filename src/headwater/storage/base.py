@@ -58,6 +58,9 @@ class StorageStats:
     breaker: str = "none"
     """`closed`, `open` or `half_open`; `none` without a breaker."""
 
+    recoveries: int = 0
+    """How often the breaker closed again."""
+
 
 class StorageBackend(Protocol):
     """Keys to blocks of one fixed size. Batch-first; every method but `stats` may block.

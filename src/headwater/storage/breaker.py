@@ -10,6 +10,7 @@ While it is open nothing is found, nothing is stored, and nobody waits.
 """
 
 import dataclasses
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from headwater.storage.base import BlockRead, BlockWrite, StorageBackend, Storag
 from headwater.types import BlockKey
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 class BreakerState(Enum):
@@ -65,6 +68,8 @@ class Breaker:
         self._failures = 0
         self._wait_s = config.recovery_s
         self._try_at_s = 0.0
+        self.num_recoveries = 0
+        """How often it closed again."""
 
     @property
     def state(self) -> BreakerState:
@@ -80,6 +85,9 @@ class Breaker:
 
     def succeeded(self) -> None:
         with self._lock:
+            if self._state is not BreakerState.CLOSED:
+                self.num_recoveries += 1
+                log.info("storage answers again")
             self._state = BreakerState.CLOSED
             self._failures = 0
             self._wait_s = self._config.recovery_s
@@ -93,6 +101,11 @@ class Breaker:
                 return
             self._state = BreakerState.OPEN
             self._try_at_s = self._clock.now() + self._wait_s
+            log.warning(
+                "storage failed %d times in a row, and is not asked for %g s",
+                self._failures,
+                self._wait_s,
+            )
 
 
 class GuardedStorage:
@@ -141,7 +154,10 @@ class GuardedStorage:
         with self._lock:
             reasons = Counter(stats.reasons) + self._reasons
         return dataclasses.replace(
-            stats, reasons=dict(reasons), breaker=self._breaker.state.value
+            stats,
+            reasons=dict(reasons),
+            breaker=self._breaker.state.value,
+            recoveries=self._breaker.num_recoveries,
         )
 
     def close(self) -> None:
