@@ -1,6 +1,7 @@
 """`headwater storage` on directories that servers use or used."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,30 @@ def test_verify_reads_everything_and_names_what_is_damaged(
     assert (finding["key"], finding["reason"]) == (key.hex(), "bad_checksum")
     assert main(["storage", "verify", str(directory)]) == 1
     assert "8 blocks are whole, 1 are not" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("suffix", [".table", ".slab"])
+def test_a_slab_that_cannot_be_read_is_named_and_pruned(
+    directory: Path, capsys: pytest.CaptureFixture[str], suffix: str
+) -> None:
+    """Its blocks are lost whole: listed, counted as damage, and gone when it is asked for."""
+    dead = [
+        slab for slab in run_json(capsys, "ls", str(directory))["slabs"] if not slab["in_use"]
+    ]
+    broken = dead[0]["name"]
+    os.truncate(directory / f"{broken}{suffix}", 10)
+
+    slabs = run_json(capsys, "ls", str(directory))["slabs"]
+    assert [slab["name"] for slab in slabs if not slab["readable"]] == [broken]
+    [finding] = run_json(capsys, "verify", str(directory), code=1)["findings"]
+    assert (finding["slab"], finding["reason"]) == (broken, "unreadable")
+    for action, code in (("ls", 0), ("stats", 0), ("verify", 1)):
+        assert main(["storage", action, str(directory)]) == code
+        assert "cannot be read" in capsys.readouterr().out
+
+    assert broken in run_json(capsys, "prune", str(directory), "--all")["deleted"]
+    assert not list(directory.glob(f"{broken}*"))
+    assert run_json(capsys, "verify", str(directory))["findings"] == []
 
 
 def test_prune_deletes_only_what_nobody_owns(

@@ -37,7 +37,7 @@ def add_storage(commands: "_SubParsersAction[ArgumentParser]") -> None:
     texts = {
         "ls": "list slabs, oldest first",
         "stats": "sums over the directory, by model",
-        "verify": "read and check every block; exit 1 if one is damaged",
+        "verify": "read and check every block; exit 1 if something is damaged",
         "prune": "delete slabs that no living process owns, oldest first",
     }
     for name, text in texts.items():
@@ -111,7 +111,7 @@ def _stats(survey: "Survey", options: Namespace) -> int:
         sums["bytes"] += slab.total_bytes
         sums["in_use"] += slab.in_use
     lines = [
-        f"model {model[:16]}  {sums['blocks']} of {sums['slots']} slots filled  "
+        f"{_model(model)}  {sums['blocks']} of {sums['slots']} slots filled  "
         f"{_size(sums['bytes'])} in {sums['slabs']} slabs, {sums['in_use']} in use"
         for model, sums in models.items()
     ]
@@ -123,11 +123,16 @@ def _stats(survey: "Survey", options: Namespace) -> int:
 
 def _verify(survey: "Survey", options: Namespace) -> int:
     result = survey.verify()
+    slabs = [bad for bad in result.findings if bad.slot is None]
+    blocks = [bad for bad in result.findings if bad.slot is not None]
     lines = [
-        f"damaged: block {bad.key[:16]} in slot {bad.slot} of {bad.slab[:8]} ({bad.reason})"
-        for bad in result.findings
+        f"damaged: slab {bad.slab[:8]} cannot be read, nothing in it is found" for bad in slabs
     ]
-    total = f"{result.blocks_good} blocks are whole, {len(result.findings)} are not"
+    lines += [
+        f"damaged: block {bad.key[:16]} in slot {bad.slot} of {bad.slab[:8]} ({bad.reason})"
+        for bad in blocks
+    ]
+    total = f"{result.blocks_good} blocks are whole, {len(blocks)} are not"
     _print(options, dataclasses.asdict(result), [*lines, total])
     return 1 if result.findings else 0
 
@@ -153,9 +158,13 @@ def _line(slab: "SlabSurvey") -> str:
     written = datetime.fromtimestamp(slab.written_at_s, UTC).strftime("%Y-%m-%d %H:%M")
     owner = "in use" if slab.in_use else "no owner"
     return (
-        f"{slab.name[:8]}  model {slab.model[:16]}  {slab.num_blocks}/{slab.num_slots} blocks "
+        f"{slab.name[:8]}  {_model(slab.model)}  {slab.num_blocks}/{slab.num_slots} blocks "
         f"of {_size(slab.block_bytes)}  {_size(slab.total_bytes)}  {written}  {owner}"
     )
+
+
+def _model(model: str) -> str:
+    return f"model {model[:16]}" if model else "cannot be read"
 
 
 def _print(options: Namespace, result: dict[str, Any], lines: list[str]) -> int:

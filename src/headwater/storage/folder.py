@@ -47,6 +47,18 @@ class Folder:
         """Bytes of all slabs and tables, of every model and process."""
         return sum(_file_bytes(path) for path in self.path.iterdir() if path.suffix in _OURS)
 
+    def bytes_of(self, name: str) -> int:
+        """Bytes of one slab and its table; 0 where it is gone."""
+        path = self.path / f"{name}.table"
+        return _file_bytes(path) + _file_bytes(slab_path(path))
+
+    def written_at_s(self, name: str) -> float:
+        """When the table of a slab last changed; 0 where it is gone."""
+        try:
+            return (self.path / f"{name}.table").stat().st_mtime
+        except FileNotFoundError:
+            return 0.0
+
     def create(
         self, geometry: Geometry, *, capacity_bytes: int, reserve_bytes: int
     ) -> Slab | None:
@@ -97,7 +109,7 @@ class Folder:
     def _make_room(self, wanted_bytes: int, capacity_bytes: int) -> bool:
         """Whether there is room; dead slabs, which nobody of their model took over, give way."""
         used = self.used_bytes()
-        dead = sorted(self.names(), key=lambda name: _age(self.path / f"{name}.table"))
+        dead = sorted(self.names(), key=self.written_at_s)
         while used + wanted_bytes > capacity_bytes and dead:
             if self._delete_dead(dead.pop(0)):
                 used = self.used_bytes()
@@ -146,10 +158,3 @@ def _file_bytes(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
-
-
-def _age(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0

@@ -19,7 +19,7 @@ class SlabSurvey:
 
     name: str
     model: str
-    """Fingerprint of the deployment, in hexadecimal."""
+    """Fingerprint of the deployment, in hexadecimal; empty where it cannot be read."""
 
     block_bytes: int
     num_blocks: int
@@ -31,13 +31,18 @@ class SlabSurvey:
     written_at_s: float
     """When its table last changed, in seconds since 1970."""
 
+    readable: bool = True
+    """Whether table and slab are what they should be; if not, nothing in it is found."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A block that is not what the table says."""
+    """A block that is not what the table says, or a whole slab that cannot be read."""
 
     slab: str
-    slot: int
+    slot: int | None
+    """None, with an empty key, for a slab."""
+
     key: str
     reason: str
 
@@ -66,9 +71,13 @@ class Survey:
         return self._folder.used_bytes()
 
     def slabs(self) -> list[SlabSurvey]:
-        """Every slab that can be opened, oldest first."""
-        found = [self._describe(name, slab) for name, slab in self._open_all()]
-        return sorted(found, key=lambda slab: slab.written_at_s)
+        """Every slab, oldest first; also those that no process can use any more."""
+        found = [
+            self._describe(name, self._folder.peek(name))
+            for name in self._folder.names()
+            if self._folder.bytes_of(name)
+        ]
+        return sorted(found, key=lambda slab: (slab.written_at_s, slab.name))
 
     def blocks(self) -> Iterator[tuple[str, Slab, Entry]]:
         """Every block that a table knows, slab by slab, in the order of writing."""
@@ -78,7 +87,12 @@ class Survey:
 
     def verify(self) -> Verification:
         """Read every block and have it prove what it is."""
-        good, num_bytes, findings = 0, 0, []
+        good, num_bytes = 0, 0
+        findings = [
+            Finding(slab=slab.name, slot=None, key="", reason="unreadable")
+            for slab in self.slabs()
+            if not slab.readable
+        ]
         for name, slab, entry in self.blocks():
             form = slab.geometry.form
             try:
@@ -117,14 +131,15 @@ class Survey:
             if slab is not None:
                 yield name, slab
 
-    def _describe(self, name: str, slab: Slab) -> SlabSurvey:
+    def _describe(self, name: str, slab: Slab | None) -> SlabSurvey:
         return SlabSurvey(
             name=name,
-            model=slab.geometry.form.fingerprint.hex(),
-            block_bytes=slab.geometry.form.block_bytes,
-            num_blocks=sum(1 for _ in slab.table.entries()),
-            num_slots=slab.geometry.num_slots,
-            total_bytes=slab.geometry.total_bytes,
+            model="" if slab is None else slab.geometry.form.fingerprint.hex(),
+            block_bytes=0 if slab is None else slab.geometry.form.block_bytes,
+            num_blocks=0 if slab is None else sum(1 for _ in slab.table.entries()),
+            num_slots=0 if slab is None else slab.geometry.num_slots,
+            total_bytes=self._folder.bytes_of(name),
             in_use=self._folder.is_owned(name),
-            written_at_s=slab.table.path.stat().st_mtime,
+            written_at_s=self._folder.written_at_s(name),
+            readable=slab is not None,
         )
