@@ -15,6 +15,7 @@ from headwater.storage.codec import (
     encode_header,
     verify_block,
 )
+from headwater.storage.pointer import copy_bytes
 from headwater.storage.settings import read_settings
 from headwater.storage.tally import Tally
 from headwater.types import BlockKey
@@ -110,7 +111,7 @@ class MemoryStorage:
             header = bytes(value[:HEADER_BYTES])
             whole = len(value) == HEADER_BYTES + len(into)
             if whole:
-                into[:] = memoryview(value)[HEADER_BYTES:]
+                copy_bytes(into, memoryview(value)[HEADER_BYTES:])
         try:
             if not whole:
                 raise StorageCorrupt("a block was cut short", reason="truncated")
@@ -140,7 +141,7 @@ class MemoryStorage:
                 self._spare = self._make_values()
             value = self._spare.pop()
             value[:HEADER_BYTES] = header
-            memoryview(value)[HEADER_BYTES:] = block
+            copy_bytes(memoryview(value)[HEADER_BYTES:], block)
             self.values[key] = value
         return BlockWrite.WRITTEN
 

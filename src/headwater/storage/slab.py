@@ -17,7 +17,7 @@ from threading import local
 from headwater.errors import StorageCorrupt
 from headwater.storage.codec import encode_header, verify_block
 from headwater.storage.openfile import OpenFile
-from headwater.storage.pointer import address_of
+from headwater.storage.pointer import address_of, copy_bytes
 from headwater.storage.table import PAGE_BYTES, Entry, Geometry, Table
 
 
@@ -59,7 +59,7 @@ class Slab:
         if got < PAGE_BYTES + len(into):
             raise StorageCorrupt("a slot was cut short", reason="truncated")
         if staged:
-            into[:] = payload[: len(into)]
+            copy_bytes(into, payload[: len(into)])
         verify_block(page, into, form=self.geometry.form, key=entry.key)
 
     def write(self, entry: Entry, block: memoryview) -> None:
@@ -69,7 +69,7 @@ class Slab:
         header = encode_header(self.geometry.form, entry.key, entry.parent, block)
         page[: len(header)] = header
         if staged:
-            payload[: len(block)] = block
+            copy_bytes(payload[: len(block)], block)
         put = os.pwritev(self._file.fd, [page, payload], entry.slot * self.geometry.slot_bytes)
         if put < PAGE_BYTES + len(payload):
             raise OSError(errno.ENOSPC, "only part of a slot was written")
