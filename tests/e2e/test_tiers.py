@@ -1,6 +1,9 @@
 """Host and storage tiers of a live server, as an operator and a client see them."""
 
 import json
+import re
+from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -76,6 +79,67 @@ def test_a_prompt_that_the_device_evicted_comes_back_from_the_host():
     assert 'headwater:tier_blocks{state="cached",tier="host"}' in scraped
     assert any("is written to it when it is first found again" in line for line in server.said)
     assert code == 0, server.errors
+
+
+def test_a_split_is_seen_by_the_client_and_in_the_ledger():
+    """Load the head, compute the tail: with a deadline that only some of the blocks can meet, by
+    the prices that /cache tells, the answer says how many were chosen and what all would cost."""
+    server = LiveServer("--swap-space", "0.25", blocks=24).wait_ready()
+    right, _ = ask(server, 1)
+    ask(server, 1)
+    until_written(server, "device_to_host")
+    server.post("/reset_prefix_cache", {"tiers": ["device"]})
+    ask(server, 1, load_policy="wait")
+    server.post("/reset_prefix_cache", {"tiers": ["device"]})
+    prices = server.get("/cache").json()["prices"]
+    link = prices["host_to_device"]
+    timeout_s = link["latency_s"] + 4.5 * link["block_s"]
+
+    tokens, cache = ask(server, 1, load_timeout_s=timeout_s)
+    state = server.get("/cache").json()
+    code = server.stop()
+
+    load = cache["load"]
+    assert tokens == right
+    assert load["choice"] == "split"
+    assert (load["num_blocks"], load["host_blocks"]) == (4, 10)
+    assert load["load_s"] <= timeout_s < load["chosen_s"] < load["recompute_s"]
+    assert state["ledger"]["load_choices"]["split"] == 1
+    assert state["ledger"]["recent_loads"][-1] == load
+    assert code == 0, server.errors
+
+
+def test_an_idle_server_with_tiers_sleeps(tmp_path):
+    """Lesson 15: no thread of the engine wakes to look whether a copy is done."""
+    server = LiveServer(
+        *("--swap-space", "0.25", "--write-policy", "write_through"),
+        *("--kvcache-storage-backend", "file", "--kvcache-storage-config"),
+        json.dumps({"path": str(tmp_path), "capacity_bytes": "64MiB", "reserve_bytes": 0}),
+    ).wait_ready()
+    ask(server, 1)
+    until_written(server, "host_to_storage")
+
+    quietest = min(wake_ups_in(server, 0.5) for _ in range(5))
+    code = server.stop()
+
+    assert quietest <= 5
+    assert code == 0, server.errors
+
+
+def wake_ups_in(server: LiveServer, seconds: float) -> int:
+    """How often threads of the engine woke up within a while in which nobody asks anything."""
+    before = num_wake_ups(server.engine_pid)
+    Event().wait(seconds)
+    return num_wake_ups(server.engine_pid) - before
+
+
+def num_wake_ups(pid: int) -> int:
+    """Of all threads of a process, so far: each gave way once more than it was woken."""
+    counts = [
+        re.search(r"^voluntary_ctxt_switches:\s+(\d+)", path.read_text(), re.MULTILINE)
+        for path in Path(f"/proc/{pid}/task").glob("*/status")
+    ]
+    return sum(int(found.group(1)) for found in counts if found)
 
 
 def test_a_restarted_server_hits_on_its_first_request(tmp_path):

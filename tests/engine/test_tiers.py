@@ -575,6 +575,41 @@ def test_preemption_saves_and_resumes_from_the_host() -> None:
     rig.check_empty()
 
 
+def test_preemption_saves_to_storage_too() -> None:
+    """Lesson 29: prompt and output of a victim, whatever the write policy: another engine finds
+    there more than any prompt had. Turned off, nothing is written anywhere."""
+    requests = [
+        make_request(f"r{n}", make_prompt(8, family=n), max_tokens=40) for n in range(4)
+    ]
+    written = {}
+    for saves in (True, False):
+        storage = make_storage()
+        rig = make_through(
+            storage,
+            num_blocks=20,
+            host_blocks=100,
+            write_policy=WritePolicy.NONE,
+            settings={"save_preempted": saves},
+        )
+        rig.run(*requests)
+        assert rig.scheduler.stats().num_preemptions > 0
+        written[saves] = storage.stats().blocks_written
+        if saves:
+            longest = max(
+                storage.contains([rig.cache.keys(whole_path(rig, r), 12)], timeout_s=1)[0]
+                for r in requests
+            )
+
+    assert written[True] > 0
+    assert longest > 2, "no block with generated tokens was saved"
+    assert written[False] == 0
+
+
+def whole_path(rig: Rig, request: Request) -> TokenPath:
+    """Prompt and output of a request that has ended."""
+    return TokenPath(request.tokens.tolist() + rig.outputs[request.request_id])
+
+
 def test_two_tenants_share_nothing_in_storage() -> None:
     """Lesson 67: another salt is another key, below the process too."""
     storage = make_storage()

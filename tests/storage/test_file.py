@@ -312,6 +312,37 @@ def test_a_read_that_hangs_is_left_behind(
     storage.check()
 
 
+@pytest.mark.parametrize("refuses", ["open", "read"])
+def test_where_direct_io_is_refused_files_are_buffered(
+    make_file: MakeFile, monkeypatch: pytest.MonkeyPatch, refuses: str
+) -> None:
+    """Some file systems refuse the flag, others accept it and refuse the first read: both store
+    and find as ever, blocks that are no whole pages included."""
+    real_open, real_preadv = os.open, os.preadv
+    direct: set[int] = set()
+
+    def open_file(path: Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT and refuses == "open":
+            raise OSError(errno.EINVAL, "no direct I/O here")
+        fd = real_open(path, flags & ~os.O_DIRECT, mode)
+        (direct.add if flags & os.O_DIRECT else direct.discard)(fd)
+        return fd
+
+    def preadv(fd: int, parts: list[memoryview], at: int) -> int:
+        if fd in direct:
+            raise OSError(errno.EINVAL, "no direct I/O here")
+        return real_preadv(fd, parts, at)
+
+    monkeypatch.setattr(os, "open", open_file)
+    monkeypatch.setattr(os, "preadv", preadv)
+    for number, block_bytes in enumerate((BLOCK_BYTES, 5000)):
+        storage = make_file(form=make_format(f"{number}", block_bytes=block_bytes))
+        keys = make_keys(3)
+        assert write_run(storage, keys, block_bytes) == [BlockWrite.WRITTEN] * 3
+        assert read_run(storage, keys, block_bytes) == [BlockRead.READ] * 3
+        assert [slab.direct for slab in storage._index.slabs] == [False]
+
+
 def test_a_slot_is_not_reused_while_it_is_read(make_file: MakeFile) -> None:
     """Eviction passes over a leased block; a removed one frees its slot when the read ends."""
     storage = make_file(capacity_bytes=8 * 8272 + PAGE_BYTES)

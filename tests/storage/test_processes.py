@@ -1,5 +1,6 @@
 """Several processes on one directory, killed at any instant."""
 
+import contextlib
 import itertools
 import random
 import signal
@@ -48,8 +49,17 @@ def check_whole(path: Path) -> int:
     assert storage.stats().reasons == {}
     storage.check()
     storage.close()
-    assert sum(file.stat().st_size for file in path.iterdir()) <= 4 << 20
+    assert disk_bytes(path) <= 4 << 20
     return len(keys)
+
+
+def disk_bytes(path: Path) -> int:
+    """Bytes of a directory in which files come and go."""
+    total = 0
+    for file in path.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            total += file.stat().st_size
+    return total
 
 
 @pytest.mark.slow
@@ -79,6 +89,22 @@ def test_a_writer_may_be_killed_in_the_middle_of_any_write(tmp_path: Path) -> No
             break
         assert writer.returncode == -signal.SIGKILL
     assert last > 16, "a block is four writes: entry cleared, slot, entry, count"
+
+
+@pytest.mark.slow
+def test_processes_that_share_a_directory_share_its_capacity(tmp_path: Path) -> None:
+    """Three that write and evict all the time never take more together (lesson 43); one that is
+    killed leaves its room to the others."""
+    writers = [start_writer(tmp_path, "forever") for _ in range(3)]
+
+    most = max(disk_bytes(tmp_path) for _ in range(300))
+    stop(writers.pop())
+    most = max(most, *(disk_bytes(tmp_path) for _ in range(300)))
+    for writer in writers:
+        stop(writer)
+
+    assert 2 << 20 < most <= 4 << 20
+    assert check_whole(tmp_path) > 0
 
 
 @pytest.mark.slow

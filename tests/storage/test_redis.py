@@ -268,7 +268,8 @@ def test_large_batches_do_not_flood_the_server(redis_server: RedisServer) -> Non
 
 @pytest.mark.slow
 def test_blocks_travel_over_tls(tmp_path: Path) -> None:
-    """rediss:// with an authority of one's own; without it the server is not trusted."""
+    """rediss:// with an authority of one's own and a password; without the one the server is not
+    trusted, without the other we are not."""
     words = [
         "req",
         "-x509",
@@ -290,16 +291,19 @@ def test_blocks_travel_over_tls(tmp_path: Path) -> None:
     tls += ["--tls-cert-file", str(tmp_path / "cert.pem")]
     tls += ["--tls-key-file", str(tmp_path / "key.pem")]
     tls += ["--tls-ca-cert-file", str(tmp_path / "cert.pem")]
-    server = RedisServer(tmp_path, *tls)
+    server = RedisServer(tmp_path, *tls, "--requirepass", "open sesame")
     try:
         await_port(port, server._process)
-        url, keys = f"rediss://127.0.0.1:{port}", make_keys(3)
-        storage = open_redis(url, tls_ca_file=str(tmp_path / "cert.pem"))
+        authority, keys = {"tls_ca_file": str(tmp_path / "cert.pem")}, make_keys(3)
+        url = f"rediss://:open%20sesame@127.0.0.1:{port}"
+        storage = open_redis(url, **authority)
         assert write_run(storage, keys, BLOCK_BYTES) == [BlockWrite.WRITTEN] * 3
         assert read_run(storage, keys, BLOCK_BYTES) == [BlockRead.READ] * 3
         storage.close()
         with pytest.raises(ConfigError, match="CERTIFICATE_VERIFY_FAILED"):
             open_redis(url)
+        with pytest.raises(ConfigError, match="wants a password"):
+            open_redis(f"rediss://127.0.0.1:{port}", **authority)
     finally:
         server.stop()
 
