@@ -361,6 +361,45 @@ def test_a_refused_request_is_computed_where_it_is_if_it_may():
         assert pair.decode.outputs[request.request_id] == expected(request)
 
 
+def test_a_d_that_computes_prompts_of_its_own_takes_in_others_meanwhile():
+    """Lessons 52 and 56: room for what is received takes no tokens of a step, so it waits neither
+    for a long prompt that is being computed nor behind those that will be; nothing that P has
+    computed is refused for that."""
+    pair = EchoPair(d_num_blocks=200, settings={"max_batched_tokens": 8, "max_num_seqs": 8})
+    own = [
+        make_echo_request(f"own {at}", make_prompt(90, family=at), max_tokens=1)
+        for at in (1, 2)
+    ]
+    handed = [make_handoff(f"handed {at}", make_prompt(30, family=at)) for at in (3, 4)]
+    for request in (*own, *handed):
+        pair.decode.add(request)
+    pair.run(*(request.request_id for request in handed))
+
+    assert "own 2" not in pair.decode.reasons
+    for request in handed:
+        assert pair.decode.outputs[request.request_id] == expected(request)
+    pair.run("own 1", "own 2")
+    assert pair.decode.exchange.decodes.totals.num_done == 2
+
+
+def test_what_nothing_may_pass_is_not_passed_by_what_is_received():
+    """Lesson 55: a preempted request is next, whoever else would need no computing."""
+    pair = EchoPair(d_num_blocks=12, settings={"max_batched_tokens": 4, "max_num_seqs": 4})
+    requests = [
+        make_handoff(name, make_prompt(17, family=at), max_tokens=20)
+        for at, name in enumerate("abc")
+    ]
+    for request in requests:
+        pair.decode.add(request)
+    pair.run("a", "b", "c")
+    pair.drain()
+
+    assert pair.decode.core.stats().num_preemptions > 0
+    for request in requests:
+        assert pair.decode.outputs[request.request_id] == expected(request)
+    pair.decode.check_idle()
+
+
 def test_p_takes_on_no_more_than_its_limit():
     """Lesson 57: of six at once, two are computed there at any time."""
     pair = EchoPair(config=HandoffConfig(max_inflight=2))

@@ -1,6 +1,7 @@
 """The tiny model on two instances: real connections, real links, the same tokens."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,6 +61,39 @@ def test_greedy_penalties_and_logprobs_survive_the_hand_off():
         here = pair.serve(make_real_request("here", prompt[:], **params), handed_off=False)
 
     assert there == here
+
+
+@pytest.mark.parametrize("handed_off", [True, False])
+def test_an_answer_that_is_taken_up_keeps_its_penalties(handed_off):
+    """What was said elsewhere counts as output, wherever the prompt is computed: the rest is what
+    it would have been, and would not be if it counted as prompt."""
+    prompt, most = [7, 7, 9, 200, 13] * 9, 40
+    params: dict[str, Any] = {
+        "temperature": 0.8,
+        "presence_penalty": 1.1,
+        "frequency_penalty": 0.9,
+        "repetition_penalty": 1.2,
+        "min_tokens": 30,
+        "max_tokens": most,
+    }
+    with RealPair() as pair:
+        (whole,) = pair.serve(make_real_request("whole", prompt, **params), handed_off=False)
+        requests = [
+            replace(
+                make_real_request(f"after {cut}", prompt + whole[:cut], **params), num_said=cut
+            )
+            for cut in (1, 16, 35)
+        ]
+        rests = pair.serve(*requests, handed_off=handed_off)
+        forgotten = make_real_request(
+            "as prompt",
+            prompt + whole[:16],
+            **params | {"max_tokens": most - 16, "min_tokens": 0},
+        )
+        (other,) = pair.serve(forgotten, handed_off=False)
+
+    assert rests == [whole[cut:] for cut in (1, 16, 35)]
+    assert other != whole[16:]
 
 
 def test_the_second_turn_moves_only_what_is_new():

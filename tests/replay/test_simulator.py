@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.errors import ConfigError
+from headwater.replay.presets import preset
 from headwater.replay.report import make_report
 from headwater.replay.simulator import Simulator
 from headwater.replay.slo import parse_slo
@@ -17,7 +18,7 @@ from headwater.replay.trace import TraceRequest
 from headwater.scheduler.request import Request, SamplingParams
 from headwater.testing.engines import make_echo_core
 from headwater.types import RequestId
-from tests.replay.traces import gib, make_config, make_machine, make_small_trace
+from tests.replay.traces import gib, make_config, make_machine, make_request, make_small_trace
 from tests.search import search
 
 TIERS = {"host_gib": gib(256), "write_policy": "write_through"}
@@ -237,6 +238,25 @@ def test_prompts_computed_elsewhere_do_not_hold_up_decoding():
 
     assert gaps[0]["max"] > 10 * gaps[0]["p50"]
     assert gaps[1]["max"] < 2 * gaps[1]["p50"]
+
+
+def test_a_prefill_instance_that_cannot_keep_up_is_helped():
+    """Lessons 49, 56 and 57: prompts come twice as fast as one P computes them; none is refused,
+    computed twice or left waiting, and one and three are about as fast as four alike."""
+    requests = [
+        make_request(range(24 * at, 24 * at + 24), at_s=0.2 * at, output=200)
+        for at in range(300)
+    ]
+    large: dict[str, Any] = {"machine": preset("h200-8b"), "block_tokens": 512}
+    mixed = replay(requests, **large, num_instances=4)
+    apart = replay(requests, **large, num_instances=4, num_prefill=1)
+    alone = replay(requests, **large, num_instances=1)
+
+    assert alone["requests_per_s"] < 0.6 * mixed["requests_per_s"]
+    assert apart["handoffs"]["failures"] == {}
+    assert apart["handoffs"]["done"] > 100
+    assert apart["requests_per_s"] > 0.9 * mixed["requests_per_s"]
+    assert apart["ttft_ms"]["p99"] < 10_000
 
 
 def test_impossible_deployments_are_refused():

@@ -28,9 +28,11 @@ TOKEN = "between-us"
 class Instance:
     """One echo engine behind HTTP, with KV events, registered at a router."""
 
-    def __init__(self, router, *, epoch="1", port=0, token=TOKEN, events=True, **changes):
-        loop = asyncio.get_running_loop()
-        core = make_echo_core(record_facts=events)
+    def __init__(self, router, *, epoch="1", port=0, token=TOKEN, num_seqs=8, **changes):
+        loop, events = asyncio.get_running_loop(), changes.pop("events", True)
+        core = make_echo_core(
+            record_facts=events, max_num_seqs=num_seqs, num_blocks=8 * num_seqs
+        )
         self.publisher = KvPublisher(
             KvEventsConfig(buffer_steps=changes.pop("buffer_steps", 1000)),
             block_tokens=16,

@@ -4,11 +4,13 @@ import pytest
 
 from headwater.bench._router import measure_router
 from headwater.disagg.routing import (
+    BACKLOG_TOKENS,
     CAP_SLACK_TOKENS,
     POLICIES,
     RECENT_S,
     Candidate,
     RecentWork,
+    is_swamped,
     make_policy,
     prefills_itself,
 )
@@ -77,6 +79,14 @@ def test_a_short_rest_is_prefilled_where_it_is_decoded():
     """Conditional disaggregation: up to the threshold, and not beyond."""
     assert prefills_itself(256, 256)
     assert not prefills_itself(257, 256)
+
+
+def test_a_prefill_instance_that_cannot_keep_up_is_helped():
+    """Lesson 56: what waits there beyond a few seconds' work is computed where it is decoded,
+    unless as much waits there."""
+    assert not is_swamped(BACKLOG_TOKENS, 0)
+    assert is_swamped(BACKLOG_TOKENS + 1, 0)
+    assert not is_swamped(BACKLOG_TOKENS + 1, 1)
 
 
 def test_unknown_policies_are_refused():

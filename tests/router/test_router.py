@@ -1,6 +1,8 @@
 """The router over real sockets: who gets a request, and what happens when that fails."""
 
 import asyncio
+import contextlib
+import re
 from typing import Any
 
 import httpx
@@ -144,24 +146,31 @@ def blocks(known):
 
 
 def said(found):
-    """The text of an answer, who speaks, and how it ended."""
-    choices = [event["choices"][0] for event in found]
-    parts = [choice.get("delta") or {"content": choice["text"]} for choice in choices]
-    roles = [part["role"] for part in parts if "role" in part]
-    ends = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
-    return "".join(part.get("content", "") for part in parts), roles, ends
+    """Of each choice: the text, who speaks, how it ended, and its log-probabilities."""
+    answers = {}
+    for event in found:
+        for choice in event["choices"]:
+            answer = answers.setdefault(choice["index"], ["", [], [], []])
+            part = choice.get("delta") or {"content": choice["text"]}
+            answer[0] += part.get("content", "")
+            answer[1] += [part["role"]] if "role" in part else []
+            answer[2] += [choice["finish_reason"]] if choice["finish_reason"] else []
+            logprobs = choice.get("logprobs") or {}
+            answer[3] += logprobs.get("content") or logprobs.get("tokens") or []
+    return answers
 
 
-async def broken_stream(rig, path, body, *, how):
-    """A stream whose instance dies in the middle, while there is another; its text."""
+async def broken_stream(rig, path, body, *, how, others=1):
+    """A stream whose instance dies in the middle, while there are others; its text."""
     one = rig.add()
     await rig.ready(one)
     async with rig.client.stream("POST", path, json=body) as answer:
         lines = answer.aiter_text()
         text = await anext(lines)
         one.engine.hold()
-        rig.add()
-        await rig.until(lambda known: len(known) == 2)
+        for _ in range(others):
+            rig.add()
+        await rig.until(lambda known: len(known) == 1 + others)
         if how == "error":
             one.engine.die("out of memory")
         elif how == "stop":
@@ -173,13 +182,25 @@ async def broken_stream(rig, path, body, *, how):
         return text + "".join([piece async for piece in lines])
 
 
+MANY = {"n": 3, "logprobs": 1, "presence_penalty": 0.5, "stop": ["q", "Qm"]}
+
+
 @pytest.mark.parametrize("how", ["error", "stop", "kill"])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_stream_that_breaks_goes_on_elsewhere(path, how):
-    """Token by token, as if nothing had happened; marks between us never reach a client."""
+@pytest.mark.parametrize(
+    ("path", "extra"),
+    [
+        ("/v1/completions", {}),
+        ("/v1/completions", MANY),
+        ("/v1/chat/completions", {}),
+        ("/v1/chat/completions", MANY | {"logprobs": True, "top_logprobs": 2}),
+    ],
+)
+def test_a_stream_that_breaks_goes_on_elsewhere(path, extra, how):
+    """Token by token, as if nothing had happened, however many choices it has and whatever is
+    said with them; marks between us never reach a client."""
 
     async def scenario(rig):
-        body: dict[str, Any] = {"max_tokens": 300, "stream": True, "seed": 5}
+        body: dict[str, Any] = {"max_tokens": 300, "stream": True, "seed": 5} | extra
         body |= {"prompt": "hello", "messages": [{"role": "user", "content": "hello"}]}
 
         text = await broken_stream(rig, path, body, how=how)
@@ -192,14 +213,50 @@ def test_a_stream_that_breaks_goes_on_elsewhere(path, how):
     run(scenario)
 
 
-def test_a_stream_that_cannot_go_on_ends_with_a_typed_error():
-    """Lesson 53: tokens were streamed and their rest depends on more than them, so it is not
-    tried again; the client is told in the stream, once."""
+def test_many_streams_go_on_at_once():
+    """However many an instance had: each is taken up once, which is no new load, so the budget
+    of retries is not asked; it is for requests that are made again from the start."""
 
     async def scenario(rig):
-        body = {"prompt": "hello", "max_tokens": 300, "stream": True, "logprobs": 1}
+        one = rig.add(num_seqs=16)
+        await rig.ready(one)
+        body = {"prompt": "hello", "max_tokens": 60, "stream": True}
+        async with contextlib.AsyncExitStack() as streams:
+            one.engine.hold()
+            starting = [
+                asyncio.create_task(
+                    streams.enter_async_context(
+                        rig.client.stream("POST", "/v1/completions", json=body | {"seed": seed})
+                    )
+                )
+                for seed in range(16)
+            ]
+            await one.until_alive(16)
+            one.engine.flow()
+            answers = [(await task).aiter_text() for task in starting]
+            one.engine.hold()
+            await rig.ready(rig.add(num_seqs=16))
+            await one.die()
+            texts = ["".join([piece async for piece in answer]) for answer in answers]
+        for seed, text in enumerate(texts):
+            whole = await rig.client.post("/v1/completions", json=body | {"seed": seed})
+            assert said(events(text)) == said(events(whole.text))
+        metrics = (await rig.client.get("/metrics")).text
+        taken_up = re.search(r'router_failures_total{.*reason="broken"} (\d+)', metrics)
+        assert taken_up is not None
+        assert int(taken_up.group(1)) > 10
 
-        text = await broken_stream(rig, "/v1/completions", body, how="kill")
+    run(scenario)
+
+
+def test_a_stream_that_nobody_can_take_up_ends_with_a_typed_error():
+    """Lesson 53: tokens were streamed and nobody is left to go on; the client is told in the
+    stream, once."""
+
+    async def scenario(rig):
+        body = {"prompt": "hello", "max_tokens": 300, "stream": True}
+
+        text = await broken_stream(rig, "/v1/completions", body, how="kill", others=0)
 
         *before, last = events(text)
         assert last["error"]["code"] == "instance_lost"

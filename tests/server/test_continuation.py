@@ -1,10 +1,13 @@
 """Streams that are taken up by another instance: token by token, character by character."""
 
 import json
+from collections import defaultdict
+from typing import Any
 
 import pytest
 
-from headwater.server.continuation import HEADER, Mark, mark_line, take_mark
+from headwater.server.continuation import FIELD, HEADER, Mark, mark_line, take_mark
+from headwater.server.router.progress import Progress
 from tests.server.rig import error, run
 
 FIELDS = {"prompt": "hello", "seed": 3, "max_tokens": 24, "stream": True}
@@ -18,39 +21,71 @@ def parsed(text):
     return [(mark, json.loads(event.removeprefix(b"data: "))) for mark, event in pairs]
 
 
-def said(events):
-    return "".join(event["choices"][0]["text"] for event in events if event["choices"])
+def answers(events):
+    """Of each choice: its text, its ends, and its log-probabilities with their places."""
+    found: dict[int, dict[str, Any]] = defaultdict(
+        lambda: {"text": "", "ends": [], "logprobs": [], "opened": 0}
+    )
+    for event in events:
+        for choice in event["choices"]:
+            answer, part = found[choice["index"]], choice.get("delta") or choice
+            answer["text"] += part.get("text") or part.get("content") or ""
+            answer["opened"] += "role" in part
+            answer["ends"] += [choice["finish_reason"]] if choice["finish_reason"] else []
+            logprobs = choice.get("logprobs") or {}
+            answer["logprobs"] += zip(
+                *(
+                    logprobs.get(name, [])
+                    for name in ("tokens", "token_logprobs", "text_offset")
+                ),
+                strict=True,
+            )
+            answer["logprobs"] += logprobs.get("content", [])
+    return dict(found)
 
 
 @pytest.mark.parametrize(
-    "extra", [{}, {"min_tokens": 9, "stop": ["q"]}, {"stream_options": {"include_usage": True}}]
+    "extra",
+    [
+        {},
+        {"min_tokens": 9, "stop": ["q"]},
+        {"n": 3, "stop": ["q", "Q"], "stream_options": {"include_usage": True}},
+        {"logprobs": 2},
+        {"prompt": ["hello", "world"], "n": 2},
+        {"n": 2, "seed": None, "logprobs": 1},
+        {"frequency_penalty": 1.0, "stream_options": {"include_usage": True}},
+    ],
 )
 def test_an_answer_goes_on_after_any_token(extra):
-    """The rest is what it would have been: half characters, stop strings and usage included."""
+    """The rest is what it would have been: half characters, stop strings, every choice, its
+    log-probabilities and usage included; choices that have ended are left alone."""
 
     async def scenario(rig):
         body = FIELDS | extra
         whole = await rig.post("/v1/completions", body, headers={HEADER: "1"})
-        events = parsed(whole.text)
-        tokens: list[int] = []
-        marked = [mark for mark, _ in events if mark is not None]
-        assert [mark.seed for mark in marked] == [3] * len(marked)
-        for place, mark in enumerate(marked[:-1]):
-            tokens += mark.tokens
-            before = said(event for _, event in events[: place + 1])
-            again = await rig.post(
-                "/v1/completions", body | {"continue_token_ids": list(tokens)}
-            )
+        raw = whole.text.encode().removesuffix(b"data: [DONE]\n\n")
+        pieces = [piece + b"\n\n" for piece in raw.split(b"\n\n")[:-1]]
+        events = [event for _, event in parsed(whole.text)]
+        for place in range(1, len(pieces)):
+            progress = Progress()
+            before = progress.strip(b"".join(pieces[:place]))
+            assert b": headwater" not in before
+            assert progress.can_continue
+            if progress.is_whole:
+                break
+            again = await rig.post("/v1/completions", json.loads(progress.body(encoded(body))))
             rest = [event for _, event in parsed(again.text)]
-            assert before + said(rest) == said(event for _, event in events)
-            assert not mark.has_ended
+            assert answers(events[:place] + rest) == answers(events)
             if "stream_options" in extra:
-                usage = [event["usage"] for _, event in events][-1]
-                assert rest[-1]["usage"]["completion_tokens"] == usage["completion_tokens"]
-                assert rest[-1]["usage"]["prompt_tokens"] == usage["prompt_tokens"]
-        assert marked[-1].has_ended
+                for name in ("prompt_tokens", "completion_tokens"):
+                    assert rest[-1]["usage"][name] == events[-1]["usage"][name]
+        assert place >= 16
 
     run(scenario)
+
+
+def encoded(body):
+    return json.dumps(body).encode()
 
 
 def test_a_chat_is_opened_once():
@@ -59,7 +94,8 @@ def test_a_chat_is_opened_once():
     async def scenario(rig):
         fields = {"seed": 3, "stream": True}
         events = parsed((await rig.chat(**fields)).text)
-        again = await rig.chat(**fields, continue_token_ids=[65, 66])
+        begun = [{"token_ids": [65, 66], "seed": 3}]
+        again = await rig.chat(**fields, continue_choices=begun)
         rest = parsed(again.text)
 
         assert all(mark is None for mark, _ in events), "nobody asked for marks"
@@ -69,18 +105,39 @@ def test_a_chat_is_opened_once():
     run(scenario)
 
 
-def test_what_cannot_be_continued_is_not_marked():
-    """An answer whose rest depends on more than its tokens; and is refused if it is asked for."""
+def test_chats_with_several_choices_are_each_opened_once():
+    """A choice that had said nothing is begun by whoever goes on."""
 
     async def scenario(rig):
-        for extra in ({"n": 2}, {"logprobs": 1}, {"frequency_penalty": 1.0}):
-            answer = await rig.post("/v1/completions", FIELDS | extra, headers={HEADER: "1"})
-            assert ": headwater" not in answer.text
-            taken_up = FIELDS | extra | {"continue_token_ids": [1]}
-            error(await rig.post("/v1/completions", taken_up), 400)
-        for ids in ([1] * 24, [1 << 30], [-1]):
-            wrong = FIELDS | {"continue_token_ids": ids}
-            error(await rig.post("/v1/completions", wrong), 400)
+        fields = {"seed": 3, "stream": True, "n": 2, "logprobs": True}
+        events = [event for _, event in parsed((await rig.chat(**fields)).text)]
+        first = answers(events)[0]
+        ids = [entry["bytes"][0] for entry in first["logprobs"]]
+        begun = [{"token_ids": ids, "seed": 3, "has_ended": True}, {}]
+        again = await rig.chat(**fields, continue_choices=begun)
+        rest = [event for _, event in parsed(again.text)]
+
+        assert answers(rest) == {1: answers(events)[1]}
+        assert answers(rest)[1]["opened"] == 1
+
+    run(scenario)
+
+
+def test_nonsense_is_not_continued():
+    """More or fewer choices than there are, tokens that are none, or too many of them."""
+
+    async def scenario(rig):
+        for entries in (
+            [{"token_ids": [1] * 24, "seed": 3}],
+            [{"token_ids": [1 << 30], "seed": 3}],
+            [{"token_ids": [-1]}],
+            [{"token_ids": [1]}, {}],
+            [{"tokens": [1]}],
+            [1],
+        ):
+            error(await rig.post("/v1/completions", FIELDS | {FIELD: entries}), 400)
+        whole = FIELDS | {"stream": False, FIELD: [{"token_ids": [1]}]}
+        error(await rig.post("/v1/completions", whole), 400)
 
     run(scenario)
 

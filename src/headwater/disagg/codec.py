@@ -204,6 +204,7 @@ def _read_start(value: Json, tokens: bytes) -> Start:
         arrival_s=0.0,
         priority=shape.take("priority", _integer),
         cache_salt=shape.take("cache_salt", _text),
+        num_said=shape.take("num_said", _count),
     )
     start = Start(
         handoff=shape.take("handoff", _count),
@@ -225,6 +226,7 @@ def _write_start(start: Start) -> dict[str, Json]:
         "params": {**params, "logit_bias": dict(request.params.logit_bias)},
         "priority": request.priority,
         "cache_salt": request.cache_salt,
+        "num_said": request.num_said,
         "link": start.link,
         "num_found": start.num_found,
         "within_s": start.within_s,

@@ -259,13 +259,13 @@ class Prefills:
 
 
 def _own_request(start: Start, now: float) -> Request:
-    """The same prompt, to be computed up to its first token, under a name of our own."""
+    """The same prompt, to be computed up to its next token, under a name of our own."""
     request = start.request
-    params = request.params
+    params, most = request.params, request.num_said + 1
     return replace(
         request,
         request_id=RequestId(f"prefill-{start.handoff:016x}"),
-        params=replace(params, max_tokens=1, min_tokens=min(params.min_tokens, 1)),
+        params=replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most)),
         arrival_s=now,
         prefill="",
     )

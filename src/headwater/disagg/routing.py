@@ -27,6 +27,11 @@ CAP_SLACK_TOKENS = 65_536
 """… unless it is less than this above the mean: a quiet cluster has no overload to avoid."""
 
 
+BACKLOG_TOKENS = 65_536
+"""Prompt tokens that wait on a prefill instance before decode instances compute theirs: two or
+three seconds of a large one's work, beyond which handing over is not worth the wait."""
+
+
 class Trust(Enum):
     """How far what is known of an instance's cache can be relied on."""
 
@@ -118,6 +123,12 @@ def prefills_itself(uncached_tokens: int, threshold_tokens: int) -> bool:
     """Whether a decode instance should compute the rest of a prompt itself: what is left is
     less than handing it over is worth."""
     return uncached_tokens <= threshold_tokens
+
+
+def is_swamped(prefill_tokens: int, decode_tokens: int) -> bool:
+    """Whether a prefill instance has so much more to compute than the decode instance that this
+    one had better help itself, and let its other sequences wait a little for it."""
+    return prefill_tokens > decode_tokens + BACKLOG_TOKENS
 
 
 class RecentWork:

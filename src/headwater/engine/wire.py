@@ -40,6 +40,7 @@ class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
     prefill: str = ""
     computes_here: bool = True
     can_return: bool = False
+    num_said: int = 0
     session_id: str = ""
     cache_hint: Hint | None = None
 
@@ -189,6 +190,7 @@ def pack_request(request: Request) -> Add:
         prefill=request.prefill,
         computes_here=request.computes_here,
         can_return=request.can_return,
+        num_said=request.num_said,
         session_id=request.session_id,
         cache_hint=request.cache_hint,
     )
@@ -208,6 +210,7 @@ def unpack_request(message: Add) -> Request:
         prefill=message.prefill,
         computes_here=message.computes_here,
         can_return=message.can_return,
+        num_said=message.num_said,
         session_id=message.session_id,
         cache_hint=message.cache_hint,
     )

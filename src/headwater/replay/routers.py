@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headwater.cache import TokenPath
-from headwater.disagg.routing import Candidate, Policy, make_policy, prefills_itself
+from headwater.disagg.routing import Candidate, Policy, is_swamped, make_policy, prefills_itself
 from headwater.replay.instance import SimInstance
 from headwater.replay.trace import TraceRequest
 
@@ -19,6 +19,8 @@ class Route:
     server: SimInstance
     prefill: SimInstance | None
     uncached_tokens: int
+    moved_tokens: int = 0
+    """What is handed over to `server`, as far as is known."""
 
     @property
     def worker(self) -> SimInstance:
@@ -48,8 +50,10 @@ class Router:
         if server.role != "decode" or prefills_itself(uncached, self._threshold):
             return Route(server, None, uncached)
         helpers = [one for one in instances if one.role == "prefill"]
-        helper, cached = self._pick(self._prefilling, request, helpers, path, now)
-        return Route(server, helper, request.input_length - cached)
+        helper, found = self._pick(self._prefilling, request, helpers, path, now)
+        if is_swamped(helper.work.outstanding_tokens, server.work.outstanding_tokens):
+            return Route(server, None, uncached)
+        return Route(server, helper, request.input_length - found, moved_tokens=uncached)
 
     def _pick(
         self,

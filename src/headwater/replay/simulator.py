@@ -108,6 +108,8 @@ class Simulator:
         route = self._router.choose(request, self.instances, now)
         work = route.worker.work
         work.recent.add(route.uncached_tokens, now=now)
+        if route.prefill is not None:
+            route.server.work.recent.add(route.moved_tokens, now=now)
         work.outstanding_tokens += route.uncached_tokens
         served = Served(
             arrival_s=now,

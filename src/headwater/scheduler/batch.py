@@ -128,7 +128,7 @@ def build_batch(
         block_tables=[s.block_table for s in sequences],
         sampled=_sampled_rows(len(decodes), chunks),
         params=[s.params for s in sampled],
-        histories=[(s.tokens, s.prompt_tokens) for s in sampled],
+        histories=[(s.tokens, s.answer_start) for s in sampled],
         awaits=_awaits(len(decodes), chunks),
         carry=_carry(decodes, len(sequences), carries=carries),
     )

@@ -73,6 +73,7 @@ class Handoffs:
     def invite(self, sequence: Sequence) -> None:
         """Find room for it, in its turn, so that it can be received."""
         sequence.receives = True
+        self._roster.invited.append(sequence)
         self._roster.move(sequence, SequenceState.WAITING)
         self._stir()
 

@@ -109,6 +109,28 @@ class Intake:
         self._looked_at = None if chunks else self._sight()
         return chunks
 
+    def admit_invited(self, budget: StepBudget, now: float) -> None:
+        """Give room to those whose prompt somebody else computes: they need no tokens of a step,
+        so they wait for none. Whom nothing may pass they do not pass either."""
+        roster = self._roster
+        roster.invited = [
+            s for s in roster.invited if s.receives and s.state is SequenceState.WAITING
+        ]
+        if self.is_paused or not roster.invited:
+            return
+        head = next(self._candidates())
+        growth = self._growth.num_blocks(roster.running())
+        for sequence in roster.invited:
+            if not budget.num_places or (head is not sequence and self._patience(head) <= 0):
+                break
+            own = self._growth.num_blocks((sequence,))
+            verdict = self._start(sequence, growth + own, now)
+            if verdict is Verdict.BLOCKED:
+                break
+            if verdict is Verdict.ADMITTED:
+                growth += own
+                budget.spend_place()
+
     def _candidates(self) -> Iterator[Sequence]:
         """Who waits and may start at all, in order."""
         waiting = self._roster.waiting

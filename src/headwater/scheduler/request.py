@@ -128,7 +128,13 @@ class Request:
     can_return: bool = False
     """Whether somebody can have it continued elsewhere, should it wait too long to resume."""
 
+    num_said: int = 0
+    """How many of the last `tokens` are output that exists already, chosen elsewhere: they count
+    as output for penalties and lengths."""
+
     def __post_init__(self) -> None:
+        if not 0 <= self.num_said <= len(self.tokens):
+            raise RequestError(f"{self.num_said} of {len(self.tokens)} tokens cannot be output")
         if self.cache_hint is not None:
             _check_hint(self.cache_hint, self.session_id)
         if self.load_policy is not None and self.load_policy not in get_args(LoadPolicy):
@@ -161,7 +167,9 @@ def length_end(request: Request, max_model_len: int) -> int:
             f"the prompt has {num_tokens} tokens; with one token of output at most "
             f"{max_model_len - 1} are possible here"
         )
-    return min(num_tokens + request.params.max_tokens, max_model_len)
+    if request.num_said >= request.params.max_tokens:
+        raise RequestError(f"all {request.params.max_tokens} tokens of output exist already")
+    return min(num_tokens - request.num_said + request.params.max_tokens, max_model_len)
 
 
 def _check_bounds(name: str, value: float) -> None:

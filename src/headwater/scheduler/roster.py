@@ -17,6 +17,9 @@ class Roster:
         self.waiting = WaitingQueue()
         self.remote: list[Sequence] = []
         """Those that wait for another instance, and for nothing here."""
+        self.invited: list[Sequence] = []
+        """Waiting ones whose prompt somebody else computes, in the order of invitation; those
+        that have got their room, or compute after all, leave when they are looked at."""
         self.receiving: list[Sequence] = []
         self.riding: list[Sequence] = []
         """They wait for a promotion that they have computed over, or are computing over."""

@@ -92,6 +92,11 @@ class Scheduler:
         return self._loads.num_in_flight + self._background.num_in_flight
 
     @property
+    def has_waiting(self) -> bool:
+        """Whether anybody waits to be admitted."""
+        return len(self._roster.waiting) > 0
+
+    @property
     def has_work(self) -> bool:
         """Whether another turn of the loop would do something."""
         if self._flights or self._outputs or self._roster.num_computing:
@@ -127,9 +132,10 @@ class Scheduler:
             stop_tokens=frozenset(stops),
         )
         self._num_arrived += 1
+        is_idle = self._is_stalled or not self._roster.alive
         self._roster.enter(sequence)
         self._loads.enter(sequence)
-        self._is_stalled = False
+        self._is_stalled = is_idle and sequence.load is not None
         return sequence
 
     def abort(self, request_id: RequestId, *, now: float) -> None:
@@ -160,17 +166,17 @@ class Scheduler:
 
     def land(self, outcome: Outcome, *, now: float) -> None:
         """A transfer or a lookup ended. Late and duplicate ends change nothing."""
-        if self._riders.postpones(outcome):
-            return
-        self._background.land(outcome)
-        self._loads.land(outcome, now=now)
-        self._outputs += self._riders.settle(outcome, now)
+        if not self._loads.answer(outcome, now=now):
+            if self._riders.postpones(outcome):
+                return
+            self._background.land(outcome)
+            self._loads.land(outcome, now=now)
+            self._outputs += self._riders.settle(outcome, now)
         self._stir()
 
-    def take_copies(self) -> list[Transfer | Lookup]:
+    def take_copies(self, now: float) -> list[Transfer | Lookup]:
         """What is to be copied and asked from now on; each plan once."""
-        copies: list[Transfer | Lookup] = [*self._loads.plans, *self._writes]
-        self._loads.plans.clear()
+        copies: list[Transfer | Lookup] = [*self._loads.take_plans(now), *self._writes]
         self._writes = []
         return copies
 
@@ -178,6 +184,8 @@ class Scheduler:
         """The next step, or None when nothing can be computed before a step is collected."""
         if len(self._flights) > 1:
             raise InvariantError("two steps are in flight; collect one first")
+        if self._is_stalled and ((wake_s := self.wake_s) is None or now < wake_s):
+            return None
         is_settled = self._grow_decodes(now)
         roster, config = self._roster, self.config
         decodes = [s for s in roster.decoding if s.num_scheduled < s.schedulable_end]
@@ -189,6 +197,8 @@ class Scheduler:
         chunks = [budget.spend_chunk(s) for s in roster.prefilling if budget.num_tokens]
         if is_settled and budget.has_room and self._intake.has_candidates:
             chunks += self._intake.admit(budget, now)
+        if is_settled and not budget.num_tokens and roster.invited:
+            self._intake.admit_invited(budget, now)
         if not is_settled:
             self._writes += self._background.plan(now)  # of those that gave way, before they go
         if not decodes and not chunks:

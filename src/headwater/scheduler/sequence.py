@@ -170,7 +170,7 @@ class Sequence:
         self.prompt_tokens = len(request.tokens)
         self.num_tokens_end = num_tokens_end
         """With this many tokens it has reached its length."""
-        self.min_stop = self.prompt_tokens + request.params.min_tokens
+        self.min_stop = self.answer_start + request.params.min_tokens
         """With fewer tokens than this, a stop token does not end it."""
         self.max_computed = num_tokens_end - 1
         """KV is never needed for more: the last token is chosen, not computed."""
@@ -208,6 +208,11 @@ class Sequence:
     def tokens(self) -> Tokens:
         """All tokens known: the prompt, then the output. A view."""
         return self._buffer[: self.num_tokens]
+
+    @property
+    def answer_start(self) -> int:
+        """Tokens before this are its client's; what was said of the answer elsewhere is not."""
+        return self.prompt_tokens - self.request.num_said
 
     @property
     def num_output(self) -> int:

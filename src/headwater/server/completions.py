@@ -1,5 +1,6 @@
 """POST /v1/completions: text or token ids in, text out."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -109,7 +110,10 @@ class _Completion:
         self._job = job
         self._generation = Generation(service, job)
         self._created = service.created_now()
-        self._offsets = [0] * job.num_sequences
+        self._offsets = [
+            self._num_characters(job.said_of(index).tokens)
+            for index in range(job.num_sequences)
+        ]
 
     async def whole(self) -> CompletionAnswer:
         """Generate, then answer."""
@@ -179,11 +183,12 @@ class _Completion:
             choice.logprobs = completion_logprobs(
                 part.tokens, part.logprobs, self._service.tokenizer, offset=self._offsets[index]
             )
-            self._offsets[index] += sum(
-                num_characters(self._service.tokenizer.token_bytes(token))
-                for token in part.tokens
-            )
+            self._offsets[index] += self._num_characters(part.tokens)
         if self._body.return_token_ids:
-            prompt = self._job.prompts[index // self._job.num_choices]
+            prompt = self._job.prompt_of(index)
             choice.token_ids = part.tokens
             choice.prompt_token_ids = prompt.tokens.tolist() if is_first else UNSET
+
+    def _num_characters(self, tokens: Sequence[int]) -> int:
+        tokenizer = self._service.tokenizer
+        return sum(num_characters(tokenizer.token_bytes(token)) for token in tokens)

@@ -1,13 +1,15 @@
 """Streams that can go on elsewhere, when the instance that began them is lost.
 
 A router asks for it with a header. Beside each event it is then told, in a comment that it
-takes out again, which tokens the event stands for and the seed; another instance that is given
-those tokens goes on exactly where the stream broke, in the middle of a character if need be.
+takes out again, which tokens of which choice the event stands for, and the seed; another
+instance that is given those tokens goes on exactly where the stream broke, in the middle of a
+character if need be.
 
     : headwater {"tokens":[17,4],"seed":7}
     data: {"choices":[…]}
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
@@ -16,12 +18,12 @@ from starlette.requests import Request
 from headwater.engine.client import EngineInfo
 from headwater.server import params
 from headwater.server.errors import Refused
-from headwater.server.generation import Delta, Job
-from headwater.server.schema import Sampling
+from headwater.server.generation import Delta, Job, Prompt, Said
+from headwater.server.schema import SaidChoice, Sampling
 from headwater.server.service import Service
 
 HEADER = "x-headwater-continuable"
-FIELD = "continue_token_ids"
+FIELD = "continue_choices"
 
 _PREFIX = b": headwater "
 
@@ -31,14 +33,24 @@ class Mark(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
 
     tokens: list[int] = []
     seed: int = 0
+    index: int = 0
+    """Of the choice that these tokens are of."""
+
+    num_choices: int = 1
+    """How many choices the answer has."""
+
     has_ended: bool = False
-    """The answer is whole; only the end of the stream is missing."""
+    """This choice is whole; nothing more of it comes."""
 
     has_failed: bool = False
     """What follows is an error of this instance, which another might not have."""
 
+    is_returned: bool = False
+    """This instance has no room for the rest: it has not failed, and may have some later."""
+
 
 FAILED = Mark(has_failed=True)
+RETURNED = Mark(has_failed=True, is_returned=True)
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Mark).decode
@@ -67,11 +79,18 @@ def comment_of(delta: Delta, job: Job, service: Service) -> bytes:
     """The comment beside `delta`; empty where nobody asked."""
     if not job.is_marked:
         return b""
-    is_stopped = delta.finish_reason == "abort" and service.is_stopping
-    if is_stopped or delta.finish_reason == "returned":
-        return mark_line(FAILED)  # what this server has no time or room for, another may have
-    seed, has_ended = job.prompts[0].params.seed, delta.finish_reason is not None
-    return mark_line(Mark(tokens=delta.tokens, seed=seed, has_ended=has_ended))
+    if delta.finish_reason == "returned":
+        return mark_line(RETURNED)
+    if delta.finish_reason == "abort" and service.is_stopping:
+        return mark_line(FAILED)  # what this server has no time for, another may have
+    mark = Mark(
+        tokens=delta.tokens,
+        seed=job.prompt_of(delta.index).params.seed,
+        index=delta.index,
+        num_choices=job.num_sequences,
+        has_ended=delta.finish_reason is not None,
+    )
+    return mark_line(mark)
 
 
 def continued(request: Request, body: Sampling, job: Job, info: EngineInfo) -> Job:
@@ -79,24 +98,38 @@ def continued(request: Request, body: Sampling, job: Job, info: EngineInfo) -> J
 
     Raises Refused for tokens that cannot be the beginning of its answer.
     """
-    can_continue = _can_continue(job)
-    job = replace(job, is_marked=HEADER in request.headers and can_continue)
-    if not body.continue_token_ids:
+    job = replace(job, is_marked=HEADER in request.headers)
+    found = body.continue_choices
+    if not found:
         return job
-    prompt = job.prompts[0]
-    prompt = replace(prompt, said=body.continue_token_ids)
-    if not can_continue or len(prompt.said) >= prompt.params.max_tokens:
-        raise Refused("these tokens cannot be continued in this request", param=FIELD)
-    params.check_prompt(prompt.whole, info)
-    return replace(job, prompts=[prompt])
+    if len(found) != job.num_sequences or not body.stream:
+        raise Refused(
+            f"a stream of {job.num_sequences} choices is continued with as many; these are "
+            f"{len(found)}",
+            param=FIELD,
+        )
+    many = job.num_choices
+    prompts = [
+        _seeded(prompt, found[at * many : (at + 1) * many])
+        for at, prompt in enumerate(job.prompts)
+    ]
+    said = [Said(tokens=entry.token_ids, has_ended=entry.has_ended) for entry in found]
+    job = replace(job, prompts=prompts, said=said)
+    for index, entry in enumerate(said):
+        _check(job.prompt_of(index), entry, info)
+    return job
 
 
-def _can_continue(job: Job) -> bool:
-    """Whether the rest of an answer depends on nothing but the tokens so far and the seed."""
-    sampling = job.prompts[0].params
-    return (
-        job.num_sequences == 1
-        and sampling.logprobs is None
-        and sampling.presence_penalty == 0.0
-        and sampling.frequency_penalty == 0.0
-    )
+def _seeded(prompt: Prompt, entries: Sequence[SaidChoice]) -> Prompt:
+    """`prompt` with the seed its choices began with, where one of them has begun."""
+    seed = next((entry.seed for entry in entries if entry.seed is not None), None)
+    if seed is None:
+        return prompt
+    return replace(prompt, params=replace(prompt.params, seed=seed))
+
+
+def _check(prompt: Prompt, said: Said, info: EngineInfo) -> None:
+    if not said.has_ended and len(said.tokens) >= prompt.params.max_tokens:
+        raise Refused("nothing is left to generate after these tokens", param=FIELD)
+    if not said.has_ended:
+        params.check_prompt(prompt.followed_by(said.tokens), info)

@@ -6,7 +6,7 @@ The endpoints differ in how they write a delta; everything before that is here, 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import HeadwaterError
 from headwater.metrics.recorder import Place, RequestTimer
 from headwater.scheduler.batch import TokenLogprobs
-from headwater.scheduler.choices import seed_of_choice
+from headwater.scheduler.choices import params_of_choice
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.request import Request, SamplingParams
 from headwater.scheduler.usage import Usage
@@ -36,15 +36,23 @@ class Prompt:
 
     tokens: Tokens
     params: SamplingParams
-    said: Sequence[int] = ()
-    """Tokens of the answer that exist already: it goes on after them."""
 
-    @property
-    def whole(self) -> Tokens:
-        """All tokens that exist."""
-        if not self.said:
+    def followed_by(self, said: Sequence[int]) -> Tokens:
+        """The prompt, and what exists already of an answer to it."""
+        if not said:
             return self.tokens
-        return np.concatenate((self.tokens, np.array(self.said, dtype=np.int32)))
+        return np.concatenate((self.tokens, np.array(said, dtype=np.int32)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """What exists already of one choice: it goes on after that, or not at all."""
+
+    tokens: Sequence[int] = ()
+    has_ended: bool = False
+
+
+NOTHING = Said()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +85,20 @@ class Job:
     is_marked: bool = False
     """Whether a stream says beside each event which tokens it stands for."""
 
+    said: Sequence[Said] = ()
+    """One for each choice, where another instance began; else none."""
+
     @property
     def num_sequences(self) -> int:
         return len(self.prompts) * self.num_choices
+
+    def prompt_of(self, index: int) -> Prompt:
+        """What the choice `index` is an answer to."""
+        return self.prompts[index // self.num_choices]
+
+    def said_of(self, index: int) -> Said:
+        """What exists already of the choice `index`."""
+        return self.said[index] if self.said else NOTHING
 
 
 @dataclass(slots=True, kw_only=True)
@@ -104,10 +123,11 @@ Emit = Callable[[Delta], Awaitable[None]]
 class Choice:
     """How far one choice got."""
 
-    def __init__(self, index: int, job: Job, prompt: Prompt, tokenizer: Tokenizer) -> None:
+    def __init__(self, index: int, job: Job, tokenizer: Tokenizer) -> None:
         self.index = index
         self.usage: Usage | None = None
         self.finish_reason: str | None = None
+        prompt, self.said = job.prompt_of(index), job.said_of(index)
         self._stream = TextStream(
             tokenizer,
             prompt=prompt.tokens[-_CONTEXT_TOKENS:].tolist(),
@@ -116,20 +136,20 @@ class Choice:
             skip_special_tokens=job.skip_special_tokens,
             min_tokens=prompt.params.min_tokens,
         )
-        self._is_first = not prompt.said
-        if prompt.said:
-            self._take_up(prompt)
+        self._is_first = not self.said.tokens
+        if self.said.tokens:
+            self._take_up(prompt.params.min_tokens)
 
     @property
     def num_tokens(self) -> int:
         return self._stream.num_tokens
 
-    def _take_up(self, prompt: Prompt) -> None:
+    def _take_up(self, min_tokens: int) -> None:
         """Have said what exists already. Stop strings count from `min_tokens` on, so what is
         before and after that is landed apart."""
-        early = max(prompt.params.min_tokens - 1, 0)
-        for part in (prompt.said[:early], prompt.said[early:]):
-            self._stream.land(_said(part))
+        early, said = max(min_tokens - 1, 0), self.said.tokens
+        for part in (said[:early], said[early:]):
+            self._stream.land(_landed(part))
 
     def land(self, output: SequenceOutput) -> Delta:
         """The delta of one output; its `finish_reason` is set once the choice has ended."""
@@ -155,9 +175,7 @@ class Generation:
         self._service = service
         self._job = job
         self._choices = [
-            Choice(place * job.num_choices + number, job, prompt, service.tokenizer)
-            for place, prompt in enumerate(job.prompts)
-            for number in range(job.num_choices)
+            Choice(index, job, service.tokenizer) for index in range(job.num_sequences)
         ]
 
     async def run(self, emit: Emit) -> None:
@@ -168,13 +186,14 @@ class Generation:
         """
         service, job = self._service, self._job
         with service.live.enter(job.name, job.num_sequences) as ids:
-            requests = [self._request(choice, ids) for choice in self._choices]
+            alive = [choice for choice in self._choices if not choice.said.has_ended]
+            requests = [self._request(choice, ids) for choice in alive]
             if len(requests) == 1:
-                await self._follow(self._choices[0], requests[0], emit)
+                await self._follow(alive[0], requests[0], emit)
                 return
             try:
                 async with asyncio.TaskGroup() as group:
-                    for choice, request in zip(self._choices, requests, strict=True):
+                    for choice, request in zip(alive, requests, strict=True):
                         group.create_task(self._follow(choice, request, emit))
             except BaseExceptionGroup as errors:
                 raise _first(errors) from None
@@ -205,20 +224,11 @@ class Generation:
 
     def _request(self, choice: Choice, ids: Sequence[RequestId]) -> Request:
         job = self._job
-        prompt = job.prompts[choice.index // job.num_choices]
-        seed = seed_of_choice(prompt.params.seed, choice.index % job.num_choices)
-        sampling, num_said = prompt.params, len(prompt.said)
-        if job.num_choices > 1 or num_said:
-            sampling = replace(
-                sampling,
-                seed=seed,
-                max_tokens=sampling.max_tokens - num_said,
-                min_tokens=max(sampling.min_tokens - num_said, 0),
-            )
+        prompt, said = job.prompt_of(choice.index), choice.said.tokens
         return Request(
             request_id=ids[choice.index],
-            tokens=prompt.whole,
-            params=sampling,
+            tokens=prompt.followed_by(said),
+            params=params_of_choice(prompt.params, choice.index % job.num_choices),
             arrival_s=self._service.clock.now(),
             priority=job.priority,
             cache_salt=job.cache_salt,
@@ -229,17 +239,17 @@ class Generation:
             prefill=job.prefill,
             computes_here=job.computes_here,
             can_return=job.is_marked,
+            num_said=len(said),
         )
 
     def usage(self) -> UsageAnswer:
         """Tokens so far. A prompt is counted once, however many choices it got."""
-        firsts = self._choices[:: self._job.num_choices]
-        usages = [choice.usage for choice in firsts if choice.usage is not None]
+        usages = self._usages()
         prompt_tokens = sum(len(prompt.tokens) for prompt in self._job.prompts)
         completion_tokens = sum(choice.num_tokens for choice in self._choices)
-        details = PromptTokensDetails(
-            cached_tokens=sum(usage.cached_tokens for usage in usages)
-        )
+        # What exists already of an answer is found like a prompt, and is none.
+        found = sum(usage.cached_tokens for usage in usages)
+        details = PromptTokensDetails(cached_tokens=min(found, prompt_tokens))
         if self._job.wants_cache_details:
             details.cache = self._cache_details(usages)
         return UsageAnswer(
@@ -248,6 +258,13 @@ class Generation:
             total_tokens=prompt_tokens + completion_tokens,
             prompt_tokens_details=details,
         )
+
+    def _usages(self) -> list[Usage]:
+        """Of each prompt the first that is known: its other choices found the same."""
+        many = self._job.num_choices
+        groups = [self._choices[at : at + many] for at in range(0, len(self._choices), many)]
+        known = [[choice.usage for choice in group if choice.usage] for group in groups]
+        return [usages[0] for usages in known if usages]
 
     def _cache_details(self, usages: Sequence[Usage]) -> CacheDetails:
         def found(tier: str) -> int:
@@ -271,7 +288,7 @@ class Generation:
         )
 
 
-def _said(tokens: Sequence[int]) -> SequenceOutput:
+def _landed(tokens: Sequence[int]) -> SequenceOutput:
     """Tokens as if they had just been generated."""
     return SequenceOutput(
         request_id=RequestId(""),

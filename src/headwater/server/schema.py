@@ -46,6 +46,16 @@ class ReturnsIn(Struct, kw_only=True, forbid_unknown_fields=True):
     returns_in_s: Annotated[float, Meta(ge=0, le=MAX_RETURNS_IN_S)]
 
 
+class SaidChoice(Struct, kw_only=True, forbid_unknown_fields=True):
+    """One of `continue_choices`: what another instance has said of a choice."""
+
+    token_ids: list[TokenId] = []
+    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
+    """The request's, for its first choice; None where nothing was said."""
+
+    has_ended: bool = False
+
+
 class Sampling(Struct, kw_only=True):
     """The fields that completions and chat share; those of type Any are in `unsupported`."""
 
@@ -88,7 +98,7 @@ class Sampling(Struct, kw_only=True):
     priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] | None = None
     request_id: Name | None = None
     return_token_ids: bool | None = None
-    continue_token_ids: list[TokenId] | None = None
+    continue_choices: list[SaidChoice] | None = None
     cache_details: bool | None = None
     load_policy: LoadPolicy | None = None
     load_timeout_s: Annotated[float, Meta(ge=0, le=MAX_LOAD_TIMEOUT_S)] | None = None

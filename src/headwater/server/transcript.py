@@ -23,7 +23,7 @@ class Transcript:
 
 
 async def transcribe(generation: Generation, num_sequences: int) -> list[Transcript]:
-    """Run to the end; every choice's whole text. Raises Refused if one was aborted."""
+    """Run to the end; every choice's whole text. Raises Refused if one was ended early."""
     transcripts = [Transcript() for _ in range(num_sequences)]
 
     async def land(delta: Delta) -> None:
@@ -34,6 +34,9 @@ async def transcribe(generation: Generation, num_sequences: int) -> list[Transcr
         entry.finish_reason, entry.stop_reason = delta.finish_reason, delta.stop_reason
 
     await generation.run(land)
-    if any(entry.finish_reason == "abort" for entry in transcripts):
+    reasons = {entry.finish_reason for entry in transcripts}
+    if "abort" in reasons:
         raise Refused("the request was aborted", status=499, code="aborted")
+    if "returned" in reasons:
+        raise Refused("there is no room to go on here", status=503, code="returned")
     return transcripts

@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from headwater.clock import Clock
-from headwater.disagg.routing import Policy, make_policy, prefills_itself
+from headwater.disagg.routing import Policy, is_swamped, make_policy, prefills_itself
 from headwater.server.router.config import RouterConfig
 from headwater.server.router.instance import Instance
 from headwater.server.router.prompts import PromptPath
@@ -74,6 +74,8 @@ class Chooser:
         if not ready:
             return None
         prefill, found = self._pick(self._prefilling, ready, path)
+        if is_swamped(prefill.outstanding_tokens, server.outstanding_tokens):
+            return None
         return Route(
             server=server,
             prefill=prefill,

@@ -20,13 +20,13 @@ from headwater.server.errors import Refused, error_response
 from headwater.server.reply import Reply
 from headwater.server.router.choice import Chooser, Route
 from headwater.server.router.config import RouterConfig
-from headwater.server.router.instance import Instance
 from headwater.server.router.messages import FALLBACK_HEADER, PREFILL_HEADER, TOKEN_HEADER
 from headwater.server.router.progress import Progress
 from headwater.server.router.prompts import UNKNOWN, PromptPath, Prompts
 from headwater.server.router.recorder import RouterRecorder
 from headwater.server.router.registry import SERVING, Registry
 from headwater.server.router.retries import RetryBudget
+from headwater.server.router.trials import Trials
 from headwater.server.router.upstream import Attempt, Failure, Sent, end_stream
 from headwater.server.streaming import Gone, while_connected
 
@@ -82,13 +82,13 @@ class Forwarder:
     async def _answer(self, request: Request, body: bytes, send: Send) -> None:
         self._budget.deposit()
         path = await self._read(request, body)
-        tried: set[Instance] = set()
+        trials, progress = Trials(self._config.max_attempts, self._budget), Progress()
         failure: Failure | None = None
         # Every attempt of a request has one name, so that the parts of its answer have too.
-        progress, name = Progress(), secrets.token_hex(12)
-        for number in range(self._config.max_attempts):
-            route = self._chooser.choose(path, tried)
-            if route is None or (number and not self._budget.withdraw()):
+        name = secrets.token_hex(12)
+        while trials.may_go_on(progress):
+            route = self._choose(path, trials)
+            if route is None:
                 break
             sent = self._sent(route, request, progress.body(body), name)
             attempt = Attempt(self._session, self._clock, route, send, progress)
@@ -97,10 +97,13 @@ class Forwarder:
                 self._succeeded(path, route)
                 return
             self._recorder.count(names.ROUTER_FAILURES, route.server.name, failure.reason)
-            tried.add(_culprit(route, failure))
-            if progress.has_begun and (progress.is_whole or not progress.can_continue):
-                break
+            trials.note(route, failure, progress)
         await self._give_up(failure, progress, send)
+
+    def _choose(self, path: PromptPath, trials: Trials) -> Route | None:
+        """Somebody who was not tried; else whoever had no room, and may have some by now."""
+        route = self._chooser.choose(path, trials.tried)
+        return route or self._chooser.choose(path, trials.tried - trials.returned)
 
     def _sent(self, route: Route, request: Request, body: bytes, name: str) -> Sent:
         """The request as `route` gets it; our own headers are never a client's."""
@@ -151,10 +154,3 @@ class Forwarder:
                 status=503,
                 code="instances_failed",
             )
-
-
-def _culprit(route: Route, failure: Failure) -> Instance:
-    """Who is not to be tried again: the prefill instance that refused, or who was asked."""
-    if failure.reason == "peer_refused" and route.prefill is not None:
-        return route.prefill
-    return route.server

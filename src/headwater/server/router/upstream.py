@@ -19,7 +19,10 @@ from headwater.server.errors import ErrorAnswer, ErrorObject
 from headwater.server.router.choice import Route
 from headwater.server.router.events import EventSplitter
 from headwater.server.router.instance import Instance
-from headwater.server.router.progress import InstanceFailed, Progress
+from headwater.server.router.progress import InstanceFailed, Progress, Returned
+
+RETURNED = "returned"
+"""Why an attempt ended whose instance has no room to go on; it has not failed."""
 
 _DONE = b"data: [DONE]\n\n"
 _PASSED_BACK = (
@@ -96,6 +99,8 @@ class Attempt:
                     ) as answer,
                 ):
                     return await self._pass_back(answer)
+        except Returned:
+            return Failure(reason=RETURNED, status=503)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError, InstanceFailed) as exc:
             server.has_failed = True
             return Failure(reason=_reason(exc))
