@@ -11,6 +11,7 @@
   + StorageError      a tier below failed; becomes a cache miss, never a 5xx
     - StorageTimeout  it did not answer in time; `quiet` says when it will touch nothing more
     - StorageCorrupt  a block could not prove what it is; `reason` says how
+    - StorageResting  it failed lately, and is not asked again yet
   + DeviceError       a call to the GPU's driver failed; a copy becomes a miss
   + PeerRefused       another instance will not take a request on; somebody else may
   + EngineDead        unrecoverable; the process exits
@@ -74,6 +75,10 @@ class StorageCorrupt(StorageError):
         super().__init__(message)
         self.reason = reason
         """One word for counting, such as `bad_checksum`."""
+
+
+class StorageResting(StorageError):
+    """Storage failed several times in a row: it is not asked for a while, and nobody waits."""
 
 
 class DeviceError(HeadwaterError):

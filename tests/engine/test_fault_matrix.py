@@ -190,16 +190,17 @@ def test_a_call_that_fails(
 def test_a_hung_read_writes_late_where_nobody_reads(
     bench: Bench, backend: StorageBackend
 ) -> None:
-    """Lesson 50: every slot that can be had is in use when the read returns at last. Its bytes
-    arrive, in the slots that were kept from all others, and in no others."""
+    """Lesson 50: others have filled what they could have when the read returns at last. Its bytes
+    arrive in the slots that were kept from all, and in no others."""
     stored(bench, backend, "late")
     double = FaultyStorage(backend, {"read": [Fault.HANG]})
     engine = bench.engine(double, host_blocks=16)
     serve(engine, "late", "hung", PROMPT)
     for number in range(3):
         serve(engine, "late", f"crowd {number}", [at * (7 + number) % 50 for at in range(33)])
-    engine.core.drain(1.0)
+        engine.core.drain(0.3)  # written before the next comes; the hung read goes on
     pool, before = engine.cache.host.pool, engine.slab.rows.copy()
+    assert pool.stats().cached > 0
     kept = np.sort(pool.owned(SlotState.QUARANTINED))
 
     double.release()
@@ -209,9 +210,6 @@ def test_a_hung_read_writes_late_where_nobody_reads(
     assert pool.stats().free + pool.stats().cached == 16
     assert written.tolist() == kept.tolist()
     assert len(kept) == 8
-    engine.core.reset_cache(("device",))
-    serve(engine, "late", "again", [at * 9 % 50 for at in range(33)])
-    assert engine.usages["again"].by_tier["host"] == 32
     finish(engine)
 
 
@@ -335,8 +333,9 @@ def test_a_server_that_comes_back_is_found_again(tmp_path: Path) -> None:
     backend, waits = bench.open(), BreakerConfig(recovery_s=0.05, max_recovery_s=0.1)
     engine = bench.engine(backend, breaker=waits)
     server.stop()
-    for number in range(3):
+    for number in range(4):
         serve(engine, f"gone {number}", f"gone {number}", PROMPT)
+        assert engine.usages[f"gone {number}"].miss_reason == "storage_failed"
     assert storage_of(engine).breaker != "closed"
     assert storage_of(engine).reasons["error"] >= 3
 

@@ -8,7 +8,7 @@ import pytest
 from headwater.cache import Demotion, Ending, Lookup, Promotion, TokenPath
 from headwater.cache.keys import KeyScheme
 from headwater.clock import SystemClock
-from headwater.errors import StorageError, StorageTimeout
+from headwater.errors import StorageError, StorageResting, StorageTimeout
 from headwater.storage.base import BlockWrite
 from headwater.storage.codec import BlockFormat
 from headwater.storage.memory import MemoryConfig, MemoryStorage
@@ -179,7 +179,12 @@ def test_a_refused_write_counts_what_was_stored(rig):
 
 @pytest.mark.parametrize(
     ("error", "reason"),
-    [(StorageError("gone"), "error"), (StorageTimeout("late"), "timeout"), (KeyError(), "bug")],
+    [
+        (StorageError("gone"), "error"),
+        (StorageTimeout("late"), "timeout"),
+        (StorageResting("later"), "breaker_open"),
+        (KeyError(), "bug"),
+    ],
 )
 def test_whatever_a_backend_raises_ends_one_job(rig, error, reason):
     """Lesson 24: counted by its reason; the thread lives on and takes the next."""

@@ -6,7 +6,7 @@
        │                            └────────── it fails ───────────┤
        └─────────────────────────── it succeeds ────────────────────┘
 
-While it is open nothing is found, nothing is stored, and nobody waits.
+While it is open every call is answered at once, with StorageResting.
 """
 
 import dataclasses
@@ -19,7 +19,13 @@ from threading import Lock
 from typing import TypeVar
 
 from headwater.clock import Clock
-from headwater.errors import ConfigError, StorageCorrupt, StorageError, StorageTimeout
+from headwater.errors import (
+    ConfigError,
+    StorageCorrupt,
+    StorageError,
+    StorageResting,
+    StorageTimeout,
+)
 from headwater.storage.base import BlockRead, BlockWrite, StorageBackend, StorageStats
 from headwater.types import BlockKey
 
@@ -33,7 +39,7 @@ class BreakerState(Enum):
     """Calls go through."""
 
     OPEN = "open"
-    """Calls are answered at once, with nothing."""
+    """Calls are refused at once."""
 
     HALF_OPEN = "half_open"
     """One call is trying whether the backend is back."""
@@ -87,7 +93,7 @@ class Breaker:
         with self._lock:
             if self._state is not BreakerState.CLOSED:
                 self.num_recoveries += 1
-                log.info("storage answers again")
+                log.warning("storage answers again")
             self._state = BreakerState.CLOSED
             self._failures = 0
             self._wait_s = self._config.recovery_s
@@ -109,7 +115,7 @@ class Breaker:
 
 
 class GuardedStorage:
-    """A backend behind a breaker. Errors of calls that go through are raised, and counted."""
+    """A backend behind a breaker. Errors are raised, and counted."""
 
     def __init__(self, backend: StorageBackend, breaker: Breaker) -> None:
         self._backend = backend
@@ -118,17 +124,12 @@ class GuardedStorage:
         self._reasons: Counter[str] = Counter()
 
     def contains(self, runs: Sequence[Sequence[BlockKey]], *, timeout_s: float) -> list[int]:
-        return self._call(
-            lambda: self._backend.contains(runs, timeout_s=timeout_s), [0] * len(runs)
-        )
+        return self._call(lambda: self._backend.contains(runs, timeout_s=timeout_s))
 
     def read(
         self, keys: Sequence[BlockKey], into: Sequence[memoryview], *, timeout_s: float
     ) -> list[BlockRead]:
-        return self._call(
-            lambda: self._backend.read(keys, into, timeout_s=timeout_s),
-            [BlockRead.ABSENT] * len(keys),
-        )
+        return self._call(lambda: self._backend.read(keys, into, timeout_s=timeout_s))
 
     def write(
         self,
@@ -139,14 +140,11 @@ class GuardedStorage:
         timeout_s: float,
     ) -> list[BlockWrite]:
         return self._call(
-            lambda: self._backend.write(keys, blocks, parents=parents, timeout_s=timeout_s),
-            [BlockWrite.REFUSED] * len(keys),
+            lambda: self._backend.write(keys, blocks, parents=parents, timeout_s=timeout_s)
         )
 
     def remove(self, keys: Sequence[BlockKey] | None, *, timeout_s: float) -> int:
-        if keys is None and self._breaker.state is BreakerState.OPEN:
-            raise StorageError("storage failed lately, and is not asked again yet")
-        return self._call(lambda: self._backend.remove(keys, timeout_s=timeout_s), 0)
+        return self._call(lambda: self._backend.remove(keys, timeout_s=timeout_s))
 
     def stats(self) -> StorageStats:
         """The backend's own, with the breaker's state and what it counted."""
@@ -163,10 +161,10 @@ class GuardedStorage:
     def close(self) -> None:
         self._backend.close()
 
-    def _call(self, call: Callable[[], T], nothing: T) -> T:
+    def _call(self, call: Callable[[], T]) -> T:
         if not self._breaker.admits():
             self._count("breaker_open")
-            return nothing
+            raise StorageResting("storage failed lately, and is not asked again yet")
         try:
             answer = call()
         except StorageError as error:

@@ -11,7 +11,7 @@ from threading import Thread
 
 from headwater.cache import Ending, Lookup, Promotion, Removal, Transfer
 from headwater.clock import Clock
-from headwater.errors import StorageError, StorageTimeout
+from headwater.errors import StorageError, StorageResting, StorageTimeout
 from headwater.storage.base import BlockRead, BlockWrite, StorageBackend, StorageStats
 from headwater.transfer.completions import Completion
 from headwater.transfer.slab import HostSlab
@@ -105,6 +105,8 @@ class StorageWorkers:
                     task.report(Completion(task.plan.job, Ending.TIMED_OUT, reason="timeout"))
                 error.quiet.wait()
             ends = _failed(tasks, "timeout")
+        except StorageResting:  # said when it began
+            ends = _failed(tasks, "breaker_open")
         except StorageError as error:
             log.warning("storage: %s", error)
             ends = _failed(tasks, "error")
