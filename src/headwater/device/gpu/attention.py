@@ -49,6 +49,9 @@ class PagedAttention:
     """The last row, if it is long and has nothing cached; `chunks` is about the others.
     Only for models whose layers attend to all before them, with plain scores."""
 
+    kept: DecodeWork | None = None
+    """The rows of which a token is chosen, one token each: all that attends in a last layer."""
+
     gate: Callable[[int], None] | None = None
     """Told a layer before it attends: has the device wait for what that layer reads."""
 
@@ -75,6 +78,16 @@ class PagedAttention:
         if whole is not None:
             flat[whole.start :] = self._attend_whole(whole, packed, how)
         return flat
+
+    def attend_kept(self, layer: int, packed: Tensor, how: Variant) -> Tensor:
+        """The same for `kept`, whose tokens are all of `packed`."""
+        assert self.kept is not None, "nothing is kept"
+        if self.gate is not None:
+            self.gate(layer)
+        shape = len(packed), self.heads, self.pool.shape[-1]
+        out = torch.empty(shape, dtype=packed.dtype, device=packed.device)
+        attend_decodes(packed, self.pool, layer, self.kept, how, out)
+        return out.view(len(packed), -1)
 
     def _attend_whole(self, whole: WholePrompt, packed: Tensor, how: Variant) -> Tensor:
         """Causal, so that what pads the end is seen by nobody but itself."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headwater.device.attention.base import Variant
+from headwater.device.gpu.products import Products
 from headwater.device.kernels import rows
 from headwater.device.kernels.rotary import HeadNorms, rotate
 from headwater.device.kernels.skinny import fits, skinny
@@ -28,6 +29,14 @@ _PIECE = 8192
 
 Attend = Callable[[int, Tensor, Variant], Tensor]
 """Attention of a layer over packed Q, K and V."""
+
+
+class Kept(NamedTuple):
+    """The rows whose result is wanted: of others the last layer computes K and V alone."""
+
+    rows: Tensor
+    attend: Attend
+    """Of these rows only, each a token over its context in the pool."""
 
 
 class Places(NamedTuple):
@@ -68,6 +77,16 @@ class LeanDecoder:
         self.last_norm: Tensor = model.norm.weight.data
         self.epsilon = float(model.norm.variance_epsilon)
         self.head: Tensor = cast(Any, module).lm_head.weight.data
+        self._products = Products(self.head.device)
+
+    def tune(self, max_tokens: int) -> None:
+        """Find the fastest products for steps of up to so many tokens; takes a second."""
+        if max_tokens < _PIECE:
+            return
+        layer = self.layers[0]
+        keys = layer.inward[self.heads * self.table[0].shape[1] * 2 :]
+        for weight in (layer.inward, keys, layer.outward, layer.gate_up, layer.down):
+            self._products.tune(_PIECE, weight)
 
     @property
     def is_plain(self) -> bool:
@@ -79,17 +98,41 @@ class LeanDecoder:
         return rows.embed(tokens, carry, chosen, self.embedding)
 
     def run(
-        self, hidden: Tensor, places: Places, pool: Tensor, attend: Attend, padding: int = 0
+        self,
+        hidden: Tensor,
+        places: Places,
+        pool: Tensor,
+        attend: Attend,
+        *,
+        padding: int = 0,
+        kept: Kept | None = None,
     ) -> Tensor:
-        """All layers over `hidden`, `[tokens, size]`, which is used up.
+        """All layers over `hidden`, `[tokens, size]`, which is used up; of all rows, or `kept`.
 
         `padding` is rows of zeros that attention wants behind the packed tokens.
         """
         for number, layer in enumerate(self.layers):
-            packed = self._inward(layer, hidden, padding)
+            if kept is not None and number == len(self.layers) - 1:
+                return self._run_last(hidden, places, pool, kept)
+            packed = self._inward(layer, hidden, padding=padding)
             rotate(packed[: len(hidden)], *places, self.table, pool, number, layer.norms)
             attended = attend(number, packed, layer.how)
             self._outward(layer, hidden, attended)
+        return hidden
+
+    def _run_last(self, hidden: Tensor, places: Places, pool: Tensor, kept: Kept) -> Tensor:
+        """The last layer: K and V of all rows into the pool, everything else of `kept`."""
+        number, layer = len(self.layers) - 1, self.layers[-1]
+        stored = self._inward(layer, hidden, skipped=self.heads * pool.shape[-1])
+        rotate(stored, *places, self.table, pool, number, layer.norms)
+        hidden = hidden.index_select(0, kept.rows)
+        if not len(hidden):
+            return hidden
+        packed = self._inward(layer, hidden)
+        positions = places.positions.index_select(0, kept.rows)
+        nowhere = torch.full_like(positions, -1)  # their K and V are stored already
+        rotate(packed, positions, nowhere, self.table, pool, number, layer.norms)
+        self._outward(layer, hidden, kept.attend(number, packed, layer.how))
         return hidden
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
@@ -99,19 +142,23 @@ class LeanDecoder:
         normed = rows.norm(hidden, self.last_norm, self.epsilon)
         return torch.mm(normed, self.head.T, out=out)
 
-    def _inward(self, layer: Layer, hidden: Tensor, padding: int) -> Tensor:
-        if layer.inward_bias is None and fits(layer.inward, len(hidden)) and not padding:
-            return skinny(hidden, layer.inward, norm=(layer.before, layer.epsilon))
-        tokens, width = len(hidden), layer.inward.shape[0]
+    def _inward(
+        self, layer: Layer, hidden: Tensor, *, padding: int = 0, skipped: int = 0
+    ) -> Tensor:
+        """Q, K and V of each row, less the first `skipped` numbers of them."""
+        weight = layer.inward[skipped:]
+        if layer.inward_bias is None and fits(weight, len(hidden)) and not padding:
+            return skinny(hidden, weight, norm=(layer.before, layer.epsilon))
+        tokens, width = len(hidden), len(weight)
         packed = torch.empty(
             (tokens + padding, width), dtype=hidden.dtype, device=hidden.device
         )
         packed[tokens:].zero_()
         for part, out in zip(hidden.split(_PIECE), packed[:tokens].split(_PIECE), strict=True):
             normed = rows.norm(part, layer.before, layer.epsilon)
-            torch.mm(normed, layer.inward.T, out=out)
+            self._products.multiply(normed, weight, out)
         if layer.inward_bias is not None:
-            packed[:tokens] += layer.inward_bias
+            packed[:tokens] += layer.inward_bias[skipped:]
         return packed
 
     def _outward(self, layer: Layer, hidden: Tensor, attended: Tensor) -> None:
@@ -124,10 +171,11 @@ class LeanDecoder:
             return
         parts = zip(hidden.split(_PIECE), attended.split(_PIECE), strict=True)
         for part, attended_part in parts:
-            part.addmm_(attended_part, layer.outward.T)
+            self._products.multiply(attended_part, layer.outward, part, adds=True)
             normed = rows.norm(part, layer.between, layer.epsilon)
-            gated = rows.gate(torch.mm(normed, layer.gate_up.T))
-            part.addmm_(gated, layer.down.T)
+            wide = normed.new_empty((len(part), len(layer.gate_up)))
+            self._products.multiply(normed, layer.gate_up, wide)
+            self._products.multiply(rows.gate(wide), layer.down, part, adds=True)
 
 
 def lean_decoder(module: nn.Module, max_positions: int) -> LeanDecoder | None:

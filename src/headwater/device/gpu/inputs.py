@@ -86,13 +86,14 @@ def pack(
     token_carry = np.full(len(batch.tokens), -1, dtype=np.int32)
     token_carry[batch.query_start[:-1]] = carry
     last = batch.query_start[1:][batch.sampled] - 1
+    kept = cut(layout.contexts[batch.sampled], max(len(last), 1))
     sent = staging.send(
         [
             batch.tokens,
             token_carry,
             batch.positions,
             layout.slots.astype(np.int32),
-            last if len(last) else np.zeros(1, dtype=np.int32),
+            last,
             batch.context_lens,
             batch.query_start,
             layout.tables.astype(np.int32),
@@ -102,6 +103,10 @@ def pack(
             shared.row,
             shared.start,
             shared.part_keys,
+            batch.context_lens[batch.sampled],
+            layout.table_start[batch.sampled].astype(np.int32),
+            np.array([kept.piece], dtype=np.int32),
+            *kept[1:],
         ],
         pool.device,
     )
@@ -112,6 +117,8 @@ def pack(
     if num_decodes:
         attention.num_decodes = num_decodes
         attention.decodes = _decodes(contexts, tables, table_start, sent[9:13], pool, heads)
+    if len(last):
+        attention.kept = _decodes(sent[16], tables, sent[17], sent[18:22], pool, heads)
     if len(shared.row):
         rows = len(shared.row) * shared.num_parts * tile if shared.num_parts > 1 else 0
         partial, partial_lse = partials(rows, heads, pool)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headwater.device.gpu.arrivals import Arrivals
-from headwater.device.gpu.decoder import LeanDecoder, lean_decoder
+from headwater.device.gpu.decoder import Kept, LeanDecoder, lean_decoder
 from headwater.device.gpu.graphs import DecodeGraphs
 from headwater.device.gpu.inputs import Layout, PackedStep, pack
 from headwater.device.gpu.module import ModuleDecoder
@@ -71,6 +71,7 @@ class CudaRunner:
     ) -> None:
         self._model = model
         self._max_rows = min(max_num_seqs, max_batched_tokens)
+        self._max_tokens = max_batched_tokens
         self.pool = KVPool(model, num_blocks=num_blocks, block_tokens=block_tokens)
         self.arrivals = Arrivals(model.num_layers)
         """For the copier: rows wait for promotions that it tells of here."""
@@ -107,6 +108,7 @@ class CudaRunner:
                 self.graphs.warm_up_to(num_rows)
                 return
             self.graphs.warm()
+            decoder.tune(self._max_tokens)
             for how in {layer.how.window: layer.how for layer in decoder.layers}.values():
                 warm_chunks(self.pool, decoder.heads, how)
 
@@ -120,7 +122,7 @@ class CudaRunner:
                 places = batch.sampled.astype(np.int32)
                 is_greedy = is_plain(batch.params)
             else:
-                logits = self._run_packed(layout, carry)[: len(batch.sampled)]
+                logits = self._run_packed(layout, carry)
                 places = np.arange(len(batch.sampled), dtype=np.int32)
                 is_greedy = False
             logprobs = None
@@ -162,9 +164,14 @@ class CudaRunner:
         hidden = decoder.embed(step.tokens, step.carry, self._chosen)
         attention = step.attention
         hidden = decoder.run(
-            hidden, step.places, self.pool.data, attention.attend, attention.padding
+            hidden,
+            step.places,
+            self.pool.data,
+            attention.attend,
+            padding=attention.padding,
+            kept=Kept(step.logits_at, attention.attend_kept),
         )
-        return decoder.logits(hidden.index_select(0, step.logits_at))
+        return decoder.logits(hidden) if len(hidden) else hidden
 
     def _gate(self, batch: ScheduledBatch) -> Callable[[int], None]:
         """Orders each layer behind the promotions that rows of `batch` read."""
