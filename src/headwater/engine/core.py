@@ -208,6 +208,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """A snapshot of every owner's counts. O(1)."""
+        self._learn(self._clock.now())
         return engine_stats(
             self._scheduler.stats(),
             self._cache.stats(),
@@ -275,7 +276,7 @@ class EngineCore:
 
     def _start(self, now: float) -> None:
         """Have copies begun, and peers told who was scheduled."""
-        self._mover.start(self._scheduler.take_copies(), now=now)
+        self._mover.start(self._scheduler.take_copies(now), now=now)
         if self._peers is not None:
             self._peers.start(now)
 
@@ -288,8 +289,12 @@ class EngineCore:
             self._resets.advance(now)
         if self._peers is not None:
             self._peers.land(self.completions.take_posted(), now)
-        if self._has_tiers or self._peers is not None:
-            self._scheduler.learn(self._pace.rates(self._mover, now))
+        if self._peers is not None or (self._has_tiers and self._scheduler.may_admit):
+            self._learn(now)
+
+    def _learn(self, now: float) -> None:
+        """Let choices be priced by what was measured lately."""
+        self._scheduler.learn(self._pace.rates(self._mover, now))
 
     def _run(self, batch: ScheduledBatch | None) -> StepResult | None:
         """Submit `batch`; collect the oldest step once as many are in flight as may be.

@@ -13,13 +13,13 @@ class Load:
     """One a sequence that has anything to load or to ask for; changed by `Loads` only."""
 
     __slots__ = (
+        "asked_s",
         "began_s",
         "below",
         "choice",
         "device_blocks",
         "ended",
         "job",
-        "looked_s",
         "lookup",
         "num_jobs",
         "policy",
@@ -48,8 +48,8 @@ class Load:
         """When it began to wait: nothing but the load kept it from being admitted."""
         self.until_s: float | None = None
         """When it waits no longer."""
-        self.looked_s: float | None = None
-        """When it was first looked at with its question open."""
+        self.asked_s: float | None = None
+        """When its question was handed over."""
         self.ended: str | None = None
         """Why nothing more is loaded, whatever there is."""
         self.shortfall: str | None = None
@@ -58,8 +58,8 @@ class Load:
     @property
     def end_s(self) -> float | None:
         """When its sequence is to be looked at although nothing has landed."""
-        if self.until_s is None and self.lookup is not None and self.looked_s is not None:
-            return self.looked_s + ANSWER_S
+        if self.until_s is None and self.lookup is not None and self.asked_s is not None:
+            return self.asked_s + ANSWER_S
         return self.until_s
 
     def by_tier(self, num_blocks: int) -> tuple[int, int, int]:

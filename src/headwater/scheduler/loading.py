@@ -43,7 +43,7 @@ class Loads:
         self.rates = Rates()
         """What the loop measured lately; it puts a new value here."""
         self.plans: list[Promotion | Lookup] = []
-        """Decided, and not handed to the loop yet."""
+        """Decided, and not taken yet."""
         self._lookups: dict[JobId, tuple[Lookup, Sequence]] = {}
         self._moving: dict[JobId, Promotion] = {}
         self._waiters: dict[JobId, list[Sequence]] = {}
@@ -83,7 +83,7 @@ class Loads:
         if load is None or load.ended is not None:
             return False
         if load.until_s is None:
-            return load.lookup is not None and self._expects_answer(load, now)
+            return load.lookup is not None and _expects_answer(load, now)
         if now >= load.until_s:
             return False
         if load.lookup is not None:
@@ -116,12 +116,23 @@ class Loads:
             return fits and load.policy != "best_effort"
         return self._brings(sequence, load, match, fits=fits, now=now) and fits
 
-    def land(self, outcome: Outcome, *, now: float) -> None:
-        """A lookup or a transfer ended; whoever waits for it is told."""
+    def take_plans(self, now: float) -> list[Promotion | Lookup]:
+        """What is to be brought and asked from now on; each plan once."""
+        plans, self.plans = self.plans, []
+        for plan in plans:
+            if isinstance(plan, Lookup) and (load := self._lookups[plan.job][1].load):
+                load.asked_s = now
+        return plans
+
+    def answer(self, outcome: Outcome, *, now: float) -> bool:
+        """Whether a question has ended; who asked may go on."""
         asked = self._lookups.pop(outcome.job, None)
         if asked is not None:
             self._land_lookup(*asked, outcome, now)
-            return
+        return asked is not None
+
+    def land(self, outcome: Outcome, *, now: float) -> None:
+        """A transfer ended; whoever waits for it is told."""
         self._cache.land(outcome, now=now)
         if outcome.ending is not Ending.TIMED_OUT:
             self._moving.pop(outcome.job, None)
@@ -151,19 +162,14 @@ class Loads:
                 load.shortfall = "storage_timeout" if late else "storage_failed"
             return
         found = min(outcome.num_blocks, lookup.num_blocks)
-        if found:
-            self._cache.learn_stored(lookup.path, found, now=now)
+        if not found:
+            return
+        self._cache.learn_stored(lookup.path, found, now=now)
         if sequence.state is SequenceState.WAITING and load is not None and load.ended is None:
             match = self._cache.match(lookup.path, max_blocks=lookup.num_blocks)
             # What is on the host already waits for admission; what is not comes there now.
             if match.storage_blocks and not match.host_blocks and self._wants(load, match):
                 self._brings(sequence, load, match, fits=False, now=now)
-
-    def _expects_answer(self, load: Load, now: float) -> bool:
-        """Whether storage was asked so lately that nothing else is worth looking at yet."""
-        if load.looked_s is None:
-            load.looked_s = now
-        return load.policy != "best_effort" and now < load.looked_s + ANSWER_S
 
     def _make_load(self, sequence: Sequence, lookup: JobId | None = None) -> Load:
         """By what its request says, or else the settings."""
@@ -251,3 +257,9 @@ class Loads:
     def _carries(self, plan: Promotion, sequence: Sequence, *, whole: bool) -> bool:
         """Whether `sequence` may compute over `plan`: it brings all that is to be loaded."""
         return self.layerwise and whole and plan.source is Tier.HOST and not sequence.receives
+
+
+def _expects_answer(load: Load, now: float) -> bool:
+    """Whether storage was asked so lately that nothing else is worth looking at yet."""
+    late = load.asked_s is not None and now >= load.asked_s + ANSWER_S
+    return load.policy != "best_effort" and not late

@@ -6,7 +6,7 @@ scheduled with `schedule`, and its result is taken in with `advance`; one more s
 scheduled in between. The cost of a step is in sequences, never in blocks.
 """
 
-from collections import Counter, deque
+from collections import deque
 
 from headwater.cache import Demotion, Lookup, Outcome, TieredCache, Transfer
 from headwater.errors import InvariantError, RequestError
@@ -35,7 +35,7 @@ from headwater.scheduler.request import Request, length_end
 from headwater.scheduler.riders import Riders
 from headwater.scheduler.roster import Roster
 from headwater.scheduler.sequence import Sequence, SequenceState
-from headwater.scheduler.stats import SchedulerStats
+from headwater.scheduler.stats import SchedulerStats, Totals, snapshot
 from headwater.scheduler.view import SequenceView, view_sequences
 from headwater.types import RequestId, Tokens
 
@@ -76,10 +76,7 @@ class Scheduler:
         self._outputs: list[SequenceOutput] = []
         """Of sequences that ended outside a step."""
         self._num_arrived = 0
-        self._num_steps = 0
-        self._num_preemptions = 0
-        self._generated_tokens = 0
-        self._finished: Counter[str] = Counter()
+        self._totals = Totals()
 
     @property
     def num_in_flight(self) -> int:
@@ -92,9 +89,9 @@ class Scheduler:
         return self._loads.num_in_flight + self._background.num_in_flight
 
     @property
-    def has_waiting(self) -> bool:
-        """Whether anybody waits to be admitted."""
-        return len(self._roster.waiting) > 0
+    def may_admit(self) -> bool:
+        """Whether somebody waits, and not for a transfer alone."""
+        return self._intake.has_candidates and not self._is_stalled
 
     @property
     def has_work(self) -> bool:
@@ -103,7 +100,7 @@ class Scheduler:
             return True
         if self._writes or self._loads.plans or self.handoffs.outputs:
             return True
-        return self._intake.has_candidates and not self._is_stalled
+        return self.may_admit
 
     @property
     def wake_s(self) -> float | None:
@@ -184,8 +181,8 @@ class Scheduler:
         """The next step, or None when nothing can be computed before a step is collected."""
         if len(self._flights) > 1:
             raise InvariantError("two steps are in flight; collect one first")
-        if self._is_stalled and ((wake_s := self.wake_s) is None or now < wake_s):
-            return None
+        if self._is_stalled and self._loads.plans:
+            return None  # what is waited for is only begun in this turn
         is_settled = self._grow_decodes(now)
         roster, config = self._roster, self.config
         decodes = [s for s in roster.decoding if s.num_scheduled < s.schedulable_end]
@@ -232,33 +229,20 @@ class Scheduler:
     def coast(self, tokens: Tokens) -> None:
         """Take in steps of a `quiet` stretch, one row of `tokens` each."""
         coast(self._roster.decoding, tokens)
-        self._num_steps += len(tokens)
-        self._generated_tokens += tokens.size
+        self._totals.num_steps += len(tokens)
+        self._totals.generated_tokens += tokens.size
         self._growth.lower_caution(len(tokens))
 
     def stats(self) -> SchedulerStats:
         """A snapshot of every count. O(1)."""
-        return SchedulerStats(
-            num_running=self._roster.num_running,
-            num_waiting=len(self._roster.waiting),
+        return snapshot(
+            self._totals,
+            self._roster,
+            self._intake,
+            self._loads,
+            self._growth,
             num_steps_in_flight=len(self._flights),
-            is_paused=self._intake.is_paused,
-            num_steps=self._num_steps,
-            num_preemptions=self._num_preemptions,
-            num_follows=self._intake.num_follows,
-            num_admitted=self._intake.num_admitted,
-            queue_s=self._intake.queue_s,
-            prompt_tokens=self._intake.prompt_tokens,
-            found_tokens=dict(self._intake.found_tokens),
-            misses=dict(self._intake.misses),
-            load_choices=dict(self._loads.choices),
-            rates=self._loads.rates,
-            recent_loads=tuple(self._intake.recent_loads),
             num_copies=self.num_copies,
-            generated_tokens=self._generated_tokens,
-            finished=dict(self._finished),
-            expected_output_tokens=self._growth.mean_tokens,
-            caution=self._growth.caution,
         )
 
     def view(self, *, max_sequences: int, now: float) -> list[SequenceView]:
@@ -309,12 +293,12 @@ class Scheduler:
         victim.num_preemptions += 1
         victim.vacated_s = now
         self._roster.move(victim, SequenceState.WAITING)
-        self._num_preemptions += 1
+        self._totals.num_preemptions += 1
         self._growth.raise_caution()
 
     def _launch(self, decodes: list[Sequence], chunks: list[Chunk]) -> ScheduledBatch:
         """Make the batch, and note what it will have computed."""
-        step = self._num_steps
+        step = self._totals.num_steps
         batch = build_batch(step, decodes, chunks, carries=bool(self._flights))
         choosing = [chunk.is_last for chunk in chunks]
         for row, sequence in enumerate(decodes):
@@ -326,7 +310,7 @@ class Scheduler:
             elif sequence.num_scheduled == sequence.num_tokens:
                 self._roster.move(sequence, SequenceState.DECODE)
         self._flights.append(Flight(step, decodes, chunks, choosing))
-        self._num_steps += 1
+        self._totals.num_steps += 1
         self._growth.lower_caution()
         return batch
 
@@ -368,7 +352,7 @@ class Scheduler:
         """Commit what is full, and end or vacate the sequence if it is time; its output."""
         if sequence.num_computed >= sequence.commit_at:
             self._holdings.commit(sequence, now)
-        self._generated_tokens += 1
+        self._totals.generated_tokens += 1
         usage, sequence.usage = sequence.usage, None
         reason = stop_token = None
         if token in sequence.stop_tokens and sequence.num_tokens >= sequence.min_stop:
@@ -395,7 +379,7 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence, reason: str, now: float) -> None:
         """Its slots go back now, or when nothing uses them any more."""
-        self._finished[reason] += 1
+        self._totals.finished[reason] += 1
         if reason != "abort":
             self._growth.observe(sequence.num_output)
         self._roster.move(sequence, SequenceState.FINISHED)
