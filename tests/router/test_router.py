@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headwater.errors import ConfigError
 from headwater.server.app import create_app
+from headwater.server.continuation import RETURNED, mark_line
 from headwater.server.registration import Registrar
 from headwater.server.router.messages import FALLBACK_HEADER, PREFILL_HEADER, TOKEN_HEADER
 from tests.router.rig import TOKEN, Rig, events, run
@@ -262,6 +263,53 @@ def test_a_stream_that_nobody_can_take_up_ends_with_a_typed_error():
         assert last["error"]["code"] == "instance_lost"
         assert before[0]["choices"]
         assert all(event["choices"][0]["finish_reason"] is None for event in before)
+
+    run(scenario)
+
+
+class GivingBack:
+    """An instance that has no room to go on after a few events, `times` in a row."""
+
+    def __init__(self, app, times):
+        self._app = app
+        self._left = times
+
+    async def __call__(self, scope, receive, send):
+        if scope["path"] != "/v1/completions":
+            await self._app(scope, receive, send)
+            return
+        gives_back, self._left, num_bodies = self._left > 0, self._left - 1, 0
+
+        async def limited(message):
+            nonlocal num_bodies
+            num_bodies += message["type"] == "http.response.body"
+            if gives_back and num_bodies == 3:
+                message = message | {"body": mark_line(RETURNED) + b"data: {}\n\n"}
+            await send(message)
+
+        await self._app(scope, receive, limited)
+
+
+@pytest.mark.parametrize(("times", "num_instances"), [(1, 2), (7, 1)])
+def test_what_is_given_back_goes_on(times, num_instances):
+    """Lesson 55: elsewhere, or there again where there is no other, as often as it got further;
+    the instance has not failed, and gets others meanwhile."""
+
+    async def scenario(rig):
+        instances = [rig.add() for _ in range(num_instances)]
+        await rig.ready(*instances)
+        body = {"prompt": "hello " * 20, "max_tokens": 60, "stream": True, "seed": 5}
+        whole = await rig.client.post("/v1/completions", json=body)
+        await rig.until(lambda known: blocks(known) > 6)
+        home = next(i for i in instances if i.name == whole.headers["x-headwater-instance"])
+        home.gate.open(GivingBack(create_app(home.service), times))
+
+        answer = await rig.client.post("/v1/completions", json=body)
+
+        assert said(events(answer.text)) == said(events(whole.text))
+        assert (await rig.known())[home.name]["state"] == "ready"
+        metrics = (await rig.client.get("/metrics")).text
+        assert f'reason="returned"}} {float(times)}' in metrics
 
     run(scenario)
 

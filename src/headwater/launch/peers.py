@@ -37,15 +37,22 @@ def open_peers(
     clock: Clock,
 ) -> EngineInfo:
     """Let `core` hand off, where that is asked for; `info` with where its peers reach it."""
-    if config.peers is None or (
-        config.peers.role == "mixed" and peer_token_from_environment() is None
-    ):
+    if config.peers is None or not _hands_off(config.peers):
         return info
     # Beside torch, which is imported by the time there is a pool.
     from headwater.device.blocks import PoolBlocks
 
     address = join_peers(config, core, scheduler, PoolBlocks(pool), clock)
     return replace(info, role=config.peers.role, peer_address=address)
+
+
+def shares_blocks(config: EngineConfig) -> bool:
+    """Whether peers on this machine are to read this instance's blocks where they lie."""
+    return config.peers is not None and config.peers.link == "shm" and _hands_off(config.peers)
+
+
+def _hands_off(peers: PeersConfig) -> bool:
+    return peers.role != "mixed" or peer_token_from_environment() is not None
 
 
 class _Unhurried:
@@ -72,6 +79,7 @@ def _handoffs(peers: PeersConfig) -> HandoffConfig:
         start_timeout_s=lease_s,
         reserve_timeout_s=lease_s,
         fence_wait_s=lease_s / 5,
+        return_after_s=3 * lease_s,
         max_inflight=peers.max_inflight,
     )
 

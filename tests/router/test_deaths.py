@@ -1,0 +1,190 @@
+"""A router that dies at each step of a request, and requests that come back to it.
+
+Real processes: a router, a prefill and two decode instances. The steps of a request are made to
+last by stopping whoever it waits for.
+"""
+
+import http.client
+import json
+import os
+import re
+import signal
+import threading
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from headwater.clock import SystemClock
+from tests.e2e.live import Stream
+from tests.router.separate import LEASE_S, Separate, ids, stopped
+
+pytestmark = pytest.mark.slow
+
+TOKEN = "a-token-for-tests"
+NAME = "x-headwater-instance"
+LONG = "the water of a mountain spring, "
+MOST = 900
+"""Tokens of each of two answers for which one instance has not enough room."""
+
+BROKEN = (OSError, http.client.HTTPException)
+"""What a client sees of a router that is no more."""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    os.environ["HEADWATER_PEER_TOKEN"] = TOKEN
+    cluster = Separate()
+    yield cluster
+    cluster.stop()
+    del os.environ["HEADWATER_PEER_TOKEN"]
+
+
+@pytest.fixture
+def prompt(request) -> str:
+    """Long enough to be handed over, and seen by nobody."""
+    return f"{request.node.name}: " + LONG * 12
+
+
+def check(cluster: Separate, prompt: str) -> None:
+    """Nothing is left of what the dead router wanted; another one knows everybody within a few
+    heartbeats, and what it serves is what an instance computes alone."""
+    cluster.until_balanced()
+    cluster.restart_router()
+    routed = cluster.ask(prompt=prompt)
+    assert routed.status_code == 200, routed.text
+    alone = cluster.ask(cluster.decoding[0].url, prompt=prompt)
+    assert routed.json()["choices"] == alone.json()["choices"]
+    cluster.until_balanced()
+
+
+def until(reached, within_s: float = 20.0) -> None:
+    end_s = SystemClock().now() + within_s
+    while not reached():
+        assert SystemClock().now() < end_s
+
+
+def count(url: str, series: str) -> float:
+    """One series of /metrics; 0 where it is not there yet."""
+    lines = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
+    found = [line for line in lines if line.startswith(f"headwater:{series} ")]
+    return float(found[0].rpartition(" ")[2]) if found else 0.0
+
+
+def test_a_router_killed_before_it_forwards(cluster, prompt):
+    """It waits for a prompt's tokens: no instance has the request, and none ever gets it."""
+    place = urlsplit(cluster.router.url)
+    client = http.client.HTTPConnection(place.hostname or "", place.port, timeout=20)
+    with stopped(*(server.process.pid for server in cluster.decoding)):
+        client.request("POST", "/v1/completions", json.dumps({"prompt": prompt}))
+        for _ in range(2):  # what came before these was read by then
+            known = cluster.router.instances()
+        assert {entry["num_alive"] for entry in known.values()} == {0}
+        cluster.kill_router()
+        with pytest.raises(BROKEN):
+            client.getresponse()
+    client.close()
+
+    check(cluster, prompt)
+
+
+def test_a_router_killed_while_a_prompt_is_handed_over(cluster, prompt):
+    """It waits for D, which waits for P: both learn that nobody wants it any more."""
+    with stopped(cluster.prefill.engine_pid):
+        asking = cluster.ask_aside(prompt=prompt)
+        handed = 'pd_handoffs_in_flight{side="decode"}'
+        until(lambda: sum(count(server.url, handed) for server in cluster.decoding) == 1)
+        cluster.kill_router()
+        assert asking.end().error is not None
+
+    check(cluster, prompt)
+
+
+@pytest.mark.parametrize("num_events", [1, 8])
+def test_a_router_killed_while_a_stream_goes_through_it(cluster, prompt, num_events):
+    """With its first token, or later: the client's connection ends, and so does the request."""
+    stream = cluster.stream(prompt=prompt, max_tokens=700)
+    for _ in range(num_events):
+        assert stream.next()["choices"]
+    cluster.kill_router()
+    read_to_its_end(stream)
+
+    check(cluster, prompt)
+
+
+def test_a_request_that_is_given_back_goes_on_elsewhere(cluster, prompt):
+    """Lesson 55: preempted, no room for three terms, given back to the router: another instance
+    goes on after its last token, and its client sees one stream."""
+    prompt = prompt[:160]
+    home = cluster.home(cluster.ask(prompt=prompt, max_tokens=1).headers[NAME])
+    other = next(server for server in cluster.decoding if server is not home)
+    routed = f'router_routed_total{{instance="{cluster.name(other)}",trust="exact"}}'
+    before = count(cluster.router.url, routed)
+
+    pieces = outgrow(cluster, home, prompt)
+
+    assert count(cluster.router.url, routed) == before + 1
+    assert ids(pieces) == alone(cluster, prompt)
+    assert [p["choices"][0]["finish_reason"] for p in pieces].count("length") == 1
+
+
+def test_a_router_killed_while_a_stream_is_taken_up_elsewhere(cluster, prompt):
+    """D is gone and another has the stream, of which it has said nothing yet."""
+    stream = cluster.stream(prompt=prompt, max_tokens=700)
+    assert stream.next()["choices"]
+    busy = [name for name, entry in cluster.router.instances().items() if entry["num_alive"]]
+    victim = next(server for server in cluster.decoding if cluster.name(server) in busy)
+    other = next(server for server in cluster.decoding if server is not victim)
+    with stopped(other.engine_pid):
+        os.kill(victim.engine_pid, signal.SIGKILL)
+        victim.process.kill()
+        victim.wait()
+        cluster.router.until(lambda known: known[cluster.name(other)]["num_alive"] == 1)
+        cluster.kill_router()
+        read_to_its_end(stream)
+
+    check(cluster, prompt)
+
+
+@pytest.mark.nightly
+def test_a_request_that_is_given_back_goes_on_there_where_there_is_no_other(cluster, prompt):
+    """Lesson 55: after the one that it gave way to, and without an error."""
+    (home,), prompt = cluster.decoding, prompt[:160]
+    cluster.ask(prompt=prompt, max_tokens=1)
+
+    pieces = outgrow(cluster, home, prompt)
+
+    assert ids(pieces) == alone(cluster, prompt)
+
+
+def read_to_its_end(stream: Stream) -> None:
+    """What was on its way may still come; then the connection is no more."""
+    with pytest.raises(BROKEN):
+        stream.rest()
+    stream.close()
+
+
+def outgrow(cluster: Separate, home, prompt: str):
+    """Let two streams outgrow one instance; the events of the later one."""
+    preempted = count(home.url, "num_preemptions_total")
+    first = cluster.stream(prompt=prompt + "a", max_tokens=MOST)
+    second = cluster.stream(prompt=prompt + "b", max_tokens=MOST)
+    pieces = [second.next()]
+    until(lambda: count(home.url, "num_preemptions_total") > preempted)
+    with stopped(home.engine_pid):
+        threading.Event().wait(3.5 * LEASE_S)  # time passes, and nobody gets room
+    pieces += second.rest()
+    assert ids(first.rest())
+    for stream in (first, second):
+        stream.close()
+    metrics = httpx.get(f"{cluster.router.url}/metrics", timeout=30).text
+    assert re.search(r'router_failures_total{.*reason="returned"} ', metrics), metrics
+    return pieces
+
+
+def alone(cluster: Separate, prompt: str) -> list[int]:
+    """What the later one of those says when nobody is in its way."""
+    cluster.until_balanced()
+    answer = cluster.ask(prompt=prompt + "b", max_tokens=MOST)
+    tokens: list[int] = answer.json()["choices"][0]["token_ids"]
+    return tokens
