@@ -10,9 +10,15 @@ from threading import Event
 
 import pytest
 
+from headwater.clock import SystemClock
 from headwater.storage import BlockFormat, Opening, StorageBackend, open_storage
+from headwater.storage.file import FileConfig, FileStorage
+from headwater.testing.storage import make_format
 
 MakeBackend = Callable[..., StorageBackend]
+MakeFile = Callable[..., FileStorage]
+
+FILE_BLOCK_BYTES = 4096
 
 
 def free_port() -> int:
@@ -174,3 +180,24 @@ def make_backend(
     yield make
     for backend in opened:
         backend.close()
+
+
+@pytest.fixture
+def make_file(tmp_path: Path) -> Iterator[MakeFile]:
+    """Opens the file backend on one directory, in small."""
+    opened = []
+
+    def make(**more: object) -> FileStorage:
+        settings = {
+            "path": str(tmp_path / "blocks"),
+            "reserve_bytes": 0,
+            "slab_bytes": 8 * 8272,
+        }
+        form = more.pop("form", make_format(block_bytes=FILE_BLOCK_BYTES))
+        clock = more.pop("clock", SystemClock())
+        opened.append(FileStorage(FileConfig(**settings | more), form, clock))  # type: ignore[arg-type]
+        return opened[-1]
+
+    yield make
+    for storage in opened:
+        storage.close()

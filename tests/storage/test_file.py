@@ -1,47 +1,22 @@
-"""The file backend alone: room, order of eviction, rebuilding, and a disk that refuses."""
+"""The file backend alone: room, order of eviction, rebuilding, what is left out."""
 
-import errno
 import os
-import resource
-import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from headwater.clock import SystemClock, VirtualClock
-from headwater.errors import ConfigError, StorageError, StorageTimeout
+from headwater.errors import ConfigError
 from headwater.storage import BlockRead, BlockWrite
 from headwater.storage.file import FileConfig, FileStorage
 from headwater.storage.slab import Slab
 from headwater.storage.table import PAGE_BYTES, Entry, Geometry, Table
 from headwater.testing.storage import make_format, make_keys, read_run, write_run
 from headwater.types import BlockKey
+from tests.storage.conftest import FILE_BLOCK_BYTES as BLOCK_BYTES
+from tests.storage.conftest import MakeFile
 
-BLOCK_BYTES = 4096
 FORM = make_format(block_bytes=BLOCK_BYTES)
-MakeFile = Callable[..., FileStorage]
-
-
-@pytest.fixture
-def make_file(tmp_path: Path) -> Iterator[MakeFile]:
-    """Opens the file backend on one directory, in small."""
-    opened = []
-
-    def make(**more: object) -> FileStorage:
-        settings = {
-            "path": str(tmp_path / "blocks"),
-            "reserve_bytes": 0,
-            "slab_bytes": 8 * 8272,
-        }
-        form = more.pop("form", FORM)
-        clock = more.pop("clock", SystemClock())
-        opened.append(FileStorage(FileConfig(**settings | more), form, clock))  # type: ignore[arg-type]
-        return opened[-1]
-
-    yield make
-    for storage in opened:
-        storage.close()
 
 
 def disk_bytes(path: Path) -> int:
@@ -215,132 +190,6 @@ def test_room_that_comes_back_is_used(make_file: MakeFile) -> None:
     assert write_run(ours, make_keys(1), BLOCK_BYTES) == [BlockWrite.REFUSED]
     clock.advance(60.0)
     assert write_run(ours, make_keys(1), BLOCK_BYTES) == [BlockWrite.WRITTEN]
-
-
-def test_a_full_disk_is_a_refused_write(make_file: MakeFile) -> None:
-    """No exception, a count, and everything written before is still served (lesson 43).
-
-    The limit on file sizes stands for a disk without room: both end in the same place.
-    """
-    storage = make_file(slab_bytes=4 * 8272 + PAGE_BYTES)
-    num_slots = storage._geometry.num_slots
-    keys = make_keys(num_slots)
-    write_run(storage, keys, BLOCK_BYTES)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-    try:
-        fresh = make_file(path=str(storage._folder.path) + "-2")
-        assert (
-            write_run(fresh, make_keys(2, run="late"), BLOCK_BYTES) == [BlockWrite.REFUSED] * 2
-        )
-        late = write_run(storage, make_keys(1, run="late"), BLOCK_BYTES)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
-
-    assert late == [BlockWrite.REFUSED]
-    assert storage.stats().reasons == {"disk_full": 1}
-    assert fresh.stats().reasons == {"no_room": 2}
-    assert storage.contains([keys], timeout_s=1)[0] >= num_slots - 1
-    storage.check()
-
-
-def test_the_disk_keeps_its_reserve(make_file: MakeFile) -> None:
-    """What the operator wants free stays free, whatever the capacity says."""
-    storage = make_file(reserve_bytes=1 << 60)
-
-    assert write_run(storage, make_keys(1), BLOCK_BYTES) == [BlockWrite.REFUSED]
-    assert storage.stats().reasons == {"no_room": 1}
-
-
-def test_a_failed_write_can_never_be_found(
-    make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Short writes and disk errors leave an empty slot, here and after a restart (lesson 40)."""
-    storage = make_file()
-    keys = make_keys(2)
-    write_run(storage, keys[:1], BLOCK_BYTES)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwritev", lambda fd, parts, at: PAGE_BYTES)
-        assert write_run(storage, keys[1:], BLOCK_BYTES) == [BlockWrite.REFUSED]
-
-    def broken(*_: object) -> int:
-        raise OSError(errno.EIO, "the disk is broken")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwritev", broken)
-        with pytest.raises(StorageError, match="the disk is broken"):
-            write_run(storage, keys[1:], BLOCK_BYTES)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "preadv", broken)
-        with pytest.raises(StorageError, match="cannot read"):
-            read_run(storage, keys[:1], BLOCK_BYTES)
-
-    assert storage.stats().reasons == {"disk_full": 1, "io_error": 1}
-    storage.check()
-    storage.close()
-    assert make_file().contains([keys[1:]], timeout_s=1)[0] == 0
-
-
-def test_a_read_that_hangs_is_left_behind(
-    make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its caller is told in time, and told when the buffer is out of danger (lesson 50)."""
-    from threading import Event
-
-    storage = make_file()
-    [key] = make_keys(1)
-    write_run(storage, [key], BLOCK_BYTES)
-    hung, real = Event(), os.preadv
-
-    def slow(fd: int, parts: list[memoryview], at: int) -> int:
-        hung.wait(30.0)
-        return real(fd, parts, at)
-
-    monkeypatch.setattr(os, "preadv", slow)
-    into = memoryview(bytearray(BLOCK_BYTES))
-    with pytest.raises(StorageTimeout) as caught:
-        storage.read([key], [into], timeout_s=0.02)
-
-    quiet = caught.value.quiet
-    assert quiet is not None
-    assert not quiet.is_set()
-    hung.set()
-    assert quiet.wait(10.0)
-    storage.check()
-
-
-@pytest.mark.parametrize("refuses", ["open", "read"])
-def test_where_direct_io_is_refused_files_are_buffered(
-    make_file: MakeFile, monkeypatch: pytest.MonkeyPatch, refuses: str
-) -> None:
-    """Some file systems refuse the flag, others accept it and refuse the first read: both store
-    and find as ever, blocks that are no whole pages included."""
-    real_open, real_preadv = os.open, os.preadv
-    direct: set[int] = set()
-
-    def open_file(path: Path, flags: int, mode: int = 0o777) -> int:
-        if flags & os.O_DIRECT and refuses == "open":
-            raise OSError(errno.EINVAL, "no direct I/O here")
-        fd = real_open(path, flags & ~os.O_DIRECT, mode)
-        (direct.add if flags & os.O_DIRECT else direct.discard)(fd)
-        return fd
-
-    def preadv(fd: int, parts: list[memoryview], at: int) -> int:
-        if fd in direct:
-            raise OSError(errno.EINVAL, "no direct I/O here")
-        return real_preadv(fd, parts, at)
-
-    monkeypatch.setattr(os, "open", open_file)
-    monkeypatch.setattr(os, "preadv", preadv)
-    for number, block_bytes in enumerate((BLOCK_BYTES, 5000)):
-        storage = make_file(form=make_format(f"{number}", block_bytes=block_bytes))
-        keys = make_keys(3)
-        assert write_run(storage, keys, block_bytes) == [BlockWrite.WRITTEN] * 3
-        assert read_run(storage, keys, block_bytes) == [BlockRead.READ] * 3
-        assert [slab.direct for slab in storage._index.slabs] == [False]
 
 
 def test_a_slot_is_not_reused_while_it_is_read(make_file: MakeFile) -> None:
