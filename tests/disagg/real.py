@@ -1,5 +1,6 @@
 """Two instances of the tiny model in one process, with real connections and links."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 
@@ -20,10 +21,14 @@ BLOCK_TOKENS = 16
 class RealPair:
     """A prefill and a decode instance; needs HEADWATER_PEER_TOKEN in the environment."""
 
-    def __init__(self, link: str = "tcp", **settings: object) -> None:
+    def __init__(
+        self, link: str = "tcp", tiers: dict[str, object] | None = None, **settings: object
+    ) -> None:
+        """`tiers` are settings of the decode instance alone."""
         self.prefill, info = self._build("prefill", link, settings)
-        self.decode, _ = self._build("decode", link, settings)
+        self.decode, _ = self._build("decode", link, settings | (tiers or {}))
         self.address = info.peer_address
+        self.block_bytes = info.block_bytes
         self.tokens: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
         self.usages: dict[str, Usage] = {}
@@ -53,12 +58,16 @@ class RealPair:
             self._turn()
         return [self.tokens[name] for name in names]
 
+    def until(self, reached: Callable[[], bool]) -> None:
+        """Turn both loops until something is so."""
+        end_s = SystemClock().now() + 10.0
+        while not reached():
+            assert SystemClock().now() < end_s, "it never came to that"
+            self._turn()
+
     def settle(self) -> None:
         """Until P has heard that everything is over."""
-        end_s = SystemClock().now() + 10.0
-        while self.prefill.stats().handoffs["prefill"].in_flight:
-            assert SystemClock().now() < end_s, "P has not heard of the end"
-            self._turn()
+        self.until(lambda: not self.prefill.stats().handoffs["prefill"].in_flight)
         self.prefill.check()
         self.decode.check()
 

@@ -112,6 +112,43 @@ def test_the_second_turn_moves_only_what_is_new():
     assert sent == both
 
 
+def num_stored(pair):
+    """Blocks that D has written to its storage."""
+    link = pair.decode.stats().links.get("host_to_storage")
+    return 0 if link is None else link.num_blocks
+
+
+@pytest.mark.parametrize("tier", ["host", "storage"])
+def test_what_d_has_below_its_device_is_not_sent(tier, tmp_path):
+    """Lesson 55: D matches all its tiers, brings up what is below, and asks for the rest."""
+    tiers: dict[str, object] = {
+        "swap_space_gib": 0.02,
+        "write_policy": "write_through",
+        "load_policy": "wait",
+        "storage_backend": "file",
+        "storage_config": {"path": str(tmp_path)},
+    }
+    prompt = [(at * 31) % 256 for at in range(10 * BLOCK_TOKENS)]
+    request = make_real_request("there", prompt + [5] * 40)
+    above = {"host": ("device",), "storage": ("device", "host")}[tier]
+    with RealPair(tiers=tiers) as pair, RealPair(prefix_caching=False) as plain:
+        pair.serve(make_real_request("warm", prompt, max_tokens=1), handed_off=False)
+        pair.until(lambda: num_stored(pair) == 10)
+        pair.decode.reset_cache(above)
+        found = dict(pair.decode.stats().found_tokens)
+        tokens = pair.serve(request)
+        stats = pair.decode.stats()
+        alone = plain.serve(request, handed_off=False)
+        pair.settle()
+        block_bytes = pair.block_bytes
+
+    handoffs = stats.handoffs["decode"]
+    assert tokens == alone
+    assert handoffs.done == 1
+    assert handoffs.num_bytes == 3 * block_bytes  # of thirteen blocks, the last half full
+    assert stats.found_tokens[tier] - found.get(tier, 0) == 10 * BLOCK_TOKENS
+
+
 def test_a_role_needs_a_token(monkeypatch):
     """No instance talks to strangers."""
     monkeypatch.delenv("HEADWATER_PEER_TOKEN")
