@@ -10,7 +10,7 @@ from headwater.cache.keys import KeyScheme
 from headwater.clock import SystemClock
 from headwater.errors import StorageError, StorageResting, StorageTimeout
 from headwater.storage.base import BlockWrite
-from headwater.storage.codec import BlockFormat
+from headwater.storage.codec import BlockFormat, decode_header
 from headwater.storage.memory import MemoryConfig, MemoryStorage
 from headwater.transfer.mover import Mover, TransferConfig
 from headwater.transfer.slab import HostSlab
@@ -139,6 +139,8 @@ def test_blocks_go_there_and_come_back(rig):
     assert rig.outcomes(1) == {3: (Ending.DONE, 3)}
     assert [set(rig.slab.rows[slot].tolist()) for slot in (5, 6, 7)] == [{1}, {2}, {3}]
     assert rig.storage.stats().blocks_written == 3
+    parents = [decode_header(rig.storage.values[key]).parent for key in make_keys(3)]
+    assert parents == [ROOT, *make_keys(2)], "each says which block it follows"
 
 
 def test_a_write_that_blocks_delays_no_read(rig):
