@@ -117,6 +117,34 @@ def test_an_impossible_wish_is_refused(field):
         replace(make_request("a", PROMPT), **field)
 
 
+def test_who_only_waits_for_an_answer_keeps_nobody_busy():
+    """Lesson 45: the question goes out in the first turn, the loop sleeps until the answer has
+    come or is late, and an answer of nothing is followed by the step."""
+    rig = Rig(num_blocks=17, host_blocks=64, stored=make_storage())
+    rig.workers.held = True
+
+    rig.add(make_request("a", PROMPT, max_tokens=1))
+    rig.core.step()
+
+    assert not rig.core.has_work
+    assert rig.core.sleep_s() == pytest.approx(0.002)
+    rig.workers.work_off()
+    rig.core.step()
+    assert rig.names() == ["a"]
+
+
+def test_best_effort_does_not_sleep_over_its_question():
+    """Lesson 45: nothing is waited for, so the loop has work."""
+    settings = {"load_policy": "best_effort"}
+    rig = Rig(num_blocks=17, host_blocks=64, stored=make_storage(), settings=settings)
+    rig.workers.held = True
+
+    rig.add(make_request("a", PROMPT, max_tokens=1))
+    rig.core.step()
+
+    assert rig.names() == ["a"]
+
+
 def test_the_ledger_has_choices_with_their_prices():
     """What was chosen lately, for how much, and what the next choice will be made from."""
     rig = make_measured(token_s=0.05, block_s=0.1, settings={"load_timeout_s": 0.301})

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import dataclass, field
+from statistics import median
 from time import process_time, thread_time
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,10 @@ class Served:
     """Processor time of the whole process, which neighbours on the machine disturb least."""
 
     decide_us: float = 0.0
-    """Microseconds of deciding a step."""
+    """Microseconds of deciding, all turns of the loop included, over steps."""
+
+    decide_p50_us: float = 0.0
+    """Microseconds of deciding of the median turn, which has no prompt to take in."""
 
     decide_cpu_us: float = 0.0
     """The same in processor time of the loop's thread, which nobody else can stretch."""
@@ -90,11 +94,13 @@ class TierEngine:
         for prompt in prompts:
             self.core.add(self._request(prompt, max_tokens))
         step_cpu_s, runner_cpu_s = 0.0, self._runner.cpu_s
+        turns_s = []
         while waiting:
             self.core.wait()
-            began_cpu_s = thread_time()
+            began_cpu_s, decided_s = thread_time(), self.core._decide_s
             outputs = self.core.step()
             step_cpu_s += thread_time() - began_cpu_s
+            turns_s.append(self.core._decide_s - decided_s)
             for output in outputs:
                 first_s = first_s or self._clock.now() - began_s
                 waiting -= output.finish_reason is not None
@@ -110,6 +116,7 @@ class TierEngine:
             first_s=first_s,
             cpu_s=process_time() - cpu_s,
             decide_us=1e6 * decide_s / num_steps,
+            decide_p50_us=1e6 * median(turns_s),
             decide_cpu_us=1e6 * decide_cpu_s / num_steps,
             found=found,
         )

@@ -137,7 +137,7 @@ def measure_all_miss(folder: Path, options: Namespace) -> Result:
         cpu = [1 - without.cpu_s / tiered.cpu_s for without, tiered in pairs]
         result |= _summary(f"all_miss_loss{key}", losses)
         result |= _summary(f"all_miss_cpu_loss{key}", cpu)
-    for field in ("decide_us", "decide_cpu_us"):
+    for field in ("decide_us", "decide_p50_us", "decide_cpu_us"):
         result[field] = {
             name: median(getattr(run, field) for run in runs[name][1:]) for name in runs
         }

@@ -59,18 +59,20 @@ class Loads:
         """Jobs whose executor is still at work, and whose end will change what can be done."""
         return len(self._lookups) + len(self._moving)
 
-    def enter(self, sequence: Sequence) -> None:
-        """A new sequence waits: ask storage for what nothing else has, while it queues."""
+    def enter(self, sequence: Sequence) -> bool:
+        """A new sequence waits: ask storage for what nothing else has, while it queues. Whether
+        it is not to be looked at before there is an answer, or that is late."""
         if not self._has_storage:
-            return
+            return False
         longest = (sequence.num_tokens - 1) // self._cache.block_tokens
         path = sequence.path()
         if not longest or self._cache.match(path, max_blocks=longest).num_blocks == longest:
-            return
+            return False
         lookup = self._cache.look_up(path, longest)
         self._lookups[lookup.job] = lookup, sequence
         sequence.load = self._make_load(sequence, lookup.job)
         self.plans.append(lookup)
+        return sequence.load.policy != "best_effort"
 
     def adopt(self, plan: Promotion) -> None:
         """Have `plan` carried out; whoever finds its blocks on their way may wait for it."""

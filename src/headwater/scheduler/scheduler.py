@@ -131,8 +131,7 @@ class Scheduler:
         self._num_arrived += 1
         is_idle = self._is_stalled or not self._roster.alive
         self._roster.enter(sequence)
-        self._loads.enter(sequence)
-        self._is_stalled = is_idle and sequence.load is not None
+        self._is_stalled = self._loads.enter(sequence) and is_idle
         return sequence
 
     def abort(self, request_id: RequestId, *, now: float) -> None:
