@@ -13,6 +13,7 @@ from headwater.device.kv import KVPool
 from headwater.transfer.mover import Mover
 from headwater.transfer.slab import HostSlab
 from headwater.types import JobId, Tier
+from tests.interpreter import holds_interpreter
 
 
 class Shape:
@@ -86,3 +87,23 @@ def test_the_host_has_the_same_bytes_in_the_same_order():
     rig.mover.close()
 
     assert bytes(rig.slab.view(3)) == rig.pool.data[5].numpy().tobytes()
+
+
+def test_a_copy_lets_go_of_the_interpreter():
+    """Lesson 13: the loop has its turns while a whole block is moved."""
+    model: Any = Shape(torch.float32)
+    model.num_layers, model.head_dim = 64, 1024
+    pool = KVPool(model, num_blocks=1, block_tokens=64)
+    slab = HostSlab(1, pool.num_bytes)
+    copier = CpuCopier(pool, slab, SystemClock())
+    slots = np.array([0])
+    up = Promotion(
+        job=JobId(1),
+        source=Tier.HOST,
+        target=Tier.DEVICE,
+        source_slots=slots,
+        target_slots=slots,
+    )
+
+    assert not holds_interpreter(lambda: copier._copy(up))
+    copier.close()
