@@ -37,7 +37,7 @@ class Served:
     """Microseconds of deciding, all turns of the loop included, over steps."""
 
     decide_p50_us: float = 0.0
-    """Microseconds of deciding of the median turn, which has no prompt to take in."""
+    """Microseconds of deciding of the median turn with tokens, which takes in no prompt."""
 
     decide_cpu_us: float = 0.0
     """The same in processor time of the loop's thread, which nobody else can stretch."""
@@ -100,7 +100,8 @@ class TierEngine:
             began_cpu_s, decided_s = thread_time(), self.core._decide_s
             outputs = self.core.step()
             step_cpu_s += thread_time() - began_cpu_s
-            turns_s.append(self.core._decide_s - decided_s)
+            if outputs:
+                turns_s.append(self.core._decide_s - decided_s)
             for output in outputs:
                 first_s = first_s or self._clock.now() - began_s
                 waiting -= output.finish_reason is not None
