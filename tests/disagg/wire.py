@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from headwater.clock import SystemClock
-from headwater.disagg.link import Piece, PushFailure
+from headwater.disagg.link import BlockMemory, Piece, PushFailure
 from headwater.disagg.links import LinkConfig, Links
 from headwater.disagg.links.frames import (
     ANSWER_BYTES,
@@ -21,8 +21,10 @@ from headwater.disagg.links.sender import Dialer
 from headwater.disagg.links.shm import ShmDialer
 from headwater.disagg.links.tcp import TcpDialer
 from headwater.storage.codec import checksum
+from headwater.testing.links import BlockArray
 
 CONFIG = LinkConfig(token=b"a token of tests", max_senders=8, connect_timeout_s=1.0)
+NUM_SLOTS = 8
 LINKS = ("tcp", "shm", pytest.param("mooncake", marks=pytest.mark.slow))
 
 
@@ -46,12 +48,16 @@ class MakeLinks:
         return Links(CONFIG, memory, deliver, engine=given)
 
 
-def dialer(address: str, config: LinkConfig = CONFIG) -> Dialer:
+def dialer(
+    address: str, config: LinkConfig = CONFIG, memory: BlockMemory | None = None
+) -> Dialer:
     """The one that fits an address."""
     link = address.partition("://")[0]
     if link == "mooncake":
         return MooncakeDialer(address, config, engine("sender"))
-    return TcpDialer(address, config) if link == "tcp" else ShmDialer(address, config)
+    if link == "shm":
+        return ShmDialer(address, config, memory or BlockArray(1, 4096))
+    return TcpDialer(address, config)
 
 
 class RawSender:
@@ -61,7 +67,10 @@ class RawSender:
         self._link = address.partition("://")[0]
         self._patience = within(SystemClock(), 10.0)
         greeting = Greeting(self._link, CONFIG.token, block_bytes)
-        self.outbound = dialer(address).dial(greeting, self._patience)
+        self.memory = BlockArray(NUM_SLOTS, block_bytes)
+        """What a receiver of the `shm` link reads from."""
+
+        self.outbound = dialer(address, memory=self.memory).dial(greeting, self._patience)
         self.stream = self.outbound.stream
         self.key: bytes = self.outbound._key  # type: ignore[attr-defined] # for forged frames
 
@@ -74,8 +83,14 @@ class RawSender:
         cell: int = 0,
         flip: int = -1,
     ) -> bytes:
-        """A frame as it stands on the wire; `flip` is a bit of the payload that turns over."""
-        pieces = tuple(SentPiece(at, len(b), checksum(b)) for at, b in blocks.items())
+        """A frame as it stands on the wire; `flip` is a bit of the payload that turns over.
+
+        In memory that is shared, its blocks are in the slots from `cell` on.
+        """
+        pieces = tuple(
+            SentPiece(at, slot, len(block), checksum(block))
+            for slot, (at, block) in enumerate(blocks.items(), cell)
+        )
         payload = bytearray(b"".join(blocks.values()))
         if flip >= 0:
             payload[flip // 8] ^= 1 << flip % 8
@@ -86,7 +101,11 @@ class RawSender:
         return head
 
     def stage(self, cell: int, payload: bytes | bytearray) -> None:
-        """Put bytes into staging memory, as a write that comes late would."""
+        """Put bytes where the receiver copies them from, as a write that comes late would."""
+        if self._link == "shm":
+            at = cell * self.memory.block_bytes
+            self.memory.memory[at : at + len(payload)] = payload
+            return
         cells = self.outbound._cells  # type: ignore[attr-defined] # no peer of ours does this
         if cell * cells.cell_bytes + len(payload) > len(cells._memory):
             return

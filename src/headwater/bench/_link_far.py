@@ -17,6 +17,7 @@ from headwater.disagg.link import LinkEvent
 from headwater.disagg.links import LinkConfig, Links
 from headwater.storage.codec import checksum
 from headwater.storage.pointer import address_of
+from headwater.transfer.shared import SharedPages
 
 TOKEN = b"bench links"
 DONE = b"."
@@ -24,11 +25,16 @@ MARK = "far end: "
 
 
 class Blocks:
-    """Block memory that starts on a page, all of it used before."""
+    """Block memory that starts on a page, all of it used before; `shared` if a link asks."""
 
-    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+    def __init__(self, num_blocks: int, block_bytes: int, *, shared: bool = False) -> None:
         self.block_bytes = block_bytes
-        self.memory = page_memory(num_blocks * block_bytes)
+        self._pages = SharedPages(num_blocks * block_bytes) if shared else None
+        self.file = None if self._pages is None else self._pages.file
+        if self._pages is None:
+            self.memory = page_memory(num_blocks * block_bytes)
+        else:
+            self.memory = self._pages.memory
         self.views = [self.memory[at * block_bytes :][:block_bytes] for at in range(num_blocks)]
 
     def view(self, slot: int) -> memoryview:

@@ -69,7 +69,7 @@ class _Near:
 
     def __init__(self, link: str, told: dict[str, Any]) -> None:
         self._clock = SystemClock()
-        self._blocks = Blocks(_NUM_BLOCKS, _BLOCK_BYTES)
+        self._blocks = Blocks(_NUM_BLOCKS, _BLOCK_BYTES, shared=link == "shm")
         rng = np.random.default_rng(1)
         for view in self._blocks.views:
             view[:] = rng.bytes(len(view))

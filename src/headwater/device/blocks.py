@@ -22,6 +22,8 @@ class PoolBlocks:
         self.memory: memoryview = flat.reshape(-1).data
         """All of it, for a link that registers memory as a whole."""
 
+        self.file = None if pool.pages is None else pool.pages.file
+
     def view(self, slot: int) -> memoryview:
         """The bytes of one slot, in place."""
         return self._views[slot]

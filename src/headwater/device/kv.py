@@ -17,6 +17,7 @@ from headwater.device import pages
 from headwater.device.host_ops import host_ops
 from headwater.device.model import LoadedModel
 from headwater.errors import ConfigError
+from headwater.transfer.shared import SharedPages
 
 Ints = NDArray[np.int64]
 
@@ -24,7 +25,10 @@ Ints = NDArray[np.int64]
 class KVPool:
     """KV of every device block, and how often each slot was written."""
 
-    def __init__(self, model: LoadedModel, *, num_blocks: int, block_tokens: int) -> None:
+    def __init__(
+        self, model: LoadedModel, *, num_blocks: int, block_tokens: int, shared: bool = False
+    ) -> None:
+        """A `shared` one is in memory that peers on this machine may be let read."""
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self.num_layers, self.kv_heads = model.num_layers, model.kv_heads
@@ -32,8 +36,10 @@ class KVPool:
         self.device = model.device
         # Zeros, not whatever was there: a masked key still meets its zero weight, and
         # zero times a stray NaN is NaN.
-        self.data = _zeros(
-            (num_blocks, self.num_layers, 2, block_tokens, self.kv_heads, self.head_dim), model
+        self.data, self.pages = _zeros(
+            (num_blocks, self.num_layers, 2, block_tokens, self.kv_heads, self.head_dim),
+            model,
+            shared=shared,
         )
         self.writes: Ints = np.zeros(num_blocks, dtype=np.int64)
         """Per slot: a count that changes with every step or copy that writes to it."""
@@ -94,9 +100,13 @@ class KVPool:
         return torch.index_select(source, 0, rows, out=into)
 
 
-def _zeros(shape: tuple[int, ...], model: LoadedModel) -> Tensor:
+def _zeros(
+    shape: tuple[int, ...], model: LoadedModel, *, shared: bool
+) -> tuple[Tensor, SharedPages | None]:
     try:
-        return pages.zeros(shape, dtype=model.dtype, device=model.device)
+        if shared:
+            return pages.shared_zeros(shape, dtype=model.dtype)
+        return pages.zeros(shape, dtype=model.dtype, device=model.device), None
     except (RuntimeError, OSError, OverflowError) as exc:
         gib = math.prod(shape) * model.dtype.itemsize / (1 << 30)
         raise ConfigError(

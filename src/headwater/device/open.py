@@ -21,8 +21,12 @@ def open_runner(
     block_tokens: int,
     max_num_seqs: int,
     max_batched_tokens: int,
+    shared: bool = False,
 ) -> tuple[Runner, KVPool]:
-    """A runner and its pool; on a GPU with its graphs captured, which takes some seconds."""
+    """A runner and its pool; on a GPU with its graphs captured, which takes some seconds.
+
+    A pool in main memory may be `shared`: peers on this machine can be let read it.
+    """
     sizes = {
         "num_blocks": num_blocks,
         "block_tokens": block_tokens,
@@ -30,7 +34,7 @@ def open_runner(
         "max_batched_tokens": max_batched_tokens,
     }
     if model.device.type == "cpu":
-        runner = TorchRunner(model, **sizes)
+        runner = TorchRunner(model, **sizes, shared=shared)
         return runner, runner.pool
     try:
         from headwater.device.gpu.runner import CudaRunner

@@ -10,6 +10,8 @@ import mmap
 import torch
 from torch import Tensor
 
+from headwater.transfer.shared import SharedPages
+
 
 def zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of zeros; on a CPU its memory is taken page by page, as it is written."""
@@ -20,3 +22,10 @@ def zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def shared_zeros(shape: tuple[int, ...], *, dtype: torch.dtype) -> tuple[Tensor, SharedPages]:
+    """The same in main memory that other processes may be let read. Its pages are huge only
+    where the system allows that for shared memory, which most do not."""
+    pages = SharedPages(math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(pages.memory, dtype=dtype).view(shape), pages

@@ -29,7 +29,7 @@ class TorchRunner:
 
     layerwise = False
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- sizes, each by its name
         self,
         model: LoadedModel,
         *,
@@ -39,12 +39,15 @@ class TorchRunner:
         max_batched_tokens: int,
         depth: int = 1,
         lane_bytes: int | None = None,
+        shared: bool = False,
     ) -> None:
         if depth not in (1, 2):
             raise ConfigError(f"a runner has 1 or 2 steps in flight, not {depth}")
         self.depth = depth
         self._model = model
-        self.pool = KVPool(model, num_blocks=num_blocks, block_tokens=block_tokens)
+        self.pool = KVPool(
+            model, num_blocks=num_blocks, block_tokens=block_tokens, shared=shared
+        )
         if lane_bytes is None:
             lane_bytes = int(self.pool.num_bytes * LANE_SHARE)
         # A row is at least a token, so no step has more rows than either.

@@ -32,7 +32,12 @@ class OneMemory(BlockMemory, Protocol):
 
     @property
     def memory(self) -> memoryview:
-        """All of it, the same object each time; as long-lived as the process."""
+        """All of it, the same object each time, slot after slot; as long-lived as the process."""
+
+    @property
+    def file(self) -> int | None:
+        """A descriptor of the same bytes that a peer can be handed, who can read them and no
+        more; None where they are private."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from headwater.engine.client import EngineInfo
 from headwater.engine.core import EngineCore
 from headwater.errors import ConfigError
 from headwater.launch.events import open_events
-from headwater.launch.peers import open_peers
+from headwater.launch.peers import open_peers, shares_blocks
 from headwater.launch.reload import Parts, Reloader
 from headwater.launch.tiers import describe_tiers, host_blocks, open_mover
 from headwater.launch.weights import load_weights
@@ -58,6 +58,7 @@ def build_core(
         block_tokens=config.block_tokens,
         max_num_seqs=config.max_num_seqs,
         max_batched_tokens=config.max_batched_tokens,
+        shared=shares_blocks(config),
     )
     info = EngineInfo(
         model_name=Path(config.model).resolve().name if config.model else BUILT_IN_NAME,

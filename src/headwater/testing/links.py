@@ -27,26 +27,30 @@ from headwater.disagg.link import (
     Sender,
     SenderEvent,
 )
-from headwater.disagg.links.frames import SentPiece
+from headwater.disagg.links.frames import describe
 from headwater.disagg.links.landing import LeaseBook
-from headwater.storage.codec import checksum
+from headwater.transfer.shared import SharedPages
 
 _WAIT_S = 30.0
 
 
 class BlockArray:
-    """Block memory of ordinary bytes; `gate` holds up whoever asks for a view."""
+    """Block memory in one piece; `gate` holds up whoever asks for a view."""
 
     def __init__(self, num_slots: int, block_bytes: int, *, seed: int | None = None) -> None:
         """Zeros, or random bytes of a seed."""
         self.block_bytes = block_bytes
-        self.rows = np.zeros((num_slots, block_bytes), dtype=np.uint8)
+        pages = SharedPages(num_slots * block_bytes)
+        self.memory = pages.memory
+        """All of it, for whoever has to register it."""
+
+        self.file: int | None = pages.file
+        self._pages = pages
+        whole = np.frombuffer(pages.memory, dtype=np.uint8)
+        self.rows = whole.reshape(num_slots, block_bytes)
         if seed is not None:
             rng = np.random.default_rng(seed)
             self.rows[:] = rng.integers(0, 256, self.rows.shape, dtype=np.uint8)
-        self.memory = self.rows.data.cast("B")
-        """All of it, for whoever has to register it."""
-
         self.gate = Event()
         self.gate.set()
 
@@ -211,7 +215,7 @@ class LocalNetwork:
         piece = flight.waiting.pop(0)
         book = self.books[flight.sender.address]
         source = flight.sender.memory.view(piece.slot)[: piece.num_bytes]
-        sent = [SentPiece(piece.index, piece.num_bytes, checksum(source))]
+        sent = [describe(piece, source)]
         landing = book.land(flight.push.lease, sent)
         if isinstance(landing, PushFailure):
             return landing

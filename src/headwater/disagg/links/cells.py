@@ -12,40 +12,46 @@ from threading import Condition
 import numpy as np
 
 from headwater.disagg.link import Piece
-from headwater.disagg.links.frames import Frame, Malformed, SentPiece
+from headwater.disagg.links.frames import Frame, Malformed, SentPiece, describe
 from headwater.disagg.links.landing import Landing
 from headwater.disagg.links.stream import TICK_S, Patience
-from headwater.storage.codec import checksum
 from headwater.storage.pointer import address_of
 
 
-class Cells:
-    """Equal parts of one buffer, and which of them are free."""
+class Places:
+    """As many frames under way as there are places; each has one until it is answered."""
 
-    def __init__(self, memory: memoryview, cell_bytes: int) -> None:
-        self.cell_bytes = cell_bytes
-        self.num_cells = len(memory) // cell_bytes
-        self.address = address_of(memory)
-        self._memory = np.frombuffer(memory, dtype=np.uint8)
+    def __init__(self, num_places: int) -> None:
         self._changed = Condition()
-        self._free = list(range(self.num_cells))
+        self._free = list(range(num_places))
         self._taken: dict[int, int] = {}
 
     def take(self, frame_number: int, patience: Patience) -> int:
-        """A free cell, for one frame; waits for it."""
+        """A free place, for one frame; waits for it."""
         with self._changed:
             while not self._free:
                 self._changed.wait(TICK_S)
                 if not self._free:
                     patience()
-            cell = self._taken[frame_number] = self._free.pop()
-            return cell
+            place = self._taken[frame_number] = self._free.pop()
+            return place
 
     def release(self, frame_number: int) -> None:
-        """The cell of a frame is free again."""
+        """The place of a frame is free again."""
         with self._changed:
             self._free.append(self._taken.pop(frame_number))
             self._changed.notify()
+
+
+class Cells(Places):
+    """Equal parts of one buffer, and which of them are free."""
+
+    def __init__(self, memory: memoryview, cell_bytes: int) -> None:
+        self.cell_bytes = cell_bytes
+        self.num_cells = len(memory) // cell_bytes
+        super().__init__(self.num_cells)
+        self.address = address_of(memory)
+        self._memory = np.frombuffer(memory, dtype=np.uint8)
 
     def gather(
         self, cell: int, pieces: Sequence[Piece], views: Sequence[memoryview]
@@ -54,7 +60,7 @@ class Cells:
         at = cell * self.cell_bytes
         sent = []
         for piece, view in zip(pieces, views, strict=True):
-            sent.append(SentPiece(piece.index, piece.num_bytes, checksum(view)))
+            sent.append(describe(piece, view))
             # Copied while the checksum's pass has left it in the processor's caches.
             np.copyto(self._memory[at : at + len(view)], np.frombuffer(view, dtype=np.uint8))
             at += len(view)

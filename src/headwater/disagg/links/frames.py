@@ -1,8 +1,8 @@
 """What travels on a connection once the peers know each other: frames one way, answers back.
 
     frame    magic 4 · pieces 2 · zero 2 · number 8 · lease 8 · cell 8 · payload bytes 8 · seal 16
-    piece    index 4 · zero 4 · bytes 8 · checksum 16                      (once for each piece)
-    payload  the pieces' bytes, one after the other; elsewhere where the link has staging memory
+    piece    index 4 · slot 4 · bytes 8 · checksum 16                      (once for each piece)
+    payload  the pieces' bytes, one after the other; elsewhere where the peers share memory
 
     answer   number 8 · outcome 1 · zero 7
 
@@ -16,8 +16,9 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from headwater.disagg.link import PushFailure
+from headwater.disagg.link import Piece, PushFailure
 from headwater.disagg.links.stream import LinkBroken
+from headwater.storage.codec import checksum
 
 MAX_PIECES = 256
 FRAME_BYTES = 56
@@ -26,7 +27,7 @@ ANSWER_BYTES = 16
 
 _MAGIC = b"HWF1"
 _FRAME = struct.Struct("<4sHHQQQQ")
-_PIECE = struct.Struct("<I4xQ16s")
+_PIECE = struct.Struct("<IIQ16s")
 _ANSWER = struct.Struct("<QB7x")
 _SEAL_BYTES = 16
 
@@ -50,6 +51,9 @@ class SentPiece(NamedTuple):
     place: int
     """Which block of the lease."""
 
+    slot: int
+    """Where in the sender's memory it is, for a receiver that reads it there."""
+
     num_bytes: int
     checksum: bytes
 
@@ -60,11 +64,16 @@ class Frame(NamedTuple):
     number: int
     lease: int
     cell: int
-    """Where in the staging memory the payload is; 0 where it follows."""
+    """Where in the staging memory the payload is; 0 where there is none."""
 
     pieces: tuple[SentPiece, ...]
     payload_bytes: int
     """Of all pieces together."""
+
+
+def describe(piece: Piece, view: memoryview) -> SentPiece:
+    """What a frame says of a block; reads it once, for its checksum."""
+    return SentPiece(piece.index, piece.slot, piece.num_bytes, checksum(view))
 
 
 def make_frame(number: int, lease: int, cell: int, pieces: tuple[SentPiece, ...]) -> Frame:

@@ -26,16 +26,16 @@ from typing import Any
 from headwater.disagg.link import Piece, PushFailure
 from headwater.disagg.links.cells import CellInbound, Cells
 from headwater.disagg.links.config import LinkConfig
-from headwater.disagg.links.frames import Frame, Malformed, encode_frame, make_frame
+from headwater.disagg.links.frames import (
+    Frame,
+    Malformed,
+    describe,
+    encode_frame,
+    make_frame,
+)
 from headwater.disagg.links.hello import Greeting, Session, Verdict, Welcome, greet
 from headwater.disagg.links.stream import LinkBroken, Patience, Stream
-from headwater.disagg.links.tcp import (
-    connect,
-    describe,
-    host_port,
-    listen,
-    parse_host_port,
-)
+from headwater.disagg.links.tcp import connect, host_port, listen, parse_host_port
 from headwater.errors import ConfigError
 from headwater.storage.pointer import address_of
 
@@ -245,7 +245,7 @@ class MooncakeOutbound:
     ) -> None:
         cell = self._cells.take(number, patience)
         if pieces[0].num_bytes >= self._least_bytes:
-            sent = describe(pieces, views)
+            sent = tuple(map(describe, pieces, views))
             sources = [address_of(view) for view in views]
         else:
             sent = self._cells.gather(cell, pieces, views)

@@ -32,12 +32,12 @@ class Links:
         self._engine = engine
         self._docks: dict[str, Callable[[], Dock]] = {
             "tcp": lambda: TcpDock(config),
-            "shm": lambda: ShmDock(config, memory.block_bytes),
+            "shm": lambda: ShmDock(memory.block_bytes),
             "mooncake": lambda: MooncakeDock(config, memory.block_bytes, self._mooncake()),
         }
         self._dialers: dict[str, Callable[[str], Dialer]] = {
             "tcp": lambda address: TcpDialer(address, config),
-            "shm": lambda address: ShmDialer(address, config),
+            "shm": lambda address: ShmDialer(address, config, memory),
             "mooncake": self._mooncake_dialer,
         }
 

@@ -47,7 +47,8 @@ class Outbound(Protocol):
         views: Sequence[memoryview],
         patience: Patience,
     ) -> None:
-        """Send a frame. Does not look at the views again once it has returned or raised."""
+        """Send a frame. This side does not look at the views again once it has returned or
+        raised; where the peer reads them, it does so before it answers, and verifies."""
 
     def answered(self, number: int) -> None:
         """The peer is done with a frame."""

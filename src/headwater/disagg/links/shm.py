@@ -1,31 +1,39 @@
-"""The `shm` link, for peers on one machine: the sender exports memory, the receiver copies.
+"""The `shm` link, for peers on one machine: the receiver copies from where the blocks lie.
 
-Each connection brings its own memory: a sealed memfd that the sender hands over a Unix socket.
-It has no name, so nothing is left behind when a process dies. The receiver maps it read-only
-and checks the seals: a peer cannot pull it away under a copy.
+    sender's slots ── a mapping of the same memory ──▶ copy, verify ──▶ receiver's slots
+
+A sender hands over a descriptor of its whole block memory, on a Unix socket, once both have
+proved the token. It is a sealed memfd: it has no name, so nothing is left behind when a process
+dies; no peer can pull it away under a copy, nor write to it. A frame says in which slots of the
+sender its blocks are; those stay as they are until it is answered. Should a sender give up
+before, and put something else into them, then the checksum fails at the receiver.
 """
 
-import fcntl
-import mmap
 import os
 import secrets
 import socket
 import struct
 from collections.abc import Sequence
 
-from headwater.disagg.link import Piece, PushFailure
-from headwater.disagg.links.cells import CellInbound, Cells
+import numpy as np
+
+from headwater.disagg.link import BlockMemory, OneMemory, Piece, PushFailure
+from headwater.disagg.links.cells import Places
 from headwater.disagg.links.config import LinkConfig
-from headwater.disagg.links.frames import Malformed, encode_frame, make_frame
+from headwater.disagg.links.frames import Frame, Malformed, describe, encode_frame, make_frame
 from headwater.disagg.links.hello import Greeting, Session, Welcome, greet
+from headwater.disagg.links.landing import Landing
 from headwater.disagg.links.stream import LinkBroken, Patience, Stream
 from headwater.errors import ConfigError
+from headwater.transfer.shared import map_shared
 
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_OFFER = struct.Struct("<QQ")
+_OFFER = struct.Struct("<Q")
+"""Bytes of the memory that is handed over with it."""
+
 _CREDENTIALS = struct.Struct("3i")
-_NUM_CELLS = 2
-"""One is filled while the other is emptied; more would only be colder in the caches."""
+_NUM_FRAMES = 2
+"""One is read for its checksums while the other is copied: a block that the sender has just read
+is still in the processor's caches when the receiver copies it. More would be colder."""
 
 
 class ShmDock:
@@ -33,8 +41,8 @@ class ShmDock:
 
     link = "shm"
 
-    def __init__(self, config: LinkConfig, block_bytes: int) -> None:
-        self._least_bytes = config.cell_bytes(block_bytes)
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
         name = f"headwater-{secrets.token_hex(8)}"
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind(f"\0{name}")
@@ -44,44 +52,41 @@ class ShmDock:
     def admit(
         self, welcome: Welcome, stream: Stream, patience: Patience
     ) -> tuple[Session, "ShmInbound"]:
-        raw = stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        _, user, _ = _CREDENTIALS.unpack(raw)
-        if user not in (os.getuid(), 0):
-            raise Malformed(f"a peer of user {user}")
+        _check_user(stream)
         session = welcome.accept()
-        return session, ShmInbound(*self._take_memory(stream, patience))
+        return session, ShmInbound(_take_memory(stream, patience), self._block_bytes)
 
     def close(self) -> None:
         """There is nothing but the listener."""
 
-    def _take_memory(self, stream: Stream, patience: Patience) -> tuple[mmap.mmap, int]:
-        """The memory that a sender hands over, mapped, and the bytes of its cells."""
-        raw, files = _receive_files(stream, patience)
-        try:
-            if len(raw) != _OFFER.size or len(files) != 1:
-                raise Malformed("no memory where it should be handed over")
-            cell_bytes, num_cells = _OFFER.unpack(raw)
-            if cell_bytes != self._least_bytes or num_cells != _NUM_CELLS:
-                raise Malformed("memory of another shape")
-            try:
-                seals = fcntl.fcntl(files[0], fcntl.F_GET_SEALS)
-                held_bytes = os.fstat(files[0]).st_size
-                if seals & _SEALS != _SEALS or held_bytes < cell_bytes * num_cells:
-                    raise Malformed("memory that could be taken away")
-                memory = mmap.mmap(files[0], cell_bytes * num_cells, prot=mmap.PROT_READ)
-            except OSError as error:
-                raise Malformed(f"something that is no memory: {error}") from error
-            return memory, cell_bytes
-        finally:
-            for file in files:
-                os.close(file)
 
+class ShmInbound:
+    """Payloads in the slots of the sender; copies them into ours, whose only writer it is."""
 
-class ShmInbound(CellInbound):
-    """Payloads in memory of the sender."""
+    def __init__(self, memory: memoryview, block_bytes: int) -> None:
+        self._memory = np.frombuffer(memory, dtype=np.uint8)
+        self._block_bytes = block_bytes
+        self._num_slots = len(memory) // block_bytes
 
-    def __init__(self, memory: mmap.mmap, cell_bytes: int) -> None:
-        super().__init__(memoryview(memory), cell_bytes)
+    def receive(self, frame: Frame, landing: Landing, patience: Patience) -> int:
+        if max(piece.slot for piece in frame.pieces) >= self._num_slots:
+            raise Malformed("a block that is outside the sender's memory")
+        pairs = zip(landing.views, frame.pieces, strict=True)
+        for place, (view, piece) in enumerate(pairs):
+            if landing.stopped:
+                break
+            if view is not None:
+                at = piece.slot * self._block_bytes
+                source = self._memory[at : at + piece.num_bytes]
+                np.copyto(np.frombuffer(view, dtype=np.uint8), source)
+                landing.verify(place, piece)
+        return 0
+
+    def skip(self, num_bytes: int, patience: Patience) -> None:
+        """Nothing of it is on the way."""
+
+    def close(self) -> None:
+        """The mapping goes with the connection."""
 
 
 class ShmDialer:
@@ -89,52 +94,49 @@ class ShmDialer:
 
     link = "shm"
 
-    def __init__(self, address: str, config: LinkConfig) -> None:
+    def __init__(self, address: str, config: LinkConfig, memory: BlockMemory) -> None:
         self._name = address.partition("://")[2]
         if not self._name:
             raise ConfigError(f"{address!r} is no address of a link")
-        self._config = config
+        if not isinstance(memory, OneMemory) or memory.file is None:
+            raise ConfigError(
+                "the blocks of this instance are not in shared memory: "
+                "all peers of a link 'shm' have to be started with it"
+            )
+        self._file = memory.file
+        self._num_bytes = len(memory.memory)
+        self._timeout_s = config.connect_timeout_s
         self.frame_bytes = config.frame_bytes
 
     def dial(self, greeting: Greeting, patience: Patience) -> "ShmOutbound":
         connected = socket.socket(socket.AF_UNIX)
         try:
-            connected.settimeout(self._config.connect_timeout_s)
+            connected.settimeout(self._timeout_s)
             connected.connect(f"\0{self._name}")
             stream = Stream(connected)
+            _check_user(stream)
             key = greet(stream, greeting, patience).key
-            cell_bytes = self._config.cell_bytes(greeting.block_bytes)
-            memory = self._hand_over(stream, cell_bytes)
+            offer = _OFFER.pack(self._num_bytes)
+            socket.send_fds(connected, [offer], [self._file])
         except OSError as error:
             connected.close()
             raise LinkBroken(f"{self._name}: {error}", PushFailure.UNREACHABLE) from error
         except BaseException:
             connected.close()
             raise
-        return ShmOutbound(stream, key, Cells(memoryview(memory), cell_bytes))
+        return ShmOutbound(stream, key)
 
     def close(self) -> None:
         """There is nothing but connections."""
 
-    def _hand_over(self, stream: Stream, cell_bytes: int) -> mmap.mmap:
-        file = os.memfd_create("headwater-link", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(file, cell_bytes * _NUM_CELLS)
-            fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
-            memory = mmap.mmap(file, cell_bytes * _NUM_CELLS)
-            socket.send_fds(stream.socket, [_OFFER.pack(cell_bytes, _NUM_CELLS)], [file])
-            return memory
-        finally:
-            os.close(file)
-
 
 class ShmOutbound:
-    """Payloads in memory of ours, where the receiver copies them from."""
+    """Payloads that stay where they are."""
 
-    def __init__(self, stream: Stream, key: bytes, cells: Cells) -> None:
+    def __init__(self, stream: Stream, key: bytes) -> None:
         self.stream = stream
         self._key = key
-        self._cells = cells
+        self._places = Places(_NUM_FRAMES)
 
     def carry(
         self,
@@ -144,21 +146,45 @@ class ShmOutbound:
         views: Sequence[memoryview],
         patience: Patience,
     ) -> None:
-        cell = self._cells.take(number, patience)
-        frame = make_frame(number, lease, cell, self._cells.gather(cell, pieces, views))
+        self._places.take(number, patience)
+        frame = make_frame(number, lease, 0, tuple(map(describe, pieces, views)))
         self.stream.send([encode_frame(frame, self._key)], patience)
 
     def answered(self, number: int) -> None:
-        self._cells.release(number)
+        self._places.release(number)
 
     def close(self) -> None:
-        """The memory goes when the last of the two peers lets go of it."""
+        """The stream is its connection's."""
+
+
+def _check_user(stream: Stream) -> None:
+    """Only processes of our own user, or the system's, share memory with us."""
+    raw = stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(raw)
+    if user not in (os.getuid(), 0):
+        raise Malformed(f"a peer of user {user}", PushFailure.REFUSED)
+
+
+def _take_memory(stream: Stream, patience: Patience) -> memoryview:
+    """The memory that a sender hands over, mapped."""
+    raw, files = _receive_files(stream, patience)
+    try:
+        if len(raw) != _OFFER.size or len(files) != 1:
+            raise Malformed("no memory where it should be handed over")
+        return map_shared(files[0], _OFFER.unpack(raw)[0])
+    except (OSError, ValueError, OverflowError) as error:
+        raise Malformed(f"something that is no memory to share: {error}") from error
+    finally:
+        for file in files:
+            os.close(file)
 
 
 def _receive_files(stream: Stream, patience: Patience) -> tuple[bytes, list[int]]:
     while True:
         try:
-            raw, files, _, _ = socket.recv_fds(stream.socket, _OFFER.size, 1)
+            raw, files, _, _ = socket.recv_fds(
+                stream.socket, _OFFER.size, 1, socket.MSG_CMSG_CLOEXEC
+            )
         except BlockingIOError:
             patience()
         except OSError as error:

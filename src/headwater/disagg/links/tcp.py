@@ -9,12 +9,11 @@ from collections.abc import Sequence
 
 from headwater.disagg.link import Piece, PushFailure
 from headwater.disagg.links.config import LinkConfig
-from headwater.disagg.links.frames import Frame, SentPiece, encode_frame, make_frame
+from headwater.disagg.links.frames import Frame, describe, encode_frame, make_frame
 from headwater.disagg.links.hello import Greeting, Session, Welcome, greet
 from headwater.disagg.links.landing import Landing
 from headwater.disagg.links.stream import LinkBroken, Patience, Stream, advance
 from headwater.errors import ConfigError
-from headwater.storage.codec import checksum
 
 _SCRATCH_BYTES = 1 << 18
 _STRIDE_BYTES = 1 << 19
@@ -123,7 +122,7 @@ class TcpOutbound:
         views: Sequence[memoryview],
         patience: Patience,
     ) -> None:
-        frame = make_frame(number, lease, 0, describe(pieces, views))
+        frame = make_frame(number, lease, 0, tuple(map(describe, pieces, views)))
         self.stream.send([encode_frame(frame, self._key), *views], patience)
 
     def answered(self, number: int) -> None:
@@ -131,14 +130,6 @@ class TcpOutbound:
 
     def close(self) -> None:
         """The stream is its connection's."""
-
-
-def describe(pieces: Sequence[Piece], views: Sequence[memoryview]) -> tuple[SentPiece, ...]:
-    """What a frame says of its blocks; reads each of them once, for its checksum."""
-    return tuple(
-        SentPiece(piece.index, piece.num_bytes, checksum(view))
-        for piece, view in zip(pieces, views, strict=True)
-    )
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -1,0 +1,177 @@
+"""Memory that one instance lets another read: only with the token, only to read, only whole."""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import socket
+import struct
+from threading import Thread
+
+import numpy as np
+import pytest
+
+from headwater.clock import SystemClock
+from headwater.disagg.link import Push, PushDone, PushFailure
+from headwater.disagg.links import Links
+from headwater.disagg.links.hello import _WELCOME, Greeting, Verdict, Welcome, greet, within
+from headwater.disagg.links.stream import LinkBroken, Stream
+from headwater.errors import ConfigError
+from headwater.testing.link_contract import open_rig
+from headwater.testing.links import BlockArray, EventLog
+from headwater.transfer.shared import SharedPages, map_shared
+from tests.disagg.wire import CONFIG, MakeLinks, RawSender, pieces_of
+
+BLOCK_BYTES = 1 << 16
+OURS = Greeting("shm", CONFIG.token, BLOCK_BYTES)
+
+
+def private_blocks(num_slots, block_bytes):
+    """Blocks that nobody else may read."""
+    blocks = BlockArray(num_slots, block_bytes)
+    blocks.file = None
+    return blocks
+
+
+@pytest.fixture
+def rig():
+    with open_rig(MakeLinks("shm"), "shm", BLOCK_BYTES) as rig:
+        yield rig
+
+
+def test_who_gets_the_memory_can_read_it_and_no_more():
+    """Neither a writable mapping nor a write, nor another length (the kernel sees to it)."""
+    pages = SharedPages(1 << 16)
+    pages.memory[:3] = b"abc"
+    theirs = map_shared(pages.file, 1 << 16)
+
+    assert bytes(theirs[:3]) == b"abc"
+    assert theirs.readonly
+    pages.memory[:3] = b"xyz"
+    assert bytes(theirs[:3]) == b"xyz"
+    for attempt in (
+        lambda: mmap.mmap(pages.file, 1 << 16),
+        lambda: os.pwrite(pages.file, b"!", 0),
+        lambda: os.ftruncate(pages.file, 0),
+        lambda: os.ftruncate(pages.file, 1 << 20),
+        lambda: fcntl.fcntl(pages.file, fcntl.F_ADD_SEALS, 0),
+    ):
+        with pytest.raises(PermissionError):
+            attempt()
+
+
+@pytest.mark.parametrize("has_token", [True, False])
+def test_the_memory_is_given_only_to_who_has_the_token(has_token):
+    """A stranger that says welcome to everybody gets no descriptor."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind("\0headwater-test-stranger")
+    listener.listen(1)
+    got: list[int] = []
+    thread = Thread(target=take_file, args=(listener, has_token, got))
+    thread.start()
+    with contextlib.suppress(LinkBroken):
+        links = Links(CONFIG, BlockArray(4, BLOCK_BYTES), EventLog())
+        sender = links.connect("shm://headwater-test-stranger")
+        sender._connected(within(SystemClock(), 5.0))  # type: ignore[attr-defined] # no lease needed
+    thread.join(10.0)
+    sender.close()
+    listener.close()
+
+    assert len(got) == (1 if has_token else 0)
+    for file in got:
+        os.close(file)
+
+
+def take_file(listener, has_token, got):
+    """A receiver that wants the memory, with the token or with a guess."""
+    connected, _ = listener.accept()
+    stream, patience = Stream(connected), within(SystemClock(), 5.0)
+    if has_token:
+        Welcome(stream, OURS, patience).accept()
+    else:
+        stream.send([struct.pack("<8sHH32s", b"HWLINK\0\0", 1, 0, bytes(32))], patience)
+        stream.fill(memoryview(bytearray(88)), patience)
+        stream.send([_WELCOME.pack(Verdict.WELCOME, 0, bytes(32))], patience)
+    stream.await_readable()
+    with contextlib.suppress(OSError):
+        _, files, _, _ = socket.recv_fds(connected, 8, 1)
+        got.extend(files)
+    stream.close()
+
+
+def offered(kind: str) -> tuple[bytes, list[int]]:
+    """What a peer might hand over that is no memory of ours."""
+    size = 4 * BLOCK_BYTES
+    offer = struct.pack("<Q", size)
+    loose = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
+    os.ftruncate(loose, size)
+    if kind == "nothing":
+        os.close(loose)
+        return offer, []
+    if kind == "too short":
+        os.ftruncate(loose, size // 2)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(loose, fcntl.F_ADD_SEALS, seals)
+    if kind == "a pipe":
+        os.close(loose)
+        loose, end = os.pipe()
+        os.close(end)
+    return offer, [loose]
+
+
+@pytest.mark.parametrize("kind", ["nothing", "unsealed", "too short", "a pipe"])
+def test_memory_that_could_go_away_costs_the_connection(rig, kind):
+    """It would end the receiver's process in the middle of a copy (lesson 66)."""
+    rig.receiver.open(1, [0])
+    raw, files = offered(kind)
+    connected = socket.socket(socket.AF_UNIX)
+    connected.connect("\0" + rig.receiver.address.removeprefix("shm://"))
+    stream, patience = Stream(connected), within(SystemClock(), 5.0)
+    greet(stream, OURS, patience)
+    socket.send_fds(connected, [raw], files)
+    with pytest.raises(LinkBroken):
+        stream.fill(memoryview(bytearray(1)), patience)
+    stream.close()
+    for file in files:
+        os.close(file)
+    rig.sender().push(rig.push(1, 1, [0]))
+
+    assert rig.done(1) == BLOCK_BYTES
+
+
+def test_slots_that_their_owner_reuses_too_early_do_not_land(rig):
+    """P gave up at its deadline and has other bytes there by now (lesson 50)."""
+    rig.receiver.open(1, [3])
+    peer = RawSender(rig.receiver.address, BLOCK_BYTES)
+    raw = peer.frame(0, 1, {0: rig.source.rows[0].tobytes()})
+    peer.memory.rows[0] = rig.source.rows[1]
+    peer.send(raw)
+
+    assert peer.answer() == (0, PushFailure.DAMAGED)
+    rig.receiver.fence(1)
+    assert rig.log.quiet(1).num_bytes == 0
+    peer.close()
+
+
+def test_private_blocks_are_refused_at_once():
+    """Whoever starts only one of two peers with the link hears of it (lesson 61)."""
+    links = Links(CONFIG, private_blocks(4, BLOCK_BYTES), EventLog())
+
+    with pytest.raises(ConfigError, match="not in shared memory"):
+        links.connect("shm://headwater-nobody")
+
+
+def test_a_receiver_needs_no_shared_memory():
+    """It reads others' blocks; nobody reads its own."""
+    source, target, log = BlockArray(4, 4096, seed=1), private_blocks(4, 4096), EventLog()
+    receiver = Links(CONFIG, target, log).listen("shm")
+    receiver.open(1, [2])
+    sender = Links(CONFIG, source, log).connect(receiver.address)
+    deadline_s = SystemClock().now() + 30.0
+    sender.push(Push(job=1, lease=1, pieces=pieces_of([0], 4096), deadline_s=deadline_s))
+    outcome = log.outcome(1)
+    sender.close()
+    receiver.close()
+
+    assert outcome == PushDone(1, 4096)
+    assert np.array_equal(target.rows[2], source.rows[0])
