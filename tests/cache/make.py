@@ -37,10 +37,25 @@ def serve(cache, path):
 def write_down(cache, limit=100):
     """Carry out every demotion that is wanted, with success."""
     for plan in cache.demote(limit_blocks=limit, now=0.0):
-        cache.land(Outcome(job=plan.job, ending=Ending.DONE), now=0.0)
+        cache.land(done(plan), now=0.0)
 
 
 def extents(cache, path):
     """(device, host, storage) blocks of a match."""
     match = cache.match(path)
     return match.device_blocks, match.host_blocks, match.storage_blocks
+
+
+def done(plan):
+    """The end of a transfer that went well."""
+    return Outcome(job=plan.job, ending=Ending.DONE)
+
+
+def make_demoted(blocks=(1, 2), **settings):
+    """A cache whose only blocks are on the host."""
+    cache = make_cache(4, host_blocks=8, write_policy=WritePolicy.WRITE_THROUGH, **settings)
+    serve(cache, make_path(*blocks))
+    write_down(cache)
+    cache.free(cache.take(4, now=0.0))
+    assert extents(cache, make_path(*blocks)) == (0, len(blocks), 0)
+    return cache

@@ -1,0 +1,258 @@
+"""Transfers between tiers: what is written when, what lands where, what stays pinned until then."""
+
+import pytest
+
+from headwater.cache import (
+    Ending,
+    Landing,
+    MissReason,
+    Outcome,
+)
+from headwater.types import Tier, WritePolicy
+from tests.cache.make import (
+    begin,
+    done,
+    extents,
+    make_cache,
+    make_demoted,
+    make_path,
+    serve,
+    write_down,
+)
+
+
+@pytest.mark.parametrize(
+    ("policy", "after_first", "after_hit", "after_eviction"),
+    [
+        (WritePolicy.WRITE_THROUGH, 2, 2, 2),
+        (WritePolicy.WRITE_THROUGH_SELECTIVE, 0, 2, 2),
+        (WritePolicy.WRITE_BACK, 0, 0, 2),
+        (WritePolicy.NONE, 0, 0, 0),
+    ],
+)
+def test_write_policies(policy, after_first, after_hit, after_eviction):
+    """Lesson 14: each policy is an explicit setting that does what it says."""
+    cache = make_cache(4, host_blocks=8, write_policy=policy, write_ahead_blocks=2)
+    path = make_path(1, 2)
+    serve(cache, path)
+    write_down(cache)
+    assert cache.stats().host.cached == after_first
+    serve(cache, path)
+    write_down(cache)
+    assert cache.stats().host.cached == after_hit
+
+    slots = cache.take(2, now=0.0)
+    write_down(cache)
+    cache.take(2, now=0.0)
+
+    assert extents(cache, path) == (0, after_eviction, 0)
+    cache.free(slots)
+    cache.check()
+
+
+def test_selective_writes_wait_for_the_nth_hit():
+    """`select_hits` is how often a block must be found before it is worth a copy."""
+    cache = make_cache(
+        host_blocks=8, write_policy=WritePolicy.WRITE_THROUGH_SELECTIVE, select_hits=2
+    )
+    written = []
+    for _ in range(3):
+        serve(cache, make_path(1, 2))
+        write_down(cache)
+        written.append(cache.stats().host.cached)
+
+    assert written == [0, 0, 2]
+
+
+def test_the_second_write_moves_nothing():
+    """Lesson 40: a block that is there already is not written again."""
+    cache = make_cache(host_blocks=8, storage=True, write_policy=WritePolicy.WRITE_THROUGH)
+    serve(cache, make_path(1, 2))
+    write_down(cache)
+    write_down(cache)
+    assert extents(cache, make_path(1, 2)) == (2, 0, 0)
+    assert cache.match(make_path(1, 2)).nodes[0].num_stored == 2
+    serve(cache, make_path(1, 2))
+
+    assert cache.demote(limit_blocks=99, now=0.0) == []
+
+
+def test_saving_writes_whatever_the_policy():
+    """Lesson 29: a preempted sequence's blocks are kept, and pinned until they are."""
+    cache = make_cache(2, host_blocks=4, write_policy=WritePolicy.NONE)
+    path = make_path(1, 2)
+    lease, held = begin(cache, path)
+    cache.commit(lease, path, held, now=0.0)
+    cache.save(lease)
+    cache.release(lease, now=0.0)
+
+    (plan,) = cache.demote(limit_blocks=9, now=0.0)
+    assert cache.take(1, now=0.0) is None
+    cache.land(done(plan), now=0.0)
+    assert len(cache.take(2, now=0.0)) == 2
+    assert extents(cache, path) == (0, 2, 0)
+
+
+def test_a_promotion_is_findable_when_it_has_landed():
+    """Lesson 20: submitted is not done."""
+    cache = make_demoted()
+    plan = cache.promote(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
+
+    assert (plan.source, plan.target, plan.num_blocks) == (Tier.HOST, Tier.DEVICE, 2)
+    assert extents(cache, make_path(1, 2)) == (0, 2, 0)
+    assert cache.land(done(plan), now=0.0) is Landing.ATTACHED
+    assert extents(cache, make_path(1, 2)) == (2, 0, 0)
+    cache.check()
+
+
+def test_source_and_target_are_pinned_until_the_end():
+    """Lesson 21: neither the host copy nor the new slots can be taken by anybody else."""
+    cache = make_demoted()
+    plan = cache.promote(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
+
+    assert cache.evictor.evict_host(8) == 0
+    assert cache.take(3, now=0.0) is None
+    cache.land(done(plan), now=0.0)
+    assert cache.evictor.evict_host(8) == 2
+    cache.check()
+
+
+def test_a_partial_promotion_keeps_its_leading_blocks():
+    """Lesson 44: a short copy is a shorter hit, never a failure."""
+    cache = make_demoted((1, 2, 3))
+    plan = cache.promote(cache.match(make_path(1, 2, 3)), limit_blocks=9, now=0.0)
+    landing = cache.land(Outcome(job=plan.job, ending=Ending.PARTIAL, num_blocks=1), now=0.0)
+
+    assert landing is Landing.ATTACHED
+    assert extents(cache, make_path(1, 2, 3)) == (1, 2, 0)
+    assert cache.stats().device.free == 3
+    cache.check()
+
+
+def test_a_failed_job_does_not_poison_the_next():
+    """Lesson 24: after a failure the same blocks can be promoted again."""
+    cache = make_demoted()
+    first = cache.promote(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
+    assert cache.land(Outcome(job=first.job, ending=Ending.FAILED), now=0.0) is Landing.NOTHING
+
+    again = cache.promote(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
+    assert again.job != first.job
+    assert cache.land(done(again), now=0.0) is Landing.ATTACHED
+
+
+def test_one_load_serves_everyone():
+    """Lesson 26: a second request for the same prefix waits for the same job."""
+    cache = make_demoted()
+    plan = cache.promote(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
+
+    second = cache.match(make_path(1, 2, 7))
+
+    assert second.loading == plan.job
+    assert cache.promote(second, limit_blocks=9, now=0.0) is None
+
+
+def test_computing_overtakes_a_load():
+    """A sequence that computed the blocks meanwhile wins; the load's slots go back."""
+    cache = make_demoted()
+    path = make_path(1, 2)
+    plan = cache.promote(cache.match(path), limit_blocks=9, now=0.0)
+    lease, held = begin(cache, path)
+    assert len(cache.commit(lease, path, held, now=0.0)) == 0
+
+    assert cache.land(done(plan), now=0.0) is Landing.NOTHING
+    assert cache.stats().device.cached == 2
+    assert cache.stats().device.free == 2
+    cache.check()
+
+
+def test_a_promotion_without_room_changes_nothing():
+    """Lessons 23, 38: no room is a miss, not a wait, and leaves nothing behind."""
+    cache = make_demoted()
+    cache.take(3, now=0.0)
+    before = cache.stats()
+
+    assert cache.promote(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0) is None
+    assert cache.stats() == before
+    cache.check()
+
+
+def test_slots_of_a_timed_out_job_wait_until_it_is_quiet():
+    """Lesson 50: a late write can never land in a slot that somebody else has."""
+    cache = make_demoted()
+    plan = cache.promote(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
+    late = Outcome(job=plan.job, ending=Ending.TIMED_OUT)
+
+    assert cache.land(late, now=0.0) is Landing.QUARANTINED
+    assert cache.land(late, now=0.0) is Landing.UNKNOWN
+    assert cache.stats().device.quarantined == 2
+    assert cache.take(3, now=0.0) is None
+    assert cache.match(make_path(1, 2)).loading is None
+    assert cache.land(done(plan), now=0.0) is Landing.NOTHING
+    assert cache.stats().device.quarantined == 0
+    assert extents(cache, make_path(1, 2)) == (0, 2, 0)
+    assert cache.land(done(plan), now=0.0) is Landing.UNKNOWN
+    assert cache.stats().late_outcomes == 2
+    cache.check()
+
+
+def test_storage_is_read_through_the_host():
+    """Known in storage, fetched to the host, then promoted to the device."""
+    cache = make_cache(4, host_blocks=4, storage=True)
+    path = make_path(1, 2, 3)
+    cache.learn_stored(path, 2, now=0.0)
+    assert extents(cache, path) == (0, 0, 2)
+
+    fetch = cache.promote(cache.match(path), limit_blocks=9, now=0.0)
+    assert fetch.keys == tuple(cache.keys(path, 2))
+    cache.land(done(fetch), now=0.0)
+    assert extents(cache, path) == (0, 2, 0)
+    load = cache.promote(cache.match(path), limit_blocks=9, now=0.0)
+    cache.land(done(load), now=0.0)
+    assert extents(cache, path) == (2, 0, 0)
+    cache.check()
+
+
+def test_a_damaged_block_is_not_asked_for_again():
+    """Lesson 44: what is before it is used, and the miss says why it ended there."""
+    cache = make_cache(4, host_blocks=4, storage=True)
+    path = make_path(1, 2, 3)
+    cache.learn_stored(path, 3, now=0.0)
+    fetch = cache.promote(cache.match(path), limit_blocks=9, now=0.0)
+    cache.land(Outcome(job=fetch.job, ending=Ending.DAMAGED, num_blocks=1), now=0.0)
+
+    match = cache.match(path)
+
+    assert extents(cache, path) == (0, 1, 0)
+    assert match.reason is MissReason.DAMAGED
+    cache.check()
+
+
+def test_storage_knowledge_is_bounded():
+    """What only storage has is forgotten oldest first; it can be looked up again."""
+    cache = make_cache(4, host_blocks=4, storage=True, max_stored_nodes=3)
+    for leaf in range(10):
+        cache.learn_stored(make_path(leaf, leaf), 2, now=0.0)
+
+    assert cache.stats().nodes == 3
+    assert extents(cache, make_path(9, 9)) == (0, 0, 2)
+    assert cache.match(make_path(0, 0)).reason is MissReason.EVICTED_STORAGE
+    cache.check()
+
+
+def test_no_orphans_below_a_block_that_is_gone():
+    """A host block whose parent left every tier goes in the same batch."""
+    cache = make_cache(4, host_blocks=8, write_policy=WritePolicy.NONE)
+    serve(cache, make_path(1, 2, 9))
+    child = make_path(1, 2, 3)
+    lease, held = begin(cache, child)
+    cache.commit(lease, child, held, now=0.0)
+    cache._writes.want(lease.node)
+    cache.release(lease, now=0.0)
+    write_down(cache)
+    assert cache.stats().host.cached == 1
+
+    cache.take(4, now=0.0)
+
+    assert cache.stats().nodes == 0
+    assert cache.stats().host.free == 8
+    cache.check()

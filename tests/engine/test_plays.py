@@ -1,0 +1,170 @@
+"""Any workload on tiers whose executors are unreliable: no fault changes a token or keeps a slot.
+
+The runner's KV, the host slab and the stored blocks are real bytes, so a block that is
+copied, landed or reused wrongly yields other tokens.
+"""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headwater.scheduler.request import Request
+from headwater.transfer.workers import Task
+from headwater.types import WritePolicy
+from tests.engine.tier_rig import (
+    make_faulty,
+    never,
+)
+from tests.scheduler.rig import Rig, expected_tokens, make_prompt, make_request
+from tests.search import search
+
+POLICIES = list(WritePolicy)
+
+
+@dataclass
+class Play:
+    """One random workload on one small engine whose executors are unreliable."""
+
+    rig: Rig
+    requests: list[Request]
+    dice: random.Random
+    faults: bool
+    hung: list[Task] = field(default_factory=list)
+    """Storage calls that have begun and do not return."""
+
+    def run(self) -> None:
+        """Until every request has ended and every executor has returned."""
+        pending = list(self.requests)
+        for _ in range(20_000):
+            if pending and self.dice.random() < 0.3:
+                self.rig.add(pending.pop(0))
+            self._work()
+            if self.rig.core.has_work:
+                self.rig.step()
+            elif not pending and not self.rig.num_waiting:
+                return self._finish()
+            elif self.rig.core.sleep_s() is not None and self.dice.random() < 0.2:
+                self.rig.sleep()
+            if self.faults and self.dice.random() < 0.01:
+                self.rig.core.reset_cache()
+        raise AssertionError("no end")
+
+    def _finish(self) -> None:
+        while self.rig.scheduler.stats().num_copies or self.rig.core.has_work:
+            for job in list(self.rig.copier.pending):
+                self.rig.copier.finish(job)
+            self._return_late()
+            self.rig.workers.work_off()
+            self.rig.step()
+
+    def _work(self) -> None:
+        """Some jobs end, well or not; some executors scribble into what is theirs."""
+        copier, dice = self.rig.copier, self.dice
+        for job in list(copier.pending):
+            roll = dice.random()
+            if roll < 0.5:
+                copier.finish(job)  # a doomed one fails
+            elif self.faults and roll < 0.6:
+                copier.finish(job, num_blocks=dice.randint(0, 3))
+            elif self.faults and roll < 0.8:
+                copier.scribble(job)
+        if self.faults and dice.random() < 0.2:
+            tasks = self.rig.workers.tasks
+            if tasks and tasks[0].claim():
+                self.hung.append(tasks.pop(0))
+        if dice.random() < 0.6:
+            self.rig.workers.work_off()
+        if dice.random() < 0.1:
+            self._return_late()
+
+    def _return_late(self) -> None:
+        for task in self.hung:
+            self.rig.workers.run(task)
+        self.hung.clear()
+
+
+@st.composite
+def plays(draw, *, faults: bool) -> Play:
+    """Pools that barely hold one request, prompts that share prefixes and come back."""
+    block_tokens = draw(st.sampled_from([2, 4]))
+    specs = draw(
+        st.lists(
+            st.tuples(st.integers(0, 2), st.integers(1, 24), st.integers(1, 16)),
+            min_size=3,
+            max_size=12,
+        )
+    )
+    requests = [
+        make_request(f"r{n}", make_prompt(length, family=family), max_tokens=most)
+        for n, (family, length, most) in enumerate(specs)
+    ]
+    longest = max(len(r.tokens) + r.params.max_tokens - 1 for r in requests)
+    dice = random.Random(draw(st.integers(0, 1 << 30)))
+    stored = draw(st.booleans())
+    storage = make_faulty(dice.random if faults else never, block_tokens) if stored else None
+    rig = Rig(
+        num_blocks=-(-longest // block_tokens) + draw(st.integers(0, 8)),
+        block_tokens=block_tokens,
+        depth=draw(st.sampled_from([1, 2])),
+        layerwise=draw(st.booleans()),
+        host_blocks=draw(st.sampled_from([2, 8, 40])),
+        write_policy=draw(st.sampled_from(POLICIES)),
+        stored=storage,
+        held=True,
+        timeouts={
+            "copy_timeout_s": 0.05,
+            "read_timeout_s": 0.04,
+            "write_timeout_s": 0.06,
+            "lookup_timeout_s": 0.03,
+        }
+        if faults
+        else {},
+        settings={
+            "max_num_seqs": draw(st.sampled_from([1, 4])),
+            "max_batched_tokens": 16,
+            "load_policy": draw(st.sampled_from(["priced", "best_effort", "wait", "deadline"])),
+            "load_timeout_s": draw(st.sampled_from([0.0, 0.03, 1.0])),
+            "max_write_blocks": draw(st.sampled_from([1, 3, 64])),
+        },
+    )
+    if faults:
+        rig.copier.dooms = lambda transfer: dice.random() < 0.15
+    return Play(rig, requests, dice, faults)
+
+
+def check_whole(play: Play) -> None:
+    rig = play.rig
+    for request in play.requests:
+        assert rig.outputs[request.request_id] == expected_tokens(request)
+        assert rig.reasons[request.request_id] in ("stop", "length")
+    rig.check_empty()
+    stats = rig.cache.stats()
+    assert stats.jobs == 0
+    for pool in (stats.device, stats.host):
+        assert pool.free + pool.cached == pool.total
+    assert rig.scheduler.stats().num_copies == 0
+
+
+@pytest.mark.slow
+@search(examples=150)
+@given(play=plays(faults=False))
+def test_tiers_change_no_token(play: Play) -> None:
+    """Cached = uncached and preempted = undisturbed with lower tiers on: every write policy,
+    every load policy, both depths, pools that barely hold one request."""
+    play.run()
+
+    check_whole(play)
+
+
+@pytest.mark.slow
+@search(examples=200)
+@given(play=plays(faults=True))
+def test_no_fault_changes_a_token_or_keeps_a_slot(play: Play) -> None:
+    """Lessons 20, 24, 38, 44, 50: failed, partial, late and hung copies and reads, lost and
+    damaged blocks, resets: every request ends with its own tokens, every slot comes back."""
+    play.run()
+
+    check_whole(play)
