@@ -115,8 +115,9 @@ class EngineConfig:
     max_batched_tokens: int = 2048
     """Most tokens computed in one step; longer prompts are computed in chunks."""
 
-    memory_utilization: float = 0.5
-    """Share of the device's free memory, once the model is loaded, that KV blocks may use."""
+    memory_utilization: float | None = None
+    """Share of the device's free memory, once the model is loaded, that KV blocks may use; None
+    is nine tenths of a GPU's and half of main memory."""
 
     num_blocks_override: int | None = None
     """Exact number of device blocks, instead of measuring what fits."""
@@ -183,7 +184,7 @@ class EngineConfig:
         _positive("--max-model-len", self.max_model_len)
         _positive("--num-gpu-blocks-override", self.num_blocks_override)
         _positive("--threads", self.num_threads)
-        if not 0.0 < self.memory_utilization <= 1.0:
+        if self.memory_utilization is not None and not 0.0 < self.memory_utilization <= 1.0:
             raise ConfigError(
                 f"--gpu-memory-utilization is a share between 0 and 1, got {self.memory_utilization}"
             )

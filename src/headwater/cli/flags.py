@@ -138,8 +138,7 @@ def _add_memory(parser: ArgumentParser) -> None:
         "--gpu-memory-utilization",
         type=_number,
         metavar="SHARE",
-        default=_ENGINE.memory_utilization,
-        help=_help("share of the device's free memory for KV blocks"),
+        help="share of the device's free memory for KV blocks (0.9 of a GPU's, else 0.5)",
     )
     group.add_argument(
         "--num-gpu-blocks-override", type=int, metavar="N", help="exact number of device blocks"

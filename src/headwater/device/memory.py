@@ -22,6 +22,9 @@ _LOGIT_BYTES = 16
 _WORKSPACE_BYTES = 1 << 30
 """Captured graphs, workspaces of libraries, fragments."""
 
+_UTILIZATION = {"cuda": 0.9}
+"""Share of free memory that blocks use unless told: a GPU is the engine's, main memory is not."""
+
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 
@@ -30,7 +33,7 @@ def num_blocks_that_fit(
     model: LoadedModel,
     *,
     block_tokens: int,
-    utilization: float = 0.5,
+    utilization: float | None = None,
     override: int | None = None,
     available_bytes: int | None = None,
     step_tokens: int = 0,
@@ -48,6 +51,8 @@ def num_blocks_that_fit(
         if override < 1:
             raise ConfigError(f"the KV pool needs at least one block, got {override}")
         return override
+    if utilization is None:
+        utilization = _UTILIZATION.get(model.device.type, 0.5)
     if not 0 < utilization <= 1:
         raise ConfigError(f"memory utilization must be in (0, 1], got {utilization}")
     free = available_bytes if available_bytes is not None else _free_bytes(model)
