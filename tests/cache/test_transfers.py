@@ -195,6 +195,22 @@ def test_slots_of_a_timed_out_job_wait_until_it_is_quiet():
     cache.check()
 
 
+def test_a_timed_out_write_to_storage_keeps_its_source():
+    """Lesson 50: until its executor is quiet the bytes stay as they are, or another block would be
+    stored under this key; a quarantine of targets would not help."""
+    cache = make_demoted(storage=True)
+    (plan,) = cache.demote(limit_blocks=9, now=0.0)
+    assert plan.target is Tier.STORAGE
+
+    cache.land(Outcome(job=plan.job, ending=Ending.TIMED_OUT), now=0.0)
+    assert cache.evictor.evict_host(8) == 0
+    assert extents(cache, make_path(1, 2)) == (0, 2, 0)
+    cache.land(Outcome(job=plan.job, ending=Ending.QUIET), now=0.0)
+
+    assert cache.evictor.evict_host(8) == 2
+    cache.check()
+
+
 def test_storage_is_read_through_the_host():
     """Known in storage, fetched to the host, then promoted to the device."""
     cache = make_cache(4, host_blocks=4, storage=True)

@@ -213,6 +213,28 @@ def test_a_hung_read_writes_late_where_nobody_reads(
     finish(engine)
 
 
+def test_a_hung_write_stores_late_what_it_was_given(
+    bench: Bench, backend: StorageBackend
+) -> None:
+    """Lesson 50: others want the slots that it reads from; it goes on reading the same bytes, and
+    whoever finds them has the right tokens."""
+    double = FaultyStorage(backend, {"write": [Fault.HANG]})
+    engine = bench.engine(double, host_blocks=8)
+    serve(engine, "late write", "first", PROMPT)
+    engine.core.drain(1.0)
+    for number in range(3):
+        crowd = [at * (7 + number) % 50 for at in range(33)]
+        serve(engine, "late write", f"crowd {number}", crowd)
+
+    double.release()
+    finish(engine)
+
+    other = bench.engine(backend, timeout_s=STUCK_S)
+    serve(other, "late write", "again", PROMPT)
+    assert other.usages["again"].by_tier["storage"] == 32
+    finish(other)
+
+
 @pytest.mark.parametrize("fault", BYTE_FAULTS, ids=lambda fault: fault.name)
 def test_bytes_that_are_not_the_block(
     bench: Bench, backend: StorageBackend, fault: Fault

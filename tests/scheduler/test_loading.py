@@ -76,6 +76,30 @@ def test_a_split_loads_the_head_and_computes_the_tail():
     assert rig.outputs["a"] == expected_tokens(make_request("x", PROMPT, max_tokens=1))
 
 
+def test_a_priced_wait_ends_with_its_price():
+    """Lesson 38: a load that was cheap by what was measured, and then does not end, is waited for
+    twice as long as computing would take, and no longer."""
+    rig = make_measured(token_s=0.05, block_s=0.001)
+    rig.copier.held = True
+    rig.add(make_request("a", PROMPT, max_tokens=1))
+    rig.step()
+    speed = rig.core.stats().rates.prefill_tokens_s
+    assert speed
+
+    while "a" not in rig.reasons:
+        if not rig.core.has_work:
+            rig.sleep()
+        rig.step()
+
+    load = rig.usages["a"].load
+    assert load is not None
+    assert (load.choice, load.shortfall) == ("load_cheaper", "timeout")
+    assert load.waited_s == pytest.approx(2 * 33 / speed, abs=0.05)
+    assert load.waited_s < 5.0
+    rig.copier.finish(next(iter(rig.copier.pending)))
+    rig.run()
+
+
 def test_a_request_may_say_otherwise():
     """The settings price and compute; a request with a policy of its own loads, others do not."""
     rig = make_measured(token_s=1e-6, block_s=1.0)
