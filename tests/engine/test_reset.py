@@ -109,7 +109,7 @@ def test_a_write_that_never_ends_refuses_the_reset():
     assert report.refusal == "storage was not forgotten: 1 writes to it do not end"
     assert report.removed == {"device": 8, "host": 8}
     assert report.kept == {"device": 8, "host": 8}, "what is being written stays where it is"
-    rig.workers.run([task])
+    rig.workers.run(task)
     rig.workers.held = False
     rig.run()
     rig.check_empty()

@@ -41,7 +41,7 @@ def make_write(job: int) -> Demotion:
 
 
 def make_lookup(job: int) -> Lookup:
-    return Lookup(job=JobId(job), path=TokenPath([1, 2, 3, 4] * 2), num_blocks=2, scheme=SCHEME)
+    return Lookup(job=JobId(job), questions=((TokenPath([1, 2, 3, 4] * 2), 2),), scheme=SCHEME)
 
 
 class Rig:
@@ -124,7 +124,7 @@ def test_a_begun_write_is_quiet_when_it_returns():
     rig.clock.advance(2.0)
     assert rig.take() == [(1, Ending.TIMED_OUT)]
 
-    rig.workers.run([task])
+    rig.workers.run(task)
 
     assert rig.take() == [(1, Ending.QUIET)]
 
@@ -133,20 +133,20 @@ def test_a_lookup_is_answered_or_given_up():
     """It holds nothing, so a late answer is nobody's."""
     rig = Rig()
     first, late = make_lookup(1), make_lookup(2)
-    keys = first.keys()
+    (keys,) = first.runs()
     rig.storage.write(
         keys[:1], [memoryview(bytes(32))], parents=[BlockKey(bytes(32))], timeout_s=1
     )
     rig.start(first)
     rig.workers.work_off()
-    assert rig.mover.take(now=0.0) == [Outcome(job=JobId(1), ending=Ending.DONE, num_blocks=1)]
+    assert rig.mover.take(now=0.0) == [Outcome(job=JobId(1), ending=Ending.DONE, found=(1,))]
 
     rig.start(late)
     (task,) = rig.workers.tasks
     assert task.claim()
     rig.clock.advance(0.5)
     assert rig.take() == [(2, Ending.TIMED_OUT)]
-    rig.workers.run([task])
+    rig.workers.run(task)
 
     assert rig.take() == []
     assert rig.mover.num_in_flight == 0

@@ -93,16 +93,15 @@ def rig():
     rig.mover.close()
 
 
-def make_lookup(job: int, tokens: list[int]) -> Lookup:
-    path = TokenPath(np.array(tokens, dtype=np.int32))
+def make_lookup(job: int, *paths: list[int]) -> Lookup:
     scheme = KeyScheme(block_tokens=2, fingerprint=bytes(32), kv_format="", shard="")
-    return Lookup(job=JobId(job), path=path, num_blocks=len(tokens) // 2, scheme=scheme)
+    asked = ((TokenPath(np.array(path, dtype=np.int32)), len(path) // 2) for path in paths)
+    return Lookup(job=JobId(job), questions=tuple(asked), scheme=scheme)
 
 
 @pytest.mark.parametrize("error", [None, StorageError("gone"), StorageTimeout("late")])
-def test_lookups_of_one_step_are_one_call(rig, error):
-    """Lesson 25: one call and one thread woken, however many ask; each gets its own end, also
-    when the call fails."""
+def test_a_lookup_is_one_call(rig, error):
+    """Lesson 25: one call and one end, of however many paths, also when the call fails."""
     asked = []
 
     def contains(runs, *, timeout_s):
@@ -112,16 +111,15 @@ def test_lookups_of_one_step_are_one_call(rig, error):
         return [min(len(run), 2) for run in runs]
 
     rig.storage.contains = contains
-    plans = [make_lookup(job, list(range(2 * job))) for job in (1, 2, 3)]
 
-    rig.mover.start(plans, now=0.0)
+    rig.mover.start([make_lookup(1, *(list(range(2 * n)) for n in (1, 2, 3)))], now=0.0)
 
-    ended = rig.outcomes(3)
+    rig.mover.completions.wait(10)
+    (ended,) = rig.mover.take(now=0.0)
     assert asked == [[1, 2, 3]]
-    if error is None:
-        assert ended == {1: (Ending.DONE, 1), 2: (Ending.DONE, 2), 3: (Ending.DONE, 2)}
-    else:
-        assert {ending for ending, _ in ended.values()} == {Ending.FAILED}
+    assert (ended.ending, ended.found) == (
+        (Ending.DONE, (1, 2, 2)) if error is None else (Ending.FAILED, ())
+    )
 
 
 def test_blocks_go_there_and_come_back(rig):

@@ -145,7 +145,7 @@ class Round:
 
     def _return_late(self) -> None:
         for task in self._hung:
-            self._workers.run([task])
+            self._workers.run(task)
         self._hung.clear()
 
     def _finish(self) -> None:

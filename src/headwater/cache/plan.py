@@ -137,21 +137,29 @@ class Demotion(Transfer):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Lookup:
-    """Ask storage how many of the first `num_blocks` blocks of `path` it has.
+    """Ask storage, of each of some paths, how many of its first so many blocks it has.
 
-    Its outcome is DONE with the number of leading blocks found. It holds nothing.
+    Its outcome is DONE with the number of leading blocks found of each. It holds nothing.
     """
 
     job: JobId
-    path: TokenPath
-    num_blocks: int
+    questions: tuple[tuple[TokenPath, int], ...]
     scheme: KeyScheme
 
-    def keys(self) -> list[BlockKey]:
-        """What to ask for. Pure and slow, so made by whoever asks, in whatever thread."""
-        stride = self.scheme.block_tokens * 4
-        run = self.path.view[: self.num_blocks * stride]
-        return self.scheme.chain(self.scheme.root(self.path.namespace), run, self.path.media)
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are asked for, of all paths."""
+        return sum(num_blocks for _, num_blocks in self.questions)
+
+    def runs(self) -> list[list[BlockKey]]:
+        """What to ask for, by path. Pure and slow, so made by whoever asks, in whatever thread."""
+        stride, chain = self.scheme.block_tokens * 4, self.scheme.chain
+        return [
+            chain(
+                self.scheme.root(path.namespace), path.view[: num_blocks * stride], path.media
+            )
+            for path, num_blocks in self.questions
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -194,7 +202,10 @@ class Outcome:
     job: JobId
     ending: Ending
     num_blocks: int = 0
-    """For PARTIAL, DAMAGED and ABSENT: leading blocks that arrived whole. For a lookup: found."""
+    """For PARTIAL, DAMAGED and ABSENT: leading blocks that arrived whole."""
+
+    found: tuple[int, ...] = ()
+    """Of a lookup: leading blocks that storage has, by path."""
 
 
 class Landing(Enum):

@@ -4,6 +4,8 @@ Pure: no I/O, no threads, no clock. Callers pass `now` and get back values that 
 move. One thread calls it; nothing here waits, and nothing is locked.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from headwater.cache.audit import audit
@@ -297,19 +299,17 @@ class TieredCache:
         """Take the end of a transfer. Never fails; late and duplicate ends change nothing."""
         return self.transfers.land(outcome, now=now)
 
-    def look_up(self, path: TokenPath, num_blocks: int) -> Lookup:
-        """Plan to ask storage how many of the first `num_blocks` blocks of `path` it has.
+    def look_up(self, questions: Iterable[tuple[TokenPath, int]]) -> Lookup:
+        """Plan to ask storage, of each path, how many of its first so many blocks it has.
 
-        The answer is for `learn_stored`. Nothing waits for it here, and nothing changed.
+        The answers are for `learn_stored`. Nothing waits for them here, and nothing changed.
         """
-        if not 0 < num_blocks <= path.num_blocks(self.block_tokens):
-            raise CacheUseError(f"the path does not have {num_blocks} full blocks")
-        return Lookup(
-            job=self.transfers.jobs.new_id(),
-            path=path,
-            num_blocks=num_blocks,
-            scheme=self.tree.scheme,
-        )
+        asked = tuple(questions)
+        for path, num_blocks in asked:
+            if not 0 < num_blocks <= path.num_blocks(self.block_tokens):
+                raise CacheUseError(f"the path does not have {num_blocks} full blocks")
+        job = self.transfers.jobs.new_id()
+        return Lookup(job=job, questions=asked, scheme=self.tree.scheme)
 
     def learn_stored(self, path: TokenPath, num_blocks: int, *, now: float) -> None:
         """Storage said that it has the first `num_blocks` blocks of `path`."""

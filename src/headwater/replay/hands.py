@@ -237,11 +237,12 @@ class SimStorage:
         if isinstance(plan, Removal):
             raise InvariantError("a simulated store is never asked to forget")
         if isinstance(plan, Lookup):
-            return Completion(plan.job, Ending.DONE, self._store.leading(plan.keys()))
+            found = tuple(self._store.leading(keys) for keys in plan.runs())
+            return Completion(plan.job, Ending.DONE, found=found)
         if isinstance(plan, Promotion):
-            found = self._store.read(plan.keys)
-            if found < plan.num_blocks:
-                return Completion(plan.job, Ending.ABSENT, found, reason="absent")
-            return Completion(plan.job, Ending.DONE, found)
+            num_read = self._store.read(plan.keys)
+            if num_read < plan.num_blocks:
+                return Completion(plan.job, Ending.ABSENT, num_read, reason="absent")
+            return Completion(plan.job, Ending.DONE, num_read)
         self._store.write(plan.keys)
         return Completion(plan.job, Ending.DONE, plan.num_blocks)

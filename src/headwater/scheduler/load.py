@@ -19,8 +19,8 @@ class Load:
         "choice",
         "device_blocks",
         "ended",
+        "is_asking",
         "job",
-        "lookup",
         "num_jobs",
         "policy",
         "shortfall",
@@ -28,14 +28,12 @@ class Load:
         "until_s",
     )
 
-    def __init__(
-        self, policy: LoadPolicy, timeout_s: float, lookup: JobId | None = None
-    ) -> None:
+    def __init__(self, policy: LoadPolicy, timeout_s: float) -> None:
         self.policy = policy
         self.timeout_s = timeout_s
         """Longest wait; not for the policy `wait`."""
-        self.lookup = lookup
-        """The question to storage that is not answered yet."""
+        self.is_asking = False
+        """Whether storage has not answered yet."""
         self.device_blocks = 0
         """Found on the device when the choice was made; `below` followed them."""
         self.below = Below()
@@ -58,7 +56,7 @@ class Load:
     @property
     def end_s(self) -> float | None:
         """When its sequence is to be looked at although nothing has landed."""
-        if self.until_s is None and self.lookup is not None and self.asked_s is not None:
+        if self.until_s is None and self.is_asking and self.asked_s is not None:
             return self.asked_s + ANSWER_S
         return self.until_s
 

@@ -9,8 +9,17 @@ is no way in which a slow or broken tier costs more than its hits.
 from collections import Counter
 from collections.abc import Iterable
 from math import inf
+from typing import NamedTuple
 
-from headwater.cache import Ending, Lookup, Match, Outcome, Promotion, TieredCache
+from headwater.cache import (
+    Ending,
+    Lookup,
+    Match,
+    Outcome,
+    Promotion,
+    TieredCache,
+    TokenPath,
+)
 from headwater.scheduler.config import SchedulerConfig
 from headwater.scheduler.load import ANSWER_S, Load
 from headwater.scheduler.price import Below, Choice, Rates, choose
@@ -32,8 +41,17 @@ _SHORTFALL = {
 }
 
 
+class Question(NamedTuple):
+    """What storage is asked for a sequence: how many of the first blocks of its path it has."""
+
+    path: TokenPath
+    num_blocks: int
+    sequence: Sequence
+    load: Load
+
+
 class Loads:
-    """Decides who loads what and who waits for it. Plans are left in `plans`."""
+    """Decides who loads what and who waits for it."""
 
     def __init__(self, config: SchedulerConfig, cache: TieredCache) -> None:
         self._policy = config.load_policy
@@ -42,9 +60,11 @@ class Loads:
         self._has_storage = cache.config.storage and config.prefix_caching
         self.rates = Rates()
         """What the loop measured lately; it puts a new value here."""
-        self.plans: list[Promotion | Lookup] = []
+        self._plans: list[Promotion] = []
         """Decided, and not taken yet."""
-        self._lookups: dict[JobId, tuple[Lookup, Sequence]] = {}
+        self._questions: list[Question] = []
+        """To be asked, all at once."""
+        self._lookups: dict[JobId, list[Question]] = {}
         self._moving: dict[JobId, Promotion] = {}
         self._waiters: dict[JobId, list[Sequence]] = {}
         self.layerwise = False
@@ -57,7 +77,12 @@ class Loads:
     @property
     def num_in_flight(self) -> int:
         """Jobs whose executor is still at work, and whose end will change what can be done."""
-        return len(self._lookups) + len(self._moving)
+        return len(self._questions) + len(self._lookups) + len(self._moving)
+
+    @property
+    def has_plans(self) -> bool:
+        """Whether `take_plans` would return something."""
+        return bool(self._plans or self._questions)
 
     def enter(self, sequence: Sequence) -> bool:
         """A new sequence waits: ask storage for what nothing else has, while it queues. Whether
@@ -68,16 +93,15 @@ class Loads:
         path = sequence.path()
         if not longest or self._cache.match(path, max_blocks=longest).num_blocks == longest:
             return False
-        lookup = self._cache.look_up(path, longest)
-        self._lookups[lookup.job] = lookup, sequence
-        sequence.load = self._make_load(sequence, lookup.job)
-        self.plans.append(lookup)
-        return sequence.load.policy != "best_effort"
+        load = sequence.load = self._make_load(sequence)
+        load.is_asking = True
+        self._questions.append(Question(path, longest, sequence, load))
+        return load.policy != "best_effort"
 
     def adopt(self, plan: Promotion) -> None:
         """Have `plan` carried out; whoever finds its blocks on their way may wait for it."""
         self._moving[plan.job] = plan
-        self.plans.append(plan)
+        self._plans.append(plan)
 
     def still_waits(self, sequence: Sequence, now: float) -> bool:
         """Whether what `sequence` waited for before is still on its way. Costs no match."""
@@ -85,10 +109,10 @@ class Loads:
         if load is None or load.ended is not None:
             return False
         if load.until_s is None:
-            return load.lookup is not None and _expects_answer(load, now)
+            return load.is_asking and _expects_answer(load, now)
         if now >= load.until_s:
             return False
-        if load.lookup is not None:
+        if load.is_asking:
             return load.policy != "best_effort"
         plan = None if load.job is None else self._moving.get(load.job)
         return plan is not None and (
@@ -107,31 +131,44 @@ class Loads:
             load = sequence.load = self._make_load(sequence)
         if load.ended is not None:
             return False
-        if load.lookup is None and not self._wants(load, match):
+        if not load.is_asking and not self._wants(load, match):
             return False
         if fits and load.until_s is None:
             load.began_s, load.until_s = now, now + self._patience_s(sequence, load, match)
         if load.until_s is not None and now >= load.until_s:
             load.ended = "timeout"
             return False
-        if load.lookup is not None:
+        if load.is_asking:
             return fits and load.policy != "best_effort"
         return self._brings(sequence, load, match, fits=fits, now=now) and fits
 
     def take_plans(self, now: float) -> list[Promotion | Lookup]:
-        """What is to be brought and asked from now on; each plan once."""
-        plans, self.plans = self.plans, []
-        for plan in plans:
-            if isinstance(plan, Lookup) and (load := self._lookups[plan.job][1].load):
-                load.asked_s = now
+        """What is to be brought and asked from now on; each plan once, and all questions in one."""
+        plans: list[Promotion | Lookup] = [*self._plans]
+        self._plans.clear()
+        if asked := self._questions:
+            self._questions = []
+            lookup = self._cache.look_up((each.path, each.num_blocks) for each in asked)
+            self._lookups[lookup.job] = asked
+            plans.append(lookup)
+            for each in asked:
+                each.load.asked_s = now
         return plans
 
     def answer(self, outcome: Outcome, *, now: float) -> bool:
-        """Whether a question has ended; who asked may go on."""
+        """Whether a lookup has ended; who asked may go on."""
         asked = self._lookups.pop(outcome.job, None)
-        if asked is not None:
-            self._land_lookup(*asked, outcome, now)
-        return asked is not None
+        if asked is None:
+            return False
+        found = outcome.found if outcome.ending is Ending.DONE else [0] * len(asked)
+        late = outcome.ending is Ending.TIMED_OUT
+        for each, num_blocks in zip(asked, found, strict=True):
+            each.load.is_asking = False
+            if outcome.ending is not Ending.DONE:
+                each.load.shortfall = "storage_timeout" if late else "storage_failed"
+            elif num_blocks:
+                self._learn(each, min(num_blocks, each.num_blocks), now)
+        return True
 
     def land(self, outcome: Outcome, *, now: float) -> None:
         """A transfer ended; whoever waits for it is told."""
@@ -152,35 +189,23 @@ class Loads:
         earliest = min(ends, default=inf)
         return None if earliest == inf else earliest
 
-    def _land_lookup(
-        self, lookup: Lookup, sequence: Sequence, outcome: Outcome, now: float
-    ) -> None:
-        load = sequence.load
-        if load is not None and load.lookup == lookup.job:
-            load.lookup = None
-        if outcome.ending is not Ending.DONE:
-            if load is not None:
-                late = outcome.ending is Ending.TIMED_OUT
-                load.shortfall = "storage_timeout" if late else "storage_failed"
-            return
-        found = min(outcome.num_blocks, lookup.num_blocks)
-        if not found:
-            return
-        self._cache.learn_stored(lookup.path, found, now=now)
-        if sequence.state is SequenceState.WAITING and load is not None and load.ended is None:
-            match = self._cache.match(lookup.path, max_blocks=lookup.num_blocks)
-            # What is on the host already waits for admission; what is not comes there now.
+    def _learn(self, asked: Question, num_blocks: int, now: float) -> None:
+        """Storage has so many blocks: what is not on the host either comes there now."""
+        sequence, load = asked.sequence, asked.load
+        self._cache.learn_stored(asked.path, num_blocks, now=now)
+        if sequence.state is SequenceState.WAITING and sequence.load is load and not load.ended:
+            match = self._cache.match(asked.path, max_blocks=asked.num_blocks)
+            # What is on the host already waits for admission.
             if match.storage_blocks and not match.host_blocks and self._wants(load, match):
                 self._brings(sequence, load, match, fits=False, now=now)
 
-    def _make_load(self, sequence: Sequence, lookup: JobId | None = None) -> Load:
+    def _make_load(self, sequence: Sequence) -> Load:
         """By what its request says, or else the settings."""
         request = sequence.request
         timeout_s = request.load_timeout_s
         return Load(
             request.load_policy or self._policy,
             self._timeout_s if timeout_s is None else timeout_s,
-            lookup,
         )
 
     def _wants(self, load: Load, match: Match) -> bool:

@@ -98,7 +98,7 @@ class Scheduler:
         """Whether another turn of the loop would do something."""
         if self._flights or self._outputs or self._roster.num_computing:
             return True
-        if self._writes or self._loads.plans or self.handoffs.outputs:
+        if self._writes or self._loads.has_plans or self.handoffs.outputs:
             return True
         return self.may_admit
 
@@ -180,7 +180,7 @@ class Scheduler:
         """The next step, or None when nothing can be computed before a step is collected."""
         if len(self._flights) > 1:
             raise InvariantError("two steps are in flight; collect one first")
-        if self._is_stalled and self._loads.plans:
+        if self._is_stalled and self._loads.has_plans:
             return None  # what is waited for is only begun in this turn
         is_settled = self._grow_decodes(now)
         roster, config = self._roster, self.config
@@ -221,7 +221,7 @@ class Scheduler:
         that nothing arrives or lands meanwhile."""
         if self._flights or self._outputs or self.handoffs.outputs:
             return Quiet(0)
-        if self._writes or self._loads.plans:
+        if self._writes or self._loads.has_plans:
             return Quiet(0)
         return quiet(self._roster, self._intake, self.config)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.cache import Ending, Lookup, Promotion, Transfer
+from headwater.cache import Ending, Promotion, Transfer
 from headwater.clock import Clock
 from headwater.storage.base import StorageBackend
 from headwater.testing.runners import EchoRunner
@@ -108,12 +108,8 @@ class HeldWorkers(StorageWorkers):
             self.work_off()
 
     def work_off(self) -> None:
-        """Run everything that was started and not abandoned, all lookups in one call."""
+        """Run everything that was started and not abandoned."""
         tasks, self.tasks = self.tasks, []
-        claimed = [task for task in tasks if task.claim()]
-        lookups = [task for task in claimed if isinstance(task.plan, Lookup)]
-        if lookups:
-            self.run(lookups)
-        for task in claimed:
-            if not isinstance(task.plan, Lookup):
-                self.run([task])
+        for task in tasks:
+            if task.claim():
+                self.run(task)

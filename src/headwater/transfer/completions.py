@@ -22,13 +22,16 @@ class Completion(NamedTuple):
     job: JobId
     ending: Ending
     num_blocks: int = 0
-    """Leading blocks that arrived whole; for a lookup, that were found."""
+    """Leading blocks that arrived whole."""
 
     busy_s: float = 0.0
     """How long it was worked on, waiting not counted."""
 
     reason: str = ""
     """Why it did not end well: a word for the statistics."""
+
+    found: tuple[int, ...] = ()
+    """Of a lookup: leading blocks that storage has, by path."""
 
 
 class CompletionQueue:

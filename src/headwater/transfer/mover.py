@@ -235,7 +235,10 @@ class Mover:
             quiet = Outcome(job=completion.job, ending=Ending.QUIET)
             return quiet if isinstance(running.plan, Transfer) else None
         return Outcome(
-            job=completion.job, ending=completion.ending, num_blocks=completion.num_blocks
+            job=completion.job,
+            ending=completion.ending,
+            num_blocks=completion.num_blocks,
+            found=completion.found,
         )
 
     def _expire(self, now: float) -> list[Outcome]:

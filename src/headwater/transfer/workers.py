@@ -56,7 +56,7 @@ class StorageWorkers:
         self.slab = slab
         self._clock = clock
         self._num_threads = num_threads
-        self._queues: dict[str, SimpleQueue[list[Task] | None]] = {}
+        self._queues: dict[str, SimpleQueue[Task | None]] = {}
         for kind in _KINDS:
             queue = self._queues[kind] = SimpleQueue()
             for number in range(num_threads):
@@ -64,16 +64,9 @@ class StorageWorkers:
                 Thread(target=self._work, args=(queue,), name=name, daemon=True).start()
 
     def start(self, tasks: Sequence[Task]) -> None:
-        """Begin as soon as threads are free; each task's `report` is told once, at its end.
-
-        Lookups that are started together are one call of the backend, and wake one thread.
-        """
-        lookups = [task for task in tasks if isinstance(task.plan, Lookup)]
-        if lookups:
-            self._queues["lookup"].put(lookups)
+        """Begin as soon as threads are free; each task's `report` is told once, at its end."""
         for task in tasks:
-            if not isinstance(task.plan, Lookup):
-                self._queues[_kind(task.plan)].put([task])
+            self._queues[_kind(task.plan)].put(task)
 
     def replace(self, backend: StorageBackend) -> None:
         """Call another backend from now on; nothing may be in flight at the old one."""
@@ -91,53 +84,43 @@ class StorageWorkers:
                 queue.put(None)
         self.backend.close()
 
-    def run(self, tasks: Sequence[Task]) -> None:
-        """Carry out tasks that the caller has claimed, lookups all or a single transfer, in one
-        call; and report their ends."""
-        began = self._clock.now()
-        timeout_s = max(min(task.deadline_s for task in tasks) - began, 0.001)
+    def run(self, task: Task) -> None:
+        """Carry out a task that the caller has claimed, and report its end."""
+        began, job = self._clock.now(), task.plan.job
         try:
-            ends = self._call([task.plan for task in tasks], timeout_s)
+            ended = self._call(task.plan, max(task.deadline_s - began, 0.001))
         except StorageTimeout as error:
             if error.quiet is not None and not error.quiet.is_set():
                 # The backend gave up waiting, but something of it may still touch the slots.
-                for task in tasks:
-                    task.report(Completion(task.plan.job, Ending.TIMED_OUT, reason="timeout"))
+                task.report(Completion(job, Ending.TIMED_OUT, reason="timeout"))
                 error.quiet.wait()
-            ends = _failed(tasks, "timeout")
+            ended = Completion(job, Ending.FAILED, reason="timeout")
         except StorageResting:  # said when it began
-            ends = _failed(tasks, "breaker_open")
+            ended = Completion(job, Ending.FAILED, reason="breaker_open")
         except StorageError as error:
             log.warning("storage: %s", error)
-            ends = _failed(tasks, "error")
+            ended = Completion(job, Ending.FAILED, reason="error")
         except Exception:
             log.exception("a storage thread caught what a backend should not raise")
-            ends = _failed(tasks, "bug")
-        busy_s = self._clock.now() - began
-        for task, ended in zip(tasks, ends, strict=True):
-            task.report(ended._replace(busy_s=busy_s / len(tasks)))
+            ended = Completion(job, Ending.FAILED, reason="bug")
+        task.report(ended._replace(busy_s=self._clock.now() - began))
 
-    def _work(self, queue: "SimpleQueue[list[Task] | None]") -> None:
-        while (tasks := queue.get()) is not None:
-            if claimed := [task for task in tasks if task.claim()]:
-                self.run(claimed)
+    def _work(self, queue: "SimpleQueue[Task | None]") -> None:
+        while (task := queue.get()) is not None:
+            if task.claim():
+                self.run(task)
 
-    def _call(self, plans: list[Plan], timeout_s: float) -> list[Completion]:
-        lookups = [plan for plan in plans if isinstance(plan, Lookup)]
-        if lookups:
-            found = self.backend.contains([p.keys() for p in lookups], timeout_s=timeout_s)
-            return [
-                Completion(plan.job, Ending.DONE, count)
-                for plan, count in zip(lookups, found, strict=True)
-            ]
-        (plan,) = plans
+    def _call(self, plan: Plan, timeout_s: float) -> Completion:
+        if isinstance(plan, Lookup):
+            found = self.backend.contains(plan.runs(), timeout_s=timeout_s)
+            answers = tuple(n for _, n in zip(plan.questions, found, strict=True))
+            return Completion(plan.job, Ending.DONE, found=answers)
         if isinstance(plan, Removal):
             removed = self.backend.remove(None, timeout_s=timeout_s)
-            return [Completion(plan.job, Ending.DONE, removed)]
-        assert isinstance(plan, Transfer), "whatever is no question moves blocks"
+            return Completion(plan.job, Ending.DONE, removed)
         if isinstance(plan, Promotion):
-            return [self._read(plan, timeout_s)]
-        return [self._write(plan, timeout_s)]
+            return self._read(plan, timeout_s)
+        return self._write(plan, timeout_s)
 
     def _read(self, plan: Transfer, timeout_s: float) -> Completion:
         into = self.slab.views(plan.target_slots.tolist())
@@ -162,11 +145,9 @@ class StorageWorkers:
 
 
 def _kind(plan: Plan) -> str:
+    if isinstance(plan, Lookup):
+        return "lookup"
     return "read" if isinstance(plan, Promotion) else "write"
-
-
-def _failed(tasks: Sequence[Task], reason: str) -> list[Completion]:
-    return [Completion(task.plan.job, Ending.FAILED, reason=reason) for task in tasks]
 
 
 def _leading(results: list[BlockRead] | list[BlockWrite], good: set[object]) -> int:
