@@ -4,42 +4,38 @@ In each cell the tokens are those of an uncached run, no request is stuck, every
 back, and the fault is counted by its reason.
 """
 
-import json
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from headwater.cache.pool import SlotState
-from headwater.clock import SystemClock
-from headwater.storage import Opening, StorageBackend, StorageStats, open_storage
-from headwater.storage.breaker import Breaker, BreakerConfig, GuardedStorage
-from headwater.testing.faults import BYTE_FAULTS, Fault, FaultyStorage, Medium
-from headwater.testing.media import FileMedium, MemoryMedium, MooncakeMedium, RedisMedium
-from headwater.testing.tiers import (
-    EchoTiers,
-    echo_format,
-    make_echo_request,
-    uncached_tokens,
+from headwater.storage import StorageBackend
+from headwater.storage.breaker import BreakerConfig
+from headwater.testing.faults import BYTE_FAULTS, Fault, FaultyStorage
+from headwater.testing.media import RedisMedium
+from headwater.testing.tiers import uncached_tokens
+from tests.engine.matrix import (
+    BACKENDS,
+    LINKS,
+    OTHER,
+    PROMPT,
+    SHORT_S,
+    STUCK_S,
+    Bench,
+    KilledAt,
+    finish,
+    kill_victim,
+    open_bench,
+    serve,
+    storage_of,
+    stored,
 )
 from tests.engine.victim import BLOCK_TOKENS as VICTIM_TOKENS
 from tests.engine.victim import make_victim_request
-from tests.storage.conftest import MooncakeMaster, RedisServer
+from tests.storage.conftest import RedisServer
 
-BLOCK_TOKENS = 4
-PROMPT = [at * 3 % 50 for at in range(33)]
-OTHER = [at * 7 % 50 for at in range(29)]
-STUCK_S = 20.0
-SHORT_S = 0.3
-"""What a call may take where the fault is that it does not return."""
-BACKENDS = ("memory", "file", "redis", pytest.param("mooncake", marks=pytest.mark.slow))
-LINKS = {"contains": "lookup", "read": "storage_to_host", "write": "host_to_storage"}
 CALL_FAULTS = {Fault.ERROR: "error", Fault.TIMEOUT: "timeout", Fault.HANG: "timeout"}
 DAMAGE = {
     Fault.TRUNCATED: {"bad_length", "bad_checksum", "bad_header", "truncated"},
@@ -49,53 +45,6 @@ DAMAGE = {
 }
 
 
-@dataclass
-class Bench:
-    """One backend on a medium of its own, and the engines that were put on it."""
-
-    name: str
-    settings: dict[str, Any]
-    stop: Callable[[], None]
-    """Kill the server of the medium."""
-
-    engines: list[EchoTiers] = field(default_factory=list)
-
-    def open(self, block_tokens: int = BLOCK_TOKENS) -> StorageBackend:
-        opening = Opening(format=echo_format(block_tokens))
-        return open_storage(self.name, self.settings, opening)
-
-    def medium(self, backend: Any) -> Medium:
-        prefix = "headwater:"
-        if self.name == "memory":
-            return MemoryMedium(backend)
-        if self.name == "file":
-            return FileMedium(Path(self.settings["path"]))
-        if self.name == "redis":
-            return RedisMedium(self.settings["url"], prefix)
-        return MooncakeMedium(backend._store, prefix)
-
-    def engine(
-        self,
-        storage: StorageBackend,
-        block_tokens: int = BLOCK_TOKENS,
-        timeout_s: float = SHORT_S,
-        host_blocks: int = 256,
-        breaker: BreakerConfig | None = None,
-    ) -> EchoTiers:
-        """An engine that writes all it computes and always loads what it finds."""
-        guarded = GuardedStorage(storage, Breaker(breaker or BreakerConfig(), SystemClock()))
-        engine = EchoTiers(
-            num_blocks=64,
-            host_blocks=host_blocks,
-            block_tokens=block_tokens,
-            storage=guarded,
-            timeouts={f"{call}_timeout_s": timeout_s for call in ("read", "write", "lookup")},
-            settings={"load_policy": "wait"},
-        )
-        self.engines.append(engine)
-        return engine
-
-
 @pytest.fixture(scope="module", params=BACKENDS)
 def bench(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -103,49 +52,11 @@ def bench(
     yield from open_bench(request.param, tmp_path_factory.mktemp("medium"))
 
 
-def open_bench(name: str, folder: Path) -> Iterator[Bench]:
-    settings: dict[str, Any] = {}
-    stop: Callable[[], None] = lambda: None  # noqa: E731 - nothing to stop
-    if name == "file":
-        settings = {"path": str(folder), "slab_bytes": 8 << 20, "reserve_bytes": 0}
-    elif name == "redis":
-        server = RedisServer(folder)
-        settings, stop = {"url": server.url}, server.stop
-    elif name == "mooncake":
-        master = MooncakeMaster()
-        settings, stop = {"master": master.address, "segment_bytes": 1 << 26}, master.stop
-    bench = Bench(name, settings, stop)
-    yield bench
-    for engine in bench.engines:
-        engine.core.close()
-    stop()
-
-
 @pytest.fixture(scope="module")
 def backend(bench: Bench) -> Iterator[StorageBackend]:
     backend = bench.open()
     yield backend
     backend.close()
-
-
-def serve(engine: EchoTiers, salt: str, name: str, prompt: list[int]) -> None:
-    """Ask, and hold the answer against an uncached run."""
-    request = make_echo_request(name, prompt, max_tokens=4, cache_salt=salt)
-    engine.run(request, within_s=STUCK_S)
-    assert engine.outputs[name] == uncached_tokens(request)
-
-
-def stored(bench: Bench, backend: StorageBackend, salt: str) -> None:
-    """Have another engine write the blocks of PROMPT."""
-    writer = bench.engine(backend, timeout_s=STUCK_S)
-    serve(writer, salt, "writer", PROMPT)
-    writer.core.drain(STUCK_S)
-    writer.check_idle()
-
-
-def finish(engine: EchoTiers) -> None:
-    engine.core.drain(STUCK_S)
-    engine.check_idle()
 
 
 def test_without_a_fault_every_backend_hits(bench: Bench, backend: StorageBackend) -> None:
@@ -307,21 +218,6 @@ def test_a_full_server(tmp_path: Path) -> None:
     assert backend.stats().reasons["no_room"] >= 1
 
 
-class KilledAt(FaultyStorage):
-    """Calls `kill` when the first call of one name comes."""
-
-    def __init__(self, backend: StorageBackend, call: str, kill: Callable[[], None]) -> None:
-        super().__init__(backend, {})
-        self._call = call
-        self._kill = kill
-
-    def _next(self, name: str) -> Fault | None:
-        if name == self._call:
-            self._call = ""
-            self._kill()
-        return None
-
-
 @pytest.mark.parametrize(
     ("name", "call"),
     [
@@ -345,6 +241,32 @@ def test_a_server_that_is_killed(name: str, call: str, tmp_path: Path) -> None:
 
         assert engine.failures()[LINKS[call]]
         assert engine.usages["again"].by_tier["storage"] == 0
+
+
+def test_a_server_that_stands_still(tmp_path: Path) -> None:
+    """Lessons 38, 45: connections stay open and nothing answers: calls end with their deadline,
+    the request with its own tokens; when it goes on, it is used again."""
+    server = RedisServer(tmp_path)
+    bench = Bench("redis", {"url": server.url}, server.stop)
+    backend = bench.open()
+    stored(bench, backend, "still")
+    waits = BreakerConfig(recovery_s=0.05, max_recovery_s=0.1)
+    engine = bench.engine(backend, breaker=waits)
+
+    server.pause()
+    serve(engine, "still", "paused", PROMPT)
+    serve(engine, "still", "other", OTHER)
+    server.go_on()
+    other = bench.engine(backend, timeout_s=STUCK_S)
+    serve(other, "still", "again", PROMPT)
+    for done in (engine, other):
+        finish(done)
+        done.core.close()
+    server.stop()
+
+    assert engine.usages["paused"].by_tier["storage"] == 0
+    assert engine.failures()["lookup"]["timeout"] >= 1
+    assert other.usages["again"].by_tier["storage"] == 32
 
 
 def test_a_server_that_comes_back_is_found_again(tmp_path: Path) -> None:
@@ -380,12 +302,6 @@ def test_a_server_that_comes_back_is_found_again(tmp_path: Path) -> None:
     server.stop()
 
 
-def storage_of(engine: EchoTiers) -> StorageStats:
-    stats = engine.core.stats().storage
-    assert stats is not None
-    return stats
-
-
 @pytest.mark.parametrize("name", BACKENDS[1:])
 def test_an_engine_that_is_killed_while_it_writes(name: str, tmp_path: Path) -> None:
     """Lesson 44: after kill -9 the survivors find whole blocks or none, and right tokens."""
@@ -400,15 +316,3 @@ def test_an_engine_that_is_killed_while_it_writes(name: str, tmp_path: Path) -> 
                 assert engine.outputs[request.request_id] == uncached_tokens(request)
             finish(engine)
             engine.core.close()
-
-
-def kill_victim(bench: Bench, num_lines: int) -> None:
-    """Start an engine on the medium and end it with SIGKILL while it writes."""
-    command = [sys.executable, "-m", "tests.engine.victim"]
-    with subprocess.Popen(
-        [*command, bench.name, json.dumps(bench.settings)], stdout=subprocess.PIPE
-    ) as victim:
-        assert victim.stdout is not None
-        said = [victim.stdout.readline() for _ in range(num_lines)]
-        victim.send_signal(signal.SIGKILL)
-    assert all(said), "it ended by itself"

@@ -1,6 +1,7 @@
 """Real servers for the storage tests: started on loopback at a free port, stopped afterwards."""
 
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -69,6 +70,13 @@ class RedisServer:
         )
         if "--port" not in self._more:
             await_port(self.port, self._process)
+
+    def pause(self) -> None:
+        """Let it stand still: connected, and silent."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
         self._process.kill()

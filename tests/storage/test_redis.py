@@ -166,6 +166,25 @@ def test_a_full_server_refuses_writes(own_server: RedisServer) -> None:
     storage.close()
 
 
+def test_a_server_that_evicts_stays_within_its_memory(tmp_path: Path) -> None:
+    """Every write is taken and old blocks go, also between the question and the read: then they
+    are absent, and no error (lesson 43)."""
+    server = RedisServer(tmp_path, "--maxmemory", "3mb", "--maxmemory-policy", "allkeys-lru")
+    storage = open_redis(server.url)
+    runs = [make_keys(20, run=f"{number}") for number in range(20)]
+
+    for run in runs:
+        assert write_run(storage, run, BLOCK_BYTES) == [BlockWrite.WRITTEN] * 20
+
+    found = storage.contains(runs, timeout_s=5)
+    assert 0 < sum(found) < 400
+    outcomes = {outcome for run in runs for outcome in read_run(storage, run, BLOCK_BYTES)}
+    assert outcomes == {BlockRead.READ, BlockRead.ABSENT}
+    assert storage.stats().reasons == {}
+    storage.close()
+    server.stop()
+
+
 def test_a_block_lives_for_its_time_after_it_was_last_read(redis_server: RedisServer) -> None:
     """The server is told to forget it, and reading starts the time anew (lesson 43)."""
     storage = open_redis(redis_server.url, ttl_s=1000.0, key_prefix="ttl:")
