@@ -21,7 +21,7 @@ from tests.device.gpu import pytestmark, require_gpu
 
 require_gpu()
 
-from headwater.device.gpu.copier import CudaCopier  # noqa: E402
+from headwater.device.gpu.copier import CudaCopier, runs  # noqa: E402
 
 __all__ = ["pytestmark"]
 
@@ -161,6 +161,16 @@ def test_many_jobs_both_ways_beside_the_model() -> None:
     rig.mover.close()
 
     assert torch.equal(rig.pool.data[at], before)
+
+
+def test_neighbours_are_one_copy_within_a_piece() -> None:
+    """Side by side on both ends; a run ends where either does, or where another piece begins."""
+    host, device = np.array([3, 4, 5, 6, 9, 8]), np.array([0, 1, 2, 7, 8, 9])
+
+    starts, counts = runs(host, device, host // 5)
+
+    assert starts.tolist() == [0, 2, 3, 4, 5]
+    assert counts.tolist() == [2, 1, 1, 1, 1]
 
 
 def test_copies_begin_before_the_slab_is_pinned() -> None:

@@ -121,7 +121,7 @@ class Served:
     """Per request: until its first token, in the order of those tokens."""
 
     steps_s: list[float] = field(default_factory=list)
-    """Between collected steps while every request was decoding."""
+    """Between collected steps while every request was decoding, and none began or ended."""
 
     output_tokens: int = 0
     found: dict[str, int] = field(default_factory=dict)
@@ -165,11 +165,14 @@ class GpuEngine:
         )
         self.block_bytes = layout.block_bytes
         self.slab = HostSlab(host_blocks, layout.block_bytes)
+        self.copier: CudaCopier | None = None
         mover = Mover()
         if host_blocks:
-            copier = CudaCopier(self.runner.pool, self.slab, self.clock, self.runner.arrivals)
+            self.copier = CudaCopier(
+                self.runner.pool, self.slab, self.clock, self.runner.arrivals
+            )
             mover = Mover(
-                copier, self._workers(storage), TransferConfig(read_timeout_s=60.0),
+                self.copier, self._workers(storage), TransferConfig(read_timeout_s=60.0),
                 block_bytes=layout.block_bytes,
             )  # fmt: skip
         self.core = EngineCore(Scheduler(config, self.cache), self.runner, self.clock, mover)
@@ -216,7 +219,9 @@ class GpuEngine:
             is_all = len(outputs) == len(prompts)
             for output in outputs:
                 served.output_tokens += len(output.tokens)
-                waiting -= output.finish_reason is not None
+                if output.finish_reason is not None:
+                    waiting -= 1
+                    is_all = False
                 if output.usage is not None:
                     served.first_s.append(now - began_s)
                     is_all = False
@@ -260,7 +265,7 @@ class GpuEngine:
         """Release pool, slab and graphs."""
         self.drain()
         self.core.close()
-        del self.runner, self.core, self.slab
+        del self.runner, self.core, self.slab, self.copier
         gc.unfreeze()
         gc.collect()
         torch.cuda.empty_cache()

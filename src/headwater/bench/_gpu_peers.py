@@ -1,7 +1,7 @@
 """transformers' own code on the same weights in the same run: what the figures are compared to."""
 
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig
@@ -56,20 +56,33 @@ def generate_tokens_s(model: LoadedModel, batch: int, *, prompt: int, output: in
         return batch * output / (run(output + 1) - run(1))
 
 
-def continuous_tokens_s(
-    model: LoadedModel, requests: int, *, prompt: int, output: int
-) -> float:
-    """Tokens a second of `generate_batch`, prompts included."""
-    inputs = torch.randint(0, model.vocab_size, (requests, prompt)).tolist()
+class Rates(NamedTuple):
+    """Output tokens a second of some requests that came all at once."""
+
+    tokens_s: float
+    """From the first request to the last token, prompts included."""
+
+    decoding_tokens_s: float
+    """While all of them were decoding."""
+
+
+def continuous_rates(model: LoadedModel, inputs: list[list[int]], *, output: int) -> Rates:
+    """Of `generate_batch`, with the settings it chooses itself."""
     settings = GenerationConfig(
         max_new_tokens=output, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
     clock = SystemClock()
     with _own_attention(model, threads=True) as module:
         began_s = clock.now()
-        outputs = module.generate_batch(inputs=inputs, generation_config=settings)
+        outputs = module.generate_batch(
+            inputs=inputs, generation_config=settings, record_timestamps=True
+        )
         seconds = clock.now() - began_s
-    generated = sum(len(one.generated_tokens) for one in outputs.values())
-    if not generated:
-        raise InvariantError("transformers generated nothing")
-    return generated / seconds
+    times_s = [one.timestamps for one in outputs.values()]
+    generated = sum(map(len, times_s))
+    if generated < len(inputs) * output:
+        raise InvariantError(f"transformers generated {generated} tokens")
+    all_began_s = max(times[0] for times in times_s)
+    first_ended_s = min(times[-1] for times in times_s)
+    together = sum(all_began_s < at <= first_ended_s for times in times_s for at in times)
+    return Rates(generated / seconds, together / max(first_ended_s - all_began_s, 1e-9))

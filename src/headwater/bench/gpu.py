@@ -18,7 +18,7 @@ from headwater.bench._report import print_report
 from headwater.clock import SystemClock
 from headwater.errors import ConfigError
 
-PARTS = ("copies", "decode", "prefill", "first_token", "all_miss", "trace")
+PARTS = ("copies", "decode", "prefill", "first_token", "start", "all_miss", "trace")
 _BATCHES = (1, 32, 128, 256)
 
 
@@ -60,6 +60,7 @@ class _Run:
             "decode": self._decode,
             "prefill": self._prefill,
             "first_token": self._first_token,
+            "start": self._start,
             "all_miss": self._all_miss,
             "trace": self._trace,
         }
@@ -78,7 +79,7 @@ class _Run:
     def _copies(self) -> dict[str, Any]:
         from headwater.bench import _gpu_decode, _gpu_engine
 
-        batch, rounds = (32, 1) if self._options.quick else (128, 3)
+        batch, rounds = (32, 1) if self._options.quick else (128, 6)
         engine = _gpu_engine.GpuEngine(
             self._model, num_blocks=_gpu_decode.blocks_for(batch), max_num_seqs=batch
         )
@@ -87,7 +88,7 @@ class _Run:
         return found
 
     def _decode(self) -> dict[str, Any]:
-        from headwater.bench import _gpu_decode, _gpu_engine, _gpu_peers
+        from headwater.bench import _gpu_continuous, _gpu_decode, _gpu_engine, _gpu_peers
 
         batches = [1, 32] if self._options.quick else list(_BATCHES)
         engine = _gpu_engine.GpuEngine(
@@ -97,24 +98,16 @@ class _Run:
         )
         ceiling = self._ceilings["memory_gb_s"]
         found = _gpu_decode.measure_decode(self._model, engine, batches, ceiling)
-        prompts = [engine.prompt(64, 10**6 + row) for row in range(128)]
-        engine.serve(prompts[:64], max_tokens=64)
-        served = engine.serve(prompts, max_tokens=64)
+        if self._options.quick:
+            engine.close()
+            return found
+        ours = _gpu_continuous.serve_ours(engine)
         engine.close()
-        if not self._options.quick:
-            model = self._model
-            generate = {
-                str(batch): _gpu_peers.generate_tokens_s(model, batch, prompt=976, output=24)
-                for batch in (1, 32)
-            }
-            theirs = _gpu_peers.continuous_tokens_s(model, 128, prompt=64, output=64)
-            ours = served.output_tokens / served.seconds
-            found["transformers_generate_tokens_s"] = generate
-            found["continuous_128"] = {
-                "tokens_s": ours,
-                "transformers_tokens_s": theirs,
-                "ratio": ours / theirs,
-            }
+        found["transformers_generate_tokens_s"] = {
+            str(batch): _gpu_peers.generate_tokens_s(self._model, batch, prompt=976, output=24)
+            for batch in (1, 32)
+        }
+        found["continuous_128"] = _gpu_continuous.compare(self._model, engine, ours)
         return found
 
     def _prefill(self) -> dict[str, Any]:
@@ -142,6 +135,11 @@ class _Run:
             return _gpu_prompts.measure_first_token(
                 self._model, Path(folder), self._ceilings["host_to_device_gb_s"], theirs
             )
+
+    def _start(self) -> dict[str, Any]:
+        from headwater.bench import _gpu_start
+
+        return _gpu_start.measure_start(self._model, slab_gib=8 if self._options.quick else 64)
 
     def _all_miss(self) -> dict[str, Any]:
         from headwater.bench import _gpu_traffic

@@ -10,7 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from headwater.device.attention.base import Variant
-from headwater.device.kernels.decode import DecodeWork, attend_decodes
+from headwater.device.kernels.decode import attend_decodes
+from headwater.device.kernels.pieces import DecodeWork
 from headwater.device.kernels.prefill import ChunkWork, attend_chunks
 
 WHOLE_UNIT = 1024

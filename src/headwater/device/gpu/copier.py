@@ -9,6 +9,7 @@ event in C, so that the engine has the next job when it ends one.
     copies                       ╰── wait ── copy, copy, copy ──●── copy … ──●(waited for in C)
 
 A promotion is copied in groups of layers, so that a step may begin before the last has come.
+Otherwise blocks that lie side by side in both tiers are one copy.
 """
 
 import logging
@@ -16,6 +17,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from headwater.cache import Ending, Promotion, Transfer
@@ -138,31 +140,32 @@ class CudaCopier:
         self._pinned.await_slots(host)
         if entry.after is not None:
             stream.wait_event(entry.after)
+        num_groups = self._num_groups if up else 1
+        sizes = [self._block_bytes // num_groups] * len(host)
+        if num_groups == 1 and self._pinned.slot_bytes == self._block_bytes:
+            starts, counts = runs(host, device, self._pinned.pieces_of(host))
+            host, device = host[starts], device[starts]
+            sizes = (counts * self._block_bytes).tolist()
         on_host = self._pinned.base + host * self._pinned.slot_bytes
         on_device = self._pool.data.data_ptr() + device * self._block_bytes
         source, target = (on_host, on_device) if up else (on_device, on_host)
         begun = torch.cuda.Event(enable_timing=True, blocking=True)
         ended = torch.cuda.Event(enable_timing=True, blocking=True)
         begun.record(stream)
-        for group in range(self._num_groups if up else 1):
-            self._copy_group(target, source, group, entry.arrival, stream)
+        for group in range(num_groups):
+            at = group * sizes[0]
+            self._runtime.copy(
+                (target + at).tolist(), (source + at).tolist(), sizes, stream.cuda_stream
+            )
+            if entry.arrival is not None:
+                entry.arrival.record(stream)
         ended.record(stream)
         ended.synchronize()
         return float(begun.elapsed_time(ended)) / 1e3
 
-    def _copy_group(
-        self,
-        targets: Slots,
-        sources: Slots,
-        group: int,
-        arrival: Arrival | None,
-        stream: torch.cuda.Stream,
-    ) -> None:
-        """Queue one group of layers of blocks at these addresses; all of them if it is alone."""
-        size = self._block_bytes // (1 if arrival is None else self._num_groups)
-        at = group * size
-        self._runtime.copy(
-            (targets + at).tolist(), (sources + at).tolist(), size, stream.cuda_stream
-        )
-        if arrival is not None:
-            arrival.record(stream)
+
+def runs(host: Slots, device: Slots, pieces: Slots) -> tuple[Slots, Slots]:
+    """Slots side by side on both ends and pinned together: where each run begins, its length."""
+    apart = (np.diff(host) != 1) | (np.diff(device) != 1) | (np.diff(pieces) != 0)
+    starts = np.flatnonzero(np.append(True, apart))
+    return starts, np.diff(np.append(starts, len(host)))

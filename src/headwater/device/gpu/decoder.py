@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from headwater.device.attention.base import Variant
-from headwater.device.gpu.products import Products
 from headwater.device.kernels import rows
+from headwater.device.kernels.gated import gate_up
 from headwater.device.kernels.rotary import HeadNorms, rotate
 from headwater.device.kernels.skinny import fits, skinny
 
@@ -77,16 +77,15 @@ class LeanDecoder:
         self.last_norm: Tensor = model.norm.weight.data
         self.epsilon = float(model.norm.variance_epsilon)
         self.head: Tensor = cast(Any, module).lm_head.weight.data
-        self._products = Products(self.head.device)
 
-    def tune(self, max_tokens: int) -> None:
-        """Find the fastest products for steps of up to so many tokens; takes a second."""
-        if max_tokens < _PIECE:
-            return
-        layer = self.layers[0]
-        keys = layer.inward[self.heads * self.table[0].shape[1] * 2 :]
-        for weight in (layer.inward, keys, layer.outward, layer.gate_up, layer.down):
-            self._products.tune(_PIECE, weight)
+    def warm(self, pool: Tensor) -> None:
+        """Compile what prompts need and no graph has."""
+        hidden = self.embedding.new_zeros((128, self.embedding.shape[1]))
+        for num_rows in (64, 128):
+            gate_up(hidden[:num_rows], self.layers[0].gate_up)
+        stored = self._inward(self.layers[0], hidden, skipped=self.heads * pool.shape[-1])
+        first = torch.zeros(128, dtype=torch.int32, device=pool.device)
+        rotate(stored, first, first - 1, self.table, pool, 0, self.layers[0].norms)
 
     @property
     def is_plain(self) -> bool:
@@ -156,7 +155,7 @@ class LeanDecoder:
         packed[tokens:].zero_()
         for part, out in zip(hidden.split(_PIECE), packed[:tokens].split(_PIECE), strict=True):
             normed = rows.norm(part, layer.before, layer.epsilon)
-            self._products.multiply(normed, weight, out)
+            torch.mm(normed, weight.T, out=out)
         if layer.inward_bias is not None:
             packed[:tokens] += layer.inward_bias[skipped:]
         return packed
@@ -166,16 +165,14 @@ class LeanDecoder:
         if fits(layer.outward, len(hidden)) and fits(layer.down, len(hidden)):
             skinny(attended, layer.outward, residual=hidden)
             norm = layer.between, layer.epsilon
-            gated = skinny(hidden, layer.gate_up, norm=norm, gated=True)
-            skinny(gated, layer.down, residual=hidden)
+            narrow = skinny(hidden, layer.gate_up, norm=norm, gated=True)
+            skinny(narrow, layer.down, residual=hidden)
             return
         parts = zip(hidden.split(_PIECE), attended.split(_PIECE), strict=True)
         for part, attended_part in parts:
-            self._products.multiply(attended_part, layer.outward, part, adds=True)
+            part.addmm_(attended_part, layer.outward.T)
             normed = rows.norm(part, layer.between, layer.epsilon)
-            wide = normed.new_empty((len(part), len(layer.gate_up)))
-            self._products.multiply(normed, layer.gate_up, wide)
-            self._products.multiply(rows.gate(wide), layer.down, part, adds=True)
+            part.addmm_(gate_up(normed, layer.gate_up), layer.down.T)
 
 
 def lean_decoder(module: nn.Module, max_positions: int) -> LeanDecoder | None:

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from headwater.device.gpu.attention import PagedAttention
 from headwater.device.gpu.decoder import LeanDecoder, Places
-from headwater.device.gpu.inputs import Layout, partials
+from headwater.device.gpu.inputs import Layout, arrived, partials
 from headwater.device.gpu.staging import Staging
 from headwater.device.gpu.work import cut, num_entries
-from headwater.device.kernels.decode import DecodeWork
 from headwater.device.kernels.greedy import choose_greedy
 from headwater.device.kernels.ints import copy_ints
+from headwater.device.kernels.pieces import DecodeWork
 from headwater.device.kv import Ints, KVPool
 from headwater.scheduler.batch import IntArray
 
@@ -69,6 +69,7 @@ class DecodeGraphs:
         vocab = decoder.head.shape[0]
         self._logits = torch.empty((max_rows, vocab), dtype=pool.data.dtype, device=pool.device)
         self._partials = partials(entries, decoder.heads, pool)
+        self._arrived = arrived(max_rows, pool)
 
     def warm(self, sizes: list[int] | None = None) -> None:
         """Capture now what would be captured at first use; by default every size."""
@@ -152,6 +153,7 @@ class DecodeGraphs:
             work_row=self._view("work_row", entries),
             work_start=self._view("work_start", entries),
             row_work=self._view("row_work", size + 1),
+            arrived=self._arrived,
             partial=self._partials[0],
             partial_lse=self._partials[1],
         )

@@ -13,7 +13,7 @@ from headwater.device.gpu.attention import LEAST_WHOLE, PagedAttention, WholePro
 from headwater.device.gpu.decoder import Places
 from headwater.device.gpu.staging import Staging
 from headwater.device.gpu.work import cut, tiles
-from headwater.device.kernels.decode import DecodeWork
+from headwater.device.kernels.pieces import DecodeWork
 from headwater.device.kernels.prefill import ChunkWork, tile_queries
 from headwater.device.kv import Ints, KVPool
 from headwater.scheduler.batch import IntArray, ScheduledBatch
@@ -169,9 +169,15 @@ def _decodes(
         work_row=pieces[1],
         work_start=pieces[2],
         row_work=pieces[3],
+        arrived=arrived(len(contexts), pool),
         partial=partial,
         partial_lse=partial_lse,
     )
+
+
+def arrived(num_rows: int, pool: KVPool) -> Tensor:
+    """Counters of pieces, at zero."""
+    return torch.zeros((num_rows, pool.kv_heads), dtype=torch.int32, device=pool.device)
 
 
 def partials(num_entries: int, heads: int, pool: KVPool) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ class PinnedSlab:
         self.slot_bytes = slab.slot_bytes
         self._runtime = runtime
         self._size = slab.num_slots * slab.slot_bytes
-        # Whole slots: one copy never touches two pieces.
+        # Whole slots: no block is in two pieces.
         self._piece_slots = max(_PIECE_BYTES // slab.slot_bytes, 1)
         self._num_pieces = -(-slab.num_slots // self._piece_slots)
         self._changed = Condition()
@@ -47,9 +47,13 @@ class PinnedSlab:
         """How much is pinned, from 0 to 1."""
         return len(self._pinned) / max(self._num_pieces, 1)
 
+    def pieces_of(self, slots: Slots) -> Slots:
+        """The piece each slot is in: one copy may touch one piece only."""
+        return slots // self._piece_slots
+
     def await_slots(self, slots: Slots) -> None:
         """Wait until these slots are pinned; they are next. DeviceError if they never will be."""
-        wanted = set(np.unique(slots // self._piece_slots).tolist())
+        wanted = set(np.unique(self.pieces_of(slots)).tolist())
         with self._changed:
             if not wanted <= self._pinned:
                 self._hurry(wanted)

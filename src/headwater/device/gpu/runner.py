@@ -71,7 +71,6 @@ class CudaRunner:
     ) -> None:
         self._model = model
         self._max_rows = min(max_num_seqs, max_batched_tokens)
-        self._max_tokens = max_batched_tokens
         self.pool = KVPool(model, num_blocks=num_blocks, block_tokens=block_tokens)
         self.arrivals = Arrivals(model.num_layers)
         """For the copier: rows wait for promotions that it tells of here."""
@@ -108,7 +107,7 @@ class CudaRunner:
                 self.graphs.warm_up_to(num_rows)
                 return
             self.graphs.warm()
-            decoder.tune(self._max_tokens)
+            decoder.warm(self.pool.data)
             for how in {layer.how.window: layer.how for layer in decoder.layers}.values():
                 warm_chunks(self.pool, decoder.heads, how)
 

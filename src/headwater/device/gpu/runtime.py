@@ -36,12 +36,12 @@ class Runtime:
         self._check(self._cuda.cudaHostUnregister(address), "cudaHostUnregister")
 
     def copy(
-        self, targets: Sequence[int], sources: Sequence[int], num_bytes: int, stream: int
+        self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: int
     ) -> None:
-        """Queue copies of `num_bytes` each on a stream; in no order among themselves."""
+        """Queue copies of so many bytes on a stream; in no order among themselves."""
         count = len(targets)
         done = self._cuda.cudaMemcpyBatchAsync(
-            list(targets), list(sources), [num_bytes] * count, count, [self._attributes], [0], 1,
+            list(targets), list(sources), list(sizes), count, [self._attributes], [0], 1,
             stream,
         )  # fmt: skip
         self._check(done, "cudaMemcpyBatchAsync")

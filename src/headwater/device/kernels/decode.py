@@ -8,41 +8,13 @@ the others leave a partial result each, which a second kernel joins.
     work_start   0   512 1024   0    0   512   .    .      tokens
 """
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from headwater.device.attention.base import Variant
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class DecodeWork:
-    """Which program attends what; all int32 on the device, good for every layer of a step."""
-
-    contexts: Tensor
-    """Per row: tokens to attend, its own included; 0 is a row that is not there."""
-
-    tables: Tensor
-    """Slots of all rows, one after another."""
-
-    table_start: Tensor
-    """Per row: where its slots begin in `tables`."""
-
-    piece: Tensor
-    """One number: tokens in a piece, a multiple of 64."""
-
-    work_row: Tensor
-    work_start: Tensor
-    row_work: Tensor
-    """Row r has the entries [row_work[r], row_work[r + 1]) of `work_row`."""
-
-    partial: Tensor
-    """`[work, heads, dim]`, float32: room for partial results."""
-
-    partial_lse: Tensor
-    """`[work, heads]`, float32."""
+from headwater.device.kernels import decode_tma
+from headwater.device.kernels.pieces import DecodeWork
 
 
 @triton.jit
@@ -218,8 +190,12 @@ def attend_decodes(
 ) -> None:
     """Attend one token a row; `query` is `[rows, >= heads * dim]`, `out` `[rows, heads, dim]`.
 
-    K and V of the rows' own tokens are in the pool already. Rows without work get zeros.
+    K and V of the rows' own tokens are in the pool already. Rows that are not there get what
+    nobody may read.
     """
+    if decode_tma.fits(pool, how):
+        decode_tma.attend_decodes(query, pool, layer, work, how, out)
+        return
     block_tokens, kv_heads, dim = pool.shape[3:]
     heads = out.shape[1]
     sinks = out if how.sinks is None else how.sinks

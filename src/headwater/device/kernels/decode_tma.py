@@ -1,0 +1,248 @@
+"""The same as `decode`, for Hopper and later: the processors' own copy engines bring the keys.
+
+Keys and values go from shared memory straight into products that are turned around, scores
+being `[keys, queries]`: eight queries at a time instead of sixteen, nothing moved by threads,
+and so less power, which is what a busy device is short of. Heads of several KV heads may be
+taken together: `q` is then zero where a query is not of the head, and so is what comes of it.
+
+     k of 2 heads        q of 8 queries          v of 2 heads, turned      weights
+    [64, 256]      @     [256, 8]               [256, 64]            @    [64, 8]
+                          x x x x 0 0 0 0
+                          0 0 0 0 x x x x
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from headwater.device.attention.base import Variant
+from headwater.device.kernels.pieces import DecodeWork
+
+_KEYS = 64
+_QUERIES = 8
+_MOST_WIDE = 256
+"""Keys of a tile, least queries, and most numbers of a key, several heads together."""
+
+_FEW_ROWS = 64
+"""Up to here heads are taken together and a tile less is read ahead."""
+
+
+@triton.jit
+def _turn(k, v, q, key, end, since, highest, total, summed, scale, WINDOWED: tl.constexpr,
+          PARTLY: tl.constexpr):  # fmt: skip
+    """One tile. `PARTLY`: it has keys beyond the end, whose bytes may be anything."""
+    seen = key < end
+    if PARTLY:
+        v = tl.where(seen[:, None], v, 0.0).to(v.dtype)
+    if WINDOWED:
+        seen = seen & (key >= since)
+    scores = tl.dot(k, q) * scale
+    if WINDOWED or PARTLY:
+        scores = tl.where(seen[:, None], scores, float("-inf"))
+    higher = tl.maximum(highest, tl.max(scores, 0))
+    base = higher
+    if WINDOWED:
+        # Nothing seen yet is no number to subtract from itself.
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp2(scores - base[None, :])
+    decay = tl.exp2(highest - base)
+    total = total * decay + tl.sum(weights, 0)
+    summed = tl.dot(tl.trans(v), weights.to(v.dtype), summed * decay[None, :])
+    return higher, total, summed
+
+
+@triton.jit
+def _join(partial, partial_lse, begin, end, head, known, at, wanted, HEADS: tl.constexpr,
+          DIM: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr):  # fmt: skip
+    """The pieces `[begin, end)` of a row, which other programs may have written just now."""
+    top = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    summed = tl.zeros([WIDE, QUERIES], tl.float32)
+    for item in range(begin, end):
+        place = item * HEADS + head
+        level = tl.load(
+            partial_lse + place, mask=known, other=float("-inf"), cache_modifier=".cg"
+        )
+        values = tl.load(
+            partial + place[None, :] * DIM + at[:, None],
+            mask=wanted,
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        higher = tl.maximum(top, level)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp2(level - base)
+        decay = tl.exp2(top - base)
+        summed = summed * decay[None, :] + values * weight[None, :]
+        total = total * decay + weight
+        top = higher
+    return summed / tl.where(total == 0, 1.0, total)[None, :]
+
+
+@triton.jit
+def _attend(
+    query,
+    pool,
+    contexts,
+    tables,
+    table_start,
+    piece,
+    work_row,
+    work_start,
+    row_work,
+    arrived,
+    partial,
+    partial_lse,
+    out,
+    query_stride,
+    block_rows,
+    layer_row,
+    scaling,
+    window,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    part = tl.program_id(0)
+    item = tl.program_id(1)
+    row = tl.load(work_row + item)
+    if row < 0:
+        return
+    group: tl.constexpr = HEADS // KV_HEADS
+    wide: tl.constexpr = DIM * TOGETHER
+    start = tl.load(work_start + item)
+    context = tl.load(contexts + row)
+    end = tl.minimum(start + tl.load(piece), context)
+    since = context - window
+    if WINDOWED:
+        start = tl.maximum(start, (tl.maximum(since, 0) // KEYS) * KEYS)
+    table = tables + tl.load(table_start + row)
+    of_group = tl.arange(0, QUERIES)
+    number = tl.arange(0, wide)
+    at = number % DIM
+    head = part * (group * TOGETHER) + of_group
+    known = of_group < group * TOGETHER
+    wanted = (number // DIM)[:, None] == (of_group // group)[None, :]
+    rows = query + row.to(tl.int64) * query_stride + head[None, :] * DIM + at[:, None]
+    q = tl.load(rows, mask=wanted, other=0.0)
+    highest = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    summed = tl.zeros([wide, QUERIES], tl.float32)
+    scale = scaling * 1.4426950408889634
+    column = part * wide
+    # Read one turn ahead: loads that wait for a slot read in the same turn are not pipelined.
+    slot = tl.load(table + tl.minimum(start, context - 1) // BLOCK_TOKENS)
+    whole = start + tl.maximum(end - start, 0) // KEYS * KEYS
+    for first in tl.range(start, whole, KEYS, num_stages=STAGES):
+        place = slot * block_rows + layer_row + first % BLOCK_TOKENS
+        slot = tl.load(table + tl.minimum(first + KEYS, end - 1) // BLOCK_TOKENS)
+        k = pool.load([place, column])
+        v = pool.load([place + BLOCK_TOKENS, column])
+        key = first + tl.arange(0, KEYS)
+        highest, total, summed = _turn(
+            k, v, q, key, end, since, highest, total, summed, scale, WINDOWED, False
+        )
+    if whole < end:
+        place = slot * block_rows + layer_row + whole % BLOCK_TOKENS
+        k = pool.load([place, column])
+        v = pool.load([place + BLOCK_TOKENS, column])
+        key = whole + tl.arange(0, KEYS)
+        highest, total, summed = _turn(
+            k, v, q, key, end, since, highest, total, summed, scale, WINDOWED, True
+        )
+    result = summed / tl.where(total == 0, 1.0, total)[None, :]
+    done = row.to(tl.int64) * (HEADS * DIM) + head[None, :] * DIM + at[:, None]
+    begin = tl.load(row_work + row)
+    last = tl.load(row_work + row + 1)
+    if last - begin == 1:
+        tl.store(out + done, result, mask=wanted)
+    else:
+        mine = item * HEADS + head
+        tl.store(partial + mine[None, :] * DIM + at[:, None], result, mask=wanted)
+        level = tl.where(total == 0, float("-inf"), highest + tl.log2(total))
+        tl.store(partial_lse + mine, level, mask=known)
+        tl.debug_barrier()  # all threads have written before one of them counts
+        counter = arrived + row * KV_HEADS + part
+        if tl.atomic_add(counter, 1, sem="acq_rel") == last - begin - 1:
+            tl.store(counter, 0)
+            joined = _join(
+                partial, partial_lse, begin, last, head, known, at, wanted, HEADS, DIM, wide,
+                QUERIES,
+            )  # fmt: skip
+            tl.store(out + done, joined, mask=wanted)
+
+
+def attend_decodes(
+    query: Tensor, pool: Tensor, layer: int, work: DecodeWork, how: Variant, out: Tensor
+) -> None:
+    """As `decode.attend_decodes`, where `fits` says yes."""
+    num_layers, _, block_tokens, kv_heads, dim = pool.shape[1:]
+    heads = out.shape[1]
+    group = heads // kv_heads
+    together, stages = 1, 3
+    if len(out) <= _FEW_ROWS:
+        together, stages = _together(group, kv_heads, dim), 2
+    keys = TensorDescriptor.from_tensor(pool.view(-1, kv_heads * dim), [_KEYS, dim * together])
+    _attend[(kv_heads // together, len(work.work_row))](
+        query,
+        keys,
+        work.contexts,
+        work.tables,
+        work.table_start,
+        work.piece,
+        work.work_row,
+        work.work_start,
+        work.row_work,
+        work.arrived,
+        work.partial,
+        work.partial_lse,
+        out,
+        query.stride(0),
+        num_layers * 2 * block_tokens,
+        layer * 2 * block_tokens,
+        how.scaling,
+        how.window or 0,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        TOGETHER=together,
+        BLOCK_TOKENS=block_tokens,
+        KEYS=_KEYS,
+        QUERIES=max(_QUERIES, triton.next_power_of_2(group * together)),
+        WINDOWED=how.window is not None,
+        STAGES=stages,
+        num_warps=4,
+    )
+
+
+def fits(pool: Tensor, how: Variant) -> bool:
+    """Whether a pool's tiles can be brought so, and its attention is plain or windowed."""
+    block_tokens, _, dim = pool.shape[3:]
+    return (
+        how.softcap is None
+        and how.sinks is None
+        and pool.element_size() == 2
+        and block_tokens % _KEYS == 0
+        and dim in (64, 128)
+        and torch.cuda.get_device_capability(pool.device) >= (9, 0)
+    )
+
+
+def _together(group: int, kv_heads: int, dim: int) -> int:
+    """KV heads whose queries fill a product."""
+    together = 1
+    while (
+        together * 2 * group <= _QUERIES
+        and kv_heads % (together * 2) == 0
+        and together * 2 * dim <= _MOST_WIDE
+    ):
+        together *= 2
+    return together
