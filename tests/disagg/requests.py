@@ -1,8 +1,10 @@
-"""Requests for hand-offs, and prompts that share prefixes."""
+"""Requests for hand-offs, prompts that share prefixes, and storage for those who serve them."""
 
 from dataclasses import replace
 
 from headwater.scheduler.request import Request
+from headwater.storage.codec import BlockFormat
+from headwater.storage.memory import MemoryConfig, MemoryStorage
 from headwater.testing.tiers import make_echo_request
 
 
@@ -23,3 +25,8 @@ def make_handoff(
     """A request whose prompt the instance `prefill` computes."""
     request = make_echo_request(name, tokens, max_tokens=max_tokens, cache_salt=cache_salt)
     return replace(request, prefill=prefill, computes_here=computes_here)
+
+
+def make_storage() -> MemoryStorage:
+    """Room for all blocks that echo engines of four tokens a block write."""
+    return MemoryStorage(MemoryConfig(), BlockFormat(fingerprint=bytes(32), block_bytes=32))

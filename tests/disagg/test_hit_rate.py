@@ -7,10 +7,11 @@ import pytest
 from headwater.clock import VirtualClock
 from headwater.disagg.handoff import HandoffConfig
 from headwater.scheduler.request import Request
+from headwater.storage.base import StorageBackend
 from headwater.testing.fabric import Fabric
 from headwater.testing.peers import EchoPair, EchoPeer
 from headwater.testing.tiers import make_echo_request, uncached_tokens
-from tests.disagg.requests import make_handoff, make_prompt
+from tests.disagg.requests import make_handoff, make_prompt, make_storage
 
 SYSTEM = make_prompt(24, family=5)
 
@@ -46,15 +47,30 @@ def mixed_hits(requests: list[Request], *, num_blocks: int, output_caching: bool
     return sum(usage.cached_tokens for usage in peer.usages.values())
 
 
-def split_hits(requests: list[Request], *, num_blocks: int, config: HandoffConfig) -> int:
+def split_hits(
+    requests: list[Request],
+    *,
+    num_blocks: int,
+    config: HandoffConfig,
+    storage: StorageBackend | None = None,
+) -> int:
     """The same for a pair, whose prefill instance is as large."""
-    pair = EchoPair(p_num_blocks=num_blocks, d_num_blocks=2000, config=config)
+    pair = EchoPair(
+        p_num_blocks=num_blocks,
+        d_num_blocks=2000,
+        host_blocks=2000 if storage else 0,
+        storage=storage,
+        config=config,
+        settings={"load_policy": "wait"},
+    )
     for request in requests:
         handoff = make_handoff(
             request.request_id, request.tokens.tolist(), max_tokens=request.params.max_tokens
         )
         pair.decode.add(handoff)
         pair.run(request.request_id)
+        if storage is not None:
+            pair.drain(within_s=1.0, step_s=0.1)  # everything is written
     for request in requests:
         assert pair.decode.outputs[request.request_id] == uncached_tokens(request)
     return sum(usage.cached_tokens for usage in pair.decode.usages.values())
@@ -89,4 +105,15 @@ def test_with_pull_all_hits_are_those_of_a_mixed_instance(seed):
 
     mixed = mixed_hits(requests, num_blocks=2000, output_caching=True)
     split = split_hits(requests, num_blocks=2000, config=pulling)
+    assert split == pytest.approx(mixed, rel=0.01)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_with_shared_storage_all_hits_are_those_of_a_mixed_instance(seed):
+    """Within one part in a hundred: P finds there what D generated, without asking D."""
+    requests = conversations(seed)
+    alone = HandoffConfig(pull_min_blocks=10_000)
+
+    mixed = mixed_hits(requests, num_blocks=2000, output_caching=True)
+    split = split_hits(requests, num_blocks=2000, config=alone, storage=make_storage())
     assert split == pytest.approx(mixed, rel=0.01)

@@ -6,6 +6,7 @@ next, twice, late or never. Lessons 46, 50 to 54, 56, 58.
 
 from dataclasses import replace
 
+import numpy as np
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from hypothesis.strategies import booleans, data, integers, sampled_from
 
@@ -13,10 +14,13 @@ from headwater.disagg.handoff import HandoffConfig
 from headwater.scheduler.request import Request
 from headwater.testing.peers import EchoPair, EchoPeer
 from headwater.testing.tiers import make_echo_request, uncached_tokens
-from tests.disagg.requests import make_handoff, make_prompt
+from headwater.types import RequestId
+from tests.disagg.requests import make_handoff, make_prompt, make_storage
 from tests.search import search
 
-CONFIG = HandoffConfig(handoff_timeout_s=30.0, max_inflight=3, pull_min_blocks=1)
+CONFIG = HandoffConfig(
+    handoff_timeout_s=30.0, max_inflight=3, pull_min_blocks=1, return_after_s=2.0
+)
 BOUND_S = 90.0
 """Every request has ended so long after the wires work again."""
 
@@ -24,12 +28,20 @@ BOUND_S = 90.0
 class Interleavings(RuleBasedStateMachine):
     """Two instances and everything that can happen between them."""
 
-    @initialize(depth=sampled_from((1, 2)), p_blocks=integers(8, 20), d_blocks=integers(8, 20))
-    def start(self, depth, p_blocks, d_blocks):
-        limits = {"max_batched_tokens": 8, "max_num_seqs": 4}
+    @initialize(
+        depth=sampled_from((1, 2)),
+        p_blocks=integers(8, 20),
+        d_blocks=integers(8, 20),
+        tiers=sampled_from(("device", "host", "storage")),
+        load_policy=sampled_from(("priced", "wait", "best_effort")),
+    )
+    def start(self, depth, p_blocks, d_blocks, tiers, load_policy):
+        limits = {"max_batched_tokens": 8, "max_num_seqs": 4, "load_policy": load_policy}
         self.pair = EchoPair(
             p_num_blocks=p_blocks,
             d_num_blocks=d_blocks,
+            host_blocks=0 if tiers == "device" else 24,
+            storage=make_storage() if tiers == "storage" else None,
             depth=depth,
             config=CONFIG,
             settings=limits,
@@ -38,13 +50,40 @@ class Interleavings(RuleBasedStateMachine):
         self.requests: dict[str, Request] = {}
         self.owners: dict[str, str] = {}
         self.ended: dict[str, list[int]] = {}
+        self.broken: dict[str, tuple[Request, list[int]]] = {}
+        """Requests that ended before their last token, and what came of each."""
         self.number = 0
 
-    @rule(num=integers(1, 26), family=integers(0, 1), out=integers(1, 6), here=booleans())
-    def hand_off(self, num, family, out, here):
-        """A prompt for P, of two families that share prefixes."""
-        tokens = make_prompt(num, family=family)
-        self._add("d", make_handoff(self._name(), tokens, max_tokens=out, computes_here=here))
+    @rule(
+        num=integers(1, 26),
+        family=integers(0, 1),
+        out=integers(1, 12),
+        here=booleans(),
+        back=booleans(),
+    )
+    def hand_off(self, num, family, out, here, back):
+        """A prompt for P, of two families that share prefixes; some may be given back."""
+        tokens, out = make_prompt(num, family=family), min(out, 32 - num)
+        request = make_handoff(self._name(), tokens, max_tokens=out, computes_here=here)
+        self._add("d", replace(request, can_return=back))
+
+    @rule(data=data(), handed_off=booleans())
+    def take_up(self, data, handed_off):
+        """What was given back, or lost with its instance, goes on after its last token."""
+        if self.broken:
+            name = data.draw(sampled_from(sorted(self.broken)))
+            request, said = self.broken.pop(name)
+            if request.num_said + len(said) == request.params.max_tokens:
+                return  # only its end was not heard of
+            tokens = np.concatenate((request.tokens, np.array(said, dtype=np.int32)))
+            again = replace(
+                request,
+                request_id=RequestId(self._name()),
+                tokens=tokens,
+                prefill="p" if handed_off else "",
+                num_said=request.num_said + len(said),
+            )
+            self._add("d", again)
 
     @rule(data=data(), more=integers(1, 5), out=integers(1, 4))
     def next_turn(self, data, more, out):
@@ -60,6 +99,30 @@ class Interleavings(RuleBasedStateMachine):
     def compute_alone(self, num, out, where):
         """A request that one instance serves by itself."""
         self._add(where, make_echo_request(self._name(), make_prompt(num), max_tokens=out))
+
+    @rule(out=integers(8, 14), turns=integers(2, 10), seconds=sampled_from((0.0, 2.5)))
+    def crowd(self, out, turns, seconds):
+        """More than D has room for decodes there, for a while or for long."""
+        for family in (1, 2, 3):
+            request = make_echo_request(
+                self._name(), make_prompt(14, family=family), max_tokens=out
+            )
+            self._add("d", replace(request, can_return=True))
+        self.flow(turns, blocks=True, fences=True)
+        self.wait(seconds)
+
+    @rule(data=data())
+    def miscount(self, data):
+        """The account of a link is short of a byte."""
+        leases = [
+            lease
+            for leases in self.pair.fabric._leases.values()
+            for lease in leases.values()
+            if lease.landed
+        ]
+        if leases:
+            landed = data.draw(sampled_from(leases)).landed
+            landed[data.draw(sampled_from(sorted(landed)))] -= 1
 
     @rule(name=sampled_from("pd"), times=integers(1, 4))
     def step(self, name, times):
@@ -202,7 +265,9 @@ class Interleavings(RuleBasedStateMachine):
         self.pair.fabric.crash(name)
         for request in list(self.requests):
             if request not in self.ended and self.owners[request] == name:
-                self._check_tokens(request, self._peer(name).outputs.get(request, []))
+                tokens = self._peer(name).outputs.get(request, [])
+                self._check_tokens(request, tokens)
+                self.broken[request] = self.requests[request], tokens
                 self.ended[request] = []
 
     def _restart(self, name: str) -> None:
@@ -223,10 +288,14 @@ class Interleavings(RuleBasedStateMachine):
                     continue
                 tokens = peer.outputs[name]
                 self._check_tokens(name, tokens)
+                request = self.requests[name]
                 if reason == "length":
-                    assert len(tokens) == self.requests[name].params.max_tokens
+                    assert len(tokens) == request.params.max_tokens - request.num_said
                 else:
-                    assert reason in ("abort", "refused")
+                    assert reason in ("abort", "refused", "returned")
+                if reason == "returned":
+                    assert request.can_return
+                    self.broken[name] = request, tokens
                 self.ended[name] = tokens
 
     def _check_leases(self, name: str) -> None:

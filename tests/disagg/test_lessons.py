@@ -1,5 +1,7 @@
 """What went wrong in systems that split prefill from decode, each as a test of this one."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -11,7 +13,7 @@ from headwater.scheduler.request import Request
 from headwater.scheduler.sequence import SequenceState
 from headwater.testing.peers import EchoPair, EchoPeer
 from headwater.testing.tiers import make_echo_request, uncached_tokens
-from tests.disagg.requests import make_handoff, make_prompt
+from tests.disagg.requests import make_handoff, make_prompt, make_storage
 
 PROMPT = make_prompt(30)
 
@@ -100,6 +102,45 @@ def test_hits_are_measured_on_both_sides():
     assert (d_stats.query_tokens, d_stats.found_tokens["device"]) == (56, 16)
     assert pair.decode.usages["b"].cached_tokens == 16  # what nobody computed
     assert pair.decode.usages["b"].computed == 10
+
+
+def test_the_whole_protocol_runs_without_a_device_or_a_second_process():
+    """Lesson 49: engines, books, machines and messages, on a virtual clock, with no torch."""
+    script = (
+        "import sys\n"
+        "from headwater.testing.peers import EchoPair\n"
+        "from tests.disagg.requests import make_handoff, make_prompt\n"
+        "pair = EchoPair()\n"
+        "pair.decode.add(make_handoff('a', make_prompt(30)))\n"
+        "pair.run('a')\n"
+        "assert pair.decode.exchange.decodes.totals.num_done == 1\n"
+        "assert not {'torch', 'socket', 'zmq'} & set(sys.modules), sorted(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
+
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_the_next_turn_finds_in_shared_storage_what_d_generated():
+    """Lesson 55: D publishes its output, and with one storage for both P need not ask for it."""
+    pair = EchoPair(
+        host_blocks=64,
+        storage=make_storage(),
+        config=HandoffConfig(pull_min_blocks=100),
+        settings={"load_policy": "wait"},
+    )
+    run(pair, make_handoff("a", PROMPT, max_tokens=15))
+    pair.drain(within_s=1.0, step_s=0.1)
+    turn = PROMPT + pair.decode.outputs["a"] + make_prompt(5, family=3)
+    before = pair.prefill.runner.num_tokens
+    run(pair, make_handoff("b", turn))
+
+    assert (
+        pair.prefill.runner.num_tokens - before == len(turn) - 44
+    )  # eleven blocks of 44 known
+    usage = pair.decode.usages["b"]
+    assert usage.by_tier["device"] == 28
+    assert usage.by_tier["storage"] == 16
 
 
 def test_an_expired_lease_is_freed_once_and_only_when_the_link_is_quiet():

@@ -148,7 +148,7 @@ def blocks(known):
 
 def said(found):
     """Of each choice: the text, who speaks, how it ended, and its log-probabilities."""
-    answers = {}
+    answers: dict[int, list[Any]] = {}
     for event in found:
         for choice in event["choices"]:
             answer = answers.setdefault(choice["index"], ["", [], [], []])

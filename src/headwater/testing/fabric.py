@@ -179,10 +179,10 @@ class Fabric:
 
     def repeat(self, transfer: Transfer) -> None:
         """Have what was sent of a push on its way once more: it arrives late, or again."""
-        source = self._hosts.get(transfer.source)
-        if source is not None and transfer.num_sent:
-            copy = Transfer(transfer.source, transfer.target, transfer.push)
-            self._make_late(copy, source)
+        if transfer.num_sent:
+            copy = Transfer(transfer.source, transfer.target, transfer.push, transfer.bytes_of)
+            if not copy.is_late:  # else it carries what its sender had, who may be another by now
+                self._make_late(copy, self._hosts[transfer.source])
             self.transfers.append(copy)
 
     def vanish(self, transfer: Transfer) -> None:

@@ -20,7 +20,8 @@ from headwater.engine.output import Usage
 from headwater.scheduler.config import SchedulerConfig
 from headwater.scheduler.request import Request
 from headwater.scheduler.scheduler import Scheduler
-from headwater.testing.copiers import EchoCopier
+from headwater.storage.base import StorageBackend
+from headwater.testing.copiers import EchoCopier, HeldWorkers
 from headwater.testing.fabric import Fabric, Post
 from headwater.testing.runners import EchoRunner
 from headwater.testing.tiers import MAX_MODEL_LEN, VOCAB_SIZE
@@ -98,6 +99,9 @@ class EchoPeer:
     epoch: int = 0
     num_blocks: int = 64
     host_blocks: int = 0
+    storage: StorageBackend | None = None
+    """Below the host tier; peers may share one."""
+
     block_tokens: int = 4
     depth: int = 1
     config: HandoffConfig = field(default_factory=HandoffConfig)
@@ -111,6 +115,7 @@ class EchoPeer:
             device_blocks=self.num_blocks,
             block_tokens=self.block_tokens,
             host_blocks=self.host_blocks,
+            storage=self.storage is not None,
             write_policy=WritePolicy.WRITE_THROUGH,
         )
         self.cache = TieredCache(cache)
@@ -131,7 +136,8 @@ class EchoPeer:
         )
         self.rows = self.runner.rows
         slab = HostSlab(self.host_blocks, self.rows.shape[1])
-        mover = Mover(EchoCopier(self.runner, slab))
+        storage = self.storage and HeldWorkers(self.storage, slab, self.clock)
+        mover = Mover(EchoCopier(self.runner, slab), storage)
         self.core = EngineCore(self.scheduler, self.runner, self.clock, mover)
         self.link = f"held://{self.name}/{self.epoch}"
         self.fabric.enter(self, self.link)
