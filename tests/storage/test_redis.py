@@ -3,7 +3,7 @@
 import contextlib
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
@@ -242,12 +242,23 @@ def read_run_within(storage: RedisStorage, timeout_s: float) -> None:
     storage.read(make_keys(1), [memoryview(bytearray(BLOCK_BYTES))], timeout_s=timeout_s)
 
 
-def test_what_is_no_redis_is_an_error() -> None:
-    """A server that talks otherwise is told apart from a miss (lesson 18)."""
+@pytest.mark.parametrize(
+    ("call", "answers"),
+    [
+        (lambda storage: read_run_within(storage, 5.0), (b"+OK\r\n", b"x" * 3000)),
+        (lambda storage: storage.remove(None, timeout_s=5), 2 * (b"*2\r\n$1\r\n0\r\n*x\r\n",)),
+        (lambda storage: storage.remove(None, timeout_s=5), 2 * (b"*2\r\n$99999999999\r\n",)),
+    ],
+)
+def test_what_is_no_redis_is_an_error(
+    call: Callable[[RedisStorage], object], answers: tuple[bytes, bytes]
+) -> None:
+    """A server that talks otherwise is told apart from a miss, and makes us neither guess nor
+    take memory (lesson 18)."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def talk() -> None:
-        for answer in (b"+OK\r\n", b"x" * 3000):
+        for answer in answers:
             peer, _ = listener.accept()
             with peer, contextlib.suppress(ConnectionError):
                 peer.recv(1000)
@@ -261,7 +272,7 @@ def test_what_is_no_redis_is_an_error() -> None:
     storage = open_redis(f"redis://127.0.0.1:{listener.getsockname()[1]}")
 
     with pytest.raises(StorageError):
-        read_run_within(storage, 5.0)
+        call(storage)
 
     storage.close()
     server.join()

@@ -37,6 +37,7 @@ more than a processor's cache holds is written and read from memory once more.""
 
 _MAX_IDLE = 32
 _DRAIN_BYTES = 1 << 16
+_MOST_VALUE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +242,7 @@ class RedisStorage:
             link.send([command(*words)], deadline)
             link.reply(deadline)  # of two: the cursor, and the names
             cursor = _value(link, deadline)
-            names = [_value(link, deadline) for _ in range(int(link.reply(deadline)[1:]))]
+            names = [_value(link, deadline) for _ in range(link.number(deadline))]
             asks = [
                 command(b"GETRANGE", name, b"%d" % start, b"%d" % (end - 1)) for name in names
             ]
@@ -249,7 +250,7 @@ class RedisStorage:
             ours = [name for name in names if _value(link, deadline) == self._form.fingerprint]
             if ours:
                 link.send([command(b"UNLINK", *ours)], deadline)
-                removed += int(link.reply(deadline)[1:])
+                removed += link.number(deadline)
             if cursor == b"0":
                 return removed
 
@@ -315,7 +316,10 @@ class RedisStorage:
 
 def _value(link: Connection, deadline: Deadline) -> bytes:
     """A small value."""
-    view = memoryview(bytearray((link.bulk(deadline) or 0) + 2))
+    num_bytes = link.bulk(deadline) or 0
+    if num_bytes > _MOST_VALUE_BYTES:
+        raise StorageError(f"a name or a cursor of {num_bytes} bytes")
+    view = memoryview(bytearray(num_bytes + 2))
     link.fill([view], deadline)
     return bytes(view[:-2])
 

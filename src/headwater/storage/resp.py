@@ -129,6 +129,13 @@ class Connection:
         num_bytes = int(line[1:])
         return None if num_bytes < 0 else num_bytes
 
+    def number(self, deadline: Deadline) -> int:
+        """A count, as an integer or as the length of what follows."""
+        line = self.reply(deadline)
+        if line[:1] not in (b":", b"*") or not line[1:].isdigit():
+            raise StorageError(f"{self._address} sent {line[:40]!r} in place of a number")
+        return int(line[1:])
+
     def fill(self, views: Sequence[memoryview], deadline: Deadline) -> None:
         """The next bytes, until every view is full."""
         left = list(views)
