@@ -122,22 +122,54 @@ def test_an_instance_killed_while_idle_is_not_noticed(cluster):
 
 
 def test_an_instance_killed_while_streaming_is_not_noticed(cluster):
-    """The stream goes on elsewhere, token by token, within a bound."""
+    """The stream goes on elsewhere within a bound, token by token: both choices of it, sampled,
+    with penalties that depend on all that was said, and log-probabilities."""
     router, *servers = cluster
-    fields = {"prompt": "a stream that breaks, " * 20, "max_tokens": 400, "ignore_eos": True}
+    fields = {
+        "prompt": "a stream that breaks, " * 20,
+        "max_tokens": 400,
+        "ignore_eos": True,
+        "n": 2,
+        "seed": 11,
+        "temperature": 0.9,
+        "presence_penalty": 0.6,
+        "frequency_penalty": 0.4,
+        "repetition_penalty": 1.1,
+        "logprobs": 1,
+        "return_token_ids": True,
+    }
     home = router.post(prompt=fields["prompt"]).headers[NAME]
     victim = next(server for server in servers if name(server) == home)
     stream = Stream(router.url, fields)
-    pieces = [stream.next() for _ in range(5)]
+    pieces = [stream.next() for _ in range(9)]
 
     kill(victim)
     pieces += stream.rest()
 
     stream.close()
-    whole = router.post(**fields).json()["choices"][0]
-    assert "".join(piece["choices"][0]["text"] for piece in pieces) == whole["text"]
-    assert pieces[-1]["choices"][0]["finish_reason"] == whole["finish_reason"] == "length"
+    whole = router.post(**fields).json()["choices"]
+    for choice in whole:
+        parts = [part for piece in pieces for part in piece["choices"]]
+        parts = [part for part in parts if part["index"] == choice["index"]]
+        assert [t for part in parts for t in part["token_ids"]] == choice["token_ids"]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        assert parts[-1]["finish_reason"] == choice["finish_reason"] == "length"
+        offsets = [at for part in parts for at in part["logprobs"]["text_offset"]]
+        assert offsets == choice["logprobs"]["text_offset"]
+        values = [v for part in parts for v in part["logprobs"]["token_logprobs"]]
+        assert values == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-3)
     router.until(lambda known: known[home]["state"] == "lost")
+
+
+def test_who_cannot_join_stops_with_a_sentence(cluster):
+    """Blocks of another size cannot stand for ours: the router refuses, and the instance says so
+    and ends."""
+    other = start(cluster[0], "--block-size", "32")
+    code = other.wait()
+
+    assert code == 1
+    assert "block size 32 and this cluster has 64" in "".join(other.errors)
+    assert len(cluster[0].instances()) <= 2
 
 
 def test_a_stopped_instance_drains(cluster):

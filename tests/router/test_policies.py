@@ -15,6 +15,7 @@ from headwater.disagg.routing import (
     prefills_itself,
 )
 from headwater.errors import ConfigError
+from headwater.server.router.retries import RetryBudget
 
 
 def choose(policy, prompt_tokens, *candidates):
@@ -87,6 +88,19 @@ def test_a_prefill_instance_that_cannot_keep_up_is_helped():
     assert not is_swamped(BACKLOG_TOKENS, 0)
     assert is_swamped(BACKLOG_TOKENS + 1, 0)
     assert not is_swamped(BACKLOG_TOKENS + 1, 1)
+
+
+def test_retries_are_a_share_of_requests():
+    """Lesson 56: a few at once, then one for every five requests, and no more saved up."""
+    budget = RetryBudget(0.2)
+
+    assert [budget.withdraw() for _ in range(12)] == [True] * 10 + [False] * 2
+    for _ in range(5):
+        budget.deposit()
+    assert [budget.withdraw() for _ in range(2)] == [True, False]
+    for _ in range(1000):
+        budget.deposit()
+    assert sum(budget.withdraw() for _ in range(20)) == 10
 
 
 def test_unknown_policies_are_refused():

@@ -504,6 +504,26 @@ def test_retries_have_a_budget():
     run(scenario, max_attempts=2)
 
 
+def test_an_outage_is_not_answered_with_more_load():
+    """Lesson 56: ten retries at once and one for every five requests, however many instances
+    there are to try; the rest is told at once that nobody can."""
+
+    async def scenario(rig):
+        instances = [rig.add() for _ in range(3)]
+        await rig.ready(*instances)
+        for instance in instances:
+            instance.gate.shut("not now")
+
+        answers = await asyncio.gather(*(rig.complete() for _ in range(40)))
+
+        assert {answer.status_code for answer in answers} == {503}
+        metrics = (await rig.client.get("/metrics")).text
+        asked = re.findall(r"router_failures_total{.*} (\S+)", metrics)
+        assert 0 < sum(map(float, asked)) <= 40 + 10 + 40 / 5
+
+    run(scenario)
+
+
 class Refusing:
     """A decode instance whose first prefill peer is always busy; notes what it was asked."""
 

@@ -136,8 +136,9 @@ class EchoPeer:
         )
         self.rows = self.runner.rows
         slab = HostSlab(self.host_blocks, self.rows.shape[1])
-        storage = self.storage and HeldWorkers(self.storage, slab, self.clock)
-        mover = Mover(EchoCopier(self.runner, slab), storage)
+        backend = self.storage
+        workers = None if backend is None else HeldWorkers(backend, slab, self.clock)
+        mover = Mover(EchoCopier(self.runner, slab), workers)
         self.core = EngineCore(self.scheduler, self.runner, self.clock, mover)
         self.link = f"held://{self.name}/{self.epoch}"
         self.fabric.enter(self, self.link)

@@ -123,8 +123,8 @@ def _check_same_model(told: Registration, first: Registration) -> None:
     """Blocks of two instances can stand for each other only if everything here is equal."""
     for what, mine, theirs in (
         ("model fingerprint", told.fingerprint[:16], first.fingerprint[:16]),
-        ("KV format", told.kv_format, first.kv_format),
         ("block size", told.block_tokens, first.block_tokens),
+        ("KV format", told.kv_format, first.kv_format),
     ):
         if mine != theirs:
             raise Refused(
