@@ -12,6 +12,8 @@ def audit(roster: Roster, flights: Iterable[Flight], block_tokens: int) -> None:
     """Raise InvariantError if a sequence is not what its place says it is."""
     for sequence in roster.waiting:
         _audit_waiting(sequence, SequenceState.WAITING)
+    for sequence in roster.invited.values():
+        _require(sequence.state is SequenceState.WAITING, sequence, "is invited and not waiting")
     for sequence in roster.remote:
         _audit_waiting(sequence, SequenceState.REMOTE)
     for sequence in roster.running():

@@ -73,8 +73,8 @@ class Handoffs:
     def invite(self, sequence: Sequence) -> None:
         """Find room for it, in its turn, so that it can be received."""
         sequence.receives = True
-        self._roster.invited.append(sequence)
         self._roster.move(sequence, SequenceState.WAITING)
+        self._roster.invited[sequence.request_id] = sequence
         self._stir()
 
     def deliver(

@@ -113,14 +113,12 @@ class Intake:
         """Give room to those whose prompt somebody else computes: they need no tokens of a step,
         so they wait for none. Whom nothing may pass they do not pass either."""
         roster = self._roster
-        roster.invited = [
-            s for s in roster.invited if s.receives and s.state is SequenceState.WAITING
-        ]
-        if self.is_paused or not roster.invited:
+        invited = [sequence for sequence in roster.invited.values() if sequence.receives]
+        if self.is_paused or not invited:
             return
         head = next(self._candidates())
         growth = self._growth.num_blocks(roster.running())
-        for sequence in roster.invited:
+        for sequence in invited:
             if not budget.num_places or (head is not sequence and self._patience(head) <= 0):
                 break
             own = self._growth.num_blocks((sequence,))

@@ -17,9 +17,8 @@ class Roster:
         self.waiting = WaitingQueue()
         self.remote: list[Sequence] = []
         """Those that wait for another instance, and for nothing here."""
-        self.invited: list[Sequence] = []
-        """Waiting ones whose prompt somebody else computes, in the order of invitation; those
-        that have got their room, or compute after all, leave when they are looked at."""
+        self.invited: dict[RequestId, Sequence] = {}
+        """Waiting ones whose prompt somebody else computes, in the order of invitation."""
         self.receiving: list[Sequence] = []
         self.riding: list[Sequence] = []
         """They wait for a promotion that they have computed over, or are computing over."""
@@ -69,6 +68,7 @@ class Roster:
         """Change its state and its place. Finished is for ever."""
         if sequence.state is SequenceState.WAITING:
             self.waiting.remove(sequence)
+            self.invited.pop(sequence.request_id, None)
         else:
             self._running[sequence.state].remove(sequence)
         sequence.state = state
