@@ -13,7 +13,9 @@ def audit(roster: Roster, flights: Iterable[Flight], block_tokens: int) -> None:
     for sequence in roster.waiting:
         _audit_waiting(sequence, SequenceState.WAITING)
     for sequence in roster.invited.values():
-        _require(sequence.state is SequenceState.WAITING, sequence, "is invited and not waiting")
+        _require(
+            sequence.state is SequenceState.WAITING, sequence, "is invited, and does not wait"
+        )
     for sequence in roster.remote:
         _audit_waiting(sequence, SequenceState.REMOTE)
     for sequence in roster.running():
