@@ -13,18 +13,20 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 
 from headwater.bench._client import connected
+from headwater.disagg.routing import prefills_itself
 from headwater.errors import EngineDead
+from headwater.server.router.config import RouterConfig
 
 _PINNED = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])}); os.execv(sys.argv[2], sys.argv[2:])"
-_PARTS = ("queue", "ask", "compute", "push", "first_token")
+_BLOCK_TOKENS = 64
+_PARTS = ("start", "queue", "compute", "ask", "push", "first_token")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,23 @@ class Instance:
 
 
 @dataclass(frozen=True, slots=True)
+class Target:
+    """Where a client asks, and how."""
+
+    instance: Instance
+    headers: dict[str, str] = field(default_factory=dict)
+    """Who prefills."""
+
+    always: bool = False
+    """Whether even a prompt of which little is new is handed off, which no router does."""
+
+    def headers_for(self, num_new: int) -> dict[str, str]:
+        """For a prompt of which so many tokens are in no block of the instance."""
+        stays = prefills_itself(num_new, RouterConfig().prefill_threshold)
+        return {} if stays and not self.always else self.headers
+
+
+@dataclass(frozen=True, slots=True)
 class Figures:
     """What clients felt."""
 
@@ -72,8 +91,10 @@ class Figures:
 
 
 def measure_pd(load: Load, link: str, rounds: int) -> dict[str, Any]:
-    """`pd_over_mixed`, `handoff_ms` and `second_turn_byte_share`."""
-    seeds = count(1)
+    """`pd_over_mixed`, `handoff_ms` and `second_turn_byte_share`.
+
+    Without a router in the way, clients hand off what a router would; `pd_always` is everything.
+    """
     with ExitStack() as stack:
         prefill, decode = stack.enter_context(_pair(link))
         mixed = stack.enter_context(_two_mixed())
@@ -83,26 +104,41 @@ def measure_pd(load: Load, link: str, rounds: int) -> dict[str, Any]:
             ],
             "x-headwater-peer-token": decode.token,
         }
-        split, both = [], []
+        ways: dict[str, list[Target]] = {
+            "pd": [Target(decode, headers)],
+            "pd_always": [Target(decode, headers, always=True)],
+            "mixed": [Target(instance) for instance in mixed],
+        }
+        runs: dict[str, list[Figures]] = {way: [] for way in ways}
         for number in range(rounds + 1):
-            seed = next(seeds)
-            one = asyncio.run(_ask(load, [(decode, headers)], seed))
-            two = asyncio.run(_ask(load, [(instance, {}) for instance in mixed], seed))
-            if number:  # the first turn warms up
-                split.append(one)
-                both.append(two)
-        share = asyncio.run(_second_turn(decode, headers, load, next(seeds)))
+            for way, targets in ways.items():
+                figures = asyncio.run(_ask(load, targets, seed=2 * number + (way != "pd")))
+                if number:  # the first turn warms up
+                    runs[way].append(figures)
+        share = asyncio.run(_second_turn(decode, headers, load, 2 * rounds + 2))
         parts = _parts(decode)
-    ttft = [median(a.first_s) / median(b.first_s) for a, b in zip(split, both, strict=True)]
-    throughput = [a.tokens_s / b.tokens_s for a, b in zip(split, both, strict=True)]
     return {
-        "pd_over_mixed": {"ttft": median(ttft), "throughput": median(throughput)},
-        "pd_ttft_ms": 1e3 * median(at for run in split for at in run.first_s),
-        "mixed_ttft_ms": 1e3 * median(at for run in both for at in run.first_s),
-        "pd_tokens_s": fmean(run.tokens_s for run in split),
-        "mixed_tokens_s": fmean(run.tokens_s for run in both),
+        "pd_over_mixed": _over(runs["pd"], runs["mixed"]),
+        "pd_always_over_mixed": _over(runs["pd_always"], runs["mixed"]),
+        **{
+            f"{way}_ttft_ms": 1e3 * median(at for run in figures for at in run.first_s)
+            for way, figures in runs.items()
+        },
+        **{
+            f"{way}_tokens_s": fmean(run.tokens_s for run in figures)
+            for way, figures in runs.items()
+        },
         "handoff_ms": parts,
         "second_turn_byte_share": share,
+    }
+
+
+def _over(ours: Sequence[Figures], theirs: Sequence[Figures]) -> dict[str, float]:
+    """Time to first token and tokens a second, each turn over its neighbour; medians."""
+    pairs = list(zip(ours, theirs, strict=True))
+    return {
+        "ttft": median(median(a.first_s) / median(b.first_s) for a, b in pairs),
+        "throughput": median(a.tokens_s / b.tokens_s for a, b in pairs),
     }
 
 
@@ -115,13 +151,11 @@ def _parts(decode: Instance) -> dict[str, float]:
     }
 
 
-async def _ask(
-    load: Load, targets: Sequence[tuple[Instance, dict[str, str]]], seed: int
-) -> Figures:
+async def _ask(load: Load, targets: Sequence[Target], seed: int) -> Figures:
     """All clients at once, spread over `targets`; each conversation stays with one."""
     began_s = time.perf_counter()
     clients = (
-        _client(load, *targets[number % len(targets)], seed * 1000 + number)
+        _client(load, targets[number % len(targets)], seed * 1000 + number)
         for number in range(load.num_clients)
     )
     answered = await asyncio.gather(*clients)
@@ -130,20 +164,21 @@ async def _ask(
     return Figures(first_s, sum(num for _, num in answered), seconds)
 
 
-async def _client(
-    load: Load, instance: Instance, headers: dict[str, str], seed: int
-) -> tuple[list[float], int]:
+async def _client(load: Load, target: Target, seed: int) -> tuple[list[float], int]:
     """Conversations of two turns, one after the other; times to first tokens, and tokens."""
     chance = np.random.default_rng(seed)
     first_s, num_tokens = [], 0
-    async with connected(instance.port) as connection:
+    async with connected(target.instance.port) as connection:
         for _ in range(load.num_rounds):
             prompt = chance.integers(0, 256, load.prompt_tokens).tolist()
+            num_known = 0
             for _ in range(2):
+                headers = target.headers_for(len(prompt) - num_known)
                 answer = await connection.ask(_body(prompt, load.output_tokens), headers)
                 first_s.append(answer.event_times_s()[0] - answer.began_s)
                 tokens = answer.token_ids()
                 num_tokens += len(tokens)
+                num_known = (len(prompt) + len(tokens) - 1) // _BLOCK_TOKENS * _BLOCK_TOKENS
                 prompt = prompt + tokens + chance.integers(0, 256, 32).tolist()
     return first_s, num_tokens
 
@@ -161,7 +196,7 @@ async def _second_turn(
             before = decode.value("pd_bytes_total", '{side="decode"}')
             answer = await connection.ask(_body(prompt, load.output_tokens), headers)
             moved.append(decode.value("pd_bytes_total", '{side="decode"}') - before)
-            lengths.append(-(-len(prompt) // 64))
+            lengths.append(-(-len(prompt) // _BLOCK_TOKENS))
             prompt = prompt + answer.token_ids() + chance.integers(0, 256, 32).tolist()
     block_bytes = moved[0] / lengths[0]
     return moved[1] / (lengths[1] * block_bytes)

@@ -34,6 +34,10 @@ use, so that everything can be tried offline.
   headwater serve ./Llama-3.2-1B --port 8080 --max-model-len 8192
 """
 
+PREFILL_TOKENS = 512
+"""In a step of an instance that only prefills: on a CPU larger ones are no faster a token, and
+whoever comes meanwhile waits for their end."""
+
 _ENGINE = EngineConfig()
 _SERVER = ServerConfig()
 _LIMITS = LimitsConfig()
@@ -240,8 +244,8 @@ def _add_scheduling(parser: ArgumentParser) -> None:
         "--max-num-batched-tokens",
         type=int,
         metavar="N",
-        default=_ENGINE.max_batched_tokens,
-        help=_help("most tokens computed in one step"),
+        help="most tokens computed in one step "
+        f"(default: {_ENGINE.max_batched_tokens}; {PREFILL_TOKENS} for the prefill role on a CPU)",
     )
     group.add_argument(
         "--scheduling-policy",

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from headwater import __version__
+from headwater.cli.flags import PREFILL_TOKENS
 from headwater.config import (
     MIB,
     EngineConfig,
@@ -67,7 +68,7 @@ def engine_config(options: Namespace) -> EngineConfig:
         block_tokens=options.block_size,
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs,
-        max_batched_tokens=options.max_num_batched_tokens,
+        max_batched_tokens=_step_tokens(options),
         memory_utilization=options.gpu_memory_utilization,
         num_blocks_override=options.num_gpu_blocks_override,
         prefix_caching=options.enable_prefix_caching,
@@ -118,6 +119,15 @@ def _read_peer_token(path: str) -> None:
         raise ConfigError(f"--peer-token-file: cannot read {path}: {exc}") from exc
     check_secret("--peer-token-file", token)
     os.environ["HEADWATER_PEER_TOKEN"] = token
+
+
+def _step_tokens(options: Namespace) -> int:
+    """The most tokens of a step."""
+    if options.max_num_batched_tokens is not None:
+        return int(options.max_num_batched_tokens)
+    if options.splitwise_role == "prefill" and options.device == "cpu":
+        return max(PREFILL_TOKENS, int(options.max_num_seqs))
+    return EngineConfig().max_batched_tokens
 
 
 def _peers(options: Namespace) -> PeersConfig | None:

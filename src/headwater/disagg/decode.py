@@ -78,7 +78,7 @@ class DecodeHandoff:
         """Why it ended, where it did not end well."""
         self.num_bytes = 0
         """Landed, by the final account."""
-        self.began_s = self.first_s = self.ended_s = 0.0
+        self.began_s = self.accepted_s = self.first_s = self.ended_s = 0.0
         self.first: First | None = None
         self._config = config
         self._block_bytes = block_bytes
@@ -239,6 +239,7 @@ class DecodeHandoff:
         self._expires_s = now + self._config.term_s
         if self.state is State.STARTING:
             self.state = State.QUEUED
+            self.accepted_s = now
             self._resend_at_s = _NEVER
 
     def _asked(self, now: float) -> Actions:

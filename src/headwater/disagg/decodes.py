@@ -220,6 +220,7 @@ class Decodes:
         totals.num_done += 1
         totals.num_bytes += machine.num_bytes
         parts = {
+            "start": machine.accepted_s - machine.began_s,
             "queue": timings.queue_s,
             "ask": timings.ask_s,
             "compute": timings.compute_s,

@@ -61,7 +61,7 @@ class Timings:
     """From Start to admission."""
 
     ask_s: float = 0.0
-    """From the first Ask to the Grant."""
+    """Without a Grant, while there were blocks to send: what of asking was not hidden."""
 
     compute_s: float = 0.0
     """From admission to the first token."""

@@ -78,7 +78,9 @@ class PrefillHandoff:
         self._table: Slots = EMPTY
         self._next_block = 0
         self._is_admitted = False
-        self._began_s = self._admitted_s = self._granted_s = 0.0
+        self._began_s = self._admitted_s = self._ask_s = 0.0
+        self._ready_s = _NEVER
+        """Since when there is something to send."""
         self._valid_s = self._end_s = _NEVER
         self._renew_at_s = self._ask_at_s = self._first_at_s = _NEVER
 
@@ -219,7 +221,7 @@ class PrefillHandoff:
         ):
             return self._end(Reason.INVALID, tell=True)
         self._grant = grant
-        self._granted_s = now
+        self._ask_s = max(now - self._ready_s, 0.0)
         self._ask_at_s = _NEVER
         self._next_block = grant.start_block
         return self._push(now)
@@ -227,9 +229,11 @@ class PrefillHandoff:
     def _push(self, now: float) -> Actions:
         """Hand over what is whole and not handed over yet; after the last, the first token."""
         grant = self._grant
+        whole = self._num_computed // self._block_tokens
+        if whole or self._first is not None:
+            self._ready_s = min(self._ready_s, now)
         if self.is_over or grant is None or now >= self._valid_s:
             return []
-        whole = self._num_computed // self._block_tokens
         last = grant.start_block + grant.num_blocks
         end = last if self._first is not None else min(whole, last)
         actions: Actions = []
@@ -267,7 +271,7 @@ class PrefillHandoff:
             num_bytes=grant.num_blocks * self._block_bytes,
             timings=Timings(
                 queue_s=timings.queue_s,
-                ask_s=self._granted_s - self._admitted_s,
+                ask_s=self._ask_s,
                 compute_s=timings.compute_s,
             ),
         )

@@ -282,15 +282,23 @@ class EngineCore:
 
     def _land(self, now: float) -> None:
         """Take in what the executors report, and what they tell about their speed."""
-        for outcome in self._mover.take(now=now):
-            if self._resets.is_idle or not self._resets.lands(outcome):
-                self._scheduler.land(outcome, now=now)
+        self._take_in(now)
         if not self._resets.is_idle:
             self._resets.advance(now)
         if self._peers is not None:
             self._peers.land(self.completions.take_posted(), now)
+            if self.completions.has_any:
+                # What that led to at once, such as a fence that holds, is not a step late.
+                self._take_in(now)
+                self._peers.land(self.completions.take_posted(), now)
         if self._peers is not None or (self._has_tiers and self._scheduler.may_admit):
             self._learn(now)
+
+    def _take_in(self, now: float) -> None:
+        """Take in the ends of copies."""
+        for outcome in self._mover.take(now=now):
+            if self._resets.is_idle or not self._resets.lands(outcome):
+                self._scheduler.land(outcome, now=now)
 
     def _learn(self, now: float) -> None:
         """Let choices be priced by what was measured lately."""
