@@ -1,5 +1,6 @@
 """Prefill and decode as separate processes: killed, stopped and cut off at each message."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -226,6 +227,40 @@ def test_a_stopped_p_is_given_up_after_a_term_and_back_later(cluster):
     metrics = cluster.decode.get("/metrics").text
     assert 'headwater:pd_leases_expired_total{side="decode"} 1.0' in metrics
     assert tokens == ids(complete(cluster.decode, prompt))
+
+
+def test_a_p_that_is_told_to_stop_ends_what_others_wait_for(cluster):
+    """Lesson 59: SIGTERM in the middle of a hand-off: it goes on to its end, and then P ends."""
+    prompt, prefill = cluster.prompt(), cluster.prefill
+    before = failures(cluster.decode)
+    with closing(cluster.proxy("grant")) as proxy:
+        asking = Asking(cluster.decode, prompt, proxy.address)
+        assert proxy.is_held.wait(30)
+        prefill.process.send_signal(signal.SIGTERM)
+        until_closed(prefill)
+        assert prefill.process.poll() is None
+        proxy.go.set()
+        tokens = ids(asking.end(30))
+        assert prefill.wait() == 0, prefill.errors
+    after = failures(cluster.decode)
+    cluster.prefill = cluster.start("prefill").wait_ready()
+
+    assert after == before
+    assert tokens == ids(complete(cluster.decode, prompt))
+
+
+def failures(server: LiveServer) -> list[str]:
+    """Every count of a hand-off that failed."""
+    lines = server.get("/metrics").text.splitlines()
+    return [line for line in lines if line.startswith("headwater:pd_failures_total{")]
+
+
+def until_closed(server: LiveServer) -> None:
+    """Until nobody is served there any more."""
+    end_s = SystemClock().now() + 20.0
+    with contextlib.suppress(httpx.TransportError):
+        while server.get("/health").status_code != 503 or SystemClock().now() < end_s:
+            assert SystemClock().now() < end_s
 
 
 def test_a_cut_connection_ends_in_tokens(cluster):

@@ -31,6 +31,9 @@ from headwater.server.http import HttpServer, url_of
 from headwater.server.registration import Registrar
 from headwater.server.service import Service
 
+_LOOK_S = 0.05
+"""Between two looks at whether other instances still wait for something."""
+
 
 class StopSignals:
     """SIGTERM and SIGINT from now on: remembered until someone can act on them.
@@ -113,6 +116,7 @@ class _Server:
         self._service: Service | None = None
         self._spans: Spans | None = None
         self._drain: asyncio.Task[None] | None = None
+        self._is_hurried = False
         self._registrar: Registrar | None = None
         self._leaving: asyncio.Task[None] | None = None
         self._gate = Gate(config.api_key)
@@ -192,10 +196,25 @@ class _Server:
                     membership.result()
                 if death in ended:
                     raise EngineDead(death.result())
+            await self._hand_over()
             return 0
         finally:
             death.cancel()
             membership.cancel()
+
+    async def _hand_over(self) -> None:
+        """Compute what other instances wait for, within the time that clients have; or not at
+        all when told again to stop."""
+        if self._engine.dead is not None or not self._engine.info.peer_address:
+            return
+        with contextlib.suppress(TimeoutError, EngineDead):
+            async with asyncio.timeout(self._config.drain_timeout_s):
+                while not self._is_hurried and await self._num_handoffs():  # noqa: ASYNC110 -- the engine has no event
+                    await asyncio.sleep(_LOOK_S)
+
+    async def _num_handoffs(self) -> int:
+        sides = (await self._engine.stats()).handoffs.values()
+        return sum(side.in_flight for side in sides)
 
     async def _stay_registered(self) -> None:
         """At the router, where there is one; raises ConfigError when it refuses."""
@@ -211,6 +230,7 @@ class _Server:
         if self._service is not None:
             self._service.is_stopping = True
         self._http.stop()
+        self._is_hurried = self._drain is not None
         if self._registrar is not None and self._leaving is None:
             self._leaving = asyncio.get_running_loop().create_task(self._registrar.leave())
         if self._drain is not None:
