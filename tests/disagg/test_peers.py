@@ -1,5 +1,6 @@
 """Control connections: who is let in, what ends one, and what never ends the process."""
 
+import json
 import socket
 import struct
 from contextlib import closing
@@ -96,6 +97,23 @@ def test_who_is_not_one_of_us_is_refused(other, reason):
         assert d.event() == PeerLost(p.service.address, reason)
         lost = p.event()
         assert isinstance(lost, PeerLost)
+
+
+def test_another_version_is_refused():
+    """Who speaks another version is told so by the end of the connection, and nobody else is
+    harmed."""
+    with closing(Instance()) as p, closing(Instance()) as d:
+        patience = within(SystemClock(), 5.0)
+        stream = dial(p)
+        session = greet(stream, Greeting("peer", TOKEN, 64), patience)
+        hello = json.loads(p.service.hello())
+        hello["version"] += 1
+        _Sealed(stream, session.key, is_client=True).send(json.dumps(hello).encode(), patience)
+        assert isinstance(p.event(), PeerLost)
+        stream.close()
+
+        d.service.send(p.service.address, Ask(1))
+        assert isinstance(p.event(), PeerMessage)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere", "", "host:99999", "a:b:c"])

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import re
 from typing import Any
 
@@ -527,8 +528,9 @@ def test_an_outage_is_not_answered_with_more_load():
 class Refusing:
     """A decode instance whose first prefill peer is always busy; notes what it was asked."""
 
-    def __init__(self, app):
+    def __init__(self, app, code="busy"):
         self._app = app
+        self._code = code
         self.asked: list[dict[str, str]] = []
 
     async def __call__(self, scope, receive, send):
@@ -537,7 +539,8 @@ class Refusing:
             return
         found = {name.decode(): value.decode() for name, value in scope["headers"]}
         self.asked.append({n: v for n, v in found.items() if n.startswith("x-headwater")})
-        body = b'{"error":{"message":"busy","type":"peer_refused","code":"busy"}}'
+        error = {"message": "no", "type": "peer_refused", "code": self._code}
+        body = json.dumps({"error": error}).encode()
         status = 503 if len(self.asked) == 1 else 200
         headers = [(b"content-type", b"application/json")]
         await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -569,6 +572,25 @@ def test_a_prefill_instance_that_refuses_is_passed_over():
         known = await rig.known()
         assert {entry["outstanding_tokens"] for entry in known.values()} == {0}
         assert {entry["num_alive"] for entry in known.values()} == {0}
+
+    run(scenario, prefill_threshold=64)
+
+
+def test_a_decode_instance_without_room_is_passed_over():
+    """Lesson 56: it is not the prefill instance's fault, which computes it for another."""
+
+    async def scenario(rig):
+        decodes = [rig.add(role="decode") for _ in range(2)]
+        refusing = [Refusing(create_app(entry.service), "no_room") for entry in decodes]
+        for entry, app in zip(decodes, refusing, strict=True):
+            entry.gate.open(app)
+        rig.add(role="prefill", peer_address="127.0.0.1:1")
+        await rig.ready(*rig.instances)
+
+        await rig.complete()
+
+        (first,), (second,) = (app.asked for app in refusing)
+        assert first[PREFILL_HEADER] == second[PREFILL_HEADER] == "127.0.0.1:1"
 
     run(scenario, prefill_threshold=64)
 

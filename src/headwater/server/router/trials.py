@@ -4,7 +4,7 @@ from headwater.server.router.choice import Route
 from headwater.server.router.instance import Instance
 from headwater.server.router.progress import Progress
 from headwater.server.router.retries import RetryBudget
-from headwater.server.router.upstream import RETURNED, Failure
+from headwater.server.router.upstream import PEER_REFUSED, RETURNED, Failure
 
 
 class Trials:
@@ -43,6 +43,6 @@ class Trials:
 
 def _culprit(route: Route, failure: Failure) -> Instance:
     """Who is not to be tried again: the prefill instance that refused, or who was asked."""
-    if failure.reason == "peer_refused" and route.prefill is not None:
+    if failure.reason == PEER_REFUSED and route.prefill is not None:
         return route.prefill
     return route.server

@@ -24,6 +24,12 @@ from headwater.server.router.progress import InstanceFailed, Progress, Returned
 RETURNED = "returned"
 """Why an attempt ended whose instance has no room to go on; it has not failed."""
 
+PEER_REFUSED = "peer_refused"
+"""Why an attempt ended whose prefill instance did not take it, for whatever reason."""
+
+_NO_ROOM = "no_room"
+"""What a decode instance says of itself, when a prefill instance would have had a prompt for it."""
+
 _DONE = b"data: [DONE]\n\n"
 _PASSED_BACK = (
     "content-type",
@@ -221,12 +227,13 @@ def _headers(
 
 
 def _error_code(body: bytes) -> str | None:
-    """The code of an OpenAI error object, where there is one."""
+    """The code of an OpenAI error object, where there is one; of a refusal, whose it is."""
     try:
-        answer = msgspec.json.decode(body, type=ErrorAnswer)
+        error = msgspec.json.decode(body, type=ErrorAnswer).error
     except msgspec.DecodeError:
         return None
-    return answer.error.type if answer.error.type == "peer_refused" else str(answer.error.code)
+    is_by_prefill = error.type == PEER_REFUSED and error.code != _NO_ROOM
+    return PEER_REFUSED if is_by_prefill else str(error.code)
 
 
 def _reason(exc: Exception) -> str:
