@@ -25,6 +25,14 @@ from tests.server.rig import byte_tokenizer
 TOKEN = "between-us"
 
 
+class HangingEngine(EchoEngine):
+    """While it is held it answers nothing at all, as one that hangs in a step."""
+
+    async def stats(self):
+        await self._flowing.wait()
+        return await super().stats()
+
+
 class Instance:
     """One echo engine behind HTTP, with KV events, registered at a router."""
 
@@ -50,7 +58,8 @@ class Instance:
         info = replace(
             make_echo_info(fingerprint=""), epoch=epoch, kv_events=heard if events else None
         )
-        self.engine = EchoEngine(core, replace(info, **changes))
+        kind, silent_s = changes.pop("engine", EchoEngine), changes.pop("silent_s", 20.0)
+        self.engine = kind(core, replace(info, **changes))
         config = ServerConfig(port=port, router=router, peer_token=token)
         self.service = Service(
             self.engine, byte_tokenizer(), config, SystemClock(), created_s=1.7e9
@@ -62,7 +71,7 @@ class Instance:
         self.gate.open(create_app(self.service))
         self.http = HttpServer(self.gate, drain_timeout_s=1.0)
         self.serving = loop.create_task(self.http.serve(sockets=[self.listener]))
-        self.registrar = Registrar(self.service, router=router, url=self.url)
+        self.registrar = Registrar(self.service, router=router, url=self.url, silent_s=silent_s)
         self.membership = loop.create_task(self.registrar.run())
 
     async def die(self):

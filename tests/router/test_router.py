@@ -15,7 +15,7 @@ from headwater.server.app import create_app
 from headwater.server.continuation import RETURNED, mark_line
 from headwater.server.registration import Registrar
 from headwater.server.router.messages import FALLBACK_HEADER, PREFILL_HEADER, TOKEN_HEADER
-from tests.router.rig import TOKEN, Rig, events, run
+from tests.router.rig import TOKEN, HangingEngine, Rig, events, run
 from tests.server.rig import byte_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -371,6 +371,30 @@ def test_an_instance_that_hangs_loses_its_requests():
         assert answer.status_code == 200
         assert answer.headers["x-headwater-instance"] == two.name
         one.engine.flow()
+
+    run(scenario)
+
+
+def test_an_instance_whose_engine_hangs_says_nothing_for_it():
+    """Lesson 52: its HTTP lives on, but that is no sign of life; a stream goes on elsewhere, and
+    it is back when the engine is."""
+
+    async def scenario(rig):
+        one = rig.add(engine=HangingEngine, silent_s=0.3)
+        await rig.ready(one)
+        body = {"prompt": "hello", "max_tokens": 300, "stream": True, "seed": 5}
+        async with rig.client.stream("POST", "/v1/completions", json=body) as answer:
+            pieces = answer.aiter_text()
+            text = await anext(pieces)
+            one.engine.hold()
+            two = rig.add()
+            text += "".join([piece async for piece in pieces])
+        assert two.name in await rig.known()
+        one.engine.flow()
+        await rig.ready(one)
+        whole = await rig.client.post("/v1/completions", json=body)
+
+        assert said(events(text)) == said(events(whole.text))
 
     run(scenario)
 

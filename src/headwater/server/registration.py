@@ -1,5 +1,6 @@
 """An instance at its router: registers, says every second that it lives, and leaves.
 
+It lives while its engine answers; this process alone can serve nobody.
 A router that is not there is no reason to stop: it is asked again until it is. A router that
 refuses, because this instance serves something else, is.
 """
@@ -16,6 +17,7 @@ import msgspec
 from headwater.config import ServerConfig
 from headwater.engine.client import EngineInfo
 from headwater.errors import ConfigError, EngineDead
+from headwater.metrics.stats import EngineStats
 from headwater.server.errors import ErrorAnswer
 from headwater.server.router.messages import (
     TOKEN_HEADER,
@@ -33,6 +35,9 @@ _LOOK_TIMEOUT_S = 0.2
 _RETRY_S = 1.0
 _TIMEOUT_S = 5.0
 _LEAVE_TIMEOUT_S = 2.0
+_SILENT_S = 60.0
+"""An engine that says nothing for so long hangs: no step should take that long."""
+
 _REFUSALS = frozenset({400, 403, 409})
 """Answers that trying again does not change."""
 
@@ -40,9 +45,14 @@ _REFUSALS = frozenset({400, 403, 409})
 class Registrar:
     """Keeps one instance registered; `run` until it is cancelled, then `leave`."""
 
-    def __init__(self, service: Service, *, router: str, url: str) -> None:
+    def __init__(
+        self, service: Service, *, router: str, url: str, silent_s: float = _SILENT_S
+    ) -> None:
         """`url` is where this instance's HTTP is, seen from here."""
         self._service = service
+        self._silent_s = silent_s
+        self._heard_s = service.clock.now()
+        self._look: asyncio.Task[EngineStats] | None = None
         self._router = router.rstrip("/")
         self._url = _seen_from_outside(url, service.config, self._router)
         self._name = urlsplit(self._url).netloc
@@ -54,10 +64,13 @@ class Registrar:
     async def run(self) -> None:
         """Register and renew; raises ConfigError with the router's sentence when it refuses."""
         async with self._session() as session:
-            while self._service.engine.dead is None:
-                await self._count_leases()
-                pause_s = await self._renew(session)
-                await asyncio.sleep(pause_s)
+            try:
+                while self._service.engine.dead is None:
+                    pause_s = await self._renew(session) if await self._answers() else _RETRY_S
+                    await asyncio.sleep(pause_s)
+            finally:
+                if self._look is not None:
+                    self._look.cancel()
 
     async def leave(self) -> None:
         """Tell the router to send nothing more."""
@@ -66,13 +79,21 @@ class Registrar:
             async with asyncio.timeout(_LEAVE_TIMEOUT_S), self._session() as session:
                 await session.delete(where, headers=self._headers)
 
-    async def _count_leases(self) -> None:
-        """Of hand-offs, where there are any; an engine in a long step is not waited for."""
-        if self._service.engine.info.peer_address:
-            with contextlib.suppress(TimeoutError, EngineDead):
-                async with asyncio.timeout(_LOOK_TIMEOUT_S):
-                    sides = (await self._service.engine.stats()).handoffs.values()
-                    self._num_leases = sum(side.in_flight for side in sides)
+    async def _answers(self) -> bool:
+        """Whether the engine has said something lately. In a long step it does not, and is not
+        waited for; in one without an end it is as good as dead, and its requests are better off
+        elsewhere."""
+        now = self._service.clock.now()
+        if self._look is None:
+            self._look = asyncio.create_task(self._service.engine.stats())
+        await asyncio.wait({self._look}, timeout=_LOOK_TIMEOUT_S)
+        if self._look.done():
+            look, self._look = self._look, None
+            with contextlib.suppress(EngineDead):
+                sides = look.result().handoffs.values()
+                self._num_leases = sum(side.in_flight for side in sides)
+                self._heard_s = now
+        return now - self._heard_s <= self._silent_s
 
     async def _renew(self, session: aiohttp.ClientSession) -> float:
         """One heartbeat; seconds until the next."""
