@@ -1,9 +1,10 @@
-"""The published contract of a link, rule by rule, on the double and on every link there is."""
+"""The published contract of a link, rule by rule, on both doubles and on every link there is."""
 
 import pytest
 
 from headwater.testing.link_contract import CHECKS, check_link, open_rig
 from headwater.testing.links import LocalNetwork
+from tests.disagg.held import Driver
 from tests.disagg.wire import LINKS, MakeLinks
 
 SIZES = (4096 * 3 + 40, 3 << 20)
@@ -16,6 +17,14 @@ SIZES = (4096 * 3 + 40, 3 << 20)
 def test_every_link_keeps_the_contract(link, check, block_bytes):
     """Order, one outcome a push, fences that hold, on real sockets and memory (lesson 50)."""
     with open_rig(MakeLinks(link), link, block_bytes) as rig:
+        check(rig)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_held_fabric_keeps_the_contract(check):
+    """What is searched over every interleaving holds for links (lesson 49)."""
+    driver = Driver()
+    with driver.running(), open_rig(driver.links, "held", 4096) as rig:
         check(rig)
 
 

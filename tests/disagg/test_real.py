@@ -43,7 +43,8 @@ def test_disaggregated_equals_local_on_the_tiny_model(link):
     assert handoffs.done == 9
     assert not handoffs.failures
     assert not handoffs.refusals
-    assert set(handoffs.seconds) == {"queue", "ask", "compute", "push", "first_token"}
+    parts = {"start", "queue", "ask", "compute", "push", "first_token"}
+    assert set(handoffs.seconds) == parts
 
 
 def test_greedy_penalties_and_logprobs_survive_the_hand_off():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headwater.disagg.messages import Grant
+from headwater.disagg.messages import First, Grant
 from headwater.testing.peers import EchoPair
 from tests.disagg.requests import make_handoff, make_prompt
 
@@ -43,3 +43,15 @@ def test_the_parts_of_a_handoff_are_not_more_than_the_whole():
 
     assert set(parts) == {"start", "queue", "compute", "ask", "push"}
     assert sum(parts.values()) == pytest.approx(whole, abs=3 * STEP_S)
+
+
+def test_a_fence_that_holds_at_once_is_not_a_step_late():
+    """D delivers in the turn in which the last it waited for arrives: decoding is not held up."""
+    pair = EchoPair()
+    pair.fabric.holds_at_once = True
+    pair.decode.add(make_handoff("a", PROMPT))
+    while not any(isinstance(packet.message, First) for packet in pair.fabric.packets):
+        pair.turn()
+    pair.turn()
+
+    assert pair.decode.outputs["a"]

@@ -2,7 +2,7 @@
 
 A double of control connections and links for one process and a virtual clock. Whoever drives
 it chooses what arrives next, twice, late or never. It watches one thing itself: bytes may
-land only in slots that are held for them.
+land only in slots that are held for them. Its links keep the contract of `link_contract`.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwater.cache.pool import SlotPool, SlotState
-from headwater.disagg.link import Landed, Push, PushDone, PushFailed, PushFailure, Quiet
+from headwater.disagg.link import (
+    Landed,
+    Piece,
+    Push,
+    PushDone,
+    PushFailed,
+    PushFailure,
+    Quiet,
+)
 from headwater.disagg.messages import Message, Reason
 from headwater.disagg.network import PeerLost, PeerMessage
 
@@ -90,12 +98,16 @@ class Fabric:
         self._hosts: dict[str, Host] = {}
         self._addresses: dict[str, str] = {}
         self._leases: dict[str, dict[int, Lease]] = {}
+        self._closed: set[str] = set()
+        """Addresses where nobody receives any more."""
         self._connections: list[Connection] = []
         self._num_connections = 0
         self.packets: list[Packet] = []
         self.transfers: list[Transfer] = []
         self.fences: list[tuple[str, int]] = []
         """Link address and lease."""
+        self.holds_at_once = False
+        """Whether fences hold when they begin, as those of links where nothing is landing."""
         self.num_bytes = 0
         """Landed, ever."""
 
@@ -163,7 +175,7 @@ class Fabric:
         )
         transfer.num_sent += 1
         transfer.num_bytes += piece.num_bytes
-        self._land(transfer, piece.index, carried)
+        self._land(transfer, piece, carried)
         if transfer.num_sent == len(transfer.push.pieces) and transfer in self.transfers:
             self.transfers.remove(transfer)
             if not transfer.is_late:
@@ -181,7 +193,8 @@ class Fabric:
         """Have what was sent of a push on its way once more: it arrives late, or again."""
         if transfer.num_sent:
             copy = Transfer(transfer.source, transfer.target, transfer.push, transfer.bytes_of)
-            if not copy.is_late:  # else it carries what its sender had, who may be another by now
+            # A late one carries what its sender had, who may be another by now.
+            if not copy.is_late:
                 self._make_late(copy, self._hosts[transfer.source])
             self.transfers.append(copy)
 
@@ -205,23 +218,34 @@ class Fabric:
 
     def push(self, source: str, link: str, push: Push) -> None:
         """A sender begins; to an address where nobody is, it fails."""
-        transfer = Transfer(source, link, push)
-        self.transfers.append(transfer)
-        if link not in self._addresses:
-            self.fail(transfer, PushFailure.UNREACHABLE)
+        if link in self._addresses and link not in self._closed:
+            self.transfers.append(Transfer(source, link, push))
+        else:
+            self.refuse(source, push, PushFailure.UNREACHABLE)
 
     def cancel(self, source: str, link: str, lease: int) -> None:
-        """Pushes of `lease` that have not begun have failed."""
+        """Pushes of `lease` that have not begun have failed, and arrive nowhere."""
         for transfer in list(self.transfers):
             mine = (transfer.source, transfer.target, transfer.push.lease)
-            if mine == (source, link, lease) and not transfer.num_sent:
-                self.fail(transfer, PushFailure.CANCELLED)
+            if mine == (source, link, lease) and not (transfer.num_sent or transfer.is_late):
+                self.transfers.remove(transfer)
+                self.refuse(source, transfer.push, PushFailure.CANCELLED)
+
+    def refuse(self, source: str, push: Push, reason: PushFailure) -> None:
+        """A push of `source` fails before anything of it is on its way."""
+        self._hosts[source].post(PushFailed(push.job, reason))
 
     def close_sender(self, source: str, link: str) -> None:
         """All pushes of one sender have failed."""
         for transfer in list(self.transfers):
             if (transfer.source, transfer.target) == (source, link):
                 self.fail(transfer, PushFailure.CLOSED)
+
+    def close_receiver(self, link: str) -> None:
+        """Nobody is there any more; the leases end as by fences."""
+        self._closed.add(link)
+        for number in list(self._leases.get(link, {})):
+            self.fence(link, number)
 
     def open_lease(self, link: str, number: int, slots: Sequence[int]) -> None:
         """Bytes of lease `number` may land in `slots`."""
@@ -233,22 +257,25 @@ class Fabric:
         if lease is not None and not lease.is_fenced:
             lease.is_fenced = True
             self.fences.append((link, number))
+            if self.holds_at_once:
+                self.settle_fence((link, number))
 
-    def _land(self, transfer: Transfer, index: int, carried: Rows) -> None:
+    def _land(self, transfer: Transfer, piece: Piece, carried: Rows) -> None:
         owner = self._addresses.get(transfer.target)
         lease = self._leases.get(transfer.target, {}).get(transfer.push.lease)
-        if owner is None or lease is None:
-            if not transfer.is_late:
-                self.fail(transfer, PushFailure.FENCED)
+        index, num_bytes = piece.index, piece.num_bytes
+        if owner is None or lease is None or index >= len(lease.slots):
+            outside = owner is not None and lease is not None
+            self.fail(transfer, PushFailure.OUTSIDE if outside else PushFailure.FENCED)
             return
         host, slot = self._hosts[owner], lease.slots[index]
         held = host.pool.owned(SlotState.HELD)
         assert slot in held, f"bytes land in slot {slot}, which is nobody's"
-        host.rows[slot] = carried
-        self.num_bytes += len(carried)
         if index not in lease.landed:
-            lease.landed[index] = len(carried)
-            host.post(Landed(transfer.push.lease, index, len(carried)))
+            host.rows[slot][:num_bytes] = carried[:num_bytes]
+            self.num_bytes += num_bytes
+            lease.landed[index] = num_bytes
+            host.post(Landed(transfer.push.lease, index, num_bytes))
 
     def _make_late(self, transfer: Transfer, host: Host) -> None:
         if not transfer.is_late:

@@ -13,7 +13,7 @@ from headwater.clock import VirtualClock
 from headwater.disagg.exchange import Exchange
 from headwater.disagg.handoff import HandoffConfig
 from headwater.disagg.hands import Hands
-from headwater.disagg.link import Push
+from headwater.disagg.link import Push, PushFailure
 from headwater.disagg.messages import Message
 from headwater.engine.core import EngineCore
 from headwater.engine.output import Usage
@@ -51,14 +51,19 @@ class HeldSender:
         self._fabric = fabric
         self._name = name
         self._link = link
+        self._is_closed = False
 
     def push(self, push: Push) -> None:
-        self._fabric.push(self._name, self._link, push)
+        if self._is_closed:
+            self._fabric.refuse(self._name, push, PushFailure.CLOSED)
+        else:
+            self._fabric.push(self._name, self._link, push)
 
     def cancel(self, lease: int) -> None:
         self._fabric.cancel(self._name, self._link, lease)
 
     def close(self) -> None:
+        self._is_closed = True
         self._fabric.close_sender(self._name, self._link)
 
 
@@ -76,7 +81,7 @@ class HeldReceiver:
         self._fabric.fence(self.address, lease)
 
     def close(self) -> None:
-        return None
+        self._fabric.close_receiver(self.address)
 
 
 @dataclass(frozen=True, slots=True)
