@@ -35,6 +35,7 @@ from headwater.types import RequestId, Tokens, WritePolicy
 
 BLOCK_TOKENS = 64
 DEVICE = torch.device("cuda", 0)
+_POLL_S = 0.02
 
 _LLAMA: dict[str, Any] = {
     "rope_theta": 500000.0,
@@ -250,6 +251,11 @@ class GpuEngine:
     def drain(self) -> None:
         """Until everything that is being written is written."""
         self.core.drain(120.0)
+
+    def await_pinned(self) -> None:
+        """Until all of the slab is pinned, which takes the device's time from whoever serves."""
+        while self.copier is not None and self.copier.pinned_share < 1.0:
+            self.core.completions.wait(_POLL_S)
 
     def clear_device(self) -> None:
         """Evict every block that nobody uses from the device, and from nothing else."""

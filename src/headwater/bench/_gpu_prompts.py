@@ -44,6 +44,7 @@ def measure_first_token(
         load_policy="wait",
     )
     engine.runner.warm()
+    engine.await_pinned()
     prompt = engine.prompt(LONG, seed=1)
     result: dict[str, Any] = {"transformers_ms": transformers_s * 1e3}
     _first_s(engine, LONG, seed=2)  # cuDNN's plan, and every kernel

@@ -2,16 +2,18 @@
 
 from typing import Any
 
+import numpy as np
+
 from headwater.bench._gpu_engine import BLOCK_TOKENS, GpuEngine
 from headwater.clock import SystemClock
 from headwater.device.model import LoadedModel
 
-_POLL_S = 0.02
+_OUTPUT = 64
 
 
 def measure_start(model: LoadedModel, *, slab_gib: int) -> dict[str, Any]:
     """A model that is loaded, a slab that is not yet there: until the first token, until the
-    first prompt's blocks are on the host, until the last page is pinned."""
+    first prompt's blocks are on the host, until the last page is pinned; and steps meanwhile."""
     clock = SystemClock()
     block_bytes = model.layout(BLOCK_TOKENS).block_bytes
     began_s = clock.now()
@@ -24,19 +26,20 @@ def measure_start(model: LoadedModel, *, slab_gib: int) -> dict[str, Any]:
     )
     assert engine.copier is not None, "there is a host tier"
     ready_s = clock.now()
-    engine.serve([engine.prompt(2048, seed=3)], max_tokens=1)
-    served_s, share = clock.now(), engine.copier.pinned_share
+    served = engine.serve([engine.prompt(2048, seed=3)], max_tokens=_OUTPUT)
+    share = engine.copier.pinned_share
     engine.drain()
     saved_s = clock.now()
-    while engine.copier.pinned_share < 1.0:
-        engine.core.completions.wait(_POLL_S)
+    engine.await_pinned()
     pinned_s = clock.now()
     engine.close()
     return {
         "slab_gib": slab_gib,
         "ready_s": ready_s - began_s,
-        "first_token_s": served_s - began_s,
+        "first_token_s": ready_s - began_s + served.first_s[0],
+        "answer_s": ready_s - began_s + served.seconds,
         "pinned_then": share,
+        "step_p50_ms": float(np.median(served.steps_s)) * 1e3,
         "first_blocks_saved_s": saved_s - began_s,
         "pinned_s": pinned_s - began_s,
     }

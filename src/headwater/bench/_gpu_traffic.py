@@ -29,6 +29,7 @@ def measure_all_miss(model: LoadedModel, *, pairs: int) -> dict[str, Any]:
     ]
     for engine in engines:
         engine.runner.warm()
+        engine.await_pinned()
         _miss(engine, seed=0)
     losses = []
     for pair in range(pairs):
@@ -72,6 +73,7 @@ def measure_trace(
             write_policy="write_through",
         )
         engine.runner.warm()
+        engine.await_pinned()
         result[name] = _replay(engine, trace, scale, clients)
         engine.close()
     return result

@@ -103,6 +103,7 @@ class _Run:
             return found
         ours = _gpu_continuous.serve_ours(engine)
         engine.close()
+        self.result["decode"] = found  # is there whatever becomes of the others' code
         found["transformers_generate_tokens_s"] = {
             str(batch): _gpu_peers.generate_tokens_s(self._model, batch, prompt=976, output=24)
             for batch in (1, 32)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from headwater.device.attention.base import Variant
 from headwater.device.kernels import rows
-from headwater.device.kernels.gated import gate_up
+from headwater.device.kernels.gated import LEAST_ROWS, LEAST_ROWS_LAUNCHED, gate_up
 from headwater.device.kernels.rotary import HeadNorms, rotate
 from headwater.device.kernels.skinny import fits, skinny
 
@@ -82,7 +82,7 @@ class LeanDecoder:
         """Compile what prompts need and no graph has."""
         hidden = self.embedding.new_zeros((128, self.embedding.shape[1]))
         for num_rows in (64, 128):
-            gate_up(hidden[:num_rows], self.layers[0].gate_up)
+            gate_up(hidden[:num_rows], self.layers[0].gate_up, LEAST_ROWS)
         stored = self._inward(self.layers[0], hidden, skipped=self.heads * pool.shape[-1])
         first = torch.zeros(128, dtype=torch.int32, device=pool.device)
         rotate(stored, first, first - 1, self.table, pool, 0, self.layers[0].norms)
@@ -116,7 +116,7 @@ class LeanDecoder:
             packed = self._inward(layer, hidden, padding=padding)
             rotate(packed[: len(hidden)], *places, self.table, pool, number, layer.norms)
             attended = attend(number, packed, layer.how)
-            self._outward(layer, hidden, attended)
+            self._outward(layer, hidden, attended, is_launched=kept is not None)
         return hidden
 
     def _run_last(self, hidden: Tensor, places: Places, pool: Tensor, kept: Kept) -> Tensor:
@@ -131,7 +131,8 @@ class LeanDecoder:
         positions = places.positions.index_select(0, kept.rows)
         nowhere = torch.full_like(positions, -1)  # their K and V are stored already
         rotate(packed, positions, nowhere, self.table, pool, number, layer.norms)
-        self._outward(layer, hidden, kept.attend(number, packed, layer.how))
+        attended = kept.attend(number, packed, layer.how)
+        self._outward(layer, hidden, attended, is_launched=True)
         return hidden
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
@@ -160,8 +161,13 @@ class LeanDecoder:
             packed[:tokens] += layer.inward_bias[skipped:]
         return packed
 
-    def _outward(self, layer: Layer, hidden: Tensor, attended: Tensor) -> None:
-        """Everything after attention, added to `hidden` in place."""
+    def _outward(
+        self, layer: Layer, hidden: Tensor, attended: Tensor, *, is_launched: bool
+    ) -> None:
+        """Everything after attention, added to `hidden` in place.
+
+        `is_launched` says that this is no part of a graph: each launch takes the host's time.
+        """
         if fits(layer.outward, len(hidden)) and fits(layer.down, len(hidden)):
             skinny(attended, layer.outward, residual=hidden)
             norm = layer.between, layer.epsilon
@@ -172,7 +178,8 @@ class LeanDecoder:
         for part, attended_part in parts:
             part.addmm_(attended_part, layer.outward.T)
             normed = rows.norm(part, layer.between, layer.epsilon)
-            part.addmm_(gate_up(normed, layer.gate_up), layer.down.T)
+            least = LEAST_ROWS_LAUNCHED if is_launched else LEAST_ROWS
+            part.addmm_(gate_up(normed, layer.gate_up, least), layer.down.T)
 
 
 def lean_decoder(module: nn.Module, max_positions: int) -> LeanDecoder | None:

@@ -136,7 +136,7 @@ class DecodeGraphs:
         self._step(size)
         torch.cuda.synchronize(self._pool.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             self._step(size)
         self._memory = graph.pool()
         self._chosen.copy_(kept)

@@ -15,8 +15,12 @@ from headwater.device.kernels.rows import gate
 _OUTPUTS, _INPUTS = 128, 64
 """Outputs of a tile, and inputs read in a turn."""
 
-_LEAST_ROWS = 48
+LEAST_ROWS = 48
 """Fewer are the reading of weights, which cuBLAS does as fast."""
+
+LEAST_ROWS_LAUNCHED = 1024
+"""The same outside of graphs: a launch with descriptors takes the host longer than few rows take
+the device."""
 
 _MOST_PADDING = 1.15
 """Rows of tiles over rows: more of what is not there costs more than the activation."""
@@ -46,13 +50,18 @@ def _gated(x, weight, out, rows, OUTPUTS: tl.constexpr, SIZE: tl.constexpr, M: t
         tl.store(out + place, result.to(out.dtype.element_ty), mask=(row < rows)[:, None])
 
 
-def gate_up(x: Tensor, weight: Tensor) -> Tensor:
-    """`silu(x @ left.T) * (x @ right.T)` with `weight` the rows of left, then of right."""
-    return fused(x, weight) if fits(weight, len(x)) else gate(torch.mm(x, weight.T))
+def gate_up(x: Tensor, weight: Tensor, least_rows: int) -> Tensor:
+    """`silu(x @ left.T) * (x @ right.T)` with `weight` the rows of left, then of right.
+
+    Fewer than `least_rows` are computed by two kernels.
+    """
+    if len(x) >= least_rows and _fits(weight, len(x)):
+        return _fused(x, weight)
+    return gate(torch.mm(x, weight.T))
 
 
-def fused(x: Tensor, weight: Tensor) -> Tensor:
-    """The same in one kernel, for weights and rows that `fits` says yes to."""
+def _fused(x: Tensor, weight: Tensor) -> Tensor:
+    """The same in one kernel, for weights and rows that `_fits` says yes to."""
     rows, size = x.shape
     outputs = weight.shape[0] // 2
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
@@ -75,12 +84,11 @@ def fused(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def fits(weight: Tensor, num_rows: int) -> bool:
-    """Whether `fused` computes this product, and is the faster way."""
+def _fits(weight: Tensor, num_rows: int) -> bool:
+    """Whether `_fused` computes this product, and is the faster way."""
     padded = triton.cdiv(num_rows, _tile_rows(num_rows)) * _tile_rows(num_rows)
     return (
-        num_rows >= _LEAST_ROWS
-        and padded <= num_rows * _MOST_PADDING
+        padded <= num_rows * _MOST_PADDING
         and weight.element_size() == 2
         and weight.shape[0] % (2 * _OUTPUTS) == 0
         and weight.shape[1] % _INPUTS == 0
