@@ -100,6 +100,26 @@ def test_a_priced_wait_ends_with_its_price():
     rig.run()
 
 
+def test_a_wait_for_an_answer_ends_with_the_price_of_computing():
+    """Lesson 38: also of the second request ever, whose price only the first one tells: storage
+    that does not answer is not waited for until its own timeout."""
+    rig = make_stored()
+    rig.runner.token_s = 0.001
+    rig.run(make_request("first", make_prompt(40, family=9), max_tokens=1))
+    rig.workers.held = True
+    rig.add(make_request("a", PROMPT, max_tokens=1))
+
+    while "a" not in rig.reasons:
+        if not rig.core.has_work:
+            rig.sleep()
+        rig.step()
+
+    usage = rig.usages["a"]
+    assert usage.load is not None
+    assert usage.load.waited_s == pytest.approx(2 * 33 * 0.001, abs=0.02)
+    assert usage.miss_reason == "timeout"
+
+
 def test_a_request_may_say_otherwise():
     """The settings price and compute; a request with a policy of its own loads, others do not."""
     rig = make_measured(token_s=1e-6, block_s=1.0)

@@ -291,7 +291,7 @@ class EngineCore:
                 # What that led to at once, such as a fence that holds, is not a step late.
                 self._take_in(now)
                 self._peers.land(self.completions.take_posted(), now)
-        if self._peers is not None or (self._has_tiers and self._scheduler.may_admit):
+        if self._peers is not None or (self._has_tiers and self._scheduler.has_waiting):
             self._learn(now)
 
     def _take_in(self, now: float) -> None:

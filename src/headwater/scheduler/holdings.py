@@ -220,6 +220,6 @@ def _miss_reason(sequence: Sequence, match: Match | None) -> str | None:
         return load.ended or load.shortfall or choice
     if match.reason is None:
         return None
-    if load is not None and load.shortfall is not None:
-        return load.shortfall
+    if load is not None and (load.ended or load.shortfall):
+        return load.ended or load.shortfall
     return match.reason.value

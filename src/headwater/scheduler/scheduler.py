@@ -89,6 +89,11 @@ class Scheduler:
         return self._loads.num_in_flight + self._background.num_in_flight
 
     @property
+    def has_waiting(self) -> bool:
+        """Whether somebody waits, be it for a transfer alone: its end may be a matter of price."""
+        return self._intake.has_candidates
+
+    @property
     def may_admit(self) -> bool:
         """Whether somebody waits, and not for a transfer alone."""
         return self._intake.has_candidates and not self._is_stalled
