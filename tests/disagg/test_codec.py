@@ -31,6 +31,7 @@ REQUEST = Request(
     arrival_s=3.0,
     priority=-2,
     cache_salt="Salz",
+    num_said=1,
 )
 START = Start(handoff=2**63 - 1, request=REQUEST, link="tcp://h:1", num_found=2, within_s=1.5)
 FIRST = First(
@@ -74,6 +75,7 @@ def test_a_start_carries_the_whole_request():
     assert start.request.tokens.tolist() == REQUEST.tokens.tolist()
     assert start.request.params == REQUEST.params
     assert (start.request.priority, start.request.cache_salt) == (-2, "Salz")
+    assert start.request.num_said == REQUEST.num_said > 0
 
 
 def test_the_kinds_in_this_test_are_all_there_are():

@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 
 from headwater.errors import RequestError
-from headwater.scheduler.request import BOUNDS, LEAST_TEMPERATURE, SamplingParams
+from headwater.scheduler.request import (
+    BOUNDS,
+    LEAST_TEMPERATURE,
+    Request,
+    SamplingParams,
+    length_end,
+)
+from headwater.types import RequestId
 
 
 @pytest.mark.parametrize("name", [name for name in BOUNDS if name != "logit_bias"])
@@ -86,3 +93,31 @@ def test_nearly_greedy_is_greedy():
     assert SamplingParams(temperature=0.0).is_greedy
     assert SamplingParams(temperature=LEAST_TEMPERATURE / 2).is_greedy
     assert not SamplingParams(temperature=LEAST_TEMPERATURE).is_greedy
+
+
+@pytest.mark.parametrize(("num_said", "max_tokens"), [(-1, 5), (4, 5), (3, 3)])
+def test_no_more_can_be_said_than_there_is_or_may_be(num_said, max_tokens):
+    """Of tokens that exist already; the rest has at least one token."""
+    with pytest.raises(RequestError, match="output"):
+        request = Request(
+            request_id=RequestId("r"),
+            tokens=np.arange(3, dtype=np.int32),
+            params=SamplingParams(max_tokens=max_tokens),
+            arrival_s=0.0,
+            num_said=num_said,
+        )
+        length_end(request, 100)
+
+
+def test_what_was_said_counts_towards_the_length():
+    """Three of ten tokens exist: seven more."""
+    request = Request(
+        request_id=RequestId("r"),
+        tokens=np.arange(8, dtype=np.int32),
+        params=SamplingParams(max_tokens=10),
+        arrival_s=0.0,
+        num_said=3,
+    )
+
+    assert length_end(request, 100) == 15
+    assert length_end(request, 12) == 12
