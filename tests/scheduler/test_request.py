@@ -95,29 +95,24 @@ def test_nearly_greedy_is_greedy():
     assert not SamplingParams(temperature=LEAST_TEMPERATURE).is_greedy
 
 
+def said(num_said, *, num_tokens=8, max_tokens=10):
+    return Request(
+        request_id=RequestId("r"),
+        tokens=np.arange(num_tokens, dtype=np.int32),
+        params=SamplingParams(max_tokens=max_tokens),
+        arrival_s=0.0,
+        num_said=num_said,
+    )
+
+
 @pytest.mark.parametrize(("num_said", "max_tokens"), [(-1, 5), (4, 5), (3, 3)])
 def test_no_more_can_be_said_than_there_is_or_may_be(num_said, max_tokens):
     """Of tokens that exist already; the rest has at least one token."""
     with pytest.raises(RequestError, match="output"):
-        request = Request(
-            request_id=RequestId("r"),
-            tokens=np.arange(3, dtype=np.int32),
-            params=SamplingParams(max_tokens=max_tokens),
-            arrival_s=0.0,
-            num_said=num_said,
-        )
-        length_end(request, 100)
+        length_end(said(num_said, num_tokens=3, max_tokens=max_tokens), 100)
 
 
 def test_what_was_said_counts_towards_the_length():
     """Three of ten tokens exist: seven more."""
-    request = Request(
-        request_id=RequestId("r"),
-        tokens=np.arange(8, dtype=np.int32),
-        params=SamplingParams(max_tokens=10),
-        arrival_s=0.0,
-        num_said=3,
-    )
-
-    assert length_end(request, 100) == 15
-    assert length_end(request, 12) == 12
+    assert length_end(said(3), 100) == 15
+    assert length_end(said(3), 12) == 12
