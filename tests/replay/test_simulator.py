@@ -244,7 +244,7 @@ def test_a_prefill_instance_that_cannot_keep_up_is_helped():
     """Lessons 49, 56 and 57: prompts come twice as fast as one P computes them; none is refused,
     computed twice or left waiting, and one and three are about as fast as four alike."""
     requests = [
-        make_request(range(24 * at, 24 * at + 24), at_s=0.2 * at, output=200)
+        make_request(range(24 * at, 24 * at + 24), at_s=0.16 * at, output=200)
         for at in range(300)
     ]
     large: dict[str, Any] = {"machine": preset("h200-8b"), "block_tokens": 512}

@@ -6,22 +6,24 @@ from headwater.replay.cost import LinkCost, Machine, StepCost
 _H200_8B = Machine(
     name="h200-8b",
     note=(
-        "H200 and the Llama-3.1-8B shape in bfloat16. Decoding: captured graphs, 160, 4,678, "
-        "12,740 and 16,058 tokens/s at 1, 32, 128 and 256 rows of 1 k context; prompts: 250 ms "
-        "for 8 k tokens, 1,375 ms for 32 k; copies beside decoding: 45 and 46 GB/s; direct "
-        "file I/O: 1.8 and 1.1 GB/s. To peers: not measured, 40 GB/s of a 400 Gb/s network"
+        "H200 and the Llama-3.1-8B shape in bfloat16, by `headwater bench gpu`. Decoding: 243, "
+        "5,498, 14,238 and 17,359 tokens/s at 1, 32, 128 and 256 rows of 1 k context; prompts: "
+        "198 ms for 8 k tokens, 1,140 ms for 32 k; copies: 55 GB/s each way, which make steps "
+        "0.8 and 3.2 % longer; direct file I/O: 1.8 and 1.1 GB/s. To peers: not measured, "
+        "40 GB/s of a 400 Gb/s network"
     ),
     kv_token_bytes=32 * 2 * 8 * 128 * 2,
     step=StepCost(
-        launch_s=2.45e-3,
+        launch_s=0.4e-3,
         weights_s=3.75e-3,
-        token_s=2.62e-5,
-        pair_s=9.3e-10,
-        context_token_s=3.05e-8,
+        token_s=2.05e-5,
+        pair_s=8.7e-10,
+        row_s=5e-6,
+        context_token_s=3.12e-8,
     ),
     links={
-        "device_to_host": LinkCost(bytes_s=46e9, latency_s=2e-5, step_share=0.007),
-        "host_to_device": LinkCost(bytes_s=45e9, latency_s=2e-5, step_share=0.023),
+        "device_to_host": LinkCost(bytes_s=55e9, latency_s=2e-5, step_share=0.008),
+        "host_to_device": LinkCost(bytes_s=55e9, latency_s=2e-5, step_share=0.032),
         "host_to_storage": LinkCost(bytes_s=1.1e9, latency_s=1e-3, max_jobs=2),
         "storage_to_host": LinkCost(bytes_s=1.8e9, latency_s=1e-3, max_jobs=2),
         "lookup": LinkCost(bytes_s=1e9, latency_s=5e-4, max_jobs=2),
