@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -201,3 +202,15 @@ def test_up_says_what_cannot_be():
         assert command.process.wait(timeout=30) == 1
         command._reader.join()
         assert sentence in "".join(command.said)
+
+
+def test_up_can_be_stopped_while_it_loads():
+    """Ctrl-C at any time leaves nothing behind."""
+    command = LiveCommand("up", "--mixed", "1", "--port", "0")
+    command.until_said("loading 1")
+    pid = command.process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+    assert command.stop(signal.SIGINT) == 0, command.said
+    assert len(children) == 2
+    assert not [child for child in children if Path(f"/proc/{child}").exists()]

@@ -1,0 +1,114 @@
+"""What a client has of its answer, wherever a stream is cut and however often it breaks."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headwater.server.continuation import FAILED, FIELD, RETURNED, Mark, mark_line
+from headwater.server.router.events import EventSplitter
+from headwater.server.router.progress import InstanceFailed, Progress, Returned
+from tests.search import search
+
+SEED = 7
+
+
+def event(text: str) -> bytes:
+    return b"data: " + json.dumps({"text": text}).encode() + b"\n\n"
+
+
+@st.composite
+def answers(draw):
+    """The tokens of some choices, and the order in which an instance says them."""
+    tokens = draw(st.lists(st.lists(st.integers(0, 99), min_size=1), min_size=1, max_size=3))
+    turns = [index for index, said in enumerate(tokens) for _ in said]
+    return tokens, draw(st.permutations(turns))
+
+
+def said_by_instance(tokens: list[list[int]], turns: list[int], known: list[int]) -> bytes:
+    """A stream that goes on after the first `known` tokens of each choice."""
+    places, parts = list(known), []
+    left = [len(said) - at for said, at in zip(tokens, known, strict=True)]
+    for index in turns:
+        if left[index]:
+            left[index] -= 1
+            token, at = tokens[index][places[index]], places[index]
+            places[index] += 1
+            mark = Mark(
+                tokens=[token],
+                seed=SEED,
+                index=index,
+                num_choices=len(tokens),
+                has_ended=at == len(tokens[index]) - 1,
+            )
+            parts.append(mark_line(mark) + event(f"{index}:{token}"))
+    return b"".join(parts) + b"data: [DONE]\n\n"
+
+
+@search(examples=150)
+@given(answers(), st.lists(st.integers(0, 2000), max_size=5), st.integers(1, 90))
+def test_however_often_a_stream_breaks_its_client_has_every_token_once(answer, breaks, size):
+    """Whole events in pieces of any size; each next instance is told what the client has."""
+    tokens, turns = answer
+    progress, got, known = Progress(), b"", [0] * len(tokens)
+    for cut in [*breaks, None]:
+        stream = said_by_instance(tokens, turns, known)[:cut]
+        splitter = EventSplitter()
+        for at in range(0, len(stream), size):
+            if whole := splitter.feed(stream[at : at + size]):
+                got += progress.strip(whole)
+        if got.endswith(b"data: [DONE]\n\n") or progress.is_whole:
+            break
+        body = json.loads(progress.body(b'{"prompt":"x"}'))
+        for index, told in enumerate(body.get(FIELD, ())):
+            known[index] = len(told["token_ids"])
+            assert told["token_ids"] == tokens[index][: known[index]]
+            assert told["seed"] == (SEED if known[index] else None)
+            assert told["has_ended"] == (known[index] == len(tokens[index]))
+
+    assert progress.is_whole
+    events = got.removesuffix(b"data: [DONE]\n\n").split(b"\n\n")[:-1]
+    heard = [json.loads(e.removeprefix(b"data: "))["text"] for e in events]
+    for index, said in enumerate(tokens):
+        assert [t for t in heard if t.startswith(f"{index}:")] == [f"{index}:{t}" for t in said]
+
+
+@pytest.mark.parametrize(("mark", "error"), [(FAILED, InstanceFailed), (RETURNED, Returned)])
+def test_an_instance_that_cannot_go_on_has_said_nothing_of_that_piece(mark, error):
+    """What came with its last word is dropped, and told again by whoever goes on."""
+    progress = Progress()
+    progress.strip(mark_line(Mark(tokens=[1], seed=SEED)) + event("a"))
+    last = mark_line(Mark(tokens=[2], seed=SEED)) + event("b") + mark_line(mark) + event("no")
+
+    with pytest.raises(error):
+        progress.strip(last)
+
+    assert progress.num_tokens == 1
+    assert json.loads(progress.body(b"{}"))[FIELD][0]["token_ids"] == [1]
+
+
+@pytest.mark.parametrize("index", [-1, 1])
+def test_a_choice_that_there_is_not_is_nonsense(index):
+    """A broken instance is one to leave, not to believe."""
+    with pytest.raises(ValueError, match="no choice"):
+        Progress().strip(mark_line(Mark(tokens=[1], index=index)) + event("a"))
+
+
+def test_what_a_client_told_itself_is_kept():
+    """It may have had the beginning of its answer from elsewhere."""
+    progress = Progress()
+    progress.strip(mark_line(Mark(tokens=[3], seed=SEED)) + event("c"))
+    asked = {"prompt": "x", FIELD: [{"token_ids": [1, 2], "seed": SEED}]}
+
+    (told,) = json.loads(progress.body(json.dumps(asked).encode()))[FIELD]
+
+    assert told["token_ids"] == [1, 2, 3]
+
+
+def test_an_event_without_its_tokens_cannot_be_gone_on_after():
+    """Then a stream that breaks can only be ended."""
+    progress = Progress()
+    progress.strip(mark_line(Mark(tokens=[3], seed=SEED)) + event("c") + event("d"))
+
+    assert not progress.can_continue
