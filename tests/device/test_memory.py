@@ -1,12 +1,14 @@
 """How many blocks fit."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from headwater.device import memory
 from headwater.device.kv import KVPool
-from headwater.device.memory import num_blocks_that_fit
+from headwater.device.memory import free_main_bytes, num_blocks_that_fit
 from headwater.device.model import LoadedModel, load
 from headwater.errors import ConfigError
 
@@ -82,3 +84,24 @@ def test_a_device_that_is_not_there_is_a_sentence(device: str, why: str) -> None
     """Known before a model is read; the sentence names the device (lesson 61)."""
     with pytest.raises(ConfigError, match=f"device '{device}' {why}"):
         load("/no/such/model", device=device)
+
+
+def test_a_control_group_bounds_what_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has used counts, what of that only caches files does not; without a limit, or
+    without a group, the machine's own memory does."""
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    whole = free_main_bytes()
+    (tmp_path / "memory.max").write_text(f"{100 * MIB}\n")
+    (tmp_path / "memory.current").write_text(f"{70 * MIB}\n")
+    (tmp_path / "memory.stat").write_text(
+        f"anon {30 * MIB}\nactive_file {15 * MIB}\ninactive_file {20 * MIB}\nshmem {5 * MIB}\n"
+    )
+
+    bounded = free_main_bytes()
+    (tmp_path / "memory.max").write_text("max\n")
+
+    assert bounded == 65 * MIB
+    assert whole > bounded
+    assert free_main_bytes() > bounded

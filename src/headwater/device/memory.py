@@ -27,6 +27,8 @@ _UTILIZATION = {"cuda": 0.9}
 
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
+_CACHED = ("active_file", "inactive_file")
+"""Lines of a control group's statistics that say how much of its memory only caches files."""
 
 
 def num_blocks_that_fit(
@@ -90,14 +92,19 @@ def _step_bytes(model: LoadedModel, step_tokens: int) -> int:
 
 
 def free_main_bytes() -> int:
-    """Free main memory, within the limit of the control group this process is in."""
+    """Free main memory, within the limit of the control group this process is in. Cached files
+    count as free: they give way."""
     free = _meminfo_available()
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
-        used = (_CGROUP / "memory.current").read_text().strip()
+        used = int((_CGROUP / "memory.current").read_text())
+        lines = (_CGROUP / "memory.stat").read_text().splitlines()
     except OSError:
         return free
-    return free if limit == "max" else min(free, max(0, int(limit) - int(used)))
+    if limit == "max":
+        return free
+    cached = sum(int(line.split()[1]) for line in lines if line.split()[0] in _CACHED)
+    return min(free, max(0, int(limit) - used + cached))
 
 
 def _meminfo_available() -> int:
