@@ -270,6 +270,30 @@ def test_one_unresponsive_d_blocks_nobody():
     assert "stuck" not in silent.reasons
 
 
+def test_a_silent_p_makes_one_request_wait_and_not_all():
+    """Lesson 52: it does not answer, although it is there: the first waits for a term, those that
+    follow compute at once, and when P says something they are handed over again."""
+    pair = EchoPair()
+    waits = {}
+    for name in "abc":
+        began_s = pair.clock.now()
+        pair.decode.add(make_handoff(name, make_prompt(20, family=ord(name) % 3)))
+        while name not in pair.decode.reasons:
+            pair.decode.step()
+            pair.clock.advance(0.1)
+        waits[name] = pair.clock.now() - began_s
+    for _ in range(5):
+        pair.turn()
+    run(pair, make_handoff("d", make_prompt(25, family=4)))
+
+    assert waits["a"] > 9.0
+    assert max(waits["b"], waits["c"]) < 2.0
+    assert pair.decode.exchange.decodes.totals.num_done == 1
+    pair.drain()
+    for peer in pair.peers:
+        peer.check_idle()
+
+
 def test_a_push_that_fails_is_told_at_once():
     """Lesson 53: D hears from P, computes from what landed, and waits for no timeout."""
     pair = EchoPair()

@@ -62,6 +62,8 @@ class Decodes:
         self._loans = loans
         self._works: dict[int, _Work] = {}
         self._by_request: dict[RequestId, _Work] = {}
+        self._silent_until_s: dict[str, float] = {}
+        """Peers that let a request wait in vain, and until when no other one waits for them."""
         self._ended = Ended()
         self.totals = SideTotals()
 
@@ -102,7 +104,10 @@ class Decodes:
         work = _Work(machine, sequence, request.prefill)
         self._works[start.handoff] = self._by_request[request.request_id] = work
         self.totals.num_started += 1
-        self._do(work, machine.begin(now), now)
+        actions = machine.begin(now)
+        if self._silent_until_s.get(work.peer, now) > now:
+            actions = machine.lost(Reason.UNREACHABLE, now)
+        self._do(work, actions, now)
 
     def abort(self, request_id: RequestId, now: float) -> None:
         """The request is about to be ended here; its slots are kept until they are quiet."""
@@ -112,6 +117,7 @@ class Decodes:
 
     def receive(self, peer: str, message: ToDecode, now: float) -> None:
         """A message of P."""
+        self._silent_until_s.pop(peer, None)
         work = self._works.get(message.handoff)
         if work is None:
             self._answer_late(peer, message)
@@ -123,6 +129,7 @@ class Decodes:
 
     def lost(self, peer: str, reason: Reason, now: float) -> None:
         """The connection to a P ended, or could not be made."""
+        self._silent_until_s.pop(peer, None)
         self._loans.lost(peer)
         for work in list(self._by_request.values()):
             if work.peer == peer:
@@ -143,6 +150,8 @@ class Decodes:
         for work in list(self._works.values()):
             if work.machine.wake_s <= now:
                 self._do(work, work.machine.tick(now), now)
+                if work.machine.outcome in (Reason.UNREACHABLE, Reason.EXPIRED):
+                    self._silent_until_s[work.peer] = now + self._config.term_s
 
     def start(self, now: float) -> None:
         """A step was scheduled: whoever got room is granted it."""
