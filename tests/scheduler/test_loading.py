@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from headwater.cache import Lookup, Promotion
+from headwater.cache import Demotion, Lookup, Promotion
 from headwater.errors import ConfigError, RequestError
 from headwater.scheduler.config import SchedulerConfig
 from headwater.types import WritePolicy
@@ -294,6 +294,28 @@ def test_storage_is_asked_while_the_request_queues():
     assert rig.cache.stats().host.cached >= 8
     rig.run()
     assert rig.usages["waits"].by_tier["storage"] == 32
+
+
+def test_without_room_on_the_host_storage_is_a_miss():
+    """Lesson 38: every host block is being written and stays; what storage has is not brought,
+    nobody waits for room, and the miss says why."""
+    rig = make_stored(host_blocks=2, write_policy=WritePolicy.WRITE_THROUGH)
+    rig.workers.held = True
+    other = make_request("other", make_prompt(9, family=3), max_tokens=4)
+    rig.run_until("other", replace(other, load_policy="best_effort"))
+    rig.steps(3)
+    (write,) = [task for task in rig.workers.tasks if isinstance(task.plan, Demotion)]
+    assert write.claim()
+    rig.workers.held = False
+    rig.workers.tasks.clear()
+
+    rig.run_until("a", make_request("a", PROMPT, max_tokens=1), max_steps=10)
+
+    assert rig.usages["a"].miss_reason == "no_room"
+    assert rig.outputs["a"] == expected_tokens(make_request("x", PROMPT, max_tokens=1))
+    rig.workers.run(write)
+    rig.run()
+    rig.check_empty()
 
 
 def test_what_memory_has_is_not_asked_for():
