@@ -76,7 +76,7 @@ def make_core(
         prefix_caching=caching,
         expected_output_tokens=1,
     )
-    own = {"depth": depth} if runner_class is None else {}
+    own: dict[str, Any] = {"depth": depth} if runner_class is None else {}
     runner = (runner_class or TorchRunner)(
         model,
         num_blocks=num_blocks,
