@@ -420,6 +420,22 @@ def test_a_draining_instance_gets_nothing_new():
     run(scenario)
 
 
+def test_a_router_that_comes_late_hears_who_drains():
+    """Lesson 59: an instance that is stopping registers at it, for what it still has, as such."""
+
+    async def scenario(rig):
+        one, two = rig.add(), rig.add()
+        one.service.is_stopping = True
+
+        await rig.until(lambda known: known.get(one.name, {}).get("state") == "draining")
+        await rig.ready(one, two)
+
+        names = {(await rig.complete()).headers["x-headwater-instance"] for _ in range(4)}
+        assert names == {two.name}
+
+    run(scenario)
+
+
 def test_a_restarted_instance_is_another():
     """Lesson 71: with a new epoch nothing is left of what was believed."""
 

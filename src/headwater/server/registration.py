@@ -137,6 +137,7 @@ class Registrar:
             max_model_len=info.max_model_len,
             kv_events=_events(info),
             load=Load(running=running, waiting=alive - running, leases=self._num_leases),
+            is_draining=service.is_stopping,
         )
 
     def _session(self) -> aiohttp.ClientSession:

@@ -17,7 +17,7 @@ class Instance:
         self.recent = RecentWork()
         self.outstanding_tokens = 0
         self.num_alive = 0
-        self.is_draining = False
+        self.is_draining = told.is_draining
         """Told to go: it ends what it has, and gets nothing new."""
         self.has_failed = False
         """A request could not reach it; until its next heartbeat nobody else tries."""
@@ -40,6 +40,7 @@ class Instance:
         self.told = told
         self.seen_s = now
         self.has_failed = False
+        self.is_draining |= told.is_draining
 
     def is_ready(self, *, now: float, stale_s: float) -> bool:
         """Whether it may get a new request."""

@@ -58,6 +58,8 @@ class Registration(Struct, kw_only=True, frozen=True):
     max_model_len: Count = 0
     kv_events: EventsAddress | None = None
     load: Load = Load()
+    is_draining: bool = False
+    """It ends what it has, and wants nothing new; said again to a router that was restarted."""
 
 
 class Registered(Struct, kw_only=True, frozen=True):
