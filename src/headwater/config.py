@@ -192,10 +192,7 @@ class EngineConfig:
             raise ConfigError(
                 f"--hint-budget is a share between 0 and 1, got {self.hint_budget}"
             )
-        if self.scheduling_policy not in ("fcfs", "priority"):
-            raise ConfigError(
-                f"--scheduling-policy is fcfs or priority, got {self.scheduling_policy!r}"
-            )
+        _one_of("--scheduling-policy", self.scheduling_policy, ("fcfs", "priority"))
         self._check_tiers()
         if self.max_batched_tokens < self.max_num_seqs:
             raise ConfigError(
