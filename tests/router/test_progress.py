@@ -106,6 +106,19 @@ def test_what_a_client_told_itself_is_kept():
     assert told["token_ids"] == [1, 2, 3]
 
 
+def test_who_speaks_is_said_once():
+    """An opening waits for the first event with tokens; if that never comes, neither does it."""
+    opening = b'data: {"delta":{"role":"assistant"}}\n\n'
+    progress = Progress()
+
+    assert progress.strip(opening) == b""
+    assert progress.body(b"{}") == b"{}"
+    assert progress.strip(opening) == b""
+    marked = mark_line(Mark(tokens=[3], seed=SEED)) + event("c")
+    assert progress.strip(marked) == opening + event("c")
+    assert progress.can_continue
+
+
 def test_an_event_without_its_tokens_cannot_be_gone_on_after():
     """Then a stream that breaks can only be ended."""
     progress = Progress()

@@ -47,6 +47,9 @@ class Progress:
         self._choices: list[_Choice] = []
         """All there are, once an event was marked."""
         self._is_unmarked = False
+        self._opening = b""
+        """Says who speaks, and stands for no token: passed on with the first event that does, so
+        that whoever begins anew does not say it twice."""
 
     @property
     def is_whole(self) -> bool:
@@ -74,15 +77,22 @@ class Progress:
         for mark, _ in marked:
             if mark is not None and mark.has_failed:
                 raise Returned if mark.is_returned else InstanceFailed
+        shown = []
         for mark, event in marked:
+            if mark is None and _is_opening(event):
+                self._opening += event
+                continue
             if mark is not None:
                 self._hear(mark)
-            elif event != _DONE and not self.is_whole and not _is_opening(event):
+            elif event != _DONE and not self.is_whole:
                 self._is_unmarked = True
-        return b"".join(event for _, event in marked)
+            shown += [self._opening, event]
+            self._opening = b""
+        return b"".join(shown)
 
     def body(self, raw: bytes) -> bytes:
         """The request as the next instance is to get it: to go on after what was said."""
+        self._opening = b""
         if not self._choices:
             return raw
         body: dict[str, Any] = msgspec.json.decode(raw)
