@@ -84,7 +84,7 @@ def test_conversations_spread_and_stay(cluster):
 
 def test_a_killed_router_comes_back_knowing_everything(cluster):
     """Lesson 71: instances register again by themselves; what they have is replayed. What they
-    generated for clients of the dead one has ended."""
+    generated for clients of the dead one has ended. This one has the model's tokenizer itself."""
     router = cluster[0]
     stream = Stream(router.url, {"max_tokens": 3000})
     stream.next()
@@ -93,13 +93,16 @@ def test_a_killed_router_comes_back_knowing_everything(cluster):
     router.process.wait()
     stream.close()
     cached = {name(server): server.until_idle()["tiers"]["device"] for server in cluster[1:]}
-    cluster[0] = router = LiveRouter(port=router.port)
+    folder = cluster[1].get("/server_info").json()["engine"]["model_dir"]
+    cluster[0] = router = LiveRouter("--model", folder, port=router.port)
     router.until_exact(*cluster[1:])
 
     known = {n: entry["known_blocks"] for n, entry in router.instances().items()}
     assert known == {n: device["cached"] for n, device in cached.items()}
     assert all(device["held"] == 0 for device in cached.values())
-    assert router.post().status_code == 200
+    home = router.post().headers[NAME]
+    assert router.post().json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 128
+    assert router.post().headers[NAME] == home
 
 
 def test_an_instance_killed_while_idle_is_not_noticed(cluster):
