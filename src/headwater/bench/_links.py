@@ -30,7 +30,7 @@ from headwater.storage.pointer import address_of
 _BLOCK_BYTES = 1 << 20
 _NUM_BLOCKS = 64
 _NUM_PAIRS = 5
-"""Far ends for each link, and memory: where that happens to lie makes a fifth of the speed."""
+"""Far ends for each link: one pair of processes is a fifth faster than the next, and stays so."""
 
 _WARM_UP = 3
 """Turns of each pair that do not count."""

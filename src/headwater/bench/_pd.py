@@ -93,7 +93,8 @@ class Figures:
 def measure_pd(load: Load, link: str, rounds: int) -> dict[str, Any]:
     """`pd_over_mixed`, `handoff_ms` and `second_turn_byte_share`.
 
-    Without a router in the way, clients hand off what a router would; `pd_always` is everything.
+    Without a router in the way, clients hand off what a router would; `pd_always` is everything,
+    and `handoff_ms` is of its hand-offs.
     """
     with ExitStack() as stack:
         prefill, decode = stack.enter_context(_pair(link))
@@ -110,13 +111,17 @@ def measure_pd(load: Load, link: str, rounds: int) -> dict[str, Any]:
             "mixed": [Target(instance) for instance in mixed],
         }
         runs: dict[str, list[Figures]] = {way: [] for way in ways}
+        handoffs = dict.fromkeys(("num", *_PARTS), 0.0)
         for number in range(rounds + 1):
             for way, targets in ways.items():
+                before = _totals(decode)
                 figures = asyncio.run(_ask(load, targets, seed=2 * number + (way != "pd")))
                 if number:  # the first turn warms up
                     runs[way].append(figures)
+                if number and way == "pd_always":
+                    after = _totals(decode)
+                    handoffs = {key: handoffs[key] + after[key] - before[key] for key in after}
         share = asyncio.run(_second_turn(decode, headers, load, 2 * rounds + 2))
-        parts = _parts(decode)
     return {
         "pd_over_mixed": _over(runs["pd"], runs["mixed"]),
         "pd_always_over_mixed": _over(runs["pd_always"], runs["mixed"]),
@@ -128,7 +133,7 @@ def measure_pd(load: Load, link: str, rounds: int) -> dict[str, Any]:
             f"{way}_tokens_s": fmean(run.tokens_s for run in figures)
             for way, figures in runs.items()
         },
-        "handoff_ms": parts,
+        "handoff_ms": {part: 1e3 * handoffs[part] / handoffs["num"] for part in _PARTS},
         "second_turn_byte_share": share,
     }
 
@@ -142,13 +147,12 @@ def _over(ours: Sequence[Figures], theirs: Sequence[Figures]) -> dict[str, float
     }
 
 
-def _parts(decode: Instance) -> dict[str, float]:
-    """Milliseconds of a hand-off by part, the mean of all."""
-    num = max(decode.value("pd_handoffs_total", '{side="decode"}'), 1.0)
-    return {
-        part: 1e3 * decode.value("pd_handoff_seconds_total", f'{{part="{part}"}}') / num
-        for part in _PARTS
+def _totals(decode: Instance) -> dict[str, float]:
+    """Seconds of all hand-offs so far by part, and their number."""
+    seconds = {
+        part: decode.value("pd_handoff_seconds_total", f'{{part="{part}"}}') for part in _PARTS
     }
+    return {"num": decode.value("pd_handoffs_total", '{side="decode"}'), **seconds}
 
 
 async def _ask(load: Load, targets: Sequence[Target], seed: int) -> Figures:

@@ -1,7 +1,7 @@
-"""Large memory: mapped in huge pages, and free of charge until it is touched.
+"""Large memory: free of charge until it is touched, in huge pages where the system gives them.
 
-Weights and KV are read from end to end in every step. In pages of 4 KiB a core spends a
-fifth of a small step looking up addresses.
+Such memory is shared memory to Linux, which has huge pages for it only where `shmem_enabled`
+says so; those of the weights, which are read from end to end in every step, are torch's.
 """
 
 import math

@@ -32,8 +32,8 @@ _OFFER = struct.Struct("<Q")
 
 _CREDENTIALS = struct.Struct("3i")
 _NUM_FRAMES = 2
-"""One is read for its checksums while the other is copied: a block that the sender has just read
-is still in the processor's caches when the receiver copies it. More would be colder."""
+"""One is read for its checksums while the other is copied. With more on their way it was slower:
+a block that was read long ago is presumably in no cache any more when it is copied."""
 
 
 class ShmDock:
