@@ -28,8 +28,9 @@ from headwater.storage.tally import Tally
 from headwater.types import BlockKey
 
 T = TypeVar("T")
+W = TypeVar("W")
 
-_BATCH_BLOCKS = 64
+_BATCH_BLOCKS = 16
 _ABSENT = frozenset({-704, -703})
 """Codes of a key that is not there, or that somebody is writing right now."""
 
@@ -72,13 +73,8 @@ class MooncakeStorage:
         self, keys: Sequence[BlockKey], into: Sequence[memoryview], *, timeout_s: float
     ) -> list[BlockRead]:
         self._form.check(into)
-        deadline = self._deadline(timeout_s)
         work = list(zip(keys, into, strict=True))
-        outcomes: list[BlockRead] = []
-        for start in range(0, len(work), _BATCH_BLOCKS):
-            part = work[start : start + _BATCH_BLOCKS]
-            outcomes += self._call(partial(self._read, part), deadline)
-        return self._tally.reads(outcomes)
+        return self._tally.reads(self._in_batches(self._read, work, timeout_s))
 
     def write(
         self,
@@ -89,13 +85,8 @@ class MooncakeStorage:
         timeout_s: float,
     ) -> list[BlockWrite]:
         self._form.check(blocks)
-        deadline = self._deadline(timeout_s)
         work = list(zip(keys, blocks, parents, strict=True))
-        outcomes: list[BlockWrite] = []
-        for start in range(0, len(work), _BATCH_BLOCKS):
-            part = work[start : start + _BATCH_BLOCKS]
-            outcomes += self._call(partial(self._write, part), deadline)
-        return self._tally.writes(outcomes)
+        return self._tally.writes(self._in_batches(self._write, work, timeout_s))
 
     def remove(self, keys: Sequence[BlockKey] | None, *, timeout_s: float) -> int:
         """None removes all that has our prefix: the pool can be asked by name only."""
@@ -163,10 +154,22 @@ class MooncakeStorage:
         return True
 
     def _call(self, call: Callable[[], T], deadline: Deadline) -> T:
+        [answer] = self._run([call], deadline)
+        return answer
+
+    def _in_batches(
+        self, call: Callable[[Sequence[W]], list[T]], work: Sequence[W], timeout_s: float
+    ) -> list[T]:
+        """Some blocks are verified or sealed while others are on their way."""
+        starts = range(0, len(work), _BATCH_BLOCKS)
+        calls = [partial(call, work[start : start + _BATCH_BLOCKS]) for start in starts]
+        batches = self._run(calls, self._deadline(timeout_s))
+        return [outcome for batch in batches for outcome in batch]
+
+    def _run(self, calls: Sequence[Callable[[], T]], deadline: Deadline) -> list[T]:
         if self._closed:
             raise StorageError("mooncake storage is closed")
-        [answer] = self._lanes.run([call], timeout_s=deadline.left_s())
-        return answer
+        return self._lanes.run(calls, timeout_s=deadline.left_s())
 
     def _exist(self, keys: Sequence[BlockKey]) -> list[bool]:
         if not keys:
