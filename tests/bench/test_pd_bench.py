@@ -16,7 +16,7 @@ def test_the_engine_part_prints_its_figures(capsys):
 
     result = json.loads(capsys.readouterr().out)
     assert set(result["pd_over_mixed"]) == {"ttft", "throughput"}
-    assert set(result["pd_always_over_mixed"]) == {"ttft", "throughput"}
+    assert set(result["routed_over_mixed"]) == {"ttft", "throughput"}
     parts = {"start", "queue", "ask", "compute", "push", "first_token"}
     assert set(result["handoff_ms"]) == parts
     assert result["handoff_ms"]["first_token"] > 0

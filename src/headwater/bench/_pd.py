@@ -93,8 +93,8 @@ class Figures:
 def measure_pd(load: Load, link: str, rounds: int) -> dict[str, Any]:
     """`pd_over_mixed`, `handoff_ms` and `second_turn_byte_share`.
 
-    Without a router in the way, clients hand off what a router would; `pd_always` is everything,
-    and `handoff_ms` is of its hand-offs.
+    Everything is handed off; in `routed` only what a router would, by the clients, without a
+    router in the way.
     """
     with ExitStack() as stack:
         prefill, decode = stack.enter_context(_pair(link))
@@ -106,8 +106,8 @@ def measure_pd(load: Load, link: str, rounds: int) -> dict[str, Any]:
             "x-headwater-peer-token": decode.token,
         }
         ways: dict[str, list[Target]] = {
-            "pd": [Target(decode, headers)],
-            "pd_always": [Target(decode, headers, always=True)],
+            "routed": [Target(decode, headers)],
+            "pd": [Target(decode, headers, always=True)],
             "mixed": [Target(instance) for instance in mixed],
         }
         runs: dict[str, list[Figures]] = {way: [] for way in ways}
@@ -115,16 +115,16 @@ def measure_pd(load: Load, link: str, rounds: int) -> dict[str, Any]:
         for number in range(rounds + 1):
             for way, targets in ways.items():
                 before = _totals(decode)
-                figures = asyncio.run(_ask(load, targets, seed=2 * number + (way != "pd")))
+                figures = asyncio.run(_ask(load, targets, seed=2 * number + (way != "routed")))
                 if number:  # the first turn warms up
                     runs[way].append(figures)
-                if number and way == "pd_always":
+                if number and way == "pd":
                     after = _totals(decode)
                     handoffs = {key: handoffs[key] + after[key] - before[key] for key in after}
         share = asyncio.run(_second_turn(decode, headers, load, 2 * rounds + 2))
     return {
         "pd_over_mixed": _over(runs["pd"], runs["mixed"]),
-        "pd_always_over_mixed": _over(runs["pd_always"], runs["mixed"]),
+        "routed_over_mixed": _over(runs["routed"], runs["mixed"]),
         **{
             f"{way}_ttft_ms": 1e3 * median(at for run in figures for at in run.first_s)
             for way, figures in runs.items()

@@ -1,8 +1,8 @@
 """`headwater bench pd`: prefill and decode apart, against the same cores doing both.
 
 `pd_over_mixed` holds one prefill and one decode instance, a core each, against two mixed
-instances on the same cores, where prompts are handed off that a router would hand off, and
-`pd_always_over_mixed` where all are; `handoff_ms` says where the time of a hand-off goes;
+instances on the same cores, every prompt handed off, and `routed_over_mixed` where only those
+are that a router would hand off; `handoff_ms` says where the time of a hand-off goes;
 `second_turn_byte_share` what a second turn moves of its prompt; `pd_hits` what a pair finds of
 its prompts on a trace, beside a mixed instance as large as its P; `link_ratio` how fast each
 link is beside the barest use of its medium; `router` and `pool_block_hit` what each routing
