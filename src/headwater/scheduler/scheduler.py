@@ -94,18 +94,13 @@ class Scheduler:
         return self._intake.has_candidates
 
     @property
-    def may_admit(self) -> bool:
-        """Whether somebody waits, and not for a transfer alone."""
-        return self._intake.has_candidates and not self._is_stalled
-
-    @property
     def has_work(self) -> bool:
         """Whether another turn of the loop would do something."""
         if self._flights or self._outputs or self._roster.num_computing:
             return True
         if self._writes or self._loads.has_plans or self.handoffs.outputs:
             return True
-        return self.may_admit
+        return self._intake.has_candidates and not self._is_stalled
 
     @property
     def wake_s(self) -> float | None:

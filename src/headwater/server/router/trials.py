@@ -21,7 +21,7 @@ class Trials:
         """Those of `tried` that gave it back for want of room."""
 
     def may_go_on(self, progress: Progress) -> bool:
-        """Whether there may be another attempt; it is counted."""
+        """Whether there may be another attempt; one from the start again is paid for here."""
         if self._left == 0:
             return False
         if progress.has_begun:
