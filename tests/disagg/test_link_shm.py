@@ -6,7 +6,7 @@ import mmap
 import os
 import socket
 import struct
-from threading import Thread
+from threading import Event, Thread
 
 import numpy as np
 import pytest
@@ -15,12 +15,13 @@ from headwater.clock import SystemClock
 from headwater.disagg.link import Push, PushDone, PushFailure
 from headwater.disagg.links import Links
 from headwater.disagg.links.hello import _WELCOME, Greeting, Verdict, Welcome, greet, within
+from headwater.disagg.links.landing import Landing
 from headwater.disagg.links.stream import LinkBroken, Stream
 from headwater.errors import ConfigError
 from headwater.testing.link_contract import open_rig
 from headwater.testing.links import BlockArray, EventLog
 from headwater.transfer.shared import SharedPages, map_shared
-from tests.disagg.wire import CONFIG, MakeLinks, RawSender, pieces_of
+from tests.disagg.wire import CONFIG, MakeLinks, pieces_of
 
 BLOCK_BYTES = 1 << 16
 OURS = Greeting("shm", CONFIG.token, BLOCK_BYTES)
@@ -64,20 +65,21 @@ def test_who_gets_the_memory_can_read_it_and_no_more():
 def test_the_memory_is_given_only_to_who_has_the_token(has_token):
     """A stranger that says welcome to everybody gets no descriptor."""
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind("\0headwater-test-stranger")
+    name = f"headwater-test-{os.getpid()}"
+    listener.bind(f"\0{name}")
     listener.listen(1)
     got: list[int] = []
     thread = Thread(target=take_file, args=(listener, has_token, got))
     thread.start()
     with contextlib.suppress(LinkBroken):
         links = Links(CONFIG, BlockArray(4, BLOCK_BYTES), EventLog())
-        sender = links.connect("shm://headwater-test-stranger")
+        sender = links.connect(f"shm://{name}")
         sender._connected(within(SystemClock(), 5.0))  # type: ignore[attr-defined] # no lease needed
     thread.join(10.0)
     sender.close()
     listener.close()
 
-    assert len(got) == (1 if has_token else 0)
+    assert len(got) == (2 if has_token else 0)
     for file in got:
         os.close(file)
 
@@ -94,7 +96,7 @@ def take_file(listener, has_token, got):
         stream.send([_WELCOME.pack(Verdict.WELCOME, 0, bytes(32))], patience)
     stream.await_readable()
     with contextlib.suppress(OSError):
-        _, files, _, _ = socket.recv_fds(connected, 8, 1)
+        _, files, _, _ = socket.recv_fds(connected, 8, 2)
         got.extend(files)
     stream.close()
 
@@ -103,6 +105,7 @@ def offered(kind: str) -> tuple[bytes, list[int]]:
     """What a peer might hand over that is no memory of ours."""
     size = 4 * BLOCK_BYTES
     offer = struct.pack("<Q", size)
+    good = SharedPages(size)
     loose = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
     os.ftruncate(loose, size)
     if kind == "nothing":
@@ -116,10 +119,14 @@ def offered(kind: str) -> tuple[bytes, list[int]]:
         os.close(loose)
         loose, end = os.pipe()
         os.close(end)
-    return offer, [loose]
+    if kind == "unsealed pledges":
+        return offer, [os.dup(good.file), loose]
+    return offer, [loose, os.dup(good.file)]
 
 
-@pytest.mark.parametrize("kind", ["nothing", "unsealed", "too short", "a pipe"])
+@pytest.mark.parametrize(
+    "kind", ["nothing", "unsealed", "too short", "a pipe", "unsealed pledges"]
+)
 def test_memory_that_could_go_away_costs_the_connection(rig, kind):
     """It would end the receiver's process in the middle of a copy (lesson 66)."""
     rig.receiver.open(1, [0])
@@ -139,18 +146,91 @@ def test_memory_that_could_go_away_costs_the_connection(rig, kind):
     assert rig.done(1) == BLOCK_BYTES
 
 
-def test_slots_that_their_owner_reuses_too_early_do_not_land(rig):
-    """P gave up at its deadline and has other bytes there by now (lesson 50)."""
-    rig.receiver.open(1, [3])
-    peer = RawSender(rig.receiver.address, BLOCK_BYTES)
-    raw = peer.frame(0, 1, {0: rig.source.rows[0].tobytes()})
-    peer.memory.rows[0] = rig.source.rows[1]
-    peer.send(raw)
+class Held:
+    """A receiver that has begun to copy a block, and goes on when it is let."""
 
-    assert peer.answer() == (0, PushFailure.DAMAGED)
+    def __init__(self, monkeypatch) -> None:
+        self.begun, self.let = Event(), Event()
+        copy = Landing.copy
+
+        def held(landing, at, source):
+            self.begun.set()
+            assert self.let.wait(10.0)
+            copy(landing, at, source)
+
+        monkeypatch.setattr(Landing, "copy", held)
+
+
+@pytest.fixture
+def held(monkeypatch):
+    held = Held(monkeypatch)
+    yield held
+    held.let.set()
+
+
+def test_slots_reused_after_a_deadline_do_not_land(rig, held):
+    """P gave up in the middle of a copy and has other bytes there by now (lesson 50)."""
+    rig.receiver.open(1, [3, 4])
+    sender = rig.sender()
+    sender.push(rig.push(1, 1, [0, 1], wait_s=0.2))
+    assert held.begun.wait(5.0)
+    assert rig.failure(1) is PushFailure.TIMEOUT
+    rig.source.rows[:2] = 255
+    held.let.set()
+    sender.push(rig.push(2, 1, [2]))
+
+    assert rig.failure(2) is PushFailure.OUTSIDE, "the first frame has been dealt with"
     rig.receiver.fence(1)
     assert rig.log.quiet(1).num_bytes == 0
-    peer.close()
+
+
+def test_slots_reused_after_a_sender_was_closed_do_not_land(rig, held):
+    """The same, of one that ends."""
+    rig.receiver.open(1, [3])
+    sender = rig.sender()
+    sender.push(rig.push(1, 1, [0]))
+    assert held.begun.wait(5.0)
+    sender.close()
+    assert rig.failure(1) is PushFailure.CLOSED
+    rig.source.rows[0] = 255
+    held.let.set()
+
+    rig.receiver.fence(1)
+    assert rig.log.quiet(1).num_bytes == 0
+
+
+def test_one_push_that_is_given_up_does_not_touch_the_next(rig, held):
+    """Frames are withdrawn one by one: what is behind a late one still lands."""
+    rig.receiver.open(1, [3, 4])
+    sender = rig.sender()
+    sender.push(rig.push(1, 1, [0], wait_s=0.2))
+    assert held.begun.wait(5.0)
+    sender.push(rig.push(2, 1, [1]))
+    assert rig.failure(1) is PushFailure.TIMEOUT
+    rig.source.rows[0] = 255
+    held.let.set()
+
+    assert rig.done(2) == BLOCK_BYTES
+    assert rig.log.landed(1) == [1]
+
+
+def test_two_threads_share_a_large_frame(rig):
+    """Every block once, each in its place."""
+    num_blocks = 100
+    source = BlockArray(num_blocks, BLOCK_BYTES, seed=7)
+    target = BlockArray(num_blocks, BLOCK_BYTES)
+    receiver = Links(CONFIG, target, rig.log).listen("shm")
+    receiver.open(9, list(reversed(range(num_blocks))))
+    sender = Links(CONFIG, source, rig.log).connect(receiver.address)
+    deadline_s = SystemClock().now() + 30.0
+    pieces = pieces_of(range(num_blocks), BLOCK_BYTES)
+    sender.push(Push(job=9, lease=9, pieces=pieces, deadline_s=deadline_s))
+
+    assert rig.done(9) == num_blocks * BLOCK_BYTES
+    assert rig.log.landed(9) == list(range(num_blocks))
+    assert np.array_equal(target.rows[::-1], source.rows)
+    sender.close()
+    receiver.close()
 
 
 def test_private_blocks_are_refused_at_once():

@@ -57,6 +57,8 @@ def is_dropped(peer):
 
 def test_a_flipped_bit_is_not_landed_and_may_be_sent_again(rig, peer):
     """One bit of one block of a frame; the others land (lesson 54)."""
+    if rig.receiver.address.startswith("shm"):
+        pytest.skip("nothing travels that could be damaged on its way")
     blocks = {0: block(rig, 0), 1: block(rig, 1)}
     peer.send(peer.frame(0, 1, blocks, flip=8 * BLOCK_BYTES + 12345))
 
@@ -128,8 +130,11 @@ def test_a_late_write_to_shared_memory_reaches_no_slot(rig, peer):
 )
 def test_a_frame_beyond_the_limits_costs_the_connection(rig, peer, number, cell, pieces):
     """Whatever the seal: sizes are not believed (lesson 66)."""
-    if cell and rig.receiver.address.startswith("tcp"):
+    link = rig.receiver.address.partition(":")[0]
+    if cell and link == "tcp":
         pytest.skip("what follows a tcp frame is nowhere else")
+    if len(pieces) == 80 and link == "shm":
+        pytest.skip("no payload follows, so none is too large")
     sent = tuple(SentPiece(at, cell, num_bytes, bytes(16)) for at, num_bytes in pieces)
     peer.send(encode_frame(make_frame(number, 1, cell, sent), peer.key))
 

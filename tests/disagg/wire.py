@@ -85,7 +85,7 @@ class RawSender:
     ) -> bytes:
         """A frame as it stands on the wire; `flip` is a bit of the payload that turns over.
 
-        In memory that is shared, its blocks are in the slots from `cell` on.
+        In memory that is shared, its blocks are in the slots from `cell` on, and pledged.
         """
         pieces = tuple(
             SentPiece(at, slot, len(block), checksum(block))
@@ -95,6 +95,8 @@ class RawSender:
         if flip >= 0:
             payload[flip // 8] ^= 1 << flip % 8
         head = encode_frame(make_frame(number, lease, cell, pieces), self.key)
+        if self._link == "shm":
+            self.outbound._pledges._words[cell] = number + 1  # type: ignore[attr-defined]
         if self._link == "tcp":
             return head + payload
         self.stage(cell, payload)

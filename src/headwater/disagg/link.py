@@ -87,7 +87,7 @@ class PushFailure(StrEnum):
 
 
 class PushDone(NamedTuple):
-    """Every byte of a push is in the receiver's slots, and verified there."""
+    """Every byte of a push is in the receiver's slots, and known to be right."""
 
     job: int
     num_bytes: int
@@ -102,7 +102,7 @@ class PushFailed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """A block is in its slot, whole and verified. Said once a block of a lease."""
+    """A block is in its slot, whole and right. Said once a block of a lease."""
 
     lease: int
     index: int

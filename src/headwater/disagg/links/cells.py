@@ -6,7 +6,8 @@ the lease allows it, and verifies what is in the slots, so a cell that is writte
 can damage a push but never a block.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from threading import Condition
 
 import numpy as np
@@ -35,6 +36,12 @@ class Places:
                     patience()
             place = self._taken[frame_number] = self._free.pop()
             return place
+
+    @contextmanager
+    def of(self, frame_number: int) -> Iterator[int | None]:
+        """The place of a frame, which keeps it meanwhile; None if it has none any more."""
+        with self._changed:
+            yield self._taken.get(frame_number)
 
     def release(self, frame_number: int) -> None:
         """The place of a frame is free again."""
@@ -72,21 +79,18 @@ class CellInbound:
 
     def __init__(self, memory: memoryview, cell_bytes: int) -> None:
         self._memory = np.frombuffer(memory, dtype=np.uint8)
-        self._cell_bytes = cell_bytes
+        self.max_bytes = cell_bytes
         self._num_cells = len(memory) // cell_bytes
 
     def receive(self, frame: Frame, landing: Landing, patience: Patience) -> int:
-        if frame.cell >= self._num_cells or frame.payload_bytes > self._cell_bytes:
+        if frame.cell >= self._num_cells:
             raise Malformed("a frame whose payload is outside the staging memory")
-        at = frame.cell * self._cell_bytes
-        end = at + frame.payload_bytes
-        pairs = zip(landing.views, frame.pieces, strict=True)
-        for place, (view, piece) in enumerate(pairs):
+        at = frame.cell * self.max_bytes
+        for place, piece in enumerate(frame.pieces):
             if landing.stopped:
-                return end - at
-            if view is not None:
-                source = self._memory[at : at + piece.num_bytes]
-                np.copyto(np.frombuffer(view, dtype=np.uint8), source)
+                break
+            if landing.views[place] is not None:
+                landing.copy(place, self._memory[at : at + piece.num_bytes])
                 landing.verify(place, piece)
             at += piece.num_bytes
         return 0

@@ -2,7 +2,8 @@
 
     frame    magic 4 · pieces 2 · zero 2 · number 8 · lease 8 · cell 8 · payload bytes 8 · seal 16
     piece    index 4 · slot 4 · bytes 8 · checksum 16                      (once for each piece)
-    payload  the pieces' bytes, one after the other; elsewhere where the peers share memory
+    payload  the pieces' bytes, one after the other; where the peers share memory there is none,
+             nor a checksum, and the cell is the word that pledges them
 
     answer   number 8 · outcome 1 · zero 7
 
@@ -24,6 +25,11 @@ MAX_PIECES = 256
 FRAME_BYTES = 56
 PIECE_BYTES = 32
 ANSWER_BYTES = 16
+
+NO_CHECKSUM = bytes(16)
+
+FIRST_BYTES = 1 << 20
+"""Of a push whose payload travels, in its first frame: so the peer begins early."""
 
 _MAGIC = b"HWF1"
 _FRAME = struct.Struct("<4sHHQQQQ")
@@ -64,7 +70,7 @@ class Frame(NamedTuple):
     number: int
     lease: int
     cell: int
-    """Where in the staging memory the payload is; 0 where there is none."""
+    """Where in the staging memory the payload is, or which word pledges it; else 0."""
 
     pieces: tuple[SentPiece, ...]
     payload_bytes: int

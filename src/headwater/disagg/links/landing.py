@@ -9,11 +9,17 @@ is never written again.
 
 from collections.abc import Sequence
 from threading import Lock
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from headwater.disagg.link import BlockMemory, Deliver, Landed, PushFailure, Quiet
 from headwater.disagg.links.frames import SentPiece
 from headwater.errors import InvariantError
 from headwater.storage.codec import checksum
+
+Bytes: TypeAlias = NDArray[np.uint8]
 
 
 class _Lease:
@@ -38,10 +44,10 @@ class Landing:
         """Where each piece goes; None for a block that is there already."""
 
         self.new = new
-        """Which pieces those with a view are."""
+        """Which pieces have a view, in order."""
 
         self.good: set[int] = set()
-        """Which of those have been verified in their slots."""
+        """Which of those are in their slots, and are what was sent."""
 
         self.lease = lease
 
@@ -49,6 +55,12 @@ class Landing:
     def stopped(self) -> bool:
         """Whether the lease has been fenced: not one more byte may be written."""
         return self.lease.fenced
+
+    def copy(self, at: int, source: Bytes) -> None:
+        """Fill the view of piece `at`, which has one."""
+        view = self.views[at]
+        assert view is not None
+        np.copyto(np.frombuffer(view, dtype=np.uint8), source)
 
     def verify(self, at: int, piece: SentPiece) -> None:
         """All bytes of piece `at` have arrived: see whether they are those that were sent."""

@@ -27,6 +27,7 @@ from headwater.disagg.link import Piece, PushFailure
 from headwater.disagg.links.cells import CellInbound, Cells
 from headwater.disagg.links.config import LinkConfig
 from headwater.disagg.links.frames import (
+    FIRST_BYTES,
     Frame,
     Malformed,
     describe,
@@ -181,6 +182,7 @@ class MooncakeDialer:
         self._target = parse_host_port(address)
         self._config = config
         self.frame_bytes = config.frame_bytes
+        self.first_bytes = FIRST_BYTES
         self._engine = engine
         self._memory: memoryview | None = None
 
@@ -254,6 +256,9 @@ class MooncakeOutbound:
 
     def answered(self, number: int) -> None:
         self._cells.release(number)
+
+    def withdraw(self, number: int) -> None:
+        """The peer verifies whatever has been written."""
 
     def close(self) -> None:
         self._closed.set()

@@ -36,8 +36,12 @@ _MAX_STRANGERS = 16
 class Inbound(Protocol):
     """Brings the payloads of one connection into slots."""
 
+    max_bytes: int
+    """Of the payload of one frame."""
+
     def receive(self, frame: Frame, landing: Landing, patience: Patience) -> int:
-        """Fill the landing's views and verify them; how many bytes are still to be skipped.
+        """Fill the landing's views and see that they are good; how many bytes are still to be
+        skipped.
 
         Returns within a tick once the landing is `stopped`, whatever the peer does.
         """
@@ -177,7 +181,6 @@ class _Connection:
 
     def serve(self, config: LinkConfig, clock: Clock) -> None:
         """Frames, each with its answer, until the connection breaks."""
-        max_payload_bytes = config.cell_bytes(self._book.block_bytes)
         number = 0
         while True:
             begun = self._stream.some([self._head])
@@ -186,7 +189,7 @@ class _Connection:
                 continue
             patience = within(clock, config.stall_timeout_s)
             frame = self._frame(begun, patience)
-            if frame.number != number or frame.payload_bytes > max_payload_bytes:
+            if frame.number != number or frame.payload_bytes > self._inbound.max_bytes:
                 raise Malformed("a frame out of order, or larger than frames are")
             number += 1
             answer = encode_answer(frame.number, self._land(frame, patience))

@@ -31,7 +31,7 @@ class Links:
         self._clock = clock or SystemClock()
         self._engine = engine
         self._docks: dict[str, Callable[[], Dock]] = {
-            "tcp": lambda: TcpDock(config),
+            "tcp": lambda: TcpDock(config, memory.block_bytes),
             "shm": lambda: ShmDock(memory.block_bytes),
             "mooncake": lambda: MooncakeDock(config, memory.block_bytes, self._mooncake()),
         }

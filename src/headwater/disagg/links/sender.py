@@ -30,8 +30,6 @@ from headwater.disagg.links.stream import LinkBroken, Patience, Stream
 log = logging.getLogger(__name__)
 
 _JOIN_S = 10.0
-_FIRST_BYTES = 1 << 20
-"""Of the first frame of a push; each is twice as large as the one before, up to the limit."""
 
 
 class Outbound(Protocol):
@@ -48,10 +46,14 @@ class Outbound(Protocol):
         patience: Patience,
     ) -> None:
         """Send a frame. This side does not look at the views again once it has returned or
-        raised; where the peer reads them, it does so before it answers, and verifies."""
+        raised; where the peer reads them, it does so before it answers."""
 
     def answered(self, number: int) -> None:
         """The peer is done with a frame."""
+
+    def withdraw(self, number: int) -> None:
+        """Nobody waits for the answer any more: the views of this frame may change at once, and
+        what the peer makes of them then must not land."""
 
     def close(self) -> None:
         """The connection has ended; threads that use it may still have to notice."""
@@ -64,6 +66,9 @@ class Dialer(Protocol):
     frame_bytes: int
     """Payload that it likes to send at once."""
 
+    first_bytes: int
+    """Of the first frame of a push; each is twice as large as the one before, up to the limit."""
+
     def dial(self, greeting: Greeting, patience: Patience) -> Outbound:
         """A new connection, or LinkBroken."""
 
@@ -74,12 +79,15 @@ class Dialer(Protocol):
 class _Flight:
     """A push on its way."""
 
-    __slots__ = ("failure", "num_waiting", "push", "sending")
+    __slots__ = ("connection", "failure", "push", "sending", "unanswered")
 
     def __init__(self, push: Push) -> None:
         self.push = push
-        self.num_waiting = 0
-        """Frames that were sent and not answered."""
+        self.connection: _Connection | None = None
+        """What its frames are sent on; it stays with that one."""
+
+        self.unanswered: set[int] = set()
+        """Frames that were sent, by number."""
 
         self.sending = True
         """Whether its slots are still being read, or will be."""
@@ -88,7 +96,7 @@ class _Flight:
 
     @property
     def has_ended(self) -> bool:
-        return not self.sending and (self.failure is not None or not self.num_waiting)
+        return not self.sending and (self.failure is not None or not self.unanswered)
 
 
 class _Connection:
@@ -119,6 +127,7 @@ class StreamSender:
         self._config = config
         self._clock = clock
         self._greeting = Greeting(dialer.link, config.token, memory.block_bytes)
+        self._first_bytes = dialer.first_bytes
         self._frame_bytes = max(dialer.frame_bytes, memory.block_bytes)
         self._changed = Condition()
         self._queue: deque[_Flight] = deque()
@@ -167,7 +176,8 @@ class StreamSender:
             self._sent.clear()
             connection = self._connection
         for flight in left:
-            self._deliver(PushFailed(flight.push.job, PushFailure.CLOSED))
+            flight.failure = PushFailure.CLOSED
+            self._end(flight)
         if connection is not None:
             _retire(connection)
 
@@ -196,44 +206,51 @@ class StreamSender:
             late = [flight for flight in self._queue if flight.push.deadline_s <= now]
             for flight in late:
                 self._queue.remove(flight)
-            for flight in list(self._sent.values()):
-                if flight.push.deadline_s <= now:
-                    late.append(self._sent.pop(flight.push.job))
-                    flight.failure = PushFailure.TIMEOUT
-        for flight in late:
-            self._deliver(PushFailed(flight.push.job, PushFailure.TIMEOUT))
+            sent = [flight for flight in self._sent.values() if flight.push.deadline_s <= now]
+            for flight in sent:
+                del self._sent[flight.push.job]
+            for flight in late + sent:
+                flight.failure = PushFailure.TIMEOUT
+        for flight in late + sent:
+            self._end(flight)
 
     def _send(self, flight: _Flight) -> None:
         """Send all of a push, or note why not; then its slots are not read any more."""
         push = flight.push
-        connection = None
         try:
-            connection = self._connected(self._patience(push))
-            for pieces in _frames(push.pieces, self._frame_bytes):
+            connection = flight.connection = self._connected(self._patience(push))
+            for pieces in _frames(push.pieces, self._first_bytes, self._frame_bytes):
                 if flight.failure is not None:
                     break
                 self._send_frame(connection, flight, pieces)
         except LinkBroken as error:
             log.info("a push to a peer failed: %s", error)
-            self._give_up(flight, connection, error.reason)
+            self._give_up(flight, error.reason)
         except Exception:
             log.exception("a push failed by a fault of ours")
-            self._give_up(flight, connection, PushFailure.LOST)
+            self._give_up(flight, PushFailure.LOST)
         with self._changed:
             flight.sending = False
             if not flight.has_ended:
                 self._sent[push.job] = flight
                 return
-        self._deliver(_outcome(flight))
+        self._end(flight)
 
-    def _give_up(
-        self, flight: _Flight, connection: _Connection | None, reason: PushFailure
-    ) -> None:
+    def _give_up(self, flight: _Flight, reason: PushFailure) -> None:
         with self._changed:
             if flight.failure is None:
                 flight.failure = PushFailure.CLOSED if self._closed else reason
-        if connection is not None:
-            self._drop(connection, PushFailure.LOST)
+        if flight.connection is not None:
+            self._drop(flight.connection, PushFailure.LOST)
+
+    def _end(self, flight: _Flight) -> None:
+        """Deliver the outcome of a push that nobody else can reach any more."""
+        with self._changed:
+            unanswered = list(flight.unanswered)
+        for number in unanswered:
+            assert flight.connection is not None
+            flight.connection.outbound.withdraw(number)
+        self._deliver(_outcome(flight))
 
     def _send_frame(
         self, connection: _Connection, flight: _Flight, pieces: Sequence[Piece]
@@ -246,7 +263,7 @@ class StreamSender:
             number = connection.next_number
             connection.next_number += 1
             connection.waiting[number] = flight
-            flight.num_waiting += 1
+            flight.unanswered.add(number)
         connection.outbound.carry(
             number, push.lease, pieces, views, self._patience(push, connection)
         )
@@ -309,12 +326,12 @@ class StreamSender:
             flight = connection.waiting.pop(number, None)
             if flight is None:
                 raise LinkBroken("an answer to no frame")
-            flight.num_waiting -= 1
+            flight.unanswered.remove(number)
             flight.failure = flight.failure or failure
             ended = flight.has_ended and self._sent.pop(flight.push.job, None) is not None
         connection.outbound.answered(number)
         if ended:
-            self._deliver(_outcome(flight))
+            self._end(flight)
 
     def _drop(self, connection: _Connection, reason: PushFailure) -> None:
         """The connection is over, and with it every push that has an unanswered frame."""
@@ -330,7 +347,7 @@ class StreamSender:
                     ended.append(flight)
         connection.outbound.stream.shut()
         for flight in ended:
-            self._deliver(_outcome(flight))
+            self._end(flight)
 
 
 def _retire(connection: _Connection) -> None:
@@ -348,10 +365,12 @@ def _outcome(flight: _Flight) -> SenderEvent:
     return PushDone(flight.push.job, sum(piece.num_bytes for piece in flight.push.pieces))
 
 
-def _frames(pieces: Sequence[Piece], frame_bytes: int) -> Iterator[Sequence[Piece]]:
-    """Cut a push into frames, in order: small ones first, so that the peer begins early."""
+def _frames(
+    pieces: Sequence[Piece], first_bytes: int, frame_bytes: int
+) -> Iterator[Sequence[Piece]]:
+    """Cut a push into frames, in order, each larger than the one before up to the limit."""
     start = num_bytes = 0
-    limit_bytes = min(_FIRST_BYTES, frame_bytes)
+    limit_bytes = min(first_bytes, frame_bytes)
     for end, piece in enumerate(pieces):
         too_large = num_bytes and num_bytes + piece.num_bytes > limit_bytes
         if too_large or end - start == MAX_PIECES:

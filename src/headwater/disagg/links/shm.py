@@ -1,28 +1,37 @@
 """The `shm` link, for peers on one machine: the receiver copies from where the blocks lie.
 
-    sender's slots ── a mapping of the same memory ──▶ copy, verify ──▶ receiver's slots
+    sender's slots ── a mapping of the same memory ──▶ one copy ──▶ receiver's slots
 
 A sender hands over a descriptor of its whole block memory, on a Unix socket, once both have
 proved the token. It is a sealed memfd: it has no name, so nothing is left behind when a process
 dies; no peer can pull it away under a copy, nor write to it. A frame says in which slots of the
-sender its blocks are; those stay as they are until it is answered. Should a sender give up
-before, and put something else into them, then the checksum fails at the receiver.
+sender its blocks are; those stay as they are until it is answered, or the sender has withdrawn
+what it pledged. So nobody computes a checksum: there is no wire that could turn a bit over.
 """
 
 import os
 import secrets
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from headwater.disagg.link import BlockMemory, OneMemory, Piece, PushFailure
-from headwater.disagg.links.cells import Places
 from headwater.disagg.links.config import LinkConfig
-from headwater.disagg.links.frames import Frame, Malformed, describe, encode_frame, make_frame
+from headwater.disagg.links.frames import (
+    MAX_PIECES,
+    NO_CHECKSUM,
+    Frame,
+    Malformed,
+    SentPiece,
+    encode_frame,
+    make_frame,
+)
 from headwater.disagg.links.hello import Greeting, Session, Welcome, greet
 from headwater.disagg.links.landing import Landing
+from headwater.disagg.links.pledges import PLEDGES_BYTES, PeerPledges, Pledges
 from headwater.disagg.links.stream import LinkBroken, Patience, Stream
 from headwater.errors import ConfigError
 from headwater.transfer.shared import map_shared
@@ -30,10 +39,16 @@ from headwater.transfer.shared import map_shared
 _OFFER = struct.Struct("<Q")
 """Bytes of the memory that is handed over with it."""
 
+_NUM_FILES = 2
 _CREDENTIALS = struct.Struct("3i")
-_NUM_FRAMES = 2
-"""One is read for its checksums while the other is copied. With more on their way it was slower:
-a block that was read long ago is presumably in no cache any more when it is copied."""
+_NUM_FRAMES = 4
+"""Under way at once: the next one is there before the peer has copied the last."""
+
+_SHARED_BYTES = 4 << 20
+"""From here on two threads share the copying of a frame: each takes the next block."""
+
+_FRAME_BYTES = 256 << 20
+"""Only its table travels, so a frame is as large as makes its own costs small."""
 
 
 class ShmDock:
@@ -54,7 +69,8 @@ class ShmDock:
     ) -> tuple[Session, "ShmInbound"]:
         _check_user(stream)
         session = welcome.accept()
-        return session, ShmInbound(_take_memory(stream, patience), self._block_bytes)
+        memory, pledges = _take_memory(stream, patience)
+        return session, ShmInbound(memory, pledges, self._block_bytes)
 
     def close(self) -> None:
         """There is nothing but the listener."""
@@ -63,30 +79,46 @@ class ShmDock:
 class ShmInbound:
     """Payloads in the slots of the sender; copies them into ours, whose only writer it is."""
 
-    def __init__(self, memory: memoryview, block_bytes: int) -> None:
+    def __init__(self, memory: memoryview, pledges: PeerPledges, block_bytes: int) -> None:
         self._memory = np.frombuffer(memory, dtype=np.uint8)
+        self._pledges = pledges
         self._block_bytes = block_bytes
         self._num_slots = len(memory) // block_bytes
+        self.max_bytes = MAX_PIECES * block_bytes
+        self._helper = ThreadPoolExecutor(1, "shm-copy")
 
     def receive(self, frame: Frame, landing: Landing, patience: Patience) -> int:
         if max(piece.slot for piece in frame.pieces) >= self._num_slots:
             raise Malformed("a block that is outside the sender's memory")
-        pairs = zip(landing.views, frame.pieces, strict=True)
-        for place, (view, piece) in enumerate(pairs):
-            if landing.stopped:
-                break
-            if view is not None:
-                at = piece.slot * self._block_bytes
-                source = self._memory[at : at + piece.num_bytes]
-                np.copyto(np.frombuffer(view, dtype=np.uint8), source)
-                landing.verify(place, piece)
+        places, copied = iter(landing.new), set[int]()
+        if frame.payload_bytes < _SHARED_BYTES:
+            self._copy(frame, landing, places, copied)
+        else:
+            helping = self._helper.submit(self._copy, frame, landing, places, copied)
+            self._copy(frame, landing, places, copied)
+            if not helping.cancel():
+                helping.result()
+        if self._pledges.holds(frame):
+            landing.good.update(copied)
         return 0
+
+    def _copy(
+        self, frame: Frame, landing: Landing, places: Iterator[int], copied: set[int]
+    ) -> None:
+        """Copy block after block, until none is left or it is stopped."""
+        for place in places:
+            if landing.stopped:
+                return
+            piece = frame.pieces[place]
+            at = piece.slot * self._block_bytes
+            landing.copy(place, self._memory[at : at + piece.num_bytes])
+            copied.add(place)
 
     def skip(self, num_bytes: int, patience: Patience) -> None:
         """Nothing of it is on the way."""
 
     def close(self) -> None:
-        """The mapping goes with the connection."""
+        self._helper.shutdown(wait=False)
 
 
 class ShmDialer:
@@ -106,7 +138,7 @@ class ShmDialer:
         self._file = memory.file
         self._num_bytes = len(memory.memory)
         self._timeout_s = config.connect_timeout_s
-        self.frame_bytes = config.frame_bytes
+        self.frame_bytes = self.first_bytes = _FRAME_BYTES
 
     def dial(self, greeting: Greeting, patience: Patience) -> "ShmOutbound":
         connected = socket.socket(socket.AF_UNIX)
@@ -116,15 +148,16 @@ class ShmDialer:
             stream = Stream(connected)
             _check_user(stream)
             key = greet(stream, greeting, patience).key
+            pledges = Pledges(_NUM_FRAMES)
             offer = _OFFER.pack(self._num_bytes)
-            socket.send_fds(connected, [offer], [self._file])
+            socket.send_fds(connected, [offer], [self._file, pledges.file])
         except OSError as error:
             connected.close()
             raise LinkBroken(f"{self._name}: {error}", PushFailure.UNREACHABLE) from error
         except BaseException:
             connected.close()
             raise
-        return ShmOutbound(stream, key)
+        return ShmOutbound(stream, key, pledges)
 
     def close(self) -> None:
         """There is nothing but connections."""
@@ -133,10 +166,10 @@ class ShmDialer:
 class ShmOutbound:
     """Payloads that stay where they are."""
 
-    def __init__(self, stream: Stream, key: bytes) -> None:
+    def __init__(self, stream: Stream, key: bytes, pledges: Pledges) -> None:
         self.stream = stream
         self._key = key
-        self._places = Places(_NUM_FRAMES)
+        self._pledges = pledges
 
     def carry(
         self,
@@ -146,12 +179,18 @@ class ShmOutbound:
         views: Sequence[memoryview],
         patience: Patience,
     ) -> None:
-        self._places.take(number, patience)
-        frame = make_frame(number, lease, 0, tuple(map(describe, pieces, views)))
+        word = self._pledges.give(number, patience)
+        sent = [
+            SentPiece(piece.index, piece.slot, piece.num_bytes, NO_CHECKSUM) for piece in pieces
+        ]
+        frame = make_frame(number, lease, word, tuple(sent))
         self.stream.send([encode_frame(frame, self._key)], patience)
 
     def answered(self, number: int) -> None:
-        self._places.release(number)
+        self._pledges.release(number)
+
+    def withdraw(self, number: int) -> None:
+        self._pledges.withdraw(number)
 
     def close(self) -> None:
         """The stream is its connection's."""
@@ -165,13 +204,14 @@ def _check_user(stream: Stream) -> None:
         raise Malformed(f"a peer of user {user}", PushFailure.REFUSED)
 
 
-def _take_memory(stream: Stream, patience: Patience) -> memoryview:
-    """The memory that a sender hands over, mapped."""
+def _take_memory(stream: Stream, patience: Patience) -> tuple[memoryview, PeerPledges]:
+    """The memory that a sender hands over, and what it pledges of it, mapped."""
     raw, files = _receive_files(stream, patience)
     try:
-        if len(raw) != _OFFER.size or len(files) != 1:
+        if len(raw) != _OFFER.size or len(files) != _NUM_FILES:
             raise Malformed("no memory where it should be handed over")
-        return map_shared(files[0], _OFFER.unpack(raw)[0])
+        memory = map_shared(files[0], _OFFER.unpack(raw)[0])
+        return memory, PeerPledges(map_shared(files[1], PLEDGES_BYTES))
     except (OSError, ValueError, OverflowError) as error:
         raise Malformed(f"something that is no memory to share: {error}") from error
     finally:
@@ -183,7 +223,7 @@ def _receive_files(stream: Stream, patience: Patience) -> tuple[bytes, list[int]
     while True:
         try:
             raw, files, _, _ = socket.recv_fds(
-                stream.socket, _OFFER.size, 1, socket.MSG_CMSG_CLOEXEC
+                stream.socket, _OFFER.size, _NUM_FILES, socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
             patience()

@@ -9,7 +9,13 @@ from collections.abc import Sequence
 
 from headwater.disagg.link import Piece, PushFailure
 from headwater.disagg.links.config import LinkConfig
-from headwater.disagg.links.frames import Frame, describe, encode_frame, make_frame
+from headwater.disagg.links.frames import (
+    FIRST_BYTES,
+    Frame,
+    describe,
+    encode_frame,
+    make_frame,
+)
 from headwater.disagg.links.hello import Greeting, Session, Welcome, greet
 from headwater.disagg.links.landing import Landing
 from headwater.disagg.links.stream import LinkBroken, Patience, Stream, advance
@@ -28,14 +34,15 @@ class TcpDock:
 
     link = "tcp"
 
-    def __init__(self, config: LinkConfig) -> None:
+    def __init__(self, config: LinkConfig, block_bytes: int) -> None:
+        self._max_bytes = config.cell_bytes(block_bytes)
         self.listener = listen(config.host, config.port)
         self.address = f"tcp://{host_port(config.host, self.listener)}"
 
     def admit(
         self, welcome: Welcome, stream: Stream, patience: Patience
     ) -> tuple[Session, "TcpInbound"]:
-        return welcome.accept(), TcpInbound(stream)
+        return welcome.accept(), TcpInbound(stream, self._max_bytes)
 
     def close(self) -> None:
         """There is nothing but the listener."""
@@ -44,8 +51,9 @@ class TcpDock:
 class TcpInbound:
     """Payloads that follow their frames."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Stream, max_bytes: int) -> None:
         self._stream = stream
+        self.max_bytes = max_bytes
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
 
     def receive(self, frame: Frame, landing: Landing, patience: Patience) -> int:
@@ -92,6 +100,7 @@ class TcpDialer:
 
     def __init__(self, address: str, config: LinkConfig) -> None:
         self.frame_bytes = min(config.frame_bytes, _FRAME_BYTES)
+        self.first_bytes = FIRST_BYTES
         self._target = parse_host_port(address)
         self._timeout_s = config.connect_timeout_s
 
@@ -127,6 +136,9 @@ class TcpOutbound:
 
     def answered(self, number: int) -> None:
         """Nothing was kept for it."""
+
+    def withdraw(self, number: int) -> None:
+        """Its bytes have left."""
 
     def close(self) -> None:
         """The stream is its connection's."""

@@ -1,0 +1,59 @@
+"""What a sender promises of the slots that a peer copies from: a word a frame, which both see.
+
+    pledged ── the peer has copied, and finds the word as it was ──▶ the blocks have landed
+       └────── withdrawn, and only then the slots are reused ──────▶ they have not
+
+A sender that gives up does not wait for its peer, which may be in the middle of a block. It
+takes its word back first; whoever still finds it after copying has copied what was pledged.
+"""
+
+import numpy as np
+
+from headwater.disagg.links.cells import Places
+from headwater.disagg.links.frames import Frame, Malformed
+from headwater.disagg.links.stream import Patience
+from headwater.transfer.shared import SharedPages
+
+PLEDGES_BYTES = 4096
+_WORD = np.dtype("<u8")
+
+
+class Pledges:
+    """The sender's: one word for each frame that is under way."""
+
+    def __init__(self, num_frames: int) -> None:
+        self._pages = SharedPages(PLEDGES_BYTES)
+        self.file = self._pages.file
+        """For the peer, who can read them and no more."""
+
+        self._words = np.frombuffer(self._pages.memory, _WORD)
+        self._places = Places(num_frames)
+
+    def give(self, frame_number: int, patience: Patience) -> int:
+        """Pledge the slots of a frame; in which word. Waits until there is one free."""
+        place = self._places.take(frame_number, patience)
+        self._words[place] = frame_number + 1
+        return place
+
+    def withdraw(self, frame_number: int) -> None:
+        """What a peer copies from now on does not count; nothing if it has answered."""
+        with self._places.of(frame_number) as place:
+            if place is not None:
+                self._words[place] = 0
+
+    def release(self, frame_number: int) -> None:
+        """The peer has answered."""
+        self._places.release(frame_number)
+
+
+class PeerPledges:
+    """The same, seen by the peer."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._words = np.frombuffer(memory, _WORD)
+
+    def holds(self, frame: Frame) -> bool:
+        """Whether everything that was copied for a frame until now was what its sender meant."""
+        if frame.cell >= len(self._words):
+            raise Malformed("a frame that no word could pledge")
+        return int(self._words[frame.cell]) == frame.number + 1
