@@ -1,6 +1,6 @@
 """For link tests: what a peer could say if it were not one of ours."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import pytest
@@ -98,7 +98,7 @@ class RawSender:
         if self._link == "shm":
             self.outbound._pledges._words[cell] = number + 1  # type: ignore[attr-defined]
         if self._link == "tcp":
-            return head + payload
+            return head + b"".join(_with_checksums(payload, list(blocks.values())))
         self.stage(cell, payload)
         return head
 
@@ -132,6 +132,14 @@ class RawSender:
     def close(self) -> None:
         self.outbound.close()
         self.stream.close()
+
+
+def _with_checksums(payload: bytearray, blocks: list[bytes]) -> Iterator[bytes]:
+    """Blocks as they are in the payload, each followed by the checksum it should have."""
+    at = 0
+    for block in blocks:
+        yield payload[at : at + len(block)] + checksum(block)
+        at += len(block)
 
 
 def pieces_of(places: Sequence[int], block_bytes: int) -> tuple[Piece, ...]:

@@ -223,7 +223,7 @@ class LocalNetwork:
             target = landing.views[at]
             if target is not None:
                 target[:] = source
-                landing.verify(at, sent[at])
+                landing.verify(at, sent[at].checksum)
         book.settle(landing, sent)
         return None
 

@@ -2,8 +2,10 @@
 
     frame    magic 4 · pieces 2 · zero 2 · number 8 · lease 8 · cell 8 · payload bytes 8 · seal 16
     piece    index 4 · slot 4 · bytes 8 · checksum 16                      (once for each piece)
-    payload  the pieces' bytes, one after the other; where the peers share memory there is none,
-             nor a checksum, and the cell is the word that pledges them
+    payload  of each piece, one after the other, its bytes and their checksum 16
+
+In its table a piece has a checksum only where the payload is in staging memory. Where the peers
+share memory there is neither payload nor checksum, and the cell is the word that pledges them.
 
     answer   number 8 · outcome 1 · zero 7
 
@@ -26,7 +28,7 @@ FRAME_BYTES = 56
 PIECE_BYTES = 32
 ANSWER_BYTES = 16
 
-NO_CHECKSUM = bytes(16)
+CHECKSUM_BYTES = 16
 
 FIRST_BYTES = 1 << 20
 """Of a push whose payload travels, in its first frame: so the peer begins early."""
@@ -75,6 +77,11 @@ class Frame(NamedTuple):
     pieces: tuple[SentPiece, ...]
     payload_bytes: int
     """Of all pieces together."""
+
+
+def announce(piece: Piece) -> SentPiece:
+    """What a frame says of a block that it has no checksum of."""
+    return SentPiece(piece.index, piece.slot, piece.num_bytes, bytes(CHECKSUM_BYTES))
 
 
 def describe(piece: Piece, view: memoryview) -> SentPiece:

@@ -29,6 +29,7 @@ from headwater.disagg.links.stream import TICK_S, LinkBroken, Patience, Stream
 
 log = logging.getLogger(__name__)
 
+_SCRATCH_BYTES = 1 << 18
 _MAX_STRANGERS = 16
 """Connections that have not greeted yet."""
 
@@ -46,8 +47,8 @@ class Inbound(Protocol):
         Returns within a tick once the landing is `stopped`, whatever the peer does.
         """
 
-    def skip(self, num_bytes: int, patience: Patience) -> None:
-        """Pass over payload that goes nowhere."""
+    def num_following(self, frame: Frame) -> int:
+        """How many bytes follow a frame on the connection."""
 
     def close(self) -> None:
         """The connection has ended."""
@@ -178,6 +179,7 @@ class _Connection:
         self._key = key
         self._inbound = inbound
         self._head = memoryview(bytearray(FRAME_BYTES))
+        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
 
     def serve(self, config: LinkConfig, clock: Clock) -> None:
         """Frames, each with its answer, until the connection breaks."""
@@ -206,13 +208,20 @@ class _Connection:
     def _land(self, frame: Frame, patience: Patience) -> PushFailure | None:
         landing = self._book.land(frame.lease, frame.pieces)
         if isinstance(landing, PushFailure):
-            self._inbound.skip(frame.payload_bytes, patience)
+            self._skip(self._inbound.num_following(frame), patience)
             return landing
         try:
             left = self._inbound.receive(frame, landing, patience)
         finally:
             self._book.settle(landing, frame.pieces)
-        self._inbound.skip(left, patience)
+        self._skip(left, patience)
         if len(landing.good) == len(landing.new):
             return None
         return PushFailure.FENCED if landing.stopped else PushFailure.DAMAGED
+
+    def _skip(self, num_bytes: int, patience: Patience) -> None:
+        """Pass over payload that goes nowhere."""
+        while num_bytes:
+            part = self._scratch[:num_bytes]
+            self._stream.fill(part, patience)
+            num_bytes -= len(part)

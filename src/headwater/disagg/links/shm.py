@@ -22,10 +22,9 @@ from headwater.disagg.link import BlockMemory, OneMemory, Piece, PushFailure
 from headwater.disagg.links.config import LinkConfig
 from headwater.disagg.links.frames import (
     MAX_PIECES,
-    NO_CHECKSUM,
     Frame,
     Malformed,
-    SentPiece,
+    announce,
     encode_frame,
     make_frame,
 )
@@ -114,8 +113,8 @@ class ShmInbound:
             landing.copy(place, self._memory[at : at + piece.num_bytes])
             copied.add(place)
 
-    def skip(self, num_bytes: int, patience: Patience) -> None:
-        """Nothing of it is on the way."""
+    def num_following(self, frame: Frame) -> int:
+        return 0
 
     def close(self) -> None:
         self._helper.shutdown(wait=False)
@@ -180,10 +179,7 @@ class ShmOutbound:
         patience: Patience,
     ) -> None:
         word = self._pledges.give(number, patience)
-        sent = [
-            SentPiece(piece.index, piece.slot, piece.num_bytes, NO_CHECKSUM) for piece in pieces
-        ]
-        frame = make_frame(number, lease, word, tuple(sent))
+        frame = make_frame(number, lease, word, tuple(map(announce, pieces)))
         self.stream.send([encode_frame(frame, self._key)], patience)
 
     def answered(self, number: int) -> None:

@@ -1,18 +1,20 @@
 """The `tcp` link, the reference: payloads follow their frames, from slots and into slots.
 
 `sendmsg` gathers from the sender's slots and `recvmsg_into` scatters into the receiver's; no
-byte passes through a Python object, and neither call holds the interpreter's lock.
+byte passes through a Python object, and neither call holds the interpreter's lock. Each block is
+followed by its checksum: while the peer receives a stride of blocks, the next one is read.
 """
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from headwater.disagg.link import Piece, PushFailure
 from headwater.disagg.links.config import LinkConfig
 from headwater.disagg.links.frames import (
+    CHECKSUM_BYTES,
     FIRST_BYTES,
     Frame,
-    describe,
+    announce,
     encode_frame,
     make_frame,
 )
@@ -20,13 +22,13 @@ from headwater.disagg.links.hello import Greeting, Session, Welcome, greet
 from headwater.disagg.links.landing import Landing
 from headwater.disagg.links.stream import LinkBroken, Patience, Stream, advance
 from headwater.errors import ConfigError
+from headwater.storage.codec import checksum
 
-_SCRATCH_BYTES = 1 << 18
 _STRIDE_BYTES = 1 << 19
-"""Received before it is verified: meanwhile the kernel receives the next."""
+"""Read and sent, or received and verified, in turns: the kernel's buffers keep both ends busy."""
 
-_FRAME_BYTES = 2 << 20
-"""While a frame's checksums are computed, the kernel's buffers have to keep the peer busy."""
+_FRAME_BYTES = 16 << 20
+"""Larger ones made no difference."""
 
 
 class TcpDock:
@@ -35,7 +37,7 @@ class TcpDock:
     link = "tcp"
 
     def __init__(self, config: LinkConfig, block_bytes: int) -> None:
-        self._max_bytes = config.cell_bytes(block_bytes)
+        self._max_bytes = max(_FRAME_BYTES, block_bytes)
         self.listener = listen(config.host, config.port)
         self.address = f"tcp://{host_port(config.host, self.listener)}"
 
@@ -54,43 +56,39 @@ class TcpInbound:
     def __init__(self, stream: Stream, max_bytes: int) -> None:
         self._stream = stream
         self.max_bytes = max_bytes
-        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
 
     def receive(self, frame: Frame, landing: Landing, patience: Patience) -> int:
         views = [
             memoryview(bytearray(piece.num_bytes)) if view is None else view
             for view, piece in zip(landing.views, frame.pieces, strict=True)
         ]
-        start = num_bytes = 0
-        for end, view in enumerate(views, 1):
-            num_bytes += len(view)
-            if num_bytes < _STRIDE_BYTES and end < len(views):
-                continue
-            left = self._fill(views[start:end], landing, patience)
-            if left:
-                return left + sum(len(view) for view in views[end:])
-            for at in range(start, end):
-                landing.verify(at, frame.pieces[at])
-            start, num_bytes = end, 0
-        return 0
+        left = self.num_following(frame)
+        for start, end in _strides(views):
+            sums = [memoryview(bytearray(CHECKSUM_BYTES)) for _ in range(start, end)]
+            parts = [part for pair in zip(views[start:end], sums, strict=True) for part in pair]
+            left -= self._fill(parts, landing, patience)
+            if landing.stopped:
+                break
+            for at, expected in enumerate(sums, start):
+                landing.verify(at, bytes(expected))
+        return left
 
-    def skip(self, num_bytes: int, patience: Patience) -> None:
-        while num_bytes:
-            piece = self._scratch[: min(num_bytes, len(self._scratch))]
-            self._stream.fill(piece, patience)
-            num_bytes -= len(piece)
+    def num_following(self, frame: Frame) -> int:
+        return frame.payload_bytes + CHECKSUM_BYTES * len(frame.pieces)
 
     def close(self) -> None:
         """The stream is its connection's."""
 
     def _fill(self, views: list[memoryview], landing: Landing, patience: Patience) -> int:
-        """Fill the views unless it is stopped; how many bytes of them are still to come."""
+        """Fill the views unless it is stopped; how many bytes of them have come."""
+        num_bytes = 0
         while views and not landing.stopped:
             got = self._stream.some(views)
             if not got:
                 patience()
             views = advance(views, got)
-        return sum(len(view) for view in views)
+            num_bytes += got
+        return num_bytes
 
 
 class TcpDialer:
@@ -99,7 +97,7 @@ class TcpDialer:
     link = "tcp"
 
     def __init__(self, address: str, config: LinkConfig) -> None:
-        self.frame_bytes = min(config.frame_bytes, _FRAME_BYTES)
+        self.frame_bytes = _FRAME_BYTES
         self.first_bytes = FIRST_BYTES
         self._target = parse_host_port(address)
         self._timeout_s = config.connect_timeout_s
@@ -131,8 +129,13 @@ class TcpOutbound:
         views: Sequence[memoryview],
         patience: Patience,
     ) -> None:
-        frame = make_frame(number, lease, 0, tuple(map(describe, pieces, views)))
-        self.stream.send([encode_frame(frame, self._key), *views], patience)
+        frame = make_frame(number, lease, 0, tuple(map(announce, pieces)))
+        parts: list[memoryview | bytes] = [encode_frame(frame, self._key)]
+        for start, end in _strides(views):
+            for view in views[start:end]:
+                parts += [view, checksum(view)]
+            self.stream.send(parts, patience)
+            parts = []
 
     def answered(self, number: int) -> None:
         """Nothing was kept for it."""
@@ -142,6 +145,16 @@ class TcpOutbound:
 
     def close(self) -> None:
         """The stream is its connection's."""
+
+
+def _strides(views: Sequence[memoryview]) -> Iterator[tuple[int, int]]:
+    """From which view to which: as many at a time as make a stride."""
+    start = num_bytes = 0
+    for end, view in enumerate(views, 1):
+        num_bytes += len(view)
+        if num_bytes >= _STRIDE_BYTES or end == len(views):
+            yield start, end
+            start, num_bytes = end, 0
 
 
 def listen(host: str, port: int) -> socket.socket:
