@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from headwater.errors import ConfigError
+from headwater.launch import peers
 from tests.disagg.real import BLOCK_TOKENS, TOKEN, RealPair, make_real_request
 
 pytest.importorskip("torch")
@@ -19,11 +20,15 @@ def token(monkeypatch):
     monkeypatch.setenv("HEADWATER_PEER_TOKEN", TOKEN)
 
 
+@pytest.mark.parametrize("staged", [False, True], ids=["in place", "staged"])
 @pytest.mark.parametrize("link", ["tcp", "shm", "mooncake"])
-def test_disaggregated_equals_local_on_the_tiny_model(link):
-    """Random conversations, several at a time; D alone computes the same, without a cache."""
+def test_disaggregated_equals_local_on_the_tiny_model(link, staged, monkeypatch):
+    """Random conversations, several at a time; D alone computes the same, without a cache. So
+    it is when blocks pass through buffers, as a GPU's do."""
     if link == "mooncake":
         pytest.importorskip("mooncake")
+    if staged:
+        monkeypatch.setattr(peers, "_in_place", peers._staged)
     chance = random.Random(link)
     with RealPair(link) as pair, RealPair(link, prefix_caching=False) as plain:
         history = {number: [chance.randrange(256) for _ in range(40)] for number in range(3)}

@@ -48,8 +48,10 @@ def open_runner(
     return on_gpu, on_gpu.pool
 
 
-def open_copier(pool: KVPool, slab: HostSlab, clock: Clock, runner: Runner) -> DeviceCopier:
-    """The copier between `pool` and `slab`; `runner` is told of layers that arrive."""
+def open_copier(
+    pool: KVPool, slab: HostSlab, clock: Clock, runner: Runner | None = None
+) -> DeviceCopier:
+    """The copier between `pool` and `slab`; `runner`, if given, hears of layers that arrive."""
     if pool.device.type == "cpu":
         return CpuCopier(pool, slab, clock)
     from headwater.device.gpu.copier import CudaCopier

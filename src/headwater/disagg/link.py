@@ -23,7 +23,8 @@ class BlockMemory(Protocol):
         """Bytes of every slot."""
 
     def view(self, slot: int) -> memoryview:
-        """The bytes of one slot, in place: writable, contiguous, `block_bytes` long."""
+        """The bytes of one slot, in place: writable, contiguous, `block_bytes` long. It may have
+        to wait for them; LinkBroken where that takes too long."""
 
 
 @runtime_checkable
@@ -87,7 +88,8 @@ class PushFailure(StrEnum):
 
 
 class PushDone(NamedTuple):
-    """Every byte of a push is in the receiver's slots, and known to be right."""
+    """Every byte of a push is with the receiver, and known to be right; `Landed` there says that
+    it is in its slot."""
 
     job: int
     num_bytes: int
@@ -156,3 +158,13 @@ class Receiver(Protocol):
 
     def close(self) -> None:
         """Fence every lease and end every connection. Twice is safe."""
+
+
+class LinkMaker(Protocol):
+    """Makes both ends of a link, for one instance."""
+
+    def listen(self, link: str) -> Receiver:
+        """Where peers push to, by the kind of link."""
+
+    def connect(self, address: str) -> Sender:
+        """A way to the receiver at an address; ConfigError where that is none."""

@@ -1,9 +1,10 @@
 """Builds what an instance needs for hand-offs: control connections, links, both roles."""
 
 import secrets
+from collections.abc import Callable
 from dataclasses import replace
 from threading import Thread
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from headwater.cache import Namespace
 from headwater.clock import Clock
@@ -11,10 +12,11 @@ from headwater.config import EngineConfig, PeersConfig, peer_token_from_environm
 from headwater.disagg.exchange import Exchange
 from headwater.disagg.handoff import HandoffConfig
 from headwater.disagg.hands import Hands, Memory
-from headwater.disagg.link import BlockMemory, Sender
+from headwater.disagg.link import Deliver, LinkMaker, Sender
 from headwater.disagg.links.config import LinkConfig
 from headwater.disagg.links.registry import Links
 from headwater.disagg.peers import PeerConfig, PeerService
+from headwater.disagg.staged import StagedLinks
 from headwater.engine.client import EngineInfo
 from headwater.engine.core import EngineCore
 from headwater.errors import ConfigError
@@ -24,8 +26,8 @@ if TYPE_CHECKING:
     from headwater.device.kv import KVPool
 
 
-class Blocks(BlockMemory, Memory, Protocol):
-    """What links and the loop need of the device's memory."""
+OpenLinks = Callable[[LinkConfig, Deliver], LinkMaker]
+"""Makes the links of one instance, which deliver their events there."""
 
 
 def open_peers(
@@ -39,11 +41,30 @@ def open_peers(
     """Let `core` hand off, where that is asked for; `info` with where its peers reach it."""
     if config.peers is None or not _hands_off(config.peers):
         return info
+    open_memory = _in_place if pool.device.type == "cpu" else _staged
+    memory, open_links = open_memory(pool, clock)
+    address = _join_peers(config, core, scheduler, memory, open_links, clock)
+    return replace(info, role=config.peers.role, peer_address=address)
+
+
+def _in_place(pool: "KVPool", clock: Clock) -> tuple[Memory, OpenLinks]:
+    """Blocks in main memory, which links read and write where they are."""
     # Beside torch, which is imported by the time there is a pool.
     from headwater.device.blocks import PoolBlocks
 
-    address = join_peers(config, core, scheduler, PoolBlocks(pool), clock)
-    return replace(info, role=config.peers.role, peer_address=address)
+    memory = PoolBlocks(pool)
+    return memory, lambda links, deliver: Links(links, memory, deliver, clock)
+
+
+def _staged(pool: "KVPool", clock: Clock) -> tuple[Memory, OpenLinks]:
+    """Blocks on a device, which pass through buffers."""
+    from headwater.device.blocks import DeviceBlocks
+    from headwater.device.open import open_copier
+
+    memory = DeviceBlocks(pool)
+    return memory, lambda links, deliver: StagedLinks(
+        links, memory.block_bytes, lambda slab: open_copier(pool, slab, clock), deliver, clock
+    )
 
 
 def shares_blocks(config: EngineConfig) -> bool:
@@ -84,25 +105,22 @@ def _handoffs(peers: PeersConfig) -> HandoffConfig:
     )
 
 
-def join_peers(
+def _join_peers(
     config: EngineConfig,
     core: EngineCore,
     scheduler: Scheduler,
-    memory: Blocks,
+    memory: Memory,
+    open_links: OpenLinks,
     clock: Clock,
-    handoffs: HandoffConfig | None = None,
 ) -> str:
-    """Connect `core` to its peers through `memory`; the address where they reach it."""
+    """Connect `core` to its peers; the address where they reach it."""
     peers, token = config.peers, peer_token_from_environment()
     if peers is None or token is None:
         raise ConfigError(
             "--splitwise-role needs a token that all instances share: set HEADWATER_PEER_TOKEN "
             "or give --peer-token-file"
         )
-    handoffs = handoffs or _handoffs(peers)
-    links = Links(
-        LinkConfig(token=token.encode(), host=peers.host), memory, core.completions.post, clock
-    )
+    links = open_links(LinkConfig(token=token.encode(), host=peers.host), core.completions.post)
     network = PeerService(
         PeerConfig(
             token=token.encode(),
@@ -122,5 +140,5 @@ def join_peers(
         memory=memory,
         new_id=lambda: secrets.randbits(63),
     )
-    core.join(Exchange(scheduler, hands, handoffs, accepts=peers.role != "decode"))
+    core.join(Exchange(scheduler, hands, _handoffs(peers), accepts=peers.role != "decode"))
     return network.address

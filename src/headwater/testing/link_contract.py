@@ -7,7 +7,6 @@ Free of pytest. Every rule is an assertion with a sentence; see `docs/links.md`.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import numpy as np
 
@@ -15,26 +14,18 @@ from headwater.clock import SystemClock
 from headwater.disagg.link import (
     BlockMemory,
     Deliver,
+    LinkMaker,
     Piece,
     Push,
     PushDone,
     PushFailed,
     PushFailure,
-    Receiver,
     Sender,
 )
 from headwater.testing.links import BlockArray, EventLog
 
 _NUM_SLOTS = 24
 _WAIT_S = 30.0
-
-
-class LinkMaker(Protocol):
-    """Makes both ends of a link, for one instance."""
-
-    def listen(self, link: str) -> Receiver: ...
-
-    def connect(self, address: str) -> Sender: ...
 
 
 MakeLinks = Callable[[BlockMemory, Deliver], LinkMaker]
@@ -115,6 +106,7 @@ def check_blocks_land_in_order_in_the_slots_of_the_lease(rig: Rig) -> None:
 
     assert rig.done(10) == 2 * rig.source.block_bytes, "the bytes are counted exactly"
     assert rig.done(11) == 2 * rig.source.block_bytes, "the bytes are counted exactly"
+    rig.log.await_landed(1, 4)
     assert rig.log.landed(1) == [0, 1, 3, 2], "blocks land in the order of the pushes"
     for place, slot in enumerate([9, 3, 5, 11]):
         same = np.array_equal(rig.target.rows[slot], rig.source.rows[place])
@@ -135,6 +127,7 @@ def check_a_partial_block_is_its_leading_bytes(rig: Rig) -> None:
     rig.sender().push(push)
 
     assert rig.done(1) == 100, "a partial block counts as its bytes"
+    rig.log.await_landed(1, 1)
     row = rig.target.rows[0]
     assert np.array_equal(row[:100], rig.source.rows[4][:100]), "its bytes arrive"
     assert not row[100:].any(), "bytes beyond a partial block were written"
@@ -158,11 +151,13 @@ def check_a_block_lands_once(rig: Rig) -> None:
     sender = rig.sender()
     sender.push(rig.push(1, 1, [0]))
     rig.done(1)
+    rig.log.await_landed(1, 1)
     first = rig.target.rows[0].copy()
     rig.source.rows[0] += 1
     sender.push(rig.push(2, 1, [0, 1]))
 
     assert rig.done(2), "a block that is there already is no failure"
+    rig.log.await_landed(1, 2)
     assert rig.log.landed(1) == [0, 1], "a block lands once"
     assert np.array_equal(rig.target.rows[0], first), "a landed block was written again"
 

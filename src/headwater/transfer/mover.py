@@ -22,7 +22,7 @@ from headwater.types import JobId, Tier
 class DeviceCopier(Protocol):
     """Copies whole blocks between the device's pool and the host slab.
 
-    `start` is called from the loop's thread and returns at once. The blocks of a demotion are
+    `start` returns at once. The blocks of a demotion are
     written by steps that were collected, and nobody reads the targets of a promotion before
     it has landed, so an implementation needs no order against compute but its own events; only
     a `layerwise` runner reads them earlier, and shares an event a layer with its copier.

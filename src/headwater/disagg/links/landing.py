@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from headwater.disagg.link import BlockMemory, Deliver, Landed, PushFailure, Quiet
 from headwater.disagg.links.frames import SentPiece
+from headwater.disagg.links.stream import LinkBroken
 from headwater.errors import InvariantError
 from headwater.storage.codec import checksum
 
@@ -119,10 +120,15 @@ class LeaseBook:
             lease.arriving.update(places[at] for at in new)
             lease.landings += 1
         views: list[memoryview | None] = [None] * len(pieces)
-        for at in new:
-            slot = lease.slots[places[at]]
-            views[at] = self._memory.view(slot)[: pieces[at].num_bytes]
-        return Landing(number, lease, views, new)
+        landing = Landing(number, lease, views, new)
+        try:
+            for at in new:
+                slot = lease.slots[places[at]]
+                views[at] = self._memory.view(slot)[: pieces[at].num_bytes]
+        except LinkBroken:
+            self.settle(landing, pieces)
+            raise
+        return landing
 
     def settle(self, landing: Landing, pieces: Sequence[SentPiece]) -> None:
         """A landing writes no more, and its `good` blocks have landed."""

@@ -21,7 +21,6 @@ import numpy as np
 from headwater.disagg.link import BlockMemory, OneMemory, Piece, PushFailure
 from headwater.disagg.links.config import LinkConfig
 from headwater.disagg.links.frames import (
-    MAX_PIECES,
     Frame,
     Malformed,
     announce,
@@ -46,7 +45,7 @@ _NUM_FRAMES = 4
 _SHARED_BYTES = 4 << 20
 """From here on two threads share the copying of a frame: each takes the next block."""
 
-_FRAME_BYTES = 256 << 20
+FRAME_BYTES = 32 << 20
 """Only its table travels, so a frame is as large as makes its own costs small."""
 
 
@@ -83,7 +82,7 @@ class ShmInbound:
         self._pledges = pledges
         self._block_bytes = block_bytes
         self._num_slots = len(memory) // block_bytes
-        self.max_bytes = MAX_PIECES * block_bytes
+        self.max_bytes = max(FRAME_BYTES, block_bytes)
         self._helper = ThreadPoolExecutor(1, "shm-copy")
 
     def receive(self, frame: Frame, landing: Landing, patience: Patience) -> int:
@@ -137,7 +136,7 @@ class ShmDialer:
         self._file = memory.file
         self._num_bytes = len(memory.memory)
         self._timeout_s = config.connect_timeout_s
-        self.frame_bytes = self.first_bytes = _FRAME_BYTES
+        self.frame_bytes = self.first_bytes = FRAME_BYTES
 
     def dial(self, greeting: Greeting, patience: Patience) -> "ShmOutbound":
         connected = socket.socket(socket.AF_UNIX)

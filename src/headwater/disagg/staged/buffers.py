@@ -1,0 +1,97 @@
+"""Host blocks that other blocks pass through, and the copies in and out of them."""
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from threading import Condition
+from typing import TypeAlias
+
+import numpy as np
+
+from headwater.cache import Demotion, Ending, Promotion, Transfer
+from headwater.transfer.completions import Completion
+from headwater.transfer.mover import DeviceCopier
+from headwater.transfer.slab import HostSlab
+from headwater.types import JobId, Slots, Tier
+
+OpenCopier: TypeAlias = Callable[[HostSlab], DeviceCopier]
+"""Makes the copier between the device and a slab."""
+
+Then: TypeAlias = Callable[[bool], None]
+"""Told, from any thread, whether all bytes of a copy are there."""
+
+
+class Buffers:
+    """The blocks of one slab, who has them, and the device's copies. Thread-safe."""
+
+    def __init__(self, slab: HostSlab, copier: DeviceCopier) -> None:
+        self.block_bytes = slab.block_bytes
+        self._slab = slab
+        self._copier = copier
+        self._changed = Condition()
+        self._free = list(range(slab.num_slots))
+        self._jobs = count()
+
+    def view(self, buffer: int) -> memoryview:
+        """The bytes of one, in place."""
+        return self._slab.view(buffer)
+
+    def take(self, num: int) -> list[int] | None:
+        """So many, or None where so many are not free."""
+        with self._changed:
+            if len(self._free) < num:
+                return None
+            taken, self._free = self._free[:num], self._free[num:]
+            return taken
+
+    def await_one(self, timeout_s: float) -> int | None:
+        """One, as soon as there is one; None where that takes too long."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._free, timeout_s):
+                return None
+            return self._free.pop()
+
+    def give_back(self, buffers: Sequence[int]) -> None:
+        """They are free again."""
+        with self._changed:
+            self._free.extend(buffers)
+            self._changed.notify_all()
+
+    def load(self, slots: Sequence[int], buffers: Sequence[int], then: Then) -> None:
+        """Copy blocks of the device into buffers."""
+        self._start(
+            Demotion(
+                job=JobId(next(self._jobs)),
+                source=Tier.DEVICE,
+                target=Tier.HOST,
+                source_slots=_array(slots),
+                target_slots=_array(buffers),
+            ),
+            then,
+        )
+
+    def store(self, buffers: Sequence[int], slots: Sequence[int], then: Then) -> None:
+        """Copy buffers into the device's slots."""
+        self._start(
+            Promotion(
+                job=JobId(next(self._jobs)),
+                source=Tier.HOST,
+                target=Tier.DEVICE,
+                source_slots=_array(buffers),
+                target_slots=_array(slots),
+            ),
+            then,
+        )
+
+    def close(self) -> None:
+        """Nothing is copied any more. Twice is safe."""
+        self._copier.close()
+
+    def _start(self, transfer: Transfer, then: Then) -> None:
+        def report(completion: Completion) -> None:
+            then(completion.ending is Ending.DONE)
+
+        self._copier.start(transfer, report)
+
+
+def _array(numbers: Sequence[int]) -> Slots:
+    return np.array(numbers, dtype=np.int64)

@@ -1,0 +1,134 @@
+"""Receives into buffers, and then copies from there into the slots of the device.
+
+    a link lands a block in a buffer ──▶ copied to its slot ──▶ Landed ──▶ the buffer is free
+                                                       … the last of them ──▶ Quiet
+
+A block has landed when it is on the device, so a lease is quiet when the last copy of it ended.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count, islice
+from threading import Lock
+
+from headwater.disagg.link import BlockMemory, Deliver, Landed, LinkEvent, Quiet, Receiver
+from headwater.disagg.links.stream import LinkBroken
+from headwater.disagg.staged.buffers import Buffers
+
+Listen = Callable[[BlockMemory, Deliver], Receiver]
+"""Makes a receiver whose blocks land in that memory."""
+
+
+class Lobby:
+    """Block memory for a link: each block that may come has a ticket, which is the slot that the
+    link knows. Its bytes are in a buffer, from when they are asked for."""
+
+    def __init__(self, buffers: Buffers, timeout_s: float) -> None:
+        self.block_bytes = buffers.block_bytes
+        self._buffers = buffers
+        self._timeout_s = timeout_s
+        self._by_ticket: dict[int, int] = {}
+
+    def view(self, slot: int) -> memoryview:
+        buffer = self._by_ticket.get(slot)
+        if buffer is None:
+            buffer = self._buffers.await_one(self._timeout_s)
+            if buffer is None:
+                raise LinkBroken("no buffer came free for a block that arrives")
+            self._by_ticket[slot] = buffer
+        return self._buffers.view(buffer)
+
+    def leave(self, ticket: int) -> int | None:
+        """The buffer of a block, if it has one; it is the caller's now."""
+        return self._by_ticket.pop(ticket, None)
+
+
+class _Lease:
+    """What of a lease is between its buffers and its slots."""
+
+    def __init__(self, slots: Sequence[int], tickets: Iterator[int]) -> None:
+        self.slots = list(slots)
+        self.tickets = list(islice(tickets, len(slots)))
+        self.num_copying = 0
+        self.lost: dict[int, int] = {}
+        """Bytes of blocks that came and could not be copied, by index."""
+
+        self.quiet: Quiet | None = None
+        """What the link said, while copies are under way."""
+
+
+class StagedReceiver:
+    """A `Receiver` for the slots of a device."""
+
+    def __init__(
+        self,
+        listen: Listen,
+        buffers: Buffers,
+        deliver: Deliver,
+        *,
+        timeout_s: float,
+    ) -> None:
+        """A block that arrives waits `timeout_s` for a buffer."""
+        self._buffers = buffers
+        self._deliver = deliver
+        self._lock = Lock()
+        self._leases: dict[int, _Lease] = {}
+        self._tickets = count()
+        self._lobby = Lobby(buffers, timeout_s)
+        self._receiver = listen(self._lobby, self._take)
+
+    @property
+    def address(self) -> str:
+        return self._receiver.address
+
+    def open(self, lease: int, slots: Sequence[int]) -> None:
+        opened = _Lease(slots, self._tickets)
+        with self._lock:
+            self._leases[lease] = opened
+        self._receiver.open(lease, opened.tickets)
+
+    def fence(self, lease: int) -> None:
+        self._receiver.fence(lease)
+
+    def close(self) -> None:
+        self._receiver.close()
+        self._buffers.close()
+
+    def _take(self, event: LinkEvent) -> None:
+        """What the link says of buffers."""
+        if isinstance(event, Landed):
+            self._store(event)
+        elif isinstance(event, Quiet):
+            with self._lock:
+                self._leases[event.lease].quiet = event
+            self._end(event.lease)
+
+    def _store(self, event: Landed) -> None:
+        lease = self._leases[event.lease]
+        buffer = self._lobby.leave(lease.tickets[event.index])
+        assert buffer is not None, "a block landed without a buffer"
+        with self._lock:
+            lease.num_copying += 1
+
+        def stored(is_there: bool) -> None:
+            self._buffers.give_back([buffer])
+            if is_there:
+                self._deliver(event)
+            with self._lock:
+                lease.num_copying -= 1
+                if not is_there:
+                    lease.lost[event.index] = event.num_bytes
+            self._end(event.lease)
+
+        self._buffers.store([buffer], [lease.slots[event.index]], stored)
+
+    def _end(self, number: int) -> None:
+        """Say that a lease is quiet, if the link has said so and nothing of it is copied."""
+        with self._lock:
+            lease = self._leases.get(number)
+            if lease is None or lease.quiet is None or lease.num_copying:
+                return
+            del self._leases[number]
+        left = [self._lobby.leave(ticket) for ticket in lease.tickets]
+        self._buffers.give_back([buffer for buffer in left if buffer is not None])
+        num_bytes = lease.quiet.num_bytes - sum(lease.lost.values())
+        self._deliver(Quiet(number, num_bytes, lease.quiet.blocks - lease.lost.keys()))

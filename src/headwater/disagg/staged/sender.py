@@ -1,0 +1,193 @@
+"""Sends blocks of a device: copies them into buffers, and pushes those.
+
+    push ── cut into parts ──▶ one at a time into buffers ──▶ pushed by the link ──▶ outcome
+                                            └── while the part before travels
+
+Every way to a peer has buffers of its own, so one that stalls holds up nobody else.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from threading import Condition
+from typing import NamedTuple
+
+from headwater.clock import Clock
+from headwater.disagg.link import (
+    Deliver,
+    LinkEvent,
+    Piece,
+    Push,
+    PushDone,
+    PushFailed,
+    PushFailure,
+    Sender,
+)
+from headwater.disagg.staged.buffers import Buffers
+
+_CLOSE_S = 10.0
+
+Connect = Callable[[Deliver], Sender]
+"""Makes a sender that pushes from the buffers."""
+
+
+class _Flight:
+    """A push on its way."""
+
+    def __init__(self, push: Push) -> None:
+        self.push = push
+        self.num_left = 0
+        """Parts that have not ended."""
+
+        self.has_begun = False
+        self.failure: PushFailure | None = None
+
+
+class _Part(NamedTuple):
+    """Blocks of a push that pass through buffers together."""
+
+    flight: _Flight
+    pieces: Sequence[Piece]
+
+
+class StagedSender:
+    """A `Sender` of the slots of a device."""
+
+    def __init__(
+        self,
+        connect: Connect,
+        buffers: Buffers,
+        deliver: Deliver,
+        clock: Clock,
+        *,
+        part_blocks: int,
+    ) -> None:
+        """At most `part_blocks` pass through buffers together."""
+        self._buffers = buffers
+        self._deliver = deliver
+        self._clock = clock
+        self._part_blocks = part_blocks
+        self._changed = Condition()
+        self._queue: deque[_Part] = deque()
+        self._is_copying = False
+        self._travelling: dict[int, tuple[_Part, list[int]]] = {}
+        """What the link is pushing, and from which buffers, by its job."""
+
+        self._jobs = count()
+        self._closed = False
+        self._sender = connect(self._take)
+
+    def push(self, push: Push) -> None:
+        flight = _Flight(push)
+        parts = [_Part(flight, pieces) for pieces in self._cut(push.pieces)]
+        with self._changed:
+            if not self._closed:
+                flight.num_left = len(parts)
+                self._queue.extend(parts)
+        if not flight.num_left:
+            self._deliver(PushFailed(push.job, PushFailure.CLOSED))
+        self._advance()
+
+    def cancel(self, lease: int) -> None:
+        with self._changed:
+            waiting = dict.fromkeys(part.flight for part in self._queue)
+            given_up = [f for f in waiting if f.push.lease == lease and not f.has_begun]
+        for flight in given_up:
+            self._fail(flight, PushFailure.CANCELLED)
+        self._sender.cancel(lease)
+
+    def close(self) -> None:
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            waiting = dict.fromkeys(part.flight for part in self._queue)
+        for flight in waiting:
+            self._fail(flight, PushFailure.CLOSED)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_copying, _CLOSE_S)
+        self._sender.close()
+        self._buffers.close()
+
+    def _cut(self, pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
+        for start in range(0, len(pieces), self._part_blocks):
+            yield pieces[start : start + self._part_blocks]
+
+    def _advance(self) -> None:
+        """Begin with the next part, if it is its turn and there are buffers for it."""
+        with self._changed:
+            if self._is_copying or not self._queue:
+                return
+            buffers = self._buffers.take(len(self._queue[0].pieces))
+            if buffers is None:
+                return
+            part = self._queue.popleft()
+            part.flight.has_begun = self._is_copying = True
+        slots = [piece.slot for piece in part.pieces]
+        self._buffers.load(slots, buffers, lambda there: self._loaded(part, buffers, there))
+
+    def _loaded(self, part: _Part, buffers: list[int], is_there: bool) -> None:
+        """The device's slots are not read any more."""
+        with self._changed:
+            self._is_copying = False
+            failure = self._obstacle(part.flight, is_there)
+            job = next(self._jobs)
+            if failure is None:
+                self._travelling[job] = part, buffers
+            self._changed.notify_all()
+        if failure is None:
+            self._sender.push(_from_buffers(job, part, buffers))
+            self._advance()
+        else:
+            self._end(part, buffers, failure)
+
+    def _obstacle(self, flight: _Flight, is_there: bool) -> PushFailure | None:
+        """Why what has been copied is not pushed."""
+        if flight.failure is not None:
+            return flight.failure
+        if self._closed:
+            return PushFailure.CLOSED
+        if self._clock.now() >= flight.push.deadline_s:
+            return PushFailure.TIMEOUT
+        return None if is_there else PushFailure.LOST
+
+    def _take(self, event: LinkEvent) -> None:
+        """What the link says of a part."""
+        assert isinstance(event, PushDone | PushFailed)
+        with self._changed:
+            part, buffers = self._travelling.pop(event.job)
+        self._end(part, buffers, event.reason if isinstance(event, PushFailed) else None)
+
+    def _end(self, part: _Part, buffers: list[int], failure: PushFailure | None) -> None:
+        self._buffers.give_back(buffers)
+        with self._changed:
+            part.flight.num_left -= 1
+        self._fail(part.flight, failure)
+        self._advance()
+
+    def _fail(self, flight: _Flight, failure: PushFailure | None) -> None:
+        """Let nothing more of a push begin, if it has failed; say its outcome if all ended."""
+        with self._changed:
+            flight.failure = flight.failure or failure
+            if flight.failure is not None:
+                kept = [part for part in self._queue if part.flight is not flight]
+                flight.num_left -= len(self._queue) - len(kept)
+                self._queue = deque(kept)
+            if flight.num_left:
+                return
+        push = flight.push
+        if flight.failure is not None:
+            self._deliver(PushFailed(push.job, flight.failure))
+        else:
+            num_bytes = sum(piece.num_bytes for piece in push.pieces)
+            self._deliver(PushDone(push.job, num_bytes))
+
+
+def _from_buffers(job: int, part: _Part, buffers: list[int]) -> Push:
+    """The same blocks, from where they are now."""
+    push = part.flight.push
+    pieces = tuple(
+        Piece(buffer, piece.index, piece.num_bytes)
+        for buffer, piece in zip(buffers, part.pieces, strict=True)
+    )
+    return Push(job=job, lease=push.lease, pieces=pieces, deadline_s=push.deadline_s)

@@ -1,0 +1,58 @@
+"""Prefill and decode apart, both on a GPU: blocks pass through pinned buffers."""
+
+import random
+
+import pytest
+
+from tests.device.gpu import pytestmark, require_gpu
+from tests.disagg.real import BLOCK_TOKENS, TOKEN, RealPair, make_real_request
+
+require_gpu()
+
+__all__ = ["pytestmark"]
+
+ON_GPU = {"device": "cuda", "dtype": "float32"}
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both instances share it."""
+    monkeypatch.setenv("HEADWATER_PEER_TOKEN", TOKEN)
+
+
+@pytest.mark.parametrize("link", ["tcp", "shm"])
+def test_disaggregated_equals_local_on_a_gpu(link: str) -> None:
+    """Token for token in float32, over conversations; the second turns move what is new."""
+    chance = random.Random(link)
+    with (
+        RealPair(link, **ON_GPU) as pair,
+        RealPair(link, prefix_caching=False, **ON_GPU) as plain,
+    ):
+        history = {number: [chance.randrange(256) for _ in range(40)] for number in range(3)}
+        for turn in range(3):
+            requests = []
+            for number, tokens in history.items():
+                tokens += [chance.randrange(256) for _ in range(chance.randrange(1, 50))]
+                requests.append(make_real_request(f"{turn}-{number}", tokens, seed=turn))
+            got = pair.serve(*requests)
+            assert got == plain.serve(*requests, handed_off=False)
+            for number, tokens in enumerate(got):
+                history[number] += tokens
+        pair.settle()
+        handoffs = pair.decode.stats().handoffs["decode"]
+
+    assert handoffs.done == 9
+    assert not handoffs.failures
+
+
+def test_the_second_turn_moves_only_what_is_new_on_a_gpu() -> None:
+    """In bytes: D has the first turn and its answer (lesson 55)."""
+    with RealPair(**ON_GPU) as pair:
+        prompt = [(at * 37) % 256 for at in range(10 * BLOCK_TOKENS)]
+        (answer,) = pair.serve(make_real_request("a", prompt, max_tokens=2 * BLOCK_TOKENS + 1))
+        first = pair.decode.stats().handoffs["decode"].num_bytes
+        pair.serve(make_real_request("b", prompt + answer + [5] * (BLOCK_TOKENS - 1)))
+        both = pair.decode.stats().handoffs["decode"].num_bytes
+        pair.settle()
+
+    assert (both - first) * 10 == first

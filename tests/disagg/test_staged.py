@@ -1,0 +1,233 @@
+"""Blocks of a device pass through buffers: the same contract, and no buffer is ever lost."""
+
+import numpy as np
+import pytest
+
+from headwater.clock import SystemClock
+from headwater.disagg.link import Push, PushDone, PushFailure
+from headwater.disagg.links import Links
+from headwater.disagg.staged.receiver import StagedReceiver
+from headwater.disagg.staged.sender import StagedSender
+from headwater.errors import ConfigError
+from headwater.testing.link_contract import CHECKS, open_rig
+from headwater.testing.links import BlockArray, EventLog
+from tests.disagg.staging import MakeStaged, SomeBuffers
+from tests.disagg.wire import CONFIG, LINKS, RawSender, pieces_of
+
+BLOCK_BYTES = 4096
+NUM_SLOTS = 24
+SIZES = (4096 * 3 + 40, 3 << 20)
+
+
+@pytest.mark.parametrize("block_bytes", SIZES, ids=("small", "large"))
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("link", LINKS)
+def test_staged_links_keep_the_contract(link, check, block_bytes):
+    """Order, one outcome a push, fences that hold (lesson 50)."""
+    with open_rig(MakeStaged(link), link, block_bytes) as rig:
+        check(rig)
+
+
+@pytest.mark.parametrize("end", ["receiver", "sender"])
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("link", ["tcp", "shm"])
+def test_one_end_may_have_its_blocks_in_place(link, check, end):
+    """A device here and main memory there is a link like any other."""
+    with open_rig(MakeStaged(link, (end,)), link, BLOCK_BYTES) as rig:
+        check(rig)
+
+
+class Pair:
+    """A staged sender and a staged receiver with a few buffers each."""
+
+    def __init__(self, num_buffers: int = 4) -> None:
+        self.source = BlockArray(NUM_SLOTS, BLOCK_BYTES, seed=7)
+        self.target = BlockArray(NUM_SLOTS, BLOCK_BYTES)
+        self.log = EventLog()
+        self.inner = SomeBuffers(self.target, num_buffers)
+        self.receiver = StagedReceiver(
+            lambda memory, deliver: Links(CONFIG, memory, deliver).listen("tcp"),
+            self.inner,
+            self.log,
+            timeout_s=1.0,
+        )
+        self.outer = SomeBuffers(self.source, num_buffers)
+        self.sender = self.make_sender(self.outer)
+
+    def make_sender(self, buffers: SomeBuffers) -> StagedSender:
+        return StagedSender(
+            lambda deliver: Links(CONFIG, buffers, deliver).connect(self.receiver.address),
+            buffers,
+            self.log,
+            SystemClock(),
+            part_blocks=2,
+        )
+
+    def push(self, job: int, lease: int, places, wait_s: float = 30.0) -> None:
+        deadline_s = SystemClock().now() + wait_s
+        pieces = pieces_of(places, BLOCK_BYTES)
+        self.sender.push(Push(job=job, lease=lease, pieces=pieces, deadline_s=deadline_s))
+
+    def close(self) -> None:
+        self.sender.close()
+        self.receiver.close()
+
+
+@pytest.fixture
+def pair():
+    pair = Pair()
+    yield pair
+    pair.close()
+
+
+def test_a_push_larger_than_all_buffers_passes_through_them(pair):
+    """Part by part; every buffer is free afterwards."""
+    pair.receiver.open(1, range(NUM_SLOTS))
+    pair.push(1, 1, range(NUM_SLOTS))
+
+    assert pair.log.outcome(1) == PushDone(1, NUM_SLOTS * BLOCK_BYTES)
+    pair.receiver.fence(1)
+    assert pair.log.quiet(1).num_bytes == NUM_SLOTS * BLOCK_BYTES
+    assert np.array_equal(pair.target.rows, pair.source.rows)
+    assert pair.outer.all_free
+    assert pair.inner.all_free
+
+
+def test_a_block_has_landed_when_it_is_on_the_device(pair):
+    """Not when it is in a buffer: neither is it said, nor is the lease quiet (lesson 46)."""
+    pair.receiver.open(1, [5])
+    pair.inner.copier.gate.clear()
+    pair.push(1, 1, [0])
+    assert pair.log.outcome(1) == PushDone(1, BLOCK_BYTES)
+    pair.receiver.fence(1)
+
+    assert pair.log.landed(1) == []
+    assert pair.log.quiets(1) == []
+    pair.inner.copier.gate.set()
+    assert pair.log.quiet(1).blocks == frozenset({0})
+    assert pair.log.landed(1) == [0]
+    assert np.array_equal(pair.target.rows[5], pair.source.rows[0])
+
+
+def test_a_copy_that_fails_is_not_in_the_account(pair):
+    """What came and is not on the device did not land (lesson 54)."""
+    pair.receiver.open(1, [5, 6])
+    pair.push(1, 1, [0])
+    pair.log.await_landed(1, 1)
+    pair.inner.copier.fails = True
+    pair.push(2, 1, [1])
+    pair.log.outcome(2)
+    pair.receiver.fence(1)
+
+    quiet = pair.log.quiet(1)
+    assert (quiet.num_bytes, quiet.blocks) == (BLOCK_BYTES, frozenset({0}))
+    assert pair.log.landed(1) == [0]
+    assert pair.inner.all_free
+
+
+def test_a_copy_that_fails_fails_its_push_and_no_other(pair):
+    """The sender's device could not be read: nothing of that part is sent (lesson 53)."""
+    pair.receiver.open(1, range(8))
+    pair.outer.copier.fails = True
+    pair.push(1, 1, [0, 1, 2, 3, 4])
+
+    assert pair.log.outcome(1) == (1, PushFailure.LOST)
+    pair.outer.copier.fails = False
+    pair.push(2, 1, [5])
+    assert pair.log.outcome(2) == PushDone(2, BLOCK_BYTES)
+    pair.log.await_landed(1, 1)
+    assert pair.log.landed(1) == [5]
+    assert pair.outer.all_free
+
+
+def test_a_push_that_waits_for_its_copy_is_late_in_time(pair):
+    """Its slots are not given up while they are read (lesson 50)."""
+    pair.receiver.open(1, range(8))
+    pair.outer.copier.gate.clear()
+    pair.push(1, 1, [0, 1, 2], wait_s=0.05)
+    pair.push(2, 1, [3])
+    deadline_s = SystemClock().now() + 0.1
+    while SystemClock().now() < deadline_s:
+        assert pair.log.outcomes(1) == []
+    pair.outer.copier.gate.set()
+
+    assert pair.log.outcome(1) == (1, PushFailure.TIMEOUT)
+    assert pair.log.outcome(2) == PushDone(2, BLOCK_BYTES)
+    pair.log.await_landed(1, 1)
+    assert pair.log.landed(1) == [3]
+    assert pair.outer.all_free
+
+
+def test_closing_ends_what_waits_and_what_is_copied(pair):
+    """One outcome each, and the sender's slots are not read afterwards."""
+    pair.receiver.open(1, range(8))
+    pair.outer.copier.gate.clear()
+    pair.push(1, 1, [0, 1, 2])
+    pair.push(2, 1, [3])
+    pair.outer.copier.gate.set()
+    pair.sender.close()
+    pair.sender.close()
+    pair.push(3, 1, [4])
+
+    for job in (1, 2):
+        assert len(pair.log.outcomes(job)) == 1
+    assert pair.log.outcome(3) == (3, PushFailure.CLOSED)
+    assert pair.outer.all_free
+
+
+def test_blocks_that_arrive_damaged_keep_no_buffer(pair):
+    """Theirs is used when they are sent again, and free when the lease ends."""
+    pair.receiver.open(1, [3, 4])
+    peer = RawSender(pair.receiver.address, BLOCK_BYTES)
+    block = pair.source.rows[0].tobytes()
+    peer.send(peer.frame(0, 1, {0: block}, flip=11))
+    assert peer.answer() == (0, PushFailure.DAMAGED)
+    peer.send(peer.frame(1, 1, {0: block}))
+    assert peer.answer() == (1, None)
+    peer.send(peer.frame(2, 1, {1: block}, flip=11))
+    assert peer.answer() == (2, PushFailure.DAMAGED)
+    pair.receiver.fence(1)
+
+    assert pair.log.quiet(1).blocks == frozenset({0})
+    assert pair.inner.all_free
+    peer.close()
+
+
+def test_a_frame_that_finds_no_buffer_costs_its_connection_and_the_lease_ends(pair):
+    """Copies hang: nobody waits for ever, and a fence still holds (lesson 52)."""
+    pair.receiver.open(1, range(8))
+    pair.inner.copier.gate.clear()
+    pair.push(1, 1, range(6), wait_s=5.0)
+
+    assert pair.log.outcome(1) == (1, PushFailure.LOST)
+    pair.receiver.fence(1)
+    pair.inner.copier.gate.set()
+    assert pair.log.quiet(1).blocks == frozenset(range(4))
+    assert pair.inner.all_free
+
+
+def test_senders_do_not_take_each_others_buffers():
+    """One whose device is slow holds up nobody (lesson 52)."""
+    pair = Pair()
+    pair.receiver.open(1, range(8))
+    pair.outer.copier.gate.clear()
+    pair.push(1, 1, range(4))
+    others = SomeBuffers(pair.source, 4)
+    pair.sender, slow = pair.make_sender(others), pair.sender
+    pair.push(2, 1, [6])
+
+    assert pair.log.outcome(2) == PushDone(2, BLOCK_BYTES)
+    pair.outer.copier.gate.set()
+    assert pair.log.outcome(1) == PushDone(1, 4 * BLOCK_BYTES)
+    slow.close()
+    pair.close()
+
+
+def test_an_address_that_is_none_leaves_nothing_behind():
+    """As without buffers: a sentence."""
+    links = MakeStaged("tcp", ("sender",))
+    links(BlockArray(1, BLOCK_BYTES), EventLog())
+    staged = links(BlockArray(1, BLOCK_BYTES), EventLog())
+
+    with pytest.raises(ConfigError, match="no address of a link"):
+        staged.connect("carrier-pigeon://loft")
