@@ -16,11 +16,7 @@ require_gpu()
 from headwater.device.gpu.work import cut, num_entries, tiles  # noqa: E402 - Triton below
 from headwater.device.kernels import rows  # noqa: E402
 from headwater.device.kernels.decode import attend_decodes  # noqa: E402
-from headwater.device.kernels.gated import (  # noqa: E402
-    LEAST_ROWS,
-    LEAST_ROWS_LAUNCHED,
-    gate_up,
-)
+from headwater.device.kernels.gated import gate_up  # noqa: E402
 from headwater.device.kernels.greedy import choose_greedy  # noqa: E402
 from headwater.device.kernels.pieces import DecodeWork  # noqa: E402
 from headwater.device.kernels.prefill import (  # noqa: E402
@@ -56,6 +52,11 @@ def ints(values: object) -> Tensor:
 def error(ours: Tensor, exact: Tensor) -> float:
     """Relative; NaN if anything was not written."""
     return float((ours.double() - exact).norm() / exact.norm())
+
+
+def gated(both: Tensor) -> Tensor:
+    """`silu(gate) * up` of rows whose numbers are those of gate and up in turn."""
+    return torch.nn.functional.silu(both[:, 0::2]) * both[:, 1::2]
 
 
 def attended(query: Tensor, keys: Tensor, values: Tensor, first: int, how: Variant) -> Tensor:
@@ -274,8 +275,7 @@ def test_rows_of_activations() -> None:
     x, weight = torch.randn(3, 96, device=DEVICE), torch.randn(96, device=DEVICE)
     exact = torch.rms_norm(x.double(), [96], weight.double(), 1e-5)
     assert error(rows.norm(x, weight, 1e-5), exact) < 1e-6
-    gated = torch.nn.functional.silu(x.double()[:, :48]) * x.double()[:, 48:]
-    assert error(rows.gate(x), gated) < 1e-6
+    assert error(rows.gate(x), gated(x.double())) < 1e-6
 
 
 def test_products_of_one_row() -> None:
@@ -287,22 +287,22 @@ def test_products_of_one_row() -> None:
     normed = torch.rms_norm(x.double(), [2048], scale.double(), 1e-5) @ weight.double().T
     plain = x.double() @ weight.double().T + residual.double()
 
-    gated = torch.nn.functional.silu(normed[:, :750]) * normed[:, 750:]
     assert error(skinny(x, weight, norm=(scale, 1e-5)), normed) < 1e-2
-    assert error(skinny(x, weight, norm=(scale, 1e-5), gated=True), gated) < 1e-2
+    both = skinny(x, weight, norm=(scale, 1e-5), gated=True)
+    assert error(both, gated(normed)) < 1e-2
     assert error(skinny(x, weight, residual=residual), plain) < 1e-2
 
 
-@pytest.mark.parametrize("num_rows", [3, 48, 64, 120, 128, 250, 2190])
+@pytest.mark.parametrize("num_rows", [1, 3, 16, 30, 47, 48, 64, 120, 128, 250, 2190])
 def test_gate_and_up(num_rows: int) -> None:
-    """In one kernel or in two, as the number of rows has it; every row, and no other."""
+    """Turned around or not, in one kernel or in two, as the number of rows has it; every row,
+    and no other."""
     x = torch.randn(num_rows, 512, device=DEVICE).bfloat16()
     weight = torch.randn(1536, 512, device=DEVICE).bfloat16()
-    both = x.double() @ weight.double().T
-    exact = torch.nn.functional.silu(both[:, :768]) * both[:, 768:]
+    exact = gated(x.double() @ weight.double().T)
 
-    for least_rows in (LEAST_ROWS, LEAST_ROWS_LAUNCHED):
-        assert error(gate_up(x, weight, least_rows), exact) < 1e-2
+    for is_launched in (False, True):
+        assert error(gate_up(x, weight, is_launched=is_launched), exact) < 1e-2
 
 
 def test_greedy_choice_is_the_first_of_the_largest_numbers() -> None:

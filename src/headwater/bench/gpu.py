@@ -79,7 +79,7 @@ class _Run:
     def _copies(self) -> dict[str, Any]:
         from headwater.bench import _gpu_decode, _gpu_engine
 
-        batch, rounds = (32, 1) if self._options.quick else (128, 6)
+        batch, rounds = (32, 1) if self._options.quick else (128, 10)
         engine = _gpu_engine.GpuEngine(
             self._model, num_blocks=_gpu_decode.blocks_for(batch), max_num_seqs=batch
         )

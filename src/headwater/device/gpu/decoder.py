@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from headwater.device.attention.base import Variant
 from headwater.device.kernels import rows
-from headwater.device.kernels.gated import LEAST_ROWS, LEAST_ROWS_LAUNCHED, gate_up
+from headwater.device.kernels.gated import LEAST_LAUNCHED, gate_up
 from headwater.device.kernels.rotary import HeadNorms, rotate
 from headwater.device.kernels.skinny import fits, skinny
 
@@ -80,9 +80,10 @@ class LeanDecoder:
 
     def warm(self, pool: Tensor) -> None:
         """Compile what prompts need and no graph has."""
-        hidden = self.embedding.new_zeros((128, self.embedding.shape[1]))
-        for num_rows in (64, 128):
-            gate_up(hidden[:num_rows], self.layers[0].gate_up, LEAST_ROWS)
+        hidden = self.embedding.new_zeros((LEAST_LAUNCHED, self.embedding.shape[1]))
+        gate_up(hidden, self.layers[0].gate_up, is_launched=True)
+        hidden = hidden[:128]
+        gate_up(hidden, self.layers[0].gate_up, is_launched=True)
         stored = self._inward(self.layers[0], hidden, skipped=self.heads * pool.shape[-1])
         first = torch.zeros(128, dtype=torch.int32, device=pool.device)
         rotate(stored, first, first - 1, self.table, pool, 0, self.layers[0].norms)
@@ -178,8 +179,8 @@ class LeanDecoder:
         for part, attended_part in parts:
             part.addmm_(attended_part, layer.outward.T)
             normed = rows.norm(part, layer.between, layer.epsilon)
-            least = LEAST_ROWS_LAUNCHED if is_launched else LEAST_ROWS
-            part.addmm_(gate_up(normed, layer.gate_up, least), layer.down.T)
+            narrow = gate_up(normed, layer.gate_up, is_launched=is_launched)
+            part.addmm_(narrow, layer.down.T)
 
 
 def lean_decoder(module: nn.Module, max_positions: int) -> LeanDecoder | None:
@@ -274,7 +275,7 @@ def _layer(layer: Any, how: Variant) -> Layer:  # noqa: ANN401 - a module of tra
         inward=_fused(inward),
         inward_bias=torch.cat([bias.data for bias in biases]) if biases else None,
         outward=attention.o_proj.weight.data,
-        gate_up=_fused([mlp.gate_proj, mlp.up_proj]),
+        gate_up=_interleaved(mlp.gate_proj, mlp.up_proj),
         down=mlp.down_proj.weight.data,
         norms=norms,
         how=how,
@@ -291,6 +292,17 @@ def _fused(parts: list[nn.Linear]) -> Tensor:
     pieces = whole.split([len(weight) for weight in weights])
     for part, piece in zip(parts, pieces, strict=True):
         part.weight.data = piece
+    return whole
+
+
+def _interleaved(gate: nn.Linear, up: nn.Linear) -> Tensor:
+    """One weight of the rows of both in turn, which become views of it, or are already."""
+    first: Tensor = gate.weight.data
+    num_rows, size = first.shape
+    if first.stride(0) == 2 * size:
+        return first.as_strided((2 * num_rows, size), (size, 1))
+    whole = torch.stack((first, up.weight.data), dim=1).view(2 * num_rows, size)
+    gate.weight.data, up.weight.data = whole[0::2], whole[1::2]
     return whole
 
 

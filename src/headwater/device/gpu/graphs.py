@@ -4,6 +4,8 @@ A step of fewer rows runs in the next larger graph; rows that are not there atte
 and are stored nowhere. Inputs have fixed places on the device, filled by one kernel a step.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,11 +25,27 @@ from headwater.scheduler.batch import IntArray
 _ALIGN = 16
 """Sections begin at multiples of this many integers."""
 
+_LT_ROWS = range(17, 65)
+"""Rows whose products cuBLASLt computes faster than cuBLAS: 3 % of a step of 32 on an H200."""
+
 
 def ladder(max_rows: int) -> list[int]:
     """Batch sizes that get a graph: close together where a row more costs most."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_rows + 32, 32)]
     return [*(size for size in sizes if size < max_rows), max_rows]
+
+
+@contextmanager
+def _products(num_rows: int) -> Iterator[None]:
+    """Products of so many rows by the library that is best at them, while a graph is captured."""
+    prefer = torch.backends.cuda.preferred_blas_library
+    before = prefer()
+    if num_rows in _LT_ROWS:
+        prefer("cublaslt")
+    try:
+        yield
+    finally:
+        prefer(before)
 
 
 class _Section:
@@ -133,11 +151,12 @@ class DecodeGraphs:
         for name in ("carry", "slots"):
             self._view(name, size).fill_(-1)
         self._view("work_row", num_entries(size)).fill_(-1)
-        self._step(size)
-        torch.cuda.synchronize(self._pool.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+        with _products(size):
             self._step(size)
+            torch.cuda.synchronize(self._pool.device)
+            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+                self._step(size)
         self._memory = graph.pool()
         self._chosen.copy_(kept)
         return graph

@@ -32,10 +32,8 @@ _FEW_ROWS = 64
 @triton.jit
 def _turn(k, v, q, key, end, since, highest, total, summed, scale, WINDOWED: tl.constexpr,
           PARTLY: tl.constexpr):  # fmt: skip
-    """One tile. `PARTLY`: it has keys beyond the end, whose bytes may be anything."""
+    """One tile. `PARTLY`: it has keys beyond the end, which are zeros."""
     seen = key < end
-    if PARTLY:
-        v = tl.where(seen[:, None], v, 0.0).to(v.dtype)
     if WINDOWED:
         seen = seen & (key >= since)
     scores = tl.dot(k, q) * scale
@@ -84,6 +82,7 @@ def _join(partial, partial_lse, begin, end, head, known, at, wanted, HEADS: tl.c
 @triton.jit
 def _attend(
     query,
+    tiles,
     pool,
     contexts,
     tables,
@@ -138,26 +137,32 @@ def _attend(
     summed = tl.zeros([wide, QUERIES], tl.float32)
     scale = scaling * 1.4426950408889634
     column = part * wide
+    whole = start + tl.maximum(end - start, 0) // KEYS * KEYS
+    # A last tile that is not full is read by threads, no further than it goes; begun here and
+    # used at the end, so that nothing waits for it.
+    rest_key = whole + tl.arange(0, KEYS)
+    rest_slot = tl.load(table + tl.minimum(whole, context - 1) // BLOCK_TOKENS)
+    line = rest_slot * block_rows + layer_row + rest_key % BLOCK_TOKENS
+    rest = pool + line[:, None].to(tl.int64) * (KV_HEADS * DIM) + (column + number)[None, :]
+    in_rest = (rest_key < end)[:, None]
+    rest_k = tl.load(rest, mask=in_rest, other=0.0)
+    rest_v = tl.load(rest + BLOCK_TOKENS * KV_HEADS * DIM, mask=in_rest, other=0.0)
     # Read one turn ahead: loads that wait for a slot read in the same turn are not pipelined.
     slot = tl.load(table + tl.minimum(start, context - 1) // BLOCK_TOKENS)
-    whole = start + tl.maximum(end - start, 0) // KEYS * KEYS
     for first in tl.range(start, whole, KEYS, num_stages=STAGES):
         place = slot * block_rows + layer_row + first % BLOCK_TOKENS
         slot = tl.load(table + tl.minimum(first + KEYS, end - 1) // BLOCK_TOKENS)
-        k = pool.load([place, column])
-        v = pool.load([place + BLOCK_TOKENS, column])
+        k = tiles.load([place, column])
+        v = tiles.load([place + BLOCK_TOKENS, column])
         key = first + tl.arange(0, KEYS)
         highest, total, summed = _turn(
             k, v, q, key, end, since, highest, total, summed, scale, WINDOWED, False
         )
     if whole < end:
-        place = slot * block_rows + layer_row + whole % BLOCK_TOKENS
-        k = pool.load([place, column])
-        v = pool.load([place + BLOCK_TOKENS, column])
-        key = whole + tl.arange(0, KEYS)
         highest, total, summed = _turn(
-            k, v, q, key, end, since, highest, total, summed, scale, WINDOWED, True
-        )
+            rest_k, rest_v, q, rest_key, end, since, highest, total, summed, scale, WINDOWED,
+            True,
+        )  # fmt: skip
     result = summed / tl.where(total == 0, 1.0, total)[None, :]
     done = row.to(tl.int64) * (HEADS * DIM) + head[None, :] * DIM + at[:, None]
     begin = tl.load(row_work + row)
@@ -190,10 +195,11 @@ def attend_decodes(
     together, stages = 1, 3
     if len(out) <= _FEW_ROWS:
         together, stages = _together(group, kv_heads, dim), 2
-    keys = TensorDescriptor.from_tensor(pool.view(-1, kv_heads * dim), [_KEYS, dim * together])
+    tiles = TensorDescriptor.from_tensor(pool.view(-1, kv_heads * dim), [_KEYS, dim * together])
     _attend[(kv_heads // together, len(work.work_row))](
         query,
-        keys,
+        tiles,
+        pool,
         work.contexts,
         work.tables,
         work.table_start,

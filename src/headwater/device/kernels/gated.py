@@ -1,7 +1,10 @@
 """Gate and up in one product with the activation inside, so that its input is never written.
 
-For Hopper and later: tiles come by the copy engine of each processor (TMA). Each program
-takes tiles of outputs one after another, and of a tile computes both halves.
+The weight has a row of the gate, then the same row of up, and so on: a tile of it is one product,
+and each thread has both numbers of an output. For Hopper and later: tiles come and go by the
+copy engine of each processor (TMA). With many rows each program takes tiles one after another.
+With few it is the reading of weights: the product is turned around, `[outputs, rows]`, so that
+weights fill the tensor cores' longer side and rows that are not there cost little.
 """
 
 import torch
@@ -12,89 +15,126 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headwater.device.kernels.rows import gate
 
-_OUTPUTS, _INPUTS = 128, 64
-"""Outputs of a tile, and inputs read in a turn."""
+_ROWS, _OUTPUTS, _INPUTS = 128, 128, 64
+"""Rows and outputs of a tile, and inputs read in a turn."""
 
-LEAST_ROWS = 48
-"""Fewer are the reading of weights, which cuBLAS does as fast."""
+_MOST_TURNED, _TURNED_OUTPUTS = 64, 64
+"""Up to so many rows the product is turned around, with so many outputs a tile."""
 
-LEAST_ROWS_LAUNCHED = 1024
-"""The same outside of graphs: a launch with descriptors takes the host longer than few rows take
-the device."""
+LEAST_LAUNCHED = 1024
+"""Outside of graphs fewer are computed by two kernels: a launch with descriptors takes the host
+longer than few rows take the device."""
+
+_BAND = 16
+"""Tiles at work together share what they read: so many down, then as many beside them."""
 
 _MOST_PADDING = 1.15
 """Rows of tiles over rows: more of what is not there costs more than the activation."""
 
 
+@triton.jit
+def _activate(gate, up):
+    return gate * tl.sigmoid(gate) * up
+
+
 @triton.jit(do_not_specialize=["rows"])  # or each new number could stop a step to compile
 def _gated(x, weight, out, rows, OUTPUTS: tl.constexpr, SIZE: tl.constexpr, M: tl.constexpr,
-           N: tl.constexpr, K: tl.constexpr):  # fmt: skip
+           N: tl.constexpr, K: tl.constexpr, BAND: tl.constexpr):  # fmt: skip
     tiles_down = tl.cdiv(rows, M)
     tiles_across: tl.constexpr = OUTPUTS // N
     for tile in range(tl.program_id(0), tiles_down * tiles_across, tl.num_programs(0)):
-        # Tiles at work together share what they read: 16 down, then the next 16 beside them.
-        band = tile // (16 * tiles_across)
-        in_band = tile - band * (16 * tiles_across)
-        height = tl.minimum(tiles_down - band * 16, 16)
-        first_row = (band * 16 + in_band % height) * M
+        band = tile // (BAND * tiles_across)
+        in_band = tile - band * (BAND * tiles_across)
+        height = tl.minimum(tiles_down - band * BAND, BAND)
+        first_row = (band * BAND + in_band % height) * M
         first = (in_band // height) * N
-        gate = tl.zeros([M, N], tl.float32)
-        up = tl.zeros([M, N], tl.float32)
+        both = tl.zeros([M, 2 * N], tl.float32)
         for at in range(0, SIZE, K):
-            values = x.load([first_row, at])
-            gate = tl.dot(values, weight.load([first, at]).T, gate)
-            up = tl.dot(values, weight.load([OUTPUTS + first, at]).T, up)
-        row = first_row + tl.arange(0, M)
-        place = row[:, None].to(tl.int64) * OUTPUTS + (first + tl.arange(0, N))[None, :]
-        result = gate * tl.sigmoid(gate) * up
-        tl.store(out + place, result.to(out.dtype.element_ty), mask=(row < rows)[:, None])
+            both = tl.dot(x.load([first_row, at]), weight.load([2 * first, at]).T, both)
+        gate, up = tl.split(tl.reshape(both, (M, N, 2)))
+        out.store([first_row, first], _activate(gate, up).to(out.dtype))
 
 
-def gate_up(x: Tensor, weight: Tensor, least_rows: int) -> Tensor:
-    """`silu(x @ left.T) * (x @ right.T)` with `weight` the rows of left, then of right.
+@triton.jit(do_not_specialize=["rows"])
+def _turned(x, weight, out, rows, OUTPUTS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
+            N: tl.constexpr, K: tl.constexpr):  # fmt: skip
+    first = tl.program_id(0) * N
+    both = tl.zeros([2 * N, ROWS], tl.float32)
+    for at in range(0, SIZE, K):
+        both = tl.dot(weight.load([2 * first, at]), x.load([0, at]).T, both)
+    gate, up = tl.split(tl.permute(tl.reshape(both, (N, 2, ROWS)), (0, 2, 1)))
+    row = tl.arange(0, ROWS)
+    place = row[None, :].to(tl.int64) * OUTPUTS + (first + tl.arange(0, N))[:, None]
+    result = _activate(gate, up).to(out.dtype.element_ty)
+    tl.store(out + place, result, mask=(row < rows)[None, :])
 
-    Fewer than `least_rows` are computed by two kernels.
+
+def gate_up(x: Tensor, weight: Tensor, *, is_launched: bool) -> Tensor:
+    """`silu(x @ gate.T) * (x @ up.T)` with `weight` the rows of gate and up in turn.
+
+    `is_launched` says that this is no part of a graph.
     """
-    if len(x) >= least_rows and _fits(weight, len(x)):
-        return _fused(x, weight)
+    rows = len(x)
+    is_small = is_launched and rows < LEAST_LAUNCHED
+    if not is_small and _fits(weight):
+        if rows <= _MOST_TURNED:
+            return _few(x, weight)
+        if triton.cdiv(rows, _ROWS) * _ROWS <= rows * _MOST_PADDING:
+            return _many(x, weight)
     return gate(torch.mm(x, weight.T))
 
 
-def _fused(x: Tensor, weight: Tensor) -> Tensor:
-    """The same in one kernel, for weights and rows that `_fits` says yes to."""
+def _few(x: Tensor, weight: Tensor) -> Tensor:
+    """The same in one kernel, turned around."""
     rows, size = x.shape
     outputs = weight.shape[0] // 2
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
-    m = _tile_rows(rows)
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    grid = min(processors, triton.cdiv(rows, m) * (outputs // _OUTPUTS))
-    _gated[(grid,)](
-        TensorDescriptor.from_tensor(x, [m, _INPUTS]),
-        TensorDescriptor.from_tensor(weight, [_OUTPUTS, _INPUTS]),
+    tile = max(16, triton.next_power_of_2(rows))
+    _turned[(outputs // _TURNED_OUTPUTS,)](
+        TensorDescriptor.from_tensor(x, [tile, _INPUTS]),
+        TensorDescriptor.from_tensor(weight, [2 * _TURNED_OUTPUTS, _INPUTS]),
         out,
         rows,
         OUTPUTS=outputs,
         SIZE=size,
-        M=m,
-        N=_OUTPUTS,
+        ROWS=tile,
+        N=_TURNED_OUTPUTS,
         K=_INPUTS,
-        num_warps=m // 16,
+        num_warps=4,
         num_stages=4,
     )
     return out
 
 
-def _fits(weight: Tensor, num_rows: int) -> bool:
-    """Whether `_fused` computes this product, and is the faster way."""
-    padded = triton.cdiv(num_rows, _tile_rows(num_rows)) * _tile_rows(num_rows)
+def _many(x: Tensor, weight: Tensor) -> Tensor:
+    """The same in one kernel, tile after tile."""
+    rows, size = x.shape
+    outputs = weight.shape[0] // 2
+    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    grid = min(processors, triton.cdiv(rows, _ROWS) * (outputs // _OUTPUTS))
+    _gated[(grid,)](
+        TensorDescriptor.from_tensor(x, [_ROWS, _INPUTS]),
+        TensorDescriptor.from_tensor(weight, [2 * _OUTPUTS, _INPUTS]),
+        TensorDescriptor.from_tensor(out, [_ROWS, _OUTPUTS]),
+        rows,
+        OUTPUTS=outputs,
+        SIZE=size,
+        M=_ROWS,
+        N=_OUTPUTS,
+        K=_INPUTS,
+        BAND=_BAND,
+        num_warps=8,
+        num_stages=3 if rows >= LEAST_LAUNCHED else 4,
+    )
+    return out
+
+
+def _fits(weight: Tensor) -> bool:
+    """Whether tiles of this weight can be brought so."""
     return (
-        padded <= num_rows * _MOST_PADDING
-        and weight.element_size() == 2
+        weight.element_size() == 2
         and weight.shape[0] % (2 * _OUTPUTS) == 0
         and weight.shape[1] % _INPUTS == 0
         and torch.cuda.get_device_capability(weight.device) >= (9, 0)
     )
-
-
-def _tile_rows(num_rows: int) -> int:
-    return 64 if num_rows <= 64 else 128

@@ -52,17 +52,18 @@ def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 @triton.jit
 def _gate(x, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < SIZE
-    gate = tl.load(x + row * 2 * SIZE + at, mask=inside).to(tl.float32)
-    up = tl.load(x + row * 2 * SIZE + SIZE + at, mask=inside).to(tl.float32)
-    tl.store(out + row * SIZE + at, gate * tl.sigmoid(gate) * up, mask=inside)
+    first = tl.program_id(1) * BLOCK
+    both_at = 2 * first + tl.arange(0, 2 * BLOCK)
+    both = tl.load(x + row * 2 * SIZE + both_at, mask=both_at < 2 * SIZE, other=0.0)
+    gate, up = tl.split(tl.reshape(both.to(tl.float32), (BLOCK, 2)))
+    at = first + tl.arange(0, BLOCK)
+    tl.store(out + row * SIZE + at, gate * tl.sigmoid(gate) * up, mask=at < SIZE)
 
 
 def gate(x: Tensor) -> Tensor:
-    """`silu(left half) * right half` of each row."""
+    """`silu(gate) * up` of each row, whose numbers are those of gate and up in turn."""
     rows, size = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
-    block = min(triton.next_power_of_2(size), 2048)
+    block = min(triton.next_power_of_2(size), 1024)
     _gate[(rows, triton.cdiv(size, block))](x, out, SIZE=size, BLOCK=block)
     return out

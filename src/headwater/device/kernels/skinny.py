@@ -33,19 +33,22 @@ def _single(
     output = tl.program_id(0) * N + tl.arange(0, N)
     known = output < OUTPUTS
     output = tl.where(known, output, 0)
+    line = output
+    if GATED:
+        line = output * 2
     left = tl.zeros([N, K], tl.float32)
     right = tl.zeros([N, K], tl.float32)
     squares = tl.zeros([K], tl.float32)
     for first in tl.range(0, SIZE, K, num_stages=STAGES):
         at = first + tl.arange(0, K)
-        w = tl.load(weight + output[:, None].to(tl.int64) * SIZE + at[None, :])
+        w = tl.load(weight + line[:, None].to(tl.int64) * SIZE + at[None, :])
         values = tl.load(x + at).to(tl.float32)
         if NORMED:
             squares += values * values
             values = values * tl.load(norm_weight + at).to(tl.float32)
         left += w.to(tl.float32) * values[None, :]
         if GATED:
-            up = tl.load(weight + (output[:, None] + OUTPUTS).to(tl.int64) * SIZE + at[None, :])
+            up = tl.load(weight + (line[:, None] + 1).to(tl.int64) * SIZE + at[None, :])
             right += up.to(tl.float32) * values[None, :]
     result = tl.sum(left, 1)
     scale = 1.0
@@ -70,8 +73,8 @@ def skinny(
 ) -> Tensor:
     """`norm(x) @ weight.T`, then gated, or added to `residual` in place of it.
 
-    `x` is `[1, size]`; `weight` is `[outputs, size]`, or with `gated` twice the outputs: those
-    of the gate, then the others. The result is in `out` if it is given.
+    `x` is `[1, size]`; `weight` is `[outputs, size]`, or with `gated` twice the outputs, those
+    of gate and up in turn. The result is in `out` if it is given.
     """
     size = x.shape[1]
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
