@@ -180,3 +180,23 @@ def events(text):
     lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
+
+
+def blocks(known):
+    """All that instances said they have."""
+    return sum(entry["known_blocks"] for entry in known.values())
+
+
+def said(found):
+    """Of each choice: the text, who speaks, how it ended, and its log-probabilities."""
+    answers: dict[int, list[Any]] = {}
+    for event in found:
+        for choice in event["choices"]:
+            answer = answers.setdefault(choice["index"], ["", [], [], []])
+            part = choice.get("delta") or {"content": choice["text"]}
+            answer[0] += part.get("content", "")
+            answer[1] += [part["role"]] if "role" in part else []
+            answer[2] += [choice["finish_reason"]] if choice["finish_reason"] else []
+            logprobs = choice.get("logprobs") or {}
+            answer[3] += logprobs.get("content") or logprobs.get("tokens") or []
+    return answers

@@ -1,0 +1,36 @@
+"""Two echo engines that hand off: serving through them, and waiting for what they come to."""
+
+from dataclasses import replace
+
+from headwater.cache import TokenPath
+from headwater.scheduler.request import Request
+from headwater.testing.peers import EchoPair, EchoPeer
+from headwater.testing.tiers import uncached_tokens
+
+
+def expected(request: Request) -> list[int]:
+    """What the request yields on one instance without a cache."""
+    return uncached_tokens(replace(request, prefill=""))
+
+
+def run(pair: EchoPair, *requests: Request) -> None:
+    """Serve these, one after the other, and see that each got its tokens."""
+    for request in requests:
+        pair.decode.add(request)
+        pair.run(request.request_id)
+        assert pair.decode.outputs[request.request_id] == expected(request)
+
+
+def matched(peer: EchoPeer, tokens: list[int]) -> int:
+    """Blocks of `tokens` that are findable on `peer`."""
+    return peer.cache.match(TokenPath(tokens)).device_blocks
+
+
+def until(pair: EchoPair, done: object, **held: bool) -> None:
+    """Turn until `done()`; blocks or fences may be held."""
+    for _ in range(200):
+        if done():  # type: ignore[operator]
+            return
+        pair.turn(**held)
+        pair.clock.advance(0.01)
+    raise AssertionError("it never came to that")

@@ -1,0 +1,129 @@
+"""What the router tries again, with whom, and when it stops."""
+
+import asyncio
+import json
+import re
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from headwater.server.app import create_app
+from headwater.server.router.messages import FALLBACK_HEADER, PREFILL_HEADER, TOKEN_HEADER
+from tests.router.rig import TOKEN, run
+
+pytestmark = pytest.mark.slow
+
+
+def test_retries_have_a_budget():
+    """Lesson 56: refusals are tried elsewhere, and nothing loops for ever."""
+
+    async def scenario(rig):
+        instances = [rig.add() for _ in range(3)]
+        await rig.ready(*instances)
+        for instance in instances:
+            instance.gate.shut("not now")
+
+        answer = await rig.complete()
+
+        assert answer.status_code == 503
+        assert answer.json()["error"]["message"] == "not now"
+        text = (await rig.client.get("/metrics")).text
+        failures = [
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == "headwater:router_failures_total"
+        ]
+        assert sum(failures) <= 3
+
+    run(scenario, max_attempts=2)
+
+
+def test_an_outage_is_not_answered_with_more_load():
+    """Lesson 56: ten retries at once and one for every five requests, however many instances
+    there are to try; the rest is told at once that nobody can."""
+
+    async def scenario(rig):
+        instances = [rig.add() for _ in range(3)]
+        await rig.ready(*instances)
+        for instance in instances:
+            instance.gate.shut("not now")
+
+        answers = await asyncio.gather(*(rig.complete() for _ in range(40)))
+
+        assert {answer.status_code for answer in answers} == {503}
+        metrics = (await rig.client.get("/metrics")).text
+        asked = re.findall(r"router_failures_total{.*} (\S+)", metrics)
+        assert 0 < sum(map(float, asked)) <= 40 + 10 + 40 / 5
+
+    run(scenario)
+
+
+class Refusing:
+    """A decode instance whose first prefill peer is always busy; notes what it was asked."""
+
+    def __init__(self, app, code="busy"):
+        self._app = app
+        self._code = code
+        self.asked: list[dict[str, str]] = []
+
+    async def __call__(self, scope, receive, send):
+        if scope["path"] != "/v1/completions":
+            await self._app(scope, receive, send)
+            return
+        found = {name.decode(): value.decode() for name, value in scope["headers"]}
+        self.asked.append({n: v for n, v in found.items() if n.startswith("x-headwater")})
+        error = {"message": "no", "type": "peer_refused", "code": self._code}
+        body = json.dumps({"error": error}).encode()
+        status = 503 if len(self.asked) == 1 else 200
+        headers = [(b"content-type", b"application/json")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+def test_a_prefill_instance_that_refuses_is_passed_over():
+    """Lesson 56: another pair is tried; whoever is the last may be replaced by the decode
+    instance itself; a short rest is never handed over."""
+
+    async def scenario(rig):
+        decode = rig.add(role="decode")
+        refusing = Refusing(create_app(decode.service))
+        decode.gate.open(refusing)
+        for port in (1, 2):
+            rig.add(role="prefill", peer_address=f"127.0.0.1:{port}")
+        await rig.ready(*rig.instances)
+
+        assert (await rig.complete()).status_code == 200
+        assert (await rig.complete(prompt="short")).status_code == 200
+
+        first, second, third = refusing.asked
+        peers = {first[PREFILL_HEADER], second[PREFILL_HEADER]}
+        assert peers == {"127.0.0.1:1", "127.0.0.1:2"}
+        assert first[TOKEN_HEADER] == second[TOKEN_HEADER] == TOKEN
+        assert FALLBACK_HEADER not in first
+        assert second[FALLBACK_HEADER] == "local"
+        assert PREFILL_HEADER not in third
+        known = await rig.known()
+        assert {entry["outstanding_tokens"] for entry in known.values()} == {0}
+        assert {entry["num_alive"] for entry in known.values()} == {0}
+
+    run(scenario, prefill_threshold=64)
+
+
+def test_a_decode_instance_without_room_is_passed_over():
+    """Lesson 56: it is not the prefill instance's fault, which computes it for another."""
+
+    async def scenario(rig):
+        decodes = [rig.add(role="decode") for _ in range(2)]
+        refusing = [Refusing(create_app(entry.service), "no_room") for entry in decodes]
+        for entry, app in zip(decodes, refusing, strict=True):
+            entry.gate.open(app)
+        rig.add(role="prefill", peer_address="127.0.0.1:1")
+        await rig.ready(*rig.instances)
+
+        await rig.complete()
+
+        (first,), (second,) = (app.asked for app in refusing)
+        assert first[PREFILL_HEADER] == second[PREFILL_HEADER] == "127.0.0.1:1"
+
+    run(scenario, prefill_threshold=64)
