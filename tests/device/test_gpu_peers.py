@@ -1,6 +1,7 @@
 """Prefill and decode apart, both on a GPU: blocks pass through pinned buffers."""
 
 import random
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ require_gpu()
 
 __all__ = ["pytestmark"]
 
-ON_GPU = {"device": "cuda", "dtype": "float32"}
+ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "float32"}
 
 
 @pytest.fixture(autouse=True)

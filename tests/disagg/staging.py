@@ -2,6 +2,7 @@
 
 from queue import SimpleQueue
 from threading import Event, Thread
+from typing import Any
 
 from headwater.cache import Ending, Promotion
 from headwater.disagg.staged import StagedLinks
@@ -22,7 +23,7 @@ class ArrayCopier:
         self.gate.set()
         self.fails = False
         self.num_started = 0
-        self._queue: SimpleQueue = SimpleQueue()
+        self._queue: SimpleQueue[Any] = SimpleQueue()
         Thread(target=self._work, daemon=True).start()
 
     def start(self, transfer, report) -> None:

@@ -138,7 +138,7 @@ def _with_checksums(payload: bytearray, blocks: list[bytes]) -> Iterator[bytes]:
     """Blocks as they are in the payload, each followed by the checksum it should have."""
     at = 0
     for block in blocks:
-        yield payload[at : at + len(block)] + checksum(block)
+        yield bytes(payload[at : at + len(block)]) + checksum(block)
         at += len(block)
 
 
