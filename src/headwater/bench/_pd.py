@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
@@ -82,12 +83,19 @@ class Figures:
     """What clients felt."""
 
     first_s: list[float]
+    gaps_s: list[float]
+    """Between tokens of one answer."""
+
     num_tokens: int
     seconds: float
 
     @property
     def tokens_s(self) -> float:
         return self.num_tokens / self.seconds
+
+    @property
+    def itl_p99_s(self) -> float:
+        return float(np.quantile(self.gaps_s, 0.99))
 
 
 def measure_pd(load: Load, link: str, rounds: int) -> dict[str, Any]:
@@ -133,17 +141,23 @@ def measure_pd(load: Load, link: str, rounds: int) -> dict[str, Any]:
             f"{way}_tokens_s": fmean(run.tokens_s for run in figures)
             for way, figures in runs.items()
         },
+        **{
+            f"{way}_itl_p99_ms": 1e3 * median(run.itl_p99_s for run in figures)
+            for way, figures in runs.items()
+        },
         "handoff_ms": {part: 1e3 * handoffs[part] / handoffs["num"] for part in _PARTS},
         "second_turn_byte_share": share,
     }
 
 
 def _over(ours: Sequence[Figures], theirs: Sequence[Figures]) -> dict[str, float]:
-    """Time to first token and tokens a second, each turn over its neighbour; medians."""
+    """Time to first token, tokens a second and the slowest hundredth of the times between
+    tokens, each turn over its neighbour; medians."""
     pairs = list(zip(ours, theirs, strict=True))
     return {
         "ttft": median(median(a.first_s) / median(b.first_s) for a, b in pairs),
         "throughput": median(a.tokens_s / b.tokens_s for a, b in pairs),
+        "itl_p99": median(a.itl_p99_s / b.itl_p99_s for a, b in pairs),
     }
 
 
@@ -164,14 +178,18 @@ async def _ask(load: Load, targets: Sequence[Target], seed: int) -> Figures:
     )
     answered = await asyncio.gather(*clients)
     seconds = time.perf_counter() - began_s
-    first_s = [at for firsts, _ in answered for at in firsts]
-    return Figures(first_s, sum(num for _, num in answered), seconds)
+    first_s = [at for felt in answered for at in felt.first_s]
+    gaps_s = [gap for felt in answered for gap in felt.gaps_s]
+    return Figures(first_s, gaps_s, sum(felt.num_tokens for felt in answered), seconds)
 
 
-async def _client(load: Load, target: Target, seed: int) -> tuple[list[float], int]:
-    """Conversations of two turns, one after the other; times to first tokens, and tokens."""
+async def _client(load: Load, target: Target, seed: int) -> Figures:
+    """Conversations of two turns, one after the other."""
     chance = np.random.default_rng(seed)
-    first_s, num_tokens = [], 0
+    began_s = time.perf_counter()
+    first_s: list[float] = []
+    gaps_s: list[float] = []
+    num_tokens = 0
     async with connected(target.instance.port) as connection:
         for _ in range(load.num_rounds):
             prompt = chance.integers(0, 256, load.prompt_tokens).tolist()
@@ -179,12 +197,14 @@ async def _client(load: Load, target: Target, seed: int) -> tuple[list[float], i
             for _ in range(2):
                 headers = target.headers_for(len(prompt) - num_known)
                 answer = await connection.ask(_body(prompt, load.output_tokens), headers)
-                first_s.append(answer.event_times_s()[0] - answer.began_s)
+                times_s = answer.event_times_s()
+                first_s.append(times_s[0] - answer.began_s)
+                gaps_s += [after - before for before, after in pairwise(times_s)]
                 tokens = answer.token_ids()
                 num_tokens += len(tokens)
                 num_known = (len(prompt) + len(tokens) - 1) // _BLOCK_TOKENS * _BLOCK_TOKENS
                 prompt = prompt + tokens + chance.integers(0, 256, 32).tolist()
-    return first_s, num_tokens
+    return Figures(first_s, gaps_s, num_tokens, time.perf_counter() - began_s)
 
 
 async def _second_turn(
