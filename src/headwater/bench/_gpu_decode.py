@@ -67,28 +67,23 @@ def measure_copies(
     for name, kind in (("device_to_host", Demotion), ("host_to_device", Promotion)):
         ceiling = ceilings[f"{name}_gb_s"]
         rate = traffic.rate_alone(kind)
-        plain: list[float] = []
-        beside: list[float] = []
+        plain: list[Served] = []
+        beside: list[Served] = []
         rates = []
         for _ in range(rounds):
             turn += 1
-            plain += _serve_again(engine, prompts, turn).steps_s[_SKIPPED:]
+            plain.append(_serve_again(engine, prompts, turn))
             turn += 1
             traffic.begin(kind)
-            with_copies = _serve_again(engine, prompts, turn, traffic.keep_going)
+            beside.append(_serve_again(engine, prompts, turn, traffic.keep_going))
             rates.append(traffic.end())
-            beside += with_copies.steps_s[_SKIPPED:]
         result[name] = {
             "gb_s": rate,
             "ceiling_gb_s": ceiling,
             "share": rate / ceiling,
             "gb_s_under_decode": float(np.mean(rates)),
-            "step_p50_ms": _percentile(plain, 50),
-            "step_p99_ms": _percentile(plain, 99),
-            "step_p50_ms_with_copies": _percentile(beside, 50),
-            "step_p99_ms_with_copies": _percentile(beside, 99),
-            "p99_ratio": _percentile(beside, 99) / _percentile(plain, 99),
-            "p50_ratio": _percentile(beside, 50) / _percentile(plain, 50),
+            **_compared(plain, beside, lambda served: served.steps_s),
+            "on_device": _compared(plain, beside, lambda served: served.device_steps_s),
         }
     result["batch"] = batch
     traffic.close()
@@ -191,8 +186,22 @@ def _prompts(engine: GpuEngine, batch: int, *, seed: int) -> list[Tokens]:
     return [engine.prompt(n, seed * 1_000 + row) for row, n in enumerate(lengths)]
 
 
-def _percentile(seconds: list[float], which: int) -> float:
-    return float(np.percentile(seconds, which)) * 1e3
+def _compared(
+    plain: list[Served], beside: list[Served], steps: Callable[[Served], list[float]]
+) -> dict[str, float]:
+    """Steps of rounds without copies and with them."""
+    found = {}
+    for which in (50, 99):
+        without, with_copies = (
+            float(
+                np.percentile([s for served in rounds for s in steps(served)[_SKIPPED:]], which)
+            )
+            for rounds in (plain, beside)
+        )
+        found[f"step_p{which}_ms"] = without * 1e3
+        found[f"step_p{which}_ms_with_copies"] = with_copies * 1e3
+        found[f"p{which}_ratio"] = with_copies / without
+    return found
 
 
 def blocks_for(batch: int) -> int:

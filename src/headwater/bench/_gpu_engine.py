@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from headwater.device.model import LoadedModel
 from headwater.engine.collector import settle_collector
 from headwater.engine.core import EngineCore
 from headwater.errors import ConfigError
+from headwater.scheduler.batch import ScheduledBatch, StepResult
 from headwater.scheduler.config import SchedulerConfig
 from headwater.scheduler.request import Request, SamplingParams
 from headwater.scheduler.scheduler import Scheduler
@@ -124,9 +126,37 @@ class Served:
     steps_s: list[float] = field(default_factory=list)
     """Between collected steps while every request was decoding, and none began or ended."""
 
+    device_steps_s: list[float] = field(default_factory=list)
+    """The same steps, from end to end on the device."""
+
     output_tokens: int = 0
     found: dict[str, int] = field(default_factory=dict)
     """Prompt tokens that were found, by tier."""
+
+
+class MarkingRunner(CudaRunner):
+    """Marks where each step ends on the device, whenever the host comes to know of it.
+
+    `last_mark` is the end of the step that was collected last.
+    """
+
+    def __init__(self, model: LoadedModel, **limits: int) -> None:
+        super().__init__(model, **limits)
+        self._marks: deque[torch.cuda.Event] = deque()
+        self.last_mark: torch.cuda.Event | None = None
+
+    def submit(self, batch: ScheduledBatch) -> None:
+        """As a runner."""
+        super().submit(batch)
+        mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
+        mark.record()
+        self._marks.append(mark)
+
+    def collect(self) -> StepResult:
+        """As a runner."""
+        result = super().collect()
+        self.last_mark = self._marks.popleft()
+        return result
 
 
 class GpuEngine:
@@ -157,7 +187,7 @@ class GpuEngine:
         )
         self.clock = SystemClock()
         config = SchedulerConfig(max_model_len=model.max_model_len, **limits)
-        self.runner = CudaRunner(
+        self.runner = MarkingRunner(
             model,
             num_blocks=num_blocks,
             block_tokens=BLOCK_TOKENS,
@@ -207,11 +237,8 @@ class GpuEngine:
         served, began_s = Served(), self.clock.now()
         for prompt in prompts:
             self.add(prompt, max_tokens)
-        waiting, last_s, found = (
-            len(prompts),
-            0.0,
-            dict.fromkeys(("device", "host", "storage"), 0),
-        )
+        waiting, last_s, last_mark = len(prompts), 0.0, self.runner.last_mark
+        found, marks = dict.fromkeys(("device", "host", "storage"), 0), []
         while waiting:
             self.core.wait()
             outputs, now = self.core.step(), self.clock.now()
@@ -230,9 +257,14 @@ class GpuEngine:
                         found[tier] += output.usage.by_tier[tier]
             if is_all and last_s:
                 served.steps_s.append(now - last_s)
+                marks.append((last_mark, self.runner.last_mark))
             if outputs:
-                last_s = now
+                last_s, last_mark = now, self.runner.last_mark
         served.seconds, served.found = self.clock.now() - began_s, found
+        torch.cuda.synchronize(DEVICE)
+        served.device_steps_s = [
+            a.elapsed_time(b) / 1e3 for a, b in marks if a is not None and b is not None
+        ]
         return served
 
     def tokens(self, prompt: Tokens, *, max_tokens: int) -> list[int]:
