@@ -10,6 +10,7 @@ from headwater.clock import SystemClock
 from headwater.disagg.link import PushFailure
 from headwater.disagg.links import LinkConfig, Links
 from headwater.disagg.links import hello as hello_module
+from headwater.disagg.links.frames import Malformed
 from headwater.disagg.links.hello import Greeting, Session, Verdict, Welcome, greet, within
 from headwater.disagg.links.stream import LinkBroken, Stream
 from headwater.errors import ConfigError
@@ -75,9 +76,8 @@ def test_a_mismatch_is_refused_with_a_reason(change, sentence):
     assert near.reason is PushFailure.REFUSED
 
 
-def test_another_version_is_refused(monkeypatch):
-    """By the sender, since the receiver speaks first."""
-    monkeypatch.setattr(hello_module, "VERSION", 2)
+def test_a_receiver_of_the_first_version_is_refused():
+    """Its blocks had their checksums in front of them: it would take none of ours."""
     near, far = (Stream(end) for end in socket.socketpair())
     challenge = hello_module._CHALLENGE.pack(hello_module._MAGIC, 1, 0, bytes(32))
     far.send([challenge], within(SystemClock(), 2.0))
@@ -88,11 +88,29 @@ def test_another_version_is_refused(monkeypatch):
     far.close()
 
 
+def test_a_sender_of_the_first_version_is_refused():
+    """And hears why, instead of waiting for an answer to its first frame."""
+    near, far = (Stream(end) for end in socket.socketpair())
+    patience = within(SystemClock(), 2.0)
+    answer = (hello_module._MAGIC, 1, b"tcp\0\0\0", OURS.block_bytes, bytes(32), bytes(32))
+    near.send([hello_module._ANSWER.pack(*answer)], patience)
+
+    with pytest.raises(Malformed, match="version"):
+        Welcome(far, OURS, patience)
+    said = hello_module._take(near, hello_module._CHALLENGE.size, patience)
+    verdict = hello_module._take(near, hello_module._WELCOME.size, patience)
+    assert said.startswith(hello_module._MAGIC)
+    assert hello_module._WELCOME.unpack(verdict)[0] == Verdict.VERSION
+    near.close()
+    far.close()
+
+
 def test_a_receiver_without_the_token_gets_no_bytes():
     """A stranger that says welcome to everybody is not believed."""
     near, far = (Stream(end) for end in socket.socketpair())
     patience = within(SystemClock(), 2.0)
-    challenge = hello_module._CHALLENGE.pack(hello_module._MAGIC, 1, 0, bytes(32))
+    version = hello_module.VERSION
+    challenge = hello_module._CHALLENGE.pack(hello_module._MAGIC, version, 0, bytes(32))
     welcome = hello_module._WELCOME.pack(Verdict.WELCOME, 0, bytes(32))
     far.send([challenge, welcome], patience)
 

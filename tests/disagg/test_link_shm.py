@@ -14,7 +14,17 @@ import pytest
 from headwater.clock import SystemClock
 from headwater.disagg.link import Push, PushDone, PushFailure
 from headwater.disagg.links import Links
-from headwater.disagg.links.hello import _WELCOME, Greeting, Verdict, Welcome, greet, within
+from headwater.disagg.links.hello import (
+    _CHALLENGE,
+    _MAGIC,
+    _WELCOME,
+    VERSION,
+    Greeting,
+    Verdict,
+    Welcome,
+    greet,
+    within,
+)
 from headwater.disagg.links.landing import Landing
 from headwater.disagg.links.stream import LinkBroken, Stream
 from headwater.errors import ConfigError
@@ -91,7 +101,7 @@ def take_file(listener, has_token, got):
     if has_token:
         Welcome(stream, OURS, patience).accept()
     else:
-        stream.send([struct.pack("<8sHH32s", b"HWLINK\0\0", 1, 0, bytes(32))], patience)
+        stream.send([_CHALLENGE.pack(_MAGIC, VERSION, 0, bytes(32))], patience)
         stream.fill(memoryview(bytearray(88)), patience)
         stream.send([_WELCOME.pack(Verdict.WELCOME, 0, bytes(32))], patience)
     stream.await_readable()

@@ -21,7 +21,9 @@ from headwater.disagg.link import PushFailure
 from headwater.disagg.links.frames import Malformed
 from headwater.disagg.links.stream import LinkBroken, Patience, Stream
 
-VERSION = 1
+VERSION = 2
+"""Raised with whatever travels after the greeting: frames, payloads, what is handed over."""
+
 MAX_GRANT_BYTES = 1024
 
 _MAGIC = b"HWLINK\0\0"
