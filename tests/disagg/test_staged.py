@@ -1,5 +1,7 @@
 """Blocks of a device pass through buffers: the same contract, and no buffer is ever lost."""
 
+from threading import Event, Thread
+
 import numpy as np
 import pytest
 
@@ -41,6 +43,9 @@ class Pair:
     """A staged sender and a staged receiver with a few buffers each."""
 
     def __init__(self, num_buffers: int = 4) -> None:
+        self.hold = lambda event: None
+        """Holds up whoever delivers an event of the sender."""
+
         self.source = BlockArray(NUM_SLOTS, BLOCK_BYTES, seed=7)
         self.target = BlockArray(NUM_SLOTS, BLOCK_BYTES)
         self.log = EventLog()
@@ -58,10 +63,14 @@ class Pair:
         return StagedSender(
             lambda deliver: Links(CONFIG, buffers, deliver).connect(self.receiver.address),
             buffers,
-            self.log,
+            self.take,
             SystemClock(),
             part_blocks=2,
         )
+
+    def take(self, event) -> None:
+        self.hold(event)
+        self.log(event)
 
     def push(self, job: int, lease: int, places, wait_s: float = 30.0) -> None:
         deadline_s = SystemClock().now() + wait_s
@@ -173,6 +182,43 @@ def test_closing_ends_what_waits_and_what_is_copied(pair):
         assert len(pair.log.outcomes(job)) == 1
     assert pair.log.outcome(3) == (3, PushFailure.CLOSED)
     assert pair.outer.all_free
+
+
+def test_a_push_ends_once_whoever_ends_it(pair):
+    """Here the copier ends one that waits while `close` is about to (lesson 53)."""
+
+    def hold(event):
+        if event.job == 2:
+            pair.outer.copier.gate.set()
+            pair.log.outcome(3)
+
+    pair.hold = hold
+    pair.outer.copier.gate.clear()
+    for job in (1, 2, 3):
+        pair.push(job, 1, [job])
+    pair.sender.close()
+
+    assert [len(pair.log.outcomes(job)) for job in (1, 2, 3)] == [1, 1, 1]
+
+
+def test_every_outcome_is_delivered_before_close_returns(pair):
+    """That of what was being copied too, however long its delivery takes."""
+    pair.hold = lambda event: Event().wait(0.1)
+    pair.outer.copier.gate.clear()
+    pair.push(1, 1, [0])
+    closing = Thread(target=pair.sender.close)
+    closing.start()
+    pair.outer.copier.gate.set()
+    closing.join()
+
+    assert len(pair.log.outcomes(1)) == 1
+
+
+def test_a_push_of_nothing_is_done(pair):
+    """As it is without buffers."""
+    pair.push(1, 1, [])
+
+    assert pair.log.outcome(1) == PushDone(1, 0)
 
 
 def test_blocks_that_arrive_damaged_keep_no_buffer(pair):

@@ -22,6 +22,7 @@ from headwater.disagg.link import (
     PushFailed,
     PushFailure,
     Sender,
+    SenderEvent,
 )
 from headwater.disagg.staged.buffers import Buffers
 
@@ -40,7 +41,15 @@ class _Flight:
         """Parts that have not ended."""
 
         self.has_begun = False
+        self.has_ended = False
         self.failure: PushFailure | None = None
+
+    @property
+    def outcome(self) -> SenderEvent:
+        """Of a push that has ended."""
+        if self.failure is not None:
+            return PushFailed(self.push.job, self.failure)
+        return PushDone(self.push.job, sum(piece.num_bytes for piece in self.push.pieces))
 
 
 class _Part(NamedTuple):
@@ -74,6 +83,9 @@ class StagedSender:
         """What the link is pushing, and from which buffers, by its job."""
 
         self._jobs = count()
+        self._num_flights = 0
+        """Whose outcome has not been delivered."""
+
         self._closed = False
         self._sender = connect(self._take)
 
@@ -81,11 +93,12 @@ class StagedSender:
         flight = _Flight(push)
         parts = [_Part(flight, pieces) for pieces in self._cut(push.pieces)]
         with self._changed:
-            if not self._closed:
+            self._num_flights += 1
+            closed = self._closed
+            if not closed:
                 flight.num_left = len(parts)
                 self._queue.extend(parts)
-        if not flight.num_left:
-            self._deliver(PushFailed(push.job, PushFailure.CLOSED))
+        self._settle(flight, PushFailure.CLOSED if closed else None)
         self._advance()
 
     def cancel(self, lease: int) -> None:
@@ -93,7 +106,7 @@ class StagedSender:
             waiting = dict.fromkeys(part.flight for part in self._queue)
             given_up = [f for f in waiting if f.push.lease == lease and not f.has_begun]
         for flight in given_up:
-            self._fail(flight, PushFailure.CANCELLED)
+            self._settle(flight, PushFailure.CANCELLED)
         self._sender.cancel(lease)
 
     def close(self) -> None:
@@ -103,10 +116,10 @@ class StagedSender:
             self._closed = True
             waiting = dict.fromkeys(part.flight for part in self._queue)
         for flight in waiting:
-            self._fail(flight, PushFailure.CLOSED)
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_copying, _CLOSE_S)
+            self._settle(flight, PushFailure.CLOSED)
         self._sender.close()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_flights, _CLOSE_S)
         self._buffers.close()
 
     def _cut(self, pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
@@ -134,7 +147,6 @@ class StagedSender:
             job = next(self._jobs)
             if failure is None:
                 self._travelling[job] = part, buffers
-            self._changed.notify_all()
         if failure is None:
             self._sender.push(_from_buffers(job, part, buffers))
             self._advance()
@@ -160,14 +172,18 @@ class StagedSender:
 
     def _end(self, part: _Part, buffers: list[int], failure: PushFailure | None) -> None:
         self._buffers.give_back(buffers)
-        with self._changed:
-            part.flight.num_left -= 1
-        self._fail(part.flight, failure)
+        self._settle(part.flight, failure, num_ended=1)
         self._advance()
 
-    def _fail(self, flight: _Flight, failure: PushFailure | None) -> None:
-        """Let nothing more of a push begin, if it has failed; say its outcome if all ended."""
+    def _settle(
+        self, flight: _Flight, failure: PushFailure | None, *, num_ended: int = 0
+    ) -> None:
+        """So many parts of a push have ended. If it has failed, nothing more of it begins; if
+        nothing of it is left, its outcome is said, by one thread of those that see it."""
         with self._changed:
+            if flight.has_ended:
+                return
+            flight.num_left -= num_ended
             flight.failure = flight.failure or failure
             if flight.failure is not None:
                 kept = [part for part in self._queue if part.flight is not flight]
@@ -175,12 +191,11 @@ class StagedSender:
                 self._queue = deque(kept)
             if flight.num_left:
                 return
-        push = flight.push
-        if flight.failure is not None:
-            self._deliver(PushFailed(push.job, flight.failure))
-        else:
-            num_bytes = sum(piece.num_bytes for piece in push.pieces)
-            self._deliver(PushDone(push.job, num_bytes))
+            flight.has_ended = True
+        self._deliver(flight.outcome)
+        with self._changed:
+            self._num_flights -= 1
+            self._changed.notify_all()
 
 
 def _from_buffers(job: int, part: _Part, buffers: list[int]) -> Push:
