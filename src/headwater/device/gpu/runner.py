@@ -2,7 +2,7 @@
 
 `submit` only queues work: inputs go to the device in one piece, decode steps are replayed
 graphs, a token that the step before is still choosing is taken from device memory. `collect`
-waits for one event, in C, and reads the chosen tokens from pinned memory.
+waits for one event, in C and awake, and reads the chosen tokens from pinned memory.
 """
 
 from collections import deque
@@ -207,7 +207,7 @@ class CudaRunner:
         host = self._host[self._num_steps % _RING]
         count = batch.num_rows
         copy_ints(self._chosen[:count], host)
-        done = torch.cuda.Event(blocking=True)
+        done = torch.cuda.Event()  # not `blocking`: sleepers were woken up to 5 ms late
         done.record()
         flight = _Flight(batch=batch, places=places, host=host, done=done, logprobs=logprobs)
         self._num_steps += 1
