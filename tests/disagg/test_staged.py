@@ -78,6 +78,7 @@ class Pair:
         self.sender.push(Push(job=job, lease=lease, pieces=pieces, deadline_s=deadline_s))
 
     def close(self) -> None:
+        self.outer.copier.gate.set()
         self.sender.close()
         self.receiver.close()
 
@@ -167,6 +168,17 @@ def test_a_push_that_waits_for_its_copy_is_late_in_time(pair):
     assert pair.outer.all_free
 
 
+def test_a_push_that_waits_for_its_turn_ends_at_its_deadline(pair):
+    """Its slots are not read, so it does not matter how long the copy before it takes."""
+    pair.outer.copier.gate.clear()
+    pair.push(1, 1, [0, 1])
+    pair.push(2, 1, [2], wait_s=0.05)
+
+    assert pair.log.outcome(2, 5.0) == (2, PushFailure.TIMEOUT)
+    assert pair.log.outcomes(1) == []
+    assert pair.outer.copier.num_started == 1
+
+
 def test_closing_ends_what_waits_and_what_is_copied(pair):
     """One outcome each, and the sender's slots are not read afterwards."""
     pair.receiver.open(1, range(8))
@@ -185,20 +197,16 @@ def test_closing_ends_what_waits_and_what_is_copied(pair):
 
 
 def test_a_push_ends_once_whoever_ends_it(pair):
-    """Here the copier ends one that waits while `close` is about to (lesson 53)."""
-
-    def hold(event):
-        if event.job == 2:
-            pair.outer.copier.gate.set()
-            pair.log.outcome(3)
-
-    pair.hold = hold
+    """Here its deadline comes while `cancel` is about to give it up (lesson 53)."""
+    pair.hold = lambda event: event.job == 2 and pair.log.outcome(3)
     pair.outer.copier.gate.clear()
-    for job in (1, 2, 3):
-        pair.push(job, 1, [job])
-    pair.sender.close()
+    pair.push(1, 1, [0])
+    pair.push(2, 9, [1])
+    pair.push(3, 9, [2], wait_s=0.1)
+    pair.sender.cancel(9)
 
-    assert [len(pair.log.outcomes(job)) for job in (1, 2, 3)] == [1, 1, 1]
+    assert pair.log.outcomes(2) == [(2, PushFailure.CANCELLED)]
+    assert pair.log.outcomes(3) == [(3, PushFailure.TIMEOUT)]
 
 
 def test_every_outcome_is_delivered_before_close_returns(pair):

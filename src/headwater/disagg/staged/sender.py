@@ -3,13 +3,15 @@
     push ── cut into parts ──▶ one at a time into buffers ──▶ pushed by the link ──▶ outcome
                                             └── while the part before travels
 
-Every way to a peer has buffers of its own, so one that stalls holds up nobody else.
+Every way to a peer has buffers of its own, so one that stalls holds up nobody else. One thread
+begins each copy, and looks after the deadlines of what waits for its turn.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import count
-from threading import Condition
+from threading import Condition, Thread
 from typing import NamedTuple
 
 from headwater.clock import Clock
@@ -88,6 +90,7 @@ class StagedSender:
 
         self._closed = False
         self._sender = connect(self._take)
+        Thread(target=self._run, name="staged-send", daemon=True).start()
 
     def push(self, push: Push) -> None:
         flight = _Flight(push)
@@ -98,8 +101,8 @@ class StagedSender:
             if not closed:
                 flight.num_left = len(parts)
                 self._queue.extend(parts)
+                self._changed.notify_all()
         self._settle(flight, PushFailure.CLOSED if closed else None)
-        self._advance()
 
     def cancel(self, lease: int) -> None:
         with self._changed:
@@ -114,6 +117,7 @@ class StagedSender:
             if self._closed:
                 return
             self._closed = True
+            self._changed.notify_all()
             waiting = dict.fromkeys(part.flight for part in self._queue)
         for flight in waiting:
             self._settle(flight, PushFailure.CLOSED)
@@ -126,32 +130,59 @@ class StagedSender:
         for start in range(0, len(pieces), self._part_blocks):
             yield pieces[start : start + self._part_blocks]
 
-    def _advance(self) -> None:
-        """Begin with the next part, if it is its turn and there are buffers for it."""
+    def _run(self) -> None:
+        while (begun := self._next()) is not None:
+            part, buffers = begun
+            slots = [piece.slot for piece in part.pieces]
+            self._buffers.load(slots, buffers, partial(self._loaded, part, buffers))
+
+    def _next(self) -> tuple[_Part, list[int]] | None:
+        """The next part and its buffers, as soon as there are some; None after `close`.
+        Meanwhile, deadlines."""
+        while True:
+            self._expire()
+            with self._changed:
+                if self._closed:
+                    return None
+                if self._queue and not self._is_copying:
+                    buffers = self._buffers.take(len(self._queue[0].pieces))
+                    if buffers is not None:
+                        part = self._queue.popleft()
+                        part.flight.has_begun = self._is_copying = True
+                        return part, buffers
+                self._changed.wait(self._nap_s())
+
+    def _nap_s(self) -> float | None:
+        """How long until the first deadline of what waits for its turn."""
+        if not self._queue:
+            return None
+        first = min(part.flight.push.deadline_s for part in self._queue)
+        return max(first - self._clock.now(), 0.0) + 1e-3
+
+    def _expire(self) -> None:
+        """Let nothing begin that is late."""
+        now = self._clock.now()
         with self._changed:
-            if self._is_copying or not self._queue:
-                return
-            buffers = self._buffers.take(len(self._queue[0].pieces))
-            if buffers is None:
-                return
-            part = self._queue.popleft()
-            part.flight.has_begun = self._is_copying = True
-        slots = [piece.slot for piece in part.pieces]
-        self._buffers.load(slots, buffers, lambda there: self._loaded(part, buffers, there))
+            waiting = dict.fromkeys(part.flight for part in self._queue)
+        for flight in waiting:
+            if flight.push.deadline_s <= now:
+                self._settle(flight, PushFailure.TIMEOUT)
 
     def _loaded(self, part: _Part, buffers: list[int], is_there: bool) -> None:
         """The device's slots are not read any more."""
         with self._changed:
-            self._is_copying = False
             failure = self._obstacle(part.flight, is_there)
             job = next(self._jobs)
             if failure is None:
                 self._travelling[job] = part, buffers
         if failure is None:
             self._sender.push(_from_buffers(job, part, buffers))
-            self._advance()
         else:
             self._end(part, buffers, failure)
+        with self._changed:
+            # Only now, so that no part overtakes the one before it.
+            self._is_copying = False
+            self._changed.notify_all()
 
     def _obstacle(self, flight: _Flight, is_there: bool) -> PushFailure | None:
         """Why what has been copied is not pushed."""
@@ -171,9 +202,10 @@ class StagedSender:
         self._end(part, buffers, event.reason if isinstance(event, PushFailed) else None)
 
     def _end(self, part: _Part, buffers: list[int], failure: PushFailure | None) -> None:
-        self._buffers.give_back(buffers)
+        with self._changed:
+            self._buffers.give_back(buffers)
+            self._changed.notify_all()
         self._settle(part.flight, failure, num_ended=1)
-        self._advance()
 
     def _settle(
         self, flight: _Flight, failure: PushFailure | None, *, num_ended: int = 0
