@@ -22,11 +22,14 @@ class ArrayCopier:
         self.gate = Event()
         self.gate.set()
         self.fails = False
+        self.refuses = False
         self.num_started = 0
         self._queue: SimpleQueue[Any] = SimpleQueue()
         Thread(target=self._work, daemon=True).start()
 
     def start(self, transfer, report) -> None:
+        if self.refuses:
+            raise RuntimeError("the device is in no state to copy")
         self.num_started += 1
         self._queue.put((transfer, report))
 

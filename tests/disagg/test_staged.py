@@ -150,6 +150,22 @@ def test_a_copy_that_fails_fails_its_push_and_no_other(pair):
     assert pair.outer.all_free
 
 
+def test_a_copy_that_cannot_begin_has_failed(pair):
+    """On either end: the push and the lease end all the same (lesson 53)."""
+    pair.receiver.open(1, range(8))
+    pair.outer.copier.refuses = True
+    pair.push(1, 1, [0])
+    assert pair.log.outcome(1) == (1, PushFailure.LOST)
+    pair.outer.copier.refuses, pair.inner.copier.refuses = False, True
+    pair.push(2, 1, [1])
+    assert pair.log.outcome(2) == PushDone(2, BLOCK_BYTES)
+    pair.receiver.fence(1)
+
+    assert pair.log.quiet(1).blocks == frozenset()
+    assert pair.outer.all_free
+    assert pair.inner.all_free
+
+
 def test_a_push_that_waits_for_its_copy_is_late_in_time(pair):
     """Its slots are not given up while they are read (lesson 50)."""
     pair.receiver.open(1, range(8))

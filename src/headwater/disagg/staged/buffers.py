@@ -1,5 +1,6 @@
 """Host blocks that other blocks pass through, and the copies in and out of them."""
 
+import logging
 from collections.abc import Callable, Sequence
 from itertools import count
 from threading import Condition
@@ -13,11 +14,13 @@ from headwater.transfer.mover import DeviceCopier
 from headwater.transfer.slab import HostSlab
 from headwater.types import JobId, Slots, Tier
 
+log = logging.getLogger(__name__)
+
 OpenCopier: TypeAlias = Callable[[HostSlab], DeviceCopier]
 """Makes the copier between the device and a slab."""
 
 Then: TypeAlias = Callable[[bool], None]
-"""Told, from any thread, whether all bytes of a copy are there."""
+"""Told once, from any thread, whether all bytes of a copy are there."""
 
 
 class Buffers:
@@ -90,7 +93,11 @@ class Buffers:
         def report(completion: Completion) -> None:
             then(completion.ending is Ending.DONE)
 
-        self._copier.start(transfer, report)
+        try:
+            self._copier.start(transfer, report)
+        except Exception:
+            log.exception("a copy could not begin")
+            then(False)
 
 
 def _array(numbers: Sequence[int]) -> Slots:
