@@ -62,7 +62,17 @@ class SomeBuffers(Buffers):
     def __init__(self, array: BlockArray, num_buffers: int) -> None:
         slab = HostSlab(num_buffers, array.block_bytes)
         self.copier = ArrayCopier(array, slab)
+        self._waiting = Event()
         super().__init__(slab, self.copier)
+
+    def await_one(self, timeout_s, is_over) -> int | None:
+        if not self._free:
+            self._waiting.set()
+        return super().await_one(timeout_s, is_over)
+
+    def await_waiting(self) -> None:
+        """Until somebody waits for a buffer."""
+        assert self._waiting.wait(10.0)
 
     @property
     def all_free(self) -> bool:

@@ -276,6 +276,29 @@ def test_a_frame_that_finds_no_buffer_costs_its_connection_and_the_lease_ends(pa
     assert pair.inner.all_free
 
 
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_fence_does_not_wait_for_buffers(pair, closed):
+    """A frame that finds none is told, and quiet is its lease; that of the slow copies is not."""
+    pair.receiver.open(1, range(8))
+    pair.receiver.open(2, range(8, 16))
+    pair.inner.copier.gate.clear()
+    pair.push(1, 1, range(4))
+    pair.log.outcome(1)
+    pair.push(2, 2, [4, 5])
+    pair.inner.await_waiting()
+    began_s = SystemClock().now()
+    pair.receiver.close() if closed else pair.receiver.fence(2)
+
+    assert pair.log.quiet(2).blocks == frozenset()
+    assert SystemClock().now() - began_s < 0.5
+    if not closed:
+        assert pair.log.outcome(2) == (2, PushFailure.FENCED)
+    pair.inner.copier.gate.set()
+    pair.receiver.fence(1)
+    assert pair.log.quiet(1).blocks == frozenset(range(4))
+    assert pair.inner.all_free
+
+
 def test_senders_do_not_take_each_others_buffers():
     """One whose device is slow holds up nobody (lesson 52)."""
     pair = Pair()

@@ -127,6 +127,8 @@ class LeaseBook:
                 views[at] = self._memory.view(slot)[: pieces[at].num_bytes]
         except LinkBroken:
             self.settle(landing, pieces)
+            if landing.stopped:
+                return PushFailure.FENCED
             raise
         return landing
 

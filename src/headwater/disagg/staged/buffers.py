@@ -46,12 +46,17 @@ class Buffers:
             taken, self._free = self._free[:num], self._free[num:]
             return taken
 
-    def await_one(self, timeout_s: float) -> int | None:
-        """One, as soon as there is one; None where that takes too long."""
+    def await_one(self, timeout_s: float, is_over: Callable[[], bool]) -> int | None:
+        """One, as soon as there is one; None where that takes too long, or `is_over`, which is
+        asked again after `wake`."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._free, timeout_s):
-                return None
-            return self._free.pop()
+            self._changed.wait_for(lambda: self._free or is_over(), timeout_s)
+            return self._free.pop() if self._free and not is_over() else None
+
+    def wake(self) -> None:
+        """Whoever waits for one may have to wait no longer."""
+        with self._changed:
+            self._changed.notify_all()
 
     def give_back(self, buffers: Sequence[int]) -> None:
         """They are free again."""

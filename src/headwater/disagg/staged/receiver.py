@@ -6,7 +6,7 @@
 A block has landed when it is on the device, so a lease is quiet when the last copy of it ended.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, islice
 from threading import Lock
 
@@ -27,18 +27,25 @@ class Lobby:
         self._buffers = buffers
         self._timeout_s = timeout_s
         self._by_ticket: dict[int, int] = {}
+        self._turned_away: set[int] = set()
 
     def view(self, slot: int) -> memoryview:
         buffer = self._by_ticket.get(slot)
         if buffer is None:
-            buffer = self._buffers.await_one(self._timeout_s)
+            buffer = self._buffers.await_one(self._timeout_s, lambda: slot in self._turned_away)
             if buffer is None:
                 raise LinkBroken("no buffer came free for a block that arrives")
             self._by_ticket[slot] = buffer
         return self._buffers.view(buffer)
 
+    def turn_away(self, tickets: Iterable[int]) -> None:
+        """Whoever waits for a buffer with one of these does not wait any longer."""
+        self._turned_away.update(tickets)
+        self._buffers.wake()
+
     def leave(self, ticket: int) -> int | None:
         """The buffer of a block, if it has one; it is the caller's now."""
+        self._turned_away.discard(ticket)
         return self._by_ticket.pop(ticket, None)
 
 
@@ -88,8 +95,14 @@ class StagedReceiver:
 
     def fence(self, lease: int) -> None:
         self._receiver.fence(lease)
+        with self._lock:
+            fenced = self._leases.get(lease)
+            if fenced is not None:
+                self._lobby.turn_away(fenced.tickets)
 
     def close(self) -> None:
+        for lease in list(self._leases):
+            self.fence(lease)
         self._receiver.close()
         self._buffers.close()
 
