@@ -23,6 +23,7 @@ class ArrayCopier:
         self.gate.set()
         self.fails = False
         self.refuses = False
+        self.is_closed = False
         self.num_started = 0
         self._queue: SimpleQueue[Any] = SimpleQueue()
         Thread(target=self._work, daemon=True).start()
@@ -34,6 +35,7 @@ class ArrayCopier:
         self._queue.put((transfer, report))
 
     def close(self) -> None:
+        self.is_closed = True
         self.gate.set()
         self._queue.put(None)
 

@@ -8,12 +8,13 @@ import pytest
 from headwater.clock import SystemClock
 from headwater.disagg.link import Push, PushDone, PushFailure
 from headwater.disagg.links import Links
+from headwater.disagg.staged import StagedLinks
 from headwater.disagg.staged.receiver import StagedReceiver
 from headwater.disagg.staged.sender import StagedSender
 from headwater.errors import ConfigError
 from headwater.testing.link_contract import CHECKS, open_rig
 from headwater.testing.links import BlockArray, EventLog
-from tests.disagg.staging import MakeStaged, SomeBuffers
+from tests.disagg.staging import ArrayCopier, MakeStaged, SomeBuffers
 from tests.disagg.wire import CONFIG, LINKS, RawSender, pieces_of
 
 BLOCK_BYTES = 4096
@@ -316,11 +317,17 @@ def test_senders_do_not_take_each_others_buffers():
     pair.close()
 
 
-def test_an_address_that_is_none_leaves_nothing_behind():
-    """As without buffers: a sentence."""
-    links = MakeStaged("tcp", ("sender",))
-    links(BlockArray(1, BLOCK_BYTES), EventLog())
-    staged = links(BlockArray(1, BLOCK_BYTES), EventLog())
+@pytest.mark.parametrize("make", ["listen", "connect"])
+def test_a_link_that_is_none_leaves_nothing_behind(make):
+    """As without buffers: a sentence; and the copier is closed (lesson 61)."""
+    array, copiers = BlockArray(1, BLOCK_BYTES), []
 
-    with pytest.raises(ConfigError, match="no address of a link"):
-        staged.connect("carrier-pigeon://loft")
+    def open_copier(slab):
+        copiers.append(ArrayCopier(array, slab))
+        return copiers[-1]
+
+    links = StagedLinks(CONFIG, BLOCK_BYTES, open_copier, EventLog())
+    with pytest.raises(ConfigError, match="carrier-pigeon"):
+        getattr(links, make)("carrier-pigeon://loft")
+
+    assert [copier.is_closed for copier in copiers] == [True]

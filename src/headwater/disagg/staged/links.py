@@ -1,5 +1,8 @@
 """All links of an instance whose blocks are on a device: every kind, through buffers."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from headwater.clock import Clock, SystemClock
 from headwater.disagg.link import BlockMemory, Deliver, Receiver, Sender
 from headwater.disagg.links.config import LinkConfig
@@ -9,7 +12,6 @@ from headwater.disagg.links.shm import FRAME_BYTES
 from headwater.disagg.staged.buffers import Buffers, OpenCopier
 from headwater.disagg.staged.receiver import StagedReceiver
 from headwater.disagg.staged.sender import StagedSender
-from headwater.errors import ConfigError
 from headwater.transfer.slab import HostSlab
 
 _NUM_PARTS = 2
@@ -42,12 +44,14 @@ class StagedLinks:
         """A receiver of this kind: buffers for as many senders as it serves at once."""
         num_buffers = self._config.max_senders * self._frame_blocks
         slab = HostSlab(num_buffers, self._block_bytes)
-        return StagedReceiver(
-            lambda memory, deliver: self._links(link, memory, deliver).listen(link),
-            Buffers(slab, self._open_copier(slab)),
-            self._deliver,
-            timeout_s=self._config.stall_timeout_s,
-        )
+        buffers = Buffers(slab, self._open_copier(slab))
+        with _closing_unless_made(buffers):
+            return StagedReceiver(
+                lambda memory, deliver: self._links(link, memory, deliver).listen(link),
+                buffers,
+                self._deliver,
+                timeout_s=self._config.stall_timeout_s,
+            )
 
     def connect(self, address: str) -> Sender:
         """A sender to the receiver at `address`, with buffers of its own."""
@@ -57,7 +61,7 @@ class StagedLinks:
         buffers = Buffers(slab, self._open_copier(slab))
         # A Transfer Engine would register the slab, which goes with its sender.
         memory: BlockMemory = slab if shared else buffers
-        try:
+        with _closing_unless_made(buffers):
             return StagedSender(
                 lambda deliver: self._links(link, memory, deliver).connect(address),
                 buffers,
@@ -65,11 +69,18 @@ class StagedLinks:
                 self._clock,
                 part_blocks=self._frame_blocks,
             )
-        except ConfigError:
-            buffers.close()
-            raise
 
     def _links(self, link: str, memory: BlockMemory, deliver: Deliver) -> Links:
         if link == "mooncake" and self._engine is None:
             self._engine = TransferEngine(self._config)
         return Links(self._config, memory, deliver, self._clock, self._engine)
+
+
+@contextmanager
+def _closing_unless_made(buffers: Buffers) -> Iterator[None]:
+    """What cannot be made keeps no buffers."""
+    try:
+        yield
+    except BaseException:
+        buffers.close()
+        raise
