@@ -14,6 +14,12 @@ import pytest
 from headwater.clock import SystemClock
 from headwater.disagg.link import Push, PushDone, PushFailure
 from headwater.disagg.links import Links
+from headwater.disagg.links.frames import (
+    FRAME_BYTES,
+    MAX_PIECES,
+    PIECE_BYTES,
+    encode_answer,
+)
 from headwater.disagg.links.hello import (
     _CHALLENGE,
     _MAGIC,
@@ -91,6 +97,44 @@ def test_the_memory_is_given_only_to_who_has_the_token(has_token):
 
     assert len(got) == (2 if has_token else 0)
     for file in got:
+        os.close(file)
+
+
+def test_an_answer_to_a_frame_that_was_not_sent_costs_the_connection():
+    """All words are taken, so a fifth frame waits: a receiver that answers it already lies."""
+    listener = socket.socket(socket.AF_UNIX)
+    name = f"headwater-test-liar-{os.getpid()}"
+    listener.bind(f"\0{name}")
+    listener.listen(1)
+    thread = Thread(target=answer_unsent, args=(listener,))
+    thread.start()
+    source, log = BlockArray(5 * MAX_PIECES, 64), EventLog()
+    sender = Links(CONFIG, source, log).connect(f"shm://{name}")
+    deadline_s = SystemClock().now() + 30.0
+    pieces = pieces_of(range(5 * MAX_PIECES), 64)
+    sender.push(Push(job=1, lease=1, pieces=pieces, deadline_s=deadline_s))
+
+    assert log.outcome(1, 5.0) == (1, PushFailure.LOST)
+    sender.close()
+    thread.join(10.0)
+    listener.close()
+
+
+def answer_unsent(listener):
+    """A receiver that takes four frames and answers the fifth."""
+    connected, _ = listener.accept()
+    stream, patience = Stream(connected), within(SystemClock(), 5.0)
+    Welcome(stream, Greeting("shm", CONFIG.token, 64), patience).accept()
+    stream.await_readable()
+    _, files, _, _ = socket.recv_fds(connected, 8, 2)
+    frames = memoryview(bytearray(4 * (FRAME_BYTES + MAX_PIECES * PIECE_BYTES)))
+    stream.fill(frames, patience)
+    with contextlib.suppress(LinkBroken):
+        while True:
+            stream.send([encode_answer(4, None)], patience)
+            stream.fill(memoryview(bytearray(1)), patience)
+    stream.close()
+    for file in files:
         os.close(file)
 
 

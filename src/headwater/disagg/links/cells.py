@@ -44,9 +44,12 @@ class Places:
             yield self._taken.get(frame_number)
 
     def release(self, frame_number: int) -> None:
-        """The place of a frame is free again."""
+        """The place of a frame is free again; Malformed where it has none."""
         with self._changed:
-            self._free.append(self._taken.pop(frame_number))
+            place = self._taken.pop(frame_number, None)
+            if place is None:
+                raise Malformed("an answer to a frame that was not sent")
+            self._free.append(place)
             self._changed.notify()
 
 

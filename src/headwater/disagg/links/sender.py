@@ -49,7 +49,7 @@ class Outbound(Protocol):
         raised; where the peer reads them, it does so before it answers."""
 
     def answered(self, number: int) -> None:
-        """The peer is done with a frame."""
+        """The peer is done with a frame, or says so: LinkBroken where it was not sent."""
 
     def withdraw(self, number: int) -> None:
         """Nobody waits for the answer any more: the views of this frame may change at once, and
