@@ -1,5 +1,6 @@
 """Links whose other end dies, stops or lies: every push and every lease still ends."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from headwater.clock import SystemClock
-from headwater.disagg.link import Push, PushDone, PushFailed, PushFailure
+from headwater.disagg.link import Piece, Push, PushDone, PushFailed, PushFailure
 from headwater.disagg.links import LinkConfig, Links
 from headwater.disagg.links.frames import ANSWER_BYTES, encode_answer
 from headwater.disagg.links.hello import Greeting, Welcome, within
@@ -160,6 +161,20 @@ def test_a_stalled_connection_does_not_hold_up_other_receivers():
         stuck.close()
 
 
+def test_a_receiver_that_takes_little_at_a_time_costs_a_push_its_deadline():
+    """Something moves all the time, and still the outcome is not late (lesson 52)."""
+    with _sipper(None) as address:
+        log, clock = EventLog(), SystemClock()
+        sender = Links(far.CONFIG, BlockArray(1, 4096, seed=1), log).connect(address)
+        pieces = tuple(Piece(0, place, 4096) for place in range(8192))
+        deadline_s = clock.now() + 0.3
+        sender.push(Push(job=1, lease=1, pieces=pieces, deadline_s=deadline_s))
+
+        assert log.outcome(1, 10.0) == PushFailed(1, PushFailure.TIMEOUT)
+        assert clock.now() < deadline_s + 0.5
+        sender.close()
+
+
 def test_a_sender_that_stalls_in_mid_frame_is_cut_off():
     """So a dead peer's connection does not stay for ever."""
     config = LinkConfig(token=far.CONFIG.token, stall_timeout_s=0.1)
@@ -206,9 +221,23 @@ class _liar:
         patience = within(SystemClock(), 5.0)
         greeting = Greeting("tcp", far.CONFIG.token, 4096)
         Welcome(stream, greeting, patience).accept()
+        self._answer(stream)
+        stream.close()
+
+    def _answer(self, stream: Stream) -> None:
         if self._lie is None:
             self._end.wait(20.0)
         else:
+            patience = within(SystemClock(), 5.0)
             stream.fill(memoryview(bytearray(64)), patience)
             stream.send([self._lie], patience)
-        stream.close()
+
+
+class _sipper(_liar):
+    """A receiver that takes what it is sent, 64 KiB at a time."""
+
+    def _answer(self, stream: Stream) -> None:
+        sip = memoryview(bytearray(1 << 16))
+        with contextlib.suppress(LinkBroken):
+            while not self._end.wait(5e-3):
+                stream.some([sip])

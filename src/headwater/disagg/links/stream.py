@@ -19,7 +19,7 @@ TICK_S = 0.02
 _MAX_PARTS = 512  # of one call; the kernel allows 1024
 
 Patience = Callable[[], None]
-"""Asked once a tick while nothing moves; raises when it is over."""
+"""Asked once a tick while nothing comes, or not everything has left; raises when it is over."""
 
 
 class LinkBroken(HeadwaterError):
@@ -51,11 +51,12 @@ class Stream:
             try:
                 sent = self.socket.sendmsg(views[:_MAX_PARTS])
             except BlockingIOError:
-                patience()
-                continue
+                sent = 0
             except OSError as error:
                 raise LinkBroken(f"the peer is gone: {error}") from error
             views = advance(views, sent)
+            if views:
+                patience()
 
     def some(self, views: Sequence[memoryview], flags: int = socket.MSG_WAITALL) -> int:
         """Fill the views from their beginning; how many bytes came within a tick."""
