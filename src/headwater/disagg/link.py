@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 
 class BlockMemory(Protocol):
-    """Where a tier's blocks lie: on a processor the KV pool itself, else the host slab."""
+    """Blocks that a link reads or writes: on a processor the KV pool itself, else buffers."""
 
     @property
     def block_bytes(self) -> int:
@@ -33,7 +33,7 @@ class OneMemory(BlockMemory, Protocol):
 
     @property
     def memory(self) -> memoryview:
-        """All of it, the same object each time, slot after slot; as long-lived as the process."""
+        """All of it, the same object each time, slot after slot; no link lives longer."""
 
     @property
     def file(self) -> int | None:

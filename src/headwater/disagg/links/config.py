@@ -19,7 +19,8 @@ class LinkConfig:
     """Of the `tcp` receiver; 0 takes a free one."""
 
     frame_bytes: int = 4 << 20
-    """Payload sent in one go, where blocks are smaller: small transfers are slow ones."""
+    """Payload that a Transfer Engine writes in one go, where blocks are smaller: small transfers
+    are slow ones. The other links have sizes of their own."""
 
     num_cells: int = 4
     """Frames that may be on their way between two Transfer Engines at once."""
@@ -31,7 +32,7 @@ class LinkConfig:
     """Longest wait for a connection, and for each word of its greeting."""
 
     stall_timeout_s: float = 10.0
-    """How long a peer may stop in the middle of a frame before it is cut off."""
+    """How long a frame may be under way before a pause in it cuts its sender off."""
 
     mooncake_protocol: str = "tcp"
     """`tcp` or `rdma`, for the Transfer Engine."""
