@@ -187,6 +187,22 @@ def test_a_sender_that_stalls_in_mid_frame_is_cut_off():
     receiver.close()
 
 
+def test_a_sender_that_is_slow_is_not_cut_off():
+    """Its frame takes far longer than it may stop for, and it never stops for so long."""
+    config = LinkConfig(token=far.CONFIG.token, stall_timeout_s=0.2)
+    receiver = Links(config, BlockArray(4, 4096), EventLog()).listen("tcp")
+    receiver.open(1, [0])
+    peer = RawSender(receiver.address, 4096)
+    raw = peer.frame(0, 1, {0: bytes(4096)})
+    for at in range(0, len(raw), 512):
+        Event().wait(0.06)
+        peer.send(raw[at : at + 512])
+
+    assert peer.answer() == (0, None)
+    peer.close()
+    receiver.close()
+
+
 def push_all(
     sender, jobs, *, wait_s=60.0, block_bytes=far.BLOCK_BYTES, num_blocks=far.NUM_SLOTS
 ):

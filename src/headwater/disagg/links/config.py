@@ -32,7 +32,7 @@ class LinkConfig:
     """Longest wait for a connection, and for each word of its greeting."""
 
     stall_timeout_s: float = 10.0
-    """How long a frame may be under way before a pause in it cuts its sender off."""
+    """How long a peer may stop in the middle of a frame before it is cut off."""
 
     mooncake_protocol: str = "tcp"
     """`tcp` or `rdma`, for the Transfer Engine."""

@@ -189,7 +189,7 @@ class _Connection:
             if not begun:
                 self._stream.await_readable()
                 continue
-            patience = within(clock, config.stall_timeout_s)
+            patience = _stall(self._stream, clock, config.stall_timeout_s)
             frame = self._frame(begun, patience)
             if frame.number != number or frame.payload_bytes > self._inbound.max_bytes:
                 raise Malformed("a frame out of order, or larger than frames are")
@@ -225,3 +225,17 @@ class _Connection:
             part = self._scratch[:num_bytes]
             self._stream.fill(part, patience)
             num_bytes -= len(part)
+
+
+def _stall(stream: Stream, clock: Clock, timeout_s: float) -> Patience:
+    """Patience with a peer in the middle of a frame: so long, from when it last sent a byte."""
+    end_s, seen = clock.now() + timeout_s, stream.num_received
+
+    def patience() -> None:
+        nonlocal end_s, seen
+        if seen != stream.num_received:
+            end_s, seen = clock.now() + timeout_s, stream.num_received
+        elif clock.now() > end_s:
+            raise LinkBroken("a peer that stopped in the middle of a frame")
+
+    return patience

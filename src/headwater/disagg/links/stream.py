@@ -36,6 +36,9 @@ class Stream:
 
     def __init__(self, connected: socket.socket) -> None:
         self.socket = connected
+        self.num_received = 0
+        """Bytes, since it was made."""
+
         connected.settimeout(None)
         timeval = struct.pack("ll", 0, int(TICK_S * 1e6))
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -71,6 +74,7 @@ class Stream:
             raise LinkBroken(f"the peer is gone: {error}") from error
         if not got:
             raise LinkBroken("the peer has closed the connection")
+        self.num_received += got
         return got
 
     def fill(self, view: memoryview, patience: Patience) -> None:
