@@ -1,5 +1,7 @@
 """Blocks of a device pass through buffers: the same contract, and no buffer is ever lost."""
 
+import gc
+import weakref
 from threading import Event, Thread
 
 import numpy as np
@@ -315,6 +317,34 @@ def test_senders_do_not_take_each_others_buffers():
     assert pair.log.outcome(1) == PushDone(1, 4 * BLOCK_BYTES)
     slow.close()
     pair.close()
+
+
+@pytest.mark.parametrize("link", ["tcp", "shm"])
+def test_a_sender_that_was_closed_keeps_no_memory(link):
+    """Its buffers are gone with it, not when somebody collects cycles."""
+    source, slabs, log = BlockArray(4, BLOCK_BYTES), [], EventLog()
+
+    def open_copier(slab):
+        slabs.append(weakref.ref(slab))
+        return ArrayCopier(source, slab)
+
+    receiver = Links(CONFIG, BlockArray(4, BLOCK_BYTES), log).listen(link)
+    receiver.open(1, range(4))
+    gc.disable()
+    try:
+        links = StagedLinks(CONFIG, BLOCK_BYTES, open_copier, log)
+        sender = links.connect(receiver.address)
+        deadline_s = SystemClock().now() + 10.0
+        pieces = pieces_of(range(4), BLOCK_BYTES)
+        sender.push(Push(job=1, lease=1, pieces=pieces, deadline_s=deadline_s))
+        assert log.outcome(1) == PushDone(1, 4 * BLOCK_BYTES)
+        sender.close()
+        del sender
+        while slabs[0]() is not None:
+            assert SystemClock().now() < deadline_s, "a closed sender keeps its buffers"
+    finally:
+        gc.enable()
+        receiver.close()
 
 
 @pytest.mark.parametrize("make", ["listen", "connect"])

@@ -1,7 +1,5 @@
 """Links by kind: what an instance listens on, and what it makes of a peer's address."""
 
-from collections.abc import Callable
-
 from headwater.clock import Clock, SystemClock
 from headwater.disagg.link import BlockMemory, Deliver, OneMemory, Receiver, Sender
 from headwater.disagg.links.config import LinkConfig
@@ -11,6 +9,8 @@ from headwater.disagg.links.sender import Dialer, StreamSender
 from headwater.disagg.links.shm import ShmDialer, ShmDock
 from headwater.disagg.links.tcp import TcpDialer, TcpDock
 from headwater.errors import ConfigError
+
+_KNOWN = ("tcp", "shm", "mooncake")
 
 
 class Links:
@@ -30,34 +30,43 @@ class Links:
         self._deliver = deliver
         self._clock = clock or SystemClock()
         self._engine = engine
-        self._docks: dict[str, Callable[[], Dock]] = {
-            "tcp": lambda: TcpDock(config, memory.block_bytes),
-            "shm": lambda: ShmDock(memory.block_bytes),
-            "mooncake": lambda: MooncakeDock(config, memory.block_bytes, self._mooncake()),
-        }
-        self._dialers: dict[str, Callable[[str], Dialer]] = {
-            "tcp": lambda address: TcpDialer(address, config),
-            "shm": lambda address: ShmDialer(address, config, memory),
-            "mooncake": self._mooncake_dialer,
-        }
 
     def listen(self, link: str) -> Receiver:
         """A receiver of this kind, reachable at its `address`."""
-        dock = self._docks.get(link)
-        if dock is None:
-            raise ConfigError(f"unknown link {link!r}; known: {', '.join(self._docks)}")
-        return StreamReceiver(dock(), self._memory, self._deliver, self._config, self._clock)
+        return StreamReceiver(
+            self._dock(link), self._memory, self._deliver, self._config, self._clock
+        )
 
     def connect(self, address: str) -> Sender:
         """A sender to the receiver at `address`; connects when there is something to push."""
-        link, found, _ = address.partition("://")
-        dialer = self._dialers.get(link)
-        if not found or dialer is None:
-            known = ", ".join(f"{name}://…" for name in self._dialers)
-            raise ConfigError(f"{address!r} is no address of a link; known: {known}")
         return StreamSender(
-            dialer(address), self._memory, self._deliver, self._config, self._clock
+            self._dialer(address), self._memory, self._deliver, self._config, self._clock
         )
+
+    # No tables of methods: with them this would hold itself, and so its memory, until somebody
+    # collects cycles.
+
+    def _dock(self, link: str) -> Dock:
+        config, block_bytes = self._config, self._memory.block_bytes
+        match link:
+            case "tcp":
+                return TcpDock(config, block_bytes)
+            case "shm":
+                return ShmDock(block_bytes)
+            case "mooncake":
+                return MooncakeDock(config, block_bytes, self._mooncake())
+        raise ConfigError(f"unknown link {link!r}; known: {', '.join(_KNOWN)}")
+
+    def _dialer(self, address: str) -> Dialer:
+        match address.partition("://")[:2]:
+            case ("tcp", "://"):
+                return TcpDialer(address, self._config)
+            case ("shm", "://"):
+                return ShmDialer(address, self._config, self._memory)
+            case ("mooncake", "://"):
+                return self._mooncake_dialer(address)
+        known = ", ".join(f"{name}://…" for name in _KNOWN)
+        raise ConfigError(f"{address!r} is no address of a link; known: {known}")
 
     def _mooncake_dialer(self, address: str) -> Dialer:
         engine, memory = self._mooncake(), self._memory

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import count
 from threading import Condition, Thread
 from typing import NamedTuple
+from weakref import WeakMethod
 
 from headwater.clock import Clock
 from headwater.disagg.link import (
@@ -89,7 +90,9 @@ class StagedSender:
         """Whose outcome has not been delivered."""
 
         self._closed = False
-        self._sender = connect(self._take)
+        # The link does not hold us, so the buffers go with whoever closes this sender and not
+        # when cycles are collected, which the engine seldom does.
+        self._sender = connect(partial(_tell, WeakMethod(self._take)))
         Thread(target=self._run, name="staged-send", daemon=True).start()
 
     def push(self, push: Push) -> None:
@@ -228,6 +231,11 @@ class StagedSender:
         with self._changed:
             self._num_flights -= 1
             self._changed.notify_all()
+
+
+def _tell(take: "WeakMethod[Deliver]", event: LinkEvent) -> None:
+    if (told := take()) is not None:
+        told(event)
 
 
 def _from_buffers(job: int, part: _Part, buffers: list[int]) -> Push:
