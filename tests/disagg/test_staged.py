@@ -138,6 +138,21 @@ def test_a_copy_that_fails_is_not_in_the_account(pair):
     assert pair.inner.all_free
 
 
+def test_a_copy_that_fails_ends_its_lease(pair):
+    """Its sender believes that all is well; who waits for the block hears of it (lesson 53)."""
+    pair.receiver.open(1, [5, 6])
+    pair.inner.copier.fails = True
+    pair.push(1, 1, [0])
+
+    assert pair.log.outcome(1) == PushDone(1, BLOCK_BYTES)
+    assert pair.log.quiet(1).blocks == frozenset()
+    pair.push(2, 1, [1])
+    assert pair.log.outcome(2) == (2, PushFailure.FENCED)
+    pair.receiver.fence(1)
+    assert len(pair.log.quiets(1)) == 1
+    assert pair.inner.all_free
+
+
 def test_a_copy_that_fails_fails_its_push_and_no_other(pair):
     """The sender's device could not be read: nothing of that part is sent (lesson 53)."""
     pair.receiver.open(1, range(8))

@@ -182,6 +182,8 @@ class DecodeHandoff:
             return [FreeQuarantined()]
         if self.state is State.CLOSING:
             return self._settle(num_bytes, blocks, now)
+        if self.state is State.RECEIVING:  # nobody fenced it: something came, and is not here
+            return self._recompute(blocks, now)
         if self.state is not State.FAILING:
             return []
         leading = self._reception.num_leading(blocks)
@@ -280,6 +282,11 @@ class DecodeHandoff:
         due = (self._reception.num_blocks, self._reception.num_bytes)
         if self._reception.is_exact(num_bytes, blocks) and told == due:
             return self._over(now, [Deliver(self.first), Send(Done(self.handoff))])
+        return self._recompute(blocks, now)
+
+    def _recompute(self, blocks: frozenset[int], now: float) -> Actions:
+        """The account is not what it should be: keep the leading blocks that landed."""
+        assert self._reception is not None, "an account follows receiving"
         self.outcome = Reason.ACCOUNT
         leading = self._reception.num_leading(blocks)
         return self._over(

@@ -110,7 +110,7 @@ class Fetch:
         if self._is_quarantined:
             self._is_quarantined = False
             return [FreeQuarantined()]
-        if self.state is not State.FENCING or self._reception is None:
+        if self.is_over or self._reception is None:
             return []
         self.num_fetched = self._reception.num_leading(blocks)
         return self._over([ComputeHere(self.num_fetched, Reason.GONE)])

@@ -112,7 +112,10 @@ class Landed:
 
 
 class Quiet(NamedTuple):
-    """A fence holds: no byte of this lease lands from now on. The last event of a lease."""
+    """A fence holds: no byte of this lease lands from now on. The last event of a lease.
+
+    It comes without a fence where the receiver could not keep a block that had arrived.
+    """
 
     lease: int
     num_bytes: int

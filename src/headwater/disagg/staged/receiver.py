@@ -4,6 +4,8 @@
                                                        … the last of them ──▶ Quiet
 
 A block has landed when it is on the device, so a lease is quiet when the last copy of it ended.
+Its sender was told before that the bytes are here. So a copy that fails ends the lease: whoever
+waits for the block hears of it by the account.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -130,6 +132,8 @@ class StagedReceiver:
                 lease.num_copying -= 1
                 if not is_there:
                     lease.lost[event.index] = event.num_bytes
+            if not is_there:
+                self.fence(event.lease)
             self._end(event.lease)
 
         self._buffers.store([buffer], [lease.slots[event.index]], stored)
