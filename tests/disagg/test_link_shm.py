@@ -6,7 +6,7 @@ import mmap
 import os
 import socket
 import struct
-from threading import Event, Thread
+from threading import Event, Thread, current_thread
 
 import numpy as np
 import pytest
@@ -283,6 +283,35 @@ def test_two_threads_share_a_large_frame(rig):
     assert rig.done(9) == num_blocks * BLOCK_BYTES
     assert rig.log.landed(9) == list(range(num_blocks))
     assert np.array_equal(target.rows[::-1], source.rows)
+    sender.close()
+    receiver.close()
+
+
+def test_a_lease_is_not_quiet_while_one_of_two_threads_still_copies(rig, monkeypatch):
+    """Though the other has failed (lesson 50)."""
+    begun, let, copy = Event(), Event(), Landing.copy
+
+    def fails_or_waits(landing, at, source):
+        if not current_thread().name.startswith("shm-copy"):
+            assert begun.wait(10.0)
+            raise RuntimeError("a fault of ours")
+        begun.set()
+        assert let.wait(10.0)
+        copy(landing, at, source)
+
+    monkeypatch.setattr(Landing, "copy", fails_or_waits)
+    source, target = BlockArray(2, 4 << 20, seed=7), BlockArray(2, 4 << 20)
+    receiver = Links(CONFIG, target, rig.log).listen("shm")
+    receiver.open(9, [0, 1])
+    sender = Links(CONFIG, source, rig.log).connect(receiver.address)
+    deadline_s = SystemClock().now() + 0.2
+    sender.push(Push(job=9, lease=9, pieces=pieces_of([0, 1], 4 << 20), deadline_s=deadline_s))
+    rig.failure(9)
+    receiver.fence(9)
+
+    assert rig.log.quiets(9) == [], "a thread is about to write"
+    let.set()
+    assert rig.log.quiet(9).blocks == frozenset()
     sender.close()
     receiver.close()
 

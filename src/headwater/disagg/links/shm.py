@@ -93,9 +93,11 @@ class ShmInbound:
             self._copy(frame, landing, places, copied)
         else:
             helping = self._helper.submit(self._copy, frame, landing, places, copied)
-            self._copy(frame, landing, places, copied)
-            if not helping.cancel():
-                helping.result()
+            try:
+                self._copy(frame, landing, places, copied)
+            finally:  # whatever happened here, nothing is written once this returns
+                if not helping.cancel():
+                    helping.result()
         if self._pledges.holds(frame):
             landing.good.update(copied)
         return 0
