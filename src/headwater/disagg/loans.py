@@ -7,6 +7,7 @@ from headwater.disagg.handoff import HandoffConfig
 from headwater.disagg.hands import Hands
 from headwater.disagg.link import Piece, Push, PushDone, PushFailed, Sender
 from headwater.disagg.messages import Pull, Pulled
+from headwater.disagg.ways import Ways
 from headwater.errors import ConfigError
 from headwater.scheduler.scheduler import Scheduler
 from headwater.types import RequestId
@@ -24,13 +25,11 @@ class Loans:
     ) -> None:
         self._cache = scheduler.cache
         self._network = hands.network
-        self._connect = hands.connect
         self._config = config
         self._block_bytes = hands.memory.block_bytes
         self._new_job = new_job
         self._jobs: dict[int, Lease] = {}
-        self._senders: dict[str, dict[str, Sender]] = {}
-        """By peer, and where it receives."""
+        self._ways = Ways(hands.connect)
         self.num_bytes = 0
         """Lent since the instance started."""
 
@@ -72,20 +71,15 @@ class Loans:
 
     def lost(self, peer: str) -> None:
         """The connection to a P ended: so does the way to its memory."""
-        for sender in self._senders.pop(peer, {}).values():
-            sender.close()
+        self._ways.close(peer)
 
     def close(self) -> None:
         """Give up every push. Twice is safe."""
-        for peer in list(self._senders):
-            self.lost(peer)
+        self._ways.close_all()
 
     def _sender(self, peer: str, link: str) -> Sender | None:
         """The way to `link`; None where that is no address."""
-        senders = self._senders.setdefault(peer, {})
-        if link not in senders:
-            try:
-                senders[link] = self._connect(link)
-            except ConfigError:
-                return None
-        return senders[link]
+        try:
+            return self._ways.to(peer, link)
+        except ConfigError:
+            return None

@@ -14,7 +14,7 @@ from headwater.disagg.handoff import (
     Withdraw,
 )
 from headwater.disagg.hands import Hands
-from headwater.disagg.link import PushDone, PushFailed, Sender
+from headwater.disagg.link import PushDone, PushFailed
 from headwater.disagg.messages import (
     Ask,
     Failed,
@@ -27,6 +27,7 @@ from headwater.disagg.messages import (
 )
 from headwater.disagg.outcomes import Ended, SideTotals
 from headwater.disagg.prefill import PrefillHandoff
+from headwater.disagg.ways import Ways
 from headwater.errors import ConfigError, PromptTooLong, RequestError
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.request import Request
@@ -62,7 +63,6 @@ class Prefills:
         """Where it does not `accept` any, this instance's role is another."""
         self._scheduler = scheduler
         self._network = hands.network
-        self._connect = hands.connect
         self._block_bytes = hands.memory.block_bytes
         self._config = config
         self._fetches = fetches
@@ -72,8 +72,7 @@ class Prefills:
         self._names: set[RequestId] = set()
         """Requests whose outputs are for a machine, not for a client of this instance."""
         self._jobs: dict[int, _Work] = {}
-        self._senders: dict[str, dict[str, Sender]] = {}
-        """By peer, and where it receives."""
+        self._ways = Ways(hands.connect)
         self._ended = Ended()
         self.totals = SideTotals()
 
@@ -109,7 +108,7 @@ class Prefills:
         for work in list(self._works.values()):
             if work.peer == peer:
                 self._do(work, work.machine.lost(now), now)
-        self._close(peer)
+        self._ways.close(peer)
 
     def land(self, event: PushDone | PushFailed, now: float) -> None:
         """A push ended."""
@@ -148,8 +147,7 @@ class Prefills:
 
     def close(self) -> None:
         """Give up every push. Twice is safe."""
-        for peer in list(self._senders):
-            self._close(peer)
+        self._ways.close_all()
 
     def _begin(self, peer: str, start: Start, now: float) -> None:
         if start.handoff in self._ended:
@@ -184,7 +182,7 @@ class Prefills:
         if self.num_active >= self._config.max_inflight:
             return Reason.BUSY
         try:
-            self._sender(peer, start.link)
+            self._ways.to(peer, start.link)
             return self._scheduler.add(_own_request(start, now))
         except PromptTooLong:
             return Reason.TOO_LONG
@@ -227,9 +225,9 @@ class Prefills:
                     self._network.send(work.peer, message)
                 case PushBlocks(push):
                     self._jobs[push.job] = work
-                    self._sender(work.peer, machine.start.link).push(push)
+                    self._ways.to(work.peer, machine.start.link).push(push)
                 case CancelPushes():
-                    self._sender(work.peer, machine.start.link).cancel(machine.handoff)
+                    self._ways.to(work.peer, machine.start.link).cancel(machine.handoff)
                 case Withdraw():
                     self._fetches.abort(machine.handoff, now)
                     self._scheduler.abort(work.sequence.request_id, now=now)
@@ -245,17 +243,6 @@ class Prefills:
             self.totals.num_done += 1
         else:
             self.totals.failures[machine.outcome] += 1
-
-    def _sender(self, peer: str, link: str) -> Sender:
-        senders = self._senders.setdefault(peer, {})
-        if link not in senders:
-            senders[link] = self._connect(link)
-        return senders[link]
-
-    def _close(self, peer: str) -> None:
-        """No way leads to the memory of `peer` any more; pushes on it have failed."""
-        for sender in self._senders.pop(peer, {}).values():
-            sender.close()
 
 
 def _own_request(start: Start, now: float) -> Request:

@@ -1,4 +1,4 @@
-"""The host tier's memory: one anonymous mapping, cut into slots that start on a page.
+"""Host memory for blocks: one mapping, cut into slots that start on a page.
 
 The system gives a page when it is first written, so a slab of any size opens at once.
 """
@@ -19,7 +19,8 @@ class HostSlab:
     """Bytes of every host block, addressed by slot; who has which slot is decided elsewhere."""
 
     def __init__(self, num_slots: int, block_bytes: int, *, shared: bool = False) -> None:
-        """A `shared` one can be handed to peers on this machine, slot after slot, without gaps."""
+        """A `shared` one can be handed to peers on this machine; its slots have no gaps between
+        them, so they start on a page only where blocks are whole pages."""
         self.num_slots = num_slots
         self.block_bytes = block_bytes
         self.slot_bytes = block_bytes if shared else slot_bytes(block_bytes)

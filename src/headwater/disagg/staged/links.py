@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from headwater.clock import Clock, SystemClock
 from headwater.disagg.link import BlockMemory, Deliver, Receiver, Sender
 from headwater.disagg.links.config import LinkConfig
+from headwater.disagg.links.frames import MAX_PIECES
 from headwater.disagg.links.mooncake import TransferEngine
 from headwater.disagg.links.registry import Links
 from headwater.disagg.links.shm import FRAME_BYTES
@@ -38,7 +39,7 @@ class StagedLinks:
         self._clock = clock or SystemClock()
         self._engine = engine
         # Of the largest frame that any link sends: while one arrives its buffers are taken.
-        self._frame_blocks = max(FRAME_BYTES // block_bytes, 1)
+        self._frame_blocks = min(max(FRAME_BYTES // block_bytes, 1), MAX_PIECES)
 
     def listen(self, link: str) -> Receiver:
         """A receiver of this kind: buffers for as many senders as it serves at once."""
