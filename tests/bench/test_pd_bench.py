@@ -15,8 +15,8 @@ def test_the_engine_part_prints_its_figures(capsys):
     assert main(["--quick", "--json", "--parts", "engine"]) == 0
 
     result = json.loads(capsys.readouterr().out)
-    assert set(result["pd_over_mixed"]) == {"ttft", "throughput", "itl_p99"}
-    assert set(result["routed_over_mixed"]) == {"ttft", "throughput", "itl_p99"}
+    assert set(result["pd_over_mixed"]) == {"ttft", "throughput", "itl_tail"}
+    assert set(result["routed_over_mixed"]) == {"ttft", "throughput", "itl_tail"}
     parts = {"start", "queue", "ask", "compute", "push", "first_token"}
     assert set(result["handoff_ms"]) == parts
     assert result["handoff_ms"]["first_token"] > 0
