@@ -24,6 +24,7 @@ Start a whole cluster on this machine: a router and instances that register at i
 
   headwater up --mixed 2
   headwater up --prefill 1 --decode 2 --model ./Llama-3.2-1B -- --max-model-len 8192
+  headwater up --prefill 2 --decode 2 --model ./Llama-3.1-8B --gpus 0,1,2,3
 """
 
 _READY = re.compile(r"is ready at (http://\S+)")
@@ -46,6 +47,9 @@ def add_up(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public typ
         ("decode", "instances that generate"),
     ):
         parser.add_argument(f"--{role}", type=int, metavar="N", default=0, help=what)
+    parser.add_argument(
+        "--gpus", metavar="N,N,…", help="a GPU for each instance, in the order above, by number"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address of the router")
     parser.add_argument("--port", type=int, default=8100, help="port of the router")
     parser.add_argument("--policy", metavar="NAME", default="cache_aware", help="see route")
@@ -56,7 +60,14 @@ def add_up(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public typ
 class Child:
     """One process of the cluster, its lines passed on with its name."""
 
-    def __init__(self, name: str, arguments: Sequence[str], told: "SimpleQueue[Note]") -> None:
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        told: "SimpleQueue[Note]",
+        gpu: str | None = None,
+    ) -> None:
+        """A `gpu` is the only one that it sees."""
         self.name = name
         self.url = ""
         self._told = told
@@ -65,6 +76,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            env=None if gpu is None else os.environ | {"CUDA_VISIBLE_DEVICES": gpu},
             start_new_session=True,  # a terminal's Ctrl-C is for this command, which stops all
         )
         threading.Thread(target=self._read, name=name, daemon=True).start()
@@ -102,6 +114,7 @@ def run_up(options: Namespace) -> int:
     """Run the cluster until stopped; the exit code."""
     roles = {role: getattr(options, role) for role in ("mixed", "prefill", "decode")}
     _check(roles)
+    gpus = _gpus(options, sum(roles.values()))
     told: SimpleQueue[Note] = SimpleQueue()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: told.put((None, "")))
@@ -109,7 +122,7 @@ def run_up(options: Namespace) -> int:
     os.environ.setdefault("HEADWATER_PEER_TOKEN", secrets.token_hex(16))
     cluster = _Cluster(told)
     try:
-        return cluster.run(options, roles)
+        return cluster.run(options, roles, gpus)
     finally:
         cluster.stop()
 
@@ -121,7 +134,7 @@ class _Cluster:
         self._told = told
         self._children: list[Child] = []
 
-    def run(self, options: Namespace, roles: dict[str, int]) -> int:
+    def run(self, options: Namespace, roles: dict[str, int], gpus: Sequence[str | None]) -> int:
         place = ["--host", options.host, "--port", str(options.port)]
         router = self._start("router", ["route", *place, "--policy", options.policy])
         if not self._until_ready([router]):
@@ -129,7 +142,8 @@ class _Cluster:
         names = [f"{role}-{n}" for role, count in roles.items() for n in range(1, count + 1)]
         _say(f"router ready at {router.url}; loading {len(names)} instances")
         instances = [
-            self._start(name, _serve_arguments(name, options, router.url)) for name in names
+            self._start(name, _serve_arguments(name, options, router.url), gpu)
+            for name, gpu in zip(names, gpus, strict=True)
         ]
         if not self._until_ready(instances):
             return 0
@@ -146,8 +160,8 @@ class _Cluster:
             child.stop()
             child.wait()
 
-    def _start(self, name: str, arguments: Sequence[str]) -> Child:
-        child = Child(name, arguments, self._told)
+    def _start(self, name: str, arguments: Sequence[str], gpu: str | None = None) -> Child:
+        child = Child(name, arguments, self._told, gpu)
         self._children.append(child)
         return child
 
@@ -187,11 +201,27 @@ def _check(roles: dict[str, int]) -> None:
         raise ConfigError("--prefill instances need --decode instances to hand over to")
 
 
+def _gpus(options: Namespace, num_instances: int) -> list[str | None]:
+    """The GPU of each instance; None where none are named."""
+    if options.gpus is None:
+        return [None] * num_instances
+    gpus: list[str | None] = list(options.gpus.split(","))
+    if len(gpus) != num_instances or not all(gpu and gpu.isdigit() for gpu in gpus):
+        raise ConfigError(
+            f"--gpus {options.gpus}: {num_instances} instances need as many numbers, with commas "
+            "between; one GPU may be named twice if --gpu-memory-utilization leaves room"
+        )
+    if any(flag.partition("=")[0] == "--device" for flag in options.serve_flags):
+        raise ConfigError("--gpus and --device both say where instances run: leave one out")
+    return gpus
+
+
 def _serve_arguments(name: str, options: Namespace, router: str) -> list[str]:
     role = name.partition("-")[0]
     model = [] if options.model is None else [options.model]
     place = ["--port", "0", "--router", router, "--splitwise-role", role]
-    return ["serve", *model, *place, *options.serve_flags]
+    device = [] if options.gpus is None else ["--device", "cuda"]
+    return ["serve", *model, *place, *device, *options.serve_flags]
 
 
 def _how(code: int) -> str:

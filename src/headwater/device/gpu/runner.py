@@ -69,6 +69,8 @@ class CudaRunner:
         max_num_seqs: int,
         max_batched_tokens: int,
     ) -> None:
+        if model.device.index is not None:  # events and kernels go to this thread's device
+            torch.cuda.set_device(model.device)
         self._model = model
         self._max_rows = min(max_num_seqs, max_batched_tokens)
         self.pool = KVPool(model, num_blocks=num_blocks, block_tokens=block_tokens)
