@@ -104,6 +104,22 @@ def test_a_fence_holds_in_the_middle_of_a_block(rig, peer):
     assert peer.answer() == (1, None), "the connection and its other leases go on"
 
 
+def test_a_fault_of_ours_costs_a_connection_and_the_lease_still_ends(rig, monkeypatch):
+    """Memory that cannot be had: the push is lost, and a fence is answered (lesson 50)."""
+
+    def fail(slot):
+        raise RuntimeError("no such slot")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(rig.target, "view", fail)
+        rig.sender().push(rig.push(1, 1, [0]))
+        assert rig.failure(1) is PushFailure.LOST
+    rig.receiver.fence(1)
+
+    assert rig.log.quiet(1, 2.0).num_bytes == 0
+    assert serves_others(rig)
+
+
 def test_a_late_write_to_shared_memory_reaches_no_slot(rig, peer):
     """One-sided writes come whenever they come; slots are only written by the receiver."""
     if rig.receiver.address.startswith("tcp"):

@@ -125,9 +125,9 @@ class LeaseBook:
             for at in new:
                 slot = lease.slots[places[at]]
                 views[at] = self._memory.view(slot)[: pieces[at].num_bytes]
-        except LinkBroken:
+        except Exception as error:
             self.settle(landing, pieces)
-            if landing.stopped:
+            if landing.stopped and isinstance(error, LinkBroken):
                 return PushFailure.FENCED
             raise
         return landing
