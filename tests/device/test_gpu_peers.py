@@ -23,23 +23,12 @@ def token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("link", ["tcp", "shm"])
 def test_disaggregated_equals_local_on_a_gpu(link: str) -> None:
-    """Token for token in float32, over conversations; the second turns move what is new."""
-    chance = random.Random(link)
+    """Token for token in float32, over conversations."""
     with (
         RealPair(link, **ON_GPU) as pair,
         RealPair(link, prefix_caching=False, **ON_GPU) as plain,
     ):
-        history = {number: [chance.randrange(256) for _ in range(40)] for number in range(3)}
-        for turn in range(3):
-            requests = []
-            for number, tokens in history.items():
-                tokens += [chance.randrange(256) for _ in range(chance.randrange(1, 50))]
-                requests.append(make_real_request(f"{turn}-{number}", tokens, seed=turn))
-            got = pair.serve(*requests)
-            assert got == plain.serve(*requests, handed_off=False)
-            for number, tokens in enumerate(got):
-                history[number] += tokens
-        pair.settle()
+        pair.converse(plain, random.Random(link))
         handoffs = pair.decode.stats().handoffs["decode"]
 
     assert handoffs.done == 9

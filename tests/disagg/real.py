@@ -1,5 +1,6 @@
 """Two instances of the tiny model in one process, with real connections and links."""
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
@@ -58,6 +59,23 @@ class RealPair:
             self._turn()
         return [self.tokens[name] for name in names]
 
+    def converse(self, plain: "RealPair", chance: random.Random) -> None:
+        """Conversations of three turns, three at a time: each answer, by hand-off, is the one
+        that D of `plain` computes alone."""
+        history = {number: _tokens(chance, 40) for number in range(3)}
+        for turn in range(3):
+            for tokens in history.values():
+                tokens += _tokens(chance, chance.randrange(1, 50))
+            requests = [
+                make_real_request(f"{turn}-{number}", tokens, seed=turn)
+                for number, tokens in history.items()
+            ]
+            got = self.serve(*requests)
+            assert got == plain.serve(*requests, handed_off=False)
+            for number, tokens in enumerate(got):
+                history[number] += tokens
+        self.settle()
+
     def until(self, reached: Callable[[], bool]) -> None:
         """Turn both loops until something is so."""
         end_s = SystemClock().now() + 10.0
@@ -114,3 +132,7 @@ def make_real_request(
         params=SamplingParams(**chosen),  # type: ignore[arg-type]
         arrival_s=SystemClock().now(),
     )
+
+
+def _tokens(chance: random.Random, count: int) -> list[int]:
+    return [chance.randrange(256) for _ in range(count)]

@@ -29,20 +29,8 @@ def test_disaggregated_equals_local_on_the_tiny_model(link, staged, monkeypatch)
         pytest.importorskip("mooncake")
     if staged:
         monkeypatch.setattr(peers, "_in_place", peers._staged)
-    chance = random.Random(link)
     with RealPair(link) as pair, RealPair(link, prefix_caching=False) as plain:
-        history = {number: [chance.randrange(256) for _ in range(40)] for number in range(3)}
-        for turn in range(3):
-            requests = []
-            for number, tokens in history.items():
-                tokens += [chance.randrange(256) for _ in range(chance.randrange(1, 50))]
-                requests.append(make_real_request(f"{turn}-{number}", tokens, seed=turn))
-            got = pair.serve(*requests)
-            alone = plain.serve(*requests, handed_off=False)
-            assert got == alone
-            for number, tokens in enumerate(got):
-                history[number] += tokens
-        pair.settle()
+        pair.converse(plain, random.Random(link))
         handoffs = pair.decode.stats().handoffs["decode"]
 
     assert handoffs.done == 9

@@ -2,54 +2,57 @@
 
 import pytest
 
+from headwater.clock import SystemClock
+from headwater.disagg.link import Push, PushFailure
 from headwater.disagg.ways import Ways
 from headwater.errors import ConfigError
-
-
-class Sender:
-    def __init__(self) -> None:
-        self.num_closed = 0
-
-    def close(self) -> None:
-        self.num_closed += 1
+from headwater.testing.links import BlockArray, EventLog, LocalNetwork
+from tests.disagg.wire import pieces_of
 
 
 @pytest.fixture
-def made() -> dict[str, Sender]:
-    """Every sender that was made, by its address."""
-    return {}
+def log():
+    return EventLog()
 
 
 @pytest.fixture
-def ways(made: dict[str, Sender]) -> Ways:
-    return Ways(lambda address: made.setdefault(address, Sender()))  # type: ignore[arg-type,return-value] # only closed
+def ways(log):
+    return Ways(LocalNetwork().links(BlockArray(1, 64), log).connect)
 
 
-def test_a_way_is_made_once(ways, made):
+def is_closed(sender, log, job):
+    """Whether nothing is pushed on it any more; else the push waits."""
+    deadline_s = SystemClock().now() + 30.0
+    sender.push(Push(job=job, lease=1, pieces=pieces_of([0], 64), deadline_s=deadline_s))
+    return log.outcomes(job) == [(job, PushFailure.CLOSED)]
+
+
+def test_a_way_is_made_once(ways):
     """Whoever pushes again uses the one there is."""
-    assert ways.to("d", "tcp://a") is ways.to("d", "tcp://a")
-    assert ways.to("d", "tcp://b") is not ways.to("d", "tcp://a")
-    assert len(made) == 2
+    assert ways.to("d", "local://1") is ways.to("d", "local://1")
+    assert ways.to("d", "local://2") is not ways.to("d", "local://1")
+    assert ways.to("e", "local://1") is not ways.to("d", "local://1")
 
 
 def test_a_peer_does_not_make_us_open_as_many_as_it_likes(ways):
     """Each may take memory; a peer receives in one place (lesson 66)."""
     for number in range(4):
-        ways.to("d", f"tcp://{number}")
+        ways.to("d", f"local://{number}")
 
     with pytest.raises(ConfigError, match="more than 4 places"):
-        ways.to("d", "tcp://5")
-    assert ways.to("d", "tcp://3")
-    assert ways.to("another", "tcp://5")
+        ways.to("d", "local://5")
+    assert ways.to("d", "local://3")
+    assert ways.to("another", "local://5")
 
 
-def test_ways_end_with_their_peer(ways, made):
+def test_ways_end_with_their_peer(ways, log):
     """And are made anew should it return."""
-    ways.to("d", "tcp://a")
-    ways.to("e", "tcp://e")
+    lost, kept = ways.to("d", "local://1"), ways.to("e", "local://1")
     ways.close("d")
     ways.close("d")
 
-    assert (made["tcp://a"].num_closed, made["tcp://e"].num_closed) == (1, 0)
+    assert is_closed(lost, log, 1)
+    assert not is_closed(kept, log, 2)
+    assert ways.to("d", "local://1") is not lost
     ways.close_all()
-    assert made["tcp://e"].num_closed == 1
+    assert is_closed(kept, log, 3)

@@ -12,7 +12,7 @@ from headwater.cache import Demotion, Ending, Promotion, Transfer
 from headwater.transfer.completions import Completion
 from headwater.transfer.mover import DeviceCopier
 from headwater.transfer.slab import HostSlab
-from headwater.types import JobId, Slots, Tier
+from headwater.types import JobId, Tier
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +21,8 @@ OpenCopier: TypeAlias = Callable[[HostSlab], DeviceCopier]
 
 Then: TypeAlias = Callable[[bool], None]
 """Told once, from any thread, whether all bytes of a copy are there."""
+
+_Place: TypeAlias = tuple[Tier, Sequence[int]]
 
 
 class Buffers:
@@ -66,35 +68,25 @@ class Buffers:
 
     def load(self, slots: Sequence[int], buffers: Sequence[int], then: Then) -> None:
         """Copy blocks of the device into buffers."""
-        self._start(
-            Demotion(
-                job=JobId(next(self._jobs)),
-                source=Tier.DEVICE,
-                target=Tier.HOST,
-                source_slots=_array(slots),
-                target_slots=_array(buffers),
-            ),
-            then,
-        )
+        self._copy(Demotion, (Tier.DEVICE, slots), (Tier.HOST, buffers), then)
 
     def store(self, buffers: Sequence[int], slots: Sequence[int], then: Then) -> None:
         """Copy buffers into the device's slots."""
-        self._start(
-            Promotion(
-                job=JobId(next(self._jobs)),
-                source=Tier.HOST,
-                target=Tier.DEVICE,
-                source_slots=_array(buffers),
-                target_slots=_array(slots),
-            ),
-            then,
-        )
+        self._copy(Promotion, (Tier.HOST, buffers), (Tier.DEVICE, slots), then)
 
     def close(self) -> None:
         """Nothing is copied any more. Twice is safe."""
         self._copier.close()
 
-    def _start(self, transfer: Transfer, then: Then) -> None:
+    def _copy(self, kind: type[Transfer], source: _Place, target: _Place, then: Then) -> None:
+        transfer = kind(
+            job=JobId(next(self._jobs)),
+            source=source[0],
+            target=target[0],
+            source_slots=np.array(source[1], dtype=np.int64),
+            target_slots=np.array(target[1], dtype=np.int64),
+        )
+
         def report(completion: Completion) -> None:
             then(completion.ending is Ending.DONE)
 
@@ -103,7 +95,3 @@ class Buffers:
         except Exception:
             log.exception("a copy could not begin")
             then(False)
-
-
-def _array(numbers: Sequence[int]) -> Slots:
-    return np.array(numbers, dtype=np.int64)
