@@ -90,8 +90,9 @@ class CudaCopier:
     def start(self, transfer: Transfer, report: Report) -> None:
         """Queue a copy behind those of the same direction.
 
-        A demotion that the loop's thread starts follows all of the model's work queued so far. The targets of a promotion
-        were given up by steps that are collected, so it overtakes what is queued now.
+        A demotion that the loop's thread starts follows all of the model's work queued so far.
+        The targets of a promotion were given up by steps that are collected, so it overtakes
+        what is queued now.
         """
         if isinstance(transfer, Promotion):
             arrival = None

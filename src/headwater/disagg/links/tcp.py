@@ -28,7 +28,7 @@ _STRIDE_BYTES = 1 << 19
 """Read and sent, or received and verified, in turns: the kernel's buffers keep both ends busy."""
 
 _FRAME_BYTES = 16 << 20
-"""Larger ones made no difference."""
+"""So much that the costs of a frame, some 70 µs of the receiver, are small beside it."""
 
 
 class TcpDock:
