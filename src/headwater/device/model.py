@@ -144,6 +144,12 @@ def _torch_device(name: str) -> torch.device:
 
 
 def _move(module: nn.Module, device: torch.device) -> None:
+    """Away from the folder's files: weights that stayed mapped would change with a file that is
+    written anew, or end the process while it is."""
+    if device.type == "cpu":
+        for weight in module.parameters():
+            weight.data = weight.data.clone()
+        return
     try:
         module.to(device)
     except torch.OutOfMemoryError as exc:
