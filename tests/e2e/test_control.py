@@ -30,6 +30,7 @@ class Traffic:
 
     def __init__(self, server, *, clients=3):
         self._server = server
+        self.num_clients = clients
         self._stop = threading.Event()
         self._answered = threading.Condition()
         self.answers = []
@@ -105,13 +106,16 @@ def expected(server):
 def test_pause_holds_traffic_and_resume_lets_it_go_on(server, traffic):
     """Lesson 58: nobody is refused, nobody is admitted, and nothing is lost."""
     assert server.post("/v1/pause").status_code == 200
-    while (state := server.get("/cache").json())["num_running"] or not state["num_waiting"]:
-        pass
-    assert state["is_paused"]
-    count = len(traffic.answers)
-    assert server.get("/health").status_code == 200
-    assert len(traffic.answers) == count
-    assert server.post("/v1/resume").status_code == 200
+    try:
+        # Everybody waits, so nobody's answer is still on its way.
+        while (state := server.get("/cache").json())["num_waiting"] < traffic.num_clients:
+            pass
+        assert state["is_paused"]
+        count = len(traffic.answers)
+        assert server.get("/health").status_code == 200
+        assert len(traffic.answers) == count
+    finally:
+        assert server.post("/v1/resume").status_code == 200
     traffic.wait_for(3)
 
     answers = traffic.stop()
