@@ -19,13 +19,10 @@ from headwater.device.kernels.decode import attend_decodes  # noqa: E402
 from headwater.device.kernels.gated import gate_up  # noqa: E402
 from headwater.device.kernels.greedy import choose_greedy  # noqa: E402
 from headwater.device.kernels.pieces import DecodeWork  # noqa: E402
-from headwater.device.kernels.prefill import (  # noqa: E402
-    ChunkWork,
-    attend_chunks,
-    tile_queries,
-)
+from headwater.device.kernels.prefill import attend_chunks, takes_many  # noqa: E402
 from headwater.device.kernels.rotary import HeadNorms, rotate  # noqa: E402
 from headwater.device.kernels.skinny import skinny  # noqa: E402
+from headwater.device.kernels.tiles import ChunkWork, tile_queries  # noqa: E402
 
 __all__ = ["pytestmark"]
 
@@ -42,7 +39,13 @@ VARIANTS: dict[str, Callable[[int, float], Variant]] = {
     "sinks": lambda heads, scaling: Variant(scaling, sinks=torch.randn(heads, device=DEVICE)),
 }
 CHUNKS = (([1, 40, 130, 300], [30, 40, 700, 1300]), ([9, 30], [2100, 33]))
-ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+MANY_CHUNKS = (
+    ([1, 40, 130, 300], [30, 40, 700, 1300]),
+    ([128], [128]),
+    ([256, 129, 127], [256, 1000, 127]),
+    ([200, 512], [2049, 704]),
+)
+ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 def ints(values: object) -> Tensor:
@@ -94,6 +97,17 @@ class Pool:
         wanted = [-(-context // self.block_tokens) for context in contexts]
         return [self._random.permutation(len(self.data))[:n] for n in wanted]
 
+    def own_tables(self, contexts: list[int]) -> list[np.ndarray]:
+        """Tables that share nothing; NaN behind each context, left by whoever was there before."""
+        widths = [-(-context // self.block_tokens) for context in contexts]
+        slots = self._random.permutation(sum(widths))
+        tables = np.split(slots, np.cumsum(widths)[:-1])
+        shape = len(slots), 2, 2, *self.data.shape[3:]
+        self.data = torch.randn(shape, device=DEVICE).to(self.data.dtype)
+        for table, context in zip(tables, contexts, strict=True):
+            self.data[int(table[-1]), :, :, (context - 1) % self.block_tokens + 1 :] = NAN
+        return tables
+
     def packed(self, tokens: int) -> Tensor:
         width = (self.heads + 2 * self.kv_heads) * self.dim
         return torch.randn((tokens, width), device=DEVICE).to(self.data.dtype)
@@ -107,7 +121,7 @@ class Pool:
         return attended(query, keys, values, context - len(packed), how)
 
 
-@pytest.mark.parametrize("dtype", list(ALLOWED))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("variant", list(VARIANTS))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_decodes(shape: tuple[int, int, int, int], variant: str, dtype: torch.dtype) -> None:
@@ -155,18 +169,13 @@ def test_decodes_of_whole_tiles(
     how = VARIANTS[variant](pool.heads, pool.dim**-0.5)
     random = np.random.default_rng()
     contexts = [*random.integers(1, 1200, num_rows - 1).tolist(), 2048]
-    widths = [-(-context // pool.block_tokens) for context in contexts]
-    slots = random.permutation(sum(widths))
-    tables = np.split(slots, np.cumsum(widths)[:-1])
-    data = torch.randn((len(slots), 2, 2, *pool.data.shape[3:]), device=DEVICE).bfloat16()
-    for table, context in zip(tables, contexts, strict=True):
-        data[int(table[-1]), :, :, (context - 1) % pool.block_tokens + 1 :] = NAN
-    pool.data = data
+    tables = pool.own_tables(contexts)
+    widths = [len(table) for table in tables]
     pieces = cut(np.array(contexts), num_rows)
     entries = num_entries(num_rows)
     work = DecodeWork(
         contexts=ints(contexts),
-        tables=ints(slots),
+        tables=ints(np.concatenate(tables)),
         table_start=ints(np.cumsum(widths) - widths),
         piece=ints([pieces.piece]),
         work_row=ints(pieces.work_row),
@@ -190,7 +199,49 @@ def test_decodes_of_whole_tiles(
         assert not work.arrived.any()
 
 
-@pytest.mark.parametrize("dtype", list(ALLOWED))
+def chunk_work(
+    pool: Pool, counts: list[int], contexts: list[int], tables: list[np.ndarray]
+) -> ChunkWork:
+    """Tiles as a step would have them where no kernel takes many."""
+    widths = [len(table) for table in tables]
+    tile = tile_queries(pool.data.dtype, pool.dim, max(counts))
+    shared = tiles(
+        np.array(counts), np.array(contexts), first_row=0, tile=tile, heads=pool.heads,
+        takes_many=False,
+    )  # fmt: skip
+    rows_wanted = (len(shared.row), shared.num_parts, tile, pool.heads)
+    return ChunkWork(
+        contexts=ints(contexts),
+        query_start=ints(np.cumsum([0, *counts])),
+        tables=ints(np.concatenate(tables)),
+        table_start=ints(np.cumsum(widths) - widths),
+        tile=tile,
+        tile_row=ints(shared.row),
+        tile_start=ints(shared.start),
+        longest=max(contexts),
+        num_parts=shared.num_parts,
+        part_keys=ints(shared.part_keys),
+        partial=torch.full((*rows_wanted, pool.dim), NAN, device=DEVICE),
+        partial_lse=torch.full(rows_wanted, NAN, device=DEVICE),
+    )
+
+
+def check_chunks(pool: Pool, work: ChunkWork, tables: list[np.ndarray], how: Variant) -> None:
+    """Every row of `work` attended, against float64."""
+    starts, contexts = work.query_start.tolist(), work.contexts.tolist()
+    packed = pool.packed(starts[-1])
+    shape = starts[-1], pool.heads, pool.dim
+    out = torch.full(shape, NAN, device=DEVICE, dtype=pool.data.dtype)
+
+    attend_chunks(packed, pool.data, LAYER, work, how, out)
+
+    for row, context in enumerate(contexts):
+        mine = slice(starts[row], starts[row + 1])
+        exact = pool.exact(packed[mine], tables[row], context, how)
+        assert error(out[mine], exact) < ALLOWED[pool.data.dtype], f"row {row}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("variant", list(VARIANTS))
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("chunks", CHUNKS, ids=("mixed", "short"))
@@ -204,37 +255,27 @@ def test_chunks(
     few queries over much, whose keys are cut into parts."""
     pool = Pool(shape, dtype)
     how = VARIANTS[variant](pool.heads, pool.dim**-0.5)
-    counts, contexts = chunks
-    tables = pool.tables(contexts)
-    widths = [len(table) for table in tables]
-    starts = np.cumsum([0, *counts])
-    tile = tile_queries(dtype, pool.dim, max(counts))
-    shared = tiles(
-        np.array(counts), np.array(contexts), first_row=0, tile=tile, heads=pool.heads
-    )
-    rows_wanted = (len(shared.row), shared.num_parts, tile, pool.heads)
-    work = ChunkWork(
-        contexts=ints(contexts),
-        query_start=ints(starts),
-        tables=ints(np.concatenate(tables)),
-        table_start=ints(np.cumsum(widths) - widths),
-        tile=tile,
-        tile_row=ints(shared.row),
-        tile_start=ints(shared.start),
-        num_parts=shared.num_parts,
-        part_keys=ints(shared.part_keys),
-        partial=torch.full((*rows_wanted, pool.dim), NAN, device=DEVICE),
-        partial_lse=torch.full(rows_wanted, NAN, device=DEVICE),
-    )
-    packed = pool.packed(starts[-1])
-    out = torch.full((starts[-1], pool.heads, pool.dim), NAN, device=DEVICE, dtype=dtype)
+    tables = pool.tables(chunks[1])
+    check_chunks(pool, chunk_work(pool, *chunks, tables), tables, how)
 
-    attend_chunks(packed, pool.data, LAYER, work, how, out)
 
-    for row, context in enumerate(contexts):
-        mine = slice(starts[row], starts[row + 1])
-        exact = pool.exact(packed[mine], tables[row], context, how)
-        assert error(out[mine], exact) < ALLOWED[dtype], f"row {row}"
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "shape", [(32, 8, 128, 64), (16, 8, 64, 64), (8, 8, 64, 128), (4, 1, 128, 192)]
+)
+def test_many_chunks(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    """Hopper's own kernel, as it is for many: all heads at a time or one KV head after another,
+    and every place where a tile of keys, a page of the pool or a row may end."""
+    pool = Pool(shape, dtype)
+    if not takes_many(pool.data):
+        pytest.skip("for Hopper, and a version of Triton it is known to work with")
+    for counts, contexts in MANY_CHUNKS:
+        for longest in (1, 1 << 20):
+            tables = pool.own_tables(contexts)
+            work = chunk_work(pool, counts, contexts, tables)
+            work.num_parts, work.is_many, work.longest = 1, True, longest
+            for _ in range(2):
+                check_chunks(pool, work, tables, Variant(pool.dim**-0.5))
 
 
 @pytest.mark.parametrize("normed", [False, True])

@@ -37,19 +37,42 @@ def test_equal_rows_are_cut_into_few_pieces() -> None:
     st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 30_000)), min_size=1, max_size=20),
     st.sampled_from([32, 64, 128]),
     st.integers(0, 5),
+    st.booleans(),
 )
 def test_tiles_cover_each_query_and_their_parts_each_key(
-    chunks: list[tuple[int, int]], tile: int, first_row: int
+    chunks: list[tuple[int, int]], tile: int, first_row: int, takes_many: bool
 ) -> None:
-    """Parts reach the last key of the longest row, and only few tiles are cut."""
+    """Parts reach the last key of the longest row, and only few tiles are cut; those that see
+    more come later, since kernels begin at the end."""
     counts = np.array([count for count, _ in chunks])
     contexts = counts + np.array([prefix for _, prefix in chunks])
 
-    found = tiles(counts, contexts, first_row=first_row, tile=tile, heads=32)
+    found = tiles(
+        counts, contexts, first_row=first_row, tile=tile, heads=32, takes_many=takes_many
+    )
 
     for row, count in enumerate(counts.tolist()):
         mine = found.row == row + first_row
         assert found.start[mine].tolist() == list(range(0, count, tile))
         assert (found.part_keys[mine] * found.num_parts >= contexts[row]).all()
+    before = (contexts - counts)[found.row - first_row] + found.start
+    assert (np.diff(before) >= 0).all()
     assert found.num_parts & (found.num_parts - 1) == 0
     assert found.num_parts == 1 or len(found.row) * 32 * found.num_parts <= 512
+
+
+def test_many_tiles_are_not_cut_where_a_kernel_takes_them() -> None:
+    """Long prompts and long prefixes are many; a short chunk or a short context is not."""
+    for count, context, is_many in (
+        (32768, 32768, True),
+        (2048, 2048, True),
+        (512, 8192, True),
+        (512, 512, False),
+        (128, 65536, False),
+    ):
+        found = tiles(
+            np.array([count]), np.array([context]), first_row=0, tile=128, heads=32,
+            takes_many=True,
+        )  # fmt: skip
+        assert found.is_many is is_many
+        assert found.num_parts == 1 or not is_many

@@ -2,37 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from headwater.device.attention.base import Variant
 from headwater.device.kernels.decode import attend_decodes
 from headwater.device.kernels.pieces import DecodeWork
-from headwater.device.kernels.prefill import ChunkWork, attend_chunks
-
-WHOLE_UNIT = 1024
-"""Prompts attended whole are padded to a multiple of this: cuDNN takes some 60 ms to plan a
-length it has not seen."""
-
-LEAST_WHOLE = 4096
-"""Shorter prompts are attended over the pool; cuDNN's lead is worth no plan there."""
-
-
-class WholePrompt(NamedTuple):
-    """A row that is computed from its first token on, so that it reads nothing cached."""
-
-    start: int
-    """Of its tokens in the packed batch."""
-
-    num_tokens: int
-
-    @property
-    def padded(self) -> int:
-        return -(-self.num_tokens // WHOLE_UNIT) * WHOLE_UNIT
+from headwater.device.kernels.prefill import attend_chunks
+from headwater.device.kernels.tiles import ChunkWork
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -46,39 +24,24 @@ class PagedAttention:
 
     decodes: DecodeWork | None = None
     chunks: ChunkWork | None = None
-    whole: WholePrompt | None = None
-    """The last row, if it is long and has nothing cached; `chunks` is about the others.
-    Only for models whose layers attend to all before them, with plain scores."""
-
     kept: DecodeWork | None = None
     """The rows of which a token is chosen, one token each: all that attends in a last layer."""
 
     gate: Callable[[int], None] | None = None
     """Told a layer before it attends: has the device wait for what that layer reads."""
 
-    @property
-    def padding(self) -> int:
-        """Rows of zeros that must follow the packed tokens."""
-        return 0 if self.whole is None else self.whole.padded - self.whole.num_tokens
-
     def attend(self, layer: int, packed: Tensor, how: Variant) -> Tensor:
         """`[tokens, heads * dim]`, from packed Q, K and V; K and V are in the pool already."""
         if self.gate is not None:
             self.gate(layer)
-        dim, whole = self.pool.shape[-1], self.whole
-        if whole is not None and whole.start == 0:
-            return self._attend_whole(whole, packed, how)
-        tokens = len(packed) - self.padding
-        out = torch.empty((tokens, self.heads, dim), dtype=packed.dtype, device=packed.device)
+        shape = len(packed), self.heads, self.pool.shape[-1]
+        out = torch.empty(shape, dtype=packed.dtype, device=packed.device)
         if self.decodes is not None:
             mine = slice(0, self.num_decodes)
             attend_decodes(packed[mine], self.pool, layer, self.decodes, how, out[mine])
         if self.chunks is not None:
             attend_chunks(packed, self.pool, layer, self.chunks, how, out)
-        flat = out.view(tokens, -1)
-        if whole is not None:
-            flat[whole.start :] = self._attend_whole(whole, packed, how)
-        return flat
+        return out.view(len(packed), -1)
 
     def attend_kept(self, layer: int, packed: Tensor, how: Variant) -> Tensor:
         """The same for `kept`, whose tokens are all of `packed`."""
@@ -89,23 +52,6 @@ class PagedAttention:
         out = torch.empty(shape, dtype=packed.dtype, device=packed.device)
         attend_decodes(packed, self.pool, layer, self.kept, how, out)
         return out.view(len(packed), -1)
-
-    def _attend_whole(self, whole: WholePrompt, packed: Tensor, how: Variant) -> Tensor:
-        """Causal, so that what pads the end is seen by nobody but itself."""
-        kv_heads, dim = self.pool.shape[4:]
-        mine = packed[whole.start : whole.start + whole.padded]
-        split = mine.view(len(mine), -1, dim).transpose(0, 1)[None]
-        ends = self.heads, self.heads + kv_heads
-        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]):
-            out = scaled_dot_product_attention(
-                split[:, : ends[0]],
-                split[:, ends[0] : ends[1]],
-                split[:, ends[1] :],
-                is_causal=True,
-                scale=how.scaling,
-                enable_gqa=True,
-            )
-        return out[0].transpose(0, 1)[: whole.num_tokens].reshape(whole.num_tokens, -1)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -88,11 +88,6 @@ class LeanDecoder:
         first = torch.zeros(128, dtype=torch.int32, device=pool.device)
         rotate(stored, first, first - 1, self.table, pool, 0, self.layers[0].norms)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether every layer attends to all tokens before."""
-        return all(layer.how.window is None for layer in self.layers)
-
     def embed(self, tokens: Tensor, carry: Tensor, chosen: Tensor) -> Tensor:
         """The first hidden states; a token is carried from `chosen` where `carry` says so."""
         return rows.embed(tokens, carry, chosen, self.embedding)
@@ -104,18 +99,14 @@ class LeanDecoder:
         pool: Tensor,
         attend: Attend,
         *,
-        padding: int = 0,
         kept: Kept | None = None,
     ) -> Tensor:
-        """All layers over `hidden`, `[tokens, size]`, which is used up; of all rows, or `kept`.
-
-        `padding` is rows of zeros that attention wants behind the packed tokens.
-        """
+        """All layers over `hidden`, `[tokens, size]`, which is used up; of all rows, or `kept`."""
         for number, layer in enumerate(self.layers):
             if kept is not None and number == len(self.layers) - 1:
                 return self._run_last(hidden, places, pool, kept)
-            packed = self._inward(layer, hidden, padding=padding)
-            rotate(packed[: len(hidden)], *places, self.table, pool, number, layer.norms)
+            packed = self._inward(layer, hidden)
+            rotate(packed, *places, self.table, pool, number, layer.norms)
             attended = attend(number, packed, layer.how)
             self._outward(layer, hidden, attended, is_launched=kept is not None)
         return hidden
@@ -143,23 +134,17 @@ class LeanDecoder:
         normed = rows.norm(hidden, self.last_norm, self.epsilon)
         return torch.mm(normed, self.head.T, out=out)
 
-    def _inward(
-        self, layer: Layer, hidden: Tensor, *, padding: int = 0, skipped: int = 0
-    ) -> Tensor:
+    def _inward(self, layer: Layer, hidden: Tensor, *, skipped: int = 0) -> Tensor:
         """Q, K and V of each row, less the first `skipped` numbers of them."""
         weight = layer.inward[skipped:]
-        if layer.inward_bias is None and fits(weight, len(hidden)) and not padding:
+        if layer.inward_bias is None and fits(weight, len(hidden)):
             return skinny(hidden, weight, norm=(layer.before, layer.epsilon))
-        tokens, width = len(hidden), len(weight)
-        packed = torch.empty(
-            (tokens + padding, width), dtype=hidden.dtype, device=hidden.device
-        )
-        packed[tokens:].zero_()
-        for part, out in zip(hidden.split(_PIECE), packed[:tokens].split(_PIECE), strict=True):
+        packed = hidden.new_empty((len(hidden), len(weight)))
+        for part, out in zip(hidden.split(_PIECE), packed.split(_PIECE), strict=True):
             normed = rows.norm(part, layer.before, layer.epsilon)
             torch.mm(normed, weight.T, out=out)
         if layer.inward_bias is not None:
-            packed[:tokens] += layer.inward_bias[skipped:]
+            packed += layer.inward_bias[skipped:]
         return packed
 
     def _outward(

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwater.device.gpu.attention import LEAST_WHOLE, PagedAttention, WholePrompt
+from headwater.device.gpu.attention import PagedAttention
 from headwater.device.gpu.decoder import Places
 from headwater.device.gpu.staging import Staging
 from headwater.device.gpu.work import cut, tiles
 from headwater.device.kernels.pieces import DecodeWork
-from headwater.device.kernels.prefill import ChunkWork, tile_queries
+from headwater.device.kernels.prefill import takes_many
+from headwater.device.kernels.tiles import ChunkWork, tile_queries
 from headwater.device.kv import Ints, KVPool
 from headwater.scheduler.batch import IntArray, ScheduledBatch
 
@@ -66,22 +67,16 @@ def pack(
     pool: KVPool,
     staging: Staging,
     heads: int,
-    takes_whole: bool,
 ) -> PackedStep:
-    """Send a step's inputs; `carry` is per row, the place in the chosen tokens or -1.
-
-    `takes_whole` says that a long prompt may be attended apart from the pool.
-    """
+    """Send a step's inputs; `carry` is per row, the place in the chosen tokens or -1."""
     batch, num_decodes = layout.batch, layout.num_decodes
-    whole = _whole(layout) if takes_whole else None
-    last_chunk = len(layout.counts) - (whole is not None)
     pieces = cut(layout.contexts[:num_decodes], max(num_decodes, 1))
-    chunks = slice(num_decodes, last_chunk)
-    longest = int(layout.counts[chunks].max()) if num_decodes < last_chunk else 0
+    chunks = slice(num_decodes, None)
+    longest = int(layout.counts[chunks].max(initial=0))
     tile = tile_queries(pool.data.dtype, pool.head_dim, longest)
     shared = tiles(
         layout.counts[chunks], layout.contexts[chunks],
-        first_row=num_decodes, tile=tile, heads=heads,
+        first_row=num_decodes, tile=tile, heads=heads, takes_many=takes_many(pool.data),
     )  # fmt: skip
     token_carry = np.full(len(batch.tokens), -1, dtype=np.int32)
     token_carry[batch.query_start[:-1]] = carry
@@ -113,7 +108,7 @@ def pack(
     tokens, carried, positions, slots, logits_at, contexts, starts, tables, table_start = sent[
         :9
     ]
-    attention = PagedAttention(pool=pool.data, heads=heads, whole=whole)
+    attention = PagedAttention(pool=pool.data, heads=heads)
     if num_decodes:
         attention.num_decodes = num_decodes
         attention.decodes = _decodes(contexts, tables, table_start, sent[9:13], pool, heads)
@@ -130,6 +125,8 @@ def pack(
             tile=tile,
             tile_row=sent[13],
             tile_start=sent[14],
+            longest=int(layout.contexts[chunks].max()),
+            is_many=shared.is_many,
             num_parts=shared.num_parts,
             part_keys=sent[15],
             partial=partial,
@@ -142,14 +139,6 @@ def pack(
         logits_at=logits_at,
         attention=attention,
     )
-
-
-def _whole(layout: Layout) -> WholePrompt | None:
-    """The last row, if it is a long prompt with nothing cached."""
-    count = int(layout.counts[-1])
-    if count < LEAST_WHOLE or count != layout.contexts[-1]:
-        return None
-    return WholePrompt(int(layout.batch.query_start[-2]), count)
 
 
 def _decodes(

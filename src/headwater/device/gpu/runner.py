@@ -151,12 +151,7 @@ class CudaRunner:
         """Logits of the sampled rows of a step with chunks of prompts in it."""
         decoder = self._decoder
         step: PackedStep = pack(
-            layout,
-            carry,
-            pool=self.pool,
-            staging=self._staging,
-            heads=decoder.heads,
-            takes_whole=isinstance(decoder, LeanDecoder) and decoder.is_plain,
+            layout, carry, pool=self.pool, staging=self._staging, heads=decoder.heads
         )
         if layout.batch.awaits:
             step.attention.gate = self._gate(layout.batch)
@@ -169,7 +164,6 @@ class CudaRunner:
             step.places,
             self.pool.data,
             attention.attend,
-            padding=attention.padding,
             kept=Kept(step.logits_at, attention.attend_kept),
         )
         return decoder.logits(hidden) if len(hidden) else hidden

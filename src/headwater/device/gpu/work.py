@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from headwater.device.kernels.tiles import MANY_QUERIES
 from headwater.device.kv import Ints
 from headwater.scheduler.batch import IntArray
 
@@ -21,6 +22,10 @@ _PROGRAMS = 512
 _LEAST_PART = 512
 MOST_PARTS = 16
 """Programs that keep the device busy; fewest keys, and most parts, that a tile is cut into."""
+
+_MANY_PROGRAMS = 96
+LEAST_PAIRS = 1 << 19
+"""What is called many: a tile for almost every processor, and queries times keys in all."""
 
 
 class Pieces(NamedTuple):
@@ -59,32 +64,50 @@ def cut(contexts: Ints, num_rows: int) -> Pieces:
 
 
 class Tiles(NamedTuple):
-    """What `ChunkWork` says, still on the host."""
+    """What `ChunkWork` says, still on the host; those that see most keys are last."""
 
     row: IntArray
     start: IntArray
+    is_many: bool
     num_parts: int
     part_keys: IntArray
 
 
-def tiles(counts: Ints, contexts: Ints, *, first_row: int, tile: int, heads: int) -> Tiles:
+def tiles(
+    counts: Ints, contexts: Ints, *, first_row: int, tile: int, heads: int, takes_many: bool
+) -> Tiles:
     """Tiles of rows from `first_row` on with so many queries and tokens in all.
 
-    Few tiles are cut into parts, as many as give every processor work.
+    Few tiles are cut into parts, as many as give every processor work; many are not, where the
+    device `takes_many`.
     """
     each = -(-counts // tile)
     ends = np.cumsum(each)
     rows = np.repeat(np.arange(len(counts)), each)
     starts = (np.arange(len(rows)) - (ends - each)[rows]) * tile
-    longest = int(contexts.max()) if len(contexts) else 0
-    wanted = _PROGRAMS // max(len(rows) * heads, 1)
-    num_parts = max(min(wanted, longest // _LEAST_PART, MOST_PARTS), 1)
-    # Powers of two: each number of parts is a kernel of its own.
-    num_parts = 1 << (num_parts.bit_length() - 1)
+    order = np.argsort((contexts - counts)[rows] + starts, kind="stable")
+    rows, starts = rows[order], starts[order]
+    programs = len(rows) * heads
+    is_many = (
+        takes_many
+        and tile == MANY_QUERIES
+        and programs >= _MANY_PROGRAMS
+        and int(counts @ contexts) >= LEAST_PAIRS
+    )
+    num_parts = 1 if is_many else _num_parts(programs, contexts)
     part = -(-contexts // (num_parts * PIECE_STEP)) * PIECE_STEP
     return Tiles(
         (rows + first_row).astype(np.int32),
         starts.astype(np.int32),
+        is_many,
         num_parts,
         part[rows].astype(np.int32),
     )
+
+
+def _num_parts(programs: int, contexts: Ints) -> int:
+    longest = int(contexts.max()) if len(contexts) else 0
+    wanted = _PROGRAMS // max(programs, 1)
+    num_parts = max(min(wanted, longest // _LEAST_PART, MOST_PARTS), 1)
+    # Powers of two: each number of parts is a kernel of its own.
+    return 1 << (num_parts.bit_length() - 1)

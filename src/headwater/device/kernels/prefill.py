@@ -6,53 +6,16 @@ chunk has a long prefix, its tiles are too few for the device: their keys are cu
 each leaves a partial result, and a second kernel joins them.
 """
 
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from headwater.device.attention.base import Variant
+from headwater.device.kernels.tiles import ChunkWork
 
-
-def tile_queries(dtype: torch.dtype, head_dim: int, longest: int) -> int:
-    """Queries in a tile, where the longest chunk has so many tokens."""
-    if dtype.itemsize == 4:
-        return 32
-    return 128 if head_dim <= 128 and longest > 64 else 64
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class ChunkWork:
-    """Which program attends what; all int32 on the device, good for every layer of a step."""
-
-    contexts: Tensor
-    """Per row: tokens with KV once this step is done."""
-
-    query_start: Tensor
-    """Per row and one more: where its tokens are in the packed batch."""
-
-    tables: Tensor
-    """Slots of all rows, one after another."""
-
-    table_start: Tensor
-    tile: int
-    """Queries in a tile."""
-
-    tile_row: Tensor
-    tile_start: Tensor
-    """Per tile: its row, and its first token counted from the row's first."""
-
-    num_parts: int = 1
-    part_keys: Tensor
-    """Per tile: keys in a part, a multiple of 64; a tile has `num_parts` of them."""
-
-    partial: Tensor
-    """`[tiles, parts, tile, heads, dim]`, float32: room for partial results, if any."""
-
-    partial_lse: Tensor
-    """`[tiles, parts, tile, heads]`, float32."""
+_HAS_OWN = triton.__version__.startswith("3.6.")
+if _HAS_OWN:
+    from headwater.device.kernels import prefill_hopper
 
 
 @triton.jit
@@ -286,6 +249,11 @@ def _join(
     )
 
 
+def takes_many(pool: Tensor) -> bool:
+    """Whether there is a kernel of its own for many tiles over this pool."""
+    return _HAS_OWN and prefill_hopper.takes(pool)
+
+
 def attend_chunks(
     query: Tensor, pool: Tensor, layer: int, work: ChunkWork, how: Variant, out: Tensor
 ) -> None:
@@ -293,6 +261,9 @@ def attend_chunks(
 
     `query` is `[tokens, >= heads * dim]`, `out` `[tokens, heads, dim]`.
     """
+    if work.is_many and prefill_hopper.fits(how):
+        prefill_hopper.attend_chunks(query, pool, layer, work, how, out)
+        return
     block_tokens, kv_heads, dim = pool.shape[3:]
     heads, tiles = out.shape[1], len(work.tile_row)
     exact = query.element_size() == 4

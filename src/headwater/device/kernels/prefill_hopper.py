@@ -1,0 +1,371 @@
+"""`prefill` for Hopper: two groups of warps compute, a third brings what they need.
+
+A program takes tiles of 128 queries one after another, and each group half of a tile. While the
+tensor cores compute scores of one tile of keys and sums over the one before, the group weighs
+the scores it has; while it weighs, the other group has the tensor cores. Queries stay in
+registers, and sums are only multiplied where a higher score came: a busy device is short of
+power, and what is not moved or computed is time for the rest.
+
+    copies    K0 V0 K1 V1       K2 V2        K3 V3 …
+    group 0   S0   | weigh 0  | S1, sums 0 | weigh 1 | S2, sums 1 | …
+    group 1     S0   | weigh 0  | S1, sums 0 | weigh 1 | S2, sums 1 | …
+
+In Gluon, Triton's language for a chip's own instructions, which is an experiment of theirs:
+`prefill` leaves it alone with versions of Triton it was not tried with.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from headwater.device.attention.base import Variant
+from headwater.device.kernels.ring import await_filled, await_room, leave, make_ring
+from headwater.device.kernels.tiles import MANY_QUERIES, ChunkWork
+
+_HALF = gl.constexpr(MANY_QUERIES // 2)
+_KEYS = gl.constexpr(128)
+_PAGE = gl.constexpr(64)
+_STAGES = gl.constexpr(2)
+"""Queries of a group, keys of a tile, keys that lie together in the pool, tiles under way."""
+
+_REGISTERS = gl.constexpr(240)
+_ALL_REGISTERS = 168
+"""Of a thread that computes, and of all threads on the average."""
+
+_SHARED_BYTES = 32 << 20
+"""KV that programs at work together should share: about half of the device's cache."""
+
+_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+class _Lists(NamedTuple):
+    """What there is to do: fields of `ChunkWork`, and how many items come of them."""
+
+    contexts: Any
+    query_start: Any
+    table_start: Any
+    tile_row: Any
+    tile_start: Any
+    tiles: Any
+    items: Any
+    turns: Any
+    together: Any
+
+
+class _Item(NamedTuple):
+    """A tile of queries of one head. Its first query is `token` in the batch, `first` in its row,
+    and `count` of the row are left; it sees keys before `end`."""
+
+    exists: Any
+    head: Any
+    token: Any
+    count: Any
+    context: Any
+    first: Any
+    end: Any
+    table: Any
+
+
+@gluon.jit
+def _take(turn, lists, HEADS: gl.constexpr, KV_HEADS: gl.constexpr):
+    """The item of this program in a turn.
+
+    Heads that share KV follow each other, `together` KV heads at a time. Tiles are sorted by the
+    keys they see; a section goes up, the next one down, and programs take items to and fro, so
+    that all get as much. The last section goes down, so that all end together.
+    """
+    programs = gl.num_programs(0)
+    program = gl.program_id(0)
+    if turn % 2 == 1:
+        program = programs - 1 - program
+    number = gl.minimum(turn * programs + program, lists.items - 1)
+    exists = turn * programs + program < lists.items
+    group: gl.constexpr = HEADS // KV_HEADS
+    width = lists.together * group
+    section = number // (lists.tiles * width)
+    rest = number % (lists.tiles * width)
+    tile = rest // width
+    if (HEADS // width - section) % 2 == 1:
+        tile = lists.tiles - 1 - tile
+    head = section * width + rest % width
+    row = gl.load(lists.tile_row + tile)
+    start = gl.load(lists.tile_start + tile)
+    packed = gl.load(lists.query_start + row)
+    count = gl.load(lists.query_start + row + 1) - packed
+    context = gl.load(lists.contexts + row)
+    first = context - count + start
+    end = gl.minimum(context, first + 2 * _HALF)
+    table = gl.load(lists.table_start + row)
+    return _Item(exists, head, packed + start, count - start, context, first, end, table)
+
+
+@gluon.jit
+def _bring(queries, pool, q, k, v, lists, tables, block_rows, layer_row,
+           HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr,
+           BLOCK_TOKENS: gl.constexpr):  # fmt: skip
+    """Queries of each item, then its keys and values, as soon as there is room."""
+    done = 0
+    for turn in range(lists.turns):
+        item = _take(turn, lists, HEADS, KV_HEADS)
+        if item.exists:
+            for which in gl.static_range(2):
+                mbarrier.wait(q.empty.index(which), (turn & 1) ^ 1)
+                mbarrier.expect(q.ready.index(which), queries.block_type.nbytes)
+                tma.async_copy_global_to_shared(
+                    queries, [item.token + which * _HALF, item.head * DIM], q.ready.index(which),
+                    q.buffers.index(which),
+                )  # fmt: skip
+            # Beyond the last page there is none: it comes again, and is not seen.
+            last = (item.context - 1) // _PAGE * _PAGE
+            column = item.head // (HEADS // KV_HEADS) * DIM
+            # Slots are read one turn ahead.
+            slot = gl.load(tables + item.table)
+            slot_2 = gl.load(tables + item.table + gl.minimum(_PAGE, last) // BLOCK_TOKENS)
+            for key in range(0, item.end, _KEYS):
+                page_2 = gl.minimum(key + _PAGE, last)
+                line = slot * block_rows + layer_row + key % BLOCK_TOKENS
+                line_2 = slot_2 * block_rows + layer_row + page_2 % BLOCK_TOKENS
+                after = gl.minimum(key + _KEYS, last)
+                slot = gl.load(tables + item.table + after // BLOCK_TOKENS)
+                after = gl.minimum(key + _KEYS + _PAGE, last)
+                slot_2 = gl.load(tables + item.table + after // BLOCK_TOKENS)
+                _bring_tile(pool, line, line_2, column, k, done)
+                _bring_tile(pool, line + BLOCK_TOKENS, line_2 + BLOCK_TOKENS, column, v, done)
+                done += 1
+
+
+@gluon.jit
+def _bring_tile(pool, line, line_2, column, ring, done):
+    buffer, bar = await_room(ring, done, 2 * pool.block_type.nbytes)
+    tma.async_copy_global_to_shared(pool, [line, column], bar, buffer.slice(0, _PAGE, dim=0))
+    tma.async_copy_global_to_shared(
+        pool, [line_2, column], bar, buffer.slice(_PAGE, _PAGE, dim=0)
+    )
+
+
+@gluon.jit
+def _weigh(scores, highest, total, key, at, scale, MASKED: gl.constexpr):
+    """Scores of a tile to weights; what was summed before is to be multiplied by `decay`."""
+    if MASKED:
+        scores = gl.where(key[None, :] <= at[:, None], scores, float("-inf"))
+    higher = gl.maximum(highest, gl.max(scores, 1))
+    decay = gl.exp2((highest - higher) * scale)
+    weights = gl.exp2(scores * scale - (higher * scale)[:, None])
+    total = total * decay + gl.sum(weights, 1)
+    return weights, decay, higher, total
+
+
+@gluon.jit
+def _decayed(summed, decay):
+    """Multiplied where that makes a difference, which after the first tiles is rare."""
+    decay = gl.convert_layout(decay, gl.SliceLayout(1, summed.type.layout), assert_trivial=True)
+    return gl.inline_asm_elementwise(
+        """{
+            .reg .pred less;
+            setp.neu.f32 less, $2, 0f3F800000;
+            mov.f32 $0, $1;
+            @less mul.f32 $0, $1, $2;
+        }""",
+        "=f,f,f",
+        [summed, decay[:, None]],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _turn(query, k, v, done, key, at, scale, weights, highest, total, summed, none,
+          MASKED: gl.constexpr):  # fmt: skip
+    """Scores of tile `done`, beside the sums of the one before."""
+    keys = await_filled(k, done)
+    values = await_filled(v, done - 1)
+    scores = warpgroup_mma(query, keys.permute((1, 0)), none, use_acc=False, is_async=True)
+    summed = warpgroup_mma(weights, values, summed, is_async=True)
+    new = warpgroup_mma_wait(1, deps=(scores,))
+    leave(k, done)
+    decay = highest
+    if done > -1:  # always; but nothing in here is moved behind the wait for sums
+        new, decay, highest, total = _weigh(new, highest, total, key, at, scale, MASKED)
+    summed, weights = warpgroup_mma_wait(0, deps=(summed, weights))
+    leave(v, done - 1)
+    weights = gl.convert_layout(new.to(query.dtype), weights.type.layout, assert_trivial=True)
+    return weights, highest, total, _decayed(summed, decay)
+
+
+@gluon.jit
+def _clean(v, key, context, DIM: gl.constexpr):
+    """Zeros where a tile has no keys: nothing times what lies there might be no number."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    keys = key + gl.arange(0, _HALF, layout=gl.SliceLayout(1, layout))
+    values = v.load(layout)
+    v.store(gl.where((keys < context)[:, None], values, gl.zeros_like(values)))
+    fence_async_shared()
+
+
+@gluon.jit
+def _compute(out, q, k, v, clean, lists, scale, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
+             DIM: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
+    """Half the queries of each item: the first half or the second."""
+    dtype: gl.constexpr = q.buffers.dtype
+    by_key: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, _KEYS, 16]
+    )
+    by_value: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DIM, 16]
+    )
+    of_query: gl.constexpr = gl.DotOperandLayout(0, by_key, k_width=2)
+    of_weight: gl.constexpr = gl.DotOperandLayout(0, by_value, k_width=2)
+    rows: gl.constexpr = gl.SliceLayout(1, by_value)
+    key = gl.arange(0, _KEYS, layout=gl.SliceLayout(0, by_key))
+    none = gl.zeros((_HALF, _KEYS), gl.float32, layout=by_key)
+    done = 0
+    cleaned = 0
+    for turn in range(lists.turns):
+        item = _take(turn, lists, HEADS, KV_HEADS)
+        if item.exists:
+            first = item.first + WHICH * _HALF
+            at = first + gl.arange(0, _HALF, layout=gl.SliceLayout(1, by_key))
+            tiles = gl.cdiv(item.end, _KEYS)
+            plain = gl.maximum((first + 1) // _KEYS, 1)  # before it every query sees every key
+            mbarrier.wait(q.ready.index(WHICH), turn & 1)
+            query = q.buffers.index(WHICH).load(of_query)
+            fence_async_shared()
+            mbarrier.arrive(q.empty.index(WHICH), count=1)
+            keys = await_filled(k, done)
+            scores = warpgroup_mma(query, keys.permute((1, 0)), none, use_acc=False)
+            leave(k, done)
+            highest = gl.full_like(at, float("-inf"), dtype=gl.float32)
+            total = gl.full_like(at, 0.0, dtype=gl.float32)
+            weights, _, highest, total = _weigh(scores, highest, total, key, at, scale, True)
+            weights = gl.convert_layout(weights.to(dtype), of_weight, assert_trivial=True)
+            summed = gl.zeros((_HALF, DIM), gl.float32, layout=by_value)
+            done += 1
+            for _ in range(1, plain):
+                weights, highest, total, summed = _turn(
+                    query, k, v, done, key, at, scale, weights, highest, total, summed, none, False
+                )  # fmt: skip
+                done += 1
+            for tile in range(plain, tiles):
+                weights, highest, total, summed = _turn(
+                    query, k, v, done, tile * _KEYS + key, at, scale, weights, highest, total,
+                    summed, none, True,
+                )  # fmt: skip
+                done += 1
+            values = await_filled(v, done - 1)
+            if tiles * _KEYS > item.context:
+                half = (tiles - 1) * _KEYS + WHICH * _HALF
+                _clean(values.slice(WHICH * _HALF, _HALF, dim=0), half, item.context, DIM)
+                mbarrier.arrive(clean, count=1)
+                mbarrier.wait(clean, cleaned & 1)
+                cleaned += 1
+            summed = warpgroup_mma(weights, values, summed)
+            leave(v, done - 1)
+            share = gl.convert_layout(1.0 / total, rows, assert_trivial=True)
+            result = (summed * share[:, None]).to(dtype)
+            inside = gl.arange(0, _HALF, layout=rows) + WHICH * _HALF
+            number = gl.arange(0, DIM, layout=gl.SliceLayout(0, by_value))
+            place = out + (item.token + inside).to(gl.int64)[:, None] * (HEADS * DIM)
+            place += item.head * DIM + number[None, :]
+            gl.store(place, result, mask=(inside < item.count)[:, None])
+
+
+@gluon.jit(do_not_specialize=["items", "tiles", "together", "turns"])
+def _attend(queries, pool, contexts, query_start, tables, table_start, tile_row, tile_start, out,
+            tiles, items, turns, together, block_rows, layer_row, scaling, HEADS: gl.constexpr,
+            KV_HEADS: gl.constexpr, DIM: gl.constexpr, BLOCK_TOKENS: gl.constexpr):  # fmt: skip
+    dtype: gl.constexpr = pool.dtype
+    layout: gl.constexpr = pool.layout
+    q = make_ring(dtype, layout, 2, _HALF, DIM, 1)
+    k = make_ring(dtype, layout, _STAGES, _KEYS, DIM, 2)
+    v = make_ring(dtype, layout, _STAGES, _KEYS, DIM, 2)
+    clean = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(clean, count=2)
+    fence_async_shared()
+    lists = _Lists(
+        contexts, query_start, table_start, tile_row, tile_start, tiles, items, turns, together
+    )
+    scale = scaling * 1.4426950408889634
+    gl.warp_specialize(
+        [
+            (_compute, (out, q, k, v, clean, lists, scale, HEADS, KV_HEADS, DIM, 0)),
+            (_compute, (out, q, k, v, clean, lists, scale, HEADS, KV_HEADS, DIM, 1)),
+            (_bring, (queries, pool, q, k, v, lists, tables, block_rows, layer_row, HEADS,
+                      KV_HEADS, DIM, BLOCK_TOKENS)),
+        ],
+        [4, 1],
+        [_REGISTERS, 24],
+    )  # fmt: skip
+
+
+def attend_chunks(
+    query: Tensor, pool: Tensor, layer: int, work: ChunkWork, how: Variant, out: Tensor
+) -> None:
+    """As `prefill.attend_chunks`, where `fits` says yes."""
+    num_layers, _, block_tokens, kv_heads, dim = pool.shape[1:]
+    heads, tiles = out.shape[1], len(work.tile_row)
+    processors = torch.cuda.get_device_properties(pool.device).multi_processor_count
+    items = heads * tiles
+    programs = min(items, processors)
+    box = [_PAGE.value, dim]
+    layout = gl.NVMMASharedLayout.get_default_for(box, _TYPES[pool.dtype])
+    _attend[(programs,)](
+        TensorDescriptor.from_tensor(query[:, : heads * dim], box, layout),
+        TensorDescriptor.from_tensor(pool.view(-1, kv_heads * dim), box, layout),
+        work.contexts,
+        work.query_start,
+        work.tables,
+        work.table_start,
+        work.tile_row,
+        work.tile_start,
+        out,
+        tiles,
+        items,
+        -(-items // programs),
+        _together(kv_heads, work.longest * dim * 2 * pool.element_size()),
+        num_layers * 2 * block_tokens,
+        layer * 2 * block_tokens,
+        how.scaling,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        BLOCK_TOKENS=block_tokens,
+        num_warps=4,
+        maxnreg=_ALL_REGISTERS,
+    )
+
+
+def takes(pool: Tensor) -> bool:
+    """Whether the device is one, and tiles of keys come whole out of the pool."""
+    block_tokens, _, dim = pool.shape[3:]
+    return (
+        pool.dtype in _TYPES
+        and block_tokens % _PAGE.value == 0
+        and dim in (64, 128)
+        and torch.cuda.get_device_capability(pool.device)[0] == 9
+    )
+
+
+def fits(how: Variant) -> bool:
+    """Whether a layer attends to all before it, with plain scores."""
+    return how.window is None and how.has_plain_scores
+
+
+def _together(kv_heads: int, head_bytes: int) -> int:
+    """KV heads whose keys and values, of the longest row, the device's cache holds."""
+    return max(
+        number
+        for number in range(1, kv_heads + 1)
+        if number == 1 or (kv_heads % number == 0 and number * head_bytes <= _SHARED_BYTES)
+    )

@@ -1,0 +1,53 @@
+"""Buffers in a processor's own memory that some warps fill and others read, in Gluon."""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+
+class Ring(NamedTuple):
+    """Buffers, and barriers that say which of them are filled and which may be."""
+
+    buffers: Any
+    ready: Any
+    empty: Any
+
+
+@gluon.jit
+def make_ring(dtype: gl.constexpr, layout: gl.constexpr, NUMBER: gl.constexpr, ROWS: gl.constexpr,
+              COLUMNS: gl.constexpr, READERS: gl.constexpr):  # fmt: skip
+    """`NUMBER` buffers, each of which so many readers leave before it is filled again."""
+    buffers = gl.allocate_shared_memory(dtype, [NUMBER, ROWS, COLUMNS], layout)
+    ready = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for number in gl.static_range(NUMBER):
+        mbarrier.init(ready.index(number), count=1)
+        mbarrier.init(empty.index(number), count=READERS)
+    return Ring(buffers, ready, empty)
+
+
+@gluon.jit
+def await_room(ring, turn, num_bytes):
+    """The buffer of a turn, once nobody reads it; its barrier now awaits so many bytes."""
+    number: gl.constexpr = ring.buffers.type.shape[0]
+    at = turn % number
+    mbarrier.wait(ring.empty.index(at), ((turn // number) & 1) ^ 1)
+    mbarrier.expect(ring.ready.index(at), num_bytes)
+    return ring.buffers.index(at), ring.ready.index(at)
+
+
+@gluon.jit
+def await_filled(ring, turn):
+    """The buffer of a turn, once it is filled."""
+    number: gl.constexpr = ring.buffers.type.shape[0]
+    mbarrier.wait(ring.ready.index(turn % number), (turn // number) & 1)
+    return ring.buffers.index(turn % number)
+
+
+@gluon.jit
+def leave(ring, turn):
+    """Say that one reader is done with the buffer of a turn."""
+    number: gl.constexpr = ring.buffers.type.shape[0]
+    mbarrier.arrive(ring.empty.index(turn % number), count=1)
