@@ -47,7 +47,7 @@ def measure_first_token(
     engine.await_pinned()
     prompt = engine.prompt(LONG, seed=1)
     result: dict[str, Any] = {"transformers_ms": transformers_s * 1e3}
-    _first_s(engine, LONG, seed=2)  # cuDNN's plan, and every kernel
+    _first_s(engine, LONG, seed=2)  # every kernel is compiled
     engine.drain()
     engine.cache.reset()
     result["recomputed_ms"] = engine.serve([prompt], max_tokens=1).first_s[0] * 1e3

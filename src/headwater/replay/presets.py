@@ -6,10 +6,10 @@ from headwater.replay.cost import LinkCost, Machine, StepCost
 _H200_8B = Machine(
     name="h200-8b",
     note=(
-        "H200 and the Llama-3.1-8B shape in bfloat16, by `headwater bench gpu`. Decoding: 243, "
-        "5,498, 14,238 and 17,359 tokens/s at 1, 32, 128 and 256 rows of 1 k context; prompts: "
-        "198 ms for 8 k tokens, 1,140 ms for 32 k; copies: 55 GB/s each way, which make steps "
-        "0.8 and 3.2 % longer; direct file I/O: 1.8 and 1.1 GB/s. To peers: not measured, "
+        "H200 and the Llama-3.1-8B shape in bfloat16, by `headwater bench gpu`. Decoding: 238, "
+        "5,841, 14,266 and 17,462 tokens/s at 1, 32, 128 and 256 rows of 1 k context; prompts: "
+        "196 ms for 8 k tokens, 1,135 ms for 32 k; copies: 55 GB/s each way, which make steps "
+        "1 and 3 % longer; direct file I/O: 1.8 and 1.1 GB/s. To peers: not measured, "
         "40 GB/s of a 400 Gb/s network"
     ),
     kv_token_bytes=32 * 2 * 8 * 128 * 2,
