@@ -67,11 +67,13 @@ FAMILIES: dict[str, Any] = {
 }
 
 
-def save_family(name: str, folder: Path, *, seed: int = 0) -> Path:
+def save_family(name: str, folder: Path, *, seed: int = 0, **sizes: int) -> Path:
     """Write a model of this family whose attention matters to what it says."""
     torch.manual_seed(seed)
     make: Any = hf.AutoModelForCausalLM
-    model = make.from_config(FAMILIES[name](), dtype=torch.float32)
+    config = FAMILIES[name]()
+    config.update(sizes)
+    model = make.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for label, weight in model.named_parameters():
             if weight.dim() == 1:

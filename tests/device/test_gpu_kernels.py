@@ -44,6 +44,7 @@ MANY_CHUNKS = (
     ([128], [128]),
     ([256, 129, 127], [256, 1000, 127]),
     ([200, 512], [2049, 704]),
+    ([700, 900], [700, 900]),
 )
 ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
@@ -218,7 +219,7 @@ def chunk_work(
         tile=tile,
         tile_row=ints(shared.row),
         tile_start=ints(shared.start),
-        longest=max(contexts),
+        longest_context=max(contexts),
         num_parts=shared.num_parts,
         part_keys=ints(shared.part_keys),
         partial=torch.full((*rows_wanted, pool.dim), NAN, device=DEVICE),
@@ -261,19 +262,21 @@ def test_chunks(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "shape", [(32, 8, 128, 64), (16, 8, 64, 64), (8, 8, 64, 128), (4, 1, 128, 192)]
+    "shape",
+    [(32, 8, 128, 64), (16, 8, 64, 64), (8, 8, 64, 128), (4, 1, 128, 192), (18, 6, 64, 64)],
 )
 def test_many_chunks(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    """Hopper's own kernel, as it is for many: all heads at a time or one KV head after another,
-    and every place where a tile of keys, a page of the pool or a row may end."""
+    """Hopper's own kernel, as it is for many: all heads at a time, some or one KV head after
+    another; up to four items a program; and every place where a tile of keys, a page of the pool
+    or a row may end."""
     pool = Pool(shape, dtype)
     if not takes_many(pool.data):
         pytest.skip("for Hopper, and a version of Triton it is known to work with")
     for counts, contexts in MANY_CHUNKS:
-        for longest in (1, 1 << 20):
+        for longest in (1, 1 << 15, 1 << 20):
             tables = pool.own_tables(contexts)
             work = chunk_work(pool, counts, contexts, tables)
-            work.num_parts, work.is_many, work.longest = 1, True, longest
+            work.is_many, work.longest_context = True, longest
             for _ in range(2):
                 check_chunks(pool, work, tables, Variant(pool.dim**-0.5))
 

@@ -43,7 +43,7 @@ def test_tiles_cover_each_query_and_their_parts_each_key(
     chunks: list[tuple[int, int]], tile: int, first_row: int, takes_many: bool
 ) -> None:
     """Parts reach the last key of the longest row, and only few tiles are cut; those that see
-    more come later, since kernels begin at the end."""
+    more come later. Nothing is many where no kernel takes it."""
     counts = np.array([count for count, _ in chunks])
     contexts = counts + np.array([prefix for _, prefix in chunks])
 
@@ -57,12 +57,13 @@ def test_tiles_cover_each_query_and_their_parts_each_key(
         assert (found.part_keys[mine] * found.num_parts >= contexts[row]).all()
     before = (contexts - counts)[found.row - first_row] + found.start
     assert (np.diff(before) >= 0).all()
+    assert takes_many or not found.is_many
     assert found.num_parts & (found.num_parts - 1) == 0
     assert found.num_parts == 1 or len(found.row) * 32 * found.num_parts <= 512
 
 
-def test_many_tiles_are_not_cut_where_a_kernel_takes_them() -> None:
-    """Long prompts and long prefixes are many; a short chunk or a short context is not."""
+def test_what_is_many() -> None:
+    """Long prompts and long prefixes; not a short chunk, or a short context."""
     for count, context, is_many in (
         (32768, 32768, True),
         (2048, 2048, True),
@@ -75,4 +76,3 @@ def test_many_tiles_are_not_cut_where_a_kernel_takes_them() -> None:
             takes_many=True,
         )  # fmt: skip
         assert found.is_many is is_many
-        assert found.num_parts == 1 or not is_many

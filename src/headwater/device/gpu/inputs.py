@@ -125,7 +125,7 @@ def pack(
             tile=tile,
             tile_row=sent[13],
             tile_start=sent[14],
-            longest=int(layout.contexts[chunks].max()),
+            longest_context=int(layout.contexts[chunks].max()),
             is_many=shared.is_many,
             num_parts=shared.num_parts,
             part_keys=sent[15],

@@ -6,7 +6,7 @@ from headwater.device.attention.base import Variant
 from headwater.device.gpu.inputs import partials
 from headwater.device.gpu.work import MOST_PARTS
 from headwater.device.kernels.prefill import attend_chunks, takes_many
-from headwater.device.kernels.tiles import MANY_QUERIES, ChunkWork, tile_queries
+from headwater.device.kernels.tiles import LARGE_TILE, ChunkWork, tile_queries
 from headwater.device.kv import KVPool
 
 
@@ -25,7 +25,7 @@ def warm_chunks(pool: KVPool, heads: int, how: Variant) -> None:
             attend_chunks(packed, pool.data, 0, _work(pool, heads, tile, num_parts), how, out)
             num_parts *= 2
     if takes_many(pool.data):
-        many = _work(pool, heads, MANY_QUERIES, 1)
+        many = _work(pool, heads, LARGE_TILE, 1)
         many.is_many = True
         attend_chunks(packed, pool.data, 0, many, how, out)
 
@@ -45,7 +45,7 @@ def _work(pool: KVPool, heads: int, tile: int, num_parts: int) -> ChunkWork:
         tile=tile,
         tile_row=ints(0),
         tile_start=ints(0),
-        longest=1,
+        longest_context=1,
         num_parts=num_parts,
         part_keys=ints(64),
         partial=partial,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headwater.device.kernels.tiles import MANY_QUERIES
+from headwater.device.kernels.tiles import LARGE_TILE
 from headwater.device.kv import Ints
 from headwater.scheduler.batch import IntArray
 
@@ -24,8 +24,8 @@ MOST_PARTS = 16
 """Programs that keep the device busy; fewest keys, and most parts, that a tile is cut into."""
 
 _MANY_PROGRAMS = 96
-LEAST_PAIRS = 1 << 19
-"""What is called many: a tile for almost every processor, and queries times keys in all."""
+_MANY_PRODUCTS = 1 << 19
+"""What is called many: a tile for almost every processor; and queries times keys, of all rows."""
 
 
 class Pieces(NamedTuple):
@@ -64,7 +64,7 @@ def cut(contexts: Ints, num_rows: int) -> Pieces:
 
 
 class Tiles(NamedTuple):
-    """What `ChunkWork` says, still on the host; those that see most keys are last."""
+    """What `ChunkWork` says, still on the host; by the place of their first query in its row."""
 
     row: IntArray
     start: IntArray
@@ -78,8 +78,8 @@ def tiles(
 ) -> Tiles:
     """Tiles of rows from `first_row` on with so many queries and tokens in all.
 
-    Few tiles are cut into parts, as many as give every processor work; many are not, where the
-    device `takes_many`.
+    Few tiles are cut into parts, as many as give every processor work. `takes_many` says that
+    the device has a kernel for many.
     """
     each = -(-counts // tile)
     ends = np.cumsum(each)
@@ -90,11 +90,11 @@ def tiles(
     programs = len(rows) * heads
     is_many = (
         takes_many
-        and tile == MANY_QUERIES
+        and tile == LARGE_TILE
         and programs >= _MANY_PROGRAMS
-        and int(counts @ contexts) >= LEAST_PAIRS
+        and int(counts @ contexts) >= _MANY_PRODUCTS
     )
-    num_parts = 1 if is_many else _num_parts(programs, contexts)
+    num_parts = _num_parts(programs, contexts)
     part = -(-contexts // (num_parts * PIECE_STEP)) * PIECE_STEP
     return Tiles(
         (rows + first_row).astype(np.int32),

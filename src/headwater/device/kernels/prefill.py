@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headwater.device.attention.base import Variant
-from headwater.device.kernels.tiles import ChunkWork
+from headwater.device.kernels.tiles import LARGE_TILE, ChunkWork
 
 _HAS_OWN = triton.__version__.startswith("3.6.")
 if _HAS_OWN:
@@ -302,7 +302,7 @@ def attend_chunks(
         EXACT=exact,
         STAGES=2,
         PARTS=work.num_parts,
-        num_warps=8 if work.tile == 128 else 4,
+        num_warps=8 if work.tile == LARGE_TILE else 4,
     )
     if work.num_parts > 1:
         _join[(heads, tiles, work.tile // 16)](

@@ -31,9 +31,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headwater.device.attention.base import Variant
 from headwater.device.kernels.ring import await_filled, await_room, leave, make_ring
-from headwater.device.kernels.tiles import MANY_QUERIES, ChunkWork
+from headwater.device.kernels.tiles import LARGE_TILE, ChunkWork
 
-_HALF = gl.constexpr(MANY_QUERIES // 2)
+_HALF = gl.constexpr(LARGE_TILE // 2)
 _KEYS = gl.constexpr(128)
 _PAGE = gl.constexpr(64)
 _STAGES = gl.constexpr(2)
@@ -50,7 +50,8 @@ _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 class _Lists(NamedTuple):
-    """What there is to do: fields of `ChunkWork`, and how many items come of them."""
+    """What there is to do: fields of `ChunkWork`, how many items come of them, how many turns a
+    program has to take them in, and how many KV heads are attended `together`."""
 
     contexts: Any
     query_start: Any
@@ -81,8 +82,8 @@ class _Item(NamedTuple):
 def _take(turn, lists, HEADS: gl.constexpr, KV_HEADS: gl.constexpr):
     """The item of this program in a turn.
 
-    Heads that share KV follow each other, `together` KV heads at a time. Tiles are sorted by the
-    keys they see; a section goes up, the next one down, and programs take items to and fro, so
+    Heads that share KV follow each other, `together` KV heads at a time. Tiles are sorted by
+    their first query, and so by the keys they see; a section goes up, the next one down, and programs take items to and fro, so
     that all get as much. The last section goes down, so that all end together.
     """
     programs = gl.num_programs(0)
@@ -129,7 +130,7 @@ def _bring(queries, pool, q, k, v, lists, tables, block_rows, layer_row,
             # Beyond the last page there is none: it comes again, and is not seen.
             last = (item.context - 1) // _PAGE * _PAGE
             column = item.head // (HEADS // KV_HEADS) * DIM
-            # Slots are read one turn ahead.
+            # Slots are read one tile ahead.
             slot = gl.load(tables + item.table)
             slot_2 = gl.load(tables + item.table + gl.minimum(_PAGE, last) // BLOCK_TOKENS)
             for key in range(0, item.end, _KEYS):
@@ -186,16 +187,16 @@ def _decayed(summed, decay):
 
 
 @gluon.jit
-def _turn(query, k, v, done, key, at, scale, weights, highest, total, summed, none,
-          MASKED: gl.constexpr):  # fmt: skip
+def _next_tile(query, k, v, done, key, at, scale, weights, highest, total, summed, unused,
+               MASKED: gl.constexpr):  # fmt: skip
     """Scores of tile `done`, beside the sums of the one before."""
     keys = await_filled(k, done)
     values = await_filled(v, done - 1)
-    scores = warpgroup_mma(query, keys.permute((1, 0)), none, use_acc=False, is_async=True)
+    scores = warpgroup_mma(query, keys.permute((1, 0)), unused, use_acc=False, is_async=True)
     summed = warpgroup_mma(weights, values, summed, is_async=True)
     new = warpgroup_mma_wait(1, deps=(scores,))
     leave(k, done)
-    decay = highest
+    decay = highest  # only that it has a type
     if done > -1:  # always; but nothing in here is moved behind the wait for sums
         new, decay, highest, total = _weigh(new, highest, total, key, at, scale, MASKED)
     summed, weights = warpgroup_mma_wait(0, deps=(summed, weights))
@@ -208,7 +209,7 @@ def _turn(query, k, v, done, key, at, scale, weights, highest, total, summed, no
 def _clean(v, key, context, DIM: gl.constexpr):
     """Zeros where a tile has no keys: nothing times what lies there might be no number."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
-    keys = key + gl.arange(0, _HALF, layout=gl.SliceLayout(1, layout))
+    keys = key + gl.arange(0, _KEYS // 2, layout=gl.SliceLayout(1, layout))
     values = v.load(layout)
     v.store(gl.where((keys < context)[:, None], values, gl.zeros_like(values)))
     fence_async_shared()
@@ -229,7 +230,7 @@ def _compute(out, q, k, v, clean, lists, scale, HEADS: gl.constexpr, KV_HEADS: g
     of_weight: gl.constexpr = gl.DotOperandLayout(0, by_value, k_width=2)
     rows: gl.constexpr = gl.SliceLayout(1, by_value)
     key = gl.arange(0, _KEYS, layout=gl.SliceLayout(0, by_key))
-    none = gl.zeros((_HALF, _KEYS), gl.float32, layout=by_key)
+    unused = gl.zeros((_HALF, _KEYS), gl.float32, layout=by_key)
     done = 0
     cleaned = 0
     for turn in range(lists.turns):
@@ -244,7 +245,7 @@ def _compute(out, q, k, v, clean, lists, scale, HEADS: gl.constexpr, KV_HEADS: g
             fence_async_shared()
             mbarrier.arrive(q.empty.index(WHICH), count=1)
             keys = await_filled(k, done)
-            scores = warpgroup_mma(query, keys.permute((1, 0)), none, use_acc=False)
+            scores = warpgroup_mma(query, keys.permute((1, 0)), unused, use_acc=False)
             leave(k, done)
             highest = gl.full_like(at, float("-inf"), dtype=gl.float32)
             total = gl.full_like(at, 0.0, dtype=gl.float32)
@@ -253,20 +254,22 @@ def _compute(out, q, k, v, clean, lists, scale, HEADS: gl.constexpr, KV_HEADS: g
             summed = gl.zeros((_HALF, DIM), gl.float32, layout=by_value)
             done += 1
             for _ in range(1, plain):
-                weights, highest, total, summed = _turn(
-                    query, k, v, done, key, at, scale, weights, highest, total, summed, none, False
+                weights, highest, total, summed = _next_tile(
+                    query, k, v, done, key, at, scale, weights, highest, total, summed, unused,
+                    False,
                 )  # fmt: skip
                 done += 1
             for tile in range(plain, tiles):
-                weights, highest, total, summed = _turn(
+                weights, highest, total, summed = _next_tile(
                     query, k, v, done, tile * _KEYS + key, at, scale, weights, highest, total,
-                    summed, none, True,
+                    summed, unused, True,
                 )  # fmt: skip
                 done += 1
             values = await_filled(v, done - 1)
             if tiles * _KEYS > item.context:
-                half = (tiles - 1) * _KEYS + WHICH * _HALF
-                _clean(values.slice(WHICH * _HALF, _HALF, dim=0), half, item.context, DIM)
+                half: gl.constexpr = _KEYS // 2
+                first_key = (tiles - 1) * _KEYS + WHICH * half
+                _clean(values.slice(WHICH * half, half, dim=0), first_key, item.context, DIM)
                 mbarrier.arrive(clean, count=1)
                 mbarrier.wait(clean, cleaned & 1)
                 cleaned += 1
@@ -287,6 +290,7 @@ def _attend(queries, pool, contexts, query_start, tables, table_start, tile_row,
             KV_HEADS: gl.constexpr, DIM: gl.constexpr, BLOCK_TOKENS: gl.constexpr):  # fmt: skip
     dtype: gl.constexpr = pool.dtype
     layout: gl.constexpr = pool.layout
+    # No ring: each group of warps has a buffer, which is filled once an item.
     q = make_ring(dtype, layout, 2, _HALF, DIM, 1)
     k = make_ring(dtype, layout, _STAGES, _KEYS, DIM, 2)
     v = make_ring(dtype, layout, _STAGES, _KEYS, DIM, 2)
@@ -318,11 +322,11 @@ def attend_chunks(
     processors = torch.cuda.get_device_properties(pool.device).multi_processor_count
     items = heads * tiles
     programs = min(items, processors)
-    box = [_PAGE.value, dim]
-    layout = gl.NVMMASharedLayout.get_default_for(box, _TYPES[pool.dtype])
+    queries, page = [_HALF.value, dim], [_PAGE.value, dim]
+    layout = gl.NVMMASharedLayout.get_default_for(page, _TYPES[pool.dtype])
     _attend[(programs,)](
-        TensorDescriptor.from_tensor(query[:, : heads * dim], box, layout),
-        TensorDescriptor.from_tensor(pool.view(-1, kv_heads * dim), box, layout),
+        TensorDescriptor.from_tensor(query[:, : heads * dim], queries, layout),
+        TensorDescriptor.from_tensor(pool.view(-1, kv_heads * dim), page, layout),
         work.contexts,
         work.query_start,
         work.tables,
@@ -333,7 +337,7 @@ def attend_chunks(
         tiles,
         items,
         -(-items // programs),
-        _together(kv_heads, work.longest * dim * 2 * pool.element_size()),
+        _together(kv_heads, work.longest_context * dim * 2 * pool.element_size()),
         num_layers * 2 * block_tokens,
         layer * 2 * block_tokens,
         how.scaling,
@@ -347,7 +351,7 @@ def attend_chunks(
 
 
 def takes(pool: Tensor) -> bool:
-    """Whether the device is one, and tiles of keys come whole out of the pool."""
+    """Whether the device is a Hopper, and tiles of keys come whole out of the pool."""
     block_tokens, _, dim = pool.shape[3:]
     return (
         pool.dtype in _TYPES

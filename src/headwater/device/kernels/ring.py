@@ -29,25 +29,25 @@ def make_ring(dtype: gl.constexpr, layout: gl.constexpr, NUMBER: gl.constexpr, R
 
 
 @gluon.jit
-def await_room(ring, turn, num_bytes):
-    """The buffer of a turn, once nobody reads it; its barrier now awaits so many bytes."""
+def await_room(ring, use, num_bytes):
+    """The buffer of a use, counted from 0, once nobody reads it; its barrier now awaits so many bytes."""
     number: gl.constexpr = ring.buffers.type.shape[0]
-    at = turn % number
-    mbarrier.wait(ring.empty.index(at), ((turn // number) & 1) ^ 1)
+    at = use % number
+    mbarrier.wait(ring.empty.index(at), ((use // number) & 1) ^ 1)
     mbarrier.expect(ring.ready.index(at), num_bytes)
     return ring.buffers.index(at), ring.ready.index(at)
 
 
 @gluon.jit
-def await_filled(ring, turn):
-    """The buffer of a turn, once it is filled."""
+def await_filled(ring, use):
+    """The buffer of a use, counted from 0, once it is filled."""
     number: gl.constexpr = ring.buffers.type.shape[0]
-    mbarrier.wait(ring.ready.index(turn % number), (turn // number) & 1)
-    return ring.buffers.index(turn % number)
+    mbarrier.wait(ring.ready.index(use % number), (use // number) & 1)
+    return ring.buffers.index(use % number)
 
 
 @gluon.jit
-def leave(ring, turn):
-    """Say that one reader is done with the buffer of a turn."""
+def leave(ring, use):
+    """Say that one reader is done with the buffer of a use."""
     number: gl.constexpr = ring.buffers.type.shape[0]
-    mbarrier.arrive(ring.empty.index(turn % number), count=1)
+    mbarrier.arrive(ring.empty.index(use % number), count=1)

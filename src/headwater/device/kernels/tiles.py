@@ -5,20 +5,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MANY_QUERIES = 128
-"""Queries in a tile, where there are many."""
+LARGE_TILE = 128
+"""Queries in a tile, unless they are few or large."""
 
 
 def tile_queries(dtype: torch.dtype, head_dim: int, longest: int) -> int:
     """Queries in a tile, where the longest chunk has so many tokens."""
     if dtype.itemsize == 4:
         return 32
-    return MANY_QUERIES if head_dim <= 128 and longest > 64 else 64
+    return LARGE_TILE if head_dim <= 128 and longest > 64 else 64
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ChunkWork:
-    """Which program attends what; all int32 on the device, good for every layer of a step."""
+    """Which program attends what, good for every layer of a step; lists are int32."""
 
     contexts: Tensor
     """Per row: tokens with KV once this step is done."""
@@ -37,11 +37,10 @@ class ChunkWork:
     tile_start: Tensor
     """Per tile: its row, and its first token counted from the row's first."""
 
-    longest: int
-    """Of the contexts."""
-
+    longest_context: int
     is_many: bool = False
-    """Tiles and keys are so many that Hopper's own kernel is worth its launch."""
+    """Tiles and keys are so many that Hopper's own kernel is worth its launch, in layers that it
+    can attend; it takes tiles whole."""
 
     num_parts: int = 1
     part_keys: Tensor
