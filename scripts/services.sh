@@ -1,5 +1,5 @@
-# Sourced by scripts/test, after setup.sh: what the storage tests talk to, and the page's browser. Installs what is missing
-# where that is possible; where it is not, says so, and pytest skips those tests with a reason.
+# Sourced by scripts/test, after setup.sh: what the storage tests talk to, the page's browser and the metrics' reader. Installs
+# what is missing where that is possible; where it is not, says so, and pytest skips those tests with a reason.
 
 install_services() {
   local missing=()
@@ -8,6 +8,7 @@ install_services() {
   PATH=$PATH:/sbin:/usr/sbin ldconfig -p 2>/dev/null | grep 'libibverbs\.so\.1' >/dev/null \
     || missing+=(libibverbs1)
   command -v chromium >/dev/null || missing+=(chromium fonts-dejavu-core)
+  command -v prometheus >/dev/null || missing+=(prometheus)
   if [ ${#missing[@]} -gt 0 ]; then
     install_debian "${missing[@]}"
   fi

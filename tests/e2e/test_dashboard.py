@@ -1,23 +1,16 @@
 """The page at /dashboard in a real Chromium, over a live server that asks for a key."""
 
-import socket
-
 import pytest
 
 from tests.e2e.browser import Watch, chromium
 from tests.e2e.live import LiveServer
+from tests.ports import free_port
 
 pytestmark = pytest.mark.slow
 
 KEY = "open-sesame"
 AUTH = {"authorization": f"Bearer {KEY}"}
 PROMPT = "A river begins where rain stays long enough to find its way. " * 8
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def start(port):

@@ -2,12 +2,10 @@
 
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from threading import Event
 
 import pytest
 
@@ -15,32 +13,12 @@ from headwater.clock import SystemClock
 from headwater.storage import BlockFormat, Opening, StorageBackend, open_storage
 from headwater.storage.file import FileConfig, FileStorage
 from headwater.testing.storage import make_format
+from tests.ports import await_port, free_port
 
 MakeBackend = Callable[..., StorageBackend]
 MakeFile = Callable[..., FileStorage]
 
 FILE_BLOCK_BYTES = 4096
-
-
-def free_port() -> int:
-    """A port that nobody listens on, on loopback."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def await_port(port: int, process: subprocess.Popen[bytes]) -> None:
-    """Return when something listens; fail if the process ends first."""
-    for _ in range(500):
-        assert process.poll() is None, f"{process.args!r} ended: {process.returncode}"
-        try:
-            socket.create_connection(("127.0.0.1", port), 1.0).close()
-        except OSError:
-            Event().wait(0.02)
-        else:
-            return
-    raise AssertionError(f"nothing listens on port {port}")
 
 
 class RedisServer:

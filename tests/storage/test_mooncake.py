@@ -19,7 +19,8 @@ from headwater.testing.storage import (
     read_run,
     write_run,
 )
-from tests.storage.conftest import MooncakeMaster, free_port
+from tests.ports import free_port
+from tests.storage.conftest import MooncakeMaster
 from tests.storage.member import BLOCK_BYTES
 
 FORM = make_format(block_bytes=BLOCK_BYTES)

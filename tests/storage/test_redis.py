@@ -24,7 +24,8 @@ from headwater.testing.storage import (
     read_run,
     write_run,
 )
-from tests.storage.conftest import RedisServer, await_port, free_port
+from tests.ports import await_port, free_port
+from tests.storage.conftest import RedisServer
 
 BLOCK_BYTES = 8192
 FORM = make_format(block_bytes=BLOCK_BYTES)
