@@ -2,15 +2,34 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from headwater.device.attention.base import Variant
 from headwater.device.kernels.decode import attend_decodes
 from headwater.device.kernels.pieces import DecodeWork
 from headwater.device.kernels.prefill import attend_chunks
 from headwater.device.kernels.tiles import ChunkWork
+
+_WHOLE_UNIT = 1024
+"""Prompts attended whole are padded to a multiple of this: cuDNN takes some 60 ms to plan a
+length it has not seen."""
+
+LEAST_WHOLE = 4096
+"""Shorter prompts are attended over the pool; cuDNN's lead is worth no plan there."""
+
+
+class WholePrompt(NamedTuple):
+    """A row that is computed from its first token on, so that it reads nothing cached."""
+
+    start: int
+    """Of its tokens in the packed batch."""
+
+    num_tokens: int
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -24,6 +43,10 @@ class PagedAttention:
 
     decodes: DecodeWork | None = None
     chunks: ChunkWork | None = None
+    whole: WholePrompt | None = None
+    """The last row, if it is long, has nothing cached and torch's kernel is the faster one;
+    `chunks` is about the others."""
+
     kept: DecodeWork | None = None
     """The rows of which a token is chosen, one token each: all that attends in a last layer."""
 
@@ -41,6 +64,8 @@ class PagedAttention:
             attend_decodes(packed[mine], self.pool, layer, self.decodes, how, out[mine])
         if self.chunks is not None:
             attend_chunks(packed, self.pool, layer, self.chunks, how, out)
+        if self.whole is not None:
+            out[self.whole.start :] = self._attend_whole(self.whole, packed, how)
         return out.view(len(packed), -1)
 
     def attend_kept(self, layer: int, packed: Tensor, how: Variant) -> Tensor:
@@ -52,6 +77,18 @@ class PagedAttention:
         out = torch.empty(shape, dtype=packed.dtype, device=packed.device)
         attend_decodes(packed, self.pool, layer, self.kept, how, out)
         return out.view(len(packed), -1)
+
+    def _attend_whole(self, whole: WholePrompt, packed: Tensor, how: Variant) -> Tensor:
+        """Causal, so that what pads the end is seen by nobody but itself."""
+        kv_heads, dim = self.pool.shape[4:]
+        mine = pad(packed[whole.start :], (0, 0, 0, -whole.num_tokens % _WHOLE_UNIT))
+        split = mine.view(len(mine), -1, dim).transpose(0, 1)[None]
+        query, key, value = split.split((self.heads, kv_heads, kv_heads), dim=1)
+        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]):
+            out = scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=how.scaling, enable_gqa=True
+            )
+        return out[0].transpose(0, 1)[: whole.num_tokens]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from headwater.device.attention.base import Variant
 from headwater.device.kernels import rows
 from headwater.device.kernels.gated import LEAST_LAUNCHED, gate_up
+from headwater.device.kernels.prefill import loses_to_torch
 from headwater.device.kernels.rotary import HeadNorms, rotate
 from headwater.device.kernels.skinny import fits, skinny
 
@@ -87,6 +88,10 @@ class LeanDecoder:
         stored = self._inward(self.layers[0], hidden, skipped=self.heads * pool.shape[-1])
         first = torch.zeros(128, dtype=torch.int32, device=pool.device)
         rotate(stored, first, first - 1, self.table, pool, 0, self.layers[0].norms)
+
+    def takes_whole(self, pool: Tensor) -> bool:
+        """Whether torch may attend long prompts: it is faster, and every layer is plain."""
+        return loses_to_torch(pool) and all(layer.how.window is None for layer in self.layers)
 
     def embed(self, tokens: Tensor, carry: Tensor, chosen: Tensor) -> Tensor:
         """The first hidden states; a token is carried from `chosen` where `carry` says so."""

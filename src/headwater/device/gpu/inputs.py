@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwater.device.gpu.attention import PagedAttention
+from headwater.device.gpu.attention import LEAST_WHOLE, PagedAttention, WholePrompt
 from headwater.device.gpu.decoder import Places
 from headwater.device.gpu.staging import Staging
 from headwater.device.gpu.work import cut, tiles
@@ -67,11 +67,16 @@ def pack(
     pool: KVPool,
     staging: Staging,
     heads: int,
+    takes_whole: bool,
 ) -> PackedStep:
-    """Send a step's inputs; `carry` is per row, the place in the chosen tokens or -1."""
+    """Send a step's inputs; `carry` is per row, the place in the chosen tokens or -1.
+
+    `takes_whole` says that a long prompt may be attended apart from the pool.
+    """
     batch, num_decodes = layout.batch, layout.num_decodes
+    whole = _whole(layout) if takes_whole else None
     pieces = cut(layout.contexts[:num_decodes], max(num_decodes, 1))
-    chunks = slice(num_decodes, None)
+    chunks = slice(num_decodes, len(layout.counts) - (whole is not None))
     longest = int(layout.counts[chunks].max(initial=0))
     tile = tile_queries(pool.data.dtype, pool.head_dim, longest)
     shared = tiles(
@@ -108,7 +113,7 @@ def pack(
     tokens, carried, positions, slots, logits_at, contexts, starts, tables, table_start = sent[
         :9
     ]
-    attention = PagedAttention(pool=pool.data, heads=heads)
+    attention = PagedAttention(pool=pool.data, heads=heads, whole=whole)
     if num_decodes:
         attention.num_decodes = num_decodes
         attention.decodes = _decodes(contexts, tables, table_start, sent[9:13], pool, heads)
@@ -139,6 +144,14 @@ def pack(
         logits_at=logits_at,
         attention=attention,
     )
+
+
+def _whole(layout: Layout) -> WholePrompt | None:
+    """The last row, if it is a long prompt with nothing cached."""
+    count = int(layout.counts[-1])
+    if count < LEAST_WHOLE or count != layout.contexts[-1]:
+        return None
+    return WholePrompt(int(layout.batch.query_start[-2]), count)
 
 
 def _decodes(

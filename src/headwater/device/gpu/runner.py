@@ -151,7 +151,13 @@ class CudaRunner:
         """Logits of the sampled rows of a step with chunks of prompts in it."""
         decoder = self._decoder
         step: PackedStep = pack(
-            layout, carry, pool=self.pool, staging=self._staging, heads=decoder.heads
+            layout,
+            carry,
+            pool=self.pool,
+            staging=self._staging,
+            heads=decoder.heads,
+            takes_whole=isinstance(decoder, LeanDecoder)
+            and decoder.takes_whole(self.pool.data),
         )
         if layout.batch.awaits:
             step.attention.gate = self._gate(layout.batch)

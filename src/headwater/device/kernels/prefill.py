@@ -254,6 +254,15 @@ def takes_many(pool: Tensor) -> bool:
     return _HAS_OWN and prefill_hopper.takes(pool)
 
 
+def loses_to_torch(pool: Tensor) -> bool:
+    """Whether torch's own kernel is faster at prompts that lie in one piece.
+
+    It was with heads of 64 numbers on Hopper, was not with 128, and likely is where there is no
+    kernel for many; it takes two-byte types.
+    """
+    return pool.element_size() == 2 and not (takes_many(pool) and pool.shape[-1] == 128)
+
+
 def attend_chunks(
     query: Tensor, pool: Tensor, layer: int, work: ChunkWork, how: Variant, out: Tensor
 ) -> None:
