@@ -32,15 +32,19 @@ class HoldingProxy:
         self._threads = [Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
 
+    def cut(self) -> None:
+        """End every connection that goes through here; what is held stays so."""
+        for end in self._sockets:
+            with contextlib.suppress(OSError):  # the end of one may have ended the other
+                end.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
-        """End every connection that goes through here."""
+        """The same, and take no more of them."""
         self.go.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        for end in self._sockets:
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+        self.cut()
         for thread in self._threads:
             thread.join(5)
         for end in self._sockets:

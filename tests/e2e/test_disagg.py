@@ -269,8 +269,7 @@ def test_a_cut_connection_ends_in_tokens(cluster):
     proxy = cluster.proxy("first")
     asking = Asking(cluster.decode, prompt, proxy.address)
     assert proxy.is_held.wait(30)
-    proxy._sockets[0].shutdown(2)
-    proxy._sockets[1].shutdown(2)
+    proxy.cut()
     tokens = ids(asking.end(30))
     proxy.close()
     for server in (cluster.decode, cluster.prefill):
