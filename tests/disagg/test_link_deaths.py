@@ -1,8 +1,6 @@
 """Links whose other end dies, stops or lies: every push and every lease still ends."""
 
 import contextlib
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +20,7 @@ from headwater.testing.link_contract import open_rig
 from headwater.testing.links import BlockArray, EventLog
 from tests.disagg import far
 from tests.disagg.wire import LINKS, MakeLinks, RawSender, engine, pieces_of
+from tests.still import stopped
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -119,12 +118,11 @@ def test_a_receiver_that_stops_answering_costs_pushes_their_deadline(link, start
     sender = Links(far.CONFIG, source, log).connect(address)
     push_all(sender, [0])
     log.outcome(0)
-    os.kill(receiver.pid, signal.SIGSTOP)
-    began = clock.now()
-    push_all(sender, range(1, 9), wait_s=0.5)
-    outcomes = [log.outcome(job) for job in range(1, 9)]
-    took_s = clock.now() - began
-    os.kill(receiver.pid, signal.SIGCONT)
+    with stopped(receiver.pid):
+        began = clock.now()
+        push_all(sender, range(1, 9), wait_s=0.5)
+        outcomes = [log.outcome(job) for job in range(1, 9)]
+        took_s = clock.now() - began
     push_all(sender, [99])
 
     assert isinstance(log.outcome(99), PushDone)

@@ -12,6 +12,7 @@ import pytest
 from headwater.clock import SystemClock
 from tests.disagg.proxy import HoldingProxy
 from tests.e2e.live import LiveServer
+from tests.still import stopped
 
 pytestmark = pytest.mark.slow
 
@@ -217,10 +218,9 @@ def test_a_stopped_p_is_given_up_after_a_term_and_back_later(cluster):
     with closing(cluster.proxy("grant")) as proxy:
         asking = Asking(cluster.decode, prompt, proxy.address)
         assert proxy.is_held.wait(30)
-        os.kill(cluster.prefill.engine_pid, signal.SIGSTOP)
-        proxy.go.set()
-        tokens = ids(asking.end(4 * LEASE_S))
-        os.kill(cluster.prefill.engine_pid, signal.SIGCONT)
+        with stopped(cluster.prefill.engine_pid):
+            proxy.go.set()
+            tokens = ids(asking.end(4 * LEASE_S))
         for server in (cluster.decode, cluster.prefill):
             until_balanced(server)
 

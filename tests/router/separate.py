@@ -1,9 +1,6 @@
 """A router, a prefill and two decode instances, each a process that can die by itself."""
 
-import os
-import signal
 import threading
-from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -118,18 +115,6 @@ class Aside:
         self._thread.join(within_s)
         assert not self._thread.is_alive(), "a request hangs"
         return self
-
-
-@contextmanager
-def stopped(*pids: int):
-    """These processes stand still meanwhile."""
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
 
 
 def ids(pieces: list[Any]) -> list[int]:

@@ -17,7 +17,8 @@ import pytest
 
 from headwater.clock import SystemClock
 from tests.e2e.live import Stream
-from tests.router.separate import LEASE_S, Separate, ids, stopped
+from tests.router.separate import LEASE_S, Separate, ids
+from tests.still import stopped
 
 pytestmark = pytest.mark.slow
 

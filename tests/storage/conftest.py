@@ -14,6 +14,7 @@ from headwater.storage import BlockFormat, Opening, StorageBackend, open_storage
 from headwater.storage.file import FileConfig, FileStorage
 from headwater.testing.storage import make_format
 from tests.ports import await_port, free_port
+from tests.still import stand_still
 
 MakeBackend = Callable[..., StorageBackend]
 MakeFile = Callable[..., FileStorage]
@@ -51,7 +52,7 @@ class RedisServer:
 
     def pause(self) -> None:
         """Let it stand still: connected, and silent."""
-        self._process.send_signal(signal.SIGSTOP)
+        stand_still(self._process.pid)
 
     def go_on(self) -> None:
         self._process.send_signal(signal.SIGCONT)

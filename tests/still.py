@@ -1,0 +1,35 @@
+"""Processes that stand still, as one that hangs does: alive, connected and silent."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event
+
+
+@contextmanager
+def stopped(*pids: int) -> Iterator[None]:
+    """These processes stand still meanwhile."""
+    try:
+        for pid in pids:
+            stand_still(pid)
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+def stand_still(pid: int) -> None:
+    """Stop a process. It has stopped when this returns, which sending the signal does not say."""
+    os.kill(pid, signal.SIGSTOP)
+    for _ in range(500):
+        if all(_is_stopped(thread) for thread in Path(f"/proc/{pid}/task").iterdir()):
+            return
+        Event().wait(0.01)
+    raise AssertionError(f"process {pid} does not stop")
+
+
+def _is_stopped(thread: Path) -> bool:
+    state = (thread / "stat").read_text().rpartition(")")[2].split()[0]
+    return state == "T"
