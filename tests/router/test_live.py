@@ -162,7 +162,8 @@ def test_an_instance_killed_while_streaming_is_not_noticed(cluster):
         assert offsets == choice["logprobs"]["text_offset"]
         values = [v for part in parts for v in part["logprobs"]["token_logprobs"]]
         assert values == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-3)
-    router.until(lambda known: known[home]["state"] == "lost")
+    # Lost, and forgotten some time after: the stream may have taken longer than that.
+    router.until(lambda known: home not in known or known[home]["state"] == "lost")
 
 
 def test_who_cannot_join_stops_with_a_sentence(cluster):
