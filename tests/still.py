@@ -31,5 +31,8 @@ def stand_still(pid: int) -> None:
 
 
 def _is_stopped(thread: Path) -> bool:
-    state = (thread / "stat").read_text().rpartition(")")[2].split()[0]
-    return state == "T"
+    try:
+        stat = (thread / "stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True  # it ended in the meantime
+    return stat.rpartition(")")[2].split()[0] == "T"

@@ -1,13 +1,11 @@
 """A real Prometheus that reads one server."""
 
-import shutil
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 import yaml
 
 from tests.ports import await_port, free_port
@@ -19,9 +17,6 @@ class Prometheus:
     """`prometheus` with our rules, which scrapes `target` every second, until `stop`."""
 
     def __init__(self, folder: Path, target: str) -> None:
-        program = shutil.which("prometheus")
-        if program is None:
-            pytest.skip("prometheus is not installed (Debian: apt-get install prometheus)")
         port = free_port()
         config = {
             "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
@@ -33,7 +28,7 @@ class Prometheus:
         self._log = (folder / "log").open("wb")
         self._process = subprocess.Popen(
             [
-                program,
+                "prometheus",
                 f"--config.file={folder / 'prometheus.yml'}",
                 f"--storage.tsdb.path={folder / 'data'}",
                 f"--web.listen-address=127.0.0.1:{port}",

@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -108,8 +109,9 @@ def test_pause_holds_traffic_and_resume_lets_it_go_on(server, traffic):
     assert server.post("/v1/pause").status_code == 200
     try:
         # Everybody waits, so nobody's answer is still on its way.
+        deadline = time.monotonic() + 30
         while (state := server.get("/cache").json())["num_waiting"] < traffic.num_clients:
-            pass
+            assert time.monotonic() < deadline, state
         assert state["is_paused"]
         count = len(traffic.answers)
         assert server.get("/health").status_code == 200

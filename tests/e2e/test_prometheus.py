@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -11,7 +12,13 @@ import pytest
 from tests.e2e.live import LiveServer
 from tests.e2e.prometheus import Prometheus
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        shutil.which("prometheus") is None,
+        reason="needs prometheus (Debian: apt-get install prometheus)",
+    ),
+]
 
 BOARD = Path(__file__).parents[2] / "deploy/grafana/headwater.json"
 SHOWN_AT_ONCE = (

@@ -257,10 +257,11 @@ def takes_many(pool: Tensor) -> bool:
 def loses_to_torch(pool: Tensor) -> bool:
     """Whether torch's own kernel is faster at prompts that lie in one piece.
 
-    It was with heads of 64 numbers on Hopper, was not with 128, and likely is where there is no
-    kernel for many; it takes two-byte types.
+    On Hopper it was not with heads of 128 numbers, and seems to be with 64; where there is no
+    kernel for many it likely is. It takes two-byte types.
     """
-    return pool.element_size() == 2 and not (takes_many(pool) and pool.shape[-1] == 128)
+    is_beaten = takes_many(pool) and pool.shape[-1] == 128
+    return pool.element_size() == 2 and not is_beaten
 
 
 def attend_chunks(

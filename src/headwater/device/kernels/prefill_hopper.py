@@ -83,8 +83,9 @@ def _take(turn, lists, HEADS: gl.constexpr, KV_HEADS: gl.constexpr):
     """The item of this program in a turn.
 
     Heads that share KV follow each other, `together` KV heads at a time. Tiles are sorted by
-    their first query, and so by the keys they see; a section goes up, the next one down, and programs take items to and fro, so
-    that all get as much. The last section goes down, so that all end together.
+    their first query, and so by the keys they see; a section goes up, the next one down, and
+    programs take items to and fro, so that all get about as much. The last section goes down, so
+    that all end together.
     """
     programs = gl.num_programs(0)
     program = gl.program_id(0)
