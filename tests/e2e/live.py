@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -81,12 +83,20 @@ class LiveServer:
     def open_stream(self, **fields: Any) -> "Stream":
         return Stream(self.url, fields)
 
-    def until_idle(self) -> dict[str, Any]:
-        """Ask until nothing runs; what /cache says then."""
+    def until(
+        self, reached: Callable[[dict[str, Any]], bool], **options: Any
+    ) -> dict[str, Any]:
+        """Ask what /cache says until `reached(state)`; that state."""
+        deadline = time.monotonic() + 60
         while True:
-            state: dict[str, Any] = self.get("/cache").json()
-            if state["num_running"] == 0 and state["num_waiting"] == 0:
+            state: dict[str, Any] = self.get("/cache", **options).json()
+            if reached(state):
                 return state
+            assert time.monotonic() < deadline, state
+
+    def until_idle(self) -> dict[str, Any]:
+        """The same, until nothing runs."""
+        return self.until(lambda state: not state["num_running"] and not state["num_waiting"])
 
 
 class Stream:

@@ -2,7 +2,6 @@
 
 import shutil
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -109,9 +108,7 @@ def test_pause_holds_traffic_and_resume_lets_it_go_on(server, traffic):
     assert server.post("/v1/pause").status_code == 200
     try:
         # Everybody waits, so nobody's answer is still on its way.
-        deadline = time.monotonic() + 30
-        while (state := server.get("/cache").json())["num_waiting"] < traffic.num_clients:
-            assert time.monotonic() < deadline, state
+        state = server.until(lambda state: state["num_waiting"] >= traffic.num_clients)
         assert state["is_paused"]
         count = len(traffic.answers)
         assert server.get("/health").status_code == 200

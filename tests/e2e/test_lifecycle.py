@@ -60,8 +60,7 @@ def test_a_killed_engine_is_told_to_every_client_at_once():
     stream.next()
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(server.complete)
-        while server.get("/cache").json()["num_waiting"] == 0:
-            pass
+        server.until(lambda state: state["num_waiting"] > 0)
 
         os.kill(server.engine_pid, signal.SIGKILL)
 

@@ -50,8 +50,7 @@ def test_pause_and_resume(server):
 
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(server.complete, max_tokens=2)
-        while server.get("/cache").json()["num_waiting"] == 0:
-            pass
+        server.until(lambda state: state["num_waiting"] > 0)
         assert running.rest()[-1]["choices"][0]["finish_reason"] == "length"
         assert server.get("/cache").json()["is_paused"]
         assert not waiting.done()
@@ -142,6 +141,5 @@ def test_a_full_queue_is_a_429(small):
         second = small.post("/v1/completions", {"prompt": "b"}, headers=KEY)
         assert second.status_code == 429
         assert second.headers["retry-after"] == "1"
-    while small.get("/cache", headers=KEY).json()["num_running"]:
-        pass
+    small.until(lambda state: not state["num_running"], headers=KEY)
     assert small.post("/v1/completions", {"prompt": "b"}, headers=KEY).status_code == 200

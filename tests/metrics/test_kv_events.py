@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 
 import msgspec
 import pytest
@@ -142,8 +143,9 @@ def test_a_consumer_knows_every_block_of_every_medium(instance, consumer, seed):
         if lost == 5:
             instance.cache.reset()
             instance.live(chance, 1)
+        deadline = time.monotonic() + 30
         while instance.publisher._queue.qsize():
-            pass
+            assert time.monotonic() < deadline, "nothing is published"
         consumer.lose(min(lost, instance.publisher._next - before))
         instance.ask(consumer)
         consumer.hear()
