@@ -1,7 +1,9 @@
 """The one completion queue: nothing is lost, nothing is polled, a sleeping loop is woken."""
 
+import os
 import select
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 from headwater.cache import Ending
 from headwater.transfer.completions import Completion, CompletionQueue
@@ -91,5 +93,28 @@ def test_a_late_completion_after_the_end_does_no_harm():
     queue.close()
     queue.close()
     queue.put(make_completion(1))
+
+    assert queue.has_any
+
+
+def test_a_completion_while_the_queue_closes_is_written_to_no_closed_descriptor(monkeypatch):
+    """The number may be another file's by then: who gives the signal has it until it is given."""
+    queue = CompletionQueue()
+    queue.fileno()
+    writing, closed = threading.Event(), threading.Event()
+    write = os.eventfd_write
+
+    def write_late(signal, value):
+        writing.set()
+        closed.wait(0.3)
+        write(signal, value)
+
+    monkeypatch.setattr(os, "eventfd_write", write_late)
+    with ThreadPoolExecutor(1) as threads:
+        told = threads.submit(queue.put, make_completion(1))
+        assert writing.wait(5)
+        queue.close()
+        closed.set()
+        told.result(5)
 
     assert queue.has_any

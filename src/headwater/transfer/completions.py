@@ -10,6 +10,7 @@ queue is emptied, so none is ever slept through.
 import os
 import select
 from queue import SimpleQueue
+from threading import Lock
 from typing import NamedTuple
 
 from headwater.cache import Ending
@@ -43,6 +44,8 @@ class CompletionQueue:
         """What was found among the completions, and is for others."""
         self._signal: int | None = None
         """Made when somebody first wants to sleep on it."""
+        self._in_use = Lock()
+        """Nobody writes to a descriptor that is closed, and may be another file's by then."""
 
     def put(self, completion: Completion) -> None:
         """A job ended."""
@@ -55,9 +58,9 @@ class CompletionQueue:
 
     def wake(self) -> None:
         """End the loop's sleep, if it sleeps; from any thread."""
-        signal = self._signal
-        if signal is not None:
-            os.eventfd_write(signal, 1)
+        with self._in_use:
+            if self._signal is not None:
+                os.eventfd_write(self._signal, 1)
 
     @property
     def has_any(self) -> bool:
@@ -106,6 +109,7 @@ class CompletionQueue:
 
     def close(self) -> None:
         """Release the descriptor; completions that come later are kept and wake nobody."""
-        signal, self._signal = self._signal, None
-        if signal is not None:
-            os.close(signal)
+        with self._in_use:
+            signal, self._signal = self._signal, None
+            if signal is not None:
+                os.close(signal)
