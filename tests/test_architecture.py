@@ -1,7 +1,9 @@
 """Rules a linter cannot see: what imports what, and how large a file may get."""
 
+import ast
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -27,3 +29,14 @@ def test_a_module_says_what_it_is_for_and_stays_short(path):
 
     assert len(text.splitlines()) <= LONGEST
     assert path.name == "__init__.py" or text.startswith(('"""', "#!"))
+
+
+def test_a_public_class_name_is_defined_once():
+    """One name, one thing: a reader who searches for a class finds one definition."""
+    places = defaultdict(list)
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(str(path.relative_to(SOURCE)))
+
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}

@@ -1,7 +1,7 @@
 """The words every layer shares: a type for each kind of integer, and the tiers in order."""
 
 from enum import Enum, IntEnum
-from typing import Literal, NewType, TypeAlias
+from typing import Literal, NamedTuple, NewType, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,13 @@ EMPTY.flags.writeable = False
 LoadPolicy: TypeAlias = Literal["priced", "best_effort", "wait", "deadline"]
 """Blocks on the host or in storage: load or compute, whatever is cheaper by measurement; the
 same, but never wait for storage; always load all; always load, up to a deadline."""
+
+
+class LinkRate(NamedTuple):
+    """Measured speed of one link: a job of n blocks takes `latency_s + n * block_s` seconds."""
+
+    latency_s: float
+    block_s: float
 
 
 class Tier(IntEnum):

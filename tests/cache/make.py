@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from headwater.cache import CacheConfig, Ending, Outcome, TieredCache, TokenPath
+from headwater.cache import CacheConfig, JobOutcome, JobStatus, TieredCache, TokenPath
 from headwater.types import WritePolicy
 
 BLOCK = 4
@@ -48,7 +48,7 @@ def extents(cache, path):
 
 def done(plan):
     """The end of a transfer that went well."""
-    return Outcome(job=plan.job, ending=Ending.DONE)
+    return JobOutcome(job=plan.job, ending=JobStatus.DONE)
 
 
 def make_demoted(blocks=(1, 2), **settings):

@@ -8,13 +8,13 @@ import numpy as np
 
 from headwater.cache import (
     Demotion,
-    Ending,
-    Landing,
-    Outcome,
+    FinishedRequest,
+    JobEffect,
+    JobOutcome,
+    JobStatus,
     Promotion,
     TieredCache,
     TokenPath,
-    Turn,
 )
 from headwater.cache.node import Node
 from headwater.types import RequestId, Tier
@@ -105,7 +105,7 @@ class Rig:
         if save:
             self.cache.save(sequence.lease)
         said = len(sequence.path.tokens), len(self.sequences), session, hint
-        turn = None if save else Turn(*said)
+        turn = None if save else FinishedRequest(*said)
         self.cache.release(sequence.lease, now=self.now, slots=sequence.unpublished, turn=turn)
 
     def close_session(self, namespace, session):
@@ -150,12 +150,12 @@ class Rig:
         self.jobs.remove(plan)
         copied = self.copy(plan, wanted)
         self.scribble(plan, copied)
-        ending = Ending.DONE if copied == plan.num_blocks else Ending.PARTIAL
+        ending = JobStatus.DONE if copied == plan.num_blocks else JobStatus.PARTIAL
         if copied < plan.num_blocks and plan.source is Tier.STORAGE:
-            ending = Ending.DAMAGED
+            ending = JobStatus.DAMAGED
         elif not copied:
-            ending = Ending.FAILED
-        outcome = Outcome(job=plan.job, ending=ending, num_blocks=copied)
+            ending = JobStatus.FAILED
+        outcome = JobOutcome(job=plan.job, ending=ending, num_blocks=copied)
         self.tell(outcome)
         self.ended = [*self.ended[-9:], outcome]
 
@@ -169,20 +169,20 @@ class Rig:
         """Nobody waits for it any more, but its executor has not returned."""
         self.jobs.remove(plan)
         self.zombies.append(plan)
-        landing = self.tell(Outcome(job=plan.job, ending=Ending.TIMED_OUT))
-        assert landing is Landing.QUARANTINED
+        landing = self.tell(JobOutcome(job=plan.job, ending=JobStatus.TIMED_OUT))
+        assert landing is JobEffect.QUARANTINED
 
     def quiet(self, plan, ending):
         """The executor returns at last; even if it says it is done, it is too late."""
         self.zombies.remove(plan)
         self.scribble(plan, 0)
-        outcome = Outcome(job=plan.job, ending=ending)
-        assert self.tell(outcome) is Landing.NOTHING
+        outcome = JobOutcome(job=plan.job, ending=ending)
+        assert self.tell(outcome) is JobEffect.NOTHING
         self.ended = [*self.ended[-9:], outcome]
 
     def tell_twice(self, outcome):
         """A duplicate or very late outcome changes nothing."""
-        assert self.tell(outcome) is Landing.UNKNOWN
+        assert self.tell(outcome) is JobEffect.UNKNOWN
 
     def scribble(self, plan, start=0):
         """What an executor that failed, or is late, leaves in its targets."""
@@ -227,7 +227,7 @@ class Rig:
         while self.sequences:
             self.end(self.sequences[-1])
         for plan in [*self.jobs, *self.zombies]:
-            self.tell(Outcome(job=plan.job, ending=Ending.FAILED))
+            self.tell(JobOutcome(job=plan.job, ending=JobStatus.FAILED))
         self.cache.check()
         assert self.cache.num_available == self.cache.config.device_blocks
         self.cache.reset()

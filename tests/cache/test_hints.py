@@ -2,7 +2,7 @@
 
 import pytest
 
-from headwater.cache import Hint, Namespace, Turn
+from headwater.cache import FinishedRequest, Hint, Namespace
 from headwater.cache import sessions as limits
 from headwater.cache.policy import POLICIES
 from headwater.types import WritePolicy
@@ -15,7 +15,7 @@ def serve(cache, path, session="", hint=None, now=0.0, output=0):
     """A whole request of a session."""
     lease, held = begin(cache, path)
     surplus = cache.commit(lease, path, held, now=now)
-    turn = Turn(len(path.tokens), output, session, hint)
+    turn = FinishedRequest(len(path.tokens), output, session, hint)
     cache.release(lease, now=now, slots=surplus, turn=turn)
 
 

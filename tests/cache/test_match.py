@@ -1,10 +1,10 @@
 """What a match finds and changes nothing by: extents, reasons, media, namespaces."""
 
 from headwater.cache import (
-    Extent,
     MediaSpan,
     MissReason,
     Namespace,
+    TierRange,
     media_by_block,
 )
 from headwater.types import Tier, WritePolicy
@@ -55,9 +55,9 @@ def test_extents_are_in_position_order():
     match = cache.match(make_path(1, 2, 3, 4, 5, 6))
 
     assert match.extents == (
-        Extent(Tier.DEVICE, 0, 2),
-        Extent(Tier.HOST, 2, 3),
-        Extent(Tier.STORAGE, 3, 5),
+        TierRange(Tier.DEVICE, 0, 2),
+        TierRange(Tier.HOST, 2, 3),
+        TierRange(Tier.STORAGE, 3, 5),
     )
 
 

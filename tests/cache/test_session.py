@@ -5,17 +5,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.cache import Namespace, TokenPath, Turn
-from headwater.cache.duel import Duel
+from headwater.cache import FinishedRequest, Namespace, TokenPath
+from headwater.cache.duel import ShadowComparison
 from headwater.cache.lease import Lease
-from headwater.cache.node import Mark, Node
-from headwater.cache.policy import Run
+from headwater.cache.node import Node, RetentionMark
+from headwater.cache.policy import MarkedRange
 from headwater.cache.policy.fingerprint import Fingerprints
 from headwater.cache.policy.hazard import EDGES, NUM_BINS, ROW, HazardModel
 from headwater.cache.policy.history import History
 from headwater.cache.policy.retention import Retention, Visit
-from headwater.cache.policy.samples import Samples
-from headwater.cache.policy.session import Session
+from headwater.cache.policy.samples import HazardSamples
+from headwater.cache.policy.session import SessionPolicy
 from headwater.cache.policy.traits import Relation, Traits, features_of
 from headwater.types import RequestId, Tier
 from tests.search import search
@@ -30,7 +30,7 @@ def make_lease(tokens, now=0.0, namespace=None):
 
 
 def see(history, tokens, output=10, now=0.0):
-    seen = history.see(make_lease(tokens), Turn(len(tokens), output), now)
+    seen = history.see(make_lease(tokens), FinishedRequest(len(tokens), output), now)
     assert seen is not None
     return seen
 
@@ -112,7 +112,7 @@ def test_the_past_is_bounded_in_time():
 
 def test_a_run_is_a_sample_for_as_long_as_it_was_watched():
     """Nothing is learned of a bin before it is over, and nothing after the return."""
-    samples = Samples()
+    samples = HazardSamples()
     early, never = samples.add(7, 0.0), samples.add(8, 0.0)
     samples.came_back(early, 4.0)
     samples.came_back(early, 9.0)
@@ -189,10 +189,10 @@ def test_every_trait_is_a_feature_of_its_own():
 
 def test_stale_entries_do_not_pile_up():
     """A node used over and over without an eviction costs no more memory than once."""
-    order = Session(Retention(BLOCK), Tier.DEVICE)
+    order = SessionPolicy(Retention(BLOCK), Tier.DEVICE)
     node = Node(Node(None, b"", 0, 1), b"a", 0, 2)
     for now in range(5_000):
-        node.mark = Mark(float(now), 0)
+        node.mark = RetentionMark(float(now), 0)
         order.add(node, float(now))
         order.discard(node)
 
@@ -204,21 +204,21 @@ def test_the_guard_follows_the_lru_while_that_finds_more():
     """Sessions that return at once, marked as such that never do: an LRU finds them, so the
     order becomes an LRU's; once the marks are right again, it is its own again."""
     retention = Retention(BLOCK)
-    orders = Session(retention, Tier.DEVICE), Session(retention, Tier.HOST)
+    orders = SessionPolicy(retention, Tier.DEVICE), SessionPolicy(retention, Tier.HOST)
     orders[0].resident_blocks = 40
-    duel = Duel(retention, orders)
+    duel = ShadowComparison(retention, orders)
     hated, loved = retention.unknown, retention.hazards.add_class((1,), None)
     retention.hazards.densities[loved * ROW : (loved + 1) * ROW] = 1.0
     cautious = []
     for number in range(10_000):
         # Each session comes twice in a row; its first run is kept only by an LRU at first.
         wrong = number < 1_000
-        old = Mark(0.0, loved if wrong else hated)
-        new = Mark(0.0, hated if wrong else loved)
+        old = RetentionMark(0.0, loved if wrong else hated)
+        new = RetentionMark(0.0, hated if wrong else loved)
         session = number // 2
         prefixes = [(session << 8) + piece for piece in range(4)]
         mark = new if number % 2 == 0 else old
-        duel.watch(Visit(0, prefixes, [Run(4, mark)], 1, 0.0))
+        duel.watch(Visit(0, prefixes, [MarkedRange(4, mark)], 1, 0.0))
         cautious.append(orders[0].cautious)
 
     assert cautious[999]

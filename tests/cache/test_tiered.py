@@ -4,7 +4,7 @@ import pytest
 
 from headwater.cache import (
     CacheConfig,
-    Landing,
+    JobEffect,
     MissReason,
     Namespace,
 )
@@ -63,7 +63,7 @@ def test_late_results_of_an_older_generation_only_release():
     cache.reset()
     serve(cache, make_path(1, 2))
 
-    assert cache.land(done(plan), now=0.0) is Landing.NOTHING
+    assert cache.land(done(plan), now=0.0) is JobEffect.NOTHING
     assert cache.stats().device.free == 2
     assert cache.stats().host.free == 8
     cache.check()

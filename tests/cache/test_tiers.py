@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headwater.cache import CacheConfig, Ending, Hint, Namespace, TokenPath
+from headwater.cache import CacheConfig, Hint, JobStatus, Namespace, TokenPath
 from headwater.cache.duel import make_orders as session_orders
 from headwater.cache.policy import POLICIES, Shape
 from headwater.types import WritePolicy
@@ -16,7 +16,7 @@ from tests.search import SCALE, search
 NAMESPACES = [Namespace()] * 4 + [Namespace(salt="tenant")]
 # The same placeholder tokens may stand for different images.
 MEDIA = [None] * 6 + [{0: b"cat"}, {1: b"dog"}, {1: b"cat"}]
-LATE = [Ending.QUIET, Ending.DONE, Ending.FAILED]
+LATE = [JobStatus.QUIET, JobStatus.DONE, JobStatus.FAILED]
 
 
 def make_rig(eviction, policy, device, host, storage, stored_nodes):

@@ -3,10 +3,10 @@
 import pytest
 
 from headwater.cache import (
-    Ending,
-    Landing,
+    JobEffect,
+    JobOutcome,
+    JobStatus,
     MissReason,
-    Outcome,
 )
 from headwater.types import Tier, WritePolicy
 from tests.cache.make import (
@@ -100,7 +100,7 @@ def test_a_promotion_is_findable_when_it_has_landed():
 
     assert (plan.source, plan.target, plan.num_blocks) == (Tier.HOST, Tier.DEVICE, 2)
     assert extents(cache, make_path(1, 2)) == (0, 2, 0)
-    assert cache.land(done(plan), now=0.0) is Landing.ATTACHED
+    assert cache.land(done(plan), now=0.0) is JobEffect.ATTACHED
     assert extents(cache, make_path(1, 2)) == (2, 0, 0)
     cache.check()
 
@@ -121,9 +121,11 @@ def test_a_partial_promotion_keeps_its_leading_blocks():
     """Lesson 44: a short copy is a shorter hit, never a failure."""
     cache = make_demoted((1, 2, 3))
     plan = cache.promote(cache.match(make_path(1, 2, 3)), limit_blocks=9, now=0.0)
-    landing = cache.land(Outcome(job=plan.job, ending=Ending.PARTIAL, num_blocks=1), now=0.0)
+    landing = cache.land(
+        JobOutcome(job=plan.job, ending=JobStatus.PARTIAL, num_blocks=1), now=0.0
+    )
 
-    assert landing is Landing.ATTACHED
+    assert landing is JobEffect.ATTACHED
     assert extents(cache, make_path(1, 2, 3)) == (1, 2, 0)
     assert cache.stats().device.free == 3
     cache.check()
@@ -133,11 +135,14 @@ def test_a_failed_job_does_not_poison_the_next():
     """Lesson 24: after a failure the same blocks can be promoted again."""
     cache = make_demoted()
     first = cache.promote(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
-    assert cache.land(Outcome(job=first.job, ending=Ending.FAILED), now=0.0) is Landing.NOTHING
+    assert (
+        cache.land(JobOutcome(job=first.job, ending=JobStatus.FAILED), now=0.0)
+        is JobEffect.NOTHING
+    )
 
     again = cache.promote(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
     assert again.job != first.job
-    assert cache.land(done(again), now=0.0) is Landing.ATTACHED
+    assert cache.land(done(again), now=0.0) is JobEffect.ATTACHED
 
 
 def test_one_load_serves_everyone():
@@ -159,7 +164,7 @@ def test_computing_overtakes_a_load():
     lease, held = begin(cache, path)
     assert len(cache.commit(lease, path, held, now=0.0)) == 0
 
-    assert cache.land(done(plan), now=0.0) is Landing.NOTHING
+    assert cache.land(done(plan), now=0.0) is JobEffect.NOTHING
     assert cache.stats().device.cached == 2
     assert cache.stats().device.free == 2
     cache.check()
@@ -180,17 +185,17 @@ def test_slots_of_a_timed_out_job_wait_until_it_is_quiet():
     """Lesson 50: a late write can never land in a slot that somebody else has."""
     cache = make_demoted()
     plan = cache.promote(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
-    late = Outcome(job=plan.job, ending=Ending.TIMED_OUT)
+    late = JobOutcome(job=plan.job, ending=JobStatus.TIMED_OUT)
 
-    assert cache.land(late, now=0.0) is Landing.QUARANTINED
-    assert cache.land(late, now=0.0) is Landing.UNKNOWN
+    assert cache.land(late, now=0.0) is JobEffect.QUARANTINED
+    assert cache.land(late, now=0.0) is JobEffect.UNKNOWN
     assert cache.stats().device.quarantined == 2
     assert cache.take(3, now=0.0) is None
     assert cache.match(make_path(1, 2)).loading is None
-    assert cache.land(done(plan), now=0.0) is Landing.NOTHING
+    assert cache.land(done(plan), now=0.0) is JobEffect.NOTHING
     assert cache.stats().device.quarantined == 0
     assert extents(cache, make_path(1, 2)) == (0, 2, 0)
-    assert cache.land(done(plan), now=0.0) is Landing.UNKNOWN
+    assert cache.land(done(plan), now=0.0) is JobEffect.UNKNOWN
     assert cache.stats().late_outcomes == 2
     cache.check()
 
@@ -202,10 +207,10 @@ def test_a_timed_out_write_to_storage_keeps_its_source():
     (plan,) = cache.demote(limit_blocks=9, now=0.0)
     assert plan.target is Tier.STORAGE
 
-    cache.land(Outcome(job=plan.job, ending=Ending.TIMED_OUT), now=0.0)
+    cache.land(JobOutcome(job=plan.job, ending=JobStatus.TIMED_OUT), now=0.0)
     assert cache.evictor.evict_host(8) == 0
     assert extents(cache, make_path(1, 2)) == (0, 2, 0)
-    cache.land(Outcome(job=plan.job, ending=Ending.QUIET), now=0.0)
+    cache.land(JobOutcome(job=plan.job, ending=JobStatus.QUIET), now=0.0)
 
     assert cache.evictor.evict_host(8) == 2
     cache.check()
@@ -234,7 +239,7 @@ def test_a_damaged_block_is_not_asked_for_again():
     path = make_path(1, 2, 3)
     cache.learn_stored(path, 3, now=0.0)
     fetch = cache.promote(cache.match(path), limit_blocks=9, now=0.0)
-    cache.land(Outcome(job=fetch.job, ending=Ending.DAMAGED, num_blocks=1), now=0.0)
+    cache.land(JobOutcome(job=fetch.job, ending=JobStatus.DAMAGED, num_blocks=1), now=0.0)
 
     match = cache.match(path)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from headwater.cache import Demotion, Ending, Promotion
+from headwater.cache import Demotion, JobStatus, Promotion
 from headwater.clock import SystemClock
 from headwater.device.copier import CpuCopier
 from headwater.device.kv import KVPool
@@ -45,7 +45,7 @@ class Rig:
         self.mover.start([plan], now=0.0)
         while not (outcomes := self.mover.take(now=0.0)):
             self.mover.completions.wait(10)
-        assert [outcome.ending for outcome in outcomes] == [Ending.DONE]
+        assert [outcome.ending for outcome in outcomes] == [JobStatus.DONE]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

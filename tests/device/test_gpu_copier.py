@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from headwater.cache import Demotion, Ending, Promotion
+from headwater.cache import Demotion, JobStatus, Promotion
 from headwater.clock import SystemClock
 from headwater.device.kv import KVPool
 from headwater.storage.base import Opening
@@ -79,7 +79,7 @@ class Rig:
         """Wait for the outcomes of so many jobs."""
         while count:
             outcomes = self.mover.take(now=self.clock.now())
-            assert all(outcome.ending is Ending.DONE for outcome in outcomes)
+            assert all(outcome.ending is JobStatus.DONE for outcome in outcomes)
             count -= len(outcomes)
             if count:
                 self.mover.completions.wait(10)

@@ -11,7 +11,7 @@ from headwater.device.attention.chunk import ChunkRow
 from headwater.device.host_ops import HostOps, TorchOps, host_ops
 from headwater.device.kv import KVPool
 from headwater.device.model import LoadedModel
-from headwater.device.spans import Spans
+from headwater.device.spans import SpanLengths
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_scattered_rows_agree(compiled: native.NativeOps, strided: bool) -> None
 @pytest.mark.parametrize("dim", [8, 64, 128, 256, 320])
 def test_lanes_agree(compiled: native.NativeOps, dim: int) -> None:
     """Every size, in lanes of different lengths within longer ones; nothing is left unset."""
-    spans = Spans(torch.tensor([4, 1, 7]), width=7, kv_heads=2)
+    spans = SpanLengths(torch.tensor([4, 1, 7]), width=7, kv_heads=2)
     query, keys, values = made(6, 3, dim), made(6, 9, dim, seed=1), made(6, 9, dim, seed=2)
 
     def attended(ops: HostOps) -> torch.Tensor:
@@ -84,7 +84,7 @@ def test_lanes_agree(compiled: native.NativeOps, dim: int) -> None:
 @pytest.mark.parametrize("spread", [1.0, 40.0])
 def test_a_softmax_over_two_parts_agrees(compiled: native.NativeOps, spread: float) -> None:
     """However far apart the scores are; what a lane does not have weighs nothing."""
-    spans = Spans(torch.tensor([4, 1, 7]), width=7, kv_heads=2)
+    spans = SpanLengths(torch.tensor([4, 1, 7]), width=7, kv_heads=2)
     shared, own = made(2, 9, 33) * spread, made(6, 3, 7, seed=1) * spread
     mask = spans.mask(torch.float32)
     assert mask is not None

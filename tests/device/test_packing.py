@@ -11,7 +11,7 @@ from torch import nn
 from headwater.device.builtin import LlamaShape, make_llama
 from headwater.device.model import load
 from headwater.device.packing import pack
-from headwater.device.products import FusedNorm, Gate, PackedLinear
+from headwater.device.products import FusedNorm, GatedMLP, PackedLinear
 from tests.device.driver import Driver
 from tests.device.families import prompt
 
@@ -64,7 +64,7 @@ def test_a_packed_block_gives_the_same_numbers(num_rows: int) -> None:
 
     assert pack(block)
 
-    assert isinstance(block.mlp, Gate)
+    assert isinstance(block.mlp, GatedMLP)
     torch.testing.assert_close(block(x), expected, rtol=1e-4, atol=1e-4)
 
 

@@ -8,7 +8,7 @@ from headwater.device import native
 from headwater.device.attention.shared import attend_shared, shared_tokens
 from headwater.device.host_ops import TorchOps
 from headwater.device.model import LoadedModel
-from headwater.device.spans import Spans
+from headwater.device.spans import SpanLengths
 from tests.device.driver import Driver
 from tests.device.families import prompt
 
@@ -34,7 +34,7 @@ def test_two_parts_equal_one_softmax_over_all(
     prefix = made(kv_heads, shared, head_dim), made(kv_heads, shared, head_dim)
     own = made(lanes * kv_heads, others, head_dim), made(lanes * kv_heads, others, head_dim)
     lengths = torch.tensor([5, 3, 4] if masked else [5, 5, 5])
-    spans = Spans(lengths, width=others, kv_heads=kv_heads)
+    spans = SpanLengths(lengths, width=others, kv_heads=kv_heads)
 
     ours = attend_shared(ops, grouped, prefix, own, spans)
 

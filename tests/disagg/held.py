@@ -8,7 +8,7 @@ import numpy as np
 
 from headwater.cache.pool import SlotPool
 from headwater.clock import SystemClock
-from headwater.testing.fabric import Fabric
+from headwater.testing.fabric import HeldFabric
 from headwater.testing.peers import HeldReceiver, HeldSender
 
 NUM_SLOTS = 24
@@ -77,7 +77,7 @@ class Driver:
     """Lets what is on its way arrive, oldest first; what is late arrives nowhere."""
 
     def __init__(self) -> None:
-        self.fabric = Fabric()
+        self.fabric = HeldFabric()
         self.lock = RLock()
         self.num_hosts = 0
         self._ended = Event()

@@ -4,11 +4,11 @@ from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any
 
-from headwater.cache import Ending, Promotion
+from headwater.cache import JobStatus, Promotion
 from headwater.disagg.staged import StagedLinks
 from headwater.disagg.staged.buffers import Buffers
 from headwater.testing.links import BlockArray
-from headwater.transfer.completions import Completion
+from headwater.transfer.completions import JobCompletion
 from headwater.transfer.slab import HostSlab
 from tests.disagg.wire import CONFIG, MakeLinks, engine
 
@@ -46,8 +46,8 @@ class ArrayCopier:
             pairs = zip(transfer.source_slots, transfer.target_slots, strict=True)
             for source, target in pairs:
                 self._copy(int(source), int(target), up=isinstance(transfer, Promotion))
-            ending = Ending.FAILED if self.fails else Ending.DONE
-            report(Completion(transfer.job, ending, transfer.num_blocks))
+            ending = JobStatus.FAILED if self.fails else JobStatus.DONE
+            report(JobCompletion(transfer.job, ending, transfer.num_blocks))
 
     def _copy(self, source: int, target: int, *, up: bool) -> None:
         if self.fails:

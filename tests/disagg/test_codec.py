@@ -45,14 +45,14 @@ FIRST = First(
 )
 PLAIN: list[Message] = [
     messages.Accepted(1, 2.5),
-    messages.Refused(1, Reason.BUSY),
+    messages.StartRefused(1, Reason.BUSY),
     messages.Ask(1),
     Grant(handoff=1, start_block=2, num_blocks=3, term_s=10.0),
     messages.Refuse(1, Reason.NO_ROOM),
     Renew(1, 2.5),
     messages.Renewed(1, 2.5),
     FIRST,
-    messages.Done(1),
+    messages.HandoffDone(1),
     messages.Cancel(1, Reason.ABORTED),
     messages.Failed(1, Reason.PUSH),
     Pull(handoff=1, link="shm://x", start_block=0, num_blocks=2),

@@ -2,14 +2,14 @@
 
 import pytest
 
-from headwater.cache import Ending, Promotion
+from headwater.cache import JobStatus, Promotion
 from headwater.clock import SystemClock
 from headwater.disagg.decode import DecodeHandoff
-from headwater.disagg.fetch import Fetch
-from headwater.disagg.handoff import ComputeHere, HandoffConfig, Send
+from headwater.disagg.fetch import PeerRead
+from headwater.disagg.handoff import HandoffConfig, LocalFallback, Send
 from headwater.disagg.messages import Accepted, Ask, Cancel, Reason, Start
 from headwater.launch import peers
-from headwater.transfer.completions import Completion
+from headwater.transfer.completions import JobCompletion
 from tests.disagg.real import TOKEN, RealPair, make_real_request
 from tests.disagg.requests import make_handoff, make_prompt
 
@@ -34,19 +34,19 @@ def test_d_computes_from_the_first_block_that_was_not_kept():
         machine.landed(index, BLOCK_BYTES, 0.0)
     actions = machine.quiet(3 * BLOCK_BYTES, frozenset({0, 1, 3}), 0.0)
 
-    assert actions == [Send(Cancel(1, Reason.ACCOUNT)), ComputeHere(2, Reason.ACCOUNT)]
+    assert actions == [Send(Cancel(1, Reason.ACCOUNT)), LocalFallback(2, Reason.ACCOUNT)]
     assert machine.is_quiet
 
 
 def test_p_computes_what_it_fetched_and_could_not_keep():
     """At once; and no fence is waited for, which would hold its slots back for ever."""
-    fetch = Fetch(1, 4, HandoffConfig(), block_bytes=BLOCK_BYTES)
+    fetch = PeerRead(1, 4, HandoffConfig(), block_bytes=BLOCK_BYTES)
     fetch.begin()
     fetch.reserved(0, range(4), "held://p", 0.0)
     fetch.told(4, 0.0)
     fetch.landed(0, BLOCK_BYTES, 0.0)
 
-    assert fetch.quiet(frozenset({0})) == [ComputeHere(1, Reason.GONE)]
+    assert fetch.quiet(frozenset({0})) == [LocalFallback(1, Reason.GONE)]
     assert fetch.is_quiet
 
 
@@ -60,7 +60,7 @@ class OneFails:
     def start(self, transfer, report) -> None:
         self._num_promoted += isinstance(transfer, Promotion)
         if self._num_promoted == 3:
-            report(Completion(transfer.job, Ending.FAILED))
+            report(JobCompletion(transfer.job, JobStatus.FAILED))
         else:
             self._copier.start(transfer, report)
 

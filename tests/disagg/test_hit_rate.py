@@ -8,7 +8,7 @@ from headwater.clock import VirtualClock
 from headwater.disagg.handoff import HandoffConfig
 from headwater.scheduler.request import Request
 from headwater.storage.base import StorageBackend
-from headwater.testing.fabric import Fabric
+from headwater.testing.fabric import HeldFabric
 from headwater.testing.peers import EchoPair, EchoPeer
 from headwater.testing.tiers import make_echo_request, uncached_tokens
 from tests.disagg.requests import make_handoff, make_prompt, make_storage
@@ -34,7 +34,7 @@ def conversations(seed: int) -> list[Request]:
 def mixed_hits(requests: list[Request], *, num_blocks: int, output_caching: bool) -> int:
     """Prompt tokens that one instance serves from its cache."""
     peer = EchoPeer(
-        fabric=Fabric(),
+        fabric=HeldFabric(),
         clock=VirtualClock(),
         name="m",
         num_blocks=num_blocks,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from headwater.clock import SystemClock
-from headwater.disagg.link import Piece, Push, PushDone, PushFailed, PushFailure
+from headwater.disagg.link import BlockPiece, Push, PushDone, PushFailed, PushFailure
 from headwater.disagg.links import LinkConfig, Links
 from headwater.disagg.links.frames import ANSWER_BYTES, encode_answer
 from headwater.disagg.links.hello import Greeting, Welcome, within
@@ -164,7 +164,7 @@ def test_a_receiver_that_takes_little_at_a_time_costs_a_push_its_deadline():
     with _sipper(None) as address:
         log, clock = EventLog(), SystemClock()
         sender = Links(far.CONFIG, BlockArray(1, 4096, seed=1), log).connect(address)
-        pieces = tuple(Piece(0, place, 4096) for place in range(8192))
+        pieces = tuple(BlockPiece(0, place, 4096) for place in range(8192))
         deadline_s = clock.now() + 0.3
         sender.push(Push(job=1, lease=1, pieces=pieces, deadline_s=deadline_s))
 

@@ -11,7 +11,14 @@ from headwater.disagg.link import PushFailure
 from headwater.disagg.links import LinkConfig, Links
 from headwater.disagg.links import hello as hello_module
 from headwater.disagg.links.frames import Malformed
-from headwater.disagg.links.hello import Greeting, Session, Verdict, Welcome, greet, within
+from headwater.disagg.links.hello import (
+    Greeting,
+    HandshakeResult,
+    LinkSession,
+    Welcome,
+    greet,
+    within,
+)
 from headwater.disagg.links.stream import LinkBroken, Stream
 from headwater.errors import ConfigError
 from headwater.testing.link_contract import open_rig
@@ -51,8 +58,8 @@ def test_both_ends_get_one_key_and_the_grant():
     near, far = meet(OURS, OURS, b"a grant")
     again, _ = meet(OURS, OURS, b"a grant")
 
-    assert isinstance(near, Session)
-    assert isinstance(again, Session)
+    assert isinstance(near, LinkSession)
+    assert isinstance(again, LinkSession)
     assert near == far
     assert near.grant == b"a grant"
     assert near.key != again.key
@@ -100,7 +107,7 @@ def test_a_sender_of_the_first_version_is_refused():
     said = hello_module._take(near, hello_module._CHALLENGE.size, patience)
     verdict = hello_module._take(near, hello_module._WELCOME.size, patience)
     assert said.startswith(hello_module._MAGIC)
-    assert hello_module._WELCOME.unpack(verdict)[0] == Verdict.VERSION
+    assert hello_module._WELCOME.unpack(verdict)[0] == HandshakeResult.VERSION
     near.close()
     far.close()
 
@@ -111,7 +118,7 @@ def test_a_receiver_without_the_token_gets_no_bytes():
     patience = within(SystemClock(), 2.0)
     version = hello_module.VERSION
     challenge = hello_module._CHALLENGE.pack(hello_module._MAGIC, version, 0, bytes(32))
-    welcome = hello_module._WELCOME.pack(Verdict.WELCOME, 0, bytes(32))
+    welcome = hello_module._WELCOME.pack(HandshakeResult.WELCOME, 0, bytes(32))
     far.send([challenge, welcome], patience)
 
     with pytest.raises(LinkBroken, match="does not have our token"):

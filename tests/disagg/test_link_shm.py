@@ -26,12 +26,12 @@ from headwater.disagg.links.hello import (
     _WELCOME,
     VERSION,
     Greeting,
-    Verdict,
+    HandshakeResult,
     Welcome,
     greet,
     within,
 )
-from headwater.disagg.links.landing import Landing
+from headwater.disagg.links.landing import ArrivingBlocks
 from headwater.disagg.links.stream import LinkBroken, Stream
 from headwater.errors import ConfigError
 from headwater.testing.link_contract import open_rig
@@ -147,7 +147,7 @@ def take_file(listener, has_token, got):
     else:
         stream.send([_CHALLENGE.pack(_MAGIC, VERSION, 0, bytes(32))], patience)
         stream.fill(memoryview(bytearray(88)), patience)
-        stream.send([_WELCOME.pack(Verdict.WELCOME, 0, bytes(32))], patience)
+        stream.send([_WELCOME.pack(HandshakeResult.WELCOME, 0, bytes(32))], patience)
     stream.await_readable()
     with contextlib.suppress(OSError):
         _, files, _, _ = socket.recv_fds(connected, 8, 2)
@@ -205,14 +205,14 @@ class Held:
 
     def __init__(self, monkeypatch) -> None:
         self.begun, self.let = Event(), Event()
-        copy = Landing.copy
+        copy = ArrivingBlocks.copy
 
         def held(landing, at, source):
             self.begun.set()
             assert self.let.wait(10.0)
             copy(landing, at, source)
 
-        monkeypatch.setattr(Landing, "copy", held)
+        monkeypatch.setattr(ArrivingBlocks, "copy", held)
 
 
 @pytest.fixture
@@ -289,7 +289,7 @@ def test_two_threads_share_a_large_frame(rig):
 
 def test_a_lease_is_not_quiet_while_one_of_two_threads_still_copies(rig, monkeypatch):
     """Though the other has failed (lesson 50)."""
-    begun, let, copy = Event(), Event(), Landing.copy
+    begun, let, copy = Event(), Event(), ArrivingBlocks.copy
 
     def fails_or_waits(landing, at, source):
         if not current_thread().name.startswith("shm-copy"):
@@ -299,7 +299,7 @@ def test_a_lease_is_not_quiet_while_one_of_two_threads_still_copies(rig, monkeyp
         assert let.wait(10.0)
         copy(landing, at, source)
 
-    monkeypatch.setattr(Landing, "copy", fails_or_waits)
+    monkeypatch.setattr(ArrivingBlocks, "copy", fails_or_waits)
     source, target = BlockArray(2, 4 << 20, seed=7), BlockArray(2, 4 << 20)
     receiver = Links(CONFIG, target, rig.log).listen("shm")
     receiver.open(9, [0, 1])

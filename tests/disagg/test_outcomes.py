@@ -2,7 +2,7 @@
 
 import pytest
 
-from headwater.disagg.messages import Accepted, Ask, Cancel, Done, Reason, Renew
+from headwater.disagg.messages import Accepted, Ask, Cancel, HandoffDone, Reason, Renew
 from headwater.testing.peers import EchoPair
 from headwater.testing.tiers import make_echo_request
 from tests.disagg.pairs import expected, run, until
@@ -124,11 +124,11 @@ def test_a_first_token_that_is_repeated_is_answered_with_done():
     """Lesson 51: D has committed it, and says so as often as it is asked."""
     pair = EchoPair()
     pair.decode.add(make_handoff("a", PROMPT))
-    seen: list[Done] = []
+    seen: list[HandoffDone] = []
     for _ in range(60):
-        seen += [p.message for p in pair.fabric.packets if isinstance(p.message, Done)]
+        seen += [p.message for p in pair.fabric.packets if isinstance(p.message, HandoffDone)]
         pair.fabric.packets = [
-            p for p in pair.fabric.packets if not isinstance(p.message, Done)
+            p for p in pair.fabric.packets if not isinstance(p.message, HandoffDone)
         ]
         pair.turn()
         pair.clock.advance(0.1)

@@ -13,7 +13,7 @@ from headwater.clock import SystemClock
 from headwater.disagg.codec import MAX_BODY_BYTES
 from headwater.disagg.links.hello import Greeting, greet, within
 from headwater.disagg.links.stream import Stream
-from headwater.disagg.messages import Ask, Done, Reason
+from headwater.disagg.messages import Ask, HandoffDone, Reason
 from headwater.disagg.network import PeerLost, PeerMessage
 from headwater.disagg.peers import PeerConfig, PeerService, _Sealed
 from headwater.errors import ConfigError
@@ -65,10 +65,10 @@ def test_messages_go_both_ways_on_one_connection():
         d.service.send(p.service.address, Ask(1))
         arrived = p.event()
         assert isinstance(arrived, PeerMessage)
-        p.service.send(arrived.peer, Done(1))
+        p.service.send(arrived.peer, HandoffDone(1))
 
         assert arrived.message == Ask(1)
-        assert d.event() == PeerMessage(p.service.address, Done(1))
+        assert d.event() == PeerMessage(p.service.address, HandoffDone(1))
 
 
 def test_messages_arrive_in_the_order_they_were_sent():

@@ -4,7 +4,7 @@ import pytest
 
 from headwater.clock import SystemClock
 from headwater.disagg.link import Push, PushFailure
-from headwater.disagg.ways import Ways
+from headwater.disagg.ways import SenderPool
 from headwater.errors import ConfigError
 from headwater.testing.links import BlockArray, EventLog, LocalNetwork
 from tests.disagg.wire import pieces_of
@@ -17,7 +17,7 @@ def log():
 
 @pytest.fixture
 def ways(log):
-    return Ways(LocalNetwork().links(BlockArray(1, 64), log).connect)
+    return SenderPool(LocalNetwork().links(BlockArray(1, 64), log).connect)
 
 
 def is_closed(sender, log, job):

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from headwater.clock import SystemClock
-from headwater.disagg.link import BlockMemory, Piece, PushFailure
+from headwater.disagg.link import BlockMemory, BlockPiece, PushFailure
 from headwater.disagg.links import LinkConfig, Links
 from headwater.disagg.links.frames import (
     ANSWER_BYTES,
@@ -111,7 +111,7 @@ class RawSender:
         cells = self.outbound._cells  # type: ignore[attr-defined] # no peer of ours does this
         if cell * cells.cell_bytes + len(payload) > len(cells._memory):
             return
-        cells.gather(cell, [Piece(0, 0, len(payload))], [memoryview(payload)])
+        cells.gather(cell, [BlockPiece(0, 0, len(payload))], [memoryview(payload)])
         if self._link == "mooncake":
             out = self.outbound
             at = cell * cells.cell_bytes
@@ -142,6 +142,6 @@ def _with_checksums(payload: bytearray, blocks: list[bytes]) -> Iterator[bytes]:
         at += len(block)
 
 
-def pieces_of(places: Sequence[int], block_bytes: int) -> tuple[Piece, ...]:
+def pieces_of(places: Sequence[int], block_bytes: int) -> tuple[BlockPiece, ...]:
     """Block `i` of the source as block `i` of the lease."""
-    return tuple(Piece(place, place, block_bytes) for place in places)
+    return tuple(BlockPiece(place, place, block_bytes) for place in places)

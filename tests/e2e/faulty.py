@@ -15,7 +15,7 @@ from threading import Event
 from typing import Any, NoReturn, Self
 
 from headwater.storage import Opening, StorageBackend, open_storage
-from headwater.storage.resp import Connection
+from headwater.storage.resp import RespConnection
 from headwater.testing.faults import Fault, FaultyStorage, Medium
 from headwater.testing.media import FileMedium, MooncakeMedium, RedisMedium
 
@@ -88,16 +88,16 @@ def tear_file(backend: StorageBackend, stop: Stop) -> None:
 
 def tear_redis(backend: StorageBackend, stop: Stop) -> None:
     """The server gets the start of a SET, and half of its value."""
-    real = Connection.send
+    real = RespConnection.send
 
-    def send(self: Connection, parts: Any, deadline: Any) -> None:
+    def send(self: RespConnection, parts: Any, deadline: Any) -> None:
         if len(parts) < 3:
             return real(self, parts, deadline)
         start, block, _ = parts
         real(self, [start, block[: len(block) // 2]], deadline)
         stop()
 
-    Connection.send = send  # type: ignore[method-assign]
+    RespConnection.send = send  # type: ignore[method-assign]
 
 
 def tear_mooncake(backend: Any, stop: Stop) -> None:

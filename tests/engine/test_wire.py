@@ -88,7 +88,7 @@ def test_an_output_survives_the_journey():
     "message",
     [
         wire.Ready(make_echo_info("folder")),
-        wire.Failure("ModelError", "no such folder"),
+        wire.EngineFailed("ModelError", "no such folder"),
         wire.Refusal("r", "PromptTooLong", "too long"),
         wire.Reply(3, None, None),
         wire.Reply(

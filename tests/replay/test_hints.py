@@ -8,7 +8,7 @@ from headwater.bench._shapes import SHAPES, make_shape
 from headwater.cache import Hint
 from headwater.cli import main
 from headwater.replay.cache_only import replay_cache
-from headwater.replay.hints import NOTHING, Said, hints_of
+from headwater.replay.hints import NOTHING, SessionHint, hints_of
 from headwater.replay.optimum import optimal_hits
 from tests.replay.traces import make_request, needs_traces, public_trace
 
@@ -27,11 +27,11 @@ def test_a_perfect_hint_says_whether_the_session_goes_on():
 
     assert hints_of(requests, "none") == [NOTHING] * 5
     assert hints_of(requests, "perfect") == [
-        Said("1", GOES_ON),
-        Said("1", GOES_ON),
-        Said("7", GOES_ON),
-        Said("1", CLOSED),
-        Said("7", CLOSED),
+        SessionHint("1", GOES_ON),
+        SessionHint("1", GOES_ON),
+        SessionHint("7", GOES_ON),
+        SessionHint("1", CLOSED),
+        SessionHint("7", CLOSED),
     ]
 
 
@@ -39,7 +39,9 @@ def test_what_many_sessions_begin_with_is_nobodys_session():
     """A shared beginning comes again and again, whatever becomes of one session."""
     requests = [make_request([0, 10 + n, 40 + n]) for n in range(20)]
 
-    assert hints_of(requests, "perfect") == [Said(str(10 + n), CLOSED) for n in range(20)]
+    assert hints_of(requests, "perfect") == [
+        SessionHint(str(10 + n), CLOSED) for n in range(20)
+    ]
 
 
 @pytest.mark.parametrize("name", ["arc", "lru", "s3fifo", "session"])

@@ -14,7 +14,7 @@ from headwater.engine.client import KvEventsInfo
 from headwater.launch.router import RouterProcess
 from headwater.metrics.kv_publisher import KvPublisher
 from headwater.server.app import create_app
-from headwater.server.gate import Gate
+from headwater.server.gate import ReadinessMiddleware
 from headwater.server.http import HttpServer, bind, url_of
 from headwater.server.registration import Registrar
 from headwater.server.router.config import RouterConfig
@@ -67,7 +67,7 @@ class Instance:
         self.listener = bind("127.0.0.1", port)
         self.url = url_of(self.listener)
         self.name = self.url.removeprefix("http://")
-        self.gate = Gate()
+        self.gate = ReadinessMiddleware()
         self.gate.open(create_app(self.service))
         self.http = HttpServer(self.gate, drain_timeout_s=1.0)
         self.serving = loop.create_task(self.http.serve(sockets=[self.listener]))

@@ -2,7 +2,7 @@
 
 from headwater.clock import VirtualClock
 from headwater.disagg.routing import BACKLOG_TOKENS
-from headwater.server.router.choice import Chooser
+from headwater.server.router.choice import RouteSelector
 from headwater.server.router.config import RouterConfig
 from headwater.server.router.messages import VERSION, Registration
 from headwater.server.router.prompts import PromptPath
@@ -19,7 +19,7 @@ class Known:
         config = RouterConfig()
         watch = Watch(joined=lambda entry: None, left=lambda entry: None)
         self.registry = Registry(config, self.clock, watch)
-        self.chooser = Chooser(config, self.registry, self.clock)
+        self.chooser = RouteSelector(config, self.registry, self.clock)
         self.entries = {name: self.add(name, role) for name, role in roles.items()}
 
     def add(self, name: str, role: str):

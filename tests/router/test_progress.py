@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.server.continuation import FAILED, FIELD, RETURNED, Mark, mark_line
+from headwater.server.continuation import FAILED, FIELD, RETURNED, ContinuationMark, mark_line
 from headwater.server.router.events import EventSplitter
-from headwater.server.router.progress import InstanceFailed, Progress, Returned
+from headwater.server.router.progress import InstanceFailed, Returned, StreamProgress
 from tests.search import search
 
 SEED = 7
@@ -35,7 +35,7 @@ def said_by_instance(tokens: list[list[int]], turns: list[int], known: list[int]
             left[index] -= 1
             token, at = tokens[index][places[index]], places[index]
             places[index] += 1
-            mark = Mark(
+            mark = ContinuationMark(
                 tokens=[token],
                 seed=SEED,
                 index=index,
@@ -51,7 +51,7 @@ def said_by_instance(tokens: list[list[int]], turns: list[int], known: list[int]
 def test_however_often_a_stream_breaks_its_client_has_every_token_once(answer, breaks, size):
     """Whole events in pieces of any size; each next instance is told what the client has."""
     tokens, turns = answer
-    progress, got, known = Progress(), b"", [0] * len(tokens)
+    progress, got, known = StreamProgress(), b"", [0] * len(tokens)
     for cut in [*breaks, None]:
         stream = said_by_instance(tokens, turns, known)[:cut]
         splitter = EventSplitter()
@@ -77,9 +77,14 @@ def test_however_often_a_stream_breaks_its_client_has_every_token_once(answer, b
 @pytest.mark.parametrize(("mark", "error"), [(FAILED, InstanceFailed), (RETURNED, Returned)])
 def test_an_instance_that_cannot_go_on_has_said_nothing_of_that_piece(mark, error):
     """What came with its last word is dropped, and told again by whoever goes on."""
-    progress = Progress()
-    progress.strip(mark_line(Mark(tokens=[1], seed=SEED)) + event("a"))
-    last = mark_line(Mark(tokens=[2], seed=SEED)) + event("b") + mark_line(mark) + event("no")
+    progress = StreamProgress()
+    progress.strip(mark_line(ContinuationMark(tokens=[1], seed=SEED)) + event("a"))
+    last = (
+        mark_line(ContinuationMark(tokens=[2], seed=SEED))
+        + event("b")
+        + mark_line(mark)
+        + event("no")
+    )
 
     with pytest.raises(error):
         progress.strip(last)
@@ -92,13 +97,15 @@ def test_an_instance_that_cannot_go_on_has_said_nothing_of_that_piece(mark, erro
 def test_a_choice_that_there_is_not_is_nonsense(index):
     """A broken instance is one to leave, not to believe."""
     with pytest.raises(ValueError, match="no choice"):
-        Progress().strip(mark_line(Mark(tokens=[1], index=index)) + event("a"))
+        StreamProgress().strip(
+            mark_line(ContinuationMark(tokens=[1], index=index)) + event("a")
+        )
 
 
 def test_what_a_client_told_itself_is_kept():
     """It may have had the beginning of its answer from elsewhere."""
-    progress = Progress()
-    progress.strip(mark_line(Mark(tokens=[3], seed=SEED)) + event("c"))
+    progress = StreamProgress()
+    progress.strip(mark_line(ContinuationMark(tokens=[3], seed=SEED)) + event("c"))
     asked = {"prompt": "x", FIELD: [{"token_ids": [1, 2], "seed": SEED}]}
 
     (told,) = json.loads(progress.body(json.dumps(asked).encode()))[FIELD]
@@ -109,19 +116,19 @@ def test_what_a_client_told_itself_is_kept():
 def test_who_speaks_is_said_once():
     """An opening waits for the first event with tokens; if that never comes, neither does it."""
     opening = b'data: {"delta":{"role":"assistant"}}\n\n'
-    progress = Progress()
+    progress = StreamProgress()
 
     assert progress.strip(opening) == b""
     assert progress.body(b"{}") == b"{}"
     assert progress.strip(opening) == b""
-    marked = mark_line(Mark(tokens=[3], seed=SEED)) + event("c")
+    marked = mark_line(ContinuationMark(tokens=[3], seed=SEED)) + event("c")
     assert progress.strip(marked) == opening + event("c")
     assert progress.can_continue
 
 
 def test_an_event_without_its_tokens_cannot_be_gone_on_after():
     """Then a stream that breaks can only be ended."""
-    progress = Progress()
-    progress.strip(mark_line(Mark(tokens=[3], seed=SEED)) + event("c") + event("d"))
+    progress = StreamProgress()
+    progress.strip(mark_line(ContinuationMark(tokens=[3], seed=SEED)) + event("c") + event("d"))
 
     assert not progress.can_continue

@@ -7,7 +7,7 @@ from headwater.metrics.kv_events import (
     BlockStored,
     EventBatch,
 )
-from headwater.server.router.view import BlockView, Hearing
+from headwater.server.router.view import BlockView, EventBatchResult
 
 
 def batch(*events):
@@ -57,12 +57,12 @@ def test_a_gap_changes_nothing_but_the_trust():
     view = BlockView("life")
     view.hear(0, batch(stored(1)))
 
-    assert view.hear(2, batch(stored(3))) is Hearing.GAP
+    assert view.hear(2, batch(stored(3))) is EventBatchResult.GAP
     assert (view.trust, view.match([3])) == (Trust.DEGRADED, 0)
-    assert view.replay(1, batch(removed(1))) is Hearing.APPLIED
-    assert view.replay(2, batch(stored(3))) is Hearing.APPLIED
+    assert view.replay(1, batch(removed(1))) is EventBatchResult.APPLIED
+    assert view.replay(2, batch(stored(3))) is EventBatchResult.APPLIED
     assert (view.trust, view.match([3]), view.match([1])) == (Trust.EXACT, 1, 0)
-    assert view.hear(2, batch(stored(9))) is Hearing.KNOWN
+    assert view.hear(2, batch(stored(9))) is EventBatchResult.KNOWN
 
 
 def test_a_snapshot_closes_any_gap():

@@ -4,25 +4,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.scheduler.price import Below, Choice, LinkRate, Rates, choose, load_s
+from headwater.scheduler.price import (
+    LoadDecision,
+    LowerTierMatch,
+    MeasuredRates,
+    choose,
+    load_s,
+)
+from headwater.types import LinkRate
 from tests.search import search
 
 
 def make_choice(
-    found: Below,
+    found: LowerTierMatch,
     *,
     prefill: float | None = 6400.0,
     host: LinkRate | None = None,
     storage: LinkRate | None = None,
-    queued: Below | None = None,
+    queued: LowerTierMatch | None = None,
     max_wait_s: float = 10.0,
-) -> Choice:
+) -> LoadDecision:
     """By default a block of 64 tokens is computed in 10 ms."""
-    rates = Rates(prefill_tokens_s=prefill, host=host, storage=storage)
+    rates = MeasuredRates(prefill_tokens_s=prefill, host=host, storage=storage)
     return choose(
         found,
         rates=rates,
-        queued=queued or Below(),
+        queued=queued or LowerTierMatch(),
         block_tokens=64,
         max_wait_s=max_wait_s,
     )
@@ -34,7 +41,7 @@ SLOW = LinkRate(0.0, 0.1)
 
 def test_a_fast_link_is_used():
     """A tenth of the time: everything is loaded, and the ledger can say so."""
-    choice = make_choice(Below(host=8), host=FAST)
+    choice = make_choice(LowerTierMatch(host=8), host=FAST)
 
     assert (choice.num_blocks, choice.reason) == (8, "load_cheaper")
     assert choice.load_s == pytest.approx(0.008)
@@ -43,7 +50,7 @@ def test_a_fast_link_is_used():
 
 def test_a_slow_link_is_not_used():
     """Lesson 45: a request whose load is slower than computing computes, and says why."""
-    choice = make_choice(Below(host=8), host=SLOW)
+    choice = make_choice(LowerTierMatch(host=8), host=SLOW)
 
     assert (choice.num_blocks, choice.reason) == (0, "recompute_cheaper")
     assert choice.load_s == pytest.approx(0.8)
@@ -51,14 +58,14 @@ def test_a_slow_link_is_not_used():
 
 def test_the_head_from_a_fast_tier_and_the_tail_computed():
     """A split: what the host has is loaded, what only slow storage has is computed."""
-    choice = make_choice(Below(host=6, storage=6), host=FAST, storage=SLOW)
+    choice = make_choice(LowerTierMatch(host=6, storage=6), host=FAST, storage=SLOW)
 
     assert (choice.num_blocks, choice.reason) == (6, "split")
 
 
 def test_a_long_prefix_is_split_where_time_runs_out():
     """Nothing is loaded that arrives after the deadline."""
-    choice = make_choice(Below(host=100), host=FAST, max_wait_s=0.0301)
+    choice = make_choice(LowerTierMatch(host=100), host=FAST, max_wait_s=0.0301)
 
     assert (choice.num_blocks, choice.reason) == (30, "split")
 
@@ -67,20 +74,25 @@ def test_latency_makes_short_loads_dear():
     """One block is not worth a round trip that computes it three times over."""
     far = LinkRate(0.03, 0.0001)
 
-    assert make_choice(Below(storage=1), host=FAST, storage=far).num_blocks == 0
-    assert make_choice(Below(storage=9), host=FAST, storage=far).num_blocks == 9
+    assert make_choice(LowerTierMatch(storage=1), host=FAST, storage=far).num_blocks == 0
+    assert make_choice(LowerTierMatch(storage=9), host=FAST, storage=far).num_blocks == 9
 
 
 def test_a_queue_counts():
     """What the link has to bring first is part of the price."""
-    assert make_choice(Below(host=4), host=FAST).num_blocks == 4
-    assert make_choice(Below(host=4), host=FAST, queued=Below(host=99)).num_blocks == 0
+    assert make_choice(LowerTierMatch(host=4), host=FAST).num_blocks == 4
+    assert (
+        make_choice(
+            LowerTierMatch(host=4), host=FAST, queued=LowerTierMatch(host=99)
+        ).num_blocks
+        == 0
+    )
 
 
 def test_the_unmeasured_is_tried():
     """Or it would never be measured."""
-    assert make_choice(Below(host=4), prefill=None, host=SLOW).reason == "unmeasured"
-    assert make_choice(Below(4, 4)).num_blocks == 8
+    assert make_choice(LowerTierMatch(host=4), prefill=None, host=SLOW).reason == "unmeasured"
+    assert make_choice(LowerTierMatch(4, 4)).num_blocks == 8
 
 
 links = st.one_of(st.none(), st.builds(LinkRate, st.floats(0, 0.1), st.floats(0, 0.05)))
@@ -88,8 +100,8 @@ links = st.one_of(st.none(), st.builds(LinkRate, st.floats(0, 0.1), st.floats(0,
 
 @search(examples=200)
 @given(
-    found=st.builds(Below, st.integers(0, 50), st.integers(0, 50)),
-    queued=st.builds(Below, st.integers(0, 50), st.integers(0, 50)),
+    found=st.builds(LowerTierMatch, st.integers(0, 50), st.integers(0, 50)),
+    queued=st.builds(LowerTierMatch, st.integers(0, 50), st.integers(0, 50)),
     host=links,
     storage=links,
     max_wait_s=st.floats(0, 2),
@@ -98,7 +110,7 @@ def test_no_choice_is_dearer_than_loading_or_computing_all(
     found, queued, host, storage, max_wait_s
 ):
     """And none takes longer than may be waited."""
-    rates = Rates(prefill_tokens_s=6400.0, host=host, storage=storage)
+    rates = MeasuredRates(prefill_tokens_s=6400.0, host=host, storage=storage)
     choice = choose(found, rates=rates, queued=queued, block_tokens=64, max_wait_s=max_wait_s)
 
     wait_s = load_s(choice.num_blocks, found, rates, queued)

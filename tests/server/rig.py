@@ -14,7 +14,7 @@ from headwater.clock import SystemClock
 from headwater.config import LimitsConfig, ServerConfig
 from headwater.engine.tokenizer import Tokenizer
 from headwater.server.app import create_app
-from headwater.server.gate import Gate
+from headwater.server.gate import ReadinessMiddleware
 from headwater.server.service import Service
 from headwater.testing.engines import EchoEngine, make_tokenizer_folder
 
@@ -34,7 +34,7 @@ class Rig:
         self.service = Service(
             self.engine, byte_tokenizer(), config, SystemClock(), created_s=1_700_000_000.0
         )
-        self.gate = Gate(config.api_key)
+        self.gate = ReadinessMiddleware(config.api_key)
         self.gate.open(create_app(self.service))
         transport = httpx.ASGITransport(self.gate)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://test")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from headwater.server.continuation import FIELD, HEADER, Mark, mark_line, take_mark
-from headwater.server.router.progress import Progress
+from headwater.server.continuation import FIELD, HEADER, ContinuationMark, mark_line, take_mark
+from headwater.server.router.progress import StreamProgress
 from tests.server.rig import error, run
 
 FIELDS = {"prompt": "hello", "seed": 3, "max_tokens": 24, "stream": True}
@@ -67,7 +67,7 @@ def test_an_answer_goes_on_after_any_token(extra):
         pieces = [piece + b"\n\n" for piece in raw.split(b"\n\n")[:-1]]
         events = [event for _, event in parsed(whole.text)]
         for place in range(1, len(pieces)):
-            progress = Progress()
+            progress = StreamProgress()
             before = progress.strip(b"".join(pieces[:place]))
             assert b": headwater" not in before
             assert progress.can_continue
@@ -144,7 +144,7 @@ def test_nonsense_is_not_continued():
 
 def test_a_mark_is_a_comment_that_can_be_taken_out():
     """Clients that know nothing of it would ignore it; nonsense is a ValueError."""
-    mark = Mark(tokens=[1, 2], seed=9)
+    mark = ContinuationMark(tokens=[1, 2], seed=9)
 
     assert take_mark(mark_line(mark) + b"data: {}\n\n") == (mark, b"data: {}\n\n")
     assert take_mark(b"data: {}\n\n") == (None, b"data: {}\n\n")

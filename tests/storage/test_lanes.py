@@ -5,12 +5,12 @@ from threading import Event
 import pytest
 
 from headwater.errors import StorageError, StorageTimeout
-from headwater.storage.lanes import Lanes
+from headwater.storage.lanes import IoThreads
 
 
 def test_results_come_in_order() -> None:
     """Whatever order the threads finish in."""
-    lanes = Lanes("test", 3)
+    lanes = IoThreads("test", 3)
 
     assert lanes.run([lambda n=n: n * n for n in range(20)], timeout_s=5) == [  # type: ignore[misc]
         n * n for n in range(20)
@@ -21,7 +21,7 @@ def test_results_come_in_order() -> None:
 
 def test_an_error_is_raised_after_all_calls_have_ended() -> None:
     """So that no buffer is in use when the caller hears of it."""
-    lanes, ended = Lanes("test", 2), []
+    lanes, ended = IoThreads("test", 2), []
 
     def fail() -> None:
         raise ValueError("broken")
@@ -37,7 +37,7 @@ def test_an_error_is_raised_after_all_calls_have_ended() -> None:
 
 def test_a_hung_call_ends_the_wait_not_the_call() -> None:
     """`quiet` is set when it has ended; what had not begun never begins (lesson 50)."""
-    lanes, gate, begun = Lanes("test", 1), Event(), Event()
+    lanes, gate, begun = IoThreads("test", 1), Event(), Event()
 
     def begin() -> bool:
         begun.set()
@@ -58,7 +58,7 @@ def test_a_hung_call_ends_the_wait_not_the_call() -> None:
 
 def test_a_call_that_never_began_is_quiet_at_once() -> None:
     """All lanes hang: the next caller's buffers were never touched."""
-    lanes, gate = Lanes("test", 1), Event()
+    lanes, gate = IoThreads("test", 1), Event()
     with pytest.raises(StorageTimeout):
         lanes.run([gate.wait], timeout_s=0.01)
 
@@ -73,7 +73,7 @@ def test_a_call_that_never_began_is_quiet_at_once() -> None:
 
 def test_closed_lanes_take_no_calls() -> None:
     """Closing twice is safe."""
-    lanes = Lanes("test", 1)
+    lanes = IoThreads("test", 1)
     lanes.close()
     lanes.close()
 

@@ -15,7 +15,7 @@ from headwater.storage import BlockRead, BlockWrite, Opening, open_storage
 from headwater.storage.codec import HEADER_BYTES
 from headwater.storage.deadline import Deadline
 from headwater.storage.redis import RedisStorage
-from headwater.storage.resp import Connection, command
+from headwater.storage.resp import RespConnection, command
 from headwater.testing.media import RedisMedium
 from headwater.testing.storage import (
     make_block,
@@ -193,7 +193,7 @@ def test_a_block_lives_for_its_time_after_it_was_last_read(redis_server: RedisSe
     write_run(storage, keys, BLOCK_BYTES)
     deadline = storage._deadline(5.0)
 
-    def shorten(link: Connection, deadline: Deadline) -> None:
+    def shorten(link: RespConnection, deadline: Deadline) -> None:
         name = storage._name(keys[0])
         link.send([command(b"PEXPIRE", name, b"5000")], deadline)
         link.reply(deadline)

@@ -5,13 +5,13 @@ import select
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from headwater.cache import Ending
-from headwater.transfer.completions import Completion, CompletionQueue
+from headwater.cache import JobStatus
+from headwater.transfer.completions import CompletionQueue, JobCompletion
 from headwater.types import JobId
 
 
-def make_completion(number: int) -> Completion:
-    return Completion(JobId(number), Ending.DONE, 1)
+def make_completion(number: int) -> JobCompletion:
+    return JobCompletion(JobId(number), JobStatus.DONE, 1)
 
 
 def test_completions_come_out_in_order_and_once():

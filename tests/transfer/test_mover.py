@@ -3,14 +3,22 @@
 import numpy as np
 import pytest
 
-from headwater.cache import Demotion, Ending, KeyScheme, Lookup, Outcome, Promotion, TokenPath
+from headwater.cache import (
+    Demotion,
+    JobOutcome,
+    JobStatus,
+    KeyScheme,
+    Lookup,
+    Promotion,
+    TokenPath,
+)
 from headwater.clock import VirtualClock
 from headwater.errors import ConfigError, InvariantError
 from headwater.storage.codec import BlockFormat
 from headwater.storage.memory import MemoryConfig, MemoryStorage
 from headwater.testing.copiers import EchoCopier, HeldWorkers
 from headwater.testing.runners import EchoRunner
-from headwater.transfer.completions import Completion
+from headwater.transfer.completions import JobCompletion
 from headwater.transfer.mover import Mover, TransferConfig
 from headwater.transfer.slab import HostSlab
 from headwater.types import EMPTY, BlockKey, JobId, Tier
@@ -61,7 +69,7 @@ class Rig:
     def start(self, *plans) -> None:
         self.mover.start(plans, now=self.clock.now())
 
-    def take(self) -> list[tuple[int, Ending]]:
+    def take(self) -> list[tuple[int, JobStatus]]:
         return [(o.job, o.ending) for o in self.mover.take(now=self.clock.now())]
 
 
@@ -74,10 +82,10 @@ def test_each_job_has_one_outcome():
 
     rig.copier.finish(JobId(2))
     assert rig.mover.has_news(0.0)
-    assert rig.take() == [(2, Ending.DONE)]
+    assert rig.take() == [(2, JobStatus.DONE)]
     assert rig.take() == []
     rig.copier.finish(JobId(1))
-    assert rig.take() == [(1, Ending.DONE)]
+    assert rig.take() == [(1, JobStatus.DONE)]
 
     totals = rig.mover.links["host_to_device"]
     assert (totals.num_jobs, totals.num_blocks, totals.in_flight) == (2, 4, 0)
@@ -94,11 +102,11 @@ def test_a_deadline_then_quiet():
     rig.clock.advance(0.1)
 
     assert rig.mover.has_news(rig.clock.now())
-    assert rig.take() == [(1, Ending.TIMED_OUT)]
+    assert rig.take() == [(1, JobStatus.TIMED_OUT)]
     assert rig.take() == []
     assert rig.mover.wake_s is None
     rig.copier.finish(JobId(1))
-    assert rig.take() == [(1, Ending.QUIET)]
+    assert rig.take() == [(1, JobStatus.QUIET)]
     assert rig.mover.links["host_to_device"].failures == {"timeout": 1}
 
 
@@ -108,7 +116,7 @@ def test_a_task_that_no_thread_began_is_quiet_at_once():
     rig.start(make_write(1))
     rig.clock.advance(2.0)
 
-    assert rig.take() == [(1, Ending.TIMED_OUT), (1, Ending.QUIET)]
+    assert rig.take() == [(1, JobStatus.TIMED_OUT), (1, JobStatus.QUIET)]
     rig.workers.work_off()
 
     assert rig.take() == []
@@ -122,11 +130,11 @@ def test_a_begun_write_is_quiet_when_it_returns():
     (task,) = rig.workers.tasks
     assert task.claim()
     rig.clock.advance(2.0)
-    assert rig.take() == [(1, Ending.TIMED_OUT)]
+    assert rig.take() == [(1, JobStatus.TIMED_OUT)]
 
     rig.workers.run(task)
 
-    assert rig.take() == [(1, Ending.QUIET)]
+    assert rig.take() == [(1, JobStatus.QUIET)]
 
 
 def test_a_lookup_is_answered_or_given_up():
@@ -139,13 +147,15 @@ def test_a_lookup_is_answered_or_given_up():
     )
     rig.start(first)
     rig.workers.work_off()
-    assert rig.mover.take(now=0.0) == [Outcome(job=JobId(1), ending=Ending.DONE, found=(1,))]
+    assert rig.mover.take(now=0.0) == [
+        JobOutcome(job=JobId(1), ending=JobStatus.DONE, found=(1,))
+    ]
 
     rig.start(late)
     (task,) = rig.workers.tasks
     assert task.claim()
     rig.clock.advance(0.5)
-    assert rig.take() == [(2, Ending.TIMED_OUT)]
+    assert rig.take() == [(2, JobStatus.TIMED_OUT)]
     rig.workers.run(task)
 
     assert rig.take() == []
@@ -160,7 +170,7 @@ def test_one_failed_job_does_not_poison_the_next():
     rig.copier.finish(JobId(1), num_blocks=0)
     rig.copier.finish(JobId(2))
 
-    assert rig.take() == [(1, Ending.FAILED), (2, Ending.DONE)]
+    assert rig.take() == [(1, JobStatus.FAILED), (2, JobStatus.DONE)]
     assert rig.mover.links["host_to_device"].failures == {"error": 1}
 
 
@@ -170,24 +180,24 @@ def test_a_completion_of_nothing_is_ignored():
     rig.start(make_promotion(1))
     rig.copier.finish(JobId(1))
 
-    rig.mover.completions.put(Completion(JobId(1), Ending.DONE, 2))
-    rig.mover.completions.put(Completion(JobId(99), Ending.FAILED))
+    rig.mover.completions.put(JobCompletion(JobId(1), JobStatus.DONE, 2))
+    rig.mover.completions.put(JobCompletion(JobId(99), JobStatus.FAILED))
 
-    assert rig.take() == [(1, Ending.DONE)]
+    assert rig.take() == [(1, JobStatus.DONE)]
 
 
 def test_an_executor_may_time_out_by_itself():
     """A backend that gave up waiting says so before it is quiet; told once."""
     rig = Rig()
     rig.start(make_promotion(1))
-    rig.mover.completions.put(Completion(JobId(1), Ending.TIMED_OUT))
-    rig.mover.completions.put(Completion(JobId(1), Ending.TIMED_OUT))
+    rig.mover.completions.put(JobCompletion(JobId(1), JobStatus.TIMED_OUT))
+    rig.mover.completions.put(JobCompletion(JobId(1), JobStatus.TIMED_OUT))
 
-    assert rig.take() == [(1, Ending.TIMED_OUT)]
+    assert rig.take() == [(1, JobStatus.TIMED_OUT)]
     rig.clock.advance(5.0)
     assert rig.take() == []
     rig.copier.finish(JobId(1))
-    assert rig.take() == [(1, Ending.QUIET)]
+    assert rig.take() == [(1, JobStatus.QUIET)]
 
 
 def test_without_tiers_no_plan_may_need_them():
@@ -203,7 +213,7 @@ def test_a_rate_comes_from_jobs_that_ended_well():
     rig = Rig()
     rig.start(make_promotion(1))
     report = rig.copier.pending.pop(JobId(1))[1]
-    report(Completion(JobId(1), Ending.DONE, 2, busy_s=0.5))
+    report(JobCompletion(JobId(1), JobStatus.DONE, 2, busy_s=0.5))
     rig.take()
 
     assert rig.mover.rate("host_to_device", now=0.0) == (0.0, 0.25)

@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from headwater.cache import Demotion, Ending, Lookup, Promotion, TokenPath
+from headwater.cache import Demotion, JobStatus, Lookup, Promotion, TokenPath
 from headwater.cache.keys import KeyScheme
 from headwater.clock import SystemClock
 from headwater.errors import StorageError, StorageResting, StorageTimeout
@@ -75,9 +75,9 @@ class Rig:
         self.workers = StorageWorkers(self.storage, self.slab, SystemClock())
         self.mover = Mover(None, self.workers, TransferConfig())
 
-    def outcomes(self, count: int) -> dict[int, tuple[Ending, int]]:
+    def outcomes(self, count: int) -> dict[int, tuple[JobStatus, int]]:
         """The next `count` outcomes, slept for in the system."""
-        found: dict[int, tuple[Ending, int]] = {}
+        found: dict[int, tuple[JobStatus, int]] = {}
         while len(found) < count:
             self.mover.completions.wait(10)
             for outcome in self.mover.take(now=0.0):
@@ -118,7 +118,7 @@ def test_a_lookup_is_one_call(rig, error):
     (ended,) = rig.mover.take(now=0.0)
     assert asked == [[1, 2, 3]]
     assert (ended.ending, ended.found) == (
-        (Ending.DONE, (1, 2, 2)) if error is None else (Ending.FAILED, ())
+        (JobStatus.DONE, (1, 2, 2)) if error is None else (JobStatus.FAILED, ())
     )
 
 
@@ -128,13 +128,13 @@ def test_blocks_go_there_and_come_back(rig):
     for slot in range(3):
         rig.slab.rows[slot] = slot + 1
     rig.mover.start([make_write(1, [0, 1, 2])], now=0.0)
-    assert rig.outcomes(1) == {1: (Ending.DONE, 3)}
+    assert rig.outcomes(1) == {1: (JobStatus.DONE, 3)}
     rig.mover.start([make_write(2, [0, 1, 2])], now=0.0)
-    assert rig.outcomes(1) == {2: (Ending.DONE, 3)}
+    assert rig.outcomes(1) == {2: (JobStatus.DONE, 3)}
 
     rig.mover.start([make_read(3, [5, 6, 7])], now=0.0)
 
-    assert rig.outcomes(1) == {3: (Ending.DONE, 3)}
+    assert rig.outcomes(1) == {3: (JobStatus.DONE, 3)}
     assert [set(rig.slab.rows[slot].tolist()) for slot in (5, 6, 7)] == [{1}, {2}, {3}]
     assert rig.storage.stats().blocks_written == 3
     parents = [decode_header(rig.storage.values[key]).parent for key in make_keys(3)]
@@ -148,9 +148,9 @@ def test_a_write_that_blocks_delays_no_read(rig):
 
     rig.mover.start([make_read(20, [1])], now=0.0)
 
-    assert rig.outcomes(1) == {20: (Ending.ABSENT, 0)}
+    assert rig.outcomes(1) == {20: (JobStatus.ABSENT, 0)}
     rig.storage.gate.set()
-    assert all(ending is Ending.DONE for ending, _ in rig.outcomes(10).values())
+    assert all(ending is JobStatus.DONE for ending, _ in rig.outcomes(10).values())
 
 
 def test_a_damaged_block_shortens_the_hit(rig):
@@ -163,7 +163,7 @@ def test_a_damaged_block_shortens_the_hit(rig):
 
     rig.mover.start([make_read(2, [5, 6, 7])], now=0.0)
 
-    assert rig.outcomes(1) == {2: (Ending.DAMAGED, 1)}
+    assert rig.outcomes(1) == {2: (JobStatus.DAMAGED, 1)}
     assert rig.mover.links["storage_to_host"].failures == {"damaged": 1}
 
 
@@ -174,7 +174,7 @@ def test_a_refused_write_counts_what_was_stored(rig):
 
     rig.mover.start([make_write(1, [0, 1, 2])], now=0.0)
 
-    assert rig.outcomes(1) == {1: (Ending.PARTIAL, 2)}
+    assert rig.outcomes(1) == {1: (JobStatus.PARTIAL, 2)}
 
 
 @pytest.mark.parametrize(
@@ -191,13 +191,13 @@ def test_whatever_a_backend_raises_ends_one_job(rig, error, reason):
     rig.storage.gate.set()
     rig.storage.error = error
     rig.mover.start([make_write(1, [0])], now=0.0)
-    assert rig.outcomes(1) == {1: (Ending.FAILED, 0)}
+    assert rig.outcomes(1) == {1: (JobStatus.FAILED, 0)}
     assert rig.mover.links["host_to_storage"].failures == {reason: 1}
 
     rig.storage.error = None
     rig.mover.start([make_write(2, [0])], now=0.0)
 
-    assert rig.outcomes(1) == {2: (Ending.DONE, 1)}
+    assert rig.outcomes(1) == {2: (JobStatus.DONE, 1)}
 
 
 def test_a_backend_that_is_not_quiet_keeps_the_slots(rig):
@@ -208,10 +208,10 @@ def test_a_backend_that_is_not_quiet_keeps_the_slots(rig):
 
     rig.mover.start([make_write(1, [0])], now=0.0)
 
-    assert rig.outcomes(1) == {1: (Ending.TIMED_OUT, 0)}
+    assert rig.outcomes(1) == {1: (JobStatus.TIMED_OUT, 0)}
     assert rig.mover.num_in_flight == 1
     quiet.set()
-    assert rig.outcomes(1) == {1: (Ending.QUIET, 0)}
+    assert rig.outcomes(1) == {1: (JobStatus.QUIET, 0)}
 
 
 def test_threads_never_keep_a_process_from_ending(rig):

@@ -52,7 +52,7 @@ class Answer:
         return [json.loads(part) for part in parts if part.startswith(b"{")]
 
 
-class Connection:
+class BenchConnection:
     """One kept-alive connection; one request at a time."""
 
     def __init__(
@@ -86,11 +86,11 @@ class Connection:
 
 
 @asynccontextmanager
-async def connected(port: int) -> AsyncIterator[Connection]:
+async def connected(port: int) -> AsyncIterator[BenchConnection]:
     """A connection to a server on this machine."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        yield Connection(reader, writer, f"127.0.0.1:{port}")
+        yield BenchConnection(reader, writer, f"127.0.0.1:{port}")
     finally:
         writer.close()
         await writer.wait_closed()

@@ -30,7 +30,7 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class ConversationLoad:
     """Conversations, and those that are played before the clock starts."""
 
     name: str
@@ -40,7 +40,7 @@ class Workload:
 
 def make_workload(
     name: str, *, concurrency: int, vocab: int, seed: int, output_tokens: int
-) -> Workload:
+) -> ConversationLoad:
     """One of `WORKLOADS`. Another seed has no prefix in common with this one."""
     random = np.random.default_rng(seed)
 
@@ -56,7 +56,7 @@ def make_workload(
 
     if name == "full-hit":
         same = talk([tokens(1)])
-        return Workload(
+        return ConversationLoad(
             name=name, conversations=[same] * max(6, 2 * concurrency), before=[same]
         )
     if name == "multi-turn":
@@ -64,15 +64,17 @@ def make_workload(
             talk([tokens(_OWN_TOKENS) for _ in range(_TURNS)])
             for _ in range(max(2, concurrency))
         ]
-        return Workload(name=name, conversations=talks)
+        return ConversationLoad(name=name, conversations=talks)
     talks = [talk([tokens(_OWN_TOKENS)]) for _ in range(max(6, 2 * concurrency))]
-    return Workload(name=name, conversations=talks)
+    return ConversationLoad(name=name, conversations=talks)
 
 
 WORKLOADS = ("shared-prefix", "multi-turn", "full-hit")
 
 
-async def play(workload: Workload, *, port: int, model: str, concurrency: int) -> list[Answer]:
+async def play(
+    workload: ConversationLoad, *, port: int, model: str, concurrency: int
+) -> list[Answer]:
     """All answers, of `concurrency` clients that take the next conversation when done."""
     waiting = deque(workload.before)
     await _play_all(waiting, port, model, 1)

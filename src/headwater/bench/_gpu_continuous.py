@@ -10,24 +10,24 @@ from headwater.types import Tokens
 CLIENTS = 128
 
 
-class Workload(NamedTuple):
+class RequestMix(NamedTuple):
     """Requests of one kind."""
 
     prompt: int
     output: int
 
 
-WORKLOADS = {"64_in_64_out": Workload(64, 64), "1k_in_32_out": Workload(1000, 32)}
+WORKLOADS = {"64_in_64_out": RequestMix(64, 64), "1k_in_32_out": RequestMix(1000, 32)}
 """Hardly any prompt; and the context of 1 k that decode is measured at."""
 
 
-def serve_ours(engine: GpuEngine) -> dict[str, peers.Rates]:
+def serve_ours(engine: GpuEngine) -> dict[str, peers.PeerThroughput]:
     """Every workload by the engine; kernels and graphs are there by then."""
     found = {}
     for name, (prompt, output) in WORKLOADS.items():
         engine.serve(_prompts(engine, prompt, seed=10**8), max_tokens=4)
         served = engine.serve(_prompts(engine, prompt, seed=0), max_tokens=output)
-        found[name] = peers.Rates(
+        found[name] = peers.PeerThroughput(
             served.output_tokens / served.seconds,
             CLIENTS * len(served.steps_s) / sum(served.steps_s),
         )
@@ -35,7 +35,7 @@ def serve_ours(engine: GpuEngine) -> dict[str, peers.Rates]:
 
 
 def compare(
-    model: LoadedModel, engine: GpuEngine, ours: dict[str, peers.Rates]
+    model: LoadedModel, engine: GpuEngine, ours: dict[str, peers.PeerThroughput]
 ) -> dict[str, Any]:
     """transformers' with its own settings, once the engine's memory is free, and the ratios."""
     found = {}

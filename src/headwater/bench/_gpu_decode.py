@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from headwater.bench._gpu_engine import BLOCK_TOKENS, GpuEngine, Served, weight_bytes
+from headwater.bench._gpu_engine import BLOCK_TOKENS, GpuEngine, GpuRun, weight_bytes
 from headwater.cache import Demotion, Promotion
 from headwater.device.gpu.copier import CudaCopier
 from headwater.device.model import LoadedModel
@@ -67,8 +67,8 @@ def measure_copies(
     for name, kind in (("device_to_host", Demotion), ("host_to_device", Promotion)):
         ceiling = ceilings[f"{name}_gb_s"]
         rate = traffic.rate_alone(kind)
-        plain: list[Served] = []
-        beside: list[Served] = []
+        plain: list[GpuRun] = []
+        beside: list[GpuRun] = []
         rates = []
         for _ in range(rounds):
             turn += 1
@@ -161,7 +161,7 @@ class Traffic:
         self._mover.start([plan], now=0.0)
 
 
-def _serve(engine: GpuEngine, batch: int, *, seed: int) -> Served:
+def _serve(engine: GpuEngine, batch: int, *, seed: int) -> GpuRun:
     engine.runner.warm(batch)
     return engine.serve(_prompts(engine, batch, seed=seed), max_tokens=OUTPUT)
 
@@ -171,7 +171,7 @@ def _serve_again(
     prompts: list[Tokens],
     turn: int,
     between: Callable[[], None] | None = None,
-) -> Served:
+) -> GpuRun:
     """Prompts that are cached but for their ends, so that nearly all of it is decoding."""
     again = []
     for row, prompt in enumerate(prompts):
@@ -187,7 +187,7 @@ def _prompts(engine: GpuEngine, batch: int, *, seed: int) -> list[Tokens]:
 
 
 def _compared(
-    plain: list[Served], beside: list[Served], steps: Callable[[Served], list[float]]
+    plain: list[GpuRun], beside: list[GpuRun], steps: Callable[[GpuRun], list[float]]
 ) -> dict[str, float]:
     """Steps of rounds without copies and with them."""
     found = {}

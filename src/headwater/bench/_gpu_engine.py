@@ -116,7 +116,7 @@ def weight_bytes(model: LoadedModel) -> int:
 
 
 @dataclass(slots=True)
-class Served:
+class GpuRun:
     """What came of some requests."""
 
     seconds: float = 0.0
@@ -232,9 +232,9 @@ class GpuEngine:
         *,
         max_tokens: int,
         between: Callable[[], None] | None = None,
-    ) -> Served:
+    ) -> GpuRun:
         """All at once, until the last has ended; `between` is called after each step."""
-        served, began_s = Served(), self.clock.now()
+        served, began_s = GpuRun(), self.clock.now()
         for prompt in prompts:
             self.add(prompt, max_tokens)
         waiting, last_s, last_mark = len(prompts), 0.0, self.runner.last_mark

@@ -56,7 +56,7 @@ def generate_tokens_s(model: LoadedModel, batch: int, *, prompt: int, output: in
         return batch * output / (run(output + 1) - run(1))
 
 
-class Rates(NamedTuple):
+class PeerThroughput(NamedTuple):
     """Output tokens a second of some requests that came all at once."""
 
     tokens_s: float
@@ -66,7 +66,9 @@ class Rates(NamedTuple):
     """While all of them were decoding."""
 
 
-def continuous_rates(model: LoadedModel, inputs: list[list[int]], *, output: int) -> Rates:
+def continuous_rates(
+    model: LoadedModel, inputs: list[list[int]], *, output: int
+) -> PeerThroughput:
     """Of `generate_batch`, with the settings it chooses itself."""
     settings = GenerationConfig(
         max_new_tokens=output, do_sample=False, eos_token_id=-1, pad_token_id=0
@@ -85,4 +87,6 @@ def continuous_rates(model: LoadedModel, inputs: list[list[int]], *, output: int
     all_began_s = max(times[0] for times in times_s)
     first_ended_s = min(times[-1] for times in times_s)
     together = sum(all_began_s < at <= first_ended_s for times in times_s for at in times)
-    return Rates(generated / seconds, together / max(first_ended_s - all_began_s, 1e-9))
+    return PeerThroughput(
+        generated / seconds, together / max(first_ended_s - all_began_s, 1e-9)
+    )

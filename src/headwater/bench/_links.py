@@ -22,7 +22,7 @@ import numpy as np
 
 from headwater.bench._link_far import DONE, MARK, TOKEN, Blocks, bare_engine
 from headwater.clock import SystemClock
-from headwater.disagg.link import LinkEvent, Piece, Push, PushDone, Sender
+from headwater.disagg.link import BlockPiece, LinkEvent, Push, PushDone, Sender
 from headwater.disagg.links import LinkConfig, Links
 from headwater.storage.codec import checksum
 from headwater.storage.pointer import address_of
@@ -107,7 +107,7 @@ class _Near:
         return self._clock.now() - began
 
     def _push(self, lease: int) -> None:
-        pieces = tuple(Piece(at, at, _BLOCK_BYTES) for at in range(_NUM_BLOCKS))
+        pieces = tuple(BlockPiece(at, at, _BLOCK_BYTES) for at in range(_NUM_BLOCKS))
         deadline_s = self._clock.now() + _TIMEOUT_S
         self._ended.clear()
         self._sender.push(Push(job=lease, lease=lease, pieces=pieces, deadline_s=deadline_s))

@@ -31,7 +31,7 @@ _PARTS = ("start", "queue", "compute", "ask", "push", "first_token")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class PDLoad:
     """What is asked: so many clients, each with so many conversations of two turns."""
 
     num_clients: int
@@ -41,7 +41,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Instance:
+class PDInstance:
     """One server process."""
 
     port: int
@@ -65,7 +65,7 @@ class Instance:
 class Target:
     """Where a client asks, and how."""
 
-    instance: Instance
+    instance: PDInstance
     headers: dict[str, str] = field(default_factory=dict)
     """Who prefills."""
 
@@ -101,7 +101,7 @@ class Figures:
         return fmean(slowest)
 
 
-def measure_pd(load: Load, link: str, rounds: int) -> dict[str, Any]:
+def measure_pd(load: PDLoad, link: str, rounds: int) -> dict[str, Any]:
     """`pd_over_mixed`, `handoff_ms` and `second_turn_byte_share`.
 
     Everything is handed off; in `routed` only what a router would, by the clients, without a
@@ -164,7 +164,7 @@ def _over(ours: Sequence[Figures], theirs: Sequence[Figures]) -> dict[str, float
     }
 
 
-def _totals(decode: Instance) -> dict[str, float]:
+def _totals(decode: PDInstance) -> dict[str, float]:
     """Seconds of all hand-offs so far by part, and their number."""
     seconds = {
         part: decode.value("pd_handoff_seconds_total", f'{{part="{part}"}}') for part in _PARTS
@@ -172,7 +172,7 @@ def _totals(decode: Instance) -> dict[str, float]:
     return {"num": decode.value("pd_handoffs_total", '{side="decode"}'), **seconds}
 
 
-async def _ask(load: Load, targets: Sequence[Target], seed: int) -> Figures:
+async def _ask(load: PDLoad, targets: Sequence[Target], seed: int) -> Figures:
     """All clients at once, spread over `targets`; each conversation stays with one."""
     began_s = time.perf_counter()
     clients = (
@@ -186,7 +186,7 @@ async def _ask(load: Load, targets: Sequence[Target], seed: int) -> Figures:
     return Figures(first_s, gaps_s, sum(felt.num_tokens for felt in answered), seconds)
 
 
-async def _client(load: Load, target: Target, seed: int) -> Figures:
+async def _client(load: PDLoad, target: Target, seed: int) -> Figures:
     """Conversations of two turns, one after the other."""
     chance = np.random.default_rng(seed)
     began_s = time.perf_counter()
@@ -211,7 +211,7 @@ async def _client(load: Load, target: Target, seed: int) -> Figures:
 
 
 async def _second_turn(
-    decode: Instance, headers: dict[str, str], load: Load, seed: int
+    decode: PDInstance, headers: dict[str, str], load: PDLoad, seed: int
 ) -> float:
     """Bytes that a second turn moves, over those of its whole prompt."""
     chance = np.random.default_rng(seed)
@@ -242,7 +242,7 @@ def _body(prompt: list[int], output_tokens: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _pair(link: str) -> Iterator[tuple[Instance, Instance]]:
+def _pair(link: str) -> Iterator[tuple[PDInstance, PDInstance]]:
     """A prefill instance on the first core, a decode instance on the second."""
     token = secrets.token_hex(16)
     flags = ["--cache-transfer-protocol", link]
@@ -254,13 +254,13 @@ def _pair(link: str) -> Iterator[tuple[Instance, Instance]]:
 
 
 @contextmanager
-def _two_mixed() -> Iterator[tuple[Instance, Instance]]:
+def _two_mixed() -> Iterator[tuple[PDInstance, PDInstance]]:
     with _serving(0, "", []) as first, _serving(1, "", []) as second:
         yield first, second
 
 
 @contextmanager
-def _serving(place: int, token: str, flags: list[str]) -> Iterator[Instance]:
+def _serving(place: int, token: str, flags: list[str]) -> Iterator[PDInstance]:
     """One server on one core, until the block is left."""
     cores = sorted(os.sched_getaffinity(0))
     command = [sys.executable, "-m", "headwater", "serve", "--port", "0", "--threads", "1"]
@@ -274,7 +274,7 @@ def _serving(place: int, token: str, flags: list[str]) -> Iterator[Instance]:
             pinned, env=environment, stdout=subprocess.PIPE, stderr=log, text=True
         )
         try:
-            yield Instance(_port(process), token)
+            yield PDInstance(_port(process), token)
         finally:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -16,7 +16,7 @@ from headwater.bench._workload import make_sessions
 from headwater.clock import VirtualClock
 from headwater.replay.trace import TraceRequest, read_trace
 from headwater.scheduler.request import Request, SamplingParams
-from headwater.testing.fabric import Fabric
+from headwater.testing.fabric import HeldFabric
 from headwater.testing.peers import EchoPair, EchoPeer
 from headwater.types import RequestId
 
@@ -52,7 +52,7 @@ def _request(number: int, entry: TraceRequest) -> Request:
 
 def _mixed(requests: Iterable[Request]) -> int:
     peer = EchoPeer(
-        fabric=Fabric(),
+        fabric=HeldFabric(),
         clock=VirtualClock(),
         name="m",
         num_blocks=_CAPACITY_BLOCKS,

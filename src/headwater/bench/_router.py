@@ -18,7 +18,7 @@ from headwater.events import BlocksStored
 from headwater.metrics.kv_events import EventBatch, block_hash, events_of
 from headwater.replay.cache_only import CacheOnly, longest_blocks, replay_cache
 from headwater.replay.trace import TRACE_BLOCK, TraceRequest, read_trace
-from headwater.server.router.view import BlockView, Hearing
+from headwater.server.router.view import BlockView, EventBatchResult
 from headwater.types import Tokens
 
 INSTANCES = 8
@@ -33,7 +33,7 @@ class LongestPrefix:
         return min(candidates, key=lambda c: (-c.cached_tokens, c.recent_tokens))
 
 
-class SimInstance:
+class RoutedCache:
     """A cache, and what the router knows of it."""
 
     def __init__(self, name: str, longest: int) -> None:
@@ -72,7 +72,7 @@ class SimInstance:
             for fact in facts.take()
         ]
         batch = EventBatch(ts=0.0, events=events_of(bare, TRACE_BLOCK))
-        if self.view.hear(self.view.next, batch) is not Hearing.APPLIED:
+        if self.view.hear(self.view.next, batch) is not EventBatchResult.APPLIED:
             raise InvariantError("the router did not apply a batch that was the next")
 
 
@@ -98,7 +98,7 @@ def _route(
     requests: Sequence[TraceRequest], hashes: Sequence[Sequence[int]], policy: Policy
 ) -> dict[str, float]:
     longest = longest_blocks(requests)
-    instances = {f"i{n}": SimInstance(f"i{n}", longest) for n in range(INSTANCES)}
+    instances = {f"i{n}": RoutedCache(f"i{n}", longest) for n in range(INSTANCES)}
     hits = 0
     for request, prompt_hashes in zip(requests, hashes, strict=True):
         now = request.arrival_s

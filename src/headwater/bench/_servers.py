@@ -32,7 +32,7 @@ _STOP_S = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
+class RunningServer:
     """A server that answers."""
 
     engine: str
@@ -97,7 +97,7 @@ VLLM_ENVIRONMENT = {
 @contextmanager
 def running(
     engine: str, command: Sequence[str], *, port: int, environment: Mapping[str, str]
-) -> Iterator[Server]:
+) -> Iterator[RunningServer]:
     """A server, once it answers; stopped when the block is left."""
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
@@ -113,7 +113,7 @@ def running(
                 log.seek(0)
                 said = log.read().decode(errors="replace")[-2000:]
                 raise EngineDead(f"{engine} did not start:\n{said}")
-            yield Server(
+            yield RunningServer(
                 engine=engine, port=port, compute_pid=_pin(process.pid), group=process.pid
             )
         finally:
@@ -129,7 +129,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def alone(server: Server, servers: Sequence[Server]) -> Iterator[None]:
+def alone(server: RunningServer, servers: Sequence[RunningServer]) -> Iterator[None]:
     """Stop the other servers until the block is left: an idle engine may spin on its core."""
     others = [other for other in servers if other is not server]
     for other in others:

@@ -17,7 +17,7 @@ from typing import Any, Self
 import numpy as np
 
 from headwater.bench._soak_round import RESETS
-from headwater.cache import Ending, Transfer
+from headwater.cache import JobStatus, TransferJob
 from headwater.clock import SystemClock
 from headwater.config import EngineConfig
 from headwater.engine.core import EngineCore
@@ -29,7 +29,7 @@ from headwater.storage.base import BlockRead, BlockWrite, StorageBackend, Storag
 from headwater.storage.memory import MemoryStorage
 from headwater.testing.faults import BYTE_FAULTS, damage
 from headwater.testing.media import MemoryMedium
-from headwater.transfer.completions import Completion
+from headwater.transfer.completions import JobCompletion
 from headwater.transfer.mover import DeviceCopier
 from headwater.transfer.workers import Report
 from headwater.types import BlockKey, RequestId
@@ -113,9 +113,9 @@ class ShakyCopier:
         self._copier = copier
         self._dice = dice
 
-    def start(self, transfer: Transfer, report: Report) -> None:
+    def start(self, transfer: TransferJob, report: Report) -> None:
         if self._dice.random() < 0.05:
-            report(Completion(transfer.job, Ending.FAILED, reason="error"))
+            report(JobCompletion(transfer.job, JobStatus.FAILED, reason="error"))
         else:
             self._copier.start(transfer, report)
 

@@ -23,7 +23,7 @@ _DRAIN_S = 120.0
 
 
 @dataclass(slots=True)
-class Served:
+class TierRun:
     """What came of some requests that were sent together."""
 
     seconds: float
@@ -86,7 +86,7 @@ class TierEngine:
         self._clock = SystemClock()
         self._numbers = itertools.count()
 
-    def serve(self, prompts: list[Tokens], *, max_tokens: int) -> Served:
+    def serve(self, prompts: list[Tokens], *, max_tokens: int) -> TierRun:
         """All at once, until the last has ended."""
         began_s, first_s = self._clock.now(), 0.0
         before, cpu_s = self.core.stats(), process_time()
@@ -112,7 +112,7 @@ class TierEngine:
         decide_s = after.decide_s - before.decide_s
         decide_cpu_s = step_cpu_s - (self._runner.cpu_s - runner_cpu_s)
         num_steps = after.num_steps - before.num_steps
-        return Served(
+        return TierRun(
             seconds=self._clock.now() - began_s,
             first_s=first_s,
             cpu_s=process_time() - cpu_s,

@@ -24,7 +24,7 @@ from headwater.engine.collector import settle_collector
 from headwater.errors import ConfigError
 from headwater.launch.weights import load_weights, require_unseen
 from headwater.replay.cache_only import CacheOnly, longest_blocks
-from headwater.replay.hints import HINTS, NOTHING, Said, hints_of
+from headwater.replay.hints import HINTS, NOTHING, SessionHint, hints_of
 from headwater.replay.optimum import optimal_hits
 from headwater.replay.trace import TraceRequest, read_trace
 from headwater.replay.variants import VARIANTS
@@ -68,7 +68,7 @@ class _Setup(NamedTuple):
     capacities: Sequence[int]
     repeat: int
     weights: Weights | None
-    hints: Sequence[Said]
+    hints: Sequence[SessionHint]
 
 
 def compare(requests: Sequence[TraceRequest], setup: _Setup) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from headwater.bench._flags import read_flags
 from headwater.bench._links import measure_links
-from headwater.bench._pd import Load, measure_pd
+from headwater.bench._pd import PDLoad, measure_pd
 from headwater.bench._pd_hits import measure_hits
 from headwater.bench._report import print_report
 from headwater.bench._router import measure_router
@@ -38,9 +38,9 @@ def main(argv: Sequence[str]) -> int:
     result: dict[str, Any] = {}
     if "engine" in options.parts:
         _say("engine: one prefill and one decode instance, and two mixed ones")
-        load = Load(num_clients=8, num_rounds=4, prompt_tokens=1000, output_tokens=64)
+        load = PDLoad(num_clients=8, num_rounds=4, prompt_tokens=1000, output_tokens=64)
         if options.quick:
-            load = Load(num_clients=2, num_rounds=1, prompt_tokens=300, output_tokens=16)
+            load = PDLoad(num_clients=2, num_rounds=1, prompt_tokens=300, output_tokens=16)
         result |= measure_pd(load, options.link, rounds=1 if options.quick else 5)
     if "hits" in options.parts:
         _say("hits: a pair and a mixed instance on a trace, scaled down")

@@ -32,7 +32,7 @@ from headwater.bench._flags import read_flags
 from headwater.bench._servers import (
     MODEL_NAME,
     VLLM_ENVIRONMENT,
-    Server,
+    RunningServer,
     alone,
     client_pinned,
     free_port,
@@ -136,7 +136,7 @@ def _measure_case(
     case: Case,
     name: str,
     folder: Path,
-    servers: Sequence[Server],
+    servers: Sequence[RunningServer],
     options: Namespace,
     *,
     caching: bool,
@@ -163,7 +163,9 @@ def _measure_case(
     ]
 
 
-def _run_in_quiet(case: Case, server: Server, vocab: int, seed: int, options: Namespace) -> Row:
+def _run_in_quiet(
+    case: Case, server: RunningServer, vocab: int, seed: int, options: Namespace
+) -> Row:
     """The first run in which the engine had its core, or that of several in which it most had."""
     rows: list[Row] = []
     for attempt in range(options.patience):
@@ -173,7 +175,7 @@ def _run_in_quiet(case: Case, server: Server, vocab: int, seed: int, options: Na
     return min(rows, key=lambda row: float(row["waited_share"]))
 
 
-def _run(case: Case, server: Server, vocab: int, seed: int, output_tokens: int) -> Row:
+def _run(case: Case, server: RunningServer, vocab: int, seed: int, output_tokens: int) -> Row:
     workload = make_workload(
         case.workload,
         concurrency=case.concurrency,
@@ -197,7 +199,7 @@ def _run(case: Case, server: Server, vocab: int, seed: int, output_tokens: int) 
     }
 
 
-def _decided(server: Server) -> list[float]:
+def _decided(server: RunningServer) -> list[float]:
     """Seconds in scheduler and cache, and in steps; nothing of an engine that does not say."""
     counters = server.counters()
     return [counters[name] for name in COUNTERS if name in counters]
@@ -218,14 +220,14 @@ def _cases(options: Namespace) -> Iterator[Case]:
 
 def _headwater(
     folder: Path, options: Namespace, *, caching: bool
-) -> AbstractContextManager[Server]:
+) -> AbstractContextManager[RunningServer]:
     port = free_port()
     _say(f"starting headwater on {folder.name}, cache={caching}")
     command = headwater_command(folder, port=port, block=options.block, caching=caching)
     return running("headwater", command, port=port, environment={})
 
 
-def _vllm(folder: Path, options: Namespace) -> AbstractContextManager[Server]:
+def _vllm(folder: Path, options: Namespace) -> AbstractContextManager[RunningServer]:
     port = free_port()
     _say(f"starting vllm on {folder.name}; this takes a while")
     command = vllm_command(

@@ -21,7 +21,7 @@ from headwater.bench._backend_speed import measure_backends
 from headwater.bench._flags import read_flags
 from headwater.bench._report import print_report
 from headwater.bench._storage_media import Media, open_media
-from headwater.bench._tier_engine import Served, TierEngine
+from headwater.bench._tier_engine import TierEngine, TierRun
 from headwater.types import Tokens
 
 _CAPACITY_BYTES = 2 << 30
@@ -118,7 +118,7 @@ def measure_all_miss(folder: Path, options: Namespace) -> Result:
     of processor time, copies in threads included, which neighbours disturb least.
     """
     engines = _miss_engines(folder, options)
-    runs: dict[str, list[Served]] = {name: [] for name in engines}
+    runs: dict[str, list[TierRun]] = {name: [] for name in engines}
     for number in range(options.pairs + 1):
         _say(f"all-miss: pair {number} of {options.pairs}")
         for name in list(engines) if number % 2 else reversed(engines):

@@ -5,19 +5,19 @@ from headwater.cache.keys import KeyScheme, MediaSpan, Namespace, TokenPath, med
 from headwater.cache.lease import Lease
 from headwater.cache.plan import (
     Demotion,
-    Ending,
-    Extent,
     InFlight,
-    Landing,
+    JobEffect,
+    JobOutcome,
+    JobStatus,
     Lookup,
     Match,
     MissReason,
-    Outcome,
     Promotion,
     Removal,
-    Transfer,
+    TierRange,
+    TransferJob,
 )
-from headwater.cache.policy import Hint, Turn
+from headwater.cache.policy import FinishedRequest, Hint
 from headwater.cache.stats import CacheStats
 from headwater.cache.tiered import TieredCache
 
@@ -25,24 +25,24 @@ __all__ = [
     "CacheConfig",
     "CacheStats",
     "Demotion",
-    "Ending",
-    "Extent",
+    "FinishedRequest",
     "Hint",
     "InFlight",
+    "JobEffect",
+    "JobOutcome",
+    "JobStatus",
     "KeyScheme",
-    "Landing",
     "Lease",
     "Lookup",
     "Match",
     "MediaSpan",
     "MissReason",
     "Namespace",
-    "Outcome",
     "Promotion",
     "Removal",
+    "TierRange",
     "TieredCache",
     "TokenPath",
-    "Transfer",
-    "Turn",
+    "TransferJob",
     "media_by_block",
 ]

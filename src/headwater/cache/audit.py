@@ -11,7 +11,7 @@ import numpy as np
 
 from headwater.cache.node import Node
 from headwater.cache.pool import SlotState
-from headwater.cache.shelf import Shelf
+from headwater.cache.shelf import TierPool
 from headwater.errors import InvariantError
 from headwater.types import EMPTY, Slots, Tier
 
@@ -78,7 +78,7 @@ def _check_pins(cache: "TieredCache", nodes: list[Node]) -> None:
             _require(full, "a leased block is not on the device")
 
 
-def _check_owners(cache: "TieredCache", shelf: Shelf, nodes: Iterable[Node]) -> None:
+def _check_owners(cache: "TieredCache", shelf: TierPool, nodes: Iterable[Node]) -> None:
     """Every slot that is not free has exactly the owner its state says."""
     cached = _slots(node.device if shelf.tier is Tier.DEVICE else node.host for node in nodes)
     jobs = cache.transfers.jobs.by_id.values()
@@ -95,7 +95,7 @@ def _check_owners(cache: "TieredCache", shelf: Shelf, nodes: Iterable[Node]) -> 
         _require(same, f"{shelf.tier.name} slots in state {state.name} have no or two owners")
 
 
-def _check_order(shelf: Shelf, nodes: list[Node]) -> None:
+def _check_order(shelf: TierPool, nodes: list[Node]) -> None:
     """A node is in the order exactly while it may be evicted."""
     evictable = 0
     for node in nodes:

@@ -13,10 +13,10 @@ import numpy as np
 from headwater.cache.config import CacheConfig
 from headwater.cache.keys import TokenPath
 from headwater.cache.lease import Lease
-from headwater.cache.policy import Orders, Run, Shape, Turn
+from headwater.cache.policy import FinishedRequest, MarkedRange, Orders, Shape
 from headwater.cache.policy.lru import Lru
 from headwater.cache.policy.retention import PIECE_TOKENS, Retention, Visit
-from headwater.cache.policy.session import Session
+from headwater.cache.policy.session import SessionPolicy
 from headwater.cache.tiered import TieredCache
 from headwater.types import RequestId, Tier, WritePolicy
 
@@ -42,15 +42,17 @@ _BLOCK_TOKENS = 2
 def make_orders(shape: Shape, *, piece_tokens: int = PIECE_TOKENS) -> Orders:
     """The session policy for both tiers, with its guard."""
     retention = Retention(shape.block_tokens, piece_tokens, shape.weights)
-    orders = Session(retention, Tier.DEVICE), Session(retention, Tier.HOST)
-    retention.watch = Duel(retention, orders).watch
+    orders = SessionPolicy(retention, Tier.DEVICE), SessionPolicy(retention, Tier.HOST)
+    retention.watch = ShadowComparison(retention, orders).watch
     return Orders(*orders)
 
 
-class Duel:
+class ShadowComparison:
     """Sets `cautious` on both orders while an LRU does better on the sample."""
 
-    def __init__(self, retention: Retention, orders: tuple[Session, Session]) -> None:
+    def __init__(
+        self, retention: Retention, orders: tuple[SessionPolicy, SessionPolicy]
+    ) -> None:
         self._retention = retention
         self._orders = orders
         self._small: tuple[_Small, _Small] | None = None
@@ -103,12 +105,12 @@ class Duel:
             order.cautious = cautious
 
 
-class _Follower(Session):
+class _Follower(SessionPolicy):
     """The session policy over runs that somebody else has marked."""
 
-    runs: Sequence[Run] = ()
+    runs: Sequence[MarkedRange] = ()
 
-    def visit(self, lease: Lease, turn: Turn, now: float) -> Sequence[Run]:
+    def visit(self, lease: Lease, turn: FinishedRequest, now: float) -> Sequence[MarkedRange]:
         return self.runs
 
 
@@ -138,6 +140,6 @@ class _Small:
             cache.commit(lease, path, slots, now=now)
         if isinstance(self._order, _Follower):
             self._order.runs = visit.runs
-        cache.release(lease, now=now, turn=Turn(0, 0))
+        cache.release(lease, now=now, turn=FinishedRequest(0, 0))
         cache.trim(room)
         return found

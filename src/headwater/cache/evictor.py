@@ -6,12 +6,12 @@ go to the pool, so there is no second path by which they could be freed again.
 
 import numpy as np
 
-from headwater.cache.facts import Facts
+from headwater.cache.facts import KVEventLog
 from headwater.cache.ghosts import Ghosts
 from headwater.cache.node import Node
 from headwater.cache.plan import MissReason
 from headwater.cache.pool import SlotState
-from headwater.cache.shelf import Shelf
+from headwater.cache.shelf import TierPool
 from headwater.cache.tree import PrefixTree, subtree
 from headwater.errors import InvariantError
 from headwater.types import EMPTY, Slots, Tier
@@ -23,11 +23,11 @@ class Evictor:
     def __init__(
         self,
         tree: PrefixTree,
-        device: Shelf,
-        host: Shelf,
+        device: TierPool,
+        host: TierPool,
         ghosts: Ghosts,
         max_stored: int,
-        facts: Facts | None = None,
+        facts: KVEventLog | None = None,
     ) -> None:
         self._tree = tree
         self._device = device

@@ -13,7 +13,7 @@ from headwater.events import BlocksCleared, BlocksRemoved, BlocksStored, CacheFa
 from headwater.types import Tier
 
 
-class Facts:
+class KVEventLog:
     """The changes since the last `take`, and the whole state on request."""
 
     def __init__(self, tree: PrefixTree) -> None:

@@ -7,7 +7,7 @@ from headwater.cache.plan import InFlight
 from headwater.cache.tree import PrefixTree
 
 
-class Announcements:
+class InFlightPrefixes:
     """Who computes what, by place: the node it continues and its next block.
 
     Where two sequences compute the same blocks, the first to announce is the one named.

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from headwater.cache.node import Node
-from headwater.cache.plan import Promotion, Transfer
+from headwater.cache.plan import Promotion, TransferJob
 from headwater.types import JobId
 
 
@@ -18,14 +18,14 @@ class Segment:
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class JobRecord:
     """One transfer and the part of the tree it concerns, root side first.
 
     The last node is pinned, and with it the path above, from start to end; splits divide the
     segments, so a job is about blocks and never about how they are cut into nodes.
     """
 
-    transfer: Transfer
+    transfer: TransferJob
     segments: list[Segment]
     node: Node
     """The last node of the path it pins."""
@@ -60,7 +60,7 @@ class Job:
 class JobTable:
     """The jobs in flight, by number."""
 
-    by_id: dict[JobId, Job] = field(default_factory=dict)
+    by_id: dict[JobId, JobRecord] = field(default_factory=dict)
     _next: int = 0
 
     def new_id(self) -> JobId:
@@ -68,30 +68,30 @@ class JobTable:
         self._next += 1
         return JobId(self._next)
 
-    def start(self, job: Job) -> None:
+    def start(self, job: JobRecord) -> None:
         """`job` is in flight from now on."""
         self.by_id[job.transfer.job] = job
         for node in {segment.node for segment in job.segments}:
             node.jobs = (*node.jobs, job)
 
-    def finish(self, job: Job) -> None:
+    def finish(self, job: JobRecord) -> None:
         """`job` is over: it concerns no node any more."""
         del self.by_id[job.transfer.job]
         _leave(job)
 
-    def detach(self, job: Job) -> None:
+    def detach(self, job: JobRecord) -> None:
         """`job` is still in flight, and concerns no node any more."""
         _leave(job)
         job.segments = []
         job.detached = True
 
 
-def _leave(job: Job) -> None:
+def _leave(job: JobRecord) -> None:
     for node in {segment.node for segment in job.segments}:
         node.jobs = tuple(other for other in node.jobs if other is not job)
 
 
-def leading(job: Job, num_blocks: int) -> Iterator[tuple[Segment, int]]:
+def leading(job: JobRecord, num_blocks: int) -> Iterator[tuple[Segment, int]]:
     """The segments of the first `num_blocks` blocks of `job`, the last cut to fit, each with
     the number of blocks before it."""
     at = 0

@@ -1,7 +1,7 @@
 """Matching: how far a path is cached, tier by tier, and why no further. Changes nothing."""
 
 from headwater.cache.ghosts import Ghosts
-from headwater.cache.inflight import Announcements
+from headwater.cache.inflight import InFlightPrefixes
 from headwater.cache.jobs import loading_job
 from headwater.cache.keys import TokenPath
 from headwater.cache.plan import Match, MissReason
@@ -11,7 +11,9 @@ from headwater.cache.tree import PrefixTree
 class Matcher:
     """Looks at the tree, at what is being computed, and at what is remembered."""
 
-    def __init__(self, tree: PrefixTree, announcements: Announcements, ghosts: Ghosts) -> None:
+    def __init__(
+        self, tree: PrefixTree, announcements: InFlightPrefixes, ghosts: Ghosts
+    ) -> None:
         self._tree = tree
         self._announcements = announcements
         self._ghosts = ghosts

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from headwater.types import EMPTY, BlockKey
 
 if TYPE_CHECKING:
-    from headwater.cache.jobs import Job
+    from headwater.cache.jobs import JobRecord
     from headwater.cache.keys import Namespace
     from headwater.cache.plan import MissReason
 
 
-class Mark(NamedTuple):
+class RetentionMark(NamedTuple):
     """What an eviction policy remembers of a run: when it was used, and what it is like."""
 
     used_s: float
@@ -87,13 +87,13 @@ class Node:
         self.host_children = 0
         self.pins = 0
         """Leases and jobs that go through this node; a pin on a node is on all above it too."""
-        self.jobs: tuple[Job, ...] = ()
+        self.jobs: tuple[JobRecord, ...] = ()
         self.hits = 0
         self.settled = -1
         """The `used` at which the last write of this node was settled."""
         self.used = 0
         """Tick of the last release; orders nodes by age."""
-        self.mark: Mark | None = None
+        self.mark: RetentionMark | None = None
         """Set when the path is released, and read, by policies that mark runs."""
         self.gone = False
         """Terminal: no longer in the tree. It keeps slots only while it is pinned."""

@@ -41,7 +41,7 @@ class OutlineNode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ApartBlocks:
+class SaltedBlocks:
     """What salted tenants have, in one sum."""
 
     num_namespaces: int
@@ -63,7 +63,7 @@ class Outline:
     num_first: int
     """Nodes without a parent, shown or not."""
 
-    apart: ApartBlocks
+    apart: SaltedBlocks
     generation: int
 
 
@@ -112,7 +112,7 @@ def _shown(node: Node, parent: int | None, tick: int) -> OutlineNode:
     )
 
 
-def _apart(tree: PrefixTree, max_nodes: int) -> ApartBlocks:
+def _apart(tree: PrefixTree, max_nodes: int) -> SaltedBlocks:
     roots = [root for name, root in tree.roots.items() if name != SHARED and root.children]
     everything = (
         node for root in roots for child in root.children.values() for node in subtree(child)
@@ -122,7 +122,7 @@ def _apart(tree: PrefixTree, max_nodes: int) -> ApartBlocks:
         device += len(node.device)
         host += len(node.host)
         stored += node.num_stored
-    return ApartBlocks(
+    return SaltedBlocks(
         num_namespaces=len(roots),
         device=device,
         host=host,

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from headwater.cache.node import Node
-from headwater.cache.policy import Run
+from headwater.cache.policy import MarkedRange
 from headwater.cache.pool import SlotState
-from headwater.cache.shelf import Shelf
+from headwater.cache.shelf import TierPool
 from headwater.cache.tree import PrefixTree
 from headwater.types import EMPTY, Slots, Tier
 
@@ -19,7 +19,7 @@ from headwater.types import EMPTY, Slots, Tier
 class Pins:
     """Keeps the eviction orders in step with pins, splits and resets."""
 
-    def __init__(self, tree: PrefixTree, device: Shelf, host: Shelf) -> None:
+    def __init__(self, tree: PrefixTree, device: TierPool, host: TierPool) -> None:
         self._tree = tree
         self._device = device
         self._host = host
@@ -93,7 +93,7 @@ class Pins:
             if cold and at.used <= node.used:
                 self._device.add(at, now, cold=True)
 
-    def mark(self, node: Node, runs: Sequence[Run], *, now: float) -> None:
+    def mark(self, node: Node, runs: Sequence[MarkedRange], *, now: float) -> None:
         """Mark every node of the path that ends with `node` as the run of its middle block.
 
         A last run that is to be apart becomes a node of its own, where it is in a longer one.
@@ -190,7 +190,7 @@ class Pins:
         self._host.pool.free(np.concatenate(host), SlotState.CACHED)
 
 
-def _place(shelf: Shelf, head: Node, tail: Node, was_evictable: int, now: float) -> None:
+def _place(shelf: TierPool, head: Node, tail: Node, was_evictable: int, now: float) -> None:
     """Put the halves of a node that had `was_evictable` blocks in the order of `shelf` right.
 
     A job may go with one half only, so a half can become evictable by the split.
@@ -206,6 +206,6 @@ def _place(shelf: Shelf, head: Node, tail: Node, was_evictable: int, now: float)
         shelf.add(head, now, cold=True)
 
 
-def _kept(shelf: Shelf, node: Node) -> bool:
+def _kept(shelf: TierPool, node: Node) -> bool:
     """Whether `node` may not be evicted from `shelf`, however old it is."""
     return node.pins > 0 if shelf.tier is Tier.DEVICE else bool(node.jobs)

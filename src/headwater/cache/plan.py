@@ -34,7 +34,7 @@ class MissReason(Enum):
     __hash__ = object.__hash__  # Enum's own is a Python function, three times as slow
 
 
-class Extent(NamedTuple):
+class TierRange(NamedTuple):
     """Blocks [start, end) of a path are in `tier`."""
 
     tier: Tier
@@ -94,19 +94,19 @@ class Match:
         return self.device_blocks + self.host_blocks + self.storage_blocks
 
     @property
-    def extents(self) -> tuple[Extent, ...]:
+    def extents(self) -> tuple[TierRange, ...]:
         """The same as runs in position order; empty ones left out."""
         host_end = self.device_blocks + self.host_blocks
         runs = (
-            Extent(Tier.DEVICE, 0, self.device_blocks),
-            Extent(Tier.HOST, self.device_blocks, host_end),
-            Extent(Tier.STORAGE, host_end, host_end + self.storage_blocks),
+            TierRange(Tier.DEVICE, 0, self.device_blocks),
+            TierRange(Tier.HOST, self.device_blocks, host_end),
+            TierRange(Tier.STORAGE, host_end, host_end + self.storage_blocks),
         )
         return tuple(run for run in runs if run.start < run.end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Transfer:
+class TransferJob:
     """Copy a run of blocks from one tier to the next; one value a run, never one a block.
 
     A tier of slots is addressed by slots, storage by keys; the unused one is empty. Source and
@@ -127,11 +127,11 @@ class Transfer:
         return max(len(self.source_slots), len(self.target_slots))
 
 
-class Promotion(Transfer):
+class Promotion(TransferJob):
     """Up a tier: host to device, or storage to host."""
 
 
-class Demotion(Transfer):
+class Demotion(TransferJob):
     """Down a tier: device to host, or host to storage."""
 
 
@@ -174,7 +174,7 @@ class Removal:
     """How many there are is not known before."""
 
 
-class Ending(Enum):
+class JobStatus(Enum):
     """How a job ended, as its executor tells it."""
 
     DONE = auto()
@@ -196,11 +196,11 @@ class Ending(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class JobOutcome:
     """The one end of a job; after TIMED_OUT a second one says that it is quiet."""
 
     job: JobId
-    ending: Ending
+    ending: JobStatus
     num_blocks: int = 0
     """For PARTIAL, DAMAGED and ABSENT: leading blocks that arrived whole."""
 
@@ -208,7 +208,7 @@ class Outcome:
     """Of a lookup: leading blocks that storage has, by path."""
 
 
-class Landing(Enum):
+class JobEffect(Enum):
     """What the cache did with an outcome."""
 
     ATTACHED = auto()

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from headwater.cache.facts import Facts
+from headwater.cache.facts import KVEventLog
 from headwater.cache.ghosts import Ghosts
 from headwater.cache.keys import TokenPath
 from headwater.cache.lease import Lease
@@ -10,7 +10,7 @@ from headwater.cache.node import Node
 from headwater.cache.pins import Pins
 from headwater.cache.pool import SlotPool, SlotState
 from headwater.cache.tree import PrefixTree
-from headwater.cache.writes import Writes
+from headwater.cache.writes import WriteQueue
 from headwater.types import EMPTY, Slots, Tier
 
 _SHORT_RUN = 64
@@ -26,8 +26,8 @@ class Publisher:
         pool: SlotPool,
         pins: Pins,
         ghosts: Ghosts,
-        writes: Writes,
-        facts: Facts | None = None,
+        writes: WriteQueue,
+        facts: KVEventLog | None = None,
     ) -> None:
         self._tree = tree
         self._pool = pool

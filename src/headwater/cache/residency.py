@@ -3,16 +3,18 @@
 import numpy as np
 
 from headwater.cache.evictor import Evictor
-from headwater.cache.facts import Facts
+from headwater.cache.facts import KVEventLog
 from headwater.cache.node import Node
-from headwater.cache.shelf import Shelf
+from headwater.cache.shelf import TierPool
 from headwater.types import Slots, Tier
 
 
 class Residency:
     """Adds to what a node has in a tier, keeping its parent's counts and the orders true."""
 
-    def __init__(self, host: Shelf, evictor: Evictor, facts: Facts | None = None) -> None:
+    def __init__(
+        self, host: TierPool, evictor: Evictor, facts: KVEventLog | None = None
+    ) -> None:
         self._host = host
         self._evictor = evictor
         self._facts = facts

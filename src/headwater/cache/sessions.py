@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 from headwater.cache.keys import Namespace
 from headwater.cache.lease import Lease
 from headwater.cache.node import Node
-from headwater.cache.policy import Hint, Turn
+from headwater.cache.policy import FinishedRequest, Hint
 
 MAX_SESSIONS = 16_384
 MAX_OF_TENANT = 4_096
@@ -38,7 +38,7 @@ class SessionStats(NamedTuple):
     """By outcome: `closed`, `granted`, `over_budget`."""
 
 
-class Known:
+class SessionEntry:
     """One session: the node its last request ended with, and what is promised to it."""
 
     __slots__ = (
@@ -75,7 +75,7 @@ class _Tenant:
         self.promised = 0
 
 
-_Timer: TypeAlias = tuple[float, int, Known]
+_Timer: TypeAlias = tuple[float, int, SessionEntry]
 
 
 class Sessions:
@@ -83,7 +83,7 @@ class Sessions:
 
     def __init__(self, budget_blocks: int) -> None:
         self._budget = budget_blocks
-        self._known: OrderedDict[tuple[Namespace, str], Known] = OrderedDict()
+        self._known: OrderedDict[tuple[Namespace, str], SessionEntry] = OrderedDict()
         self._tenants: dict[Namespace, _Tenant] = {}
         self._numbers = count()
         self._ends: list[_Timer] = []
@@ -92,7 +92,7 @@ class Sessions:
         self._promised = 0
         self._hints: Counter[str] = Counter()
 
-    def note(self, lease: Lease, turn: Turn, now: float) -> Known:
+    def note(self, lease: Lease, turn: FinishedRequest, now: float) -> SessionEntry:
         """A request of a session ends with `lease`; the session, with its hint as granted."""
         known = self._find(lease, turn.session)
         self._settle(known)
@@ -109,7 +109,7 @@ class Sessions:
             known.hint = None
         return known
 
-    def close(self, namespace: Namespace, name: str) -> Known | None:
+    def close(self, namespace: Namespace, name: str) -> SessionEntry | None:
         """The session is over: forget it. None when it is not known."""
         known = self._known.get((namespace, name))
         if known is not None:
@@ -117,7 +117,7 @@ class Sessions:
             self._forget(known)
         return known
 
-    def take_due(self, until_s: float) -> list[Known]:
+    def take_due(self, until_s: float) -> list[SessionEntry]:
         """The sessions that are expected before `until_s`, each once, earliest first."""
         due = []
         while self._dues and self._dues[0][0] <= until_s:
@@ -142,7 +142,7 @@ class Sessions:
         """The counts now."""
         return SessionStats(len(self._known), self._promised, dict(self._hints))
 
-    def _find(self, lease: Lease, name: str) -> Known:
+    def _find(self, lease: Lease, name: str) -> SessionEntry:
         """The session of this name, the most recent from now on; made where there is none."""
         key = lease.namespace, name
         known = self._known.get(key)
@@ -156,12 +156,12 @@ class Sessions:
         elif len(self._known) >= MAX_SESSIONS:
             self._forget(next(iter(self._known.values())))
         tenant = self._tenants.setdefault(lease.namespace, tenant)
-        known = Known(lease.namespace, name, lease.node, len(lease.slots))
+        known = SessionEntry(lease.namespace, name, lease.node, len(lease.slots))
         self._known[key] = known
         tenant.names[name] = None
         return known
 
-    def _grant(self, known: Known, hint: Hint, num_blocks: int, now: float) -> bool:
+    def _grant(self, known: SessionEntry, hint: Hint, num_blocks: int, now: float) -> bool:
         """Promise to keep `num_blocks`, if that is within its tenant's budget."""
         while self._ends and self._ends[0][0] <= now:
             until_s, _, over = heappop(self._ends)
@@ -190,14 +190,14 @@ class Sessions:
             heapify(self._ends)
             heapify(self._dues)
 
-    def _settle(self, known: Known) -> None:
+    def _settle(self, known: SessionEntry) -> None:
         """Nothing is promised to it any more, and it is not expected."""
         if known.promised:
             self._tenants[known.namespace].promised -= known.promised
             self._promised -= known.promised
         known.promised, known.until_s, known.due_s = 0, 0.0, None
 
-    def _forget(self, known: Known) -> None:
+    def _forget(self, known: SessionEntry) -> None:
         self._settle(known)
         del self._known[known.namespace, known.name]
         tenant = self._tenants[known.namespace]

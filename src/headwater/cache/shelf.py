@@ -6,7 +6,7 @@ from headwater.cache.pool import SlotPool
 from headwater.types import Tier
 
 
-class Shelf:
+class TierPool:
     """Pool and order of the device or the host tier, and the blocks in that order."""
 
     __slots__ = ("evictable", "evicted", "order", "pool", "tier")

@@ -11,9 +11,9 @@ import numpy as np
 from headwater.cache.audit import audit
 from headwater.cache.config import CacheConfig
 from headwater.cache.evictor import Evictor
-from headwater.cache.facts import Facts
+from headwater.cache.facts import KVEventLog
 from headwater.cache.ghosts import Ghosts
-from headwater.cache.inflight import Announcements
+from headwater.cache.inflight import InFlightPrefixes
 from headwater.cache.keys import KeyScheme, Namespace, TokenPath
 from headwater.cache.lease import Lease
 from headwater.cache.ledger import Ledger
@@ -22,17 +22,17 @@ from headwater.cache.node import Node
 from headwater.cache.pins import Pins
 from headwater.cache.plan import (
     Demotion,
-    Landing,
+    JobEffect,
+    JobOutcome,
     Lookup,
     Match,
-    Outcome,
     Promotion,
 )
-from headwater.cache.policy import Orders, Shape, Turn, make_orders
+from headwater.cache.policy import FinishedRequest, Orders, Shape, make_orders
 from headwater.cache.pool import SlotState
 from headwater.cache.publisher import Publisher
-from headwater.cache.sessions import Known, Sessions
-from headwater.cache.shelf import Shelf
+from headwater.cache.sessions import SessionEntry, Sessions
+from headwater.cache.shelf import TierPool
 from headwater.cache.stats import CacheStats
 from headwater.cache.transfers import Transfers
 from headwater.cache.tree import PrefixTree
@@ -69,10 +69,10 @@ class TieredCache:
             )
             orders = make_orders(config.eviction, shape)
         self.tree = PrefixTree(scheme)
-        self.device = Shelf(Tier.DEVICE, config.device_blocks, orders.device)
-        self.host = Shelf(Tier.HOST, config.host_blocks, orders.host)
+        self.device = TierPool(Tier.DEVICE, config.device_blocks, orders.device)
+        self.host = TierPool(Tier.HOST, config.host_blocks, orders.host)
         self.ghosts = Ghosts(config.max_ghosts)
-        self.facts = Facts(self.tree) if config.record_facts else None
+        self.facts = KVEventLog(self.tree) if config.record_facts else None
         """What changed, for those who follow the cache; None where nobody asked."""
         self.evictor = Evictor(
             self.tree,
@@ -83,7 +83,7 @@ class TieredCache:
             self.facts,
         )
         self.pins = Pins(self.tree, self.device, self.host)
-        self.announcements = Announcements(self.tree)
+        self.announcements = InFlightPrefixes(self.tree)
         self.transfers = Transfers(
             config, self.tree, self.device, self.host, self.pins, self.evictor, self.facts
         )
@@ -209,7 +209,12 @@ class TieredCache:
         return surplus
 
     def release(
-        self, lease: Lease, *, now: float, slots: Slots | None = None, turn: Turn | None = None
+        self,
+        lease: Lease,
+        *,
+        now: float,
+        slots: Slots | None = None,
+        turn: FinishedRequest | None = None,
     ) -> None:
         """End a lease; its blocks are the most recently used. Held `slots` go back with it.
 
@@ -242,7 +247,7 @@ class TieredCache:
             self.pins.close(known.node, known.num_shared)
         return known is not None
 
-    def match_session(self, known: Known) -> Match:
+    def match_session(self, known: SessionEntry) -> Match:
         """How far the path of a session is cached, as far as the tree still knows it."""
         path = self.tree.path_to(known.node, known.namespace)
         return self.match(path)
@@ -295,7 +300,7 @@ class TieredCache:
             limit_stored = limit_blocks - sum(plan.num_blocks for plan in plans)
         return plans + self.transfers.demote_stored(limit_stored)
 
-    def land(self, outcome: Outcome, *, now: float) -> Landing:
+    def land(self, outcome: JobOutcome, *, now: float) -> JobEffect:
         """Take the end of a transfer. Never fails; late and duplicate ends change nothing."""
         return self.transfers.land(outcome, now=now)
 
@@ -367,7 +372,7 @@ class TieredCache:
         """Raise InvariantError if any book does not balance. O(everything)."""
         audit(self)
 
-    def _end_turn(self, lease: Lease, turn: Turn, now: float) -> None:
+    def _end_turn(self, lease: Lease, turn: FinishedRequest, now: float) -> None:
         """Let go of the path of a request that has ended, marked as the policy says."""
         runs = self.device.order.visit(lease, turn, now)
         if runs:

@@ -10,33 +10,33 @@ import numpy as np
 
 from headwater.cache.config import CacheConfig
 from headwater.cache.evictor import Evictor
-from headwater.cache.facts import Facts
-from headwater.cache.jobs import Job, JobTable, Segment, leading
+from headwater.cache.facts import KVEventLog
+from headwater.cache.jobs import JobRecord, JobTable, Segment, leading
 from headwater.cache.keys import TokenPath
 from headwater.cache.node import Node
 from headwater.cache.pins import Pins
 from headwater.cache.plan import (
     Demotion,
-    Ending,
-    Landing,
+    JobEffect,
+    JobOutcome,
+    JobStatus,
     Match,
     MissReason,
-    Outcome,
     Promotion,
 )
 from headwater.cache.pool import SlotState
 from headwater.cache.residency import Residency
-from headwater.cache.shelf import Shelf
+from headwater.cache.shelf import TierPool
 from headwater.cache.tree import PrefixTree
-from headwater.cache.writes import Writes
+from headwater.cache.writes import WriteQueue
 from headwater.errors import InvariantError
 from headwater.types import EMPTY, BlockKey, Slots, Tier
 
 MakeChild = Callable[[Node, bytes, TokenPath, int], Node]
 
 _LOST = {
-    Ending.DAMAGED: MissReason.DAMAGED,
-    Ending.ABSENT: MissReason.EVICTED_STORAGE,
+    JobStatus.DAMAGED: MissReason.DAMAGED,
+    JobStatus.ABSENT: MissReason.EVICTED_STORAGE,
 }
 """Endings that say that storage has not what was thought, and why a match will end there."""
 
@@ -48,11 +48,11 @@ class Transfers:
         self,
         config: CacheConfig,
         tree: PrefixTree,
-        device: Shelf,
-        host: Shelf,
+        device: TierPool,
+        host: TierPool,
         pins: Pins,
         evictor: Evictor,
-        facts: Facts | None = None,
+        facts: KVEventLog | None = None,
     ) -> None:
         self._tree = tree
         self._shelves = {Tier.DEVICE: device, Tier.HOST: host}
@@ -60,7 +60,7 @@ class Transfers:
         self._evictor = evictor
         self._residency = Residency(host, evictor, facts)
         self._facts = facts
-        self.writes = Writes(config, device)
+        self.writes = WriteQueue(config, device)
         self.jobs = JobTable()
         self.late_outcomes = 0
 
@@ -96,7 +96,7 @@ class Transfers:
                 target_slots=target,
             )
             self._pins.pin(node)
-            self._start(Job(plan, [Segment(node, start, len(target))], node, cold=cold))
+            self._start(JobRecord(plan, [Segment(node, start, len(target))], node, cold=cold))
             plans.append(plan)
             limit -= plan.num_blocks
         return plans
@@ -121,21 +121,21 @@ class Transfers:
                 parent=self._tree.key_before(node, start),
             )
             self._pins.pin(node)
-            self._start(Job(plan, [Segment(node, start, count)], node))
+            self._start(JobRecord(plan, [Segment(node, start, count)], node))
             plans.append(plan)
             limit -= count
         return plans
 
-    def land(self, outcome: Outcome, *, now: float) -> Landing:
+    def land(self, outcome: JobOutcome, *, now: float) -> JobEffect:
         """Attach what arrived, free what did not, and let go of the path."""
         job = self.jobs.by_id.get(outcome.job)
-        timed_out = outcome.ending is Ending.TIMED_OUT
+        timed_out = outcome.ending is JobStatus.TIMED_OUT
         if job is None or (timed_out and job.timed_out):
             self.late_outcomes += 1
-            return Landing.UNKNOWN
+            return JobEffect.UNKNOWN
         if timed_out:
             self._quarantine(job, now=now)
-            return Landing.QUARANTINED
+            return JobEffect.QUARANTINED
         arrived = 0 if job.timed_out else _arrived(job, outcome)
         attached = self._attach(job, arrived)
         if arrived < job.transfer.num_blocks:
@@ -143,7 +143,7 @@ class Transfers:
         self._finish(job, now=now)
         if outcome.ending in _LOST and not job.timed_out:
             self._forget_from(job, arrived, _LOST[outcome.ending])
-        return Landing.ATTACHED if attached else Landing.NOTHING
+        return JobEffect.ATTACHED if attached else JobEffect.NOTHING
 
     def learn_stored(self, path: TokenPath, count: int, make: MakeChild, *, now: float) -> None:
         """Storage has the first `count` blocks of `path`; `make` makes nodes for new ones."""
@@ -215,7 +215,7 @@ class Transfers:
             target_slots=target,
             keys=keys,
         )
-        job = Job(plan, segments, segments[-1].node)
+        job = JobRecord(plan, segments, segments[-1].node)
         job.segments = [segment for segment, _ in leading(job, len(target))]
         self._start(job)
         return plan
@@ -229,7 +229,7 @@ class Transfers:
         count = min(count, pool.num_free)
         return pool.take(count, SlotState.MOVING) if count > 0 else None
 
-    def _start(self, job: Job) -> None:
+    def _start(self, job: JobRecord) -> None:
         """Put `job` in flight; its path is pinned already. Its nodes leave the host order."""
         host = self._shelves[Tier.HOST]
         for segment in job.segments:
@@ -237,7 +237,7 @@ class Transfers:
                 host.discard(segment.node)
         self.jobs.start(job)
 
-    def _quarantine(self, job: Job, *, now: float) -> None:
+    def _quarantine(self, job: JobRecord, *, now: float) -> None:
         """Nobody waits for `job` any more; what it may still write to stays out of reach.
 
         Its path is let go: whatever its executor still reads ends in a quarantined slot. Only
@@ -254,7 +254,7 @@ class Transfers:
         self._residency.touch_host(job.node, now=now)
         self._pins.let_go(job.node, now=now, cold=job.cold)
 
-    def _attach(self, job: Job, arrived: int) -> int:
+    def _attach(self, job: JobRecord, arrived: int) -> int:
         """Make the first `arrived` blocks findable, and free the other targets."""
         plan = job.transfer
         attached = 0
@@ -272,7 +272,7 @@ class Transfers:
             shelf.pool.free(plan.target_slots[attached:], old)
         return attached
 
-    def _finish(self, job: Job, *, now: float) -> None:
+    def _finish(self, job: JobRecord, *, now: float) -> None:
         """`job` is over: back into the host order with its nodes, and let go of the path."""
         self.jobs.finish(job)
         if job.detached:
@@ -283,13 +283,13 @@ class Transfers:
                 self.writes.landed_on_host(segment.node)
         self._pins.let_go(job.node, now=now, cold=job.cold)
 
-    def _give_up(self, job: Job) -> None:
+    def _give_up(self, job: JobRecord) -> None:
         """A write that failed is not tried again at once, or a broken tier would keep us busy."""
         if isinstance(job.transfer, Demotion):
             for segment in job.segments:
                 self.writes.settle(segment.node)
 
-    def _forget_from(self, job: Job, arrived: int, reason: MissReason) -> None:
+    def _forget_from(self, job: JobRecord, arrived: int, reason: MissReason) -> None:
         """What storage has from block `arrived` of `job` on is not to be used."""
         if job.transfer.source is not Tier.STORAGE:
             return
@@ -318,13 +318,13 @@ def _segments(match: Match, start: int, count: int) -> list[Segment]:
     return segments
 
 
-def _arrived(job: Job, outcome: Outcome) -> int:
+def _arrived(job: JobRecord, outcome: JobOutcome) -> int:
     """Leading blocks of `job` that are whole in their target."""
     total = job.transfer.num_blocks
     match outcome.ending:
-        case Ending.DONE:
+        case JobStatus.DONE:
             return total
-        case Ending.PARTIAL | Ending.DAMAGED | Ending.ABSENT:
+        case JobStatus.PARTIAL | JobStatus.DAMAGED | JobStatus.ABSENT:
             return min(max(outcome.num_blocks, 0), total)
         case _:
             return 0

@@ -5,14 +5,14 @@ from itertools import islice
 
 from headwater.cache.config import CacheConfig
 from headwater.cache.node import Node
-from headwater.cache.shelf import Shelf
+from headwater.cache.shelf import TierPool
 from headwater.types import WritePolicy
 
 
-class Writes:
+class WriteQueue:
     """Wishes, oldest first. A wish is dropped when there is nothing left to write."""
 
-    def __init__(self, config: CacheConfig, device: Shelf) -> None:
+    def __init__(self, config: CacheConfig, device: TierPool) -> None:
         self._enabled = config.host_blocks > 0
         self.through = self._enabled and config.write_policy is WritePolicy.WRITE_THROUGH
         """Whether every commit is to be told to `want`."""

@@ -38,7 +38,7 @@ _READY = re.compile(r"is ready at (http://\S+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class DemoTurn:
     """What one request cost."""
 
     prompt_tokens: int
@@ -62,7 +62,7 @@ def run_demo(clock: Clock | None = None) -> int:
     return 0
 
 
-def _converse(url: str, clock: Clock) -> list[tuple[Turn, Turn]]:
+def _converse(url: str, clock: Clock) -> list[tuple[DemoTurn, DemoTurn]]:
     """Each turn twice: with the conversation's salt, then with one of its own."""
     messages = [{"role": "system", "content": _SYSTEM}]
     _ask(url, [{"role": "user", "content": "warm up"}], "demo-warm-up", clock)
@@ -76,7 +76,7 @@ def _converse(url: str, clock: Clock) -> list[tuple[Turn, Turn]]:
     return pairs
 
 
-def _ask(url: str, messages: list[dict[str, str]], salt: str, clock: Clock) -> Turn:
+def _ask(url: str, messages: list[dict[str, str]], salt: str, clock: Clock) -> DemoTurn:
     body = {
         "messages": messages,
         "cache_salt": salt,
@@ -101,8 +101,8 @@ def _ask(url: str, messages: list[dict[str, str]], salt: str, clock: Clock) -> T
     return _turn(usage, (first_s or clock.now()) - began_s, "".join(pieces))
 
 
-def _turn(usage: dict[str, Any], first_token_s: float, text: str) -> Turn:
-    return Turn(
+def _turn(usage: dict[str, Any], first_token_s: float, text: str) -> DemoTurn:
+    return DemoTurn(
         prompt_tokens=usage["prompt_tokens"],
         cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
         first_token_s=first_token_s,
@@ -120,7 +120,7 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
             yield json.loads(data)
 
 
-def _table(pairs: list[tuple[Turn, Turn]]) -> Table:
+def _table(pairs: list[tuple[DemoTurn, DemoTurn]]) -> Table:
     table = Table(title="what the prefix cache saved")
     for name in ("turn", "prompt tokens", "reused", "first token", "without cache", "saved"):
         table.add_column(name, justify="right")
@@ -137,7 +137,7 @@ def _table(pairs: list[tuple[Turn, Turn]]) -> Table:
     return table
 
 
-def _summary(pairs: list[tuple[Turn, Turn]]) -> str:
+def _summary(pairs: list[tuple[DemoTurn, DemoTurn]]) -> str:
     prompt = sum(warm.prompt_tokens for warm, _ in pairs)
     reused = sum(warm.cached_tokens for warm, _ in pairs)
     warm_s = sum(warm.first_token_s for warm, _ in pairs)

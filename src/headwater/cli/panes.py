@@ -9,7 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from headwater.metrics.rates import SOURCES, Quantiles, Rates
+from headwater.metrics.rates import SOURCES, Quantiles, ServerRates
 
 if TYPE_CHECKING:
     from headwater.cli.top import Watcher
@@ -57,7 +57,9 @@ def _head(now: Mapping[str, Any], url: str, state: str) -> Text:
     )
 
 
-def _tiles(now: Mapping[str, Any], rates: Rates | None, history: Iterable[Rates]) -> Table:
+def _tiles(
+    now: Mapping[str, Any], rates: ServerRates | None, history: Iterable[ServerRates]
+) -> Table:
     cache, device = now["cache"], now["cache"]["tiers"]["device"]
     used = device["num_blocks"] - device["free"] - device["evictable"]
     ttft, itl = (rates.ttft, rates.itl) if rates else (None, None)
@@ -84,7 +86,7 @@ def _tiles(now: Mapping[str, Any], rates: Rates | None, history: Iterable[Rates]
     return table
 
 
-def _sources(rates: Rates | None) -> Text:
+def _sources(rates: ServerRates | None) -> Text:
     """Where prompt tokens came from, as one bar."""
     bar, total = Text(), sum(rates.by_source.values()) if rates else 0
     if rates and total > 0:
@@ -115,7 +117,7 @@ def _tiers(tiers: Mapping[str, Any], storage: Mapping[str, Any] | None) -> Table
     return table
 
 
-def _links(links: Mapping[str, Any], rates: Rates | None) -> RenderableType:
+def _links(links: Mapping[str, Any], rates: ServerRates | None) -> RenderableType:
     table = _table("", "", "now", "fastest", "failed")
     for name, link in links.items():
         if name == "lookup":

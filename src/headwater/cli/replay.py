@@ -17,7 +17,7 @@ from headwater.config import EVICTIONS, LOAD_POLICIES, WRITE_POLICIES
 from headwater.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headwater.replay.load import Load
+    from headwater.replay.load import TraceLoad
     from headwater.replay.settings import SimConfig
 
 _ABOUT = """\
@@ -138,11 +138,11 @@ def add_policies(group: _ArgumentGroup) -> None:
     )
 
 
-def load_of(options: Namespace) -> "Load":
+def load_of(options: Namespace) -> "TraceLoad":
     """The requests that the flags of `add_load` ask for."""
-    from headwater.replay.load import Load
+    from headwater.replay.load import TraceLoad
 
-    return Load(
+    return TraceLoad(
         trace=options.trace,
         limit=options.limit,
         speed=options.speed,

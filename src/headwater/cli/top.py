@@ -11,7 +11,7 @@ from urllib.request import Request, urlopen
 
 from headwater.config import api_key_from_environment
 from headwater.errors import ConfigError, HeadwaterError
-from headwater.metrics.rates import Rates, is_restart, rates_between
+from headwater.metrics.rates import ServerRates, is_restart, rates_between
 
 _ABOUT = """\
 Show what a server is doing: throughput, latency, where prompts came from, tiers, transfers,
@@ -61,13 +61,13 @@ def run_top(options: Namespace) -> int:
         raise ConfigError(f"--interval is from 0.1 to 3600 seconds, got {options.interval:g}")
     if not options.url.startswith(("http://", "https://")):
         raise ConfigError(f"the URL begins with http:// or https://, got {options.url!r}")
-    server = Server(options.url, options.api_key or api_key_from_environment())
+    server = StatusClient(options.url, options.api_key or api_key_from_environment())
     if options.json:
         return _print_answers(server, options)
     return _print_once(server, options) if options.once else _live(server, options)
 
 
-class Server:
+class StatusClient:
     """Asks a server what it is doing."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
@@ -94,8 +94,8 @@ class Watcher:
 
     def __init__(self) -> None:
         self.now: dict[str, Any] | None = None
-        self.rates: Rates | None = None
-        self.history: deque[Rates] = deque(maxlen=_HISTORY)
+        self.rates: ServerRates | None = None
+        self.history: deque[ServerRates] = deque(maxlen=_HISTORY)
 
     def take(self, answer: dict[str, Any]) -> None:
         """The next answer. A server that was restarted begins anew."""
@@ -107,7 +107,7 @@ class Watcher:
             self.history.append(found)
 
 
-def _print_answers(server: Server, options: Namespace) -> int:
+def _print_answers(server: StatusClient, options: Namespace) -> int:
     while True:
         sys.stdout.write(json.dumps(server.stats()) + "\n")
         sys.stdout.flush()
@@ -116,7 +116,7 @@ def _print_answers(server: Server, options: Namespace) -> int:
         _pause(options.interval)
 
 
-def _print_once(server: Server, options: Namespace) -> int:
+def _print_once(server: StatusClient, options: Namespace) -> int:
     from rich.console import Console
 
     from headwater.cli.panes import screen
@@ -129,7 +129,7 @@ def _print_once(server: Server, options: Namespace) -> int:
     return 0
 
 
-def _live(server: Server, options: Namespace) -> int:
+def _live(server: StatusClient, options: Namespace) -> int:
     from rich.console import Console
     from rich.live import Live
 

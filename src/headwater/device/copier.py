@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headwater.cache import Ending, Promotion, Transfer
+from headwater.cache import JobStatus, Promotion, TransferJob
 from headwater.clock import Clock
 from headwater.device.kv import KVPool
-from headwater.transfer.completions import Completion
+from headwater.transfer.completions import JobCompletion
 from headwater.transfer.slab import HostSlab
 from headwater.transfer.workers import Report
 from headwater.types import Slots
@@ -41,13 +41,13 @@ class CpuCopier:
         self._device: Bytes = flat.numpy()
         self._host: Bytes = slab.rows
         self._clock = clock
-        self._queues: list[SimpleQueue[tuple[Transfer, Report] | None]] = []
+        self._queues: list[SimpleQueue[tuple[TransferJob, Report] | None]] = []
         for name in ("promote", "demote"):
-            queue: SimpleQueue[tuple[Transfer, Report] | None] = SimpleQueue()
+            queue: SimpleQueue[tuple[TransferJob, Report] | None] = SimpleQueue()
             self._queues.append(queue)
             Thread(target=self._work, args=(queue,), name=name, daemon=True).start()
 
-    def start(self, transfer: Transfer, report: Report) -> None:
+    def start(self, transfer: TransferJob, report: Report) -> None:
         """Queue a copy behind those of the same direction."""
         up = isinstance(transfer, Promotion)
         if up:
@@ -59,19 +59,19 @@ class CpuCopier:
         for queue in self._queues:
             queue.put(None)
 
-    def _work(self, queue: "SimpleQueue[tuple[Transfer, Report] | None]") -> None:
+    def _work(self, queue: "SimpleQueue[tuple[TransferJob, Report] | None]") -> None:
         while (entry := queue.get()) is not None:
             transfer, report = entry
             began = self._clock.now()
             try:
                 self._copy(transfer)
-                ended = Completion(transfer.job, Ending.DONE, transfer.num_blocks)
+                ended = JobCompletion(transfer.job, JobStatus.DONE, transfer.num_blocks)
             except Exception:
                 log.exception("a copy failed")
-                ended = Completion(transfer.job, Ending.FAILED, reason="bug")
+                ended = JobCompletion(transfer.job, JobStatus.FAILED, reason="bug")
             report(ended._replace(busy_s=self._clock.now() - began))
 
-    def _copy(self, transfer: Transfer) -> None:
+    def _copy(self, transfer: TransferJob) -> None:
         source, target = self._host, self._device
         if not isinstance(transfer, Promotion):
             source, target = target, source

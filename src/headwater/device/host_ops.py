@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from headwater.device import native
-from headwater.device.spans import Spans
+from headwater.device.spans import SpanLengths
 
 
 class HostOps(Protocol):
@@ -26,20 +26,22 @@ class HostOps(Protocol):
         """Copy tokens of `source`, `[…, pieces, width]`, to `rows` of `target`, `[…, width]`,
         a row for each piece."""
 
-    def lane_scores(self, query: Tensor, keys: Tensor, spans: Spans, scores: Tensor) -> None:
+    def lane_scores(
+        self, query: Tensor, keys: Tensor, spans: SpanLengths, scores: Tensor
+    ) -> None:
         """Products of queries with the keys of their lane, -infinity where it sees none.
 
         `query` is `[heads, queries, head_dim]` with a head for each lane and KV head, `keys`
         `[heads, span, head_dim]`, `scores` `[heads, queries, span]`.
         """
 
-    def join_softmax(self, shared: Tensor, own: Tensor, spans: Spans) -> None:
+    def join_softmax(self, shared: Tensor, own: Tensor, spans: SpanLengths) -> None:
         """Softmax in place over what a query scored on shared tokens and on its lane's own.
 
         `shared` is `[kv_heads, lanes * queries, tokens]`; `own` as from `lane_scores`.
         """
 
-    def lane_values(self, weights: Tensor, values: Tensor, spans: Spans) -> Tensor:
+    def lane_values(self, weights: Tensor, values: Tensor, spans: SpanLengths) -> Tensor:
         """`[heads, queries, head_dim]`: values by weight; weights of unseen keys are zero."""
 
     def causal_softmax(self, scores: Tensor, seen: int) -> None:
@@ -62,12 +64,14 @@ class TorchOps:
         pieces = source.index_select(0, tokens).reshape(-1, target.shape[-1])
         target.index_copy_(0, rows, pieces)
 
-    def lane_scores(self, query: Tensor, keys: Tensor, spans: Spans, scores: Tensor) -> None:
+    def lane_scores(
+        self, query: Tensor, keys: Tensor, spans: SpanLengths, scores: Tensor
+    ) -> None:
         products = torch.bmm(query, keys.transpose(1, 2))
         mask = spans.mask(query.dtype)
         scores.copy_(products if mask is None else products.add_(mask))
 
-    def join_softmax(self, shared: Tensor, own: Tensor, spans: Spans) -> None:
+    def join_softmax(self, shared: Tensor, own: Tensor, spans: SpanLengths) -> None:
         kv_heads, _, tokens = shared.shape
         lanes = len(spans.lengths)
         by_head = shared.view(kv_heads, lanes, -1, tokens)
@@ -76,7 +80,7 @@ class TorchOps:
         by_head.copy_(weights[..., :tokens].transpose(0, 1))
         by_lane.copy_(weights[..., tokens:])
 
-    def lane_values(self, weights: Tensor, values: Tensor, spans: Spans) -> Tensor:
+    def lane_values(self, weights: Tensor, values: Tensor, spans: SpanLengths) -> Tensor:
         return torch.bmm(weights, values)
 
     def causal_softmax(self, scores: Tensor, seen: int) -> None:

@@ -15,7 +15,7 @@ from headwater.device.attention.sdpa import SdpaStep
 from headwater.device.attention.shared import shared_tokens
 from headwater.device.attention.together import LaneStep
 from headwater.device.kv import Ints, KVPool
-from headwater.device.lanes import Lanes
+from headwater.device.lanes import ContiguousKV
 from headwater.scheduler.batch import ScheduledBatch
 from headwater.types import Slots, Tokens
 
@@ -54,7 +54,7 @@ class _Tables:
 
 
 def build(
-    batch: ScheduledBatch, tokens: Tokens, *, pool: KVPool, lanes: Lanes, min_rows: int
+    batch: ScheduledBatch, tokens: Tokens, *, pool: KVPool, lanes: ContiguousKV, min_rows: int
 ) -> StepInputs:
     """Inputs of one step. `tokens` are the batch's own, with carried ones filled in.
 
@@ -94,7 +94,7 @@ class _Decodes:
     """Rows placed in lanes, until the pool knows that they are written."""
 
     step: LaneStep
-    storage: Lanes
+    storage: ContiguousKV
     lanes: Ints
     tables: Slots
     contexts: Ints
@@ -103,7 +103,7 @@ class _Decodes:
         self.storage.advance(self.lanes, self.tables, self.contexts)
 
 
-def _together(counts: Ints, contexts: Ints, lanes: Lanes) -> NDArray[np.bool_]:
+def _together(counts: Ints, contexts: Ints, lanes: ContiguousKV) -> NDArray[np.bool_]:
     """Which rows are attended in lanes."""
     together: NDArray[np.bool_] = counts == 1
     if together.any():
@@ -113,7 +113,7 @@ def _together(counts: Ints, contexts: Ints, lanes: Lanes) -> NDArray[np.bool_]:
 
 
 def _decodes(
-    batch: ScheduledBatch, tables: _Tables, rows: Ints, *, pool: KVPool, lanes: Lanes
+    batch: ScheduledBatch, tables: _Tables, rows: Ints, *, pool: KVPool, lanes: ContiguousKV
 ) -> _Decodes | None:
     if len(rows) == 0:
         return None

@@ -32,7 +32,7 @@ _ALONE_ROW = 256
 Rows = NDArray[np.int64]
 
 
-class Lanes:
+class ContiguousKV:
     """Which lane holds which sequence, and the matrices themselves."""
 
     def __init__(self, pool: KVPool, *, max_lanes: int, max_bytes: int) -> None:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from headwater.device.attention.base import AttentionStep, Variant
 from headwater.device.host_ops import host_ops
-from headwater.device.products import ACTIVATIONS, FusedNorm, Gate, Product, agree, product
+from headwater.device.products import ACTIVATIONS, FusedNorm, GatedMLP, Product, agree, product
 
 _KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer")
 
 
-class LeanLayer(nn.Module):
+class FusedLayer(nn.Module):
     """The same function as the layer it is made from, provided `lean_layer` says so."""
 
     def __init__(self, layer: nn.Module, how: Variant, *, least_weights: int) -> None:
@@ -46,7 +46,7 @@ class LeanLayer(nn.Module):
         self.inward = made(queries, keys, values)
         self.outward = made(_linear(attention, "o_proj"))
         gate, up, down = (made(_linear(mlp, f"{n}_proj")) for n in ("gate", "up", "down"))
-        self.mlp = Gate(gate, up, down, cast(nn.Module, mlp.act_fn))
+        self.mlp = GatedMLP(gate, up, down, cast(nn.Module, mlp.act_fn))
 
     def forward(
         self,
@@ -72,7 +72,7 @@ class LeanLayer(nn.Module):
         return self.mlp.down.plus(gated, hidden_states)
 
 
-def lean_layer(layer: nn.Module, *, least_weights: int) -> LeanLayer | None:
+def lean_layer(layer: nn.Module, *, least_weights: int) -> FusedLayer | None:
     """A lean form of this layer; None if it is of another kind, or would differ."""
     if type(layer).__name__ not in _KINDS or not _is_known(layer):
         return None
@@ -80,7 +80,7 @@ def lean_layer(layer: nn.Module, *, least_weights: int) -> LeanLayer | None:
     expected, x, rotary = _try(layer, probe)
     if probe.how is None or not probe.how.has_plain_scores:
         return None
-    lean = LeanLayer(layer, probe.how, least_weights=least_weights)
+    lean = FusedLayer(layer, probe.how, least_weights=least_weights)
     ours = lean(x, position_embeddings=rotary, attention_step=probe)
     return lean if agree(ours, expected) else None
 

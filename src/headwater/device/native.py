@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from headwater.device.folder import cache_folder
-from headwater.device.spans import Spans
+from headwater.device.spans import SpanLengths
 
 _SOURCE = Path(__file__).with_name("native.c")
 _FLAGS = (
@@ -72,18 +72,20 @@ class NativeOps:
         where = tokens.data_ptr(), rows.data_ptr(), target.data_ptr()
         self._scatter(source.data_ptr(), *where, len(tokens), source.stride(0), pieces, width)
 
-    def lane_scores(self, query: Tensor, keys: Tensor, spans: Spans, scores: Tensor) -> None:
+    def lane_scores(
+        self, query: Tensor, keys: Tensor, spans: SpanLengths, scores: Tensor
+    ) -> None:
         query = query.contiguous()
         lanes = _lanes(spans, keys, scores)
         at = query.data_ptr(), keys.data_ptr(), scores.data_ptr()
         self._lane_scores(ctypes.byref(lanes), *at, query.shape[2])
 
-    def join_softmax(self, shared: Tensor, own: Tensor, spans: Spans) -> None:
+    def join_softmax(self, shared: Tensor, own: Tensor, spans: SpanLengths) -> None:
         lanes = _lanes(spans, own, own)
         at = shared.data_ptr(), own.data_ptr()
         self._join_softmax(ctypes.byref(lanes), *at, shared.shape[2])
 
-    def lane_values(self, weights: Tensor, values: Tensor, spans: Spans) -> Tensor:
+    def lane_values(self, weights: Tensor, values: Tensor, spans: SpanLengths) -> Tensor:
         dim = values.shape[2]
         if dim > _WIDEST:
             return torch.bmm(weights, values)
@@ -107,7 +109,7 @@ class _Lanes(ctypes.Structure):
     )
 
 
-def _lanes(spans: Spans, held: Tensor, scores: Tensor) -> _Lanes:
+def _lanes(spans: SpanLengths, held: Tensor, scores: Tensor) -> _Lanes:
     """How C finds its way in keys or values, and in scores, of all of whose rows are dense."""
     lengths = spans.lengths
     return _Lanes(

@@ -16,7 +16,7 @@ from headwater.device.products import (
     ACTIVATIONS,
     LEAST_WEIGHTS,
     FusedNorm,
-    Gate,
+    GatedMLP,
     PackedLinear,
     agree,
     can_pack,
@@ -77,7 +77,7 @@ def _better(module: nn.Module) -> nn.Module | None:
             and isinstance(up, PackedLinear)
             and isinstance(down, PackedLinear)
         ):
-            return _better_gate(module, Gate(gate, up, down, module.act_fn))  # type: ignore[arg-type]  # seen above
+            return _better_gate(module, GatedMLP(gate, up, down, module.act_fn))  # type: ignore[arg-type]  # seen above
     return None
 
 
@@ -94,7 +94,7 @@ def _better_norm(norm: nn.Module) -> nn.Module | None:
     return None
 
 
-def _better_gate(mlp: nn.Module, better: Gate) -> nn.Module | None:
+def _better_gate(mlp: nn.Module, better: GatedMLP) -> nn.Module | None:
     width = mlp.config.hidden_size  # type: ignore[union-attr]  # every gated MLP has a config
     x = torch.randn(1, 5, int(width))  # type: ignore[arg-type]  # as above
     return better if agree(better(x), mlp(x)) else None

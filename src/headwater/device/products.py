@@ -81,7 +81,7 @@ def product(
     return kind(weight, bias)
 
 
-class Gate(nn.Module):
+class GatedMLP(nn.Module):
     """`down(activation(gate(x)) * up(x))`."""
 
     def __init__(

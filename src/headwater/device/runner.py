@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headwater.device.inputs import StepInputs, build
 from headwater.device.kv import KVPool
-from headwater.device.lanes import Lanes
+from headwater.device.lanes import ContiguousKV
 from headwater.device.model import LoadedModel
 from headwater.device.penalties import History, is_penalised
 from headwater.device.sampler import SampledRows, Sampler
@@ -52,7 +52,7 @@ class TorchRunner:
             lane_bytes = int(self.pool.num_bytes * LANE_SHARE)
         # A row is at least a token, so no step has more rows than either.
         max_lanes = min(max_num_seqs, max_batched_tokens)
-        self._lanes = Lanes(self.pool, max_lanes=max_lanes, max_bytes=lane_bytes)
+        self._lanes = ContiguousKV(self.pool, max_lanes=max_lanes, max_bytes=lane_bytes)
         self._sampler = Sampler(model.eos_token_ids)
         self._results: deque[StepResult] = deque()
         self._last: tuple[ScheduledBatch, StepResult] | None = None

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-class Spans:
+class SpanLengths:
     """Lengths of the lanes of one step, in lanes of one width."""
 
     def __init__(self, lengths: Tensor, *, width: int, kv_heads: int) -> None:

@@ -321,13 +321,13 @@ def _plain_reader(kind: type) -> Callable[[Json, bytes], Any]:
 
 _PLAIN_KINDS = (
     messages.Accepted,
-    messages.Refused,
+    messages.StartRefused,
     messages.Ask,
     messages.Grant,
     messages.Refuse,
     messages.Renew,
     messages.Renewed,
-    messages.Done,
+    messages.HandoffDone,
     messages.Cancel,
     messages.Failed,
     messages.Pull,

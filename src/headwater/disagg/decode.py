@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from enum import Enum, auto
 
 from headwater.disagg.handoff import (
-    ComputeHere,
     Decline,
     DecodeAction,
-    Deliver,
+    DeliverFirstToken,
     Fence,
     FreeQuarantined,
     HandoffConfig,
+    LocalFallback,
     OpenLease,
     Quarantine,
     Reserve,
@@ -32,27 +32,27 @@ from headwater.disagg.messages import (
     Accepted,
     Ask,
     Cancel,
-    Done,
     Failed,
     First,
     Grant,
+    HandoffDone,
     Pull,
     Reason,
     Refuse,
-    Refused,
     Renew,
     Renewed,
     Start,
+    StartRefused,
     ToDecode,
 )
-from headwater.disagg.reception import Reception
+from headwater.disagg.reception import ReceiveTracker
 
 Actions = list[DecodeAction]
 
 _NEVER = float("inf")
 
 
-class State(Enum):
+class DecodeState(Enum):
     """How far a hand-off is, seen from D."""
 
     STARTING = auto()
@@ -73,7 +73,7 @@ class DecodeHandoff:
         """`computes_here` says what follows a refusal: computing, or declining the request."""
         self.start = start
         self.handoff = start.handoff
-        self.state = State.STARTING
+        self.state = DecodeState.STARTING
         self.outcome: Reason | None = None
         """Why it ended, where it did not end well."""
         self.num_bytes = 0
@@ -84,7 +84,7 @@ class DecodeHandoff:
         self._block_bytes = block_bytes
         self._computes_here = computes_here
         self._grant: Grant | None = None
-        self._reception: Reception | None = None
+        self._reception: ReceiveTracker | None = None
         self._is_fenced = self._is_quiet = False
         self._is_quarantined = False
         self._expires_s = self._end_s = _NEVER
@@ -92,7 +92,7 @@ class DecodeHandoff:
 
     @property
     def is_over(self) -> bool:
-        return self.state is State.OVER
+        return self.state is DecodeState.OVER
 
     @property
     def is_quiet(self) -> bool:
@@ -102,7 +102,7 @@ class DecodeHandoff:
     @property
     def lease_end_s(self) -> float | None:
         """When the lease that P has ends, unless renewed; None where it has none."""
-        return self._expires_s if self.state is State.RECEIVING else None
+        return self._expires_s if self.state is DecodeState.RECEIVING else None
 
     @property
     def wake_s(self) -> float:
@@ -138,7 +138,7 @@ class DecodeHandoff:
                 return self._asked(now)
             case First():
                 return self._take_first(message, now)
-            case Refused(reason=reason):
+            case StartRefused(reason=reason):
                 return self._refused(reason, now)
             case Failed(reason=reason):
                 return self._fail(reason, now, tell=False)
@@ -147,11 +147,11 @@ class DecodeHandoff:
 
     def reserved(self, start_block: int, slots: Sequence[int], now: float) -> Actions:
         """The scheduler has found room: blocks from `start_block` on go to `slots`."""
-        if self.state is not State.RESERVING:
+        if self.state is not DecodeState.RESERVING:
             return []
-        self.state = State.RECEIVING
+        self.state = DecodeState.RECEIVING
         self._reserve_end_s = _NEVER
-        self._reception = Reception(len(slots), self._block_bytes)
+        self._reception = ReceiveTracker(len(slots), self._block_bytes)
         self._grant = Grant(
             handoff=self.handoff,
             start_block=start_block,
@@ -180,18 +180,20 @@ class DecodeHandoff:
         if self._is_quarantined:
             self._is_quarantined = False
             return [FreeQuarantined()]
-        if self.state is State.CLOSING:
+        if self.state is DecodeState.CLOSING:
             return self._settle(num_bytes, blocks, now)
-        if self.state is State.RECEIVING:  # nobody fenced it: something came, and is not here
+        if (
+            self.state is DecodeState.RECEIVING
+        ):  # nobody fenced it: something came, and is not here
             return self._recompute(blocks, now)
-        if self.state is not State.FAILING:
+        if self.state is not DecodeState.FAILING:
             return []
         leading = self._reception.num_leading(blocks)
-        return self._over(now, [ComputeHere(leading, self.outcome or Reason.GONE)])
+        return self._over(now, [LocalFallback(leading, self.outcome or Reason.GONE)])
 
     def lost(self, reason: Reason, now: float) -> Actions:
         """The connection to P ended, or could not be made."""
-        if self.state is State.STARTING:
+        if self.state is DecodeState.STARTING:
             return self._decline(reason, now)
         return self._fail(Reason.LOST, now, tell=False)
 
@@ -213,11 +215,11 @@ class DecodeHandoff:
         if now >= self._fence_end_s:
             self._is_quarantined = True
             reason = self.outcome or Reason.TIMEOUT
-            return self._over(now, [Quarantine(), ComputeHere(0, reason)])
-        if self.state in (State.CLOSING, State.FAILING):
+            return self._over(now, [Quarantine(), LocalFallback(0, reason)])
+        if self.state in (DecodeState.CLOSING, DecodeState.FAILING):
             return []
         if now >= self._expires_s:
-            if self.state is State.STARTING:
+            if self.state is DecodeState.STARTING:
                 return [
                     Send(Cancel(self.handoff, Reason.TIMEOUT)),
                     *self._decline(Reason.UNREACHABLE, now),
@@ -231,7 +233,7 @@ class DecodeHandoff:
                 *self._decline(Reason.NO_ROOM, now),
             ]
         if now >= self._resend_at_s:
-            starting = self.state is State.STARTING
+            starting = self.state is DecodeState.STARTING
             self._resend_at_s = now + self._config.resend_s if starting else _NEVER
             return [Send(self.start)] if starting else []
         return []
@@ -239,22 +241,22 @@ class DecodeHandoff:
     def _hear(self, now: float) -> None:
         """A heartbeat: the term starts over."""
         self._expires_s = now + self._config.term_s
-        if self.state is State.STARTING:
-            self.state = State.QUEUED
+        if self.state is DecodeState.STARTING:
+            self.state = DecodeState.QUEUED
             self.accepted_s = now
             self._resend_at_s = _NEVER
 
     def _asked(self, now: float) -> Actions:
         """The same answer, however often it is asked."""
         self._hear(now)
-        if self.state is State.QUEUED:
-            self.state = State.RESERVING
+        if self.state is DecodeState.QUEUED:
+            self.state = DecodeState.RESERVING
             self._reserve_end_s = now + self._config.reserve_timeout_s
             return [Reserve()]
         return [] if self._grant is None else [Send(self._grant)]
 
     def _take_first(self, first: First, now: float) -> Actions:
-        if self.state is not State.RECEIVING or self.first is not None:
+        if self.state is not DecodeState.RECEIVING or self.first is not None:
             return []
         self._hear(now)
         self.first = first
@@ -264,11 +266,11 @@ class DecodeHandoff:
     def _close_if_whole(self, now: float) -> Actions:
         """Everything seems to be here: fence, and let the link's final account decide."""
         reception = self._reception
-        if self.state is not State.RECEIVING or self.first is None or reception is None:
+        if self.state is not DecodeState.RECEIVING or self.first is None or reception is None:
             return []
         if not reception.is_whole:
             return []
-        self.state = State.CLOSING
+        self.state = DecodeState.CLOSING
         if self._is_quiet:
             return self._settle(0, frozenset(), now)
         return self._fence(now)
@@ -281,7 +283,9 @@ class DecodeHandoff:
         told = (self.first.num_blocks, self.first.num_bytes)
         due = (self._reception.num_blocks, self._reception.num_bytes)
         if self._reception.is_exact(num_bytes, blocks) and told == due:
-            return self._over(now, [Deliver(self.first), Send(Done(self.handoff))])
+            return self._over(
+                now, [DeliverFirstToken(self.first), Send(HandoffDone(self.handoff))]
+            )
         return self._recompute(blocks, now)
 
     def _recompute(self, blocks: frozenset[int], now: float) -> Actions:
@@ -293,30 +297,30 @@ class DecodeHandoff:
             now,
             [
                 Send(Cancel(self.handoff, Reason.ACCOUNT)),
-                ComputeHere(leading, Reason.ACCOUNT),
+                LocalFallback(leading, Reason.ACCOUNT),
             ],
         )
 
     def _refused(self, reason: Reason, now: float) -> Actions:
-        if self.state in (State.STARTING, State.QUEUED):
+        if self.state in (DecodeState.STARTING, DecodeState.QUEUED):
             return self._decline(reason, now)
         return self._fail(reason, now, tell=False)
 
     def _decline(self, reason: Reason, now: float) -> Actions:
         """Nothing has begun: somebody else may try, or this side computes."""
         self.outcome = reason
-        here = ComputeHere(0, reason) if self._computes_here else Decline(reason)
+        here = LocalFallback(0, reason) if self._computes_here else Decline(reason)
         return self._over(now, [here])
 
     def _fail(self, reason: Reason, now: float, *, tell: bool) -> Actions:
         """P is out: fence what may still land, then compute what is missing."""
-        if self.state in (State.FAILING, State.CLOSING, State.OVER):
+        if self.state in (DecodeState.FAILING, DecodeState.CLOSING, DecodeState.OVER):
             return []
         self.outcome = reason
         actions: Actions = [Send(Cancel(self.handoff, reason))] if tell else []
         if self._reception is None or self._is_quiet:
-            return self._over(now, [*actions, ComputeHere(0, reason)])
-        self.state = State.FAILING
+            return self._over(now, [*actions, LocalFallback(0, reason)])
+        self.state = DecodeState.FAILING
         return [*actions, *self._fence(now)]
 
     def _fence(self, now: float) -> Actions:
@@ -327,14 +331,14 @@ class DecodeHandoff:
         return [Fence()]
 
     def _over(self, now: float, actions: Actions) -> Actions:
-        self.state = State.OVER
+        self.state = DecodeState.OVER
         self.ended_s = now
         return actions
 
     def _answer_late(self, message: ToDecode) -> Actions:
         """P is still at it: say how it ended."""
-        if isinstance(message, Failed | Refused | Pull):
+        if isinstance(message, Failed | StartRefused | Pull):
             return []
         if self.outcome is None:
-            return [Send(Done(self.handoff))]
+            return [Send(HandoffDone(self.handoff))]
         return [Send(Cancel(self.handoff, self.outcome))]

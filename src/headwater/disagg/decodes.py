@@ -2,33 +2,33 @@
 
 from dataclasses import dataclass
 
-from headwater.disagg.decode import DecodeHandoff, State
+from headwater.disagg.decode import DecodeHandoff, DecodeState
 from headwater.disagg.handoff import (
-    ComputeHere,
     Decline,
     DecodeAction,
-    Deliver,
+    DeliverFirstToken,
     Fence,
     FreeQuarantined,
     HandoffConfig,
+    LocalFallback,
     OpenLease,
     Quarantine,
     Reserve,
     Send,
 )
-from headwater.disagg.hands import Hands
-from headwater.disagg.link import Landed, Quiet
-from headwater.disagg.loans import Loans
+from headwater.disagg.hands import HandoffDependencies
+from headwater.disagg.link import Landed, SenderQuiet
+from headwater.disagg.loans import PeerReadServer
 from headwater.disagg.messages import (
     Cancel,
-    Done,
     Failed,
     First,
+    HandoffDone,
     Pull,
     Pulled,
     Reason,
-    Refused,
     Start,
+    StartRefused,
     ToDecode,
 )
 from headwater.disagg.outcomes import Ended, SideTotals
@@ -47,11 +47,15 @@ class _Work:
     peer: str
 
 
-class Decodes:
+class DecodeHandoffs:
     """Requests of this instance whose prompts other instances compute."""
 
     def __init__(
-        self, scheduler: Scheduler, hands: Hands, config: HandoffConfig, loans: Loans
+        self,
+        scheduler: Scheduler,
+        hands: HandoffDependencies,
+        config: HandoffConfig,
+        loans: PeerReadServer,
     ) -> None:
         self._scheduler = scheduler
         self._network = hands.network
@@ -135,7 +139,7 @@ class Decodes:
             if work.peer == peer:
                 self._do(work, work.machine.lost(reason, now), now)
 
-    def land(self, event: Landed | Quiet, now: float) -> None:
+    def land(self, event: Landed | SenderQuiet, now: float) -> None:
         """The link says what landed, or that nothing more will."""
         work = self._works.get(event.lease)
         if work is None:
@@ -157,7 +161,7 @@ class Decodes:
         """A step was scheduled: whoever got room is granted it."""
         for work in list(self._by_request.values()):
             sequence = work.sequence
-            if work.machine.state is State.RESERVING and (
+            if work.machine.state is DecodeState.RESERVING and (
                 sequence.state is SequenceState.RECEIVING
             ):
                 first = sequence.num_committed
@@ -180,9 +184,11 @@ class Decodes:
         """P is still at what ended here: it hears how."""
         if isinstance(message, Pull):
             self._network.send(peer, Pulled(message.handoff, 0))
-        elif not isinstance(message, Failed | Refused):
+        elif not isinstance(message, Failed | StartRefused):
             done = self._ended.was_done(message.handoff)
-            answer = Done(message.handoff) if done else Cancel(message.handoff, Reason.GONE)
+            answer = (
+                HandoffDone(message.handoff) if done else Cancel(message.handoff, Reason.GONE)
+            )
             self._network.send(peer, answer)
 
     def _do(self, work: _Work, actions: list[DecodeAction], now: float) -> None:
@@ -206,11 +212,11 @@ class Decodes:
             case Reserve():
                 self.totals.num_asks += 1
                 handoffs.invite(sequence)
-            case Deliver(first):
+            case DeliverFirstToken(first):
                 self._mark(sequence)
                 handoffs.deliver(sequence, first.token, first.logprobs, first.usage, now)
                 self._count_done(work.machine, first)
-            case ComputeHere(num_blocks):
+            case LocalFallback(num_blocks):
                 self._mark(sequence)
                 handoffs.compute_here(sequence, num_blocks, now)
             case Decline(reason):

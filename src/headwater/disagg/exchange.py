@@ -8,34 +8,34 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
 
-from headwater.disagg.decodes import Decodes
-from headwater.disagg.fetches import Fetches
+from headwater.disagg.decodes import DecodeHandoffs
+from headwater.disagg.fetches import PeerReads
 from headwater.disagg.handoff import HandoffConfig
-from headwater.disagg.hands import Hands
-from headwater.disagg.link import Landed, PushDone, PushFailed, Quiet
-from headwater.disagg.loans import Loans
+from headwater.disagg.hands import HandoffDependencies
+from headwater.disagg.link import Landed, PushDone, PushFailed, SenderQuiet
+from headwater.disagg.loans import PeerReadServer
 from headwater.disagg.messages import (
     Accepted,
     Ask,
     Failed,
     First,
     Pull,
-    Refused,
     Renew,
+    StartRefused,
 )
 from headwater.disagg.network import PeerLost, PeerMessage
 from headwater.disagg.outcomes import SideTotals
-from headwater.disagg.prefills import Prefills
+from headwater.disagg.prefills import PrefillHandoffs
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.request import Request
 from headwater.scheduler.scheduler import Scheduler
 from headwater.types import RequestId
 
-_TO_DECODE = (Accepted, Refused, Ask, Renew, First, Failed, Pull)
+_TO_DECODE = (Accepted, StartRefused, Ask, Renew, First, Failed, Pull)
 
 
 @dataclass(frozen=True, slots=True)
-class ExchangeStats:
+class HandoffCounts:
     """Both sides' counts, and what is in flight now."""
 
     prefill: SideTotals
@@ -44,23 +44,28 @@ class ExchangeStats:
     num_receiving: int
 
 
-class Exchange:
+class HandoffController:
     """What the engine loop knows of peers."""
 
     def __init__(
-        self, scheduler: Scheduler, hands: Hands, config: HandoffConfig, *, accepts: bool = True
+        self,
+        scheduler: Scheduler,
+        hands: HandoffDependencies,
+        config: HandoffConfig,
+        *,
+        accepts: bool = True,
     ) -> None:
         """`hands` belong to it from now on. With `accepts` it computes prompts for others."""
         self._handoffs = scheduler.handoffs
         self._return_after_s = config.return_after_s
         new_job = count(1).__next__
         self._network = hands.network
-        self.fetches = Fetches(scheduler, hands, config)
-        self.loans = Loans(scheduler, hands, config, new_job)
-        self.prefills = Prefills(
+        self.fetches = PeerReads(scheduler, hands, config)
+        self.loans = PeerReadServer(scheduler, hands, config, new_job)
+        self.prefills = PrefillHandoffs(
             scheduler, hands, config, self.fetches, new_job=new_job, accepts=accepts
         )
-        self.decodes = Decodes(scheduler, hands, config, self.loans)
+        self.decodes = DecodeHandoffs(scheduler, hands, config, self.loans)
 
     @property
     def wake_s(self) -> float | None:
@@ -91,7 +96,7 @@ class Exchange:
                 case PushDone() | PushFailed():
                     if not self.loans.land(event, now):
                         self.prefills.land(event, now)
-                case Landed() | Quiet():
+                case Landed() | SenderQuiet():
                     self.decodes.land(event, now)
                     self.fetches.land(event, now)
                 case _:
@@ -111,9 +116,9 @@ class Exchange:
         """A step was collected. The outputs for this instance's own clients."""
         return self.prefills.settle(outputs, now)
 
-    def stats(self) -> ExchangeStats:
+    def stats(self) -> HandoffCounts:
         """A snapshot."""
-        return ExchangeStats(
+        return HandoffCounts(
             prefill=self.prefills.totals,
             decode=self.decodes.totals,
             num_prefilling=self.prefills.num_active,

@@ -10,27 +10,27 @@ from enum import Enum, auto
 from typing import TypeAlias
 
 from headwater.disagg.handoff import (
-    ComputeHere,
     Fence,
     FreeQuarantined,
     HandoffConfig,
+    LocalFallback,
     OpenLease,
     Quarantine,
     Reserve,
     Send,
 )
 from headwater.disagg.messages import Pull, Reason
-from headwater.disagg.reception import Reception
+from headwater.disagg.reception import ReceiveTracker
 
 FetchAction: TypeAlias = (
-    Send | Reserve | OpenLease | Fence | ComputeHere | Quarantine | FreeQuarantined
+    Send | Reserve | OpenLease | Fence | LocalFallback | Quarantine | FreeQuarantined
 )
 Actions = list[FetchAction]
 
 _NEVER = float("inf")
 
 
-class State(Enum):
+class FetchState(Enum):
     """How far a fetch is."""
 
     WAITING = auto()
@@ -39,7 +39,7 @@ class State(Enum):
     OVER = auto()
 
 
-class Fetch:
+class PeerRead:
     """Blocks that D has and P asks for. Ends once, with as many as arrived."""
 
     def __init__(
@@ -47,21 +47,21 @@ class Fetch:
     ) -> None:
         """D has said that it has the first `num_found` blocks."""
         self.handoff = handoff
-        self.state = State.WAITING
+        self.state = FetchState.WAITING
         self.num_fetched = 0
         """Blocks that arrived whole, once it is over."""
         self.asked_s = 0.0
         self._num_found = num_found
         self._config = config
         self._block_bytes = block_bytes
-        self._reception: Reception | None = None
+        self._reception: ReceiveTracker | None = None
         self._num_told: int | None = None
         self._is_quarantined = False
         self._end_s = _NEVER
 
     @property
     def is_over(self) -> bool:
-        return self.state is State.OVER
+        return self.state is FetchState.OVER
 
     @property
     def is_quiet(self) -> bool:
@@ -81,15 +81,15 @@ class Fetch:
         self, start_block: int, slots: Sequence[int], link: str, now: float
     ) -> Actions:
         """There is room, and what P has by now reaches up to `start_block`."""
-        if self.state is not State.WAITING:
+        if self.state is not FetchState.WAITING:
             return []
         wanted = min(self._num_found - start_block, len(slots))
         if wanted <= 0:
-            return self._over([ComputeHere(0, Reason.GONE)])
-        self.state = State.RECEIVING
+            return self._over([LocalFallback(0, Reason.GONE)])
+        self.state = FetchState.RECEIVING
         self.asked_s = now
         self._end_s = now + self._config.pull_timeout_s
-        self._reception = Reception(wanted, self._block_bytes)
+        self._reception = ReceiveTracker(wanted, self._block_bytes)
         pull = Pull(handoff=self.handoff, link=link, start_block=start_block, num_blocks=wanted)
         return [OpenLease(slots[:wanted]), Send(pull)]
 
@@ -113,14 +113,14 @@ class Fetch:
         if self.is_over or self._reception is None:
             return []
         self.num_fetched = self._reception.num_leading(blocks)
-        return self._over([ComputeHere(self.num_fetched, Reason.GONE)])
+        return self._over([LocalFallback(self.num_fetched, Reason.GONE)])
 
     def abort(self) -> Actions:
         """The hand-off is over: its slots are kept until they are quiet."""
-        if self.state in (State.WAITING, State.OVER):
-            self.state = State.OVER
+        if self.state in (FetchState.WAITING, FetchState.OVER):
+            self.state = FetchState.OVER
             return []
-        fence: Actions = [Fence()] if self.state is State.RECEIVING else []
+        fence: Actions = [Fence()] if self.state is FetchState.RECEIVING else []
         self._is_quarantined = True
         return self._over([*fence, Quarantine()])
 
@@ -128,24 +128,28 @@ class Fetch:
         """Time has passed: what did not come by now is computed."""
         if now < self._end_s:
             return []
-        if self.state is State.RECEIVING:
+        if self.state is FetchState.RECEIVING:
             return self._fence(now)
-        if self.state is State.FENCING:
+        if self.state is FetchState.FENCING:
             self._is_quarantined = True
-            return self._over([Quarantine(), ComputeHere(0, Reason.TIMEOUT)])
+            return self._over([Quarantine(), LocalFallback(0, Reason.TIMEOUT)])
         return []
 
     def _fence_if_whole(self, now: float) -> Actions:
         reception = self._reception
-        if self.state is not State.RECEIVING or reception is None or self._num_told is None:
+        if (
+            self.state is not FetchState.RECEIVING
+            or reception is None
+            or self._num_told is None
+        ):
             return []
         return self._fence(now) if reception.num_landed >= self._num_told else []
 
     def _fence(self, now: float) -> Actions:
-        self.state = State.FENCING
+        self.state = FetchState.FENCING
         self._end_s = now + self._config.fence_wait_s
         return [Fence()]
 
     def _over(self, actions: Actions) -> Actions:
-        self.state = State.OVER
+        self.state = FetchState.OVER
         return actions

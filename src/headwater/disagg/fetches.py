@@ -2,19 +2,19 @@
 
 from dataclasses import dataclass
 
-from headwater.disagg.fetch import Fetch, FetchAction, State
+from headwater.disagg.fetch import FetchAction, FetchState, PeerRead
 from headwater.disagg.handoff import (
-    ComputeHere,
     Fence,
     FreeQuarantined,
     HandoffConfig,
+    LocalFallback,
     OpenLease,
     Quarantine,
     Reserve,
     Send,
 )
-from headwater.disagg.hands import Hands
-from headwater.disagg.link import Landed, Quiet
+from headwater.disagg.hands import HandoffDependencies
+from headwater.disagg.link import Landed, SenderQuiet
 from headwater.disagg.messages import Start
 from headwater.scheduler.scheduler import Scheduler
 from headwater.scheduler.sequence import Sequence, SequenceState
@@ -23,15 +23,17 @@ from headwater.transfer.meter import LinkMeter
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    machine: Fetch
+    machine: PeerRead
     sequence: Sequence
     peer: str
 
 
-class Fetches:
+class PeerReads:
     """Asks D for what only D has, when that is cheaper than computing it."""
 
-    def __init__(self, scheduler: Scheduler, hands: Hands, config: HandoffConfig) -> None:
+    def __init__(
+        self, scheduler: Scheduler, hands: HandoffDependencies, config: HandoffConfig
+    ) -> None:
         self._scheduler = scheduler
         self._network = hands.network
         self._receiver = hands.receiver
@@ -53,7 +55,7 @@ class Fetches:
         """Begin to fetch what D has and `sequence` lacks, if that is worth it."""
         if not self._is_worth(start, sequence, now):
             return
-        machine = Fetch(
+        machine = PeerRead(
             start.handoff,
             start.num_found,
             self._config,
@@ -84,7 +86,7 @@ class Fetches:
         if (work := self._works.get(handoff)) is not None:
             self._do(work, work.machine.abort(), now)
 
-    def land(self, event: Landed | Quiet, now: float) -> None:
+    def land(self, event: Landed | SenderQuiet, now: float) -> None:
         """The link says what landed, or that nothing more will."""
         work = self._works.get(event.lease)
         if work is None:
@@ -104,7 +106,7 @@ class Fetches:
         """A step was scheduled: whoever got room asks D."""
         for work in list(self._works.values()):
             sequence = work.sequence
-            if work.machine.state is State.WAITING and (
+            if work.machine.state is FetchState.WAITING and (
                 sequence.state is SequenceState.RECEIVING
             ):
                 first = sequence.num_committed
@@ -139,7 +141,7 @@ class Fetches:
                     self._receiver.open(handoff, slots)
                 case Fence():
                     self._receiver.fence(handoff)
-                case ComputeHere(num_blocks):
+                case LocalFallback(num_blocks):
                     self._count(work, num_blocks, now)
                     self._memory.mark_written(sequence.block_table[sequence.num_committed :])
                     handoffs.compute_here(sequence, num_blocks, now)

@@ -111,14 +111,14 @@ class Fence:
 
 
 @dataclass(frozen=True, slots=True)
-class Deliver:
+class DeliverFirstToken:
     """D: the prompt is here; go on from its first token."""
 
     first: First
 
 
 @dataclass(frozen=True, slots=True)
-class ComputeHere:
+class LocalFallback:
     """D: the first `num_blocks` blocks of the lease are whole; compute the rest."""
 
     num_blocks: int
@@ -148,8 +148,8 @@ DecodeAction: TypeAlias = (
     | Reserve
     | OpenLease
     | Fence
-    | Deliver
-    | ComputeHere
+    | DeliverFirstToken
+    | LocalFallback
     | Decline
     | Quarantine
     | FreeQuarantined

@@ -20,7 +20,7 @@ class Memory(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hands:
+class HandoffDependencies:
     """All that one instance's hand-offs need from outside."""
 
     network: Network

@@ -42,7 +42,7 @@ class OneMemory(BlockMemory, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class BlockPiece:
     """One block on its way."""
 
     slot: int
@@ -65,7 +65,7 @@ class Push:
     lease: int
     """Which lease of the receiver: 63 random bits, so nobody guesses another's."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[BlockPiece, ...]
     """Sent in this order."""
 
     deadline_s: float
@@ -111,7 +111,7 @@ class Landed:
     num_bytes: int
 
 
-class Quiet(NamedTuple):
+class SenderQuiet(NamedTuple):
     """A fence holds: no byte of this lease lands from now on. The last event of a lease.
 
     It comes without a fence where the receiver could not keep a block that had arrived.
@@ -126,7 +126,7 @@ class Quiet(NamedTuple):
 
 
 SenderEvent: TypeAlias = PushDone | PushFailed
-ReceiverEvent: TypeAlias = Landed | Quiet
+ReceiverEvent: TypeAlias = Landed | SenderQuiet
 LinkEvent: TypeAlias = SenderEvent | ReceiverEvent
 
 Deliver: TypeAlias = Callable[[LinkEvent], None]
@@ -157,7 +157,7 @@ class Receiver(Protocol):
         """Let bytes of `lease` land in these slots only: block `i` of it in `slots[i]`."""
 
     def fence(self, lease: int) -> None:
-        """Let nothing more land; one `Quiet` follows, whatever the peer does. Twice is safe."""
+        """Let nothing more land; one `SenderQuiet` follows, whatever the peer does. Twice is safe."""
 
     def close(self) -> None:
         """Fence every lease and end every connection. Twice is safe."""

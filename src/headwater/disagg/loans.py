@@ -4,22 +4,22 @@ from collections.abc import Callable
 
 from headwater.cache import Lease, TokenPath
 from headwater.disagg.handoff import HandoffConfig
-from headwater.disagg.hands import Hands
-from headwater.disagg.link import Piece, Push, PushDone, PushFailed, Sender
+from headwater.disagg.hands import HandoffDependencies
+from headwater.disagg.link import BlockPiece, Push, PushDone, PushFailed, Sender
 from headwater.disagg.messages import Pull, Pulled
-from headwater.disagg.ways import Ways
+from headwater.disagg.ways import SenderPool
 from headwater.errors import ConfigError
 from headwater.scheduler.scheduler import Scheduler
 from headwater.types import RequestId
 
 
-class Loans:
+class PeerReadServer:
     """Pins what is asked for, pushes it, and lets go when the push has ended."""
 
     def __init__(
         self,
         scheduler: Scheduler,
-        hands: Hands,
+        hands: HandoffDependencies,
         config: HandoffConfig,
         new_job: Callable[[], int],
     ) -> None:
@@ -29,7 +29,7 @@ class Loans:
         self._block_bytes = hands.memory.block_bytes
         self._new_job = new_job
         self._jobs: dict[int, Lease] = {}
-        self._ways = Ways(hands.connect)
+        self._ways = SenderPool(hands.connect)
         self.num_bytes = 0
         """Lent since the instance started."""
 
@@ -53,7 +53,7 @@ class Loans:
                 job=job,
                 lease=pull.handoff,
                 pieces=tuple(
-                    Piece(slot, at, self._block_bytes) for at, slot in enumerate(slots)
+                    BlockPiece(slot, at, self._block_bytes) for at, slot in enumerate(slots)
                 ),
                 deadline_s=now + self._config.pull_timeout_s,
             )

@@ -94,7 +94,7 @@ class Accepted:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class StartRefused:
     """P to D: not here, not now."""
 
     handoff: int
@@ -160,7 +160,7 @@ class First:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class HandoffDone:
     """D to P: all of it is here and committed."""
 
     handoff: int
@@ -200,6 +200,6 @@ class Pulled:
     num_blocks: int
 
 
-ToPrefill: TypeAlias = Start | Grant | Refuse | Renewed | Done | Cancel | Pulled
-ToDecode: TypeAlias = Accepted | Refused | Ask | Renew | First | Failed | Pull
+ToPrefill: TypeAlias = Start | Grant | Refuse | Renewed | HandoffDone | Cancel | Pulled
+ToDecode: TypeAlias = Accepted | StartRefused | Ask | Renew | First | Failed | Pull
 Message: TypeAlias = ToPrefill | ToDecode

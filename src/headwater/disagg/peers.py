@@ -24,7 +24,7 @@ from headwater.clock import Clock
 from headwater.disagg.codec import MAX_BODY_BYTES, decode, encode, load_object
 from headwater.disagg.link import PushFailure
 from headwater.disagg.links.frames import Malformed
-from headwater.disagg.links.hello import Greeting, Session, Welcome, greet, within
+from headwater.disagg.links.hello import Greeting, LinkSession, Welcome, greet, within
 from headwater.disagg.links.stream import LinkBroken, Patience, Stream
 from headwater.disagg.links.tcp import host_port, listen
 from headwater.disagg.messages import Message, Reason
@@ -255,7 +255,7 @@ class _Connection:
             body = sealed.receive(service.stall_patience(), MAX_BODY_BYTES)
             service.land(self, decode(body))
 
-    def _greet(self, stream: Stream, *, is_client: bool) -> Session:
+    def _greet(self, stream: Stream, *, is_client: bool) -> LinkSession:
         greeting, patience = self._service.greeting(), self._service.patience()
         if is_client:
             return greet(stream, greeting, patience)

@@ -20,15 +20,15 @@ from headwater.disagg.handoff import (
     Send,
     Withdraw,
 )
-from headwater.disagg.link import Piece, Push
+from headwater.disagg.link import BlockPiece, Push
 from headwater.disagg.messages import (
     Accepted,
     Ask,
     Cancel,
-    Done,
     Failed,
     First,
     Grant,
+    HandoffDone,
     Pulled,
     Reason,
     Refuse,
@@ -128,7 +128,7 @@ class PrefillHandoff:
                 if sent_s <= now:
                     self._valid_s = max(self._valid_s, sent_s + config.term_s - config.margin_s)
                 return []
-            case Done():
+            case HandoffDone():
                 return self._end(None)
             case Refuse(reason=reason) | Cancel(reason=reason):
                 return self._end(reason)
@@ -254,7 +254,7 @@ class PrefillHandoff:
             job=job,
             lease=self.handoff,
             pieces=tuple(
-                Piece(slot, first + at - grant.start_block, self._block_bytes)
+                BlockPiece(slot, first + at - grant.start_block, self._block_bytes)
                 for at, slot in enumerate(slots)
             ),
             deadline_s=self._valid_s,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from headwater.disagg.fetches import Fetches
+from headwater.disagg.fetches import PeerReads
 from headwater.disagg.handoff import (
     CancelPushes,
     HandoffConfig,
@@ -13,7 +13,7 @@ from headwater.disagg.handoff import (
     Send,
     Withdraw,
 )
-from headwater.disagg.hands import Hands
+from headwater.disagg.hands import HandoffDependencies
 from headwater.disagg.link import PushDone, PushFailed
 from headwater.disagg.messages import (
     Ask,
@@ -21,13 +21,13 @@ from headwater.disagg.messages import (
     Grant,
     Pulled,
     Reason,
-    Refused,
     Start,
+    StartRefused,
     ToPrefill,
 )
 from headwater.disagg.outcomes import Ended, SideTotals
 from headwater.disagg.prefill import PrefillHandoff
-from headwater.disagg.ways import Ways
+from headwater.disagg.ways import SenderPool
 from headwater.errors import ConfigError, PromptTooLong, RequestError
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.request import Request
@@ -47,15 +47,15 @@ class _Work:
     num_computed: int = field(default=-1)
 
 
-class Prefills:
+class PrefillHandoffs:
     """Takes on prompts of peers, up to a limit, each as an ordinary request of one token."""
 
     def __init__(
         self,
         scheduler: Scheduler,
-        hands: Hands,
+        hands: HandoffDependencies,
         config: HandoffConfig,
-        fetches: Fetches,
+        fetches: PeerReads,
         *,
         new_job: Callable[[], int],
         accepts: bool = True,
@@ -72,7 +72,7 @@ class Prefills:
         self._names: set[RequestId] = set()
         """Requests whose outputs are for a machine, not for a client of this instance."""
         self._jobs: dict[int, _Work] = {}
-        self._ways = Ways(hands.connect)
+        self._ways = SenderPool(hands.connect)
         self._ended = Ended()
         self.totals = SideTotals()
 
@@ -156,7 +156,7 @@ class Prefills:
         sequence = self._submit(peer, start, now)
         if isinstance(sequence, Reason):
             self.totals.failures[sequence] += 1
-            self._network.send(peer, Refused(start.handoff, sequence))
+            self._network.send(peer, StartRefused(start.handoff, sequence))
             return
         machine = PrefillHandoff(
             start,

@@ -1,7 +1,7 @@
 """What has landed of one lease, and whether that is all. The account, kept by the receiver."""
 
 
-class Reception:
+class ReceiveTracker:
     """Blocks [0, num_blocks) of a lease on their way into slots. Pure."""
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:

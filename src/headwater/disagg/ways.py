@@ -9,7 +9,7 @@ _MAX_ADDRESSES = 4
 """Of one connection: a peer receives in one place, and a sender may take memory."""
 
 
-class Ways:
+class SenderPool:
     """Senders by peer and address; made when they are first needed."""
 
     def __init__(self, connect: Callable[[str], Sender]) -> None:

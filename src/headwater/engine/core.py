@@ -12,10 +12,10 @@ from typing import Protocol
 from headwater.cache import Namespace
 from headwater.cache.outline import outline
 from headwater.clock import Clock
-from headwater.disagg.exchange import Exchange
+from headwater.disagg.exchange import HandoffController
 from headwater.engine.client import MEMORY, EngineInfo, ResetReport
 from headwater.engine.output import EngineStats, SequenceOutput, engine_stats
-from headwater.engine.pace import Pace
+from headwater.engine.pace import RateEstimator
 from headwater.engine.reset import Resets, Then
 from headwater.errors import RequestError
 from headwater.events import CacheFact
@@ -92,13 +92,13 @@ class EngineCore:
         if runner.layerwise:
             scheduler.allow_riding()
         self._resets = Resets(self._cache, self._mover)
-        self._pace = Pace()
+        self._pace = RateEstimator()
         self._has_tiers = self._cache.config.host_blocks > 0
         self._decide_s = 0.0
         self._step_s = 0.0
         self._feed: Feed | None = None
         self._reload: Reload | None = None
-        self._peers: Exchange | None = None
+        self._peers: HandoffController | None = None
 
     @property
     def has_work(self) -> bool:
@@ -237,7 +237,7 @@ class EngineCore:
             tree=tree,
         )
 
-    def join(self, peers: Exchange) -> None:
+    def join(self, peers: HandoffController) -> None:
         """From now on hand-offs with other instances are made; `peers` belongs to this core."""
         self._peers = peers
 

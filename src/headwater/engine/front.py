@@ -140,21 +140,21 @@ class AsyncEngine:
     async def reset_cache(self, tiers: Collection[str] = MEMORY) -> ResetReport:
         number = next(self._numbers)
         answer = await self._ask(number, wire.Reset(number, sorted(tiers)))
-        assert isinstance(answer, wire.Forgotten), "a reset is answered with what is forgotten"
+        assert isinstance(answer, wire.ResetDone), "a reset is answered with what is forgotten"
         if answer.report.refusal is not None:
             raise RequestError(answer.report.refusal)
         return answer.report
 
     async def close_session(self, session_id: str, cache_salt: str) -> bool:
         number = next(self._numbers)
-        closed = await self._ask(number, wire.CloseSession(number, session_id, cache_salt))
-        assert isinstance(closed, wire.Closed), "it is answered with a closed"
+        closed = await self._ask(number, wire.CloseSessionCall(number, session_id, cache_salt))
+        assert isinstance(closed, wire.SessionClosedReply), "it is answered with a closed"
         return closed.known
 
     async def reload(self, folder: str | None) -> EngineInfo:
         number = next(self._numbers)
         answer = await self._ask(number, wire.Reload(number, folder))
-        assert isinstance(answer, wire.Reloaded), "it is answered with what is served now"
+        assert isinstance(answer, wire.ReloadDone), "it is answered with what is served now"
         if answer.info is None:
             raise RequestError(answer.refusal or "the weights were not read")
         self._info = answer.info
@@ -173,8 +173,8 @@ class AsyncEngine:
 
     async def view(self, limits: ViewLimits) -> EngineView:
         number = next(self._numbers)
-        sight = await self._ask(number, wire.Look(number, limits))
-        assert isinstance(sight, wire.Sight), "a look is answered with a sight"
+        sight = await self._ask(number, wire.GetView(number, limits))
+        assert isinstance(sight, wire.ViewReply), "a look is answered with a sight"
         return sight.view
 
     async def _call(self, verb: wire.Verb) -> wire.Reply:
@@ -229,10 +229,10 @@ class AsyncEngine:
                     mailbox.fail(wire.rebuild_error(kind, sentence))
             case (
                 wire.Reply(number)
-                | wire.Forgotten(number)
-                | wire.Closed(number)
-                | wire.Reloaded(number)
-                | wire.Sight(number)
+                | wire.ResetDone(number)
+                | wire.SessionClosedReply(number)
+                | wire.ReloadDone(number)
+                | wire.ViewReply(number)
             ):
                 future = self._calls.get(number)
                 if future is not None and not future.done():
@@ -240,7 +240,7 @@ class AsyncEngine:
             case wire.Ready(info):
                 if not self._ready.done():
                     self._ready.set_result(info)
-            case wire.Failure(kind, sentence):
+            case wire.EngineFailed(kind, sentence):
                 self._num_violations += kind == InvariantError.__name__
                 self._fail(kind, sentence)
 

@@ -2,7 +2,7 @@
 
 from headwater.cache import CacheStats
 from headwater.cache.pool import PoolStats
-from headwater.disagg.exchange import ExchangeStats
+from headwater.disagg.exchange import HandoffCounts
 from headwater.disagg.messages import REFUSALS
 from headwater.disagg.outcomes import SideTotals
 from headwater.metrics.stats import EngineStats, HandoffStats, LinkStats, TierStats
@@ -23,7 +23,7 @@ def engine_stats(
     *,
     decide_s: float,
     step_s: float,
-    peers: ExchangeStats | None = None,
+    peers: HandoffCounts | None = None,
 ) -> EngineStats:
     """Every owner's snapshot in one, in plain numbers and names."""
     ledger = cache.ledger
@@ -60,7 +60,7 @@ def engine_stats(
     )
 
 
-def _handoffs(peers: ExchangeStats) -> dict[str, HandoffStats]:
+def _handoffs(peers: HandoffCounts) -> dict[str, HandoffStats]:
     return {
         "prefill": _side(peers.prefill, peers.num_prefilling),
         "decode": _side(peers.decode, peers.num_receiving),

@@ -1,9 +1,9 @@
-"""How fast things went lately, as the `Rates` that prices are made from."""
+"""How fast things went lately, as the `MeasuredRates` that prices are made from."""
 
 from collections import deque
 
 from headwater.scheduler.batch import ScheduledBatch, StepResult
-from headwater.scheduler.price import LinkRate, Rates
+from headwater.scheduler.price import MeasuredRates
 from headwater.transfer.mover import Mover
 
 _MEMORY = 0.9
@@ -13,7 +13,7 @@ _PREFILL_SHARE = 4
 """A step says how fast prompts are computed when it has this many tokens a row."""
 
 
-class Pace:
+class RateEstimator:
     """Measures steps; asks the mover for the speed of its links."""
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Pace:
         self._last_s = 0.0
         self._tokens = 0.0
         self._seconds = 0.0
-        self._known: tuple[tuple[float, int, int], Rates] | None = None
+        self._known: tuple[tuple[float, int, int], MeasuredRates] | None = None
         """The last rates, and what they were made from."""
 
     def note(
@@ -37,20 +37,18 @@ class Pace:
         if result is not None:
             self._end_step(collected_s)
 
-    def rates(self, mover: Mover, now: float) -> Rates:
+    def rates(self, mover: Mover, now: float) -> MeasuredRates:
         """What is known by now. Made again when something was measured, and each second."""
         source = (self._tokens, mover.num_observed, int(now))
         if self._known is None or self._known[0] != source:
             self._known = source, self._make_rates(mover, now)
         return self._known[1]
 
-    def _make_rates(self, mover: Mover, now: float) -> Rates:
-        host = mover.rate("host_to_device", now=now)
-        storage = mover.rate("storage_to_host", now=now)
-        return Rates(
+    def _make_rates(self, mover: Mover, now: float) -> MeasuredRates:
+        return MeasuredRates(
             prefill_tokens_s=self._tokens / self._seconds if self._seconds > 0 else None,
-            host=None if host is None else LinkRate(*host),
-            storage=None if storage is None else LinkRate(*storage),
+            host=mover.rate("host_to_device", now=now),
+            storage=mover.rate("storage_to_host", now=now),
         )
 
     def _end_step(self, now: float) -> None:

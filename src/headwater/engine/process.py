@@ -88,13 +88,13 @@ def run_engine(build: Build, address: str) -> int:
         core.close()
         return 0
     except HeadwaterError as exc:
-        socket.send(wire.encode(wire.Failure(type(exc).__name__, str(exc))))
+        socket.send(wire.encode(wire.EngineFailed(type(exc).__name__, str(exc))))
         return 1
     except Exception as exc:
         log.exception("the engine died")
         sentence = f"the engine died: {type(exc).__name__}: {exc}"
         kind = InvariantError if isinstance(exc, InvariantError) else EngineDead
-        socket.send(wire.encode(wire.Failure(kind.__name__, sentence)))
+        socket.send(wire.encode(wire.EngineFailed(kind.__name__, sentence)))
         return 1
     finally:
         socket.close(linger=1000)
@@ -151,27 +151,27 @@ class EngineLoop:
                 self._answer(number, verb)
             case wire.Reset(number, tiers):
                 self._reset(number, tiers)
-            case wire.CloseSession(number, session_id, cache_salt):
+            case wire.CloseSessionCall(number, session_id, cache_salt):
                 known = self._core.close_session(session_id, cache_salt)
-                self._send(wire.Closed(number, known))
+                self._send(wire.SessionClosedReply(number, known))
             case wire.Reload(number, folder):
                 self._send(self._reload(number, folder))
-            case wire.Look(number, limits):
-                self._send(wire.Sight(number, self._core.view(limits)))
+            case wire.GetView(number, limits):
+                self._send(wire.ViewReply(number, self._core.view(limits)))
             case wire.Stop():
                 self._stopped = True
 
-    def _reload(self, number: int, folder: str | None) -> wire.Reloaded:
+    def _reload(self, number: int, folder: str | None) -> wire.ReloadDone:
         try:
-            return wire.Reloaded(number, self._core.reload(folder), None)
+            return wire.ReloadDone(number, self._core.reload(folder), None)
         except (RequestError, ModelError, ConfigError, StorageError) as exc:
-            return wire.Reloaded(number, None, str(exc))
+            return wire.ReloadDone(number, None, str(exc))
 
     def _reset(self, number: int, tiers: list[str]) -> None:
         """Answered when it is done, which may be many steps later."""
 
         def then(report: ResetReport) -> None:
-            self._send(wire.Forgotten(number, report))
+            self._send(wire.ResetDone(number, report))
 
         try:
             self._core.reset_cache(tiers, then)

@@ -9,7 +9,7 @@ does not answer.
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
-from headwater.cache import Ending, Outcome, Removal, TieredCache
+from headwater.cache import JobOutcome, JobStatus, Removal, TieredCache
 from headwater.engine.client import MEMORY, TIERS, ResetReport
 from headwater.errors import RequestError
 from headwater.transfer.mover import Mover
@@ -63,14 +63,14 @@ class Resets:
         self._pending.append(_Pending(report, then, now + _DRAIN_S, writes))
         self.advance(now)
 
-    def lands(self, outcome: Outcome) -> bool:
+    def lands(self, outcome: JobOutcome) -> bool:
         """Whether `outcome` is of a removal; whoever waits for it is told."""
         for pending in self._pending:
             if pending.removal == outcome.job:
                 self._end(pending, outcome)
                 return True
         for pending in self._pending:
-            if outcome.ending is not Ending.TIMED_OUT:
+            if outcome.ending is not JobStatus.TIMED_OUT:
                 pending.writes.discard(outcome.job)
         return False
 
@@ -86,8 +86,8 @@ class Resets:
             elif now >= pending.until_s:
                 self._refuse(pending, f"{len(pending.writes)} writes to it do not end")
 
-    def _end(self, pending: _Pending, outcome: Outcome) -> None:
-        if outcome.ending is not Ending.DONE:
+    def _end(self, pending: _Pending, outcome: JobOutcome) -> None:
+        if outcome.ending is not JobStatus.DONE:
             self._refuse(pending, "it failed, or did not answer in time")
             return
         self._pending.remove(pending)

@@ -8,7 +8,7 @@ from headwater.engine.tokenizer import Tokenizer
 from headwater.scheduler.output import SequenceOutput
 
 
-class Piece(NamedTuple):
+class TextDelta(NamedTuple):
     """What one output added."""
 
     text: str
@@ -40,7 +40,7 @@ class TextStream:
         )
         self._stop = StopFilter(stops, include_stop=include_stop)
 
-    def land(self, output: SequenceOutput) -> Piece:
+    def land(self, output: SequenceOutput) -> TextDelta:
         """The text that this output made certain."""
         self.num_tokens += len(output.tokens)
         shown = output.tokens
@@ -51,8 +51,8 @@ class TextStream:
             rest, stop = self._show(self._text.flush())
             text += rest if stop is not None else rest + self._stop.flush()
         if stop is not None:
-            return Piece(text, "stop", stop)
-        return Piece(text, output.finish_reason, output.stop_token)
+            return TextDelta(text, "stop", stop)
+        return TextDelta(text, output.finish_reason, output.stop_token)
 
     def _show(self, text: str) -> tuple[str, str | None]:
         if self.num_tokens < self._min_tokens:

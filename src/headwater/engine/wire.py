@@ -59,14 +59,14 @@ class Call(msgspec.Struct, tag="call", array_like=True, frozen=True):
 
 
 class Reset(msgspec.Struct, tag="reset", array_like=True, frozen=True):
-    """Forget what these tiers have; wants a `Forgotten` of the same number, later."""
+    """Forget what these tiers have; wants a `ResetDone` of the same number, later."""
 
     number: int
     tiers: list[str]
 
 
-class CloseSession(msgspec.Struct, tag="close", array_like=True, frozen=True):
-    """A session is over; wants a `Closed` of the same number."""
+class CloseSessionCall(msgspec.Struct, tag="close", array_like=True, frozen=True):
+    """A session is over; wants a `SessionClosedReply` of the same number."""
 
     number: int
     session_id: str
@@ -74,14 +74,14 @@ class CloseSession(msgspec.Struct, tag="close", array_like=True, frozen=True):
 
 
 class Reload(msgspec.Struct, tag="reload", array_like=True, frozen=True):
-    """Read weights again, and answer with a `Reloaded` of the same number."""
+    """Read weights again, and answer with a `ReloadDone` of the same number."""
 
     number: int
     folder: str | None
 
 
-class Look(msgspec.Struct, tag="look", array_like=True, frozen=True):
-    """Somebody watches, and wants a `Sight` of the same number."""
+class GetView(msgspec.Struct, tag="look", array_like=True, frozen=True):
+    """Somebody watches, and wants a `ViewReply` of the same number."""
 
     number: int
     limits: ViewLimits
@@ -97,7 +97,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     info: EngineInfo
 
 
-class Failure(msgspec.Struct, tag="failure", array_like=True, frozen=True):
+class EngineFailed(msgspec.Struct, tag="failure", array_like=True, frozen=True):
     """The engine could not start, or its loop ended; the last message it sends."""
 
     kind: str
@@ -138,21 +138,21 @@ class Reply(msgspec.Struct, tag="reply", array_like=True, frozen=True):
     refusal: str | None
 
 
-class Forgotten(msgspec.Struct, tag="forgotten", array_like=True, frozen=True):
+class ResetDone(msgspec.Struct, tag="forgotten", array_like=True, frozen=True):
     """The end of a `Reset`."""
 
     number: int
     report: ResetReport
 
 
-class Closed(msgspec.Struct, tag="closed", array_like=True, frozen=True):
-    """The end of a `CloseSession`: whether such a session was known."""
+class SessionClosedReply(msgspec.Struct, tag="closed", array_like=True, frozen=True):
+    """The end of a `CloseSessionCall`: whether such a session was known."""
 
     number: int
     known: bool
 
 
-class Reloaded(msgspec.Struct, tag="reloaded", array_like=True, frozen=True):
+class ReloadDone(msgspec.Struct, tag="reloaded", array_like=True, frozen=True):
     """What the engine is now, or why it stays what it was."""
 
     number: int
@@ -160,16 +160,16 @@ class Reloaded(msgspec.Struct, tag="reloaded", array_like=True, frozen=True):
     refusal: str | None
 
 
-class Sight(msgspec.Struct, tag="sight", array_like=True, frozen=True):
-    """What a `Look` found."""
+class ViewReply(msgspec.Struct, tag="sight", array_like=True, frozen=True):
+    """What a `GetView` found."""
 
     number: int
     view: EngineView
 
 
-ToEngine = Add | Abort | Call | Reset | CloseSession | Reload | Look | Stop
-Answer = Reply | Forgotten | Closed | Reloaded | Sight
-FromEngine = Ready | Failure | Outputs | Refusal | Answer
+ToEngine = Add | Abort | Call | Reset | CloseSessionCall | Reload | GetView | Stop
+Answer = Reply | ResetDone | SessionClosedReply | ReloadDone | ViewReply
+FromEngine = Ready | EngineFailed | Outputs | Refusal | Answer
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

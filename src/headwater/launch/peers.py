@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from headwater.cache import Namespace
 from headwater.clock import Clock
 from headwater.config import EngineConfig, PeersConfig, peer_token_from_environment
-from headwater.disagg.exchange import Exchange
+from headwater.disagg.exchange import HandoffController
 from headwater.disagg.handoff import HandoffConfig
-from headwater.disagg.hands import Hands, Memory
+from headwater.disagg.hands import HandoffDependencies, Memory
 from headwater.disagg.link import Deliver, LinkMaker, Sender
 from headwater.disagg.links.config import LinkConfig
 from headwater.disagg.links.registry import Links
@@ -133,12 +133,14 @@ def _join_peers(
         core.completions.post,
         clock,
     )
-    hands = Hands(
+    hands = HandoffDependencies(
         network=network,
         receiver=links.listen(peers.link),
         connect=lambda address: _Unhurried(links.connect(address)),
         memory=memory,
         new_id=lambda: secrets.randbits(63),
     )
-    core.join(Exchange(scheduler, hands, _handoffs(peers), accepts=peers.role != "decode"))
+    core.join(
+        HandoffController(scheduler, hands, _handoffs(peers), accepts=peers.role != "decode")
+    )
     return network.address

@@ -14,7 +14,7 @@ from starlette.types import Scope
 from headwater.clock import Clock, SystemClock
 from headwater.engine.tokenizer import Tokenizer
 from headwater.launch.server import StopSignals
-from headwater.server.gate import Gate, is_public
+from headwater.server.gate import ReadinessMiddleware, is_public
 from headwater.server.http import HttpServer, bind, url_of
 from headwater.server.router.app import Router, create_router_app
 from headwater.server.router.config import RouterConfig
@@ -60,7 +60,7 @@ class RouterProcess:
         self._listener = listener
         self._tokenizer = tokenizer
         self._announce = announce
-        self._gate = Gate(config.api_key, is_open=_needs_no_key)
+        self._gate = ReadinessMiddleware(config.api_key, is_open=_needs_no_key)
         self._http = HttpServer(self._gate, drain_timeout_s=config.drain_timeout_s)
         self._followers: dict[Instance, Follower] = {}
 

@@ -24,9 +24,9 @@ from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import EngineDead
 from headwater.metrics.ledger import RequestRecord
 from headwater.metrics.logs import log_record
-from headwater.metrics.tracing import Spans, open_spans
+from headwater.metrics.tracing import SpanExporter, open_spans
 from headwater.server.app import create_app
-from headwater.server.gate import Gate
+from headwater.server.gate import ReadinessMiddleware
 from headwater.server.http import HttpServer, url_of
 from headwater.server.registration import Registrar
 from headwater.server.service import Service
@@ -114,12 +114,12 @@ class _Server:
         self._listener = listener
         self._announce = announce
         self._service: Service | None = None
-        self._spans: Spans | None = None
+        self._spans: SpanExporter | None = None
         self._drain: asyncio.Task[None] | None = None
         self._is_hurried = False
         self._registrar: Registrar | None = None
         self._leaving: asyncio.Task[None] | None = None
-        self._gate = Gate(config.api_key)
+        self._gate = ReadinessMiddleware(config.api_key)
         self._http = HttpServer(self._gate, drain_timeout_s=config.drain_timeout_s)
 
     async def run(self, signals: StopSignals) -> int:

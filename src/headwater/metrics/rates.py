@@ -18,7 +18,7 @@ class Quantiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
+class ServerRates:
     """What happened a second between two answers of one server."""
 
     output_tokens: float
@@ -42,7 +42,7 @@ def is_restart(before: Answer, now: Answer) -> bool:
     return bool(before["started_s"] != now["started_s"] or now["uptime_s"] < before["uptime_s"])
 
 
-def rates_between(before: Answer, now: Answer) -> Rates | None:
+def rates_between(before: Answer, now: Answer) -> ServerRates | None:
     """None where no time passed, or another server answered."""
     elapsed_s: float = now["uptime_s"] - before["uptime_s"]
     if is_restart(before, now) or elapsed_s <= 0:
@@ -60,7 +60,7 @@ def rates_between(before: Answer, now: Answer) -> Rates | None:
         / elapsed_s
         for name, link in now["cache"]["links"].items()
     }
-    return Rates(
+    return ServerRates(
         output_tokens=total("generation_tokens_total"),
         prompt_tokens=total("prompt_tokens_total"),
         by_source={

@@ -51,7 +51,7 @@ class Recorder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class SequenceProgress:
     """What a timer cannot know of its sequence."""
 
     request_id: str
@@ -101,7 +101,7 @@ class RequestTimer:
             self._itl.observe((now_s - self._last_s) / num_tokens, num_tokens)
         self._last_s = now_s
 
-    def end(self, finish_reason: str, *, place: Place) -> RequestRecord:
+    def end(self, finish_reason: str, *, place: SequenceProgress) -> RequestRecord:
         """Count the end, whatever it was; what there is to say of it all."""
         now_s = self._clock.now()
         self._recorder.count(names.SUCCESS, label=finish_reason)

@@ -6,7 +6,7 @@ Counters only go up while the engine lives; ratios are the reader's.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from headwater.scheduler.price import Rates
+from headwater.scheduler.price import MeasuredRates
 from headwater.scheduler.usage import LoadUsage
 from headwater.storage.base import StorageStats
 
@@ -105,7 +105,7 @@ class EngineStats:
     load_choices: Mapping[str, int] = field(default_factory=dict)
     """Load or recompute: how often each was chosen, by reason."""
 
-    rates: Rates = field(default_factory=Rates)
+    rates: MeasuredRates = field(default_factory=MeasuredRates)
     """What those choices are priced from, as measured lately."""
 
     recent_loads: tuple[LoadUsage, ...] = ()

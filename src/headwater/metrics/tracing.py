@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 
-def open_spans(environ: Mapping[str, str], *, model: str) -> "Spans | None":
+def open_spans(environ: Mapping[str, str], *, model: str) -> "SpanExporter | None":
     """Where spans go, if the environment names an endpoint; None where it does not."""
     if not environ.get(ENDPOINT):
         return None
     try:
-        return Spans(model)
+        return SpanExporter(model)
     except ModuleNotFoundError as exc:
         raise ConfigError(
             f"{ENDPOINT} is set, and the package {exc.name!r} is not installed; "
@@ -31,7 +31,7 @@ def open_spans(environ: Mapping[str, str], *, model: str) -> "Spans | None":
         ) from exc
 
 
-class Spans:
+class SpanExporter:
     """Sends spans over OTLP/HTTP, as OpenTelemetry's own environment variables say."""
 
     def __init__(self, model: str) -> None:

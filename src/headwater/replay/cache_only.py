@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from headwater.cache import CacheConfig, TieredCache, TokenPath, Turn
-from headwater.cache.policy.session import Session
+from headwater.cache import CacheConfig, FinishedRequest, TieredCache, TokenPath
+from headwater.cache.policy.session import SessionPolicy
 from headwater.cache.policy.weights import Weights
 from headwater.errors import ConfigError, InvariantError
-from headwater.replay.hints import NOTHING, Said, hints_of
+from headwater.replay.hints import NOTHING, SessionHint, hints_of
 from headwater.replay.optimum import optimal_hits
 from headwater.replay.trace import TRACE_BLOCK, TraceRequest
 from headwater.types import RequestId, Tokens, WritePolicy
@@ -75,9 +75,9 @@ class CacheOnly:
     def learned(self) -> Weights | None:
         """What the session policy has learned so far; None for one that learns nothing."""
         order = self.cache.device.order
-        return order.learned() if isinstance(order, Session) else None
+        return order.learned() if isinstance(order, SessionPolicy) else None
 
-    def serve(self, request: TraceRequest, prompt: Tokens, said: Said = NOTHING) -> int:
+    def serve(self, request: TraceRequest, prompt: Tokens, said: SessionHint = NOTHING) -> int:
         """Send one request, whose whole blocks are `prompt`; how many of them were found."""
         cache, now = self.cache, request.arrival_s
         path = TokenPath(prompt)
@@ -87,7 +87,7 @@ class CacheOnly:
         if slots is None:
             raise InvariantError("an idle cache has no room for a request")
         cache.commit(lease, path, slots, now=now)
-        turn = Turn(request.input_length, request.output_length, *said)
+        turn = FinishedRequest(request.input_length, request.output_length, *said)
         cache.release(lease, now=now, turn=turn)
         cache.trim(self._capacity)
         return found

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.cache import Ending, Lookup, Promotion, Removal, Transfer
+from headwater.cache import JobStatus, Lookup, Promotion, Removal, TransferJob
 from headwater.clock import VirtualClock
 from headwater.errors import InvariantError
 from headwater.replay.cost import OWN_LINKS, StepCost
@@ -15,7 +15,7 @@ from headwater.replay.links import Delivery, SharedLink
 from headwater.scheduler.batch import ScheduledBatch, StepResult
 from headwater.scheduler.sequence import Sequence as Decoding
 from headwater.storage.base import StorageStats
-from headwater.transfer.completions import Completion
+from headwater.transfer.completions import JobCompletion
 from headwater.transfer.mover import link_of
 from headwater.transfer.workers import Plan, Report, Task
 from headwater.types import BlockKey, RequestId, Tokens
@@ -131,13 +131,13 @@ class SimCopier:
         self._clock = clock
         self._block_bytes = block_bytes
 
-    def start(self, transfer: Transfer, report: Report) -> None:
+    def start(self, transfer: TransferJob, report: Report) -> None:
         """Put it on its link."""
         blocks = transfer.num_blocks
         link = self._links[link_of(transfer)]
 
         def arrive(delivery: Delivery) -> None:
-            report(Completion(transfer.job, Ending.DONE, blocks, delivery.busy_s))
+            report(JobCompletion(transfer.job, JobStatus.DONE, blocks, delivery.busy_s))
 
         link.start(blocks * self._block_bytes, arrive, now=self._clock.now())
 
@@ -233,16 +233,16 @@ class SimStorage:
     def close(self) -> None:
         """Nothing to release."""
 
-    def _end(self, plan: Plan) -> Completion:
+    def _end(self, plan: Plan) -> JobCompletion:
         if isinstance(plan, Removal):
             raise InvariantError("a simulated store is never asked to forget")
         if isinstance(plan, Lookup):
             found = tuple(self._store.leading(keys) for keys in plan.runs())
-            return Completion(plan.job, Ending.DONE, found=found)
+            return JobCompletion(plan.job, JobStatus.DONE, found=found)
         if isinstance(plan, Promotion):
             num_read = self._store.read(plan.keys)
             if num_read < plan.num_blocks:
-                return Completion(plan.job, Ending.ABSENT, num_read, reason="absent")
-            return Completion(plan.job, Ending.DONE, num_read)
+                return JobCompletion(plan.job, JobStatus.ABSENT, num_read, reason="absent")
+            return JobCompletion(plan.job, JobStatus.DONE, num_read)
         self._store.write(plan.keys)
-        return Completion(plan.job, Ending.DONE, plan.num_blocks)
+        return JobCompletion(plan.job, JobStatus.DONE, plan.num_blocks)

@@ -11,17 +11,17 @@ from headwater.replay.variants import trunks
 HINTS = ("none", "perfect")
 
 
-class Said(NamedTuple):
+class SessionHint(NamedTuple):
     """With one request: the session it belongs to, and whether that goes on."""
 
     session: str = ""
     hint: Hint | None = None
 
 
-NOTHING = Said()
+NOTHING = SessionHint()
 
 
-def hints_of(requests: Sequence[TraceRequest], kind: str) -> list[Said]:
+def hints_of(requests: Sequence[TraceRequest], kind: str) -> list[SessionHint]:
     """What is said with each request: nothing, or whether its session goes on from there.
 
     It does when most of its full blocks are asked for again, shared beginnings not counted.
@@ -34,10 +34,10 @@ def hints_of(requests: Sequence[TraceRequest], kind: str) -> list[Said]:
     return [_said(request, use, shared) for request, use in zip(requests, uses, strict=True)]
 
 
-def _said(request: TraceRequest, uses: Sequence[int], shared: set[int]) -> Said:
+def _said(request: TraceRequest, uses: Sequence[int], shared: set[int]) -> SessionHint:
     ids = request.hash_ids
     own = [at for at, block in enumerate(ids) if block not in shared]
     full = [at for at in own if at < request.input_length // request.block_tokens]
     session = ids[own[0]] if own else ids[-1] if ids else 0
     returning = sum(uses[at] != NEVER for at in full)
-    return Said(str(session), Hint(closed=2 * returning <= len(full)))
+    return SessionHint(str(session), Hint(closed=2 * returning <= len(full)))

@@ -9,14 +9,14 @@ import numpy as np
 
 from headwater.cache import TieredCache, TokenPath
 from headwater.clock import VirtualClock
-from headwater.disagg.exchange import Exchange
+from headwater.disagg.exchange import HandoffController
 from headwater.engine.core import EngineCore
 from headwater.errors import RequestError
 from headwater.replay.hands import SimCopier, SimRunner, SimStorage, SimStore
 from headwater.replay.links import SharedLink
-from headwater.replay.peers import Fabric, make_exchange
-from headwater.replay.samples import Row, Samples, Times
-from headwater.replay.served import Served, Work
+from headwater.replay.peers import SimFabric, make_exchange
+from headwater.replay.samples import Row, Times, TimeSeries
+from headwater.replay.served import SimRequest, Work
 from headwater.replay.settings import SimConfig
 from headwater.replay.trace import TraceRequest
 from headwater.scheduler.output import SequenceOutput
@@ -40,7 +40,7 @@ class SimInstance:
         links: Mapping[str, SharedLink],
         store: SimStore | None,
         times: Times,
-        fabric: Fabric | None,
+        fabric: SimFabric | None,
     ) -> None:
         self.role = config.role(number)
         self.name = f"{self.role}-{number}"
@@ -51,7 +51,7 @@ class SimInstance:
         self.runner = SimRunner(config.machine.step, self.clock, links)
         self.mover = _mover(config, links, store, self.clock)
         self.core = EngineCore(self.scheduler, self.runner, self.clock, self.mover)
-        self.exchange: Exchange | None = None
+        self.exchange: HandoffController | None = None
         if fabric is not None:
             fabric.enter(self.name, self.core.completions.post)
             self.exchange = make_exchange(
@@ -64,13 +64,13 @@ class SimInstance:
                 accepts=self.role == "prefill",
             )
             self.core.join(self.exchange)
-        self.served: list[Served] = []
+        self.served: list[SimRequest] = []
         """Everything it was given, in that order."""
-        self.samples = Samples(times)
+        self.samples = TimeSeries(times)
         """Waiting, running, device blocks and host blocks in use."""
         self._fast_forward = config.fast_forward
         self._line: deque[tuple[RequestId, TraceRequest, str]] = deque()
-        self._alive: dict[RequestId, Served] = {}
+        self._alive: dict[RequestId, SimRequest] = {}
         self.num_turns = 0
         """Turns of the real loop; steps that were taken many at once are not among them."""
 
@@ -84,7 +84,7 @@ class SimInstance:
         match = self.cache.match(path)
         return (match.device_blocks + match.host_blocks) * self.cache.block_tokens
 
-    def give(self, number: int, request: TraceRequest, now: float, served: Served) -> None:
+    def give(self, number: int, request: TraceRequest, now: float, served: SimRequest) -> None:
         """A request arrives at `now`, its prompt to be computed by whom `served` says."""
         if not self.core.has_work:
             self.wake(now)

@@ -16,7 +16,7 @@ _STAGGER_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class TraceLoad:
     """Which requests are played, and how fast: enough to make them again in any process."""
 
     trace: Path

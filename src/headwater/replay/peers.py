@@ -11,10 +11,10 @@ from math import inf
 from random import Random
 
 from headwater.clock import VirtualClock
-from headwater.disagg.exchange import Exchange
+from headwater.disagg.exchange import HandoffController
 from headwater.disagg.handoff import HandoffConfig
-from headwater.disagg.hands import Hands
-from headwater.disagg.link import Landed, Push, PushDone, PushFailed, PushFailure, Quiet
+from headwater.disagg.hands import HandoffDependencies
+from headwater.disagg.link import Landed, Push, PushDone, PushFailed, PushFailure, SenderQuiet
 from headwater.disagg.messages import Message
 from headwater.disagg.network import PeerMessage
 from headwater.replay.links import Delivery, SharedLink
@@ -43,7 +43,7 @@ class _Host:
     leases: dict[int, _Lease] = field(default_factory=dict)
 
 
-class Fabric:
+class SimFabric:
     """What all instances are connected by. Times given to it are those of the sender's clock."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Fabric:
     def fence(self, host: str, lease: int) -> None:
         """Let no more land."""
         landed = self._hosts[host].leases.pop(lease, None) or _Lease()
-        quiet = Quiet(lease, landed.num_bytes, frozenset(landed.blocks))
+        quiet = SenderQuiet(lease, landed.num_bytes, frozenset(landed.blocks))
         self._hosts[host].post(quiet)
 
     def land(self, sender: str, host: str, push: Push) -> None:
@@ -100,7 +100,7 @@ class Fabric:
 class _Place:
     """One instance's own end of the fabric."""
 
-    fabric: Fabric
+    fabric: SimFabric
     name: str
     clock: VirtualClock
     link: SharedLink
@@ -175,7 +175,7 @@ class SimMemory:
 
 
 def make_exchange(
-    fabric: Fabric,
+    fabric: SimFabric,
     name: str,
     scheduler: Scheduler,
     clock: VirtualClock,
@@ -183,15 +183,15 @@ def make_exchange(
     *,
     block_bytes: int,
     accepts: bool,
-) -> Exchange:
+) -> HandoffController:
     """The hand-offs of the instance `name`, which computes for others if it `accepts`."""
     place = _Place(fabric, name, clock, links["peer"])
     numbers = Random(name)
-    hands = Hands(
+    hands = HandoffDependencies(
         network=SimNetwork(place),
         receiver=SimReceiver(place),
         connect=lambda to: SimSender(place, to),
         memory=SimMemory(block_bytes),
         new_id=lambda: numbers.getrandbits(63),
     )
-    return Exchange(scheduler, hands, HandoffConfig(), accepts=accepts)
+    return HandoffController(scheduler, hands, HandoffConfig(), accepts=accepts)

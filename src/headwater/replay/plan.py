@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any, TypeAlias
 
 from headwater.errors import ConfigError
-from headwater.replay.load import Load
+from headwater.replay.load import TraceLoad
 from headwater.replay.prices import Prices
 from headwater.replay.report import describe, make_report
 from headwater.replay.settings import SimConfig
@@ -72,7 +72,7 @@ class Grid:
 
 def make_plan(
     configs: Sequence[SimConfig],
-    load: Load,
+    load: TraceLoad,
     bounds: Sequence[Bound],
     prices: Prices,
     *,
@@ -95,7 +95,7 @@ def make_plan(
     }
 
 
-def evaluate(config: SimConfig, load: Load, bounds: Sequence[Bound]) -> Point:
+def evaluate(config: SimConfig, load: TraceLoad, bounds: Sequence[Bound]) -> Point:
     """One replay; what a plan keeps of its report. Runs in a process of its own."""
     requests = load.requests()
     report = make_report(Simulator(config, requests).play(), bounds)
@@ -123,7 +123,7 @@ def value_of(point: Point) -> float:
 
 def _evaluate_all(
     configs: Sequence[SimConfig],
-    load: Load,
+    load: TraceLoad,
     bounds: Sequence[Bound],
     num_jobs: int,
     advance: Callable[[], object],

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from headwater.replay.cost import GIB
 from headwater.replay.samples import summed
-from headwater.replay.served import Served
+from headwater.replay.served import SimRequest
 from headwater.replay.settings import SimConfig
-from headwater.replay.simulator import Run
+from headwater.replay.simulator import SimulationRun
 from headwater.replay.slo import Bound, attainment
 
 Seconds: TypeAlias = NDArray[np.float64]
@@ -26,7 +26,7 @@ _NUM_BUCKETS = 60
 _MAX_POINTS = 480
 
 
-def make_report(run: Run, bounds: Sequence[Bound] = ()) -> Report:
+def make_report(run: SimulationRun, bounds: Sequence[Bound] = ()) -> Report:
     """Everything that is reported of `run`."""
     served = sorted(
         (one for instance in run.instances for one in instance.served),
@@ -85,7 +85,7 @@ def describe(config: SimConfig) -> Report:
     }
 
 
-def _hits(ended: Sequence[Served], block_tokens: int) -> Report:
+def _hits(ended: Sequence[SimRequest], block_tokens: int) -> Report:
     """What was found, where, and why not more."""
     sources: Counter[str] = Counter(dict.fromkeys(_SOURCES, 0))
     reasons: Counter[str] = Counter()
@@ -110,7 +110,7 @@ def _hits(ended: Sequence[Served], block_tokens: int) -> Report:
     }
 
 
-def _latencies(ended: Sequence[Served]) -> dict[str, Seconds]:
+def _latencies(ended: Sequence[SimRequest]) -> dict[str, Seconds]:
     gaps = [np.frombuffer(one.gaps_s) for one in ended if one.gaps_s]
     return {
         "ttft": np.array([one.ttft_s for one in ended]),
@@ -135,7 +135,7 @@ def _quantiles(seconds: Seconds) -> list[float]:
     return values
 
 
-def _duration_s(served: Sequence[Served]) -> float:
+def _duration_s(served: Sequence[SimRequest]) -> float:
     """From the first arrival to the last token."""
     if not served:
         return 1.0
@@ -143,7 +143,7 @@ def _duration_s(served: Sequence[Served]) -> float:
     return max(end_s - served[0].arrival_s, 1e-9)
 
 
-def _engines(run: Run) -> Report:
+def _engines(run: SimulationRun) -> Report:
     stats = [instance.core.stats() for instance in run.instances]
     choices: Counter[str] = Counter()
     for one in stats:
@@ -169,7 +169,7 @@ def _engines(run: Run) -> Report:
     }
 
 
-def _handoffs(run: Run) -> Report:
+def _handoffs(run: SimulationRun) -> Report:
     """What decode instances say of their hand-offs, where there are any."""
     exchanges = [one.exchange for one in run.instances if one.exchange is not None]
     if not exchanges:
@@ -191,7 +191,7 @@ def _handoffs(run: Run) -> Report:
     }
 
 
-def _links(run: Run, duration_s: float) -> Report:
+def _links(run: SimulationRun, duration_s: float) -> Report:
     sums: dict[str, list[float]] = {}
     for name, link in run.links:
         entry = sums.setdefault(name, [0, 0.0, 0])
@@ -211,7 +211,7 @@ def _queue(waiting: Sequence[float]) -> dict[str, float]:
     return {"mean_waiting": sum(waiting) / max(len(waiting), 1), "max_waiting": most}
 
 
-def _over_time(run: Run) -> dict[str, list[float]]:
+def _over_time(run: SimulationRun) -> dict[str, list[float]]:
     """Requests, and shares of each tier's blocks in use; of a long run every n-th sample."""
     waiting, running, device, host = summed([i.samples for i in run.instances], 4)
     (stored,) = summed([run.stored], 1)
@@ -229,7 +229,7 @@ def _over_time(run: Run) -> dict[str, list[float]]:
     return {name: values[::stride] for name, values in columns.items()}
 
 
-def _hits_over_time(ended: Sequence[Served]) -> dict[str, list[float]]:
+def _hits_over_time(ended: Sequence[SimRequest]) -> dict[str, list[float]]:
     """Prompt tokens by source, in equal parts of the time of first tokens."""
     if not ended:
         return {}

@@ -13,7 +13,7 @@ from headwater.replay.trace import TraceRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class SimRoute:
     """Who serves a request, and who computes its prompt: somebody else, or None."""
 
     server: SimInstance
@@ -28,7 +28,7 @@ class Route:
         return self.prefill or self.server
 
 
-class Router:
+class SimRouter:
     """Applies one policy to those who serve, and to those who prefill."""
 
     def __init__(self, policy: str, prefill_threshold: int) -> None:
@@ -39,21 +39,21 @@ class Router:
 
     def choose(
         self, request: TraceRequest, instances: Sequence[SimInstance], now: float
-    ) -> Route:
+    ) -> SimRoute:
         """Where `request` goes."""
         if len(instances) == 1:
-            return Route(instances[0], None, 0)
+            return SimRoute(instances[0], None, 0)
         path = TokenPath(request.prompt()) if self._looks else None
         servers = [one for one in instances if one.role != "prefill"]
         server, cached = self._pick(self._serving, request, servers, path, now)
         uncached = request.input_length - cached
         if server.role != "decode" or prefills_itself(uncached, self._threshold):
-            return Route(server, None, uncached)
+            return SimRoute(server, None, uncached)
         helpers = [one for one in instances if one.role == "prefill"]
         helper, found = self._pick(self._prefilling, request, helpers, path, now)
         if is_swamped(helper.work.outstanding_tokens, server.work.outstanding_tokens):
-            return Route(server, None, uncached)
-        return Route(server, helper, request.input_length - found, moved_tokens=uncached)
+            return SimRoute(server, None, uncached)
+        return SimRoute(server, helper, request.input_length - found, moved_tokens=uncached)
 
     def _pick(
         self,

@@ -27,7 +27,7 @@ class Times:
         return cls(start_s, max((requests[-1].arrival_s - start_s) / _NUM_SAMPLES, _LEAST_S))
 
 
-class Samples:
+class TimeSeries:
     """Rows of one owner. A row that is due is filled in as soon as its time has passed, so its
     owner says so whenever its state is about to change, or has just changed with the time."""
 
@@ -46,7 +46,7 @@ class Samples:
             self._next_s = self._times.start_s + len(self.rows) * self._times.every_s
 
 
-def summed(owners: Sequence[Samples], width: int) -> list[list[float]]:
+def summed(owners: Sequence[TimeSeries], width: int) -> list[list[float]]:
     """Columns of the sums over all owners; who has ended stays as it was."""
     length = max((len(owner.rows) for owner in owners), default=0)
     columns = [[0.0] * length for _ in range(width)]

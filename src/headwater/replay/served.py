@@ -16,7 +16,7 @@ class Work:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Served:
+class SimRequest:
     """One request on its way, and at its end. Times are seconds of the virtual clock."""
 
     arrival_s: float

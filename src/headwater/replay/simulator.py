@@ -14,16 +14,16 @@ from headwater.replay.cost import OWN_LINKS, PEER_LINK, SHARED_LINKS, LinkCost
 from headwater.replay.hands import SimStore
 from headwater.replay.instance import SimInstance
 from headwater.replay.links import SharedLink
-from headwater.replay.peers import Fabric
-from headwater.replay.routers import Router
-from headwater.replay.samples import Samples, Times
-from headwater.replay.served import Served
+from headwater.replay.peers import SimFabric
+from headwater.replay.routers import SimRouter
+from headwater.replay.samples import Times, TimeSeries
+from headwater.replay.served import SimRequest
 from headwater.replay.settings import SimConfig
 from headwater.replay.trace import TraceRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class SimulationRun:
     """A replay that has ended, for whoever reports on it."""
 
     config: SimConfig
@@ -33,7 +33,7 @@ class Run:
 
     store: SimStore | None
     times: Times
-    stored: Samples
+    stored: TimeSeries
     """Blocks in storage, over time."""
 
 
@@ -45,12 +45,12 @@ class Simulator:
         self._config = config
         self._requests = requests
         self._times = Times.of_trace(requests)
-        self._stored = Samples(self._times)
+        self._stored = TimeSeries(self._times)
         costs = _link_costs(config)
         shared = {name: SharedLink(costs[name]) for name in SHARED_LINKS if name in costs}
         self._store = SimStore(config.storage_blocks) if config.storage_blocks else None
         self._links = list(shared.items())
-        self._fabric = Fabric() if config.num_prefill else None
+        self._fabric = SimFabric() if config.num_prefill else None
         self.instances: list[SimInstance] = []
         for number in range(config.num_instances):
             own = {name: SharedLink(cost) for name, cost in costs.items() if name not in shared}
@@ -59,9 +59,9 @@ class Simulator:
             self.instances.append(
                 SimInstance(number, config, links, self._store, self._times, self._fabric)
             )
-        self._router = Router(config.router, config.prefill_threshold)
+        self._router = SimRouter(config.router, config.prefill_threshold)
 
-    def play(self, advance: Callable[[int], None] = lambda ended: None) -> Run:
+    def play(self, advance: Callable[[int], None] = lambda ended: None) -> SimulationRun:
         """Serve every request to its end. `advance` is told of requests as they end."""
         requests, at = self._requests, 0
         while True:
@@ -111,7 +111,7 @@ class Simulator:
         if route.prefill is not None:
             route.server.work.recent.add(route.moved_tokens, now=now)
         work.outstanding_tokens += route.uncached_tokens
-        served = Served(
+        served = SimRequest(
             arrival_s=now,
             prompt_tokens=request.input_length,
             prefill="" if route.prefill is None else route.prefill.name,
@@ -133,11 +133,11 @@ class Simulator:
             if instance.mover.completions.has_any:
                 instance.wake(now)
 
-    def _ended(self) -> Run:
+    def _ended(self) -> SimulationRun:
         for instance in self.instances:
             if instance.num_alive:
                 raise InvariantError(f"{instance.num_alive} requests of a replay never ended")
-        return Run(
+        return SimulationRun(
             config=self._config,
             instances=self.instances,
             links=self._links,

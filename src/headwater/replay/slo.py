@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from headwater.errors import ConfigError
-from headwater.replay.served import Served
+from headwater.replay.served import SimRequest
 
 METRICS = ("ttft", "itl", "e2e")
 """First token, between tokens, whole request."""
@@ -29,7 +29,7 @@ class Bound:
     def name(self) -> str:
         return f"{self.metric}_p{self.percentile:g}"
 
-    def is_kept_by(self, served: Served) -> bool:
+    def is_kept_by(self, served: SimRequest) -> bool:
         """Whether one request was served so. Of its own gaps between tokens, the percentile
         counts; it has only one first token and one end."""
         if not served.finished:
@@ -60,7 +60,7 @@ def parse_slo(text: str) -> tuple[Bound, ...]:
 
 def attainment(
     bounds: Sequence[Bound],
-    served: Sequence[Served],
+    served: Sequence[SimRequest],
     latencies_s: dict[str, np.ndarray[Any, Any]],
     duration_s: float,
 ) -> dict[str, Any]:

@@ -27,7 +27,7 @@ admitting sequences only to preempt them again.
 from enum import Enum, auto
 
 
-class Verdict(Enum):
+class AdmissionResult(Enum):
     """What became of a waiting sequence that was looked at."""
 
     ADMITTED = auto()

@@ -3,12 +3,12 @@
 from collections.abc import Iterable
 
 from headwater.errors import InvariantError
-from headwater.scheduler.flight import Flight
-from headwater.scheduler.roster import Roster
+from headwater.scheduler.flight import InFlightStep
+from headwater.scheduler.roster import SequenceTable
 from headwater.scheduler.sequence import Sequence, SequenceState
 
 
-def audit(roster: Roster, flights: Iterable[Flight], block_tokens: int) -> None:
+def audit(roster: SequenceTable, flights: Iterable[InFlightStep], block_tokens: int) -> None:
     """Raise InvariantError if a sequence is not what its place says it is."""
     for sequence in roster.waiting:
         _audit_waiting(sequence, SequenceState.WAITING)

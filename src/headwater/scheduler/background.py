@@ -1,12 +1,12 @@
 """Copies that no sequence waits for: writes to lower tiers, and sessions that are expected."""
 
-from headwater.cache import Demotion, Outcome, TieredCache
+from headwater.cache import Demotion, JobOutcome, TieredCache
 from headwater.scheduler.config import SchedulerConfig
-from headwater.scheduler.demotions import Demotions
+from headwater.scheduler.demotions import OffloadJobs
 from headwater.scheduler.growth import GrowthEstimate
-from headwater.scheduler.loading import Loads
+from headwater.scheduler.loading import KVLoader
 from headwater.scheduler.prefetch import Prefetch
-from headwater.scheduler.roster import Roster
+from headwater.scheduler.roster import SequenceTable
 
 
 class Background:
@@ -16,11 +16,11 @@ class Background:
         self,
         config: SchedulerConfig,
         cache: TieredCache,
-        roster: Roster,
+        roster: SequenceTable,
         growth: GrowthEstimate,
-        loads: Loads,
+        loads: KVLoader,
     ) -> None:
-        self._demotions = Demotions(cache, config.max_write_blocks)
+        self._demotions = OffloadJobs(cache, config.max_write_blocks)
         self.prefetch = Prefetch(config, cache, roster, growth, loads)
 
     @property
@@ -38,7 +38,7 @@ class Background:
         self.prefetch.plan(now)
         return self._demotions.plan(now)
 
-    def land(self, outcome: Outcome) -> None:
+    def land(self, outcome: JobOutcome) -> None:
         """A transfer ended."""
         self._demotions.land(outcome)
         self.prefetch.land(outcome)

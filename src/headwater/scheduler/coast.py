@@ -10,13 +10,13 @@ from math import inf
 from typing import NamedTuple
 
 from headwater.scheduler.config import SchedulerConfig
-from headwater.scheduler.intake import Intake
-from headwater.scheduler.roster import Roster
+from headwater.scheduler.intake import Admission
+from headwater.scheduler.roster import SequenceTable
 from headwater.scheduler.sequence import Sequence
 from headwater.types import Tokens
 
 
-class Quiet(NamedTuple):
+class DecodeOnly(NamedTuple):
     """How far ahead it is known that steps only decode."""
 
     num_steps: int
@@ -29,17 +29,17 @@ class Quiet(NamedTuple):
     """Whose rows they have."""
 
 
-def quiet(roster: Roster, intake: Intake, config: SchedulerConfig) -> Quiet:
+def quiet(roster: SequenceTable, intake: Admission, config: SchedulerConfig) -> DecodeOnly:
     """What is certain when no step is in flight and nothing waits to be handed out."""
     decoding = roster.decoding
     if not decoding or roster.prefilling or roster.leaving:
-        return Quiet(0)
+        return DecodeOnly(0)
     until_s = inf
     if intake.has_candidates and roster.num_running < config.max_num_seqs:
         if not intake.is_futile:
-            return Quiet(0)
+            return DecodeOnly(0)
         until_s = intake.recheck_s
-    return Quiet(_num_steps(decoding), until_s, decoding)
+    return DecodeOnly(_num_steps(decoding), until_s, decoding)
 
 
 def coast(decoding: Listed[Sequence], tokens: Tokens) -> None:

@@ -3,14 +3,14 @@
 A block that is being written is pinned, so what is in flight is not available to anybody.
 """
 
-from headwater.cache import Demotion, Ending, Outcome, TieredCache
+from headwater.cache import Demotion, JobOutcome, JobStatus, TieredCache
 from headwater.types import JobId, Tier
 
 _SHARE = 4
 """At most one device block in this many is being written."""
 
 
-class Demotions:
+class OffloadJobs:
     """Plans what the write policy and preemptions want, within a bound for each link."""
 
     def __init__(self, cache: TieredCache, max_blocks: int) -> None:
@@ -37,9 +37,9 @@ class Demotions:
             self._num_blocks[plan.target] += plan.num_blocks
         return plans
 
-    def land(self, outcome: Outcome) -> None:
+    def land(self, outcome: JobOutcome) -> None:
         """A transfer ended. One that timed out still has its executor, so it still counts."""
-        if outcome.ending is Ending.TIMED_OUT:
+        if outcome.ending is JobStatus.TIMED_OUT:
             return
         plan = self._in_flight.pop(outcome.job, None)
         if plan is not None:

@@ -6,7 +6,7 @@ from headwater.scheduler.batch import Chunk
 from headwater.scheduler.sequence import Sequence
 
 
-class Flight(NamedTuple):
+class InFlightStep(NamedTuple):
     """Whose rows a scheduled step has, in the order of the batch: decodes, then chunks."""
 
     step: int

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from headwater.scheduler.batch import TokenLogprobs
-from headwater.scheduler.holdings import Holdings
-from headwater.scheduler.intake import Intake
+from headwater.scheduler.holdings import BlockAllocator
+from headwater.scheduler.intake import Admission
 from headwater.scheduler.output import SequenceOutput
-from headwater.scheduler.roster import Roster
+from headwater.scheduler.roster import SequenceTable
 from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.scheduler.usage import Usage
 from headwater.types import Slots
@@ -30,9 +30,9 @@ class Handoffs:
 
     def __init__(
         self,
-        roster: Roster,
-        holdings: Holdings,
-        intake: Intake,
+        roster: SequenceTable,
+        holdings: BlockAllocator,
+        intake: Admission,
         take_in: TakeIn,
         finish: Finish,
         stir: Callable[[], None],

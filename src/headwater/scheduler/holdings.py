@@ -9,16 +9,16 @@ from collections.abc import Sequence as Listed
 
 import numpy as np
 
-from headwater.cache import Lease, Match, Promotion, TieredCache, Turn
+from headwater.cache import FinishedRequest, Lease, Match, Promotion, TieredCache
 from headwater.cache.pool import SlotState
 from headwater.errors import InvariantError
-from headwater.scheduler.ride import Ride
+from headwater.scheduler.ride import OverlappedLoad
 from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.scheduler.usage import Usage
 from headwater.types import Slots
 
 
-class Holdings:
+class BlockAllocator:
     """Takes, commits and gives back blocks on behalf of sequences.
 
     With `prefix_caching` off nothing is matched, leased or committed: a sequence only holds.
@@ -86,7 +86,7 @@ class Holdings:
         if slots is None:
             self._cache.release(lease, now=now)
             return False
-        sequence.begin(lease, slots, Ride(promotion))
+        sequence.begin(lease, slots, OverlappedLoad(promotion))
         return True
 
     def confirm(self, sequence: Sequence, now: float) -> bool:
@@ -159,7 +159,7 @@ class Holdings:
             turn = None
             if sequence.state is SequenceState.FINISHED:
                 request = sequence.request
-                turn = Turn(
+                turn = FinishedRequest(
                     sequence.prompt_tokens,
                     sequence.num_output,
                     request.session_id,

@@ -5,15 +5,15 @@ from collections.abc import Iterator
 from math import inf
 
 from headwater.cache import Match
-from headwater.scheduler.admission import Verdict, admits
+from headwater.scheduler.admission import AdmissionResult, admits
 from headwater.scheduler.batch import Chunk
 from headwater.scheduler.budget import StepBudget
 from headwater.scheduler.config import SchedulerConfig
 from headwater.scheduler.follow import starts_following, still_follows
 from headwater.scheduler.growth import GrowthEstimate
-from headwater.scheduler.holdings import Holdings
-from headwater.scheduler.loading import Loads
-from headwater.scheduler.roster import Roster
+from headwater.scheduler.holdings import BlockAllocator
+from headwater.scheduler.loading import KVLoader
+from headwater.scheduler.roster import SequenceTable
 from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.scheduler.usage import LoadUsage, Usage
 
@@ -26,16 +26,16 @@ _MOST_RIDDEN_BLOCKS = 16
 """Of a promotion that a step with decodes may wait for: two or three milliseconds on a GPU."""
 
 
-class Intake:
+class Admission:
     """Goes through the queue in order and starts what `admits` lets in."""
 
     def __init__(
         self,
         config: SchedulerConfig,
-        roster: Roster,
-        holdings: Holdings,
+        roster: SequenceTable,
+        holdings: BlockAllocator,
         growth: GrowthEstimate,
-        loads: Loads,
+        loads: KVLoader,
     ) -> None:
         self._config = config
         self._roster = roster
@@ -89,18 +89,18 @@ class Intake:
         for sequence in self._candidates():
             own = self._growth.num_blocks((sequence,))
             verdict = self._start(sequence, growth + own, now)
-            if verdict is Verdict.ADMITTED:
+            if verdict is AdmissionResult.ADMITTED:
                 growth += own
                 budget.spend_place()
                 if sequence.state is SequenceState.PREFILL:
                     chunks.append(budget.spend_chunk(sequence))
                 patience -= _pass(blocked)
-            elif verdict is Verdict.BLOCKED:
+            elif verdict is AdmissionResult.BLOCKED:
                 blocked.append(sequence)
                 patience = min(patience, self._patience(sequence))
             else:
                 num_biding += 1
-            if verdict is not Verdict.ADMITTED:
+            if verdict is not AdmissionResult.ADMITTED:
                 self.recheck_s = min(self.recheck_s, _wait_end_s(sequence, now))
             if not budget.has_room or patience <= 0 < len(blocked):
                 break
@@ -123,9 +123,9 @@ class Intake:
                 break
             own = self._growth.num_blocks((sequence,))
             verdict = self._start(sequence, growth + own, now)
-            if verdict is Verdict.BLOCKED:
+            if verdict is AdmissionResult.BLOCKED:
                 break
-            if verdict is Verdict.ADMITTED:
+            if verdict is AdmissionResult.ADMITTED:
                 growth += own
                 budget.spend_place()
 
@@ -150,12 +150,12 @@ class Intake:
             return 0
         return self._config.max_passes - sequence.num_passes
 
-    def _start(self, sequence: Sequence, num_growth: int, now: float) -> Verdict:
+    def _start(self, sequence: Sequence, num_growth: int, now: float) -> AdmissionResult:
         """Admit `sequence` if there is room for it and nothing is worth waiting for."""
         if still_follows(sequence, now):
-            return Verdict.FOLLOWING
+            return AdmissionResult.FOLLOWING
         if self._loads.still_waits(sequence, now):
-            return Verdict.LOADING
+            return AdmissionResult.LOADING
         match = self._holdings.match(sequence)
         fits = self._fits(sequence, match, num_growth)
         if match is not None and self._loads.waits(sequence, match, fits=fits, now=now):
@@ -163,34 +163,34 @@ class Intake:
         match = self._holdings.renew(sequence, match)
         if match is not None and self._starts_following(sequence, match, now):
             self.num_follows += 1
-            return Verdict.FOLLOWING
+            return AdmissionResult.FOLLOWING
         if not fits:
-            return Verdict.BLOCKED
+            return AdmissionResult.BLOCKED
         if not self._holdings.begin(sequence, match, now):
-            return Verdict.BLOCKED
+            return AdmissionResult.BLOCKED
         sequence.is_counted = True
         if not sequence.num_preemptions:
             sequence.usage = self._holdings.usage(sequence, match, now)
         if sequence.receives:
             self._roster.move(sequence, SequenceState.RECEIVING)
-            return Verdict.ADMITTED
+            return AdmissionResult.ADMITTED
         self._roster.move(sequence, SequenceState.PREFILL)
         if sequence.usage is not None:
             self.count(sequence, sequence.usage)
-        return Verdict.ADMITTED
+        return AdmissionResult.ADMITTED
 
-    def _ride(self, sequence: Sequence, match: Match, now: float) -> Verdict:
+    def _ride(self, sequence: Sequence, match: Match, now: float) -> AdmissionResult:
         """Start over a promotion that began just now, where the runner can; else wait for it."""
         promotion = self._loads.rideable
         # A step takes as long as what it rides on, and so do the tokens of all others in it.
         if promotion is None or (
             self._roster.decoding and promotion.num_blocks > _MOST_RIDDEN_BLOCKS
         ):
-            return Verdict.LOADING
+            return AdmissionResult.LOADING
         if not self._holdings.ride(sequence, match, promotion, now):
-            return Verdict.LOADING
+            return AdmissionResult.LOADING
         self._roster.move(sequence, SequenceState.PREFILL)
-        return Verdict.ADMITTED
+        return AdmissionResult.ADMITTED
 
     def count(self, sequence: Sequence, usage: Usage) -> None:
         """A request was admitted for the first time."""

@@ -1,6 +1,6 @@
 """What a waiting sequence found below the device, and how far its loads got."""
 
-from headwater.scheduler.price import Below, Choice
+from headwater.scheduler.price import LoadDecision, LowerTierMatch
 from headwater.scheduler.usage import LoadUsage
 from headwater.types import JobId, LoadPolicy
 
@@ -9,7 +9,7 @@ ANSWER_S = 0.002
 answers are faster, and looking costs a match."""
 
 
-class Load:
+class SequenceLoad:
     """One a sequence that has anything to load or to ask for; changed by `Loads` only."""
 
     __slots__ = (
@@ -36,8 +36,8 @@ class Load:
         """Whether storage has not answered yet."""
         self.device_blocks = 0
         """Found on the device when the choice was made; `below` followed them."""
-        self.below = Below()
-        self.choice: Choice | None = None
+        self.below = LowerTierMatch()
+        self.choice: LoadDecision | None = None
         self.job: JobId | None = None
         """The job it waits for, or waited for last; others may wait for the same."""
         self.num_jobs = 0

@@ -12,17 +12,17 @@ from math import inf
 from typing import NamedTuple
 
 from headwater.cache import (
-    Ending,
+    JobOutcome,
+    JobStatus,
     Lookup,
     Match,
-    Outcome,
     Promotion,
     TieredCache,
     TokenPath,
 )
 from headwater.scheduler.config import SchedulerConfig
-from headwater.scheduler.load import ANSWER_S, Load
-from headwater.scheduler.price import Below, Choice, Rates, choose
+from headwater.scheduler.load import ANSWER_S, SequenceLoad
+from headwater.scheduler.price import LoadDecision, LowerTierMatch, MeasuredRates, choose
 from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.types import JobId, Tier
 
@@ -33,24 +33,24 @@ _LEAST_WAIT_S = 0.05
 """A wait that was chosen by price is not cut shorter than this."""
 
 _SHORTFALL = {
-    Ending.TIMED_OUT: "timeout",
-    Ending.FAILED: "load_failed",
-    Ending.PARTIAL: "load_failed",
-    Ending.DAMAGED: "damaged",
-    Ending.ABSENT: "evicted_storage",
+    JobStatus.TIMED_OUT: "timeout",
+    JobStatus.FAILED: "load_failed",
+    JobStatus.PARTIAL: "load_failed",
+    JobStatus.DAMAGED: "damaged",
+    JobStatus.ABSENT: "evicted_storage",
 }
 
 
-class Question(NamedTuple):
+class StorageLookup(NamedTuple):
     """What storage is asked for a sequence: how many of the first blocks of its path it has."""
 
     path: TokenPath
     num_blocks: int
     sequence: Sequence
-    load: Load
+    load: SequenceLoad
 
 
-class Loads:
+class KVLoader:
     """Decides who loads what and who waits for it."""
 
     def __init__(self, config: SchedulerConfig, cache: TieredCache) -> None:
@@ -58,13 +58,13 @@ class Loads:
         self._timeout_s = config.load_timeout_s
         self._cache = cache
         self._has_storage = cache.config.storage and config.prefix_caching
-        self.rates = Rates()
+        self.rates = MeasuredRates()
         """What the loop measured lately; it puts a new value here."""
         self._plans: list[Promotion] = []
         """Decided, and not taken yet."""
-        self._questions: list[Question] = []
+        self._questions: list[StorageLookup] = []
         """To be asked, all at once."""
-        self._lookups: dict[JobId, list[Question]] = {}
+        self._lookups: dict[JobId, list[StorageLookup]] = {}
         self._moving: dict[JobId, Promotion] = {}
         self._waiters: dict[JobId, list[Sequence]] = {}
         self.layerwise = False
@@ -95,7 +95,7 @@ class Loads:
             return False
         load = sequence.load = self._make_load(sequence)
         load.is_asking = True
-        self._questions.append(Question(path, longest, sequence, load))
+        self._questions.append(StorageLookup(path, longest, sequence, load))
         return load.policy != "best_effort"
 
     def adopt(self, plan: Promotion) -> None:
@@ -155,31 +155,31 @@ class Loads:
                 each.load.asked_s = now
         return plans
 
-    def answer(self, outcome: Outcome, *, now: float) -> bool:
+    def answer(self, outcome: JobOutcome, *, now: float) -> bool:
         """Whether a lookup has ended; who asked may go on."""
         asked = self._lookups.pop(outcome.job, None)
         if asked is None:
             return False
-        found = outcome.found if outcome.ending is Ending.DONE else [0] * len(asked)
-        late = outcome.ending is Ending.TIMED_OUT
+        found = outcome.found if outcome.ending is JobStatus.DONE else [0] * len(asked)
+        late = outcome.ending is JobStatus.TIMED_OUT
         for each, num_blocks in zip(asked, found, strict=True):
             each.load.is_asking = False
-            if outcome.ending is not Ending.DONE:
+            if outcome.ending is not JobStatus.DONE:
                 each.load.shortfall = "storage_timeout" if late else "storage_failed"
             elif num_blocks:
                 self._learn(each, min(num_blocks, each.num_blocks), now)
         return True
 
-    def land(self, outcome: Outcome, *, now: float) -> None:
+    def land(self, outcome: JobOutcome, *, now: float) -> None:
         """A transfer ended; whoever waits for it is told."""
         self._cache.land(outcome, now=now)
-        if outcome.ending is not Ending.TIMED_OUT:
+        if outcome.ending is not JobStatus.TIMED_OUT:
             self._moving.pop(outcome.job, None)
         for sequence in self._waiters.pop(outcome.job, ()):
             load = sequence.load
-            if load is not None and outcome.ending is not Ending.DONE:
+            if load is not None and outcome.ending is not JobStatus.DONE:
                 load.shortfall = _SHORTFALL.get(outcome.ending)
-                if outcome.ending in (Ending.FAILED, Ending.TIMED_OUT):
+                if outcome.ending in (JobStatus.FAILED, JobStatus.TIMED_OUT):
                     load.ended = load.shortfall
 
     def wake_s(self, waiting: Iterable[Sequence]) -> float | None:
@@ -189,7 +189,7 @@ class Loads:
         earliest = min(ends, default=inf)
         return None if earliest == inf else earliest
 
-    def _learn(self, asked: Question, num_blocks: int, now: float) -> None:
+    def _learn(self, asked: StorageLookup, num_blocks: int, now: float) -> None:
         """Storage has so many blocks: what is not on the host either comes there now."""
         sequence, load = asked.sequence, asked.load
         self._cache.learn_stored(asked.path, num_blocks, now=now)
@@ -199,42 +199,42 @@ class Loads:
             if match.storage_blocks and not match.host_blocks and self._wants(load, match):
                 self._brings(sequence, load, match, fits=False, now=now)
 
-    def _make_load(self, sequence: Sequence) -> Load:
+    def _make_load(self, sequence: Sequence) -> SequenceLoad:
         """By what its request says, or else the settings."""
         request = sequence.request
         timeout_s = request.load_timeout_s
-        return Load(
+        return SequenceLoad(
             request.load_policy or self._policy,
             self._timeout_s if timeout_s is None else timeout_s,
         )
 
-    def _wants(self, load: Load, match: Match) -> bool:
+    def _wants(self, load: SequenceLoad, match: Match) -> bool:
         """Whether more of `match` is to be loaded; the choice is made when it is first asked."""
         if not match.host_blocks and not match.storage_blocks:
             return False
         if load.choice is None:
             load.device_blocks = match.device_blocks
-            load.below = Below(match.host_blocks, match.storage_blocks)
+            load.below = LowerTierMatch(match.host_blocks, match.storage_blocks)
             load.choice = self._choose(load, match)
             self.choices[load.choice.reason] += 1
         if match.device_blocks < load.device_blocks + load.choice.num_blocks:
             return True
         return load.policy == "best_effort" and match.storage_blocks > 0
 
-    def _choose(self, load: Load, match: Match) -> Choice:
+    def _choose(self, load: SequenceLoad, match: Match) -> LoadDecision:
         found = load.below
         if load.policy in ("wait", "deadline"):
-            return Choice(num_blocks=found.num_blocks, reason=f"policy_{load.policy}")
+            return LoadDecision(num_blocks=found.num_blocks, reason=f"policy_{load.policy}")
         if load.policy == "best_effort":
-            found = Below(found.host, 0)
+            found = LowerTierMatch(found.host, 0)
         moving = self._moving.values()
         return choose(
             found,
             rates=self.rates,
             # Blocks that are on their way already are not queued before themselves.
-            queued=Below()
+            queued=LowerTierMatch()
             if match.loading is not None
-            else Below(
+            else LowerTierMatch(
                 sum(plan.num_blocks for plan in moving if plan.source is Tier.HOST),
                 sum(plan.num_blocks for plan in moving if plan.source is Tier.STORAGE),
             ),
@@ -242,7 +242,7 @@ class Loads:
             max_wait_s=load.timeout_s,
         )
 
-    def _patience_s(self, sequence: Sequence, load: Load, match: Match) -> float:
+    def _patience_s(self, sequence: Sequence, load: SequenceLoad, match: Match) -> float:
         """How long it is worth waiting: by price, twice what computing it all would take."""
         if load.policy == "wait":
             return inf
@@ -253,7 +253,7 @@ class Loads:
         return min(load.timeout_s, max(2 * missing / speed, _LEAST_WAIT_S))
 
     def _brings(
-        self, sequence: Sequence, load: Load, match: Match, *, fits: bool, now: float
+        self, sequence: Sequence, load: SequenceLoad, match: Match, *, fits: bool, now: float
     ) -> bool:
         """Have the next part brought one tier up; whether something is on its way to wait for.
 
@@ -286,7 +286,7 @@ class Loads:
         return self.layerwise and whole and plan.source is Tier.HOST and not sequence.receives
 
 
-def _expects_answer(load: Load, now: float) -> bool:
+def _expects_answer(load: SequenceLoad, now: float) -> bool:
     """Whether storage was asked so lately that nothing else is worth looking at yet."""
     late = load.asked_s is not None and now >= load.asked_s + ANSWER_S
     return load.policy != "best_effort" and not late

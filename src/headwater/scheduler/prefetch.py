@@ -7,13 +7,13 @@ here; the session finds its blocks where they are.
 
 from typing import NamedTuple
 
-from headwater.cache import Ending, Match, Outcome, TieredCache
-from headwater.cache.sessions import Known
+from headwater.cache import JobOutcome, JobStatus, Match, TieredCache
+from headwater.cache.sessions import SessionEntry
 from headwater.scheduler.admission import admits
 from headwater.scheduler.config import SchedulerConfig
 from headwater.scheduler.growth import GrowthEstimate
-from headwater.scheduler.loading import Loads
-from headwater.scheduler.roster import Roster
+from headwater.scheduler.loading import KVLoader
+from headwater.scheduler.roster import SequenceTable
 from headwater.types import JobId
 
 _LEAD_S = 2.0
@@ -33,20 +33,20 @@ class _Trial(NamedTuple):
     """A session that is to be looked at, at its time, after so many jobs for it."""
 
     at_s: float
-    known: Known
+    known: SessionEntry
     num_jobs: int
 
 
 class Prefetch:
-    """Plans promotions of sessions that are due, and hands them to `Loads`."""
+    """Plans promotions of sessions that are due, and hands them to `KVLoader`."""
 
     def __init__(
         self,
         config: SchedulerConfig,
         cache: TieredCache,
-        roster: Roster,
+        roster: SequenceTable,
         growth: GrowthEstimate,
-        loads: Loads,
+        loads: KVLoader,
     ) -> None:
         tiers = cache.config.host_blocks > 0
         self._enabled = config.prefetch_sessions and config.prefix_caching and tiers
@@ -85,10 +85,10 @@ class Prefetch:
             for trial in trials:
                 self._try(trial, now)
 
-    def land(self, outcome: Outcome) -> None:
+    def land(self, outcome: JobOutcome) -> None:
         """A transfer ended; if it was for a session, look at that again."""
         trial, num_blocks = self._jobs.pop(outcome.job, (None, 0))
-        if trial is not None and outcome.ending is Ending.DONE:
+        if trial is not None and outcome.ending is JobStatus.DONE:
             self.num_blocks += num_blocks
             self._trials.append(trial)
 

@@ -11,16 +11,11 @@ computed, where the tail lies in a slower tier or would arrive too late.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-
-class LinkRate(NamedTuple):
-    """A job of n blocks takes about `latency_s + n * block_s` seconds."""
-
-    latency_s: float
-    block_s: float
+from headwater.types import LinkRate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
+class MeasuredRates:
     """What the loop measured lately. None is unknown, and then worth finding out."""
 
     prefill_tokens_s: float | None = None
@@ -33,7 +28,7 @@ class Rates:
     """From storage to host."""
 
 
-class Below(NamedTuple):
+class LowerTierMatch(NamedTuple):
     """Blocks below the device, in position order: first those on the host."""
 
     host: int = 0
@@ -45,7 +40,7 @@ class Below(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class LoadDecision:
     """How many of the blocks found below the device are loaded, and what that was based on."""
 
     num_blocks: int
@@ -64,13 +59,13 @@ class Choice:
 
 
 def choose(
-    found: Below,
+    found: LowerTierMatch,
     *,
-    rates: Rates,
-    queued: Below,
+    rates: MeasuredRates,
+    queued: LowerTierMatch,
     block_tokens: int,
     max_wait_s: float,
-) -> Choice:
+) -> LoadDecision:
     """The cheapest leading part to load. `queued` are blocks that the links bring before.
 
     Nothing longer than `max_wait_s` is loaded. What was never measured is loaded, because
@@ -81,7 +76,7 @@ def choose(
     if rates.prefill_tokens_s:
         compute_s = block_tokens / rates.prefill_tokens_s
     if compute_s is None:
-        return Choice(num_blocks=total, reason="unmeasured")
+        return LoadDecision(num_blocks=total, reason="unmeasured")
     costs = {}
     for count in sorted({0, found.host, total, _within(max_wait_s, found, rates, queued)}):
         wait_s = load_s(count, found, rates, queued)
@@ -89,7 +84,7 @@ def choose(
             costs[count] = wait_s + (total - count) * compute_s
     best = min(costs, key=lambda count: (costs[count], -count))
     reason = "recompute_cheaper" if best == 0 else "load_cheaper" if best == total else "split"
-    return Choice(
+    return LoadDecision(
         num_blocks=best,
         reason=reason,
         load_s=load_s(best or total, found, rates, queued),
@@ -98,7 +93,9 @@ def choose(
     )
 
 
-def load_s(count: int, found: Below, rates: Rates, queued: Below) -> float:
+def load_s(
+    count: int, found: LowerTierMatch, rates: MeasuredRates, queued: LowerTierMatch
+) -> float:
     """Expected seconds until the first `count` blocks below the device are on it.
 
     Those in storage come to the host first, and then all of them to the device. A link that
@@ -117,7 +114,9 @@ def load_s(count: int, found: Below, rates: Rates, queued: Below) -> float:
     return seconds
 
 
-def _within(max_wait_s: float, found: Below, rates: Rates, queued: Below) -> int:
+def _within(
+    max_wait_s: float, found: LowerTierMatch, rates: MeasuredRates, queued: LowerTierMatch
+) -> int:
     """The most blocks that are on the device within `max_wait_s`."""
     least, most = 0, found.num_blocks
     while least < most:

@@ -11,14 +11,14 @@ no step in flight reads the targets. A failure sends it back to wait, as if it h
 
 from typing import TYPE_CHECKING
 
-from headwater.cache import Outcome, Promotion
+from headwater.cache import JobOutcome, Promotion
 from headwater.types import JobId, Slots
 
 if TYPE_CHECKING:
     from headwater.scheduler.batch import TokenLogprobs
 
 
-class Ride:
+class OverlappedLoad:
     """One promotion, and what was computed over it."""
 
     __slots__ = ("job", "logprobs", "num_tokens", "outcomes", "slots", "token")
@@ -32,7 +32,7 @@ class Ride:
         self.token: int | None = None
         """Chosen by that chunk, and told to nobody."""
         self.logprobs: TokenLogprobs | None = None
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[JobOutcome] = []
         """Ends that came while a step in flight read the targets."""
 
     def hold(

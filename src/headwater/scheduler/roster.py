@@ -8,7 +8,7 @@ from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.types import RequestId
 
 
-class Roster:
+class SequenceTable:
     """Each sequence in the one place that its state names; only `move` changes either."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ scheduled in between. The cost of a step is in sequences, never in blocks.
 
 from collections import deque
 
-from headwater.cache import Demotion, Lookup, Outcome, TieredCache, Transfer
+from headwater.cache import Demotion, JobOutcome, Lookup, TieredCache, TransferJob
 from headwater.errors import InvariantError, RequestError
 from headwater.scheduler.audit import audit
 from headwater.scheduler.background import Background
@@ -20,20 +20,20 @@ from headwater.scheduler.batch import (
     build_batch,
 )
 from headwater.scheduler.budget import StepBudget
-from headwater.scheduler.coast import Quiet, coast, quiet
+from headwater.scheduler.coast import DecodeOnly, coast, quiet
 from headwater.scheduler.config import SchedulerConfig
-from headwater.scheduler.flight import Flight
+from headwater.scheduler.flight import InFlightStep
 from headwater.scheduler.growth import GrowthEstimate
 from headwater.scheduler.handoffs import Handoffs
-from headwater.scheduler.holdings import Holdings
-from headwater.scheduler.intake import Intake
-from headwater.scheduler.loading import Loads
+from headwater.scheduler.holdings import BlockAllocator
+from headwater.scheduler.intake import Admission
+from headwater.scheduler.loading import KVLoader
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.preempt import choose_victim
-from headwater.scheduler.price import Rates
+from headwater.scheduler.price import MeasuredRates
 from headwater.scheduler.request import Request, length_end
-from headwater.scheduler.riders import Riders
-from headwater.scheduler.roster import Roster
+from headwater.scheduler.riders import OverlappedLoads
+from headwater.scheduler.roster import SequenceTable
 from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.scheduler.stats import SchedulerStats, Totals, snapshot
 from headwater.scheduler.view import SequenceView, view_sequences
@@ -59,20 +59,24 @@ class Scheduler:
         self.max_model_len = min(config.max_model_len, pool_tokens + 1)
         """Most tokens of one sequence. The pool bounds it too: one sequence alone must fit,
         all but its last token, which is chosen and never computed."""
-        self._roster = Roster()
-        self._holdings = Holdings(cache, prefix_caching=config.prefix_caching)
+        self._roster = SequenceTable()
+        self._holdings = BlockAllocator(cache, prefix_caching=config.prefix_caching)
         self._growth = GrowthEstimate(cache.block_tokens, config.expected_output_tokens)
-        self._loads = Loads(config, cache)
+        self._loads = KVLoader(config, cache)
         self._background = Background(config, cache, self._roster, self._growth, self._loads)
-        self._intake = Intake(config, self._roster, self._holdings, self._growth, self._loads)
+        self._intake = Admission(
+            config, self._roster, self._holdings, self._growth, self._loads
+        )
         hands = (self._take_in, self._finish, self._stir)
         self.handoffs = Handoffs(self._roster, self._holdings, self._intake, *hands)
-        self._riders = Riders(self._roster, self._holdings, self._intake, self._take_in)
+        self._riders = OverlappedLoads(
+            self._roster, self._holdings, self._intake, self._take_in
+        )
         self._writes: list[Demotion] = []
         """Planned, and not handed to the loop yet."""
         self._is_stalled = False
         """Whether nothing can be done before a transfer ends, or a wait."""
-        self._flights: deque[Flight] = deque()
+        self._flights: deque[InFlightStep] = deque()
         self._outputs: list[SequenceOutput] = []
         """Of sequences that ended outside a step."""
         self._num_arrived = 0
@@ -156,11 +160,11 @@ class Scheduler:
         """The runner waits for promotions layer by layer, so a first chunk need not."""
         self._loads.layerwise = True
 
-    def learn(self, rates: Rates) -> None:
+    def learn(self, rates: MeasuredRates) -> None:
         """What the loop measured lately; prices are made from it."""
         self._loads.rates = rates
 
-    def land(self, outcome: Outcome, *, now: float) -> None:
+    def land(self, outcome: JobOutcome, *, now: float) -> None:
         """A transfer or a lookup ended. Late and duplicate ends change nothing."""
         if not self._loads.answer(outcome, now=now):
             if self._riders.postpones(outcome):
@@ -170,9 +174,9 @@ class Scheduler:
             self._outputs += self._riders.settle(outcome, now)
         self._stir()
 
-    def take_copies(self, now: float) -> list[Transfer | Lookup]:
+    def take_copies(self, now: float) -> list[TransferJob | Lookup]:
         """What is to be copied and asked from now on; each plan once."""
-        copies: list[Transfer | Lookup] = [*self._loads.take_plans(now), *self._writes]
+        copies: list[TransferJob | Lookup] = [*self._loads.take_plans(now), *self._writes]
         self._writes = []
         return copies
 
@@ -216,13 +220,13 @@ class Scheduler:
         self._writes += self._background.plan(now)
         return outputs
 
-    def quiet(self) -> Quiet:
+    def quiet(self) -> DecodeOnly:
         """How many steps from now on would decode the same rows and decide nothing, provided
         that nothing arrives or lands meanwhile."""
         if self._flights or self._outputs or self.handoffs.outputs:
-            return Quiet(0)
+            return DecodeOnly(0)
         if self._writes or self._loads.has_plans:
-            return Quiet(0)
+            return DecodeOnly(0)
         return quiet(self._roster, self._intake, self.config)
 
     def coast(self, tokens: Tokens) -> None:
@@ -308,7 +312,7 @@ class Scheduler:
                 self._roster.move(sequence, SequenceState.RIDING)
             elif sequence.num_scheduled == sequence.num_tokens:
                 self._roster.move(sequence, SequenceState.DECODE)
-        self._flights.append(Flight(step, decodes, chunks, choosing))
+        self._flights.append(InFlightStep(step, decodes, chunks, choosing))
         self._totals.num_steps += 1
         self._growth.lower_caution()
         return batch

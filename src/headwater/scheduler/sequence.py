@@ -14,9 +14,9 @@ from enum import Enum, auto
 import numpy as np
 
 from headwater.cache import Lease, Namespace, TokenPath
-from headwater.scheduler.load import Load
+from headwater.scheduler.load import SequenceLoad
 from headwater.scheduler.request import Request, SamplingParams
-from headwater.scheduler.ride import Ride
+from headwater.scheduler.ride import OverlappedLoad
 from headwater.scheduler.usage import Usage
 from headwater.types import Slots, Tokens
 
@@ -109,7 +109,7 @@ class Sequence:
     surplus: list[Slots]
     """Its own slots of blocks that another sequence published first; read until the end."""
 
-    ride: Ride | None
+    ride: OverlappedLoad | None
     """The promotion that it computes over before it has landed."""
 
     block_table: Slots
@@ -194,7 +194,7 @@ class Sequence:
         """It waits until its leader has committed this many."""
         self.follow_until_s: float | None = None
         """Set by its first wait, and the end of all its waits."""
-        self.load: Load | None = None
+        self.load: SequenceLoad | None = None
         """What it found below the device while it waits; None when that is nothing."""
         self.usage: Usage | None = None
         """What the first output will report; None before admission and after that output."""
@@ -242,7 +242,9 @@ class Sequence:
         end = self.num_tokens if num_tokens is None else min(num_tokens, self.num_tokens)
         return TokenPath(self._buffer[:end], self._namespace)
 
-    def begin(self, lease: Lease | None, slots: Slots, ride: Ride | None = None) -> None:
+    def begin(
+        self, lease: Lease | None, slots: Slots, ride: OverlappedLoad | None = None
+    ) -> None:
         """Start running: leased blocks first, then those of a ride, then `slots` to be filled."""
         num_leased = 0 if lease is None else lease.num_blocks
         self.lease = lease

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from headwater.scheduler.growth import GrowthEstimate
-from headwater.scheduler.intake import Intake
-from headwater.scheduler.loading import Loads
-from headwater.scheduler.price import Rates
-from headwater.scheduler.roster import Roster
+from headwater.scheduler.intake import Admission
+from headwater.scheduler.loading import KVLoader
+from headwater.scheduler.price import MeasuredRates
+from headwater.scheduler.roster import SequenceTable
 from headwater.scheduler.usage import LoadUsage
 
 
@@ -43,7 +43,7 @@ class SchedulerStats:
     load_choices: Mapping[str, int]
     """Load or recompute: how often each was chosen, by reason."""
 
-    rates: Rates
+    rates: MeasuredRates
     """What those choices are priced from, as measured lately."""
 
     recent_loads: tuple[LoadUsage, ...]
@@ -75,9 +75,9 @@ class Totals:
 
 def snapshot(
     totals: Totals,
-    roster: Roster,
-    intake: Intake,
-    loads: Loads,
+    roster: SequenceTable,
+    intake: Admission,
+    loads: KVLoader,
     growth: GrowthEstimate,
     *,
     num_steps_in_flight: int,

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from headwater.scheduler.roster import Roster
+from headwater.scheduler.roster import SequenceTable
 from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.types import RequestId
 
@@ -35,7 +35,9 @@ class SequenceView:
     num_preemptions: int
 
 
-def view_sequences(roster: Roster, *, max_sequences: int, now: float) -> list[SequenceView]:
+def view_sequences(
+    roster: SequenceTable, *, max_sequences: int, now: float
+) -> list[SequenceView]:
     """Running ones first, then those that wait, in their order; at most `max_sequences`."""
     everyone: Iterator[Sequence] = chain(roster.running(), roster.remote, roster.waiting)
     return [_view(sequence, now) for sequence in islice(everyone, max_sequences)]

@@ -14,11 +14,11 @@ from headwater.engine.client import MEMORY, EngineInfo
 from headwater.errors import EngineDead
 from headwater.metrics.prometheus import CONTENT_TYPE, render
 from headwater.metrics.stats import EngineStats
-from headwater.scheduler.price import Rates
+from headwater.scheduler.price import MeasuredRates
 from headwater.scheduler.request import SamplingParams
 from headwater.server.answers import (
     Aborted,
-    Done,
+    ControlDone,
     Health,
     ModelCard,
     ModelList,
@@ -27,10 +27,10 @@ from headwater.server.answers import (
     Version,
 )
 from headwater.server.body import read_body
-from headwater.server.errors import Refused
-from headwater.server.generation import Delta, Generation, Job, Prompt
+from headwater.server.errors import RequestRefused
+from headwater.server.generation import Delta, Generation, GenerationJob, GenerationPrompt
 from headwater.server.reply import JsonReply
-from headwater.server.schema import SESSION_ID, AbortRequest, CloseSession, ResetRequest
+from headwater.server.schema import SESSION_ID, AbortRequest, CloseSessionRequest, ResetRequest
 from headwater.server.service import Service
 
 _STATS_TIMEOUT_S = 5.0
@@ -48,10 +48,10 @@ async def health(request: Request) -> Response:
 async def health_generate(request: Request) -> Response:
     """Whether the engine can generate: runs one token through the model."""
     service = _service(request)
-    prompt = Prompt(
+    prompt = GenerationPrompt(
         tokens=np.zeros(1, dtype=np.int32), params=SamplingParams(max_tokens=1, temperature=0.0)
     )
-    job = Job(name="health", prompts=[prompt], num_choices=1, priority=-(1 << 31))
+    job = GenerationJob(name="health", prompts=[prompt], num_choices=1, priority=-(1 << 31))
 
     async def ignore(delta: Delta) -> None:
         return None
@@ -60,7 +60,7 @@ async def health_generate(request: Request) -> Response:
         async with asyncio.timeout(_DEEP_TIMEOUT_S):
             await Generation(service, job).run(ignore)
     except TimeoutError as exc:
-        raise Refused(f"no token within {_DEEP_TIMEOUT_S:.0f} s", status=503) from exc
+        raise RequestRefused(f"no token within {_DEEP_TIMEOUT_S:.0f} s", status=503) from exc
     return JsonReply(Health())
 
 
@@ -86,7 +86,7 @@ async def metrics(request: Request) -> Response:
     service = _service(request)
     try:
         stats = await _stats(service)
-    except (EngineDead, Refused):
+    except (EngineDead, RequestRefused):
         stats = None
     body = render(
         service.recorder,
@@ -171,12 +171,15 @@ async def close_session(request: Request) -> Response:
     service = _service(request)
     name = request.path_params["session_id"]
     if not re.match(SESSION_ID, name):
-        raise Refused(
+        raise RequestRefused(
             "a session id is 1 to 256 printable ASCII characters without spaces",
             param="session_id",
         )
     body = await read_body(
-        request, CloseSession, max_bytes=service.config.limits.max_body_bytes, optional=True
+        request,
+        CloseSessionRequest,
+        max_bytes=service.config.limits.max_body_bytes,
+        optional=True,
     )
     known = await service.engine.close_session(name, body.cache_salt or "")
     return JsonReply(SessionClosed(known=known))
@@ -185,13 +188,13 @@ async def close_session(request: Request) -> Response:
 async def pause(request: Request) -> Response:
     """Stop admitting requests; those running go on."""
     await _service(request).engine.pause()
-    return JsonReply(Done())
+    return JsonReply(ControlDone())
 
 
 async def resume(request: Request) -> Response:
     """Admit requests again."""
     await _service(request).engine.resume()
-    return JsonReply(Done())
+    return JsonReply(ControlDone())
 
 
 async def abort_requests(request: Request) -> Response:
@@ -201,7 +204,7 @@ async def abort_requests(request: Request) -> Response:
         request, AbortRequest, max_bytes=service.config.limits.max_body_bytes
     )
     if body.request_ids is None and not body.abort_all:
-        raise Refused("give request_ids, or abort_all: true", param="request_ids")
+        raise RequestRefused("give request_ids, or abort_all: true", param="request_ids")
     if body.abort_all:
         return JsonReply(Aborted(aborted=await service.engine.abort(None)))
     names = {known for name in body.request_ids or [] for known in _own_names(name)}
@@ -241,10 +244,10 @@ async def _stats(service: Service) -> EngineStats:
         async with asyncio.timeout(_STATS_TIMEOUT_S):
             return await service.engine.stats()
     except TimeoutError as exc:
-        raise Refused("the engine is in a long step; try again", status=503) from exc
+        raise RequestRefused("the engine is in a long step; try again", status=503) from exc
 
 
-def _prices(rates: Rates) -> dict[str, object]:
+def _prices(rates: MeasuredRates) -> dict[str, object]:
     """What load-or-recompute is priced from; null is not measured lately."""
     host, storage = rates.host, rates.storage
     return {

@@ -223,7 +223,7 @@ class Version(Struct, kw_only=True):
     version: str
 
 
-class Done(Struct, kw_only=True):
+class ControlDone(Struct, kw_only=True):
     """Body of a control operation that has nothing else to say."""
 
     status: Literal["done"] = "done"
@@ -252,7 +252,7 @@ class Aborted(Struct, kw_only=True):
     aborted: int
 
 
-class Reloaded(Struct, kw_only=True):
+class ReloadAnswer(Struct, kw_only=True):
     """Body of POST /v1/reload_weights."""
 
     fingerprint: str

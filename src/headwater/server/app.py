@@ -20,7 +20,7 @@ from headwater.server.openapi import openapi
 from headwater.server.reload import reload_weights
 from headwater.server.reply import JsonReply
 from headwater.server.service import Service
-from headwater.server.streaming import Gone
+from headwater.server.streaming import ClientDisconnected
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ async def _on_bug(request: Request, error: Exception) -> Response:
 EXCEPTION_HANDLERS: dict[Any, ExceptionHandler] = {
     HeadwaterError: _on_our_error,
     HTTPException: _on_http_error,
-    Gone: _on_gone,
+    ClientDisconnected: _on_gone,
     500: _on_bug,
 }
 """Every error in one shape; the router's too."""

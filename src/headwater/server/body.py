@@ -7,9 +7,9 @@ from typing import TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
-from headwater.server.errors import Refused
+from headwater.server.errors import RequestRefused
 from headwater.server.schema import Sampling
-from headwater.server.streaming import Gone
+from headwater.server.streaming import ClientDisconnected
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -31,11 +31,11 @@ async def read_body(
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as exc:
         sentence, param = _describe(str(exc))
-        raise Refused(sentence, param=param) from exc
+        raise RequestRefused(sentence, param=param) from exc
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise Refused(f"the body is not JSON: {exc}") from exc
+        raise RequestRefused(f"the body is not JSON: {exc}") from exc
     except RecursionError as exc:
-        raise Refused("the body is nested too deeply") from exc
+        raise RequestRefused("the body is nested too deeply") from exc
 
 
 def traceparent(request: Request) -> str | None:
@@ -50,7 +50,7 @@ def request_name(request: Request, body: Sampling) -> str:
     if name is None:
         return secrets.token_hex(12)
     if not _NAME.fullmatch(name):
-        raise Refused(
+        raise RequestRefused(
             "a request id is 1 to 256 printable ASCII characters without spaces",
             param="request_id",
         )
@@ -59,7 +59,7 @@ def request_name(request: Request, body: Sampling) -> str:
 
 async def read_raw(request: Request, max_bytes: int) -> bytes:
     """The body as it came. Raises Refused with 413, before reading more than is allowed."""
-    too_long = Refused(f"the body is longer than {max_bytes} bytes", status=413)
+    too_long = RequestRefused(f"the body is longer than {max_bytes} bytes", status=413)
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
         raise too_long
@@ -72,7 +72,7 @@ async def read_raw(request: Request, max_bytes: int) -> bytes:
                 raise too_long
             pieces.append(piece)
     except ClientDisconnect as exc:
-        raise Gone from exc
+        raise ClientDisconnected from exc
     return b"".join(pieces)
 
 

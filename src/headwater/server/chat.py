@@ -18,8 +18,8 @@ from headwater.server.answers import (
 )
 from headwater.server.body import read_body, request_name, traceparent
 from headwater.server.continuation import FAILED, comment_of, continued, mark_line
-from headwater.server.errors import Refused
-from headwater.server.generation import Delta, Generation, Job
+from headwater.server.errors import RequestRefused
+from headwater.server.generation import Delta, Generation, GenerationJob
 from headwater.server.handoff import check_role, handed_off
 from headwater.server.jobs import job_of
 from headwater.server.logprobs import chat_logprobs
@@ -52,7 +52,7 @@ async def chat_completions(request: Request) -> Reply:
     return JsonReply(whole, headers={"x-request-id": name})
 
 
-async def _job(service: Service, body: ChatRequest, name: str) -> Job:
+async def _job(service: Service, body: ChatRequest, name: str) -> GenerationJob:
     return job_of(
         service,
         body,
@@ -67,7 +67,7 @@ async def _job(service: Service, body: ChatRequest, name: str) -> Job:
 def _num_logprobs(body: ChatRequest, service: Service) -> int | None:
     if not body.logprobs:
         if body.top_logprobs:
-            raise Refused("top_logprobs needs logprobs to be true", param="top_logprobs")
+            raise RequestRefused("top_logprobs needs logprobs to be true", param="top_logprobs")
         return None
     return num_logprobs(body.top_logprobs or 0, service.config.limits, param="top_logprobs")
 
@@ -89,7 +89,9 @@ async def _prompt_tokens(service: Service, body: ChatRequest) -> Tokens:
 class _Chat:
     """One reply, sent whole or as it grows."""
 
-    def __init__(self, service: Service, body: ChatRequest, name: str, job: Job) -> None:
+    def __init__(
+        self, service: Service, body: ChatRequest, name: str, job: GenerationJob
+    ) -> None:
         self._service = service
         self._body = body
         self._name = name

@@ -11,8 +11,8 @@ from starlette.types import Receive, Scope, Send
 from headwater.server.answers import CompletionAnswer, CompletionChoice, UsageAnswer
 from headwater.server.body import read_body, request_name, traceparent
 from headwater.server.continuation import FAILED, comment_of, continued, mark_line
-from headwater.server.errors import Refused
-from headwater.server.generation import Delta, Generation, Job
+from headwater.server.errors import RequestRefused
+from headwater.server.generation import Delta, Generation, GenerationJob
 from headwater.server.handoff import check_role, handed_off
 from headwater.server.jobs import job_of
 from headwater.server.logprobs import completion_logprobs, num_characters
@@ -48,7 +48,7 @@ async def completions(request: Request) -> Reply:
     return JsonReply(whole, headers={"x-request-id": name})
 
 
-async def _job(service: Service, body: CompletionRequest, name: str) -> Job:
+async def _job(service: Service, body: CompletionRequest, name: str) -> GenerationJob:
     return job_of(
         service,
         body,
@@ -63,7 +63,7 @@ async def _job(service: Service, body: CompletionRequest, name: str) -> Job:
 async def _prompt_tokens(service: Service, body: CompletionRequest) -> list[Tokens]:
     prompts = _prompts(body)
     if len(prompts) > service.config.limits.max_prompts:
-        raise Refused(
+        raise RequestRefused(
             f"at most {service.config.limits.max_prompts} prompts, got {len(prompts)}",
             param="prompt",
         )
@@ -92,18 +92,22 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
     texts = [entry for entry in prompt if isinstance(entry, str)]
     lists = [entry for entry in prompt if isinstance(entry, list)]
     if max(len(ids), len(texts), len(lists)) != len(prompt):
-        raise Refused("a prompt is text, token ids, or a list of one of them", param="prompt")
+        raise RequestRefused(
+            "a prompt is text, token ids, or a list of one of them", param="prompt"
+        )
     if ids and not all(0 <= token < 1 << 31 for token in ids):
-        raise Refused("a token id is not negative and below 2^31", param="prompt")
+        raise RequestRefused("a token id is not negative and below 2^31", param="prompt")
     if not prompt:
-        raise Refused("the prompt is empty", param="prompt")
+        raise RequestRefused("the prompt is empty", param="prompt")
     return [ids] if ids else [*texts, *lists]
 
 
 class _Completion:
     """One answer, sent whole or as it grows."""
 
-    def __init__(self, service: Service, body: CompletionRequest, name: str, job: Job) -> None:
+    def __init__(
+        self, service: Service, body: CompletionRequest, name: str, job: GenerationJob
+    ) -> None:
         self._service = service
         self._body = body
         self._name = name

@@ -17,9 +17,9 @@ from starlette.requests import Request
 
 from headwater.engine.client import EngineInfo
 from headwater.server import params
-from headwater.server.errors import Refused
-from headwater.server.generation import Delta, Job, Prompt, Said
-from headwater.server.schema import SaidChoice, Sampling
+from headwater.server.errors import RequestRefused
+from headwater.server.generation import Delta, GenerationJob, GenerationPrompt, ResumedOutput
+from headwater.server.schema import ResumedChoice, Sampling
 from headwater.server.service import Service
 
 HEADER = "x-headwater-continuable"
@@ -28,7 +28,7 @@ FIELD = "continue_choices"
 _PREFIX = b": headwater "
 
 
-class Mark(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+class ContinuationMark(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """What the event that follows stands for."""
 
     tokens: list[int] = []
@@ -49,19 +49,19 @@ class Mark(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """This instance has no room for the rest: it has not failed, and may have some later."""
 
 
-FAILED = Mark(has_failed=True)
-RETURNED = Mark(has_failed=True, is_returned=True)
+FAILED = ContinuationMark(has_failed=True)
+RETURNED = ContinuationMark(has_failed=True, is_returned=True)
 
 _encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(Mark).decode
+_decode = msgspec.json.Decoder(ContinuationMark).decode
 
 
-def mark_line(mark: Mark) -> bytes:
+def mark_line(mark: ContinuationMark) -> bytes:
     """The comment that goes before the `data:` of an event."""
     return _PREFIX + _encode(mark) + b"\n"
 
 
-def take_mark(event: bytes) -> tuple[Mark | None, bytes]:
+def take_mark(event: bytes) -> tuple[ContinuationMark | None, bytes]:
     """The mark of an event, if it has one, and the event without it.
 
     Raises ValueError for a mark that cannot be read.
@@ -75,7 +75,7 @@ def take_mark(event: bytes) -> tuple[Mark | None, bytes]:
         raise ValueError(f"a mark that cannot be read: {exc}") from exc
 
 
-def comment_of(delta: Delta, job: Job, service: Service) -> bytes:
+def comment_of(delta: Delta, job: GenerationJob, service: Service) -> bytes:
     """The comment beside `delta`; empty where nobody asked."""
     if not job.is_marked:
         return b""
@@ -83,7 +83,7 @@ def comment_of(delta: Delta, job: Job, service: Service) -> bytes:
         return mark_line(RETURNED)
     if delta.finish_reason == "abort" and service.is_stopping:
         return mark_line(FAILED)  # what this server has no time for, another may have
-    mark = Mark(
+    mark = ContinuationMark(
         tokens=delta.tokens,
         seed=job.prompt_of(delta.index).params.seed,
         index=delta.index,
@@ -93,7 +93,9 @@ def comment_of(delta: Delta, job: Job, service: Service) -> bytes:
     return mark_line(mark)
 
 
-def continued(request: Request, body: Sampling, job: Job, info: EngineInfo) -> Job:
+def continued(
+    request: Request, body: Sampling, job: GenerationJob, info: EngineInfo
+) -> GenerationJob:
     """`job` as the request wants it: marked, or taken up after tokens that exist already.
 
     Raises Refused for tokens that cannot be the beginning of its answer.
@@ -103,7 +105,7 @@ def continued(request: Request, body: Sampling, job: Job, info: EngineInfo) -> J
     if not found:
         return job
     if len(found) != job.num_sequences or not body.stream:
-        raise Refused(
+        raise RequestRefused(
             f"a stream of {job.num_sequences} choices is continued with as many; these are "
             f"{len(found)}",
             param=FIELD,
@@ -113,14 +115,14 @@ def continued(request: Request, body: Sampling, job: Job, info: EngineInfo) -> J
         _seeded(prompt, found[at * many : (at + 1) * many])
         for at, prompt in enumerate(job.prompts)
     ]
-    said = [Said(tokens=entry.token_ids, has_ended=entry.has_ended) for entry in found]
+    said = [ResumedOutput(tokens=entry.token_ids, has_ended=entry.has_ended) for entry in found]
     job = replace(job, prompts=prompts, said=said)
     for index, entry in enumerate(said):
         _check(job.prompt_of(index), entry, info)
     return job
 
 
-def _seeded(prompt: Prompt, entries: Sequence[SaidChoice]) -> Prompt:
+def _seeded(prompt: GenerationPrompt, entries: Sequence[ResumedChoice]) -> GenerationPrompt:
     """`prompt` with the seed its choices began with, where one of them has begun."""
     seed = next((entry.seed for entry in entries if entry.seed is not None), None)
     if seed is None:
@@ -128,8 +130,8 @@ def _seeded(prompt: Prompt, entries: Sequence[SaidChoice]) -> Prompt:
     return replace(prompt, params=replace(prompt.params, seed=seed))
 
 
-def _check(prompt: Prompt, said: Said, info: EngineInfo) -> None:
+def _check(prompt: GenerationPrompt, said: ResumedOutput, info: EngineInfo) -> None:
     if not said.has_ended and len(said.tokens) >= prompt.params.max_tokens:
-        raise Refused("nothing is left to generate after these tokens", param=FIELD)
+        raise RequestRefused("nothing is left to generate after these tokens", param=FIELD)
     if not said.has_ended:
         params.check_prompt(prompt.followed_by(said.tokens), info)

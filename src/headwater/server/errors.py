@@ -30,7 +30,7 @@ _TYPES = {
 RETRY_AFTER_S = 1
 
 
-class Refused(RequestError):
+class RequestRefused(RequestError):
     """A request the server itself turns down, with the field or the status that says why."""
 
     def __init__(
@@ -65,7 +65,7 @@ class ErrorAnswer(msgspec.Struct, kw_only=True):
 def status_of(error: HeadwaterError) -> int:
     """The status that says whose fault it was."""
     match error:
-        case Refused():
+        case RequestRefused():
             return error.status
         case QueueFull():
             return 429
@@ -78,7 +78,7 @@ def status_of(error: HeadwaterError) -> int:
 def error_answer(error: HeadwaterError) -> ErrorAnswer:
     """The error object; what the message says is for the client to read."""
     status = status_of(error)
-    param = error.param if isinstance(error, Refused) else None
+    param = error.param if isinstance(error, RequestRefused) else None
     return ErrorAnswer(
         error=ErrorObject(
             message=str(error),
@@ -115,7 +115,7 @@ def _code_of(error: HeadwaterError) -> str | None:
     match error:
         case PeerRefused():
             return error.reason
-        case Refused():
+        case RequestRefused():
             return error.code
         case PromptTooLong():
             return "context_length_exceeded"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headwater.server import dashboard
-from headwater.server.errors import Refused, error_response
+from headwater.server.errors import RequestRefused, error_response
 
 
 def is_health(scope: Scope) -> bool:
@@ -23,7 +23,7 @@ def is_public(scope: Scope) -> bool:
     return is_health(scope) or path == dashboard.PATH or path.startswith(dashboard.PATH + "/")
 
 
-class Gate:
+class ReadinessMiddleware:
     """Answers 503 before `open` and after `shut`, in between passes requests on."""
 
     def __init__(
@@ -48,10 +48,12 @@ class Gate:
         if scope["type"] != "http":
             return
         if self._key is not None and not self._is_open(scope) and not self._fits(scope):
-            refused = Refused("a valid API key is needed", status=401, code="invalid_api_key")
+            refused = RequestRefused(
+                "a valid API key is needed", status=401, code="invalid_api_key"
+            )
             await error_response(refused)(scope, receive, send)
         elif self._app is None:
-            refused = Refused(self._reason, status=503, code="not_ready")
+            refused = RequestRefused(self._reason, status=503, code="not_ready")
             await error_response(refused)(scope, receive, send)
         else:
             await self._app(scope, receive, send)

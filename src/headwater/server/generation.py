@@ -14,7 +14,7 @@ from headwater.cache import Hint
 from headwater.engine.text import TextStream
 from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import HeadwaterError
-from headwater.metrics.recorder import Place, RequestTimer
+from headwater.metrics.recorder import RequestTimer, SequenceProgress
 from headwater.scheduler.batch import TokenLogprobs
 from headwater.scheduler.choices import params_of_choice
 from headwater.scheduler.output import SequenceOutput
@@ -31,7 +31,7 @@ from headwater.types import LoadPolicy, RequestId, Tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
+class GenerationPrompt:
     """One prompt and how to continue it."""
 
     tokens: Tokens
@@ -45,24 +45,24 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class ResumedOutput:
     """What exists already of one choice: it goes on after that, or not at all."""
 
     tokens: Sequence[int] = ()
     has_ended: bool = False
 
 
-NOTHING = Said()
+NOTHING = ResumedOutput()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class GenerationJob:
     """All that one HTTP request wants generated."""
 
     name: str
     """The request id its client knows."""
 
-    prompts: Sequence[Prompt]
+    prompts: Sequence[GenerationPrompt]
     num_choices: int
     stops: tuple[str, ...] = ()
     include_stop: bool = False
@@ -85,18 +85,18 @@ class Job:
     is_marked: bool = False
     """Whether a stream says beside each event which tokens it stands for."""
 
-    said: Sequence[Said] = ()
+    said: Sequence[ResumedOutput] = ()
     """One for each choice, where another instance began; else none."""
 
     @property
     def num_sequences(self) -> int:
         return len(self.prompts) * self.num_choices
 
-    def prompt_of(self, index: int) -> Prompt:
+    def prompt_of(self, index: int) -> GenerationPrompt:
         """What the choice `index` is an answer to."""
         return self.prompts[index // self.num_choices]
 
-    def said_of(self, index: int) -> Said:
+    def said_of(self, index: int) -> ResumedOutput:
         """What exists already of the choice `index`."""
         return self.said[index] if self.said else NOTHING
 
@@ -120,10 +120,10 @@ _CONTEXT_TOKENS = 16
 Emit = Callable[[Delta], Awaitable[None]]
 
 
-class Choice:
+class ChoiceProgress:
     """How far one choice got."""
 
-    def __init__(self, index: int, job: Job, tokenizer: Tokenizer) -> None:
+    def __init__(self, index: int, job: GenerationJob, tokenizer: Tokenizer) -> None:
         self.index = index
         self.usage: Usage | None = None
         self.finish_reason: str | None = None
@@ -171,11 +171,11 @@ class Choice:
 class Generation:
     """Runs one job. `emit` is awaited for each delta, in order within a choice."""
 
-    def __init__(self, service: Service, job: Job) -> None:
+    def __init__(self, service: Service, job: GenerationJob) -> None:
         self._service = service
         self._job = job
         self._choices = [
-            Choice(index, job, service.tokenizer) for index in range(job.num_sequences)
+            ChoiceProgress(index, job, service.tokenizer) for index in range(job.num_sequences)
         ]
 
     async def run(self, emit: Emit) -> None:
@@ -198,7 +198,7 @@ class Generation:
             except BaseExceptionGroup as errors:
                 raise _first(errors) from None
 
-    async def _follow(self, choice: Choice, request: Request, emit: Emit) -> None:
+    async def _follow(self, choice: ChoiceProgress, request: Request, emit: Emit) -> None:
         timer = RequestTimer(self._service.recorder, self._service.clock)
         try:
             async with aclosing(self._service.engine.generate(request)) as outputs:
@@ -211,9 +211,9 @@ class Generation:
         finally:
             self._end(choice, request, timer)
 
-    def _end(self, choice: Choice, request: Request, timer: RequestTimer) -> None:
+    def _end(self, choice: ChoiceProgress, request: Request, timer: RequestTimer) -> None:
         service, info = self._service, self._service.engine.info
-        place = Place(
+        place = SequenceProgress(
             request_id=request.request_id,
             prompt_tokens=len(request.tokens),
             unix_s=service.unix_s(),
@@ -222,7 +222,7 @@ class Generation:
         )
         service.end(timer.end(choice.finish_reason or "abort", place=place))
 
-    def _request(self, choice: Choice, ids: Sequence[RequestId]) -> Request:
+    def _request(self, choice: ChoiceProgress, ids: Sequence[RequestId]) -> Request:
         job = self._job
         prompt, said = job.prompt_of(choice.index), choice.said.tokens
         return Request(

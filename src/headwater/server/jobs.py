@@ -1,9 +1,9 @@
-"""From a request's fields to a `Job`: what completions and chat do the same."""
+"""From a request's fields to a `GenerationJob`: what completions and chat do the same."""
 
 from collections.abc import Sequence
 
 from headwater.server import params
-from headwater.server.generation import Job, Prompt
+from headwater.server.generation import GenerationJob, GenerationPrompt
 from headwater.server.schema import Sampling
 from headwater.server.service import Service
 from headwater.types import Tokens
@@ -18,11 +18,11 @@ def job_of(
     max_tokens: int | None,
     default_max_tokens: int | None,
     logprobs: int | None,
-) -> Job:
+) -> GenerationJob:
     """Every bound checked. `default_max_tokens` None is as many as fit."""
     limits, info = service.config.limits, service.engine.info
 
-    def prompt_of(tokens: Tokens) -> Prompt:
+    def prompt_of(tokens: Tokens) -> GenerationPrompt:
         params.check_prompt(tokens, info)
         sampling = params.sampling_params(
             body,
@@ -33,9 +33,9 @@ def job_of(
             limits=limits,
             info=info,
         )
-        return Prompt(tokens=tokens, params=sampling)
+        return GenerationPrompt(tokens=tokens, params=sampling)
 
-    return Job(
+    return GenerationJob(
         name=name,
         prompts=[prompt_of(tokens) for tokens in prompts],
         num_choices=params.num_choices(body, limits),

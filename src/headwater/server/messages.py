@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from headwater.server.errors import Refused
+from headwater.server.errors import RequestRefused
 from headwater.server.schema import Message
 
 
@@ -19,7 +19,7 @@ def num_characters(messages: Sequence[dict[str, Any]]) -> int:
 
 def _plain(message: Message) -> dict[str, Any]:
     if message.tool_calls not in (None, []):
-        raise Refused("'tool_calls' in a message is not supported", param="messages")
+        raise RequestRefused("'tool_calls' in a message is not supported", param="messages")
     plain: dict[str, Any] = {"role": message.role, "content": _text(message)}
     if message.name is not None:
         plain["name"] = message.name
@@ -33,9 +33,9 @@ def _text(message: Message) -> str:
         return message.content or ""
     for part in message.content:
         if part.type == "text" and part.text is None:
-            raise Refused("a part of type 'text' has no text", param="messages")
+            raise RequestRefused("a part of type 'text' has no text", param="messages")
         if part.type != "text":
-            raise Refused(
+            raise RequestRefused(
                 f"content of type {part.type[:40]!r} is not supported; only text is",
                 param="messages",
             )

@@ -141,7 +141,7 @@ def _reload() -> _Path:
     path = _post(
         "Read the weights again, or those of a folder beside them.",
         schema.ReloadRequest,
-        answers.Reloaded,
+        answers.ReloadAnswer,
         (400, 401, 413, 503),
     )
     path["post"]["requestBody"]["required"] = False
@@ -149,13 +149,13 @@ def _reload() -> _Path:
 
 
 def _control(summary: str) -> _Path:
-    return {"post": _operation(summary, _json(answers.Done), (400, 401, 503))}
+    return {"post": _operation(summary, _json(answers.ControlDone), (400, 401, 503))}
 
 
 def _named_session() -> _Path:
     path = _post(
         "A session is over: its blocks go first.",
-        schema.CloseSession,
+        schema.CloseSessionRequest,
         answers.SessionClosed,
         (400, 401, 404, 413, 503),  # clients take names such as ".." out of the path
     )
@@ -234,9 +234,9 @@ def _schemas() -> dict[str, Any]:
         schema.DetokenizeRequest,
         schema.AbortRequest,
         schema.ReloadRequest,
-        answers.Reloaded,
+        answers.ReloadAnswer,
         schema.ResetRequest,
-        schema.CloseSession,
+        schema.CloseSessionRequest,
         answers.CompletionAnswer,
         answers.ChatAnswer,
         answers.ModelList,
@@ -244,7 +244,7 @@ def _schemas() -> dict[str, Any]:
         answers.DetokenizeAnswer,
         answers.Health,
         answers.Version,
-        answers.Done,
+        answers.ControlDone,
         answers.ResetAnswer,
         answers.Aborted,
         answers.SessionClosed,

@@ -9,7 +9,7 @@ from headwater.engine.client import EngineInfo
 from headwater.errors import PromptTooLong
 from headwater.scheduler.choices import SEED_RANGE
 from headwater.scheduler.request import SamplingParams
-from headwater.server.errors import Refused
+from headwater.server.errors import RequestRefused
 from headwater.server.schema import ReturnsIn, Sampling
 from headwater.types import Tokens
 
@@ -18,12 +18,12 @@ def stop_strings(body: Sampling, limits: LimitsConfig) -> tuple[str, ...]:
     """The stop strings asked for, none of them empty."""
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(stops) > limits.max_stop_strings:
-        raise Refused(
+        raise RequestRefused(
             f"at most {limits.max_stop_strings} stop strings, got {len(stops)}", param="stop"
         )
     for stop in stops:
         if not 1 <= len(stop) <= limits.max_stop_chars:
-            raise Refused(
+            raise RequestRefused(
                 f"a stop string has 1 to {limits.max_stop_chars} characters, got {len(stop)}",
                 param="stop",
             )
@@ -34,28 +34,30 @@ def num_choices(body: Sampling, limits: LimitsConfig) -> int:
     """How many choices each prompt gets."""
     wanted = body.n or 1
     if wanted > limits.max_choices:
-        raise Refused(f"n is at most {limits.max_choices}, got {wanted}", param="n")
+        raise RequestRefused(f"n is at most {limits.max_choices}, got {wanted}", param="n")
     return wanted
 
 
 def num_logprobs(wanted: int | None, limits: LimitsConfig, *, param: str) -> int | None:
     """How many alternatives are reported; None where nothing is."""
     if wanted is not None and wanted > limits.max_logprobs:
-        raise Refused(f"{param} is at most {limits.max_logprobs}, got {wanted}", param=param)
+        raise RequestRefused(
+            f"{param} is at most {limits.max_logprobs}, got {wanted}", param=param
+        )
     return wanted
 
 
 def check_prompt(tokens: Tokens, info: EngineInfo) -> None:
     """Refuse a prompt that no engine of this kind can run."""
     if len(tokens) == 0:
-        raise Refused("the prompt is empty", param="prompt")
+        raise RequestRefused("the prompt is empty", param="prompt")
     if len(tokens) >= info.max_model_len:
         raise PromptTooLong(
             f"the prompt has {len(tokens)} tokens; with at least one more it may have "
             f"{info.max_model_len}"
         )
     if int(tokens.max()) >= info.vocab_size:
-        raise Refused(
+        raise RequestRefused(
             f"token id {int(tokens.max())} is not below the vocabulary's {info.vocab_size}",
             param="prompt",
         )
@@ -87,7 +89,7 @@ def sampling_params(
     """How tokens are chosen; the seed is that of the first choice."""
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
-        raise Refused(
+        raise RequestRefused(
             f"min_tokens {min_tokens} is more than the {max_tokens} that may be generated",
             param="min_tokens",
         )
@@ -115,7 +117,7 @@ def cache_hint(body: Sampling) -> Hint | None:
     if wanted is None:
         return None
     if body.session_id is None:
-        raise Refused(
+        raise RequestRefused(
             "cache_hint says something of a session: give session_id", param="cache_hint"
         )
     if isinstance(wanted, ReturnsIn):
@@ -127,7 +129,7 @@ def priority(body: Sampling, engine: EngineConfig | None) -> int:
     """The request's class; asking for one where nobody looks at it is refused."""
     wanted = body.priority or 0
     if wanted and engine is not None and engine.scheduling_policy != "priority":
-        raise Refused(
+        raise RequestRefused(
             f"priority {wanted} would change nothing: this server was started with "
             f"--scheduling-policy {engine.scheduling_policy}, not priority",
             param="priority",
@@ -142,7 +144,7 @@ def _or(value: float | None, default: float) -> float:
 def _logit_bias(body: Sampling, limits: LimitsConfig, info: EngineInfo) -> dict[int, float]:
     bias = body.logit_bias or {}
     if len(bias) > limits.max_logit_bias:
-        raise Refused(
+        raise RequestRefused(
             f"at most {limits.max_logit_bias} entries, got {len(bias)}", param="logit_bias"
         )
     return {_bias_token(key, info): value for key, value in bias.items()}
@@ -150,7 +152,9 @@ def _logit_bias(body: Sampling, limits: LimitsConfig, info: EngineInfo) -> dict[
 
 def _bias_token(key: str, info: EngineInfo) -> int:
     if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < info.vocab_size):
-        raise Refused(f"{key[:40]!r} is not a token id of this model", param="logit_bias")
+        raise RequestRefused(
+            f"{key[:40]!r} is not a token id of this model", param="logit_bias"
+        )
     return int(key)
 
 
@@ -158,8 +162,10 @@ def _stop_token_ids(
     ids: Sequence[int], limits: LimitsConfig, info: EngineInfo
 ) -> tuple[int, ...]:
     if len(ids) > limits.max_stop_token_ids:
-        raise Refused(f"at most {limits.max_stop_token_ids} ids", param="stop_token_ids")
+        raise RequestRefused(f"at most {limits.max_stop_token_ids} ids", param="stop_token_ids")
     for token in ids:
         if token >= info.vocab_size:
-            raise Refused(f"{token} is not a token id of this model", param="stop_token_ids")
+            raise RequestRefused(
+                f"{token} is not a token id of this model", param="stop_token_ids"
+            )
     return tuple(ids)

@@ -23,7 +23,7 @@ from headwater.server.router.messages import (
     TOKEN_HEADER,
     VERSION,
     EventsAddress,
-    Load,
+    InstanceLoad,
     Registered,
     Registration,
 )
@@ -136,7 +136,9 @@ class Registrar:
             capacity_tokens=(info.num_device_blocks + info.num_host_blocks) * info.block_tokens,
             max_model_len=info.max_model_len,
             kv_events=_events(info),
-            load=Load(running=running, waiting=alive - running, leases=self._num_leases),
+            load=InstanceLoad(
+                running=running, waiting=alive - running, leases=self._num_leases
+            ),
             is_draining=service.is_stopping,
         )
 

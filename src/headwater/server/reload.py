@@ -10,9 +10,9 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headwater.server.answers import Reloaded
+from headwater.server.answers import ReloadAnswer
 from headwater.server.body import read_body
-from headwater.server.errors import Refused
+from headwater.server.errors import RequestRefused
 from headwater.server.reply import JsonReply
 from headwater.server.schema import ReloadRequest
 from headwater.server.service import Service
@@ -29,7 +29,7 @@ async def reload_weights(request: Request) -> Response:
     folder = _folder(service, body.model)
     before = service.engine.info.fingerprint
     if service.reloading.locked():
-        raise Refused("weights are being read already", status=503, code="reloading")
+        raise RequestRefused("weights are being read already", status=503, code="reloading")
     async with service.reloading:
         patience_s = body.drain_timeout_s
         await _drain(
@@ -39,18 +39,20 @@ async def reload_weights(request: Request) -> Response:
             info = await service.engine.reload(folder)
         finally:
             await service.engine.resume()
-    return JsonReply(Reloaded(fingerprint=info.fingerprint, changed=info.fingerprint != before))
+    return JsonReply(
+        ReloadAnswer(fingerprint=info.fingerprint, changed=info.fingerprint != before)
+    )
 
 
 def _folder(service: Service, model: str | None) -> str | None:
     """The folder asked for; only those beside the one that was given at start can be."""
     if service.config.router is not None:
-        raise Refused("an instance of a router is restarted for other weights")
+        raise RequestRefused("an instance of a router is restarted for other weights")
     if model is None:
         return None
     started = None if service.engine_config is None else service.engine_config.model
     if started is None or Path(model).resolve().parent != Path(started).resolve().parent:
-        raise Refused(
+        raise RequestRefused(
             "model is a folder beside the one this server was started with", param="model"
         )
     return str(Path(model).resolve())
@@ -63,7 +65,7 @@ async def _drain(service: Service, patience_s: float) -> None:
     while (await service.engine.stats()).num_running:
         if service.clock.now() >= end_s:
             await service.engine.resume()
-            raise Refused(
+            raise RequestRefused(
                 f"requests still ran after {patience_s:g} s; nothing was changed",
                 status=503,
                 code="not_drained",

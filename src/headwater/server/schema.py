@@ -46,7 +46,7 @@ class ReturnsIn(Struct, kw_only=True, forbid_unknown_fields=True):
     returns_in_s: Annotated[float, Meta(ge=0, le=MAX_RETURNS_IN_S)]
 
 
-class SaidChoice(Struct, kw_only=True, forbid_unknown_fields=True):
+class ResumedChoice(Struct, kw_only=True, forbid_unknown_fields=True):
     """One of `continue_choices`: what another instance has said of a choice."""
 
     token_ids: list[TokenId] = []
@@ -98,7 +98,7 @@ class Sampling(Struct, kw_only=True):
     priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] | None = None
     request_id: Name | None = None
     return_token_ids: bool | None = None
-    continue_choices: list[SaidChoice] | None = None
+    continue_choices: list[ResumedChoice] | None = None
     cache_details: bool | None = None
     load_policy: LoadPolicy | None = None
     load_timeout_s: Annotated[float, Meta(ge=0, le=MAX_LOAD_TIMEOUT_S)] | None = None
@@ -173,7 +173,7 @@ class DetokenizeRequest(Struct, kw_only=True):
     skip_special_tokens: bool | None = None
 
 
-class CloseSession(Struct, kw_only=True):
+class CloseSessionRequest(Struct, kw_only=True):
     """Body of POST /cache/sessions/{session_id}, which may be empty."""
 
     cache_salt: Salt | None = None

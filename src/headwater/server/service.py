@@ -13,7 +13,7 @@ from headwater.engine.client import EngineClient
 from headwater.engine.tokenizer import Tokenizer
 from headwater.metrics.ledger import RequestRecord
 from headwater.metrics.recorder import Recorder
-from headwater.server.errors import Refused
+from headwater.server.errors import RequestRefused
 from headwater.server.live import LiveRequests
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Refuse a request for another model."""
         if name is not None and name not in (self.model_name, self.engine.info.model_dir):
-            raise Refused(
+            raise RequestRefused(
                 f"the model {name!r} is not served here; {self.model_name!r} is",
                 param="model",
                 status=404,

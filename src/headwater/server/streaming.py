@@ -27,7 +27,7 @@ _HEADERS = [
 encode = msgspec.json.Encoder().encode
 
 
-class Gone(Exception):
+class ClientDisconnected(Exception):
     """The client closed its connection; nobody reads an answer."""
 
 
@@ -38,7 +38,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise Gone
+            raise ClientDisconnected
         return task.result()
     finally:
         for pending in (task, watch):
@@ -101,7 +101,7 @@ async def stream(
         await events.end()
     except HeadwaterError as error:
         await events.fail(error, receive)
-    except Gone:
+    except ClientDisconnected:
         return  # nobody is left to tell
 
 

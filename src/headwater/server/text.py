@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from headwater.server.answers import DetokenizeAnswer, TokenizeAnswer
 from headwater.server.body import read_body
-from headwater.server.errors import Refused
+from headwater.server.errors import RequestRefused
 from headwater.server.messages import num_characters, plain_messages
 from headwater.server.reply import JsonReply
 from headwater.server.schema import DetokenizeRequest, TokenizeRequest
@@ -24,7 +24,7 @@ async def tokenize(request: Request) -> Response:
     )
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise Refused("give either prompt or messages", param="prompt")
+        raise RequestRefused("give either prompt or messages", param="prompt")
     messages = plain_messages(body.messages or [])
     size = len(body.prompt or "") + num_characters(messages)
     encoded = await service.in_thread(lambda: _encode(service, body, messages), size=size)

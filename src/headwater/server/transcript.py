@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from headwater.scheduler.batch import TokenLogprobs
-from headwater.server.errors import Refused
+from headwater.server.errors import RequestRefused
 from headwater.server.generation import Delta, Generation
 
 
@@ -36,7 +36,7 @@ async def transcribe(generation: Generation, num_sequences: int) -> list[Transcr
     await generation.run(land)
     reasons = {entry.finish_reason for entry in transcripts}
     if "abort" in reasons:
-        raise Refused("the request was aborted", status=499, code="aborted")
+        raise RequestRefused("the request was aborted", status=499, code="aborted")
     if "returned" in reasons:
-        raise Refused("there is no room to go on here", status=503, code="returned")
+        raise RequestRefused("there is no room to go on here", status=503, code="returned")
     return transcripts

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from headwater.server.errors import Refused
+from headwater.server.errors import RequestRefused
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
@@ -42,7 +42,7 @@ def check_supported(body: Struct) -> None:
     for name in body.__struct_fields__:
         neutral = NEUTRAL.get(name)
         if neutral is not None and not _is_neutral(getattr(body, name), neutral):
-            raise Refused(f"{name!r} is not supported by this server", param=name)
+            raise RequestRefused(f"{name!r} is not supported by this server", param=name)
 
 
 def _is_neutral(value: object, neutral: tuple[Any, ...]) -> bool:

@@ -15,7 +15,7 @@ from headwater.metrics import names
 from headwater.metrics.recorder import Recorder
 from headwater.metrics.view import EngineView, ViewLimits
 from headwater.server.admin import cache_state
-from headwater.server.errors import Refused
+from headwater.server.errors import RequestRefused
 from headwater.server.reply import JsonReply
 from headwater.server.service import Service
 
@@ -74,7 +74,7 @@ async def _view(service: Service, limits: ViewLimits) -> EngineView:
         async with asyncio.timeout(_TIMEOUT_S):
             return await service.engine.view(limits)
     except TimeoutError as exc:
-        raise Refused("the engine is in a long step; try again", status=503) from exc
+        raise RequestRefused("the engine is in a long step; try again", status=503) from exc
 
 
 def _bounded(request: Request, name: str, default: int, most: int) -> int:
@@ -83,9 +83,11 @@ def _bounded(request: Request, name: str, default: int, most: int) -> int:
     if text is None:
         return default
     if not (text.isascii() and text.isdigit() and len(text) <= len(str(most))):
-        raise Refused(f"{name} is a number from 1 to {most}", param=name)
+        raise RequestRefused(f"{name} is a number from 1 to {most}", param=name)
     if not 1 <= int(text) <= most:
-        raise Refused(f"{name} is a number from 1 to {most}, got {int(text)}", param=name)
+        raise RequestRefused(
+            f"{name} is a number from 1 to {most}, got {int(text)}", param=name
+        )
     return int(text)
 
 

@@ -20,8 +20,8 @@ from headwater.storage.base import BlockRead, BlockWrite, Opening, StorageStats,
 from headwater.storage.codec import BlockFormat
 from headwater.storage.deadline import Deadline
 from headwater.storage.folder import FULL, Folder
-from headwater.storage.index import Place, SlotIndex
-from headwater.storage.lanes import Lanes
+from headwater.storage.index import SlotEntry, SlotIndex
+from headwater.storage.lanes import IoThreads
 from headwater.storage.settings import read_settings
 from headwater.storage.slab import Slab
 from headwater.storage.table import Geometry
@@ -93,7 +93,7 @@ class FileStorage:
         self._folder = Folder(Path(config.path), direct=config.direct)
         self._index = SlotIndex()
         self._tally = Tally("file", form.block_bytes)
-        self._lanes = Lanes("file storage", config.num_threads)
+        self._lanes = IoThreads("file storage", config.num_threads)
         self._growing = Lock()
         self._full_until_s = float("-inf")
         self._refreshing = Lock()
@@ -203,7 +203,7 @@ class FileStorage:
             self._index.release(place)
         return BlockRead.READ
 
-    def _give_up(self, place: Place, reason: str) -> None:
+    def _give_up(self, place: SlotEntry, reason: str) -> None:
         """Count a block that cannot be used, and let nobody find it again."""
         self._tally.reason(reason)
         if place.slab.owned:
@@ -239,7 +239,7 @@ class FileStorage:
         self._index.commit(place)
         return None
 
-    def _take(self, key: BlockKey, parent: BlockKey) -> Place | None:
+    def _take(self, key: BlockKey, parent: BlockKey) -> SlotEntry | None:
         """A slot: a free one, one of a new slab, or the least recently used."""
         place, _ = self._index.take(key, parent, evict=False)
         if place is None and self._grow():

@@ -15,7 +15,7 @@ from headwater.storage.table import Entry
 from headwater.types import BlockKey
 
 
-class Place(NamedTuple):
+class SlotEntry(NamedTuple):
     """A slot of a slab, and the block in it or about to be."""
 
     slab: Slab
@@ -27,8 +27,10 @@ class SlotIndex:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._ours: OrderedDict[BlockKey, Place] = OrderedDict()  # least recently used first
-        self._theirs: dict[BlockKey, Place] = {}
+        self._ours: OrderedDict[BlockKey, SlotEntry] = (
+            OrderedDict()
+        )  # least recently used first
+        self._theirs: dict[BlockKey, SlotEntry] = {}
         self._their_keys: dict[tuple[int, int], BlockKey] = {}
         # First in, first out, so that the blocks of a run lie one after the other.
         self._free: deque[tuple[Slab, int]] = deque()
@@ -67,7 +69,7 @@ class SlotIndex:
                 (slab, slot) for slot in range(slab.geometry.num_slots) if slot not in used
             )
             for entry in sorted(entries, key=lambda entry: entry.sequence):
-                self._ours[entry.key] = Place(slab, entry)
+                self._ours[entry.key] = SlotEntry(slab, entry)
                 self._sequence = max(self._sequence, entry.sequence)
             parents = {entry.parent for entry in entries}
             for entry in sorted(entries, key=lambda entry: entry.sequence):
@@ -80,7 +82,7 @@ class SlotIndex:
             for slot, entry in changes:
                 self._unlearn((id(slab), slot))
                 if entry is not None:
-                    self._theirs[entry.key] = Place(slab, entry)
+                    self._theirs[entry.key] = SlotEntry(slab, entry)
                     self._their_keys[id(slab), slot] = entry.key
 
     def unlearn(self, slab: Slab) -> None:
@@ -104,7 +106,7 @@ class SlotIndex:
         with self._lock:
             return all(key in self._ours for key in keys)
 
-    def lease(self, key: BlockKey) -> Place | None:
+    def lease(self, key: BlockKey) -> SlotEntry | None:
         """Where a block is. A slot of ours stays as it is until `release`."""
         with self._lock:
             place = self._ours.get(key)
@@ -113,7 +115,7 @@ class SlotIndex:
             self._leases[_name(place)] += 1
             return place
 
-    def release(self, place: Place) -> None:
+    def release(self, place: SlotEntry) -> None:
         """The end of a lease."""
         name = _name(place)
         with self._lock:
@@ -135,7 +137,7 @@ class SlotIndex:
 
     def take(
         self, key: BlockKey, parent: BlockKey, *, evict: bool
-    ) -> tuple[Place | None, bool]:
+    ) -> tuple[SlotEntry | None, bool]:
         """A slot for a claimed block, and whether another block had to go for it."""
         with self._lock:
             evicted = False
@@ -145,14 +147,14 @@ class SlotIndex:
                 return None, False
             slab, slot = self._free.popleft()
             self._sequence += 1
-            return Place(slab, Entry(slot, key, parent, self._sequence)), evicted
+            return SlotEntry(slab, Entry(slot, key, parent, self._sequence)), evicted
 
-    def commit(self, place: Place) -> None:
+    def commit(self, place: SlotEntry) -> None:
         """The slot is whole: the block can be found."""
         with self._lock:
             self._ours[place.entry.key] = place
 
-    def abandon(self, place: Place) -> None:
+    def abandon(self, place: SlotEntry) -> None:
         """The block will not come; its slot is free."""
         with self._lock:
             self._free.append((place.slab, place.entry.slot))
@@ -162,7 +164,7 @@ class SlotIndex:
         with self._lock:
             self._claimed.discard(key)
 
-    def forget(self, place: Place) -> bool:
+    def forget(self, place: SlotEntry) -> bool:
         """A block cannot be found any more; its slot is free once nobody reads it."""
         key, name = place.entry.key, _name(place)
         with self._lock:
@@ -227,5 +229,5 @@ class SlotIndex:
         return False
 
 
-def _name(place: Place) -> tuple[int, int]:
+def _name(place: SlotEntry) -> tuple[int, int]:
     return id(place.slab), place.entry.slot

@@ -14,7 +14,7 @@ from headwater.errors import StorageError, StorageTimeout
 T = TypeVar("T")
 
 
-class Lanes:
+class IoThreads:
     """A fixed number of daemon threads: a hung one never keeps the process from exiting."""
 
     def __init__(self, name: str, num_threads: int) -> None:

@@ -21,7 +21,7 @@ from headwater.errors import ConfigError, StorageCorrupt, StorageError, StorageT
 from headwater.storage.base import BlockRead, BlockWrite, Opening, StorageStats, leading
 from headwater.storage.codec import HEADER_BYTES, BlockFormat, encode_header, verify_block
 from headwater.storage.deadline import Deadline
-from headwater.storage.lanes import Lanes
+from headwater.storage.lanes import IoThreads
 from headwater.storage.pointer import address_of
 from headwater.storage.pool import MooncakeConfig, mooncake_config
 from headwater.storage.tally import Tally
@@ -52,7 +52,7 @@ class MooncakeStorage:
         self._form = form
         self._clock = clock
         self._tally = Tally("mooncake", form.block_bytes)
-        self._lanes = Lanes("mooncake storage", config.num_threads)
+        self._lanes = IoThreads("mooncake storage", config.num_threads)
         self._headers = local()
         self._closed = False
         self._store = _import_store()()

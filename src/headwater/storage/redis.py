@@ -23,7 +23,7 @@ from headwater.storage.codec import (
     verify_block,
 )
 from headwater.storage.deadline import Deadline
-from headwater.storage.resp import Address, Connection, ReplyError, command
+from headwater.storage.resp import Address, ReplyError, RespConnection, command
 from headwater.storage.settings import read_settings
 from headwater.storage.tally import Tally
 from headwater.types import BlockKey
@@ -82,7 +82,7 @@ class RedisStorage:
         self._head_bytes = len(b"$%d\r\n" % self._value_bytes) + HEADER_BYTES
         self._tally = Tally("redis", form.block_bytes)
         self._lock = Lock()
-        self._idle: list[Connection] = []
+        self._idle: list[RespConnection] = []
         self._closed = False
         try:
             self._idle.append(self._connect(self._deadline(config.connect_timeout_s)))
@@ -150,7 +150,7 @@ class RedisStorage:
 
     def _read(
         self,
-        link: Connection,
+        link: RespConnection,
         keys: Sequence[BlockKey],
         into: Sequence[memoryview],
         deadline: Deadline,
@@ -174,7 +174,7 @@ class RedisStorage:
         return outcomes
 
     def _receive(
-        self, link: Connection, header: bytearray, view: memoryview, deadline: Deadline
+        self, link: RespConnection, header: bytearray, view: memoryview, deadline: Deadline
     ) -> BlockRead:
         """Take one reply to a GET, whatever it is; READ is not verified yet."""
         # No further than the header, so that the payload goes to its place by one call, and
@@ -203,7 +203,7 @@ class RedisStorage:
 
     def _write(
         self,
-        link: Connection,
+        link: RespConnection,
         work: Sequence[tuple[BlockKey, memoryview, BlockKey]],
         deadline: Deadline,
     ) -> list[BlockWrite]:
@@ -222,7 +222,7 @@ class RedisStorage:
             BlockWrite.PRESENT if there else self._stored(link, deadline) for there in present
         ]
 
-    def _stored(self, link: Connection, deadline: Deadline) -> BlockWrite:
+    def _stored(self, link: RespConnection, deadline: Deadline) -> BlockWrite:
         try:
             reply = link.reply(deadline)
         except ReplyError as error:
@@ -232,7 +232,7 @@ class RedisStorage:
             return BlockWrite.REFUSED
         return BlockWrite.WRITTEN if reply == b"+OK" else BlockWrite.PRESENT
 
-    def _remove_all(self, link: Connection, deadline: Deadline) -> int:
+    def _remove_all(self, link: RespConnection, deadline: Deadline) -> int:
         """Remove the blocks of this format among all that have our prefix."""
         removed, cursor = 0, b"0"
         pattern = re.sub(rb"([\\*?\[\]])", rb"\\\1", self._prefix) + b"*"
@@ -255,12 +255,12 @@ class RedisStorage:
                 return removed
 
     def _exists(
-        self, link: Connection, keys: Sequence[BlockKey], deadline: Deadline
+        self, link: RespConnection, keys: Sequence[BlockKey], deadline: Deadline
     ) -> list[bool]:
         return [reply == b":1" for reply in self._ask(link, b"EXISTS", keys, deadline)]
 
     def _ask(
-        self, link: Connection, verb: bytes, keys: Sequence[BlockKey], deadline: Deadline
+        self, link: RespConnection, verb: bytes, keys: Sequence[BlockKey], deadline: Deadline
     ) -> list[bytes]:
         """One small reply for each key."""
         if not keys:
@@ -271,7 +271,7 @@ class RedisStorage:
     def _name(self, key: BlockKey) -> bytes:
         return self._prefix + key.hex().encode()
 
-    def _with_connection(self, work: Callable[[Connection], T], deadline: Deadline) -> T:
+    def _with_connection(self, work: Callable[[RespConnection], T], deadline: Deadline) -> T:
         """Do `work` on a connection; again on a new one if an idle one turned out dead."""
         link = self._take_idle()
         if link is not None:
@@ -282,7 +282,7 @@ class RedisStorage:
                 self._drop_idle()
         return self._finish(self._connect(deadline), work)
 
-    def _finish(self, link: Connection, work: Callable[[Connection], T]) -> T:
+    def _finish(self, link: RespConnection, work: Callable[[RespConnection], T]) -> T:
         try:
             result = work(link)
         except BaseException:
@@ -295,12 +295,14 @@ class RedisStorage:
         link.close()
         return result
 
-    def _connect(self, deadline: Deadline) -> Connection:
+    def _connect(self, deadline: Deadline) -> RespConnection:
         if self._closed:
             raise StorageError("redis storage is closed")
-        return Connection(self._address, self._tls, self._config.connect_timeout_s, deadline)
+        return RespConnection(
+            self._address, self._tls, self._config.connect_timeout_s, deadline
+        )
 
-    def _take_idle(self) -> Connection | None:
+    def _take_idle(self) -> RespConnection | None:
         with self._lock:
             return self._idle.pop() if self._idle else None
 
@@ -314,7 +316,7 @@ class RedisStorage:
         return Deadline(self._clock, timeout_s, str(self._address))
 
 
-def _value(link: Connection, deadline: Deadline) -> bytes:
+def _value(link: RespConnection, deadline: Deadline) -> bytes:
     """A small value."""
     num_bytes = link.bulk(deadline) or 0
     if num_bytes > _MOST_VALUE_BYTES:
@@ -324,7 +326,7 @@ def _value(link: Connection, deadline: Deadline) -> bytes:
     return bytes(view[:-2])
 
 
-def _drain(link: Connection, num_bytes: int, deadline: Deadline) -> None:
+def _drain(link: RespConnection, num_bytes: int, deadline: Deadline) -> None:
     """Read and drop, so that the connection stays in step."""
     scratch = memoryview(bytearray(min(num_bytes, _DRAIN_BYTES)))
     while num_bytes:

@@ -72,7 +72,7 @@ class AuthError(StorageError):
     """The server does not let us in."""
 
 
-class Connection:
+class RespConnection:
     """An open connection, logged in. One thread uses it at a time."""
 
     def __init__(

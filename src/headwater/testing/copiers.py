@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.cache import Ending, Promotion, Transfer
+from headwater.cache import JobStatus, Promotion, TransferJob
 from headwater.clock import Clock
 from headwater.storage.base import StorageBackend
 from headwater.testing.runners import EchoRunner
-from headwater.transfer.completions import Completion
+from headwater.transfer.completions import JobCompletion
 from headwater.transfer.slab import HostSlab
 from headwater.transfer.workers import Plan, Report, StorageWorkers, Task
 from headwater.types import JobId
@@ -32,17 +32,17 @@ class EchoCopier:
         self._device = runner.rows
         self._host = slab.rows
         self.held = held
-        self.pending: dict[JobId, tuple[Transfer, Report]] = {}
+        self.pending: dict[JobId, tuple[TransferJob, Report]] = {}
         """Started and not finished, oldest first."""
-        self.started: list[Transfer] = []
-        self.dooms: Callable[[Transfer], bool] = lambda transfer: False
+        self.started: list[TransferJob] = []
+        self.dooms: Callable[[TransferJob], bool] = lambda transfer: False
         """Whether a job that is being started is one that will fail."""
         self.doomed: set[JobId] = set()
         self.block_s = 0.0
         """How long it says that a block took."""
         self.closed = False
 
-    def start(self, transfer: Transfer, report: Report) -> None:
+    def start(self, transfer: TransferJob, report: Report) -> None:
         """Take a job."""
         self.started.append(transfer)
         self.pending[transfer.job] = transfer, report
@@ -62,9 +62,15 @@ class EchoCopier:
         source, target = self._sides(transfer)
         target[transfer.target_slots[:count]] = source[transfer.source_slots[:count]]
         target[transfer.target_slots[count:]] = _GARBAGE
-        ending = Ending.DONE if count == total else Ending.PARTIAL if count else Ending.FAILED
+        ending = (
+            JobStatus.DONE
+            if count == total
+            else JobStatus.PARTIAL
+            if count
+            else JobStatus.FAILED
+        )
         reason = "" if count == total else "error"
-        report(Completion(job, ending, count, busy_s=count * self.block_s, reason=reason))
+        report(JobCompletion(job, ending, count, busy_s=count * self.block_s, reason=reason))
 
     def arrive(self, job: JobId) -> None:
         """A runner waits for the layers of `job`: they are there, though nobody was told yet.
@@ -83,7 +89,7 @@ class EchoCopier:
         """Finish nothing more."""
         self.closed = True
 
-    def _sides(self, transfer: Transfer) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    def _sides(self, transfer: TransferJob) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         up = isinstance(transfer, Promotion)
         return (self._host, self._device) if up else (self._device, self._host)
 

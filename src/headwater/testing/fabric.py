@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from headwater.cache.pool import SlotPool, SlotState
 from headwater.disagg.link import (
+    BlockPiece,
     Landed,
-    Piece,
     Push,
     PushDone,
     PushFailed,
     PushFailure,
-    Quiet,
+    SenderQuiet,
 )
 from headwater.disagg.messages import Message, Reason
 from headwater.disagg.network import PeerLost, PeerMessage
@@ -42,7 +42,7 @@ class Host(Protocol):
 
 
 @dataclass(eq=False)
-class Connection:
+class FabricConnection:
     """One life of a control connection."""
 
     client: str
@@ -59,13 +59,13 @@ class Connection:
 class Packet:
     """A message on its way."""
 
-    connection: Connection
+    connection: FabricConnection
     target: str
     message: Message
 
 
 @dataclass(eq=False)
-class Transfer:
+class FabricPush:
     """A push on its way; one whose sender was told of its end may still arrive, late."""
 
     source: str
@@ -83,7 +83,7 @@ class Transfer:
 
 
 @dataclass(eq=False)
-class Lease:
+class FabricLease:
     """Slots that bytes may land in."""
 
     slots: Sequence[int]
@@ -91,19 +91,19 @@ class Lease:
     landed: dict[int, int] = field(default_factory=dict)
 
 
-class Fabric:
+class HeldFabric:
     """Joins hosts by name. `packets`, `transfers` and `fences` are what is on its way."""
 
     def __init__(self) -> None:
         self._hosts: dict[str, Host] = {}
         self._addresses: dict[str, str] = {}
-        self._leases: dict[str, dict[int, Lease]] = {}
+        self._leases: dict[str, dict[int, FabricLease]] = {}
         self._closed: set[str] = set()
         """Addresses where nobody receives any more."""
-        self._connections: list[Connection] = []
+        self._connections: list[FabricConnection] = []
         self._num_connections = 0
         self.packets: list[Packet] = []
-        self.transfers: list[Transfer] = []
+        self.transfers: list[FabricPush] = []
         self.fences: list[tuple[str, int]] = []
         """Link address and lease."""
         self.holds_at_once = False
@@ -131,11 +131,11 @@ class Fabric:
             del self._leases[link]
             self.fences = [entry for entry in self.fences if entry[0] != link]
 
-    def connections(self) -> list[Connection]:
+    def connections(self) -> list[FabricConnection]:
         """Those that are open."""
         return [connection for connection in self._connections if connection.is_open]
 
-    def cut(self, connection: Connection) -> None:
+    def cut(self, connection: FabricConnection) -> None:
         """End a connection; both ends learn it, and what was on its way is lost."""
         connection.is_open = False
         self.packets = [p for p in self.packets if p.connection is not connection]
@@ -165,7 +165,7 @@ class Fabric:
         """Lose a message."""
         self.packets.remove(packet)
 
-    def move(self, transfer: Transfer) -> None:
+    def move(self, transfer: FabricPush) -> None:
         """Let the next block of a push arrive; after the last its sender learns of it."""
         piece = transfer.push.pieces[transfer.num_sent]
         carried = (
@@ -182,23 +182,25 @@ class Fabric:
                 done = PushDone(transfer.push.job, transfer.num_bytes)
                 self._hosts[transfer.source].post(done)
 
-    def fail(self, transfer: Transfer, reason: PushFailure = PushFailure.LOST) -> None:
+    def fail(self, transfer: FabricPush, reason: PushFailure = PushFailure.LOST) -> None:
         """Tell the sender that a push failed. What is on its way may still arrive."""
         if not transfer.is_late:
             host = self._hosts[transfer.source]
             self._make_late(transfer, host)
             host.post(PushFailed(transfer.push.job, reason))
 
-    def repeat(self, transfer: Transfer) -> None:
+    def repeat(self, transfer: FabricPush) -> None:
         """Have what was sent of a push on its way once more: it arrives late, or again."""
         if transfer.num_sent:
-            copy = Transfer(transfer.source, transfer.target, transfer.push, transfer.bytes_of)
+            copy = FabricPush(
+                transfer.source, transfer.target, transfer.push, transfer.bytes_of
+            )
             # A late one carries what its sender had, who may be another by now.
             if not copy.is_late:
                 self._make_late(copy, self._hosts[transfer.source])
             self.transfers.append(copy)
 
-    def vanish(self, transfer: Transfer) -> None:
+    def vanish(self, transfer: FabricPush) -> None:
         """What a late push carries arrives nowhere."""
         self.transfers.remove(transfer)
 
@@ -207,7 +209,7 @@ class Fabric:
         self.fences.remove(entry)
         link, number = entry
         lease = self._leases[link].pop(number)
-        quiet = Quiet(number, sum(lease.landed.values()), frozenset(lease.landed))
+        quiet = SenderQuiet(number, sum(lease.landed.values()), frozenset(lease.landed))
         self._hosts[self._addresses[link]].post(quiet)
 
     def expire(self, now: float) -> None:
@@ -219,7 +221,7 @@ class Fabric:
     def push(self, source: str, link: str, push: Push) -> None:
         """A sender begins; to an address where nobody is, it fails."""
         if link in self._addresses and link not in self._closed:
-            self.transfers.append(Transfer(source, link, push))
+            self.transfers.append(FabricPush(source, link, push))
         else:
             self.refuse(source, push, PushFailure.UNREACHABLE)
 
@@ -249,7 +251,7 @@ class Fabric:
 
     def open_lease(self, link: str, number: int, slots: Sequence[int]) -> None:
         """Bytes of lease `number` may land in `slots`."""
-        self._leases[link][number] = Lease(slots)
+        self._leases[link][number] = FabricLease(slots)
 
     def fence(self, link: str, number: int) -> None:
         """Begin a fence; bytes may land until it holds."""
@@ -260,7 +262,7 @@ class Fabric:
             if self.holds_at_once:
                 self.settle_fence((link, number))
 
-    def _land(self, transfer: Transfer, piece: Piece, carried: Rows) -> None:
+    def _land(self, transfer: FabricPush, piece: BlockPiece, carried: Rows) -> None:
         owner = self._addresses.get(transfer.target)
         lease = self._leases.get(transfer.target, {}).get(transfer.push.lease)
         index, num_bytes = piece.index, piece.num_bytes
@@ -277,12 +279,12 @@ class Fabric:
             lease.landed[index] = num_bytes
             host.post(Landed(transfer.push.lease, index, num_bytes))
 
-    def _make_late(self, transfer: Transfer, host: Host) -> None:
+    def _make_late(self, transfer: FabricPush, host: Host) -> None:
         if not transfer.is_late:
             slots = [piece.slot for piece in transfer.push.pieces]
             transfer.bytes_of = [host.rows[slot].copy() for slot in slots]
 
-    def _connection(self, source: str, peer: str) -> Connection | None:
+    def _connection(self, source: str, peer: str) -> FabricConnection | None:
         for connection in self.connections():
             ends = (connection.client, connection.server)
             if source in ends and connection.name_at(source) == peer:
@@ -290,6 +292,6 @@ class Fabric:
         if peer not in self._hosts:
             return None
         self._num_connections += 1
-        connection = Connection(source, peer, self._num_connections)
+        connection = FabricConnection(source, peer, self._num_connections)
         self._connections.append(connection)
         return connection

@@ -13,9 +13,9 @@ import numpy as np
 from headwater.clock import SystemClock
 from headwater.disagg.link import (
     BlockMemory,
+    BlockPiece,
     Deliver,
     LinkMaker,
-    Piece,
     Push,
     PushDone,
     PushFailed,
@@ -32,7 +32,7 @@ MakeLinks = Callable[[BlockMemory, Deliver], LinkMaker]
 """Opens the links of an instance. Called once for the receiver and once for each sender."""
 
 
-class Rig:
+class LinkHarness:
     """A receiver with its memory, and as many senders as a check wants."""
 
     def __init__(self, make: MakeLinks, link: str, block_bytes: int) -> None:
@@ -54,7 +54,7 @@ class Rig:
     ) -> Push:
         """Block `i` of the source as block `i` of the lease."""
         block_bytes = self.source.block_bytes
-        pieces = tuple(Piece(place, place, block_bytes) for place in places)
+        pieces = tuple(BlockPiece(place, place, block_bytes) for place in places)
         deadline_s = SystemClock().now() + wait_s
         return Push(job=job, lease=lease, pieces=pieces, deadline_s=deadline_s)
 
@@ -89,16 +89,16 @@ def check_link(make: MakeLinks, link: str, *, block_bytes: int = 4096 * 3 + 40) 
 
 
 @contextmanager
-def open_rig(make: MakeLinks, link: str, block_bytes: int) -> Iterator[Rig]:
+def open_rig(make: MakeLinks, link: str, block_bytes: int) -> Iterator[LinkHarness]:
     """A rig that is closed afterwards, whatever happens."""
-    rig = Rig(make, link, block_bytes)
+    rig = LinkHarness(make, link, block_bytes)
     try:
         yield rig
     finally:
         rig.close()
 
 
-def check_blocks_land_in_order_in_the_slots_of_the_lease(rig: Rig) -> None:
+def check_blocks_land_in_order_in_the_slots_of_the_lease(rig: LinkHarness) -> None:
     rig.receiver.open(1, [9, 3, 5, 11])
     sender = rig.sender()
     sender.push(rig.push(10, 1, [0, 1]))
@@ -119,10 +119,13 @@ def check_blocks_land_in_order_in_the_slots_of_the_lease(rig: Rig) -> None:
     assert quiet.blocks == frozenset(range(4)), "the account names every block"
 
 
-def check_a_partial_block_is_its_leading_bytes(rig: Rig) -> None:
+def check_a_partial_block_is_its_leading_bytes(rig: LinkHarness) -> None:
     rig.receiver.open(1, [0])
     push = Push(
-        job=1, lease=1, pieces=(Piece(4, 0, 100),), deadline_s=SystemClock().now() + _WAIT_S
+        job=1,
+        lease=1,
+        pieces=(BlockPiece(4, 0, 100),),
+        deadline_s=SystemClock().now() + _WAIT_S,
     )
     rig.sender().push(push)
 
@@ -133,7 +136,7 @@ def check_a_partial_block_is_its_leading_bytes(rig: Rig) -> None:
     assert not row[100:].any(), "bytes beyond a partial block were written"
 
 
-def check_a_push_outside_its_lease_touches_nothing(rig: Rig) -> None:
+def check_a_push_outside_its_lease_touches_nothing(rig: LinkHarness) -> None:
     rig.receiver.open(1, [0, 1])
     sender = rig.sender()
     sender.push(rig.push(1, 2, [0]))
@@ -146,7 +149,7 @@ def check_a_push_outside_its_lease_touches_nothing(rig: Rig) -> None:
     assert rig.untouched(range(1, _NUM_SLOTS)), "a refused push has written"
 
 
-def check_a_block_lands_once(rig: Rig) -> None:
+def check_a_block_lands_once(rig: LinkHarness) -> None:
     rig.receiver.open(1, [0, 1])
     sender = rig.sender()
     sender.push(rig.push(1, 1, [0]))
@@ -162,7 +165,7 @@ def check_a_block_lands_once(rig: Rig) -> None:
     assert np.array_equal(rig.target.rows[0], first), "a landed block was written again"
 
 
-def check_after_a_fence_nothing_lands(rig: Rig) -> None:
+def check_after_a_fence_nothing_lands(rig: LinkHarness) -> None:
     """The sender is held up, so that its bytes come when the slots belong to somebody else."""
     rig.receiver.open(1, [0, 1, 2])
     sender = rig.sender()
@@ -182,14 +185,14 @@ def check_after_a_fence_nothing_lands(rig: Rig) -> None:
     assert len(rig.log.quiets(1)) == 1, "a lease is quiet once"
 
 
-def check_a_fence_answers_without_any_sender(rig: Rig) -> None:
+def check_a_fence_answers_without_any_sender(rig: LinkHarness) -> None:
     rig.receiver.open(1, [0])
     rig.receiver.fence(1)
 
     assert rig.log.quiet(1, 1.0).num_bytes == 0, "nothing landed"
 
 
-def check_cancel_gives_up_what_has_not_begun(rig: Rig) -> None:
+def check_cancel_gives_up_what_has_not_begun(rig: LinkHarness) -> None:
     rig.receiver.open(1, [0])
     rig.receiver.open(2, [1, 2])
     rig.source.gate.clear()
@@ -206,7 +209,7 @@ def check_cancel_gives_up_what_has_not_begun(rig: Rig) -> None:
     assert rig.untouched([1, 2]), "a cancelled push has written"
 
 
-def check_a_late_push_fails_at_its_deadline(rig: Rig) -> None:
+def check_a_late_push_fails_at_its_deadline(rig: LinkHarness) -> None:
     rig.receiver.open(1, [0])
     sender = rig.sender()
     sender.push(rig.push(1, 1, [0], wait_s=-1.0))
@@ -215,7 +218,7 @@ def check_a_late_push_fails_at_its_deadline(rig: Rig) -> None:
     assert rig.untouched([0]), "a late push has written"
 
 
-def check_many_leases_at_once(rig: Rig) -> None:
+def check_many_leases_at_once(rig: LinkHarness) -> None:
     senders = [rig.sender() for _ in range(3)]
     for lease in range(1, 9):
         rig.receiver.open(lease, range(3 * (lease - 1), 3 * lease))
@@ -232,7 +235,7 @@ def check_many_leases_at_once(rig: Rig) -> None:
         assert np.array_equal(rows, rig.source.rows[:3]), "leases got mixed up"
 
 
-def check_closing_a_sender_ends_every_push(rig: Rig) -> None:
+def check_closing_a_sender_ends_every_push(rig: LinkHarness) -> None:
     rig.receiver.open(1, range(_NUM_SLOTS))
     sender = rig.sender()
     jobs = range(40)
@@ -247,7 +250,7 @@ def check_closing_a_sender_ends_every_push(rig: Rig) -> None:
     assert rig.failure(99) is PushFailure.CLOSED, "nothing is pushed after close"
 
 
-def check_closing_a_receiver_ends_everything(rig: Rig) -> None:
+def check_closing_a_receiver_ends_everything(rig: LinkHarness) -> None:
     rig.receiver.open(1, range(_NUM_SLOTS))
     rig.receiver.open(2, range(_NUM_SLOTS))
     sender = rig.sender()
@@ -264,7 +267,7 @@ def check_closing_a_receiver_ends_everything(rig: Rig) -> None:
     assert rig.untouched(range(_NUM_SLOTS)), "bytes landed in a closed receiver"
 
 
-def check_nobody_there_is_an_outcome(rig: Rig) -> None:
+def check_nobody_there_is_an_outcome(rig: LinkHarness) -> None:
     sender = rig.sender()
     rig.receiver.close()
     sender.push(rig.push(1, 1, [0]))
@@ -273,7 +276,7 @@ def check_nobody_there_is_an_outcome(rig: Rig) -> None:
     assert rig.failure(1) in gone, "a push to nobody fails"
 
 
-CHECKS: tuple[Callable[[Rig], None], ...] = (
+CHECKS: tuple[Callable[[LinkHarness], None], ...] = (
     check_blocks_land_in_order_in_the_slots_of_the_lease,
     check_a_partial_block_is_its_leading_bytes,
     check_a_push_outside_its_lease_touches_nothing,

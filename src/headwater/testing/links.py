@@ -14,18 +14,18 @@ import numpy as np
 from headwater.clock import Clock, SystemClock
 from headwater.disagg.link import (
     BlockMemory,
+    BlockPiece,
     Deliver,
     Landed,
     LinkEvent,
-    Piece,
     Push,
     PushDone,
     PushFailed,
     PushFailure,
-    Quiet,
     Receiver,
     Sender,
     SenderEvent,
+    SenderQuiet,
 )
 from headwater.disagg.links.frames import describe
 from headwater.disagg.links.landing import LeaseBook
@@ -76,7 +76,7 @@ class EventLog:
         self._await(lambda: bool(self.outcomes(job)), timeout_s)
         return self.outcomes(job)[0]
 
-    def quiet(self, lease: int, timeout_s: float = _WAIT_S) -> Quiet:
+    def quiet(self, lease: int, timeout_s: float = _WAIT_S) -> SenderQuiet:
         """The last word on a lease; waits for it."""
         self._await(lambda: bool(self.quiets(lease)), timeout_s)
         return self.quiets(lease)[0]
@@ -89,8 +89,8 @@ class EventLog:
             if isinstance(event, PushDone | PushFailed) and event.job == job
         ]
 
-    def quiets(self, lease: int) -> list[Quiet]:
-        return [e for e in list(self.events) if isinstance(e, Quiet) and e.lease == lease]
+    def quiets(self, lease: int) -> list[SenderQuiet]:
+        return [e for e in list(self.events) if isinstance(e, SenderQuiet) and e.lease == lease]
 
     def landed(self, lease: int) -> list[int]:
         """Indices of the blocks of a lease, in the order in which they landed."""
@@ -108,12 +108,12 @@ class EventLog:
 
 
 @dataclass
-class Flight:
+class HeldPush:
     """A push that waits in a `LocalNetwork`."""
 
     sender: "LocalSender"
     push: Push
-    waiting: list[Piece] = field(default_factory=list)
+    waiting: list[BlockPiece] = field(default_factory=list)
     """Pieces that have not moved."""
 
     failure: PushFailure | None = None
@@ -124,7 +124,7 @@ class LocalNetwork:
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.clock = clock or SystemClock()
-        self.flights: list[Flight] = []
+        self.flights: list[HeldPush] = []
         """Pushes without an outcome, in the order in which they were made."""
 
         self.books: dict[str, LeaseBook] = {}
@@ -178,12 +178,12 @@ class LocalNetwork:
             self._changed.set()
             thread.join(_WAIT_S)
 
-    def add(self, flight: Flight) -> None:
+    def add(self, flight: HeldPush) -> None:
         with self.lock:
             self.flights.append(flight)
         self._changed.set()
 
-    def give_up(self, chosen: Callable[[Flight], bool], reason: PushFailure) -> None:
+    def give_up(self, chosen: Callable[[HeldPush], bool], reason: PushFailure) -> None:
         """End the chosen pushes now."""
         with self.lock:
             ended = [flight for flight in self.flights if chosen(flight)]
@@ -199,7 +199,7 @@ class LocalNetwork:
             self.books[address] = book
             return address
 
-    def _obstacle(self, flight: Flight) -> PushFailure | None:
+    def _obstacle(self, flight: HeldPush) -> PushFailure | None:
         if self.clock.now() >= flight.push.deadline_s:
             return PushFailure.TIMEOUT
         address = flight.sender.address
@@ -208,7 +208,7 @@ class LocalNetwork:
             return PushFailure.LOST if begun else PushFailure.UNREACHABLE
         return None
 
-    def _move(self, flight: Flight) -> PushFailure | None:
+    def _move(self, flight: HeldPush) -> PushFailure | None:
         """The next block, from slot to slot."""
         if not flight.waiting:
             return None
@@ -276,7 +276,7 @@ class LocalSender:
         self._closed = False
 
     def push(self, push: Push) -> None:
-        flight = Flight(self, push, list(push.pieces))
+        flight = HeldPush(self, push, list(push.pieces))
         if self._closed:
             flight.failure = PushFailure.CLOSED
             self.end(flight)
@@ -297,7 +297,7 @@ class LocalSender:
         self._closed = True
         self._network.give_up(lambda flight: flight.sender is self, PushFailure.CLOSED)
 
-    def end(self, flight: Flight) -> None:
+    def end(self, flight: HeldPush) -> None:
         """Deliver the outcome of a push that is no longer in the network."""
         if flight.failure is not None:
             self._deliver(PushFailed(flight.push.job, flight.failure))

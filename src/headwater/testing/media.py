@@ -7,7 +7,7 @@ from headwater.clock import SystemClock
 from headwater.storage.codec import HEADER_BYTES
 from headwater.storage.deadline import Deadline
 from headwater.storage.memory import MemoryStorage
-from headwater.storage.resp import Address, Connection, command
+from headwater.storage.resp import Address, RespConnection, command
 from headwater.storage.slab import slab_path
 from headwater.storage.table import PAGE_BYTES, Entry, Table
 from headwater.types import BlockKey
@@ -60,7 +60,7 @@ class RedisMedium:
 
     def __init__(self, url: str, key_prefix: str = "headwater:") -> None:
         self._deadline = Deadline(SystemClock(), 600.0, url)
-        self._link = Connection(Address.parse(url), None, 5.0, self._deadline)
+        self._link = RespConnection(Address.parse(url), None, 5.0, self._deadline)
         self._prefix = key_prefix
 
     def fetch(self, key: BlockKey) -> bytes:

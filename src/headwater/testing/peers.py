@@ -10,9 +10,9 @@ from random import Random
 
 from headwater.cache import CacheConfig, TieredCache
 from headwater.clock import VirtualClock
-from headwater.disagg.exchange import Exchange
+from headwater.disagg.exchange import HandoffController
 from headwater.disagg.handoff import HandoffConfig
-from headwater.disagg.hands import Hands
+from headwater.disagg.hands import HandoffDependencies
 from headwater.disagg.link import Push, PushFailure
 from headwater.disagg.messages import Message
 from headwater.engine.core import EngineCore
@@ -22,7 +22,7 @@ from headwater.scheduler.request import Request
 from headwater.scheduler.scheduler import Scheduler
 from headwater.storage.base import StorageBackend
 from headwater.testing.copiers import EchoCopier, HeldWorkers
-from headwater.testing.fabric import Fabric, Post
+from headwater.testing.fabric import HeldFabric, Post
 from headwater.testing.runners import EchoRunner
 from headwater.testing.tiers import MAX_MODEL_LEN, VOCAB_SIZE
 from headwater.transfer.mover import Mover
@@ -33,7 +33,7 @@ from headwater.types import Slots, WritePolicy
 class HeldNetwork:
     """The `Network` of one host of a fabric."""
 
-    def __init__(self, fabric: Fabric, name: str) -> None:
+    def __init__(self, fabric: HeldFabric, name: str) -> None:
         self._fabric = fabric
         self._name = name
 
@@ -47,7 +47,7 @@ class HeldNetwork:
 class HeldSender:
     """The `Sender` of one host to one receiver."""
 
-    def __init__(self, fabric: Fabric, name: str, link: str) -> None:
+    def __init__(self, fabric: HeldFabric, name: str, link: str) -> None:
         self._fabric = fabric
         self._name = name
         self._link = link
@@ -70,7 +70,7 @@ class HeldSender:
 class HeldReceiver:
     """The `Receiver` of one host."""
 
-    def __init__(self, fabric: Fabric, link: str) -> None:
+    def __init__(self, fabric: HeldFabric, link: str) -> None:
         self._fabric = fabric
         self.address = link
 
@@ -98,7 +98,7 @@ class EchoMemory:
 class EchoPeer:
     """One instance, and what came out of it so far."""
 
-    fabric: Fabric
+    fabric: HeldFabric
     clock: VirtualClock
     name: str
     epoch: int = 0
@@ -178,15 +178,15 @@ class EchoPeer:
         assert stats.leases == 0, f"kept: {stats}"
         assert stats.device.free + stats.device.cached == stats.device.total, f"leaked: {stats}"
 
-    def _exchange(self) -> Exchange:
-        hands = Hands(
+    def _exchange(self) -> HandoffController:
+        hands = HandoffDependencies(
             network=HeldNetwork(self.fabric, self.name),
             receiver=HeldReceiver(self.fabric, self.link),
             connect=lambda link: HeldSender(self.fabric, self.name, link),
             memory=EchoMemory(self.rows.shape[1]),
             new_id=_numbers(f"{self.name}/{self.epoch}"),
         )
-        return Exchange(self.scheduler, hands, self.config)
+        return HandoffController(self.scheduler, hands, self.config)
 
 
 class EchoPair:
@@ -194,7 +194,7 @@ class EchoPair:
 
     def __init__(self, **settings: object) -> None:
         self.clock = VirtualClock()
-        self.fabric = Fabric()
+        self.fabric = HeldFabric()
         self._settings = settings
         self._epochs = 0
         self.prefill = self.make("p")

@@ -13,15 +13,15 @@ from queue import SimpleQueue
 from threading import Lock
 from typing import NamedTuple
 
-from headwater.cache import Ending
+from headwater.cache import JobStatus
 from headwater.types import JobId
 
 
-class Completion(NamedTuple):
+class JobCompletion(NamedTuple):
     """What an executor says of a job, once; after TIMED_OUT once more, when it is quiet."""
 
     job: JobId
-    ending: Ending
+    ending: JobStatus
     num_blocks: int = 0
     """Leading blocks that arrived whole."""
 
@@ -39,7 +39,7 @@ class CompletionQueue:
     """`put` from any thread; everything else from the loop's thread only."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[Completion | object] = SimpleQueue()
+        self._queue: SimpleQueue[JobCompletion | object] = SimpleQueue()
         self._posted: list[object] = []
         """What was found among the completions, and is for others."""
         self._signal: int | None = None
@@ -47,7 +47,7 @@ class CompletionQueue:
         self._in_use = Lock()
         """Nobody writes to a descriptor that is closed, and may be another file's by then."""
 
-    def put(self, completion: Completion) -> None:
+    def put(self, completion: JobCompletion) -> None:
         """A job ended."""
         self.post(completion)
 
@@ -66,14 +66,14 @@ class CompletionQueue:
     def has_any(self) -> bool:
         return not self._queue.empty() or bool(self._posted)
 
-    def take(self) -> list[Completion]:
+    def take(self) -> list[JobCompletion]:
         """Those since the last call, in order. Never waits; only empty means empty."""
-        taken: list[Completion] = []
+        taken: list[JobCompletion] = []
         # Nobody else takes, so what is not empty now is not empty then; and an exception for
         # every step without news would be the dearest part of it.
         while not self._queue.empty():
             event = self._queue.get_nowait()
-            if isinstance(event, Completion):
+            if isinstance(event, JobCompletion):
                 taken.append(event)
             else:
                 self._posted.append(event)

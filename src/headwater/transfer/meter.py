@@ -1,19 +1,12 @@
 """How fast a link is, learned from the jobs that ended on it."""
 
-from typing import NamedTuple
+from headwater.types import LinkRate
 
 _MEMORY = 0.95
 """Weight that an observation keeps with each later one."""
 
 _STALE_S = 60.0
 """An older measurement says nothing: a link that was slow once is tried again."""
-
-
-class LinkRate(NamedTuple):
-    """A job of n blocks takes about `latency_s + n * block_s` seconds."""
-
-    latency_s: float
-    block_s: float
 
 
 class LinkMeter:

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from headwater.cache import Ending, Lookup, Outcome, Removal, Transfer
+from headwater.cache import JobOutcome, JobStatus, Lookup, Removal, TransferJob
 from headwater.errors import ConfigError, InvariantError
 from headwater.storage.base import StorageStats
-from headwater.transfer.completions import Completion, CompletionQueue
-from headwater.transfer.meter import LinkMeter, LinkRate
+from headwater.transfer.completions import CompletionQueue, JobCompletion
+from headwater.transfer.meter import LinkMeter
 from headwater.transfer.workers import Plan, Report, Task
-from headwater.types import JobId, Tier
+from headwater.types import JobId, LinkRate, Tier
 
 
 class DeviceCopier(Protocol):
@@ -29,7 +29,7 @@ class DeviceCopier(Protocol):
     It reports each job once, from any thread, when the bytes are there; submitted is not done.
     """
 
-    def start(self, transfer: Transfer, report: Report) -> None:
+    def start(self, transfer: TransferJob, report: Report) -> None:
         """Begin to copy `transfer.source_slots` to `transfer.target_slots`."""
 
     def close(self) -> None:
@@ -174,7 +174,7 @@ class Mover:
                 totals = self.links[link] = LinkTotals()
             totals.in_flight += 1
             totals.blocks_in_flight += plan.num_blocks
-            if not isinstance(plan, Transfer) or Tier.STORAGE in (plan.source, plan.target):
+            if not isinstance(plan, TransferJob) or Tier.STORAGE in (plan.source, plan.target):
                 running.task = Task(plan, self.completions.put, running.deadline_s)
                 tasks.append(running.task)
             elif self._copier is None:
@@ -186,7 +186,7 @@ class Mover:
                 raise InvariantError("a plan needs storage, and there is none")
             self._workers.start(tasks)
 
-    def take(self, *, now: float) -> list[Outcome]:
+    def take(self, *, now: float) -> list[JobOutcome]:
         """The outcomes since the last call, and those of jobs whose deadline has passed."""
         outcomes = []
         for completion in self.completions.take():
@@ -221,27 +221,27 @@ class Mover:
             self._workers.close()
         self.completions.close()
 
-    def _end(self, completion: Completion, now: float) -> Outcome | None:
+    def _end(self, completion: JobCompletion, now: float) -> JobOutcome | None:
         """What a completion means; None when nobody is to be told."""
         running = self._running.get(completion.job)
         if running is None:
             return None
-        if completion.ending is Ending.TIMED_OUT:
+        if completion.ending is JobStatus.TIMED_OUT:
             return None if running.timed_out else self._time_out(running)
         del self._running[completion.job]
         self._count_end(running, completion, now)
         if running.timed_out:
             # Told before that it took too long: what it brought now is not wanted any more.
-            quiet = Outcome(job=completion.job, ending=Ending.QUIET)
-            return quiet if isinstance(running.plan, Transfer) else None
-        return Outcome(
+            quiet = JobOutcome(job=completion.job, ending=JobStatus.QUIET)
+            return quiet if isinstance(running.plan, TransferJob) else None
+        return JobOutcome(
             job=completion.job,
             ending=completion.ending,
             num_blocks=completion.num_blocks,
             found=completion.found,
         )
 
-    def _expire(self, now: float) -> list[Outcome]:
+    def _expire(self, now: float) -> list[JobOutcome]:
         outcomes = []
         self._skip_ended()
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -251,15 +251,15 @@ class Mover:
                 # No thread has begun it, and none will: it is quiet at once.
                 del self._running[running.plan.job]
                 self._leave(running)
-                if isinstance(running.plan, Transfer):
-                    outcomes.append(Outcome(job=running.plan.job, ending=Ending.QUIET))
+                if isinstance(running.plan, TransferJob):
+                    outcomes.append(JobOutcome(job=running.plan.job, ending=JobStatus.QUIET))
             self._skip_ended()
         return outcomes
 
-    def _time_out(self, running: _Running) -> Outcome:
+    def _time_out(self, running: _Running) -> JobOutcome:
         running.timed_out = True
         self.links[link_of(running.plan)].failures["timeout"] += 1
-        return Outcome(job=running.plan.job, ending=Ending.TIMED_OUT)
+        return JobOutcome(job=running.plan.job, ending=JobStatus.TIMED_OUT)
 
     def _skip_ended(self) -> None:
         """Drop deadlines of jobs that have ended or timed out."""
@@ -270,11 +270,11 @@ class Mover:
                 return
             heapq.heappop(heap)
 
-    def _count_end(self, running: _Running, completion: Completion, now: float) -> None:
+    def _count_end(self, running: _Running, completion: JobCompletion, now: float) -> None:
         link = link_of(running.plan)
         totals = self._leave(running)
         totals.busy_s += completion.busy_s
-        if completion.ending is not Ending.DONE:
+        if completion.ending is not JobStatus.DONE:
             if not running.timed_out:
                 totals.failures[completion.reason or "error"] += 1
             return
@@ -282,7 +282,7 @@ class Mover:
         totals.num_blocks += moved
         if completion.busy_s > 0:
             totals.fastest_blocks_s = max(totals.fastest_blocks_s, moved / completion.busy_s)
-        if not isinstance(running.plan, Transfer):
+        if not isinstance(running.plan, TransferJob):
             return  # nothing is priced from it
         self.num_observed += 1
         if link not in self._meters:

@@ -9,19 +9,19 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from threading import Thread
 
-from headwater.cache import Ending, Lookup, Promotion, Removal, Transfer
+from headwater.cache import JobStatus, Lookup, Promotion, Removal, TransferJob
 from headwater.clock import Clock
 from headwater.errors import StorageError, StorageResting, StorageTimeout
 from headwater.storage.base import BlockRead, BlockWrite, StorageBackend, StorageStats
-from headwater.transfer.completions import Completion
+from headwater.transfer.completions import JobCompletion
 from headwater.transfer.slab import HostSlab
 
 log = logging.getLogger(__name__)
 
-Plan = Transfer | Lookup | Removal
+Plan = TransferJob | Lookup | Removal
 """What may be started; a transfer between device and host is another's."""
 
-Report = Callable[[Completion], None]
+Report = Callable[[JobCompletion], None]
 """Told of the end of a job, from any thread."""
 
 _KINDS = ("lookup", "read", "write")
@@ -92,17 +92,17 @@ class StorageWorkers:
         except StorageTimeout as error:
             if error.quiet is not None and not error.quiet.is_set():
                 # The backend gave up waiting, but something of it may still touch the slots.
-                task.report(Completion(job, Ending.TIMED_OUT, reason="timeout"))
+                task.report(JobCompletion(job, JobStatus.TIMED_OUT, reason="timeout"))
                 error.quiet.wait()
-            ended = Completion(job, Ending.FAILED, reason="timeout")
+            ended = JobCompletion(job, JobStatus.FAILED, reason="timeout")
         except StorageResting:  # said when it began
-            ended = Completion(job, Ending.FAILED, reason="breaker_open")
+            ended = JobCompletion(job, JobStatus.FAILED, reason="breaker_open")
         except StorageError as error:
             log.warning("storage: %s", error)
-            ended = Completion(job, Ending.FAILED, reason="error")
+            ended = JobCompletion(job, JobStatus.FAILED, reason="error")
         except Exception:
             log.exception("a storage thread caught what a backend should not raise")
-            ended = Completion(job, Ending.FAILED, reason="bug")
+            ended = JobCompletion(job, JobStatus.FAILED, reason="bug")
         task.report(ended._replace(busy_s=self._clock.now() - began))
 
     def _work(self, queue: "SimpleQueue[Task | None]") -> None:
@@ -110,29 +110,29 @@ class StorageWorkers:
             if task.claim():
                 self.run(task)
 
-    def _call(self, plan: Plan, timeout_s: float) -> Completion:
+    def _call(self, plan: Plan, timeout_s: float) -> JobCompletion:
         if isinstance(plan, Lookup):
             found = self.backend.contains(plan.runs(), timeout_s=timeout_s)
             answers = tuple(n for _, n in zip(plan.questions, found, strict=True))
-            return Completion(plan.job, Ending.DONE, found=answers)
+            return JobCompletion(plan.job, JobStatus.DONE, found=answers)
         if isinstance(plan, Removal):
             removed = self.backend.remove(None, timeout_s=timeout_s)
-            return Completion(plan.job, Ending.DONE, removed)
+            return JobCompletion(plan.job, JobStatus.DONE, removed)
         if isinstance(plan, Promotion):
             return self._read(plan, timeout_s)
         return self._write(plan, timeout_s)
 
-    def _read(self, plan: Transfer, timeout_s: float) -> Completion:
+    def _read(self, plan: TransferJob, timeout_s: float) -> JobCompletion:
         into = self.slab.views(plan.target_slots.tolist())
         results = self.backend.read(plan.keys, into, timeout_s=timeout_s)
         good = _leading(results, {BlockRead.READ})
         if good == plan.num_blocks:
-            return Completion(plan.job, Ending.DONE, good)
+            return JobCompletion(plan.job, JobStatus.DONE, good)
         if results[good] is BlockRead.DAMAGED:
-            return Completion(plan.job, Ending.DAMAGED, good, reason="damaged")
-        return Completion(plan.job, Ending.ABSENT, good, reason="absent")
+            return JobCompletion(plan.job, JobStatus.DAMAGED, good, reason="damaged")
+        return JobCompletion(plan.job, JobStatus.ABSENT, good, reason="absent")
 
-    def _write(self, plan: Transfer, timeout_s: float) -> Completion:
+    def _write(self, plan: TransferJob, timeout_s: float) -> JobCompletion:
         blocks = self.slab.views(plan.source_slots.tolist())
         before = () if plan.parent is None else (plan.parent,)
         results = self.backend.write(
@@ -140,8 +140,8 @@ class StorageWorkers:
         )
         good = _leading(results, {BlockWrite.WRITTEN, BlockWrite.PRESENT})
         if good == plan.num_blocks:
-            return Completion(plan.job, Ending.DONE, good)
-        return Completion(plan.job, Ending.PARTIAL, good, reason="refused")
+            return JobCompletion(plan.job, JobStatus.DONE, good)
+        return JobCompletion(plan.job, JobStatus.PARTIAL, good, reason="refused")
 
 
 def _kind(plan: Plan) -> str:

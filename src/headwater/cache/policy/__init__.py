@@ -1,15 +1,22 @@
 """Which node is evicted first: an order a policy, by name."""
 
-from headwater.cache.policy.base import EvictionPolicy, Hint, Orders, Run, Shape, Turn
+from headwater.cache.policy.base import (
+    EvictionPolicy,
+    FinishedRequest,
+    Hint,
+    MarkedRange,
+    Orders,
+    Shape,
+)
 from headwater.cache.policy.registry import POLICIES, make_orders
 
 __all__ = [
     "POLICIES",
     "EvictionPolicy",
+    "FinishedRequest",
     "Hint",
+    "MarkedRange",
     "Orders",
-    "Run",
     "Shape",
-    "Turn",
     "make_orders",
 ]

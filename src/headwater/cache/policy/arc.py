@@ -7,8 +7,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
 from headwater.cache.lease import Lease
-from headwater.cache.node import Mark, Node
-from headwater.cache.policy.base import Orders, Run, Shape, Turn
+from headwater.cache.node import Node, RetentionMark
+from headwater.cache.policy.base import FinishedRequest, MarkedRange, Orders, Shape
 from headwater.cache.policy.evicted import Evicted
 from headwater.errors import InvariantError
 from headwater.types import Tier
@@ -43,7 +43,7 @@ class Arc:
         self._again = _Recent(capacity_blocks)
         self._border = 0.0
 
-    def visit(self, lease: Lease, turn: Turn, now: float) -> Sequence[Run]:
+    def visit(self, lease: Lease, turn: FinishedRequest, now: float) -> Sequence[MarkedRange]:
         return ()
 
     def add(self, node: Node, now: float) -> None:
@@ -53,7 +53,7 @@ class Arc:
         if seen & self._bit:
             self._again.push(node)
             return
-        node.mark = Mark(now, seen | self._bit)
+        node.mark = RetentionMark(now, seen | self._bit)
         missed = self._once.evicted, self._again.evicted
         if missed[0].take(node):
             self._move_border(node.num_blocks, missed[1].blocks, missed[0].blocks)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from headwater.cache.lease import Lease
-from headwater.cache.node import Mark, Node
+from headwater.cache.node import Node, RetentionMark
 
 if TYPE_CHECKING:
     from headwater.cache.policy.weights import Weights
@@ -27,7 +27,7 @@ class Hint(NamedTuple):
     """Something more will come, about then; None is soon."""
 
 
-class Turn(NamedTuple):
+class FinishedRequest(NamedTuple):
     """What a request was, once it has ended."""
 
     prompt_tokens: int
@@ -38,11 +38,11 @@ class Turn(NamedTuple):
     hint: Hint | None = None
 
 
-class Run(NamedTuple):
+class MarkedRange(NamedTuple):
     """Blocks of a path up to `end`, from where the run before ends, share one mark."""
 
     end: int
-    mark: Mark
+    mark: RetentionMark
     apart: bool = False
     """Whether it goes by itself: it shares no node with the blocks before it."""
 
@@ -60,7 +60,7 @@ class Shape(NamedTuple):
 class EvictionPolicy(Protocol):
     """An order over the evictable nodes of one tier. Called by the decider thread only."""
 
-    def visit(self, lease: Lease, turn: Turn, now: float) -> Sequence[Run]:
+    def visit(self, lease: Lease, turn: FinishedRequest, now: float) -> Sequence[MarkedRange]:
         """A request ends, and its path is about to be added. Returns the runs of the path,
         whose marks its nodes are to have; none leaves the marks as they are."""
 

@@ -8,7 +8,7 @@ from itertools import repeat
 from typing import NamedTuple, TypeAlias
 
 from headwater.cache.lease import Lease
-from headwater.cache.policy.base import Turn
+from headwater.cache.policy.base import FinishedRequest
 from headwater.cache.policy.fingerprint import Fingerprints
 from headwater.cache.policy.traits import Relation, Traits
 
@@ -19,7 +19,7 @@ _FORGET_S = 3600.0
 _MAX_PREFIXES = 1 << 18
 
 
-class Asked(NamedTuple):
+class PastRequest(NamedTuple):
     """One request, as far as later ones of its session want to know."""
 
     turn: int
@@ -27,12 +27,14 @@ class Asked(NamedTuple):
     prompt_tokens: int
 
 
-class Past:
+class PrefixUse:
     """Pieces of a path up to `end`, when they were last used. Taken over from the front."""
 
     __slots__ = ("apart", "asked", "end", "middle", "sample", "traits", "uses")
 
-    def __init__(self, asked: Asked, uses: int, start: int, end: int, traits: int) -> None:
+    def __init__(
+        self, asked: PastRequest, uses: int, start: int, end: int, traits: int
+    ) -> None:
         self.asked = asked
         self.uses = uses
         self.end = end
@@ -45,14 +47,14 @@ class Past:
         """Where it is in the log of samples."""
 
 
-Known: TypeAlias = list[tuple[int, int, Past]]
+Known: TypeAlias = list[tuple[int, int, PrefixUse]]
 """The known part of a path: runs [start, end) of pieces with one past each."""
 
 
-class Seen(NamedTuple):
+class RequestHistory(NamedTuple):
     """A request beside its past."""
 
-    runs: list[Past]
+    runs: list[PrefixUse]
     returned: list[int]
     """Samples that came back with this request."""
 
@@ -70,15 +72,15 @@ class History:
         self._piece_tokens = blocks_per_piece * block_tokens
         self._fingerprints = Fingerprints(self._piece_tokens, blocks_per_piece)
         # Two generations each; forgetting the older one is one step.
-        self._young: dict[int, Past] = {}
-        self._old: dict[int, Past] = {}
+        self._young: dict[int, PrefixUse] = {}
+        self._old: dict[int, PrefixUse] = {}
         self._children: dict[int, int] = {}
         self._old_children: dict[int, int] = {}
         self._trunks: set[int] = set()
         """Those with so many children that they belong to no session."""
         self._since = 0.0
 
-    def see(self, lease: Lease, turn: Turn, now: float) -> Seen | None:
+    def see(self, lease: Lease, turn: FinishedRequest, now: float) -> RequestHistory | None:
         """Find the past of the path under `lease`, and make this request its latest part."""
         count = lease.num_blocks // self.blocks_per_piece
         if not count:
@@ -99,7 +101,7 @@ class History:
         partial = count * self._piece_tokens > turn.prompt_tokens + grown
         returned = [past.sample for start, end, past in before if start <= past.middle < end]
         runs = self._replace(prefixes, before, asked, traits, partial)
-        return Seen(runs, returned, prefixes[min(first, count - 1)], prefixes)
+        return RequestHistory(runs, returned, prefixes[min(first, count - 1)], prefixes)
 
     def _past(self, prefixes: list[int]) -> Known:
         """The known part of a path."""
@@ -126,24 +128,29 @@ class History:
         return runs
 
     def _relate(
-        self, count: int, before: Known, first: int, turn: Turn
-    ) -> tuple[Asked, Traits]:
+        self, count: int, before: Known, first: int, turn: FinishedRequest
+    ) -> tuple[PastRequest, Traits]:
         """This request, and what all its runs have in common."""
         output, hint = turn.output_tokens, turn.hint
         full = min(count, turn.prompt_tokens // self._piece_tokens)
         if not before or before[-1][1] <= first:
-            asked = Asked(1, full, turn.prompt_tokens)
+            asked = PastRequest(1, full, turn.prompt_tokens)
             return asked, Traits(1, Relation.FIRST, None, output, hint)
         _, known, past = before[-1]
         last = past.asked
-        asked = Asked(last.turn + 1, full, turn.prompt_tokens)
+        asked = PastRequest(last.turn + 1, full, turn.prompt_tokens)
         relation = Relation.CONTINUES if known >= last.num_pieces else Relation.BRANCHES
         growth = turn.prompt_tokens - last.prompt_tokens
         return asked, Traits(asked.turn, relation, growth, output, hint)
 
     def _replace(
-        self, prefixes: list[int], before: Known, asked: Asked, traits: Traits, partial: bool
-    ) -> list[Past]:
+        self,
+        prefixes: list[int],
+        before: Known,
+        asked: PastRequest,
+        traits: Traits,
+        partial: bool,
+    ) -> list[PrefixUse]:
         """Make runs of this request and remember them; use counts go on from the past."""
         count = len(prefixes)
         known = before[-1][1] if before else 0
@@ -155,13 +162,13 @@ class History:
                 kind = traits.trunk()
             else:
                 kind = traits.used(uses)
-            past = Past(asked, uses, start, end, kind)
+            past = PrefixUse(asked, uses, start, end, kind)
             past.apart = partial and end == count
             self._young.update(zip(prefixes[start:end], repeat(past), strict=False))
             runs.append(past)
         return runs
 
-    def _find(self, prefix: int) -> Past | None:
+    def _find(self, prefix: int) -> PrefixUse | None:
         return self._young.get(prefix) or self._old.get(prefix)
 
     def _add_child(self, prefix: int) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from headwater.cache.lease import Lease
 from headwater.cache.node import Node
-from headwater.cache.policy.base import Orders, Run, Shape, Turn
+from headwater.cache.policy.base import FinishedRequest, MarkedRange, Orders, Shape
 from headwater.errors import InvariantError
 
 
@@ -18,7 +18,7 @@ class Lru:
     def __init__(self) -> None:
         self._order: OrderedDict[Node, None] = OrderedDict()
 
-    def visit(self, lease: Lease, turn: Turn, now: float) -> Sequence[Run]:
+    def visit(self, lease: Lease, turn: FinishedRequest, now: float) -> Sequence[MarkedRange]:
         return ()
 
     def add(self, node: Node, now: float) -> None:

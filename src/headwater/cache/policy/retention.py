@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from headwater.cache.lease import Lease
-from headwater.cache.node import Mark
-from headwater.cache.policy.base import Run, Turn
+from headwater.cache.node import RetentionMark
+from headwater.cache.policy.base import FinishedRequest, MarkedRange
 from headwater.cache.policy.hazard import HazardModel
 from headwater.cache.policy.history import History
-from headwater.cache.policy.samples import Samples
+from headwater.cache.policy.samples import HazardSamples
 from headwater.cache.policy.traits import (
     NUM_FEATURES,
     NUM_UNHINTED,
@@ -45,7 +45,7 @@ class Visit(NamedTuple):
     """A number that the requests of a session share."""
 
     prefixes: list[int]
-    runs: list[Run]
+    runs: list[MarkedRange]
     """Their ends are counted in pieces."""
 
     blocks_per_piece: int
@@ -65,7 +65,7 @@ class Retention:
         weights: Weights | None = None,
     ) -> None:
         self._history = History(block_tokens, max(1, piece_tokens // block_tokens))
-        self._samples = Samples()
+        self._samples = HazardSamples()
         self._classes: dict[int, int] = {}
         self._kinds: dict[tuple[int, int], int] = {}
         """The first class of each kind and hint."""
@@ -88,7 +88,7 @@ class Retention:
         self.unknown = self._class_of(UNKNOWN)
         """The class of a run that no request has told anything about."""
 
-    def visit(self, lease: Lease, turn: Turn, now: float) -> Sequence[Run]:
+    def visit(self, lease: Lease, turn: FinishedRequest, now: float) -> Sequence[MarkedRange]:
         """A request ended: learn from what it used again, and mark the runs of its path."""
         now = self.now = max(self.now, now)
         self._visits += 1
@@ -110,11 +110,11 @@ class Retention:
                 run_class = self._class_of(past.traits)
             if watched:
                 past.sample = self._samples.add(run_class, now)
-            runs.append(Run(past.end, Mark(now, run_class), past.apart))
+            runs.append(MarkedRange(past.end, RetentionMark(now, run_class), past.apart))
         if self.watch is not None:
             self.watch(Visit(seen.session, seen.prefixes, runs, per, now))
         if per > 1:
-            runs = [Run(end * per, mark, apart) for end, mark, apart in runs]
+            runs = [MarkedRange(end * per, mark, apart) for end, mark, apart in runs]
             runs[-1] = runs[-1]._replace(end=lease.num_blocks)
         return runs
 

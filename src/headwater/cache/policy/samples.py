@@ -20,7 +20,7 @@ class Batch(NamedTuple):
     returned: NDArray[np.bool_]
 
 
-class Samples:
+class HazardSamples:
     """A log of runs in time order, and for each bin how far it has been learned from.
 
     A run is a sample of a bin once that bin is over and unless it returned before it, so runs

@@ -12,8 +12,8 @@ from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
 from headwater.cache.lease import Lease
-from headwater.cache.node import Mark, Node
-from headwater.cache.policy.base import Run, Turn
+from headwater.cache.node import Node, RetentionMark
+from headwater.cache.policy.base import FinishedRequest, MarkedRange
 from headwater.cache.policy.hazard import EDGES, NUM_BINS, ROW
 from headwater.cache.policy.retention import Retention
 from headwater.cache.policy.weights import Weights
@@ -36,7 +36,7 @@ class _Entry:
         """Class * ROW + bin."""
 
 
-class Session:
+class SessionPolicy:
     """Least hit density first, leaves before what they hang on.
 
     While `cautious`, which the guard may set, the order is that of an LRU.
@@ -67,7 +67,7 @@ class Session:
         """What was learned so far, by all tiers together."""
         return self._retention.learned()
 
-    def visit(self, lease: Lease, turn: Turn, now: float) -> Sequence[Run]:
+    def visit(self, lease: Lease, turn: FinishedRequest, now: float) -> Sequence[MarkedRange]:
         return self._retention.visit(lease, turn, now)
 
     def add(self, node: Node, now: float) -> None:
@@ -90,7 +90,7 @@ class Session:
 
     def close(self, node: Node) -> None:
         used_s = self._retention.now if node.mark is None else node.mark.used_s
-        node.mark = Mark(used_s, self._retention.closed)
+        node.mark = RetentionMark(used_s, self._retention.closed)
         if node not in self._parked:
             self._enqueue(self._enter(node, self._retention.now))
         self._order.move_to_end(node, last=False)
@@ -172,7 +172,7 @@ class Session:
         order = self._order
         mark = node.mark
         if mark is None:
-            mark = node.mark = Mark(now, self._retention.unknown)
+            mark = node.mark = RetentionMark(now, self._retention.unknown)
         used_s, run_class = mark
         age_bin = 0 if used_s >= now else min(bisect_right(EDGES, now - used_s) - 1, NUM_BINS)
         entry = order[node] = _Entry(node, used_s, run_class * ROW + age_bin)

@@ -21,7 +21,7 @@ _QUERIES = 256
 """Queries scored at once where the scores are written out, which bounds their memory."""
 
 
-class Sight(NamedTuple):
+class VisibleBlocks(NamedTuple):
     """Which blocks a row reads under one window, and what each query sees of them."""
 
     first_block: int
@@ -38,7 +38,7 @@ class ChunkRow:
         self.start, self.end, self.context = start, end, context
         self.first = context - (end - start)
         self._slots = slots
-        self._sights: dict[int | None, Sight] = {}
+        self._sights: dict[int | None, VisibleBlocks] = {}
 
     def attend(
         self, pool: KVPool, layer: int, query: Tensor, own: tuple[Tensor, Tensor], how: Variant
@@ -70,7 +70,7 @@ class ChunkRow:
         seen = self.context - first_block * pool.block_tokens
         return keys[:seen], values[:seen]
 
-    def _sight(self, window: int | None, query: Tensor, block_tokens: int) -> Sight:
+    def _sight(self, window: int | None, query: Tensor, block_tokens: int) -> VisibleBlocks:
         """Made by the first layer with this window, kept for the others of the step."""
         sight = self._sights.get(window)
         if sight is None:
@@ -78,16 +78,18 @@ class ChunkRow:
             self._sights[window] = sight
         return sight
 
-    def _look(self, window: int | None, query: Tensor, block_tokens: int) -> Sight:
+    def _look(self, window: int | None, query: Tensor, block_tokens: int) -> VisibleBlocks:
         hidden = 0 if window is None else max(0, self.first - window + 1)
         first_block = hidden // block_tokens if self.first else 0
         seen = self.context - first_block * block_tokens
         if window is None or window >= seen:
             if self.first == 0:
-                return Sight(first_block, None, self.context > 1)
+                return VisibleBlocks(first_block, None, self.context > 1)
             if self.end - self.start == 1:
-                return Sight(first_block, None, False)
-        return Sight(first_block, self._mask(window, query, first_block * block_tokens), False)
+                return VisibleBlocks(first_block, None, False)
+        return VisibleBlocks(
+            first_block, self._mask(window, query, first_block * block_tokens), False
+        )
 
     def _mask(self, window: int | None, query: Tensor, start: int) -> Tensor:
         device = query.device
@@ -150,7 +152,9 @@ def _in_parts(
     return out
 
 
-def _fused(query: Tensor, keys: Tensor, values: Tensor, sight: Sight, scaling: float) -> Tensor:
+def _fused(
+    query: Tensor, keys: Tensor, values: Tensor, sight: VisibleBlocks, scaling: float
+) -> Tensor:
     out = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None],
         keys.transpose(0, 1)[None],

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headwater.device.host_ops import HostOps
 from headwater.device.kv import Ints
-from headwater.device.spans import Spans
+from headwater.device.spans import SpanLengths
 
 _LEAST_ROWS = 8
 _LEAST_TOKENS = 128
@@ -41,7 +41,7 @@ def attend_shared(
     grouped: Tensor,
     prefix: tuple[Tensor, Tensor],
     own: tuple[Tensor, Tensor],
-    spans: Spans,
+    spans: SpanLengths,
 ) -> Tensor:
     """`[lanes * kv_heads, queries, head_dim]`, from scaled queries of that shape.
 

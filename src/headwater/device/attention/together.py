@@ -12,8 +12,8 @@ from headwater.device.attention.chunk import softmax_with_sinks
 from headwater.device.attention.shared import attend_shared
 from headwater.device.host_ops import host_ops
 from headwater.device.kv import Ints, KVPool
-from headwater.device.lanes import Lanes
-from headwater.device.spans import Spans
+from headwater.device.lanes import ContiguousKV
+from headwater.device.spans import SpanLengths
 
 
 class LaneStep:
@@ -22,7 +22,7 @@ class LaneStep:
     def __init__(
         self,
         pool: KVPool,
-        storage: Lanes,
+        storage: ContiguousKV,
         *,
         lanes: Ints,
         end: int,
@@ -61,7 +61,9 @@ class LaneStep:
         self._tokens = torch.from_numpy(tokens).to(pool.device)
         self._lane_rows = torch.from_numpy(self._lanes).to(pool.device)
         lengths = torch.from_numpy(np.maximum(at + 1 - self._shared, 1)).to(pool.device)
-        self._spans = Spans(lengths, width=self._span - self._shared, kv_heads=pool.kv_heads)
+        self._spans = SpanLengths(
+            lengths, width=self._span - self._shared, kv_heads=pool.kv_heads
+        )
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: Variant

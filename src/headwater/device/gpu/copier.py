@@ -20,14 +20,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from headwater.cache import Ending, Promotion, Transfer
+from headwater.cache import JobStatus, Promotion, TransferJob
 from headwater.clock import Clock
 from headwater.device.gpu.arrivals import Arrival, Arrivals
 from headwater.device.gpu.pinned import PinnedSlab
 from headwater.device.gpu.runtime import Runtime
 from headwater.device.kv import KVPool
 from headwater.errors import DeviceError
-from headwater.transfer.completions import Completion
+from headwater.transfer.completions import JobCompletion
 from headwater.transfer.slab import HostSlab
 from headwater.transfer.workers import Report
 from headwater.types import Slots
@@ -44,7 +44,7 @@ _THREADS = 2
 
 
 class _Entry(NamedTuple):
-    transfer: Transfer
+    transfer: TransferJob
     report: Report
     after: torch.cuda.Event | None = None
     """Work of the model that the copy must not overtake."""
@@ -87,7 +87,7 @@ class CudaCopier:
         """How much of the slab is pinned by now."""
         return self._pinned.share
 
-    def start(self, transfer: Transfer, report: Report) -> None:
+    def start(self, transfer: TransferJob, report: Report) -> None:
         """Queue a copy behind those of the same direction.
 
         A demotion that the loop's thread starts follows all of the model's work queued so far.
@@ -119,14 +119,14 @@ class CudaCopier:
             began_s = self._clock.now()
             try:
                 busy_s = self._copy(entry, stream)
-                ended = Completion(transfer.job, Ending.DONE, transfer.num_blocks, busy_s)
+                ended = JobCompletion(transfer.job, JobStatus.DONE, transfer.num_blocks, busy_s)
             except DeviceError:
                 log.exception("a copy failed")
                 waited_s = self._clock.now() - began_s
-                ended = Completion(transfer.job, Ending.FAILED, 0, waited_s, "device")
+                ended = JobCompletion(transfer.job, JobStatus.FAILED, 0, waited_s, "device")
             except Exception:
                 log.exception("a copy failed")
-                ended = Completion(transfer.job, Ending.FAILED, reason="bug")
+                ended = JobCompletion(transfer.job, JobStatus.FAILED, reason="bug")
             if entry.arrival is not None and self._arrivals is not None:
                 entry.arrival.end()
                 self._arrivals.forget(transfer.job)

@@ -32,7 +32,7 @@ Attend = Callable[[int, Tensor, Variant], Tensor]
 """Attention of a layer over packed Q, K and V."""
 
 
-class Kept(NamedTuple):
+class RowsToCompute(NamedTuple):
     """The rows whose result is wanted: of others the last layer computes K and V alone."""
 
     rows: Tensor
@@ -40,7 +40,7 @@ class Kept(NamedTuple):
     """Of these rows only, each a token over its context in the pool."""
 
 
-class Places(NamedTuple):
+class TokenSlots(NamedTuple):
     """Where a step's tokens are in their sequences and in the pool; int32 on the device."""
 
     positions: Tensor
@@ -64,7 +64,7 @@ class Layer:
     how: Variant
 
 
-class LeanDecoder:
+class FusedDecoder:
     """The same function as the model it is made from, provided `lean_decoder` says so."""
 
     def __init__(self, module: nn.Module, variants: list[Variant], max_positions: int) -> None:
@@ -100,11 +100,11 @@ class LeanDecoder:
     def run(
         self,
         hidden: Tensor,
-        places: Places,
+        places: TokenSlots,
         pool: Tensor,
         attend: Attend,
         *,
-        kept: Kept | None = None,
+        kept: RowsToCompute | None = None,
     ) -> Tensor:
         """All layers over `hidden`, `[tokens, size]`, which is used up; of all rows, or `kept`."""
         for number, layer in enumerate(self.layers):
@@ -116,7 +116,9 @@ class LeanDecoder:
             self._outward(layer, hidden, attended, is_launched=kept is not None)
         return hidden
 
-    def _run_last(self, hidden: Tensor, places: Places, pool: Tensor, kept: Kept) -> Tensor:
+    def _run_last(
+        self, hidden: Tensor, places: TokenSlots, pool: Tensor, kept: RowsToCompute
+    ) -> Tensor:
         """The last layer: K and V of all rows into the pool, everything else of `kept`."""
         number, layer = len(self.layers) - 1, self.layers[-1]
         stored = self._inward(layer, hidden, skipped=self.heads * pool.shape[-1])
@@ -173,7 +175,7 @@ class LeanDecoder:
             part.addmm_(narrow, layer.down.T)
 
 
-def lean_decoder(module: nn.Module, max_positions: int) -> LeanDecoder | None:
+def lean_decoder(module: nn.Module, max_positions: int) -> FusedDecoder | None:
     """A lean form of this model; None if it is of another kind, or would differ."""
     model: Any = getattr(module, "model", None)
     layers = getattr(model, "layers", None)
@@ -185,7 +187,7 @@ def lean_decoder(module: nn.Module, max_positions: int) -> LeanDecoder | None:
     variants = [trial.how for trial in tried if trial.how is not None]
     if len(variants) < len(layers) or any(how.softcap or how.sinks for how in variants):
         return None
-    lean = LeanDecoder(module, variants, max_positions)
+    lean = FusedDecoder(module, variants, max_positions)
     return lean if tried[0].agrees(lean) else None
 
 
@@ -209,13 +211,13 @@ class _Trial:
         groups = query.shape[1] // key.shape[1]
         return query + (key * 0.5 + value * 0.25).repeat_interleave(groups, dim=1)
 
-    def agrees(self, lean: LeanDecoder) -> bool:
+    def agrees(self, lean: FusedDecoder) -> bool:
         """Whether the first layer of `lean` computes the same, but for rounding."""
         dim = lean.table[0].shape[1] * 2
         kv_heads = (lean.layers[0].inward.shape[0] // dim - lean.heads) // 2
         hidden = self.hidden
         pool = hidden.new_zeros((1, 1, 2, 16, kv_heads, dim))
-        places = Places(
+        places = TokenSlots(
             torch.arange(5, dtype=torch.int32, device=hidden.device),
             torch.full((5,), -1, dtype=torch.int32, device=hidden.device),
         )

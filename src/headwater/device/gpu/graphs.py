@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headwater.device.gpu.attention import PagedAttention
-from headwater.device.gpu.decoder import LeanDecoder, Places
+from headwater.device.gpu.decoder import FusedDecoder, TokenSlots
 from headwater.device.gpu.inputs import Layout, arrived, partials
 from headwater.device.gpu.staging import Staging
 from headwater.device.gpu.work import cut, num_entries
@@ -60,7 +60,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        decoder: LeanDecoder,
+        decoder: FusedDecoder,
         pool: KVPool,
         chosen: Tensor,
         *,
@@ -179,7 +179,7 @@ class DecodeGraphs:
         attention = PagedAttention(
             pool=self._pool.data, heads=decoder.heads, num_decodes=size, decodes=work
         )
-        places = Places(self._view("positions", size), self._view("slots", size))
+        places = TokenSlots(self._view("positions", size), self._view("slots", size))
         tokens, carry = self._view("tokens", size), self._view("carry", size)
         hidden = decoder.embed(tokens, carry, self._chosen)
         hidden = decoder.run(hidden, places, self._pool.data, attention.attend)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headwater.device.gpu.attention import LEAST_WHOLE, PagedAttention, WholePrompt
-from headwater.device.gpu.decoder import Places
+from headwater.device.gpu.decoder import TokenSlots
 from headwater.device.gpu.staging import Staging
 from headwater.device.gpu.work import cut, tiles
 from headwater.device.kernels.pieces import DecodeWork
@@ -55,7 +55,7 @@ class PackedStep:
 
     tokens: Tensor
     carry: Tensor
-    places: Places
+    places: TokenSlots
     logits_at: Tensor
     attention: PagedAttention
 
@@ -140,7 +140,7 @@ def pack(
     return PackedStep(
         tokens=tokens,
         carry=carried,
-        places=Places(positions, slots),
+        places=TokenSlots(positions, slots),
         logits_at=logits_at,
         attention=attention,
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headwater.device.gpu.arrivals import Arrivals
-from headwater.device.gpu.decoder import Kept, LeanDecoder, lean_decoder
+from headwater.device.gpu.decoder import FusedDecoder, RowsToCompute, lean_decoder
 from headwater.device.gpu.graphs import DecodeGraphs
 from headwater.device.gpu.inputs import Layout, PackedStep, pack
 from headwater.device.gpu.module import ModuleDecoder
@@ -82,7 +82,7 @@ class CudaRunner:
         self._sampler = Sampler(model.eos_token_ids)
         with torch.inference_mode():
             lean = lean_decoder(model.module, model.max_model_len)
-        self._decoder: LeanDecoder | ModuleDecoder = lean or ModuleDecoder(model)
+        self._decoder: FusedDecoder | ModuleDecoder = lean or ModuleDecoder(model)
         self.graphs: DecodeGraphs | None = None
         if lean is not None:
             width = min(-(-model.max_model_len // block_tokens), num_blocks) + 1
@@ -102,7 +102,7 @@ class CudaRunner:
         """Capture the graphs for up to so many rows; by default all of them, and compile what
         prompts need."""
         decoder = self._decoder
-        if self.graphs is None or not isinstance(decoder, LeanDecoder):
+        if self.graphs is None or not isinstance(decoder, FusedDecoder):
             return
         with torch.inference_mode():
             if num_rows is not None:
@@ -156,7 +156,7 @@ class CudaRunner:
             pool=self.pool,
             staging=self._staging,
             heads=decoder.heads,
-            takes_whole=isinstance(decoder, LeanDecoder)
+            takes_whole=isinstance(decoder, FusedDecoder)
             and decoder.takes_whole(self.pool.data),
         )
         if layout.batch.awaits:
@@ -170,7 +170,7 @@ class CudaRunner:
             step.places,
             self.pool.data,
             attention.attend,
-            kept=Kept(step.logits_at, attention.attend_kept),
+            kept=RowsToCompute(step.logits_at, attention.attend_kept),
         )
         return decoder.logits(hidden) if len(hidden) else hidden
 

@@ -12,14 +12,14 @@ from threading import Condition
 
 import numpy as np
 
-from headwater.disagg.link import Piece
+from headwater.disagg.link import BlockPiece
 from headwater.disagg.links.frames import Frame, Malformed, SentPiece, describe
-from headwater.disagg.links.landing import Landing
+from headwater.disagg.links.landing import ArrivingBlocks
 from headwater.disagg.links.stream import TICK_S, Patience
 from headwater.storage.pointer import address_of
 
 
-class Places:
+class FrameCredits:
     """As many frames under way as there are places; each has one until it is answered."""
 
     def __init__(self, num_places: int) -> None:
@@ -53,7 +53,7 @@ class Places:
             self._changed.notify()
 
 
-class Cells(Places):
+class StagingCells(FrameCredits):
     """Equal parts of one buffer, and which of them are free."""
 
     def __init__(self, memory: memoryview, cell_bytes: int) -> None:
@@ -64,7 +64,7 @@ class Cells(Places):
         self._memory = np.frombuffer(memory, dtype=np.uint8)
 
     def gather(
-        self, cell: int, pieces: Sequence[Piece], views: Sequence[memoryview]
+        self, cell: int, pieces: Sequence[BlockPiece], views: Sequence[memoryview]
     ) -> tuple[SentPiece, ...]:
         """Copy blocks into a cell, one after the other; what their frame says of them."""
         at = cell * self.cell_bytes
@@ -85,7 +85,7 @@ class CellInbound:
         self.max_bytes = cell_bytes
         self._num_cells = len(memory) // cell_bytes
 
-    def receive(self, frame: Frame, landing: Landing, patience: Patience) -> int:
+    def receive(self, frame: Frame, landing: ArrivingBlocks, patience: Patience) -> int:
         if frame.cell >= self._num_cells:
             raise Malformed("a frame whose payload is outside the staging memory")
         at = frame.cell * self.max_bytes

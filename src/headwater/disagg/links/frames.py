@@ -19,7 +19,7 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from headwater.disagg.link import Piece, PushFailure
+from headwater.disagg.link import BlockPiece, PushFailure
 from headwater.disagg.links.stream import LinkBroken
 from headwater.storage.codec import checksum
 
@@ -79,12 +79,12 @@ class Frame(NamedTuple):
     """Of all pieces together."""
 
 
-def announce(piece: Piece) -> SentPiece:
+def announce(piece: BlockPiece) -> SentPiece:
     """What a frame says of a block that it has no checksum of."""
     return SentPiece(piece.index, piece.slot, piece.num_bytes, bytes(CHECKSUM_BYTES))
 
 
-def describe(piece: Piece, view: memoryview) -> SentPiece:
+def describe(piece: BlockPiece, view: memoryview) -> SentPiece:
     """What a frame says of a block; reads it once, for its checksum."""
     return SentPiece(piece.index, piece.slot, piece.num_bytes, checksum(view))
 

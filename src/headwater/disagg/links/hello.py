@@ -33,7 +33,7 @@ _WELCOME = struct.Struct("<HH32s")
 _PROOF_BYTES = 32
 
 
-class Verdict(IntEnum):
+class HandshakeResult(IntEnum):
     """What a receiver says to a sender that greets it."""
 
     WELCOME = 0
@@ -45,11 +45,11 @@ class Verdict(IntEnum):
 
 
 _SENTENCES = {
-    Verdict.VERSION: "it speaks another version",
-    Verdict.LINK: "it is the receiver of another kind of link",
-    Verdict.BLOCK_BYTES: "its blocks have another size",
-    Verdict.TOKEN: "the tokens differ",
-    Verdict.BUSY: "it has as many senders as it serves",
+    HandshakeResult.VERSION: "it speaks another version",
+    HandshakeResult.LINK: "it is the receiver of another kind of link",
+    HandshakeResult.BLOCK_BYTES: "its blocks have another size",
+    HandshakeResult.TOKEN: "the tokens differ",
+    HandshakeResult.BUSY: "it has as many senders as it serves",
 }
 
 
@@ -63,7 +63,7 @@ class Greeting(NamedTuple):
     block_bytes: int
 
 
-class Session(NamedTuple):
+class LinkSession(NamedTuple):
     """What a greeting leaves behind."""
 
     key: bytes
@@ -84,7 +84,7 @@ def within(clock: Clock, timeout_s: float) -> Patience:
     return patience
 
 
-def greet(stream: Stream, mine: Greeting, patience: Patience) -> Session:
+def greet(stream: Stream, mine: Greeting, patience: Patience) -> LinkSession:
     """The sender's part; LinkBroken where it is not let in."""
     challenge = _take(stream, _CHALLENGE.size, patience)
     magic, version, _, _ = _CHALLENGE.unpack(challenge)
@@ -95,8 +95,8 @@ def greet(stream: Stream, mine: Greeting, patience: Patience) -> Session:
     answer = said[:-_PROOF_BYTES] + proof
     stream.send([answer], patience)
     code, grant_bytes, theirs = _WELCOME.unpack(_take(stream, _WELCOME.size, patience))
-    if code != Verdict.WELCOME:
-        why = _SENTENCES[Verdict(code)] if code in _SENTENCES else "it does not say why"
+    if code != HandshakeResult.WELCOME:
+        why = _SENTENCES[HandshakeResult(code)] if code in _SENTENCES else "it does not say why"
         raise LinkBroken(f"the receiver refuses us: {why}", PushFailure.REFUSED)
     if grant_bytes > MAX_GRANT_BYTES:
         raise Malformed("a grant that is too large", PushFailure.REFUSED)
@@ -105,7 +105,7 @@ def greet(stream: Stream, mine: Greeting, patience: Patience) -> Session:
         theirs, _prove(mine.token, b"receiver", challenge, answer, grant)
     ):
         raise LinkBroken("the receiver does not have our token", PushFailure.REFUSED)
-    return Session(_session_key(mine.token, challenge, answer), grant)
+    return LinkSession(_session_key(mine.token, challenge, answer), grant)
 
 
 class Welcome:
@@ -120,38 +120,38 @@ class Welcome:
         stream.send([self._challenge], patience)
         self._answer = _take(stream, _ANSWER.size, patience)
         verdict = self._judge()
-        if verdict is not Verdict.WELCOME:
+        if verdict is not HandshakeResult.WELCOME:
             self.refuse(verdict)
 
-    def accept(self, grant: bytes = b"") -> Session:
+    def accept(self, grant: bytes = b"") -> LinkSession:
         """Let it in."""
         token = self._mine.token
         proof = _prove(token, b"receiver", self._challenge, self._answer, grant)
         self._stream.send(
-            [_WELCOME.pack(Verdict.WELCOME, len(grant), proof), grant], self._patience
+            [_WELCOME.pack(HandshakeResult.WELCOME, len(grant), proof), grant], self._patience
         )
-        return Session(_session_key(token, self._challenge, self._answer), grant)
+        return LinkSession(_session_key(token, self._challenge, self._answer), grant)
 
-    def refuse(self, verdict: Verdict) -> NoReturn:
+    def refuse(self, verdict: HandshakeResult) -> NoReturn:
         """Tell it why not, and raise Malformed."""
         self._stream.send([_WELCOME.pack(verdict, 0, bytes(_PROOF_BYTES))], self._patience)
         raise Malformed(f"a peer was refused: {verdict.name.lower()}")
 
-    def _judge(self) -> Verdict:
+    def _judge(self) -> HandshakeResult:
         magic, version, link, block_bytes, _, proof = _ANSWER.unpack(self._answer)
         if magic != _MAGIC:
             raise Malformed("bytes that are no greeting")
         if version != VERSION:
-            return Verdict.VERSION
+            return HandshakeResult.VERSION
         said = self._answer[:-_PROOF_BYTES] + bytes(_PROOF_BYTES)
         expected = _prove(self._mine.token, b"sender", self._challenge, said)
         if not hmac.compare_digest(proof, expected):
-            return Verdict.TOKEN
+            return HandshakeResult.TOKEN
         if link != _short(self._mine.link):
-            return Verdict.LINK
+            return HandshakeResult.LINK
         if block_bytes != self._mine.block_bytes:
-            return Verdict.BLOCK_BYTES
-        return Verdict.WELCOME
+            return HandshakeResult.BLOCK_BYTES
+        return HandshakeResult.WELCOME
 
 
 def _answer(mine: Greeting, nonce: bytes, proof: bytes) -> bytes:

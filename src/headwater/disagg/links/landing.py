@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.disagg.link import BlockMemory, Deliver, Landed, PushFailure, Quiet
+from headwater.disagg.link import BlockMemory, Deliver, Landed, PushFailure, SenderQuiet
 from headwater.disagg.links.frames import SentPiece
 from headwater.disagg.links.stream import LinkBroken
 from headwater.errors import InvariantError
@@ -34,7 +34,7 @@ class _Lease:
         self.fenced = False
 
 
-class Landing:
+class ArrivingBlocks:
     """Blocks of one lease that are arriving."""
 
     def __init__(
@@ -105,7 +105,7 @@ class LeaseBook:
         for number in numbers:
             self.fence(number)
 
-    def land(self, number: int, pieces: Sequence[SentPiece]) -> Landing | PushFailure:
+    def land(self, number: int, pieces: Sequence[SentPiece]) -> ArrivingBlocks | PushFailure:
         """Begin to land; `settle` has to follow. Or why not one byte of it may."""
         places = [piece.place for piece in pieces]
         with self._lock:
@@ -120,7 +120,7 @@ class LeaseBook:
             lease.arriving.update(places[at] for at in new)
             lease.landings += 1
         views: list[memoryview | None] = [None] * len(pieces)
-        landing = Landing(number, lease, views, new)
+        landing = ArrivingBlocks(number, lease, views, new)
         try:
             for at in new:
                 slot = lease.slots[places[at]]
@@ -132,7 +132,7 @@ class LeaseBook:
             raise
         return landing
 
-    def settle(self, landing: Landing, pieces: Sequence[SentPiece]) -> None:
+    def settle(self, landing: ArrivingBlocks, pieces: Sequence[SentPiece]) -> None:
         """A landing writes no more, and its `good` blocks have landed."""
         lease, number = landing.lease, landing.lease_number
         events = []
@@ -151,9 +151,9 @@ class LeaseBook:
         if quiet is not None:
             self._deliver(quiet)
 
-    def _quiet(self, number: int, lease: _Lease) -> Quiet | None:
+    def _quiet(self, number: int, lease: _Lease) -> SenderQuiet | None:
         """The last word on a lease, if it is time for it."""
         if not lease.fenced or lease.landings:
             return None
         del self._leases[number]
-        return Quiet(number, sum(lease.landed.values()), frozenset(lease.landed))
+        return SenderQuiet(number, sum(lease.landed.values()), frozenset(lease.landed))

@@ -23,8 +23,8 @@ from queue import SimpleQueue
 from threading import Event, Lock, Thread
 from typing import Any
 
-from headwater.disagg.link import Piece, PushFailure
-from headwater.disagg.links.cells import CellInbound, Cells
+from headwater.disagg.link import BlockPiece, PushFailure
+from headwater.disagg.links.cells import CellInbound, StagingCells
 from headwater.disagg.links.config import LinkConfig
 from headwater.disagg.links.frames import (
     FIRST_BYTES,
@@ -34,7 +34,7 @@ from headwater.disagg.links.frames import (
     encode_frame,
     make_frame,
 )
-from headwater.disagg.links.hello import Greeting, Session, Verdict, Welcome, greet
+from headwater.disagg.links.hello import Greeting, HandshakeResult, LinkSession, Welcome, greet
 from headwater.disagg.links.stream import LinkBroken, Patience, Stream
 from headwater.disagg.links.tcp import connect, host_port, listen, parse_host_port
 from headwater.errors import ConfigError
@@ -114,7 +114,7 @@ class TransferEngine:
         return status == 1
 
 
-class MooncakeDock:
+class MooncakeAcceptor:
     """Listens on a port, and lends each sender a part of its staging memory."""
 
     link = "mooncake"
@@ -135,11 +135,11 @@ class MooncakeDock:
 
     def admit(
         self, welcome: Welcome, stream: Stream, patience: Patience
-    ) -> tuple[Session, "MooncakeInbound"]:
+    ) -> tuple[LinkSession, "MooncakeInbound"]:
         with self._lock:
             part = self._free.popleft() if self._free else None
         if part is None:
-            welcome.refuse(Verdict.BUSY)
+            welcome.refuse(HandshakeResult.BUSY)
         inbound = MooncakeInbound(part, self._cell_bytes, self)
         try:
             shape = _GRANT.pack(address_of(part), self._cell_bytes, self._num_cells)
@@ -160,7 +160,7 @@ class MooncakeDock:
 class MooncakeInbound(CellInbound):
     """Payloads that were written into our staging memory."""
 
-    def __init__(self, part: memoryview, cell_bytes: int, dock: MooncakeDock) -> None:
+    def __init__(self, part: memoryview, cell_bytes: int, dock: MooncakeAcceptor) -> None:
         super().__init__(part, cell_bytes)
         self._part = part
         self._dock = dock
@@ -193,7 +193,7 @@ class MooncakeDialer:
         stream = connect(self._target, self._config.connect_timeout_s)
         try:
             session = greet(stream, greeting, patience)
-            cells = Cells(self._memory, cell_bytes)
+            cells = StagingCells(self._memory, cell_bytes)
             return MooncakeOutbound(stream, session, self._engine, cells, self._least_bytes)
         except BaseException:
             stream.close()
@@ -213,9 +213,9 @@ class MooncakeOutbound:
     def __init__(
         self,
         stream: Stream,
-        session: Session,
+        session: LinkSession,
         engine: TransferEngine,
-        cells: Cells,
+        cells: StagingCells,
         least_bytes: int,
     ) -> None:
         """Blocks of `least_bytes` or more are written from their slots."""
@@ -241,7 +241,7 @@ class MooncakeOutbound:
         self,
         number: int,
         lease: int,
-        pieces: Sequence[Piece],
+        pieces: Sequence[BlockPiece],
         views: Sequence[memoryview],
         patience: Patience,
     ) -> None:

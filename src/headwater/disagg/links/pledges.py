@@ -9,7 +9,7 @@ takes its word back first; whoever still finds it after copying has copied what 
 
 import numpy as np
 
-from headwater.disagg.links.cells import Places
+from headwater.disagg.links.cells import FrameCredits
 from headwater.disagg.links.frames import Frame, Malformed
 from headwater.disagg.links.stream import Patience
 from headwater.transfer.shared import SharedPages
@@ -18,7 +18,7 @@ PLEDGES_BYTES = 4096
 _WORD = np.dtype("<u8")
 
 
-class Pledges:
+class FrameValidity:
     """The sender's: one word for each frame that is under way."""
 
     def __init__(self, num_frames: int) -> None:
@@ -27,7 +27,7 @@ class Pledges:
         """For the peer, who can read them and no more."""
 
         self._words = np.frombuffer(self._pages.memory, _WORD)
-        self._places = Places(num_frames)
+        self._places = FrameCredits(num_frames)
 
     def give(self, frame_number: int, patience: Patience) -> int:
         """Pledge the slots of a frame; in which word. Waits until there is one free."""
@@ -46,7 +46,7 @@ class Pledges:
         self._places.release(frame_number)
 
 
-class PeerPledges:
+class PeerFrameValidity:
     """The same, seen by the peer."""
 
     def __init__(self, memory: memoryview) -> None:

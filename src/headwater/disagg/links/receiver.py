@@ -23,8 +23,8 @@ from headwater.disagg.links.frames import (
     encode_answer,
     table_bytes,
 )
-from headwater.disagg.links.hello import Greeting, Session, Verdict, Welcome, within
-from headwater.disagg.links.landing import Landing, LeaseBook
+from headwater.disagg.links.hello import Greeting, HandshakeResult, LinkSession, Welcome, within
+from headwater.disagg.links.landing import ArrivingBlocks, LeaseBook
 from headwater.disagg.links.stream import TICK_S, LinkBroken, Patience, Stream
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class Inbound(Protocol):
     max_bytes: int
     """Of the payload of one frame."""
 
-    def receive(self, frame: Frame, landing: Landing, patience: Patience) -> int:
+    def receive(self, frame: Frame, landing: ArrivingBlocks, patience: Patience) -> int:
         """Fill the landing's views and see that they are good; how many bytes are still to be
         skipped.
 
@@ -54,7 +54,7 @@ class Inbound(Protocol):
         """The connection has ended."""
 
 
-class Dock(Protocol):
+class LinkAcceptor(Protocol):
     """One kind of link, seen from the receiver."""
 
     link: str
@@ -63,7 +63,7 @@ class Dock(Protocol):
 
     def admit(
         self, welcome: Welcome, stream: Stream, patience: Patience
-    ) -> tuple[Session, Inbound]:
+    ) -> tuple[LinkSession, Inbound]:
         """Accept or refuse a sender that has proved itself."""
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class StreamReceiver:
 
     def __init__(
         self,
-        dock: Dock,
+        dock: LinkAcceptor,
         memory: BlockMemory,
         deliver: Deliver,
         config: LinkConfig,
@@ -157,7 +157,7 @@ class StreamReceiver:
             full = self._num_served >= self._config.max_senders
             self._num_served += not full
         if full:
-            welcome.refuse(Verdict.BUSY)
+            welcome.refuse(HandshakeResult.BUSY)
         try:
             session, inbound = self._dock.admit(welcome, stream, patience)
             try:

@@ -3,11 +3,11 @@
 from headwater.clock import Clock, SystemClock
 from headwater.disagg.link import BlockMemory, Deliver, OneMemory, Receiver, Sender
 from headwater.disagg.links.config import LinkConfig
-from headwater.disagg.links.mooncake import MooncakeDialer, MooncakeDock, TransferEngine
-from headwater.disagg.links.receiver import Dock, StreamReceiver
+from headwater.disagg.links.mooncake import MooncakeAcceptor, MooncakeDialer, TransferEngine
+from headwater.disagg.links.receiver import LinkAcceptor, StreamReceiver
 from headwater.disagg.links.sender import Dialer, StreamSender
-from headwater.disagg.links.shm import ShmDialer, ShmDock
-from headwater.disagg.links.tcp import TcpDialer, TcpDock
+from headwater.disagg.links.shm import ShmAcceptor, ShmDialer
+from headwater.disagg.links.tcp import TcpAcceptor, TcpDialer
 from headwater.errors import ConfigError
 
 _KNOWN = ("tcp", "shm", "mooncake")
@@ -46,15 +46,15 @@ class Links:
     # No tables of methods: with them this would hold itself, and so its memory, until somebody
     # collects cycles.
 
-    def _dock(self, link: str) -> Dock:
+    def _dock(self, link: str) -> LinkAcceptor:
         config, block_bytes = self._config, self._memory.block_bytes
         match link:
             case "tcp":
-                return TcpDock(config, block_bytes)
+                return TcpAcceptor(config, block_bytes)
             case "shm":
-                return ShmDock(block_bytes)
+                return ShmAcceptor(block_bytes)
             case "mooncake":
-                return MooncakeDock(config, block_bytes, self._mooncake())
+                return MooncakeAcceptor(config, block_bytes, self._mooncake())
         raise ConfigError(f"unknown link {link!r}; known: {', '.join(_KNOWN)}")
 
     def _dialer(self, address: str) -> Dialer:

@@ -14,8 +14,8 @@ from typing import Protocol
 from headwater.clock import Clock
 from headwater.disagg.link import (
     BlockMemory,
+    BlockPiece,
     Deliver,
-    Piece,
     Push,
     PushDone,
     PushFailed,
@@ -41,7 +41,7 @@ class Outbound(Protocol):
         self,
         number: int,
         lease: int,
-        pieces: Sequence[Piece],
+        pieces: Sequence[BlockPiece],
         views: Sequence[memoryview],
         patience: Patience,
     ) -> None:
@@ -253,7 +253,7 @@ class StreamSender:
         self._deliver(_outcome(flight))
 
     def _send_frame(
-        self, connection: _Connection, flight: _Flight, pieces: Sequence[Piece]
+        self, connection: _Connection, flight: _Flight, pieces: Sequence[BlockPiece]
     ) -> None:
         push = flight.push
         views = [self._memory.view(piece.slot)[: piece.num_bytes] for piece in pieces]
@@ -366,8 +366,8 @@ def _outcome(flight: _Flight) -> SenderEvent:
 
 
 def _frames(
-    pieces: Sequence[Piece], first_bytes: int, frame_bytes: int
-) -> Iterator[Sequence[Piece]]:
+    pieces: Sequence[BlockPiece], first_bytes: int, frame_bytes: int
+) -> Iterator[Sequence[BlockPiece]]:
     """Cut a push into frames, in order, each larger than the one before up to the limit."""
     start = num_bytes = 0
     limit_bytes = min(first_bytes, frame_bytes)

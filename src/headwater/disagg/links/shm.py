@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from headwater.disagg.link import BlockMemory, OneMemory, Piece, PushFailure
+from headwater.disagg.link import BlockMemory, BlockPiece, OneMemory, PushFailure
 from headwater.disagg.links.config import LinkConfig
 from headwater.disagg.links.frames import (
     Frame,
@@ -27,9 +27,9 @@ from headwater.disagg.links.frames import (
     encode_frame,
     make_frame,
 )
-from headwater.disagg.links.hello import Greeting, Session, Welcome, greet
-from headwater.disagg.links.landing import Landing
-from headwater.disagg.links.pledges import PLEDGES_BYTES, PeerPledges, Pledges
+from headwater.disagg.links.hello import Greeting, LinkSession, Welcome, greet
+from headwater.disagg.links.landing import ArrivingBlocks
+from headwater.disagg.links.pledges import PLEDGES_BYTES, FrameValidity, PeerFrameValidity
 from headwater.disagg.links.stream import LinkBroken, Patience, Stream
 from headwater.errors import ConfigError
 from headwater.transfer.shared import map_shared
@@ -49,7 +49,7 @@ FRAME_BYTES = 32 << 20
 """Only its table travels, so a frame is as large as makes its own costs small."""
 
 
-class ShmDock:
+class ShmAcceptor:
     """Listens on a Unix socket without a file: its name goes with the process."""
 
     link = "shm"
@@ -64,7 +64,7 @@ class ShmDock:
 
     def admit(
         self, welcome: Welcome, stream: Stream, patience: Patience
-    ) -> tuple[Session, "ShmInbound"]:
+    ) -> tuple[LinkSession, "ShmInbound"]:
         _check_user(stream)
         session = welcome.accept()
         memory, pledges = _take_memory(stream, patience)
@@ -77,7 +77,9 @@ class ShmDock:
 class ShmInbound:
     """Payloads in the slots of the sender; copies them into ours, whose only writer it is."""
 
-    def __init__(self, memory: memoryview, pledges: PeerPledges, block_bytes: int) -> None:
+    def __init__(
+        self, memory: memoryview, pledges: PeerFrameValidity, block_bytes: int
+    ) -> None:
         self._memory = np.frombuffer(memory, dtype=np.uint8)
         self._pledges = pledges
         self._block_bytes = block_bytes
@@ -85,7 +87,7 @@ class ShmInbound:
         self.max_bytes = max(FRAME_BYTES, block_bytes)
         self._helper = ThreadPoolExecutor(1, "shm-copy")
 
-    def receive(self, frame: Frame, landing: Landing, patience: Patience) -> int:
+    def receive(self, frame: Frame, landing: ArrivingBlocks, patience: Patience) -> int:
         if max(piece.slot for piece in frame.pieces) >= self._num_slots:
             raise Malformed("a block that is outside the sender's memory")
         places, copied = iter(landing.new), set[int]()
@@ -103,7 +105,7 @@ class ShmInbound:
         return 0
 
     def _copy(
-        self, frame: Frame, landing: Landing, places: Iterator[int], copied: set[int]
+        self, frame: Frame, landing: ArrivingBlocks, places: Iterator[int], copied: set[int]
     ) -> None:
         """Copy block after block, until none is left or it is stopped."""
         for place in places:
@@ -148,7 +150,7 @@ class ShmDialer:
             stream = Stream(connected)
             _check_user(stream)
             key = greet(stream, greeting, patience).key
-            pledges = Pledges(_NUM_FRAMES)
+            pledges = FrameValidity(_NUM_FRAMES)
             offer = _OFFER.pack(self._num_bytes)
             socket.send_fds(connected, [offer], [self._file, pledges.file])
         except OSError as error:
@@ -166,7 +168,7 @@ class ShmDialer:
 class ShmOutbound:
     """Payloads that stay where they are."""
 
-    def __init__(self, stream: Stream, key: bytes, pledges: Pledges) -> None:
+    def __init__(self, stream: Stream, key: bytes, pledges: FrameValidity) -> None:
         self.stream = stream
         self._key = key
         self._pledges = pledges
@@ -175,7 +177,7 @@ class ShmOutbound:
         self,
         number: int,
         lease: int,
-        pieces: Sequence[Piece],
+        pieces: Sequence[BlockPiece],
         views: Sequence[memoryview],
         patience: Patience,
     ) -> None:
@@ -201,14 +203,14 @@ def _check_user(stream: Stream) -> None:
         raise Malformed(f"a peer of user {user}", PushFailure.REFUSED)
 
 
-def _take_memory(stream: Stream, patience: Patience) -> tuple[memoryview, PeerPledges]:
+def _take_memory(stream: Stream, patience: Patience) -> tuple[memoryview, PeerFrameValidity]:
     """The memory that a sender hands over, and what it pledges of it, mapped."""
     raw, files = _receive_files(stream, patience)
     try:
         if len(raw) != _OFFER.size or len(files) != _NUM_FILES:
             raise Malformed("no memory where it should be handed over")
         memory = map_shared(files[0], _OFFER.unpack(raw)[0])
-        return memory, PeerPledges(map_shared(files[1], PLEDGES_BYTES))
+        return memory, PeerFrameValidity(map_shared(files[1], PLEDGES_BYTES))
     except (OSError, ValueError, OverflowError) as error:
         raise Malformed(f"something that is no memory to share: {error}") from error
     finally:

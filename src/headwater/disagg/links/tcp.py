@@ -8,7 +8,7 @@ followed by its checksum: while the peer receives a stride of blocks, the next o
 import socket
 from collections.abc import Iterator, Sequence
 
-from headwater.disagg.link import Piece, PushFailure
+from headwater.disagg.link import BlockPiece, PushFailure
 from headwater.disagg.links.config import LinkConfig
 from headwater.disagg.links.frames import (
     CHECKSUM_BYTES,
@@ -18,8 +18,8 @@ from headwater.disagg.links.frames import (
     encode_frame,
     make_frame,
 )
-from headwater.disagg.links.hello import Greeting, Session, Welcome, greet
-from headwater.disagg.links.landing import Landing
+from headwater.disagg.links.hello import Greeting, LinkSession, Welcome, greet
+from headwater.disagg.links.landing import ArrivingBlocks
 from headwater.disagg.links.stream import LinkBroken, Patience, Stream, advance
 from headwater.errors import ConfigError
 from headwater.storage.codec import checksum
@@ -31,7 +31,7 @@ _FRAME_BYTES = 16 << 20
 """So much that the costs of a frame, some 70 µs of the receiver, are small beside it."""
 
 
-class TcpDock:
+class TcpAcceptor:
     """Listens on a port."""
 
     link = "tcp"
@@ -43,7 +43,7 @@ class TcpDock:
 
     def admit(
         self, welcome: Welcome, stream: Stream, patience: Patience
-    ) -> tuple[Session, "TcpInbound"]:
+    ) -> tuple[LinkSession, "TcpInbound"]:
         return welcome.accept(), TcpInbound(stream, self._max_bytes)
 
     def close(self) -> None:
@@ -57,7 +57,7 @@ class TcpInbound:
         self._stream = stream
         self.max_bytes = max_bytes
 
-    def receive(self, frame: Frame, landing: Landing, patience: Patience) -> int:
+    def receive(self, frame: Frame, landing: ArrivingBlocks, patience: Patience) -> int:
         views = [
             memoryview(bytearray(piece.num_bytes)) if view is None else view
             for view, piece in zip(landing.views, frame.pieces, strict=True)
@@ -79,7 +79,9 @@ class TcpInbound:
     def close(self) -> None:
         """The stream is its connection's."""
 
-    def _fill(self, views: list[memoryview], landing: Landing, patience: Patience) -> int:
+    def _fill(
+        self, views: list[memoryview], landing: ArrivingBlocks, patience: Patience
+    ) -> int:
         """Fill the views unless it is stopped; how many bytes of them have come."""
         num_bytes = 0
         while views and not landing.stopped:
@@ -125,7 +127,7 @@ class TcpOutbound:
         self,
         number: int,
         lease: int,
-        pieces: Sequence[Piece],
+        pieces: Sequence[BlockPiece],
         views: Sequence[memoryview],
         patience: Patience,
     ) -> None:

@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from headwater.cache import Demotion, Ending, Promotion, Transfer
-from headwater.transfer.completions import Completion
+from headwater.cache import Demotion, JobStatus, Promotion, TransferJob
+from headwater.transfer.completions import JobCompletion
 from headwater.transfer.mover import DeviceCopier
 from headwater.transfer.slab import HostSlab
 from headwater.types import JobId, Tier
@@ -78,7 +78,9 @@ class Buffers:
         """Nothing is copied any more. Twice is safe."""
         self._copier.close()
 
-    def _copy(self, kind: type[Transfer], source: _Place, target: _Place, then: Then) -> None:
+    def _copy(
+        self, kind: type[TransferJob], source: _Place, target: _Place, then: Then
+    ) -> None:
         transfer = kind(
             job=JobId(next(self._jobs)),
             source=source[0],
@@ -87,8 +89,8 @@ class Buffers:
             target_slots=np.array(target[1], dtype=np.int64),
         )
 
-        def report(completion: Completion) -> None:
-            then(completion.ending is Ending.DONE)
+        def report(completion: JobCompletion) -> None:
+            then(completion.ending is JobStatus.DONE)
 
         try:
             self._copier.start(transfer, report)

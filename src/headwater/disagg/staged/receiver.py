@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, islice
 from threading import Lock
 
-from headwater.disagg.link import BlockMemory, Deliver, Landed, LinkEvent, Quiet, Receiver
+from headwater.disagg.link import BlockMemory, Deliver, Landed, LinkEvent, Receiver, SenderQuiet
 from headwater.disagg.links.stream import LinkBroken
 from headwater.disagg.staged.buffers import Buffers
 
@@ -20,7 +20,7 @@ Listen = Callable[[BlockMemory, Deliver], Receiver]
 """Makes a receiver whose blocks land in that memory."""
 
 
-class Lobby:
+class StagingMemory:
     """Block memory for a link: each block that may come has a ticket, which is the slot that the
     link knows. Its bytes are in a buffer, from when they are asked for."""
 
@@ -61,7 +61,7 @@ class _Lease:
         self.lost: dict[int, int] = {}
         """Bytes of blocks that came and could not be copied, by index."""
 
-        self.quiet: Quiet | None = None
+        self.quiet: SenderQuiet | None = None
         """What the link said, while copies are under way."""
 
 
@@ -82,7 +82,7 @@ class StagedReceiver:
         self._lock = Lock()
         self._leases: dict[int, _Lease] = {}
         self._tickets = count()
-        self._lobby = Lobby(buffers, timeout_s)
+        self._lobby = StagingMemory(buffers, timeout_s)
         self._receiver = listen(self._lobby, self._take)
 
     @property
@@ -112,7 +112,7 @@ class StagedReceiver:
         """What the link says of buffers."""
         if isinstance(event, Landed):
             self._store(event)
-        elif isinstance(event, Quiet):
+        elif isinstance(event, SenderQuiet):
             with self._lock:
                 self._leases[event.lease].quiet = event
             self._end(event.lease)
@@ -148,4 +148,4 @@ class StagedReceiver:
         left = [self._lobby.leave(ticket) for ticket in lease.tickets]
         self._buffers.give_back([buffer for buffer in left if buffer is not None])
         num_bytes = lease.quiet.num_bytes - sum(lease.lost.values())
-        self._deliver(Quiet(number, num_bytes, lease.quiet.blocks - lease.lost.keys()))
+        self._deliver(SenderQuiet(number, num_bytes, lease.quiet.blocks - lease.lost.keys()))

@@ -17,9 +17,9 @@ from weakref import WeakMethod
 
 from headwater.clock import Clock
 from headwater.disagg.link import (
+    BlockPiece,
     Deliver,
     LinkEvent,
-    Piece,
     Push,
     PushDone,
     PushFailed,
@@ -59,7 +59,7 @@ class _Part(NamedTuple):
     """Blocks of a push that pass through buffers together."""
 
     flight: _Flight
-    pieces: Sequence[Piece]
+    pieces: Sequence[BlockPiece]
 
 
 class StagedSender:
@@ -129,7 +129,7 @@ class StagedSender:
             self._changed.wait_for(lambda: not self._num_flights, _CLOSE_S)
         self._buffers.close()
 
-    def _cut(self, pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
+    def _cut(self, pieces: Sequence[BlockPiece]) -> Iterator[Sequence[BlockPiece]]:
         for start in range(0, len(pieces), self._part_blocks):
             yield pieces[start : start + self._part_blocks]
 
@@ -242,7 +242,7 @@ def _from_buffers(job: int, part: _Part, buffers: list[int]) -> Push:
     """The same blocks, from where they are now."""
     push = part.flight.push
     pieces = tuple(
-        Piece(buffer, piece.index, piece.num_bytes)
+        BlockPiece(buffer, piece.index, piece.num_bytes)
         for buffer, piece in zip(buffers, part.pieces, strict=True)
     )
     return Push(job=job, lease=push.lease, pieces=pieces, deadline_s=push.deadline_s)

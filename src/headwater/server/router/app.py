@@ -13,10 +13,10 @@ from headwater.clock import Clock
 from headwater.config import VERSION
 from headwater.metrics.prometheus import CONTENT_TYPE
 from headwater.server import dashboard
-from headwater.server.answers import Done, Health, Version
+from headwater.server.answers import ControlDone, Health, Version
 from headwater.server.app import EXCEPTION_HANDLERS
 from headwater.server.body import read_body
-from headwater.server.errors import Refused
+from headwater.server.errors import RequestRefused
 from headwater.server.reply import JsonReply, Reply
 from headwater.server.router.config import RouterConfig
 from headwater.server.router.forwarding import Forwarder
@@ -50,7 +50,9 @@ async def forward(request: Request) -> Reply:
 async def health(request: Request) -> Response:
     """Whether somebody could serve a request."""
     if not _router(request).registry.ready(SERVING):
-        raise Refused("no instance is ready to take requests", status=503, code="no_instance")
+        raise RequestRefused(
+            "no instance is ready to take requests", status=503, code="no_instance"
+        )
     return JsonReply(Health())
 
 
@@ -90,8 +92,8 @@ async def drain(request: Request) -> Response:
     _check_token(router, request)
     name = request.path_params["name"]
     if router.registry.drain(name) is None:
-        raise Refused(f"no instance {name[:256]!r} is registered", status=404)
-    return JsonReply(Done())
+        raise RequestRefused(f"no instance {name[:256]!r} is registered", status=404)
+    return JsonReply(ControlDone())
 
 
 ROUTES = [
@@ -129,7 +131,9 @@ def _check_token(router: Router, request: Request) -> None:
     wanted = router.config.peer_token
     given = request.headers.get(TOKEN_HEADER, "")
     if wanted is not None and not hmac.compare_digest(given.encode(), wanted.encode()):
-        raise Refused("the peer token is missing or wrong", status=403, code="peer_token")
+        raise RequestRefused(
+            "the peer token is missing or wrong", status=403, code="peer_token"
+        )
 
 
 def _described(router: Router, entry: Instance) -> dict[str, object]:

@@ -12,7 +12,7 @@ from headwater.server.router.registry import SERVING, Registry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
+class RouteChoice:
     """Where one attempt goes."""
 
     server: Instance
@@ -37,7 +37,7 @@ class Route:
         return self.prefill or self.server
 
 
-class Chooser:
+class RouteSelector:
     """Applies the policy to each role."""
 
     def __init__(self, config: RouterConfig, registry: Registry, clock: Clock) -> None:
@@ -47,7 +47,7 @@ class Chooser:
         self._serving = make_policy(config.policy)
         self._prefilling = make_policy(config.policy)
 
-    def choose(self, path: PromptPath, tried: Collection[Instance]) -> Route | None:
+    def choose(self, path: PromptPath, tried: Collection[Instance]) -> RouteChoice | None:
         """A route around those that were tried, or None where nobody is left."""
         servers = [entry for entry in self._registry.ready(SERVING) if entry not in tried]
         if not servers:
@@ -57,13 +57,13 @@ class Chooser:
             route = self._with_prefill(server, cached, path, tried)
             if route is not None:
                 return route
-        return Route(
+        return RouteChoice(
             server=server, cached_tokens=cached, uncached_tokens=path.num_tokens - cached
         )
 
     def _with_prefill(
         self, server: Instance, cached: int, path: PromptPath, tried: Collection[Instance]
-    ) -> Route | None:
+    ) -> RouteChoice | None:
         if path.num_tokens and prefills_itself(path.num_tokens - cached, self._threshold):
             return None
         ready = [
@@ -76,7 +76,7 @@ class Chooser:
         prefill, found = self._pick(self._prefilling, ready, path)
         if is_swamped(prefill.outstanding_tokens, server.outstanding_tokens):
             return None
-        return Route(
+        return RouteChoice(
             server=server,
             prefill=prefill,
             cached_tokens=found,

@@ -15,7 +15,7 @@ import zmq.asyncio
 from headwater.metrics.kv_events import END, decode_batch, pack_sequence, unpack_sequence
 from headwater.server.router.instance import Instance
 from headwater.server.router.messages import EventsAddress
-from headwater.server.router.view import Hearing
+from headwater.server.router.view import EventBatchResult
 
 log = logging.getLogger(__name__)
 
@@ -60,18 +60,18 @@ class Follower:
             while True:
                 if not await heard.poll(self._wait_ms):
                     await self._catch_up(address)
-                elif self._hear(await heard.recv_multipart()) is Hearing.GAP:
+                elif self._hear(await heard.recv_multipart()) is EventBatchResult.GAP:
                     self._instance.num_gaps += 1
                     await self._catch_up(address)
 
-    def _hear(self, frames: list[bytes]) -> Hearing:
+    def _hear(self, frames: list[bytes]) -> EventBatchResult:
         """One published message; one that cannot be read is a gap."""
         try:
             _, sequence, payload = frames
             return self._instance.view.hear(unpack_sequence(sequence), decode_batch(payload))
         except (ValueError, msgspec.DecodeError) as exc:
             log.warning("an event of %s cannot be read: %s", self._instance.name, exc)
-            return Hearing.GAP
+            return EventBatchResult.GAP
 
     async def _catch_up(self, address: EventsAddress) -> None:
         """Ask for what is missing; without an answer the view is in doubt."""

@@ -16,19 +16,19 @@ from headwater.errors import HeadwaterError, QueueFull
 from headwater.metrics import names
 from headwater.server.body import read_raw
 from headwater.server.continuation import HEADER as CONTINUABLE_HEADER
-from headwater.server.errors import Refused, error_response
+from headwater.server.errors import RequestRefused, error_response
 from headwater.server.reply import Reply
-from headwater.server.router.choice import Chooser, Route
+from headwater.server.router.choice import RouteChoice, RouteSelector
 from headwater.server.router.config import RouterConfig
 from headwater.server.router.messages import FALLBACK_HEADER, PREFILL_HEADER, TOKEN_HEADER
-from headwater.server.router.progress import Progress
+from headwater.server.router.progress import StreamProgress
 from headwater.server.router.prompts import UNKNOWN, PromptPath, Prompts
 from headwater.server.router.recorder import RouterRecorder
 from headwater.server.router.registry import SERVING, Registry
 from headwater.server.router.retries import RetryBudget
-from headwater.server.router.trials import Trials
-from headwater.server.router.upstream import Attempt, Failure, Sent, end_stream
-from headwater.server.streaming import Gone, while_connected
+from headwater.server.router.trials import Attempts
+from headwater.server.router.upstream import Attempt, AttemptFailure, Sent, end_stream
+from headwater.server.streaming import ClientDisconnected, while_connected
 
 _PASSED_ON = ("authorization", "content-type", "x-request-id", "user-agent", "accept")
 _GENERATING = frozenset({"/v1/completions", "/v1/chat/completions"})
@@ -52,7 +52,7 @@ class Forwarder:
         self._prompts = prompts
         self._session = session
         self._recorder = recorder
-        self._chooser = Chooser(config, registry, clock)
+        self._chooser = RouteSelector(config, registry, clock)
         self._budget = RetryBudget(config.retry_share)
         self.num_requests = 0
 
@@ -72,7 +72,7 @@ class Forwarder:
                 await while_connected(receive, self._answer(request, body, send))
             except HeadwaterError as error:
                 await error_response(error)(scope, receive, send)
-            except Gone:
+            except ClientDisconnected:
                 self._recorder.count(names.ROUTER_REQUESTS, "abort")
             finally:
                 self.num_requests -= 1
@@ -82,8 +82,8 @@ class Forwarder:
     async def _answer(self, request: Request, body: bytes, send: Send) -> None:
         self._budget.deposit()
         path = await self._read(request, body)
-        trials, progress = Trials(self._config.max_attempts, self._budget), Progress()
-        failure: Failure | None = None
+        trials, progress = Attempts(self._config.max_attempts, self._budget), StreamProgress()
+        failure: AttemptFailure | None = None
         # Every attempt of a request has one name, so that the parts of its answer have too.
         name = secrets.token_hex(12)
         while trials.may_go_on(progress):
@@ -100,12 +100,12 @@ class Forwarder:
             trials.note(route, failure, progress)
         await self._give_up(failure, progress, send)
 
-    def _choose(self, path: PromptPath, trials: Trials) -> Route | None:
+    def _choose(self, path: PromptPath, trials: Attempts) -> RouteChoice | None:
         """Somebody who was not tried; else whoever had no room, and may have some by now."""
         route = self._chooser.choose(path, trials.tried)
         return route or self._chooser.choose(path, trials.tried - trials.returned)
 
-    def _sent(self, route: Route, request: Request, body: bytes, name: str) -> Sent:
+    def _sent(self, route: RouteChoice, request: Request, body: bytes, name: str) -> Sent:
         """The request as `route` gets it; our own headers are never a client's."""
         passed = {key: request.headers[key] for key in _PASSED_ON if key in request.headers}
         headers = {"x-request-id": name, **passed, CONTINUABLE_HEADER: "1"}
@@ -128,17 +128,19 @@ class Forwarder:
         asked = min(ready, key=lambda entry: entry.num_alive)
         return await self._prompts.read(request.url.path, body, request.headers, scheme, asked)
 
-    def _succeeded(self, path: PromptPath, route: Route) -> None:
+    def _succeeded(self, path: PromptPath, route: RouteChoice) -> None:
         record = self._recorder.count
         record(names.ROUTER_REQUESTS, "answered")
         record(names.ROUTER_ROUTED, route.server.name, route.worker.trust.value)
         record(names.ROUTER_PROMPT_TOKENS, amount=path.num_tokens)
         record(names.ROUTER_CACHED_TOKENS, amount=route.cached_tokens)
 
-    async def _give_up(self, failure: Failure | None, progress: Progress, send: Send) -> None:
+    async def _give_up(
+        self, failure: AttemptFailure | None, progress: StreamProgress, send: Send
+    ) -> None:
         self._recorder.count(names.ROUTER_REQUESTS, "failed")
         if failure is None:
-            raise Refused(
+            raise RequestRefused(
                 "no instance is ready to take requests", status=503, code="no_instance"
             )
         if progress.has_begun:
@@ -149,7 +151,7 @@ class Forwarder:
             await send({"type": "http.response.start", **start})
             await send({"type": "http.response.body", "body": failure.body})
         else:
-            raise Refused(
+            raise RequestRefused(
                 f"every instance that was tried failed; the last: {failure.reason}",
                 status=503,
                 code="instances_failed",

@@ -22,7 +22,7 @@ Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 Endpoint = Annotated[str, Meta(pattern=r"^tcp://[^\s]{1,256}$", max_length=262)]
 
 
-class Load(Struct, kw_only=True, frozen=True):
+class InstanceLoad(Struct, kw_only=True, frozen=True):
     """How busy an instance is."""
 
     running: Count = 0
@@ -57,7 +57,7 @@ class Registration(Struct, kw_only=True, frozen=True):
     capacity_tokens: Count = 0
     max_model_len: Count = 0
     kv_events: EventsAddress | None = None
-    load: Load = Load()
+    load: InstanceLoad = InstanceLoad()
     is_draining: bool = False
     """It ends what it has, and wants nothing new; said again to a router that was restarted."""
 

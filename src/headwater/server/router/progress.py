@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from headwater.server.continuation import FIELD, Mark, take_mark
-from headwater.server.schema import SaidChoice
+from headwater.server.continuation import FIELD, ContinuationMark, take_mark
+from headwater.server.schema import ResumedChoice
 
 _DONE = b"data: [DONE]\n\n"
 _END = b"\n\n"
@@ -32,13 +32,13 @@ class _Choice:
     seed: int | None = None
     has_ended: bool = False
 
-    def hear(self, mark: Mark) -> None:
+    def hear(self, mark: ContinuationMark) -> None:
         self.tokens += mark.tokens
         self.seed = mark.seed
         self.has_ended = mark.has_ended
 
 
-class Progress:
+class StreamProgress:
     """Of one streamed answer."""
 
     def __init__(self) -> None:
@@ -98,12 +98,12 @@ class Progress:
         body: dict[str, Any] = msgspec.json.decode(raw)
         before = body.get(FIELD) or [{}] * len(self._choices)
         body[FIELD] = [
-            _joined(SaidChoice(**told), choice)
+            _joined(ResumedChoice(**told), choice)
             for told, choice in zip(before, self._choices, strict=True)
         ]
         return msgspec.json.encode(body)
 
-    def _hear(self, mark: Mark) -> None:
+    def _hear(self, mark: ContinuationMark) -> None:
         if not self._choices:
             self._choices = [_Choice() for _ in range(mark.num_choices)]
         if not 0 <= mark.index < len(self._choices):
@@ -111,9 +111,9 @@ class Progress:
         self._choices[mark.index].hear(mark)
 
 
-def _joined(told: SaidChoice, choice: _Choice) -> SaidChoice:
+def _joined(told: ResumedChoice, choice: _Choice) -> ResumedChoice:
     """What the client itself told of a choice, and what it got since."""
-    return SaidChoice(
+    return ResumedChoice(
         token_ids=[*told.token_ids, *choice.tokens],
         seed=told.seed if choice.seed is None else choice.seed,
         has_ended=told.has_ended or choice.has_ended,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from headwater.cache import KeyScheme
 from headwater.clock import Clock
-from headwater.server.errors import Refused
+from headwater.server.errors import RequestRefused
 from headwater.server.router.config import RouterConfig
 from headwater.server.router.instance import Instance
 from headwater.server.router.messages import VERSION, Registration
@@ -103,7 +103,7 @@ class Registry:
 
     def _check(self, told: Registration, known: Instance | None) -> None:
         if told.version != VERSION:
-            raise Refused(
+            raise RequestRefused(
                 f"this router speaks version {VERSION} of registrations, not {told.version}",
                 status=409,
                 code="version",
@@ -112,7 +112,7 @@ class Registry:
         if others:
             _check_same_model(told, others[0])
         if len(others) >= self._config.max_instances:
-            raise Refused(
+            raise RequestRefused(
                 f"{len(others)} instances are registered, and no more may be",
                 status=409,
                 code="too_many",
@@ -127,7 +127,7 @@ def _check_same_model(told: Registration, first: Registration) -> None:
         ("KV format", told.kv_format, first.kv_format),
     ):
         if mine != theirs:
-            raise Refused(
+            raise RequestRefused(
                 f"{told.instance_id} has the {what} {mine} and this cluster has {theirs}: "
                 "every instance of a router must serve the same model in the same way",
                 status=409,

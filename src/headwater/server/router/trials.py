@@ -1,13 +1,13 @@
 """How often, and around whom, one request is tried again."""
 
-from headwater.server.router.choice import Route
+from headwater.server.router.choice import RouteChoice
 from headwater.server.router.instance import Instance
-from headwater.server.router.progress import Progress
+from headwater.server.router.progress import StreamProgress
 from headwater.server.router.retries import RetryBudget
-from headwater.server.router.upstream import PEER_REFUSED, RETURNED, Failure
+from headwater.server.router.upstream import PEER_REFUSED, RETURNED, AttemptFailure
 
 
-class Trials:
+class Attempts:
     """Of one request. A stream that goes on elsewhere is no new load, so only requests that are
     made from the start again come out of the budget; both come to an end."""
 
@@ -20,7 +20,7 @@ class Trials:
         self.returned: set[Instance] = set()
         """Those of `tried` that gave it back for want of room."""
 
-    def may_go_on(self, progress: Progress) -> bool:
+    def may_go_on(self, progress: StreamProgress) -> bool:
         """Whether there may be another attempt; one from the start again is paid for here."""
         if self._left == 0:
             return False
@@ -28,7 +28,9 @@ class Trials:
             return progress.can_continue and not progress.is_whole
         return not self._has_failed or self._budget.withdraw()
 
-    def note(self, route: Route, failure: Failure, progress: Progress) -> None:
+    def note(
+        self, route: RouteChoice, failure: AttemptFailure, progress: StreamProgress
+    ) -> None:
         """An attempt failed: who is not to be tried again, and how many are left."""
         self._has_failed = True
         is_returned = failure.reason == RETURNED
@@ -41,7 +43,7 @@ class Trials:
         self._num_tokens = progress.num_tokens
 
 
-def _culprit(route: Route, failure: Failure) -> Instance:
+def _culprit(route: RouteChoice, failure: AttemptFailure) -> Instance:
     """Who is not to be tried again: the prefill instance that refused, or who was asked."""
     if failure.reason == PEER_REFUSED and route.prefill is not None:
         return route.prefill

@@ -2,7 +2,7 @@
 
 Nothing reaches the client before there is something whole to send, so an attempt that fails
 before its first event can be made again elsewhere, and nobody notices; one that fails later can
-go on elsewhere, where `Progress` says so.
+go on elsewhere, where `StreamProgress` says so.
 """
 
 import asyncio
@@ -16,10 +16,10 @@ from starlette.types import Send
 
 from headwater.clock import Clock
 from headwater.server.errors import ErrorAnswer, ErrorObject
-from headwater.server.router.choice import Route
+from headwater.server.router.choice import RouteChoice
 from headwater.server.router.events import EventSplitter
 from headwater.server.router.instance import Instance
-from headwater.server.router.progress import InstanceFailed, Progress, Returned
+from headwater.server.router.progress import InstanceFailed, Returned, StreamProgress
 
 RETURNED = "returned"
 """Why an attempt ended whose instance has no room to go on; it has not failed."""
@@ -44,7 +44,7 @@ _MAX_ANSWER_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class AttemptFailure:
     """An attempt that did not give the client all of an answer."""
 
     reason: str
@@ -74,9 +74,9 @@ class Attempt:
         self,
         session: aiohttp.ClientSession,
         clock: Clock,
-        route: Route,
+        route: RouteChoice,
         send: Send,
-        progress: Progress,
+        progress: StreamProgress,
     ) -> None:
         """`progress` is how far the answer got in attempts before this one."""
         self._session = session
@@ -86,7 +86,7 @@ class Attempt:
         self._progress = progress
         self._seat = _Seat(route)
 
-    async def run(self, sent: Sent) -> Failure | None:
+    async def run(self, sent: Sent) -> AttemptFailure | None:
         """None once the client has the whole answer. Cancelling ends it at the instance too."""
         server = self._route.server
         route, now = self._route, self._clock.now()
@@ -106,12 +106,12 @@ class Attempt:
                 ):
                     return await self._pass_back(answer)
         except Returned:
-            return Failure(reason=RETURNED, status=503)
+            return AttemptFailure(reason=RETURNED, status=503)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError, InstanceFailed) as exc:
             server.has_failed = True
-            return Failure(reason=_reason(exc))
+            return AttemptFailure(reason=_reason(exc))
 
-    async def _pass_back(self, answer: aiohttp.ClientResponse) -> Failure | None:
+    async def _pass_back(self, answer: aiohttp.ClientResponse) -> AttemptFailure | None:
         if answer.content_type == "text/event-stream" and answer.status == 200:
             return await self._stream(answer)
         body = await _read(answer)
@@ -119,13 +119,15 @@ class Attempt:
         if answer.status in _TRY_ELSEWHERE or self._progress.has_begun:
             reason = _error_code(body) or str(answer.status)
             self._route.server.has_failed |= reason in _CANNOT_SERVE
-            return Failure(reason=reason, status=answer.status, body=body, headers=headers)
+            return AttemptFailure(
+                reason=reason, status=answer.status, body=body, headers=headers
+            )
         size = (b"content-length", str(len(body)).encode())
         await self._begin(answer.status, (*headers, size))
         await self._send({"type": "http.response.body", "body": body})
         return None
 
-    async def _stream(self, answer: aiohttp.ClientResponse) -> Failure | None:
+    async def _stream(self, answer: aiohttp.ClientResponse) -> AttemptFailure | None:
         """Events as they come, whole ones only; a stream that just stops is a failure."""
         splitter, is_last = EventSplitter(), False
         async for piece in answer.content.iter_any():
@@ -143,7 +145,7 @@ class Attempt:
         if is_last:
             return None
         self._route.server.has_failed = True
-        return Failure(reason="broken_stream")
+        return AttemptFailure(reason="broken_stream")
 
     async def _begin(self, status: int, headers: tuple[tuple[bytes, bytes], ...]) -> None:
         self._progress.has_begun = True
@@ -152,7 +154,7 @@ class Attempt:
         )
 
 
-async def end_stream(send: Send, progress: Progress) -> None:
+async def end_stream(send: Send, progress: StreamProgress) -> None:
     """End a stream that broke: its client is told, unless only the end was missing."""
     error = ErrorObject(
         message="the instance that generated this was lost",
@@ -168,7 +170,7 @@ async def end_stream(send: Send, progress: Progress) -> None:
 class _Seat:
     """A request's place in the books of the instances it uses."""
 
-    def __init__(self, route: Route) -> None:
+    def __init__(self, route: RouteChoice) -> None:
         self._route = route
         self._outstanding = route.uncached_tokens
 

@@ -20,7 +20,7 @@ from headwater.metrics.kv_events import (
 _BITS: dict[Medium, int] = {"GPU": 1, "CPU": 2, "STORAGE": 4}
 
 
-class Hearing(Enum):
+class EventBatchResult(Enum):
     """What came of one batch."""
 
     APPLIED = auto()
@@ -47,21 +47,21 @@ class BlockView:
         """Blocks in at least one medium."""
         return len(self._media)
 
-    def hear(self, sequence: int, batch: EventBatch) -> Hearing:
+    def hear(self, sequence: int, batch: EventBatch) -> EventBatchResult:
         """A batch as it was published: applied when it is the next, and then the view is exact."""
         if sequence < self.next:
             if not sequence:
                 self.doubt()  # it counts from the beginning again: another life has begun
-            return Hearing.KNOWN
+            return EventBatchResult.KNOWN
         if sequence > self.next:
             self.doubt()
-            return Hearing.GAP
+            return EventBatchResult.GAP
         self._apply(batch)
         self.next = sequence + 1
         self.trust = Trust.EXACT
-        return Hearing.APPLIED
+        return EventBatchResult.APPLIED
 
-    def replay(self, sequence: int, batch: EventBatch) -> Hearing:
+    def replay(self, sequence: int, batch: EventBatch) -> EventBatchResult:
         """A batch that was asked for: the next one, or a snapshot, whose first event clears
         all that came before it, whatever its number."""
         is_snapshot = bool(batch.events) and isinstance(batch.events[0], AllBlocksCleared)
