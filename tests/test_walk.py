@@ -1,0 +1,42 @@
+"""The code that one request, one block and one hand-off pass through stays small."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+MOST = {"chat": (60, 300), "block": (63, 1180), "handoff": (51, 850)}
+"""Files and crossings that `scripts/walk` may count. Lower them when the code gets simpler."""
+
+
+@pytest.fixture(scope="module")
+def walks():
+    command = [sys.executable, "scripts/walk", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_a_walk_stays_within_its_bound(walks, name):
+    """Files touched and crossings between files do not grow without a decision to let them."""
+    num_files, num_crossings = len(walks[name]["files"]), walks[name]["num_crossings"]
+    assert (num_files <= MOST[name][0], num_crossings <= MOST[name][1]) == (True, True), (
+        f"{name}: {num_files} files, {num_crossings} crossings; at most {MOST[name]}. "
+        f"See `python scripts/walk {name} --files --pairs`."
+    )
+
+
+def test_a_walk_reaches_the_layers_it_is_about(walks):
+    """The figures are of real work: each walk enters the packages that it has to enter."""
+    expected = {
+        "chat": {"server", "engine", "scheduler", "cache"},
+        "block": {"engine", "scheduler", "cache", "transfer", "storage"},
+        "handoff": {"engine", "scheduler", "cache", "disagg"},
+    }
+    for name, packages in expected.items():
+        assert packages <= {file.partition("/")[0] for file in walks[name]["files"]}
