@@ -1,10 +1,10 @@
-"""`headwater bench soak`: ends with books balanced, and a seed plays the same round again."""
+"""`headwater bench soak`: ends with books balanced, and a seed repeats the same round."""
 
 import json
 
 import pytest
 
-from headwater.bench.soak import play
+from headwater.bench.soak import run_round
 from headwater.cli import main
 
 
@@ -28,5 +28,5 @@ def test_a_soak_of_the_built_in_model_ends_well(capsys):
 
 
 def test_a_seed_is_a_round():
-    """What failed once can be played again."""
-    assert play(2) == play(2)
+    """What failed once can be repeated."""
+    assert run_round(2) == run_round(2)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headwater.testing.link_contract import CHECKS, check_link, open_rig
+from headwater.testing.link_contract import CHECKS, check_link, open_harness
 from headwater.testing.links import LocalNetwork
 from tests.disagg.held import Driver
 from tests.disagg.wire import LINKS, MakeLinks
@@ -16,7 +16,7 @@ SIZES = (4096 * 3 + 40, 3 << 20)
 @pytest.mark.parametrize("link", LINKS)
 def test_every_link_keeps_the_contract(link, check, block_bytes):
     """Order, one outcome a push, fences that hold, on real sockets and memory (lesson 50)."""
-    with open_rig(MakeLinks(link), link, block_bytes) as rig:
+    with open_harness(MakeLinks(link), link, block_bytes) as rig:
         check(rig)
 
 
@@ -24,7 +24,7 @@ def test_every_link_keeps_the_contract(link, check, block_bytes):
 def test_the_held_fabric_keeps_the_contract(check):
     """What is searched over every interleaving holds for links (lesson 49)."""
     driver = Driver()
-    with driver.running(), open_rig(driver.links, "held", 4096) as rig:
+    with driver.running(), open_harness(driver.links, "held", 4096) as rig:
         check(rig)
 
 

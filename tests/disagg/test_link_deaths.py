@@ -16,7 +16,7 @@ from headwater.disagg.links import LinkConfig, Links
 from headwater.disagg.links.frames import ANSWER_BYTES, encode_answer
 from headwater.disagg.links.hello import Greeting, Welcome, within
 from headwater.disagg.links.stream import LinkBroken, Stream
-from headwater.testing.link_contract import open_rig
+from headwater.testing.link_contract import open_harness
 from headwater.testing.links import BlockArray, EventLog
 from tests.disagg import far
 from tests.disagg.wire import LINKS, MakeLinks, RawSender, engine, pieces_of
@@ -147,7 +147,7 @@ def test_a_lying_receiver_costs_its_connection():
 
 def test_a_stalled_connection_does_not_hold_up_other_receivers():
     """Each peer has its own sender: one that hangs blocks nobody else (lesson 52)."""
-    with _liar(None) as address, open_rig(MakeLinks("tcp"), "tcp", 4096) as rig:
+    with _liar(None) as address, open_harness(MakeLinks("tcp"), "tcp", 4096) as rig:
         rig.receiver.open(1, [0])
         log = EventLog()
         stuck = Links(far.CONFIG, BlockArray(4, 4096, seed=1), log).connect(address)

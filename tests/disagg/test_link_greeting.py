@@ -21,7 +21,7 @@ from headwater.disagg.links.hello import (
 )
 from headwater.disagg.links.stream import LinkBroken, Stream
 from headwater.errors import ConfigError
-from headwater.testing.link_contract import open_rig
+from headwater.testing.link_contract import open_harness
 from headwater.testing.links import BlockArray, EventLog
 from tests.disagg.wire import CONFIG, LINKS, MakeLinks, dialer
 
@@ -130,7 +130,7 @@ def test_a_receiver_without_the_token_gets_no_bytes():
 @pytest.mark.parametrize("link", LINKS)
 def test_a_wrong_token_fails_the_push_and_harms_nobody(link):
     """The outcome says so, and an honest sender still gets through."""
-    with open_rig(MakeLinks(link), link, 4096) as rig:
+    with open_harness(MakeLinks(link), link, 4096) as rig:
         rig.receiver.open(1, [0])
         wrong = dataclasses.replace(CONFIG, token=b"guessed")
         with pytest.raises(LinkBroken, match="tokens differ"):
@@ -144,7 +144,7 @@ def test_a_wrong_token_fails_the_push_and_harms_nobody(link):
 
 def test_strangers_that_say_nothing_are_dropped():
     """More than may wait are not even heard; the others lose patience's race (lesson 68)."""
-    with open_rig(MakeLinks("tcp"), "tcp", 4096) as rig:
+    with open_harness(MakeLinks("tcp"), "tcp", 4096) as rig:
         host, _, port = rig.receiver.address.removeprefix("tcp://").rpartition(":")
         strangers = [socket.create_connection((host, int(port)), 5.0) for _ in range(40)]
         for stranger in strangers:

@@ -34,7 +34,7 @@ from headwater.disagg.links.hello import (
 from headwater.disagg.links.landing import ArrivingBlocks
 from headwater.disagg.links.stream import LinkBroken, Stream
 from headwater.errors import ConfigError
-from headwater.testing.link_contract import open_rig
+from headwater.testing.link_contract import open_harness
 from headwater.testing.links import BlockArray, EventLog
 from headwater.transfer.shared import SharedPages, map_shared
 from tests.disagg.wire import CONFIG, MakeLinks, pieces_of
@@ -52,7 +52,7 @@ def private_blocks(num_slots, block_bytes):
 
 @pytest.fixture
 def rig():
-    with open_rig(MakeLinks("shm"), "shm", BLOCK_BYTES) as rig:
+    with open_harness(MakeLinks("shm"), "shm", BLOCK_BYTES) as rig:
         yield rig
 
 

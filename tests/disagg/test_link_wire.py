@@ -13,7 +13,7 @@ from headwater.clock import SystemClock
 from headwater.disagg.link import PushFailure
 from headwater.disagg.links.frames import FRAME_BYTES, SentPiece, encode_frame, make_frame
 from headwater.disagg.links.stream import LinkBroken
-from headwater.testing.link_contract import open_rig
+from headwater.testing.link_contract import open_harness
 from tests.disagg.wire import CONFIG, LINKS, MakeLinks, RawSender
 
 BLOCK_BYTES = 1 << 18
@@ -22,7 +22,7 @@ BLOCK_BYTES = 1 << 18
 @pytest.fixture(params=LINKS)
 def rig(request):
     """A receiver with one lease of four slots."""
-    with open_rig(MakeLinks(request.param), request.param, BLOCK_BYTES) as rig:
+    with open_harness(MakeLinks(request.param), request.param, BLOCK_BYTES) as rig:
         rig.receiver.open(1, [3, 4, 5, 6])
         yield rig
 
@@ -201,7 +201,7 @@ def test_two_connections_cannot_write_one_block_at_once(rig, peer):
 @given(data=st.data())
 def test_no_damaged_head_ever_lands(data):
     """Any bit of a frame's head: index, lease, length, checksum, seal (fuzz)."""
-    with open_rig(MakeLinks("tcp"), "tcp", 512) as rig:
+    with open_harness(MakeLinks("tcp"), "tcp", 512) as rig:
         rig.receiver.open(1, [3, 4])
         peer = RawSender(rig.receiver.address, 512)
         raw = bytearray(peer.frame(0, 1, {0: rig.source.rows[0].tobytes()}))
@@ -219,7 +219,7 @@ def test_no_damaged_head_ever_lands(data):
 @given(garbage=st.binary(min_size=1, max_size=400), greeted=st.booleans())
 def test_garbage_costs_a_connection_and_nothing_else(garbage, greeted):
     """Before the greeting and after it (fuzz)."""
-    with open_rig(MakeLinks("tcp"), "tcp", 512) as rig:
+    with open_harness(MakeLinks("tcp"), "tcp", 512) as rig:
         rig.receiver.open(1, [3])
         peer = RawSender(rig.receiver.address, 512) if greeted else _Stranger(rig)
         peer.send(garbage)

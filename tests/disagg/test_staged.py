@@ -14,7 +14,7 @@ from headwater.disagg.staged import StagedLinks
 from headwater.disagg.staged.receiver import StagedReceiver
 from headwater.disagg.staged.sender import StagedSender
 from headwater.errors import ConfigError
-from headwater.testing.link_contract import CHECKS, open_rig
+from headwater.testing.link_contract import CHECKS, open_harness
 from headwater.testing.links import BlockArray, EventLog
 from tests.disagg.staging import ArrayCopier, MakeStaged, SomeBuffers
 from tests.disagg.wire import CONFIG, LINKS, RawSender, pieces_of
@@ -29,7 +29,7 @@ SIZES = (4096 * 3 + 40, 3 << 20)
 @pytest.mark.parametrize("link", LINKS)
 def test_staged_links_keep_the_contract(link, check, block_bytes):
     """Order, one outcome a push, fences that hold (lesson 50)."""
-    with open_rig(MakeStaged(link), link, block_bytes) as rig:
+    with open_harness(MakeStaged(link), link, block_bytes) as rig:
         check(rig)
 
 
@@ -38,7 +38,7 @@ def test_staged_links_keep_the_contract(link, check, block_bytes):
 @pytest.mark.parametrize("link", ["tcp", "shm"])
 def test_one_end_may_have_its_blocks_in_place(link, check, end):
     """A device here and main memory there is a link like any other."""
-    with open_rig(MakeStaged(link, (end,)), link, BLOCK_BYTES) as rig:
+    with open_harness(MakeStaged(link, (end,)), link, BLOCK_BYTES) as rig:
         check(rig)
 
 

@@ -15,7 +15,7 @@ from threading import Event
 from typing import Any, NoReturn, Self
 
 from headwater.storage import Opening, StorageBackend, open_storage
-from headwater.storage.resp import RespConnection
+from headwater.storage.redis.resp import RespConnection
 from headwater.testing.faults import Fault, FaultyStorage, Medium
 from headwater.testing.media import FileMedium, MooncakeMedium, RedisMedium
 

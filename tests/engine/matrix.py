@@ -147,6 +147,6 @@ def kill_victim(bench: Bench, num_lines: int) -> None:
         [*command, bench.name, json.dumps(bench.settings)], stdout=subprocess.PIPE
     ) as victim:
         assert victim.stdout is not None
-        said = [victim.stdout.readline() for _ in range(num_lines)]
+        lines = [victim.stdout.readline() for _ in range(num_lines)]
         victim.send_signal(signal.SIGKILL)
-    assert all(said), "it ended by itself"
+    assert all(lines), "it ended by itself"

@@ -12,7 +12,7 @@ from headwater.replay.links import SharedLink
 from tests.search import search
 
 
-def play(cost, jobs):
+def run_link(cost, jobs):
     """Start each (time, bytes) job in its time; when each arrives, and for how long it moved."""
     link = SharedLink(cost)
     ends: dict[int, tuple[float, float]] = {}
@@ -32,7 +32,7 @@ def play(cost, jobs):
 
 def test_one_copy_takes_latency_and_bytes_over_bandwidth():
     """100 B at 100 B/s with 0.25 s of latency: 1.25 s."""
-    ends, link = play(LinkCost(bytes_s=100, latency_s=0.25), [(1.0, 100)])
+    ends, link = run_link(LinkCost(bytes_s=100, latency_s=0.25), [(1.0, 100)])
 
     assert ends == [(2.25, 1.25)]
     assert (link.num_bytes, link.busy_s) == (100, 1.0)
@@ -41,7 +41,7 @@ def test_one_copy_takes_latency_and_bytes_over_bandwidth():
 def test_two_copies_share_the_bandwidth():
     """By hand: the first has 50 B when the second comes, then each gets 50 B/s. The first is
     through after another second, at 1.5 s; the second has 50 B then, and ends alone at 2.0 s."""
-    ends, link = play(LinkCost(bytes_s=100), [(0.0, 100), (0.5, 100)])
+    ends, link = run_link(LinkCost(bytes_s=100), [(0.0, 100), (0.5, 100)])
 
     assert ends == [(1.5, 1.5), (2.0, 1.5)]
     assert link.busy_s == 2.0
@@ -50,14 +50,14 @@ def test_two_copies_share_the_bandwidth():
 def test_three_copies_of_different_sizes():
     """By hand at 90 B/s: 30, 60 and 90 B together get 30 B/s each; the first ends at 1 s, then
     two get 45 B/s: the second ends at 1 + 30/45 s; the last 30 B alone take 1/3 s."""
-    ends, _ = play(LinkCost(bytes_s=90), [(0.0, 30), (0.0, 60), (0.0, 90)])
+    ends, _ = run_link(LinkCost(bytes_s=90), [(0.0, 30), (0.0, 60), (0.0, 90)])
 
     assert [end for end, _ in ends] == pytest.approx([1.0, 5 / 3, 2.0])
 
 
 def test_beyond_its_places_copies_wait_in_line():
     """With one place they follow each other, and waiting is not counted as moving."""
-    ends, _ = play(LinkCost(bytes_s=100, max_jobs=1), [(0.0, 100), (0.0, 100), (0.5, 50)])
+    ends, _ = run_link(LinkCost(bytes_s=100, max_jobs=1), [(0.0, 100), (0.0, 100), (0.5, 50)])
 
     assert ends == [(1.0, 1.0), (2.0, 1.0), (2.5, 0.5)]
 
@@ -80,7 +80,7 @@ def test_an_idle_link_is_not_busy_and_never_arrives():
 )
 def test_a_link_carries_everything_and_no_faster_than_it_can(jobs, max_jobs):
     """Bytes over busy seconds is the bandwidth, whatever the order; nobody is faster alone."""
-    ends, link = play(LinkCost(bytes_s=10, max_jobs=max_jobs), jobs)
+    ends, link = run_link(LinkCost(bytes_s=10, max_jobs=max_jobs), jobs)
 
     assert link.num_bytes == sum(size for _, size in jobs)
     assert link.busy_s == pytest.approx(link.num_bytes / 10)

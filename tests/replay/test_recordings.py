@@ -11,9 +11,9 @@ from headwater.clock import SystemClock
 from headwater.engine.child import EngineChild
 from headwater.engine.recorded import _MAX_PENDING, RecordedEngine, Recording
 from headwater.errors import ConfigError
-from headwater.replay.load import at_speed
 from headwater.replay.recordings import is_recording, read_recording
 from headwater.replay.simulator import Simulator
+from headwater.replay.workload import at_speed
 from headwater.scheduler.request import Request, SamplingParams
 from headwater.types import RequestId
 from tests.replay.traces import gib, make_config
@@ -59,7 +59,7 @@ def test_a_replay_of_a_recording_finds_what_the_live_engine_found(tmp_path):
     found, _ = asyncio.run(serve_turns(path))
     # The simulated machine is far slower than the echo: let each turn end before the next.
     requests = at_speed(read_recording(path), 1e-4)
-    run = Simulator(make_config(device_gib=gib(64)), requests).play()
+    run = Simulator(make_config(device_gib=gib(64)), requests).run()
 
     assert is_recording(path)
     assert [one.usage.cached_tokens for one in run.instances[0].served if one.usage] == found

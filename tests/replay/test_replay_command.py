@@ -9,8 +9,8 @@ from headwater.cli import main
 from headwater.cli.replay import _PRESETS, ROUTERS
 from headwater.disagg.routing import POLICIES
 from headwater.replay.calibrate import calibrated
-from headwater.replay.load import at_speed, scaled
 from headwater.replay.presets import PRESETS, preset
+from headwater.replay.workload import at_speed, scaled
 from tests.replay.traces import make_request
 
 KEYS = {

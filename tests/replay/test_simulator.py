@@ -28,7 +28,7 @@ APART = {"num_instances": 3, "num_prefill": 1, "prefill_threshold": 16}
 
 
 def replay(requests, bounds="", **changes: Any):
-    run = Simulator(make_config(**changes), requests).play()
+    run = Simulator(make_config(**changes), requests).run()
     for instance in run.instances:
         instance.core.check()
     return make_report(run, parse_slo(bounds))
@@ -61,7 +61,7 @@ def test_steps_are_taken_at_once_where_nothing_is_decided():
     for device_blocks in (40, 24):
         requests = [TraceRequest([n], 500, 600, 0.0, 512) for n in range(2)]
         config = make_config(block_tokens=64, device_gib=gib(4 * device_blocks))
-        run = Simulator(config, requests).play()
+        run = Simulator(config, requests).run()
         (instance,) = run.instances
         waited = sum(row[0] for row in instance.samples.rows) > 5
 
@@ -106,7 +106,7 @@ def test_a_replay_finds_what_a_live_engine_finds():
         for number, request in enumerate(make_small_trace(150))
     ]
     config = make_config(max_batched_tokens=256)
-    run = Simulator(config, requests).play()
+    run = Simulator(config, requests).run()
     found = [one.usage.cached_tokens for one in run.instances[0].served if one.usage]
 
     assert run.instances[0].cache.stats().evicted_device > 100
@@ -191,7 +191,7 @@ def test_instances_share_storage_and_nothing_else():
 def test_a_busy_router_spreads_requests():
     """Least loaded: nobody waits while another instance is idle."""
     requests = [TraceRequest([n], 16, 40, 0.0, 16) for n in range(8)]
-    run = Simulator(make_config(num_instances=4, router="least_load"), requests).play()
+    run = Simulator(make_config(num_instances=4, router="least_load"), requests).run()
 
     assert [len(instance.served) for instance in run.instances] == [2, 2, 2, 2]
 
@@ -278,7 +278,7 @@ def test_impossible_deployments_are_refused():
 def test_gaps_between_tokens_are_each_counted():
     """As many as there are tokens after the first, whether steps were taken at once or not."""
     requests = make_small_trace(30)
-    run = Simulator(make_config(), requests).play()
+    run = Simulator(make_config(), requests).run()
     served = run.instances[0].served
 
     assert all(len(one.gaps_s) == one.num_output - 1 for one in served)

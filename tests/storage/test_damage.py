@@ -7,7 +7,7 @@ import pytest
 
 from headwater.storage import BlockRead, BlockWrite, StorageBackend
 from headwater.storage.memory import MemoryStorage
-from headwater.storage.mooncake import MooncakeStorage
+from headwater.storage.mooncake.backend import MooncakeStorage
 from headwater.testing.faults import BYTE_FAULTS, Fault, FaultyStorage, Medium
 from headwater.testing.media import FileMedium, MemoryMedium, MooncakeMedium, RedisMedium
 from headwater.testing.storage import make_format, make_keys, read_run, write_run

@@ -12,7 +12,7 @@ import pytest
 
 from headwater.errors import StorageError, StorageTimeout
 from headwater.storage import BlockRead, BlockWrite
-from headwater.storage.table import PAGE_BYTES
+from headwater.storage.file.table import PAGE_BYTES
 from headwater.testing.storage import (
     make_block,
     make_format,
@@ -53,7 +53,7 @@ def test_a_full_disk_is_a_refused_write(make_file: MakeFile) -> None:
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
     try:
-        fresh = make_file(path=str(storage._folder.path) + "-2")
+        fresh = make_file(path=str(storage._directory.path) + "-2")
         assert (
             write_run(fresh, make_keys(2, run="late"), BLOCK_BYTES) == [BlockWrite.REFUSED] * 2
         )

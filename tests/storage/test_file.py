@@ -8,9 +8,9 @@ import pytest
 from headwater.clock import SystemClock, VirtualClock
 from headwater.errors import ConfigError
 from headwater.storage import BlockRead, BlockWrite
-from headwater.storage.file import FileConfig, FileStorage
-from headwater.storage.slab import Slab
-from headwater.storage.table import PAGE_BYTES, Entry, Geometry, Table
+from headwater.storage.file.backend import FileConfig, FileStorage
+from headwater.storage.file.slab import Slab
+from headwater.storage.file.table import PAGE_BYTES, Entry, Geometry, Table
 from headwater.testing.storage import make_format, make_keys, read_run, write_run
 from headwater.types import BlockKey
 from tests.storage.conftest import FILE_BLOCK_BYTES as BLOCK_BYTES

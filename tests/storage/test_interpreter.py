@@ -7,8 +7,8 @@ import os
 
 import pytest
 
+from headwater.storage.buffers import copy_bytes
 from headwater.storage.codec import checksum
-from headwater.storage.pointer import copy_bytes
 from headwater.testing.storage import make_format, make_keys, make_parents
 from tests.interpreter import holds_interpreter
 from tests.storage.conftest import MakeBackend

@@ -12,7 +12,7 @@ from threading import Event
 import pytest
 
 from headwater.storage import BlockRead, BlockWrite
-from headwater.storage.file import FileStorage
+from headwater.storage.file.backend import FileStorage
 from headwater.testing.storage import make_keys, read_run, write_run
 from headwater.types import BlockKey
 from tests.search import SCALE

@@ -14,8 +14,8 @@ from headwater.errors import ConfigError, StorageError, StorageTimeout
 from headwater.storage import BlockRead, BlockWrite, Opening, open_storage
 from headwater.storage.codec import HEADER_BYTES
 from headwater.storage.deadline import Deadline
-from headwater.storage.redis import RedisStorage
-from headwater.storage.resp import RespConnection, command
+from headwater.storage.redis.backend import RedisStorage
+from headwater.storage.redis.resp import RespConnection, command
 from headwater.testing.media import RedisMedium
 from headwater.testing.storage import (
     make_block,

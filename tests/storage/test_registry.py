@@ -9,7 +9,7 @@ import pytest
 from headwater.errors import ConfigError
 from headwater.storage import Opening, open_storage
 from headwater.storage.memory import MemoryConfig, MemoryStorage
-from headwater.storage.pool import mooncake_config
+from headwater.storage.mooncake.config import mooncake_config
 from headwater.storage.settings import parse_bytes
 from headwater.testing.storage import make_format
 

@@ -10,7 +10,7 @@ import pytest
 
 from headwater.cli import main
 from headwater.clock import SystemClock
-from headwater.storage.file import FileConfig, FileStorage
+from headwater.storage.file.backend import FileConfig, FileStorage
 from headwater.testing.faults import Fault, damage
 from headwater.testing.media import FileMedium
 from headwater.testing.storage import make_format, make_keys, write_run

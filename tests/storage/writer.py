@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from headwater.clock import SystemClock
-from headwater.storage.file import FileConfig, FileStorage
+from headwater.storage.file.backend import FileConfig, FileStorage
 from headwater.testing.storage import (
     make_block,
     make_format,

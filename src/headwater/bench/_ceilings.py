@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from headwater.storage.buffers import address_of
 from headwater.storage.codec import checksum
-from headwater.storage.pointer import address_of
 
 _FILE_THREADS = 4
 _ASKED_AHEAD = 4

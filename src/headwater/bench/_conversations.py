@@ -1,4 +1,4 @@
-"""What `bench serve` asks: conversations of token ids, played by so many clients at once."""
+"""What `bench serve` asks: conversations of token ids, sent by several clients at once."""
 
 import asyncio
 from collections import deque
@@ -24,14 +24,14 @@ class Conversation:
 
     opening: list[int]
     turns: list[list[int]]
-    """Added to all that was said before; then the model goes on."""
+    """Tokens appended to the conversation so far; then the model continues."""
 
     output_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationLoad:
-    """Conversations, and those that are played before the clock starts."""
+    """Conversations, and those that run before the clock starts."""
 
     name: str
     conversations: list[Conversation]
@@ -72,7 +72,7 @@ def make_workload(
 WORKLOADS = ("shared-prefix", "multi-turn", "full-hit")
 
 
-async def play(
+async def run_conversations(
     workload: ConversationLoad, *, port: int, model: str, concurrency: int
 ) -> list[Answer]:
     """All answers, of `concurrency` clients that take the next conversation when done."""
@@ -90,23 +90,23 @@ async def _play_all(
         async with connected(port) as connection:
             while waiting:
                 talk = waiting.popleft()
-                said = list(talk.opening)
+                history = list(talk.opening)
                 for turn in talk.turns:
-                    said += turn
-                    body = _body(said, model, talk)
+                    history += turn
+                    body = _body(history, model, talk)
                     answers.append(await connection.ask(body))
                     if len(talk.turns) > 1:
-                        said += answers[-1].token_ids()
+                        history += answers[-1].token_ids()
         return answers
 
     done = await asyncio.gather(*(client() for _ in range(clients)))
     return [answer for answers in done for answer in answers]
 
 
-def _body(said: list[int], model: str, talk: Conversation) -> dict[str, Any]:
+def _body(history: list[int], model: str, talk: Conversation) -> dict[str, Any]:
     return {
         "model": model,
-        "prompt": said,
+        "prompt": history,
         "max_tokens": talk.output_tokens,
         "temperature": 0,
         "ignore_eos": True,

@@ -269,16 +269,16 @@ class GpuEngine:
 
     def tokens(self, prompt: Tokens, *, max_tokens: int) -> list[int]:
         """What one request is answered; `last_found` is then where its prompt was found."""
-        name, said, ended = self.add(prompt, max_tokens), list[int](), False
+        name, tokens, ended = self.add(prompt, max_tokens), list[int](), False
         while not ended:
             self.core.wait()
             for output in self.core.step():
                 if output.request_id == name:
-                    said += output.tokens
+                    tokens += output.tokens
                     ended = output.finish_reason is not None
                     if output.usage is not None:
                         self.last_found = output.usage.by_tier
-        return said
+        return tokens
 
     def drain(self) -> None:
         """Until everything that is being written is written."""

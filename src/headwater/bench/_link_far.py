@@ -15,8 +15,8 @@ from typing import Any
 from headwater.bench._ceilings import page_memory
 from headwater.disagg.link import LinkEvent
 from headwater.disagg.links import LinkConfig, Links
+from headwater.storage.buffers import address_of
 from headwater.storage.codec import checksum
-from headwater.storage.pointer import address_of
 from headwater.transfer.shared import SharedPages
 
 TOKEN = b"bench links"

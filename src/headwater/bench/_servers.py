@@ -111,8 +111,8 @@ def running(
         try:
             if not _is_ready(process, port):
                 log.seek(0)
-                said = log.read().decode(errors="replace")[-2000:]
-                raise EngineDead(f"{engine} did not start:\n{said}")
+                tail = log.read().decode(errors="replace")[-2000:]
+                raise EngineDead(f"{engine} did not start:\n{tail}")
             yield RunningServer(
                 engine=engine, port=port, compute_pid=_pin(process.pid), group=process.pid
             )

@@ -157,7 +157,7 @@ class RightTokens:
 
 
 class ModelRound:
-    """A workload on the built-in model with tiers that fail; `play` it once."""
+    """A workload on the built-in model with tiers that fail; `run` it once."""
 
     def __init__(self, seed: int, folder: Path | None, right: RightTokens) -> None:
         """Stores in `folder`, or in memory."""
@@ -173,7 +173,7 @@ class ModelRound:
         self._clock = SystemClock()
         self.counts: Counter[str] = Counter()
 
-    def play(self) -> Counter[str]:
+    def run(self) -> Counter[str]:
         """Serve everything, drain, and balance the books; the counts."""
         end_s = self._clock.now() + _STUCK_S
         requests = {

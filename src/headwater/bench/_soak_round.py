@@ -1,6 +1,6 @@
 """One round of the soak: a small engine, a random workload, and everything that can go wrong.
 
-All of it comes from one seed, time included, so a round that fails can be played again.
+All of it comes from one seed, time included, so a round that fails can be run again.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from headwater.errors import InvariantError
 from headwater.scheduler.request import Request
 from headwater.storage.base import StorageBackend
 from headwater.storage.codec import HEADER_BYTES
-from headwater.storage.file import FileConfig, FileStorage
+from headwater.storage.file.backend import FileConfig, FileStorage
 from headwater.storage.memory import MemoryConfig, MemoryStorage
 from headwater.testing.copiers import HeldWorkers
 from headwater.testing.faults import BYTE_FAULTS, Fault, FaultyStorage, damage
@@ -42,8 +42,8 @@ _TIMEOUTS = {
 }
 
 
-class Round:
-    """A workload on an engine whose executors are unreliable; `play` it once."""
+class EchoRound:
+    """A workload on an engine whose executors are unreliable; `run` it once."""
 
     def __init__(self, seed: int, folder: Path | None) -> None:
         """Stores in `folder`, or in memory."""
@@ -60,7 +60,7 @@ class Round:
         self._aborted: set[RequestId] = set()
         self.counts: Counter[str] = Counter()
 
-    def play(self) -> Counter[str]:
+    def run(self) -> Counter[str]:
         """Serve everything, let every executor return, and balance the books; the counts.
 
         Raises InvariantError where a book does not balance or a request is stuck.

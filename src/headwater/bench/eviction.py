@@ -111,10 +111,10 @@ def _measure(
     hints = [NOTHING] * len(requests) if name == "lru" else setup.hints
     replay = CacheOnly(capacity, longest_blocks(requests), eviction=name, weights=weights)
     found, nanos = 0, []
-    for request, said in zip(requests, hints, strict=True):
+    for request, hint in zip(requests, hints, strict=True):
         prompt = request.whole_blocks()
         start = time.process_time_ns()
-        found += replay.serve(request, prompt, said)
+        found += replay.serve(request, prompt, hint)
         nanos.append(time.process_time_ns() - start)
     return found, np.array(nanos) / 1e3
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from headwater.bench._flags import read_flags
-from headwater.bench._links import measure_links
-from headwater.bench._pd import PDLoad, measure_pd
+from headwater.bench._link_speed import measure_links
 from headwater.bench._pd_hits import measure_hits
+from headwater.bench._pd_processes import PDLoad, measure_pd
 from headwater.bench._report import print_report
-from headwater.bench._router import measure_router
+from headwater.bench._routed_caches import measure_router
 
 _PARTS = ("engine", "hits", "links", "router")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from headwater.bench._flags import read_flags
 from headwater.bench._report import print_report
-from headwater.bench._router import measure_router
+from headwater.bench._routed_caches import measure_router
 
 
 def main(argv: Sequence[str]) -> int:

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from headwater.bench._client import Answer
-from headwater.bench._conversations import WORKLOADS, make_workload, play
+from headwater.bench._conversations import WORKLOADS, make_workload, run_conversations
 from headwater.bench._flags import read_flags
 from headwater.bench._servers import (
     MODEL_NAME,
@@ -185,7 +185,9 @@ def _run(case: Case, server: RunningServer, vocab: int, seed: int, output_tokens
     )
     decided, computed, began_s = _decided(server), server.compute_times_s(), time.perf_counter()
     answers = asyncio.run(
-        play(workload, port=server.port, model=MODEL_NAME, concurrency=case.concurrency)
+        run_conversations(
+            workload, port=server.port, model=MODEL_NAME, concurrency=case.concurrency
+        )
     )
     took_s = time.perf_counter() - began_s
     cpu_s, waited_s = np.subtract(server.compute_times_s(), computed).tolist()

@@ -18,24 +18,24 @@ from typing import Protocol
 
 from headwater.bench._flags import read_flags
 from headwater.bench._report import print_report
-from headwater.bench._soak_round import Round
+from headwater.bench._soak_round import EchoRound
 from headwater.clock import SystemClock
 from headwater.errors import HeadwaterError
 
 _QUICK_MINUTES = 0.05
 
 
-class Game(Protocol):
+class SoakRound(Protocol):
     """A round of a soak."""
 
-    def play(self) -> Counter[str]:
+    def run(self) -> Counter[str]:
         """Serve, disturb, balance the books; what happened. Raises where they do not balance."""
 
     def close(self) -> None:
         """Release what it has."""
 
 
-Maker = Callable[[int, Path | None], Game]
+MakeRound = Callable[[int, Path | None], SoakRound]
 """Makes the round of a seed, which stores in a folder or in memory."""
 
 _FILE_EVERY = 4
@@ -51,9 +51,9 @@ def main(argv: Sequence[str]) -> int:
     end_s = clock.now() + 60 * minutes
     counts: Counter[str] = Counter()
     seed = options.seed
-    make = _maker(options.model)
+    make = _round_maker(options.model)
     while not counts["rounds"] or clock.now() < end_s:
-        counts += play(seed, make)
+        counts += run_round(seed, make)
         counts["rounds"] += 1
         if counts["wrong tokens"]:
             print(f"wrong tokens with --seed {seed}", file=sys.stderr)
@@ -65,23 +65,23 @@ def main(argv: Sequence[str]) -> int:
     return 1 if result["wrong_tokens"] else 0
 
 
-def play(seed: int, make: Maker = Round) -> Counter[str]:
+def run_round(seed: int, make: MakeRound = EchoRound) -> Counter[str]:
     """One round; what happened in it."""
     with tempfile.TemporaryDirectory(prefix="headwater-soak-") as folder:
-        game = make(seed, Path(folder) if seed % _FILE_EVERY == 0 else None)
+        soak_round = make(seed, Path(folder) if seed % _FILE_EVERY == 0 else None)
         try:
-            return game.play()
+            return soak_round.run()
         except (AssertionError, HeadwaterError):
             print(f"a book does not balance with --seed {seed}", file=sys.stderr)
             raise
         finally:
-            game.close()
+            soak_round.close()
 
 
-def _maker(model: str) -> Maker:
+def _round_maker(model: str) -> MakeRound:
     """What makes a round: of an engine that echoes, or of the built-in model."""
     if model == "echo":
-        return Round
+        return EchoRound
     # With torch, which the other soak does without.
     from headwater.bench._soak_model import ModelRound, RightTokens
     from headwater.device import builtin

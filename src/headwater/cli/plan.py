@@ -72,7 +72,7 @@ def run_plan(options: Namespace) -> int:
     """Sweep and print; the exit code."""
     from headwater.engine.progress import SilentProgress, show_progress
     from headwater.replay.plan import Grid, make_plan
-    from headwater.replay.plan_view import draw_plan, plan_table
+    from headwater.replay.plan_report import draw_plan, plan_table
     from headwater.replay.prices import parse_prices
     from headwater.replay.slo import parse_slo
 

@@ -17,8 +17,8 @@ from headwater.config import EVICTIONS, LOAD_POLICIES, WRITE_POLICIES
 from headwater.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headwater.replay.load import TraceLoad
     from headwater.replay.settings import SimConfig
+    from headwater.replay.workload import TraceLoad
 
 _ABOUT = """\
 Play the requests of a trace to the real scheduler, cache and transfer decisions on a virtual
@@ -140,7 +140,7 @@ def add_policies(group: _ArgumentGroup) -> None:
 
 def load_of(options: Namespace) -> "TraceLoad":
     """The requests that the flags of `add_load` ask for."""
-    from headwater.replay.load import TraceLoad
+    from headwater.replay.workload import TraceLoad
 
     return TraceLoad(
         trace=options.trace,
@@ -203,7 +203,7 @@ def _run_engine(options: Namespace) -> int:
     from headwater.replay.report import make_report
     from headwater.replay.simulator import Simulator
     from headwater.replay.slo import parse_slo
-    from headwater.replay.tables import report_table
+    from headwater.replay.text_report import report_table
 
     bounds = parse_slo(options.slo)
     config = sim_config(
@@ -223,11 +223,11 @@ def _run_engine(options: Namespace) -> int:
     start = time.perf_counter()
     show = show_progress if sys.stderr.isatty() else lambda *_: SilentProgress()
     with show("replay", len(requests)) as progress:
-        run = simulator.play(progress.advance)
+        run = simulator.run(progress.advance)
     report = make_report(run, bounds) | {"wall_s": time.perf_counter() - start}
     sys.stdout.write(json.dumps(report) + "\n" if options.json else report_table(report))
     if options.picture is not None:
-        from headwater.replay.picture import draw_report
+        from headwater.replay.charts import draw_report
 
         for path in draw_report(report, options.picture):
             sys.stderr.write(f"wrote {path}\n")

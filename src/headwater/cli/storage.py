@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from headwater.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headwater.storage.survey import SlabSurvey, Survey
+    from headwater.storage.file.inspector import SlabSummary, StorageInspector
 
 _ABOUT = """\
 Look into a directory of the file backend (--kvcache-storage-backend file). All of it can be
@@ -54,16 +54,16 @@ def add_storage(commands: "_SubParsersAction[ArgumentParser]") -> None:
 
 def run_storage(options: Namespace) -> int:
     """Run one action; the exit code."""
-    from headwater.storage.survey import Survey
+    from headwater.storage.file.inspector import StorageInspector
 
-    survey = Survey(options.directory)
+    inspector = StorageInspector(options.directory)
     if options.action == "ls":
-        return _list(survey, options)
+        return _list(inspector, options)
     if options.action == "stats":
-        return _stats(survey, options)
+        return _stats(inspector, options)
     if options.action == "verify":
-        return _verify(survey, options)
-    return _prune(survey, options)
+        return _verify(inspector, options)
+    return _prune(inspector, options)
 
 
 def _add_prune(parser: ArgumentParser) -> None:
@@ -77,7 +77,7 @@ def _add_prune(parser: ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="only say what would go")
 
 
-def _list(survey: "Survey", options: Namespace) -> int:
+def _list(inspector: "StorageInspector", options: Namespace) -> int:
     if options.blocks:
         rows: list[dict[str, Any]] = [
             {
@@ -87,11 +87,11 @@ def _list(survey: "Survey", options: Namespace) -> int:
                 "parent": entry.parent.hex(),
                 "bytes": slab.geometry.form.block_bytes,
             }
-            for name, slab, entry in survey.blocks()
+            for name, slab, entry in inspector.blocks()
         ]
         lines = [f"{row['key']}  {_size(row['bytes'])}  {row['slab'][:8]}" for row in rows]
         return _print(options, {"blocks": rows}, lines)
-    slabs = survey.slabs()
+    slabs = inspector.slabs()
     return _print(
         options,
         {"slabs": [dataclasses.asdict(slab) for slab in slabs]},
@@ -99,9 +99,9 @@ def _list(survey: "Survey", options: Namespace) -> int:
     )
 
 
-def _stats(survey: "Survey", options: Namespace) -> int:
+def _stats(inspector: "StorageInspector", options: Namespace) -> int:
     models: dict[str, dict[str, Any]] = {}
-    for slab in survey.slabs():
+    for slab in inspector.slabs():
         sums = models.setdefault(
             slab.model, {"slabs": 0, "blocks": 0, "slots": 0, "bytes": 0, "in_use": 0}
         )
@@ -115,14 +115,14 @@ def _stats(survey: "Survey", options: Namespace) -> int:
         f"{_size(sums['bytes'])} in {sums['slabs']} slabs, {sums['in_use']} in use"
         for model, sums in models.items()
     ]
-    used = survey.used_bytes
+    used = inspector.used_bytes
     return _print(
         options, {"used_bytes": used, "models": models}, [*lines, f"{_size(used)} in all"]
     )
 
 
-def _verify(survey: "Survey", options: Namespace) -> int:
-    result = survey.verify()
+def _verify(inspector: "StorageInspector", options: Namespace) -> int:
+    result = inspector.verify()
     slabs = [bad for bad in result.findings if bad.slot is None]
     blocks = [bad for bad in result.findings if bad.slot is not None]
     lines = [
@@ -137,13 +137,13 @@ def _verify(survey: "Survey", options: Namespace) -> int:
     return 1 if result.findings else 0
 
 
-def _prune(survey: "Survey", options: Namespace) -> int:
+def _prune(inspector: "StorageInspector", options: Namespace) -> int:
     if options.to is None and options.model is None and not options.all:
         raise ConfigError("say what to prune: --to SIZE, --model HEX or --all")
     from headwater.storage.settings import parse_bytes
 
     to_bytes = None if options.to is None else parse_bytes(options.to)
-    gone = survey.prune(to_bytes=to_bytes, model=options.model, dry_run=options.dry_run)
+    gone = inspector.prune(to_bytes=to_bytes, model=options.model, dry_run=options.dry_run)
     verb = "would delete" if options.dry_run else "deleted"
     freed = sum(slab.total_bytes for slab in gone)
     result = {
@@ -154,7 +154,7 @@ def _prune(survey: "Survey", options: Namespace) -> int:
     return _print(options, result, [f"{verb} {len(gone)} slabs, {_size(freed)}"])
 
 
-def _line(slab: "SlabSurvey") -> str:
+def _line(slab: "SlabSummary") -> str:
     written = datetime.fromtimestamp(slab.written_at_s, UTC).strftime("%Y-%m-%d %H:%M")
     owner = "in use" if slab.in_use else "no owner"
     return (

@@ -12,8 +12,8 @@ from headwater.errors import ConfigError
 from headwater.storage.base import Opening
 from headwater.storage.breaker import Breaker, BreakerConfig, GuardedStorage
 from headwater.storage.codec import BlockFormat
+from headwater.storage.redis.resp import Address
 from headwater.storage.registry import open_storage
-from headwater.storage.resp import Address
 from headwater.transfer.layout import KVLayout
 from headwater.transfer.mover import Mover
 from headwater.transfer.slab import HostSlab, slot_bytes

@@ -77,7 +77,7 @@ class CacheOnly:
         order = self.cache.device.order
         return order.learned() if isinstance(order, SessionPolicy) else None
 
-    def serve(self, request: TraceRequest, prompt: Tokens, said: SessionHint = NOTHING) -> int:
+    def serve(self, request: TraceRequest, prompt: Tokens, hint: SessionHint = NOTHING) -> int:
         """Send one request, whose whole blocks are `prompt`; how many of them were found."""
         cache, now = self.cache, request.arrival_s
         path = TokenPath(prompt)
@@ -87,7 +87,7 @@ class CacheOnly:
         if slots is None:
             raise InvariantError("an idle cache has no room for a request")
         cache.commit(lease, path, slots, now=now)
-        turn = FinishedRequest(request.input_length, request.output_length, *said)
+        turn = FinishedRequest(request.input_length, request.output_length, *hint)
         cache.release(lease, now=now, turn=turn)
         cache.trim(self._capacity)
         return found
@@ -107,8 +107,8 @@ def replay_cache(
     longest = longest_blocks(requests)
     replay = CacheOnly(capacity_blocks, longest, eviction=eviction, weights=weights)
     found = [
-        replay.serve(request, request.whole_blocks(), said)
-        for request, said in zip(requests, hints_of(requests, hints), strict=True)
+        replay.serve(request, request.whole_blocks(), hint)
+        for request, hint in zip(requests, hints_of(requests, hints), strict=True)
     ]
     reasons = replay.cache.stats().ledger.misses_by_reason
     replayed = _summed(requests, found, {reason.value: n for reason, n in reasons.items()})

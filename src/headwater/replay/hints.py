@@ -31,10 +31,10 @@ def hints_of(requests: Sequence[TraceRequest], kind: str) -> list[SessionHint]:
         return [NOTHING] * len(requests)
     shared = trunks(requests)
     uses = next_uses([request.hash_ids for request in requests])
-    return [_said(request, use, shared) for request, use in zip(requests, uses, strict=True)]
+    return [_hint_of(request, use, shared) for request, use in zip(requests, uses, strict=True)]
 
 
-def _said(request: TraceRequest, uses: Sequence[int], shared: set[int]) -> SessionHint:
+def _hint_of(request: TraceRequest, uses: Sequence[int], shared: set[int]) -> SessionHint:
     ids = request.hash_ids
     own = [at for at, block in enumerate(ids) if block not in shared]
     full = [at for at in own if at < request.input_length // request.block_tokens]

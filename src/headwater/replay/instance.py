@@ -12,12 +12,12 @@ from headwater.clock import VirtualClock
 from headwater.disagg.exchange import HandoffController
 from headwater.engine.core import EngineCore
 from headwater.errors import RequestError
-from headwater.replay.hands import SimCopier, SimRunner, SimStorage, SimStore
+from headwater.replay.devices import SimCopier, SimRunner, SimStorage, SimStore
 from headwater.replay.links import SharedLink
-from headwater.replay.peers import SimFabric, make_exchange
-from headwater.replay.samples import Row, Times, TimeSeries
-from headwater.replay.served import SimRequest, Work
+from headwater.replay.network import SimFabric, make_exchange
+from headwater.replay.request import SimRequest, Work
 from headwater.replay.settings import SimConfig
+from headwater.replay.time_series import Row, Times, TimeSeries
 from headwater.replay.trace import TraceRequest
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.request import Request, SamplingParams

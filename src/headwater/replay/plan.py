@@ -9,12 +9,12 @@ from statistics import fmean
 from typing import Any, TypeAlias
 
 from headwater.errors import ConfigError
-from headwater.replay.load import TraceLoad
 from headwater.replay.prices import Prices
 from headwater.replay.report import describe, make_report
 from headwater.replay.settings import SimConfig
 from headwater.replay.simulator import Simulator
 from headwater.replay.slo import Bound
+from headwater.replay.workload import TraceLoad
 
 Plan: TypeAlias = dict[str, Any]
 Point: TypeAlias = dict[str, Any]
@@ -98,7 +98,7 @@ def make_plan(
 def evaluate(config: SimConfig, load: TraceLoad, bounds: Sequence[Bound]) -> Point:
     """One replay; what a plan keeps of its report. Runs in a process of its own."""
     requests = load.requests()
-    report = make_report(Simulator(config, requests).play(), bounds)
+    report = make_report(Simulator(config, requests).run(), bounds)
     kept = ("token_hit", "block_hit", "tokens_by_source", "throughput", "requests_per_s")
     latencies = {
         name: {at: report[name][at] for at in ("p50", "p90", "p99")}

@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwater.replay.cost import GIB
-from headwater.replay.samples import summed
-from headwater.replay.served import SimRequest
+from headwater.replay.request import SimRequest
 from headwater.replay.settings import SimConfig
 from headwater.replay.simulator import SimulationRun
 from headwater.replay.slo import Bound, attainment
+from headwater.replay.time_series import summed
 
 Seconds: TypeAlias = NDArray[np.float64]
 Report: TypeAlias = dict[str, Any]

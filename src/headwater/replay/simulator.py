@@ -11,14 +11,14 @@ from math import inf
 
 from headwater.errors import ConfigError, InvariantError
 from headwater.replay.cost import OWN_LINKS, PEER_LINK, SHARED_LINKS, LinkCost
-from headwater.replay.hands import SimStore
+from headwater.replay.devices import SimStore
 from headwater.replay.instance import SimInstance
 from headwater.replay.links import SharedLink
-from headwater.replay.peers import SimFabric
-from headwater.replay.routers import SimRouter
-from headwater.replay.samples import Times, TimeSeries
-from headwater.replay.served import SimRequest
+from headwater.replay.network import SimFabric
+from headwater.replay.request import SimRequest
+from headwater.replay.routing import SimRouter
 from headwater.replay.settings import SimConfig
+from headwater.replay.time_series import Times, TimeSeries
 from headwater.replay.trace import TraceRequest
 
 
@@ -38,7 +38,7 @@ class SimulationRun:
 
 
 class Simulator:
-    """A deployment that a trace is played to, once."""
+    """A deployment that a trace serves a trace, once."""
 
     def __init__(self, config: SimConfig, requests: Sequence[TraceRequest]) -> None:
         """`requests` are in order of time."""
@@ -61,7 +61,7 @@ class Simulator:
             )
         self._router = SimRouter(config.router, config.prefill_threshold)
 
-    def play(self, advance: Callable[[int], None] = lambda ended: None) -> SimulationRun:
+    def run(self, advance: Callable[[int], None] = lambda ended: None) -> SimulationRun:
         """Serve every request to its end. `advance` is told of requests as they end."""
         requests, at = self._requests, 0
         while True:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from headwater.errors import ConfigError
-from headwater.replay.served import SimRequest
+from headwater.replay.request import SimRequest
 
 METRICS = ("ttft", "itl", "e2e")
 """First token, between tokens, whole request."""

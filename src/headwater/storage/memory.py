@@ -9,15 +9,15 @@ from typing import Any, Self
 
 from headwater.errors import ConfigError, StorageCorrupt
 from headwater.storage.base import BlockRead, BlockWrite, Opening, StorageStats, leading
+from headwater.storage.buffers import copy_bytes
 from headwater.storage.codec import (
     HEADER_BYTES,
     BlockFormat,
     encode_header,
     verify_block,
 )
-from headwater.storage.pointer import copy_bytes
+from headwater.storage.counters import StorageCounters
 from headwater.storage.settings import read_settings
-from headwater.storage.tally import Tally
 from headwater.types import BlockKey
 
 Value = bytearray | memoryview
@@ -50,7 +50,7 @@ class MemoryStorage:
         """Header and payload of each block, least recently used first; tests damage these."""
         # Memory that was used before is filled four times as fast as fresh memory.
         self._spare: list[Value] = []
-        self._tally = Tally("memory", form.block_bytes)
+        self._counters = StorageCounters("memory", form.block_bytes)
 
     @classmethod
     def open(cls, settings: Mapping[str, Any], opening: Opening) -> Self:
@@ -66,7 +66,7 @@ class MemoryStorage:
         self._form.check(into)
         outcomes = [self._read(key, into) for key, into in zip(keys, into, strict=True)]
         self._touch(keys)
-        return self._tally.reads(outcomes)
+        return self._counters.count_reads(outcomes)
 
     def write(
         self,
@@ -79,7 +79,7 @@ class MemoryStorage:
         self._form.check(blocks)
         outcomes = [self._write(*one) for one in zip(keys, blocks, parents, strict=True)]
         self._touch(keys)
-        return self._tally.writes(outcomes)
+        return self._counters.count_writes(outcomes)
 
     def remove(self, keys: Sequence[BlockKey] | None, *, timeout_s: float) -> int:
         with self._lock:
@@ -92,7 +92,7 @@ class MemoryStorage:
     def stats(self) -> StorageStats:
         with self._lock:
             num_blocks = len(self.values)
-        return self._tally.stats(
+        return self._counters.stats(
             num_blocks=num_blocks,
             used_bytes=num_blocks * self._form.block_bytes,
             capacity_bytes=self._max_blocks * self._form.block_bytes,
@@ -117,7 +117,7 @@ class MemoryStorage:
                 raise StorageCorrupt("a block was cut short", reason="truncated")
             verify_block(header, into, form=self._form, key=key)
         except StorageCorrupt as error:
-            self._tally.reason(error.reason)
+            self._counters.count_failure(error.reason)
             with self._lock:
                 self.values.pop(key, None)
             return BlockRead.DAMAGED
@@ -128,7 +128,7 @@ class MemoryStorage:
             if key in self.values:
                 return BlockWrite.PRESENT
         if not self._max_blocks:
-            self._tally.reason("no_room")
+            self._counters.count_failure("no_room")
             return BlockWrite.REFUSED
         header = encode_header(self._form, key, parent, block)
         with self._lock:
@@ -136,7 +136,7 @@ class MemoryStorage:
                 return BlockWrite.PRESENT
             if len(self.values) == self._max_blocks:
                 self._forget(next(iter(self.values)))
-                self._tally.evicted()
+                self._counters.count_evicted()
             if not self._spare:
                 self._spare = self._make_values()
             value = self._spare.pop()

@@ -13,10 +13,10 @@ from headwater.errors import ConfigError
 from headwater.storage.base import Opening, StorageBackend
 
 _BACKENDS = {
-    "file": "headwater.storage.file:FileStorage",
+    "file": "headwater.storage.file.backend:FileStorage",
     "memory": "headwater.storage.memory:MemoryStorage",
-    "mooncake": "headwater.storage.mooncake:MooncakeStorage",
-    "redis": "headwater.storage.redis:RedisStorage",
+    "mooncake": "headwater.storage.mooncake.backend:MooncakeStorage",
+    "redis": "headwater.storage.redis.backend:RedisStorage",
 }
 
 

@@ -84,196 +84,196 @@ class LinkHarness:
 def check_link(make: MakeLinks, link: str, *, block_bytes: int = 4096 * 3 + 40) -> None:
     """Run every rule against fresh links."""
     for check in CHECKS:
-        with open_rig(make, link, block_bytes) as rig:
-            check(rig)
+        with open_harness(make, link, block_bytes) as harness:
+            check(harness)
 
 
 @contextmanager
-def open_rig(make: MakeLinks, link: str, block_bytes: int) -> Iterator[LinkHarness]:
-    """A rig that is closed afterwards, whatever happens."""
-    rig = LinkHarness(make, link, block_bytes)
+def open_harness(make: MakeLinks, link: str, block_bytes: int) -> Iterator[LinkHarness]:
+    """A harness that is closed afterwards, whatever happens."""
+    harness = LinkHarness(make, link, block_bytes)
     try:
-        yield rig
+        yield harness
     finally:
-        rig.close()
+        harness.close()
 
 
-def check_blocks_land_in_order_in_the_slots_of_the_lease(rig: LinkHarness) -> None:
-    rig.receiver.open(1, [9, 3, 5, 11])
-    sender = rig.sender()
-    sender.push(rig.push(10, 1, [0, 1]))
-    sender.push(rig.push(11, 1, [3, 2]))
+def check_blocks_land_in_order_in_the_slots_of_the_lease(harness: LinkHarness) -> None:
+    harness.receiver.open(1, [9, 3, 5, 11])
+    sender = harness.sender()
+    sender.push(harness.push(10, 1, [0, 1]))
+    sender.push(harness.push(11, 1, [3, 2]))
 
-    assert rig.done(10) == 2 * rig.source.block_bytes, "the bytes are counted exactly"
-    assert rig.done(11) == 2 * rig.source.block_bytes, "the bytes are counted exactly"
-    rig.log.await_landed(1, 4)
-    assert rig.log.landed(1) == [0, 1, 3, 2], "blocks land in the order of the pushes"
+    assert harness.done(10) == 2 * harness.source.block_bytes, "the bytes are counted exactly"
+    assert harness.done(11) == 2 * harness.source.block_bytes, "the bytes are counted exactly"
+    harness.log.await_landed(1, 4)
+    assert harness.log.landed(1) == [0, 1, 3, 2], "blocks land in the order of the pushes"
     for place, slot in enumerate([9, 3, 5, 11]):
-        same = np.array_equal(rig.target.rows[slot], rig.source.rows[place])
+        same = np.array_equal(harness.target.rows[slot], harness.source.rows[place])
         assert same, "block i of a lease lands in its slot i"
     others = set(range(_NUM_SLOTS)) - {9, 3, 5, 11}
-    assert rig.untouched(sorted(others)), "a slot outside the lease was written"
-    rig.receiver.fence(1)
-    quiet = rig.log.quiet(1)
-    assert quiet.num_bytes == 4 * rig.source.block_bytes, "the account is byte-exact"
+    assert harness.untouched(sorted(others)), "a slot outside the lease was written"
+    harness.receiver.fence(1)
+    quiet = harness.log.quiet(1)
+    assert quiet.num_bytes == 4 * harness.source.block_bytes, "the account is byte-exact"
     assert quiet.blocks == frozenset(range(4)), "the account names every block"
 
 
-def check_a_partial_block_is_its_leading_bytes(rig: LinkHarness) -> None:
-    rig.receiver.open(1, [0])
+def check_a_partial_block_is_its_leading_bytes(harness: LinkHarness) -> None:
+    harness.receiver.open(1, [0])
     push = Push(
         job=1,
         lease=1,
         pieces=(BlockPiece(4, 0, 100),),
         deadline_s=SystemClock().now() + _WAIT_S,
     )
-    rig.sender().push(push)
+    harness.sender().push(push)
 
-    assert rig.done(1) == 100, "a partial block counts as its bytes"
-    rig.log.await_landed(1, 1)
-    row = rig.target.rows[0]
-    assert np.array_equal(row[:100], rig.source.rows[4][:100]), "its bytes arrive"
+    assert harness.done(1) == 100, "a partial block counts as its bytes"
+    harness.log.await_landed(1, 1)
+    row = harness.target.rows[0]
+    assert np.array_equal(row[:100], harness.source.rows[4][:100]), "its bytes arrive"
     assert not row[100:].any(), "bytes beyond a partial block were written"
 
 
-def check_a_push_outside_its_lease_touches_nothing(rig: LinkHarness) -> None:
-    rig.receiver.open(1, [0, 1])
-    sender = rig.sender()
-    sender.push(rig.push(1, 2, [0]))
-    sender.push(rig.push(2, 1, [2]))
-    sender.push(rig.push(3, 1, [0]))
+def check_a_push_outside_its_lease_touches_nothing(harness: LinkHarness) -> None:
+    harness.receiver.open(1, [0, 1])
+    sender = harness.sender()
+    sender.push(harness.push(1, 2, [0]))
+    sender.push(harness.push(2, 1, [2]))
+    sender.push(harness.push(3, 1, [0]))
 
-    assert rig.failure(1) is PushFailure.FENCED, "a lease that never was takes nothing"
-    assert rig.failure(2) is PushFailure.OUTSIDE, "an index that the lease does not have"
-    assert rig.done(3) == rig.source.block_bytes, "a refusal harms no later push"
-    assert rig.untouched(range(1, _NUM_SLOTS)), "a refused push has written"
-
-
-def check_a_block_lands_once(rig: LinkHarness) -> None:
-    rig.receiver.open(1, [0, 1])
-    sender = rig.sender()
-    sender.push(rig.push(1, 1, [0]))
-    rig.done(1)
-    rig.log.await_landed(1, 1)
-    first = rig.target.rows[0].copy()
-    rig.source.rows[0] += 1
-    sender.push(rig.push(2, 1, [0, 1]))
-
-    assert rig.done(2), "a block that is there already is no failure"
-    rig.log.await_landed(1, 2)
-    assert rig.log.landed(1) == [0, 1], "a block lands once"
-    assert np.array_equal(rig.target.rows[0], first), "a landed block was written again"
+    assert harness.failure(1) is PushFailure.FENCED, "a lease that never was takes nothing"
+    assert harness.failure(2) is PushFailure.OUTSIDE, "an index that the lease does not have"
+    assert harness.done(3) == harness.source.block_bytes, "a refusal harms no later push"
+    assert harness.untouched(range(1, _NUM_SLOTS)), "a refused push has written"
 
 
-def check_after_a_fence_nothing_lands(rig: LinkHarness) -> None:
+def check_a_block_lands_once(harness: LinkHarness) -> None:
+    harness.receiver.open(1, [0, 1])
+    sender = harness.sender()
+    sender.push(harness.push(1, 1, [0]))
+    harness.done(1)
+    harness.log.await_landed(1, 1)
+    first = harness.target.rows[0].copy()
+    harness.source.rows[0] += 1
+    sender.push(harness.push(2, 1, [0, 1]))
+
+    assert harness.done(2), "a block that is there already is no failure"
+    harness.log.await_landed(1, 2)
+    assert harness.log.landed(1) == [0, 1], "a block lands once"
+    assert np.array_equal(harness.target.rows[0], first), "a landed block was written again"
+
+
+def check_after_a_fence_nothing_lands(harness: LinkHarness) -> None:
     """The sender is held up, so that its bytes come when the slots belong to somebody else."""
-    rig.receiver.open(1, [0, 1, 2])
-    sender = rig.sender()
-    sender.push(rig.push(1, 1, [0]))
-    rig.done(1)
-    rig.source.gate.clear()
-    sender.push(rig.push(2, 1, [1, 2]))
-    rig.receiver.fence(1)
-    rig.receiver.fence(1)
-    quiet = rig.log.quiet(1)
-    rig.target.rows[:] = 0
-    rig.source.gate.set()
+    harness.receiver.open(1, [0, 1, 2])
+    sender = harness.sender()
+    sender.push(harness.push(1, 1, [0]))
+    harness.done(1)
+    harness.source.gate.clear()
+    sender.push(harness.push(2, 1, [1, 2]))
+    harness.receiver.fence(1)
+    harness.receiver.fence(1)
+    quiet = harness.log.quiet(1)
+    harness.target.rows[:] = 0
+    harness.source.gate.set()
 
     assert quiet.blocks == frozenset({0}), "what landed before the fence is in the account"
-    assert rig.failure(2) is PushFailure.FENCED, "a push after the fence is told so"
-    assert rig.untouched(range(_NUM_SLOTS)), "bytes landed after the lease was quiet"
-    assert len(rig.log.quiets(1)) == 1, "a lease is quiet once"
+    assert harness.failure(2) is PushFailure.FENCED, "a push after the fence is told so"
+    assert harness.untouched(range(_NUM_SLOTS)), "bytes landed after the lease was quiet"
+    assert len(harness.log.quiets(1)) == 1, "a lease is quiet once"
 
 
-def check_a_fence_answers_without_any_sender(rig: LinkHarness) -> None:
-    rig.receiver.open(1, [0])
-    rig.receiver.fence(1)
+def check_a_fence_answers_without_any_sender(harness: LinkHarness) -> None:
+    harness.receiver.open(1, [0])
+    harness.receiver.fence(1)
 
-    assert rig.log.quiet(1, 1.0).num_bytes == 0, "nothing landed"
+    assert harness.log.quiet(1, 1.0).num_bytes == 0, "nothing landed"
 
 
-def check_cancel_gives_up_what_has_not_begun(rig: LinkHarness) -> None:
-    rig.receiver.open(1, [0])
-    rig.receiver.open(2, [1, 2])
-    rig.source.gate.clear()
-    sender = rig.sender()
-    sender.push(rig.push(1, 1, [0]))
-    sender.push(rig.push(2, 2, [0]))
-    sender.push(rig.push(3, 2, [1]))
+def check_cancel_gives_up_what_has_not_begun(harness: LinkHarness) -> None:
+    harness.receiver.open(1, [0])
+    harness.receiver.open(2, [1, 2])
+    harness.source.gate.clear()
+    sender = harness.sender()
+    sender.push(harness.push(1, 1, [0]))
+    sender.push(harness.push(2, 2, [0]))
+    sender.push(harness.push(3, 2, [1]))
     sender.cancel(2)
 
-    assert rig.failure(2) is PushFailure.CANCELLED, "a cancelled push has an outcome"
-    assert rig.failure(3) is PushFailure.CANCELLED, "a cancelled push has an outcome"
-    rig.source.gate.set()
-    assert rig.done(1), "another lease's push goes on"
-    assert rig.untouched([1, 2]), "a cancelled push has written"
+    assert harness.failure(2) is PushFailure.CANCELLED, "a cancelled push has an outcome"
+    assert harness.failure(3) is PushFailure.CANCELLED, "a cancelled push has an outcome"
+    harness.source.gate.set()
+    assert harness.done(1), "another lease's push goes on"
+    assert harness.untouched([1, 2]), "a cancelled push has written"
 
 
-def check_a_late_push_fails_at_its_deadline(rig: LinkHarness) -> None:
-    rig.receiver.open(1, [0])
-    sender = rig.sender()
-    sender.push(rig.push(1, 1, [0], wait_s=-1.0))
+def check_a_late_push_fails_at_its_deadline(harness: LinkHarness) -> None:
+    harness.receiver.open(1, [0])
+    sender = harness.sender()
+    sender.push(harness.push(1, 1, [0], wait_s=-1.0))
 
-    assert rig.failure(1) is PushFailure.TIMEOUT, "a push that is late already"
-    assert rig.untouched([0]), "a late push has written"
+    assert harness.failure(1) is PushFailure.TIMEOUT, "a push that is late already"
+    assert harness.untouched([0]), "a late push has written"
 
 
-def check_many_leases_at_once(rig: LinkHarness) -> None:
-    senders = [rig.sender() for _ in range(3)]
+def check_many_leases_at_once(harness: LinkHarness) -> None:
+    senders = [harness.sender() for _ in range(3)]
     for lease in range(1, 9):
-        rig.receiver.open(lease, range(3 * (lease - 1), 3 * lease))
+        harness.receiver.open(lease, range(3 * (lease - 1), 3 * lease))
     for lease in range(1, 9):
         for place in range(3):
             sender = senders[(lease + place) % 3]
-            sender.push(rig.push(100 * lease + place, lease, [place]))
+            sender.push(harness.push(100 * lease + place, lease, [place]))
     for lease in range(1, 9):
         for place in range(3):
-            rig.done(100 * lease + place)
-        rig.receiver.fence(lease)
-        assert rig.log.quiet(lease).blocks == frozenset(range(3)), "every block of each"
-        rows = rig.target.rows[3 * (lease - 1) : 3 * lease]
-        assert np.array_equal(rows, rig.source.rows[:3]), "leases got mixed up"
+            harness.done(100 * lease + place)
+        harness.receiver.fence(lease)
+        assert harness.log.quiet(lease).blocks == frozenset(range(3)), "every block of each"
+        rows = harness.target.rows[3 * (lease - 1) : 3 * lease]
+        assert np.array_equal(rows, harness.source.rows[:3]), "leases got mixed up"
 
 
-def check_closing_a_sender_ends_every_push(rig: LinkHarness) -> None:
-    rig.receiver.open(1, range(_NUM_SLOTS))
-    sender = rig.sender()
+def check_closing_a_sender_ends_every_push(harness: LinkHarness) -> None:
+    harness.receiver.open(1, range(_NUM_SLOTS))
+    sender = harness.sender()
     jobs = range(40)
     for job in jobs:
-        sender.push(rig.push(job, 1, range(job % 7, _NUM_SLOTS)))
+        sender.push(harness.push(job, 1, range(job % 7, _NUM_SLOTS)))
     sender.close()
     sender.close()
-    sender.push(rig.push(99, 1, [0]))
+    sender.push(harness.push(99, 1, [0]))
 
     for job in (*jobs, 99):
-        assert len(rig.log.outcomes(job)) == 1, "close delivers each outcome, once"
-    assert rig.failure(99) is PushFailure.CLOSED, "nothing is pushed after close"
+        assert len(harness.log.outcomes(job)) == 1, "close delivers each outcome, once"
+    assert harness.failure(99) is PushFailure.CLOSED, "nothing is pushed after close"
 
 
-def check_closing_a_receiver_ends_everything(rig: LinkHarness) -> None:
-    rig.receiver.open(1, range(_NUM_SLOTS))
-    rig.receiver.open(2, range(_NUM_SLOTS))
-    sender = rig.sender()
+def check_closing_a_receiver_ends_everything(harness: LinkHarness) -> None:
+    harness.receiver.open(1, range(_NUM_SLOTS))
+    harness.receiver.open(2, range(_NUM_SLOTS))
+    sender = harness.sender()
     for job in range(20):
-        sender.push(rig.push(job, 1 + job % 2, range(_NUM_SLOTS)))
-    rig.receiver.close()
-    rig.receiver.close()
+        sender.push(harness.push(job, 1 + job % 2, range(_NUM_SLOTS)))
+    harness.receiver.close()
+    harness.receiver.close()
 
-    rig.log.quiet(1), rig.log.quiet(2)
-    rig.target.rows[:] = 0
+    harness.log.quiet(1), harness.log.quiet(2)
+    harness.target.rows[:] = 0
     for job in range(20):
-        rig.log.outcome(job)
-        assert len(rig.log.outcomes(job)) == 1, "exactly one outcome"
-    assert rig.untouched(range(_NUM_SLOTS)), "bytes landed in a closed receiver"
+        harness.log.outcome(job)
+        assert len(harness.log.outcomes(job)) == 1, "exactly one outcome"
+    assert harness.untouched(range(_NUM_SLOTS)), "bytes landed in a closed receiver"
 
 
-def check_nobody_there_is_an_outcome(rig: LinkHarness) -> None:
-    sender = rig.sender()
-    rig.receiver.close()
-    sender.push(rig.push(1, 1, [0]))
+def check_nobody_there_is_an_outcome(harness: LinkHarness) -> None:
+    sender = harness.sender()
+    harness.receiver.close()
+    sender.push(harness.push(1, 1, [0]))
 
     gone = (PushFailure.UNREACHABLE, PushFailure.LOST)
-    assert rig.failure(1) in gone, "a push to nobody fails"
+    assert harness.failure(1) in gone, "a push to nobody fails"
 
 
 CHECKS: tuple[Callable[[LinkHarness], None], ...] = (

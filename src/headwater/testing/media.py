@@ -6,10 +6,10 @@ from typing import Any
 from headwater.clock import SystemClock
 from headwater.storage.codec import HEADER_BYTES
 from headwater.storage.deadline import Deadline
+from headwater.storage.file.slab import slab_path
+from headwater.storage.file.table import PAGE_BYTES, Entry, Table
 from headwater.storage.memory import MemoryStorage
-from headwater.storage.resp import Address, RespConnection, command
-from headwater.storage.slab import slab_path
-from headwater.storage.table import PAGE_BYTES, Entry, Table
+from headwater.storage.redis.resp import Address, RespConnection, command
 from headwater.types import BlockKey
 
 

@@ -179,14 +179,14 @@ class EchoPeer:
         assert stats.device.free + stats.device.cached == stats.device.total, f"leaked: {stats}"
 
     def _exchange(self) -> HandoffController:
-        hands = HandoffDependencies(
+        dependencies = HandoffDependencies(
             network=HeldNetwork(self.fabric, self.name),
             receiver=HeldReceiver(self.fabric, self.link),
             connect=lambda link: HeldSender(self.fabric, self.name, link),
             memory=EchoMemory(self.rows.shape[1]),
             new_id=_numbers(f"{self.name}/{self.epoch}"),
         )
-        return HandoffController(self.scheduler, hands, self.config)
+        return HandoffController(self.scheduler, dependencies, self.config)
 
 
 class EchoPair:

@@ -16,7 +16,7 @@ from headwater.disagg.link import BlockPiece
 from headwater.disagg.links.frames import Frame, Malformed, SentPiece, describe
 from headwater.disagg.links.landing import ArrivingBlocks
 from headwater.disagg.links.stream import TICK_S, Patience
-from headwater.storage.pointer import address_of
+from headwater.storage.buffers import address_of
 
 
 class FrameCredits:

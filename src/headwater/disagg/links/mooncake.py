@@ -38,7 +38,7 @@ from headwater.disagg.links.hello import Greeting, HandshakeResult, LinkSession,
 from headwater.disagg.links.stream import LinkBroken, Patience, Stream
 from headwater.disagg.links.tcp import connect, host_port, listen, parse_host_port
 from headwater.errors import ConfigError
-from headwater.storage.pointer import address_of
+from headwater.storage.buffers import address_of
 
 _GRANT = struct.Struct("<QQQ")
 """Address of the first cell, bytes of a cell, number of cells; then the engine's name."""

@@ -69,8 +69,8 @@ class SimFabric:
     def send(self, sender: str, to: str, message: Message, now: float) -> None:
         """Let a message arrive in a moment, after those that were sent before it."""
         self._num_sent += 1
-        said = PeerMessage(sender, message)
-        heappush(self._messages, (now + MESSAGE_S, self._num_sent, to, said))
+        envelope = PeerMessage(sender, message)
+        heappush(self._messages, (now + MESSAGE_S, self._num_sent, to, envelope))
 
     def open(self, host: str, lease: int) -> None:
         """Let blocks land."""
@@ -97,7 +97,7 @@ class SimFabric:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Endpoint:
     """One instance's own end of the fabric."""
 
     fabric: SimFabric
@@ -111,11 +111,11 @@ class _Place:
 class SimNetwork:
     """The `Network` of one instance."""
 
-    place: _Place
+    endpoint: _Endpoint
 
     def send(self, peer: str, message: Message) -> None:
-        place = self.place
-        place.fabric.send(place.name, peer, message, place.clock.now())
+        endpoint = self.endpoint
+        endpoint.fabric.send(endpoint.name, peer, message, endpoint.clock.now())
 
     def close(self) -> None:
         return None
@@ -125,17 +125,17 @@ class SimNetwork:
 class SimSender:
     """The `Sender` of one instance to one receiver."""
 
-    place: _Place
+    endpoint: _Endpoint
     to: str
 
     def push(self, push: Push) -> None:
-        place = self.place
+        endpoint = self.endpoint
 
         def arrive(delivery: Delivery) -> None:
-            place.fabric.land(place.name, self.to, push)
+            endpoint.fabric.land(endpoint.name, self.to, push)
 
         num_bytes = sum(piece.num_bytes for piece in push.pieces)
-        place.link.start(num_bytes, arrive, now=place.clock.now())
+        endpoint.link.start(num_bytes, arrive, now=endpoint.clock.now())
 
     def cancel(self, lease: int) -> None:
         """What has begun arrives, and is refused if its lease is fenced by then."""
@@ -148,17 +148,17 @@ class SimSender:
 class SimReceiver:
     """The `Receiver` of one instance."""
 
-    place: _Place
+    endpoint: _Endpoint
 
     @property
     def address(self) -> str:
-        return self.place.name
+        return self.endpoint.name
 
     def open(self, lease: int, slots: Sequence[int]) -> None:
-        self.place.fabric.open(self.place.name, lease)
+        self.endpoint.fabric.open(self.endpoint.name, lease)
 
     def fence(self, lease: int) -> None:
-        self.place.fabric.fence(self.place.name, lease)
+        self.endpoint.fabric.fence(self.endpoint.name, lease)
 
     def close(self) -> None:
         return None
@@ -185,13 +185,13 @@ def make_exchange(
     accepts: bool,
 ) -> HandoffController:
     """The hand-offs of the instance `name`, which computes for others if it `accepts`."""
-    place = _Place(fabric, name, clock, links["peer"])
+    endpoint = _Endpoint(fabric, name, clock, links["peer"])
     numbers = Random(name)
-    hands = HandoffDependencies(
-        network=SimNetwork(place),
-        receiver=SimReceiver(place),
-        connect=lambda to: SimSender(place, to),
+    dependencies = HandoffDependencies(
+        network=SimNetwork(endpoint),
+        receiver=SimReceiver(endpoint),
+        connect=lambda to: SimSender(endpoint, to),
         memory=SimMemory(block_bytes),
         new_id=lambda: numbers.getrandbits(63),
     )
-    return HandoffController(scheduler, hands, HandoffConfig(), accepts=accepts)
+    return HandoffController(scheduler, dependencies, HandoffConfig(), accepts=accepts)

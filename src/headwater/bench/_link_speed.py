@@ -1,6 +1,6 @@
 """MB/s of each link against the barest way to do the same, in turns; two processes.
 
-    python -m headwater.bench._links [--quick]
+    python -m headwater.bench._link_speed [--quick]
 
 `tcp` runs against a bare socket, `shm` against memcpy, `mooncake` against bare Transfer Engine
 calls. The two that travel verify what arrives, so their ceilings pass over the bytes too, once on
@@ -24,8 +24,8 @@ from headwater.bench._link_far import DONE, MARK, TOKEN, Blocks, bare_engine
 from headwater.clock import SystemClock
 from headwater.disagg.link import BlockPiece, LinkEvent, Push, PushDone, Sender
 from headwater.disagg.links import LinkConfig, Links
+from headwater.storage.buffers import address_of
 from headwater.storage.codec import checksum
-from headwater.storage.pointer import address_of
 
 _BLOCK_BYTES = 1 << 20
 _NUM_BLOCKS = 64

@@ -5,23 +5,23 @@ from threading import Event
 import pytest
 
 from headwater.errors import StorageError, StorageTimeout
-from headwater.storage.lanes import IoThreads
+from headwater.storage.io_threads import IoThreads
 
 
 def test_results_come_in_order() -> None:
     """Whatever order the threads finish in."""
-    lanes = IoThreads("test", 3)
+    threads = IoThreads("test", 3)
 
-    assert lanes.run([lambda n=n: n * n for n in range(20)], timeout_s=5) == [  # type: ignore[misc]
+    assert threads.run([lambda n=n: n * n for n in range(20)], timeout_s=5) == [  # type: ignore[misc]
         n * n for n in range(20)
     ]
-    assert lanes.run([], timeout_s=5) == []
-    lanes.close()
+    assert threads.run([], timeout_s=5) == []
+    threads.close()
 
 
 def test_an_error_is_raised_after_all_calls_have_ended() -> None:
     """So that no buffer is in use when the caller hears of it."""
-    lanes, ended = IoThreads("test", 2), []
+    threads, ended = IoThreads("test", 2), []
 
     def fail() -> None:
         raise ValueError("broken")
@@ -30,52 +30,52 @@ def test_an_error_is_raised_after_all_calls_have_ended() -> None:
         ended.append(1)
 
     with pytest.raises(ValueError, match="broken"):
-        lanes.run([fail, work, work, work], timeout_s=5)
+        threads.run([fail, work, work, work], timeout_s=5)
     assert len(ended) == 3
-    lanes.close()
+    threads.close()
 
 
 def test_a_hung_call_ends_the_wait_not_the_call() -> None:
     """`quiet` is set when it has ended; what had not begun never begins (lesson 50)."""
-    lanes, gate, begun = IoThreads("test", 1), Event(), Event()
+    threads, gate, begun = IoThreads("test", 1), Event(), Event()
 
     def begin() -> bool:
         begun.set()
         return True
 
     with pytest.raises(StorageTimeout) as caught:
-        lanes.run([gate.wait, begin], timeout_s=0.01)
+        threads.run([gate.wait, begin], timeout_s=0.01)
 
     quiet = caught.value.quiet
     assert quiet is not None
     assert not quiet.is_set()
     gate.set()
     assert quiet.wait(5)
-    assert lanes.run([lambda: 3], timeout_s=5) == [3]
+    assert threads.run([lambda: 3], timeout_s=5) == [3]
     assert not begun.is_set()
-    lanes.close()
+    threads.close()
 
 
 def test_a_call_that_never_began_is_quiet_at_once() -> None:
-    """All lanes hang: the next caller's buffers were never touched."""
-    lanes, gate = IoThreads("test", 1), Event()
+    """All threads hang: the next caller's buffers were never touched."""
+    threads, gate = IoThreads("test", 1), Event()
     with pytest.raises(StorageTimeout):
-        lanes.run([gate.wait], timeout_s=0.01)
+        threads.run([gate.wait], timeout_s=0.01)
 
     with pytest.raises(StorageTimeout) as caught:
-        lanes.run([lambda: 1], timeout_s=0.01)
+        threads.run([lambda: 1], timeout_s=0.01)
 
     assert caught.value.quiet is not None
     assert caught.value.quiet.is_set()
     gate.set()
-    lanes.close()
+    threads.close()
 
 
 def test_closed_lanes_take_no_calls() -> None:
     """Closing twice is safe."""
-    lanes = IoThreads("test", 1)
-    lanes.close()
-    lanes.close()
+    threads = IoThreads("test", 1)
+    threads.close()
+    threads.close()
 
     with pytest.raises(StorageError, match="closed"):
-        lanes.run([lambda: 1], timeout_s=1)
+        threads.run([lambda: 1], timeout_s=1)

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from headwater.errors import ConfigError, StorageCorrupt
 from headwater.storage.codec import BlockFormat
-from headwater.storage.openfile import OpenFile
-from headwater.storage.slab import Slab, slab_path
-from headwater.storage.table import Geometry, Table, lock_file
+from headwater.storage.file.descriptor import OpenFile
+from headwater.storage.file.slab import Slab, slab_path
+from headwater.storage.file.table import Geometry, Table, lock_file
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors that mean that there is no room."""
@@ -25,7 +25,7 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _OURS = frozenset({".slab", ".table", ".new"})
 
 
-class Folder:
+class SlabDirectory:
     """One storage directory, as one process sees it."""
 
     def __init__(self, path: Path, *, direct: bool = True) -> None:

@@ -22,10 +22,10 @@ from headwater.storage.codec import (
     encode_header,
     verify_block,
 )
+from headwater.storage.counters import StorageCounters
 from headwater.storage.deadline import Deadline
-from headwater.storage.resp import Address, ReplyError, RespConnection, command
+from headwater.storage.redis.resp import Address, ReplyError, RespConnection, command
 from headwater.storage.settings import read_settings
-from headwater.storage.tally import Tally
 from headwater.types import BlockKey
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ class RedisStorage:
         self._ttl = [b"PX", b"%d" % (config.ttl_s * 1e3)] if config.ttl_s is not None else []
         self._value_bytes = HEADER_BYTES + form.block_bytes
         self._head_bytes = len(b"$%d\r\n" % self._value_bytes) + HEADER_BYTES
-        self._tally = Tally("redis", form.block_bytes)
+        self._counters = StorageCounters("redis", form.block_bytes)
         self._lock = Lock()
         self._idle: list[RespConnection] = []
         self._closed = False
@@ -110,7 +110,7 @@ class RedisStorage:
         outcomes = self._with_connection(
             lambda link: self._read(link, keys, into, deadline), deadline
         )
-        return self._tally.reads(outcomes)
+        return self._counters.count_reads(outcomes)
 
     def write(
         self,
@@ -126,7 +126,7 @@ class RedisStorage:
         outcomes = self._with_connection(
             lambda link: self._write(link, work, deadline), deadline
         )
-        return self._tally.writes(outcomes)
+        return self._counters.count_writes(outcomes)
 
     def remove(self, keys: Sequence[BlockKey] | None, *, timeout_s: float) -> int:
         deadline = self._deadline(timeout_s)
@@ -140,7 +140,7 @@ class RedisStorage:
         return gone.count(b":1")
 
     def stats(self) -> StorageStats:
-        return self._tally.stats()
+        return self._counters.stats()
 
     def close(self) -> None:
         with self._lock:
@@ -184,7 +184,7 @@ class RedisStorage:
             return BlockRead.ABSENT
         if value_bytes != HEADER_BYTES + len(view):
             _drain(link, value_bytes + 2, deadline)
-            self._tally.reason("bad_length")
+            self._counters.count_failure("bad_length")
             return BlockRead.DAMAGED
         link.fill([memoryview(header), view, memoryview(bytearray(2))], deadline)
         return BlockRead.READ
@@ -197,7 +197,7 @@ class RedisStorage:
         try:
             verify_block(header, view, form=self._form, key=key)
         except StorageCorrupt as error:
-            self._tally.reason(error.reason)
+            self._counters.count_failure(error.reason)
             return BlockRead.DAMAGED
         return BlockRead.READ
 
@@ -228,7 +228,7 @@ class RedisStorage:
         except ReplyError as error:
             if ": OOM " not in str(error):
                 raise
-            self._tally.reason("no_room")
+            self._counters.count_failure("no_room")
             return BlockWrite.REFUSED
         return BlockWrite.WRITTEN if reply == b"+OK" else BlockWrite.PRESENT
 

@@ -17,7 +17,7 @@ _STAGGER_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceLoad:
-    """Which requests are played, and how fast: enough to make them again in any process."""
+    """Which requests are replayed, and how fast: enough to make them again in any process."""
 
     trace: Path
     limit: int | None = None

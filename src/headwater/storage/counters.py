@@ -6,7 +6,7 @@ from threading import Lock
 from headwater.storage.base import BlockRead, BlockWrite, StorageStats
 
 
-class Tally:
+class StorageCounters:
     """Thread-safe counters behind a backend's `stats()`."""
 
     def __init__(self, backend: str, block_bytes: int) -> None:
@@ -18,24 +18,24 @@ class Tally:
         self._reasons: Counter[str] = Counter()
         self._evicted = 0
 
-    def reads(self, outcomes: list[BlockRead]) -> list[BlockRead]:
+    def count_reads(self, outcomes: list[BlockRead]) -> list[BlockRead]:
         """Count what became of a read, and hand it on."""
         with self._lock:
             self._reads.update(outcomes)
         return outcomes
 
-    def writes(self, outcomes: list[BlockWrite]) -> list[BlockWrite]:
+    def count_writes(self, outcomes: list[BlockWrite]) -> list[BlockWrite]:
         """Count what became of a write, and hand it on."""
         with self._lock:
             self._writes.update(outcomes)
         return outcomes
 
-    def reason(self, word: str, count: int = 1) -> None:
+    def count_failure(self, reason: str, count: int = 1) -> None:
         """Something went wrong, for this reason."""
         with self._lock:
-            self._reasons[word] += count
+            self._reasons[reason] += count
 
-    def evicted(self, count: int = 1) -> None:
+    def count_evicted(self, count: int = 1) -> None:
         with self._lock:
             self._evicted += count
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headwater.replay.picture import COLOURS, new_figure, save
+from headwater.replay.charts import COLOURS, new_figure, save
 from headwater.replay.plan import TIERS, Plan, Point, settings_of, value_of
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ POLICIES = list(WritePolicy)
 
 
 @dataclass
-class Play:
+class RandomWorkload:
     """One random workload on one small engine whose executors are unreliable."""
 
     rig: Rig
@@ -87,7 +87,7 @@ class Play:
 
 
 @st.composite
-def plays(draw, *, faults: bool) -> Play:
+def workloads(draw, *, faults: bool) -> RandomWorkload:
     """Pools that barely hold one request, prompts that share prefixes and come back."""
     block_tokens = draw(st.sampled_from([2, 4]))
     specs = draw(
@@ -132,12 +132,12 @@ def plays(draw, *, faults: bool) -> Play:
     )
     if faults:
         rig.copier.dooms = lambda transfer: dice.random() < 0.15
-    return Play(rig, requests, dice, faults)
+    return RandomWorkload(rig, requests, dice, faults)
 
 
-def check_whole(play: Play) -> None:
-    rig = play.rig
-    for request in play.requests:
+def check_whole(workload: RandomWorkload) -> None:
+    rig = workload.rig
+    for request in workload.requests:
         assert rig.outputs[request.request_id] == expected_tokens(request)
         assert rig.reasons[request.request_id] in ("stop", "length")
     rig.check_empty()
@@ -150,21 +150,21 @@ def check_whole(play: Play) -> None:
 
 @pytest.mark.slow
 @search(examples=150)
-@given(play=plays(faults=False))
-def test_tiers_change_no_token(play: Play) -> None:
+@given(workload=workloads(faults=False))
+def test_tiers_change_no_token(workload: RandomWorkload) -> None:
     """Cached = uncached and preempted = undisturbed with lower tiers on: every write policy,
     every load policy, both depths, pools that barely hold one request."""
-    play.run()
+    workload.run()
 
-    check_whole(play)
+    check_whole(workload)
 
 
 @pytest.mark.slow
 @search(examples=200)
-@given(play=plays(faults=True))
-def test_no_fault_changes_a_token_or_keeps_a_slot(play: Play) -> None:
+@given(workload=workloads(faults=True))
+def test_no_fault_changes_a_token_or_keeps_a_slot(workload: RandomWorkload) -> None:
     """Lessons 20, 24, 38, 44, 50: failed, partial, late and hung copies and reads, lost and
     damaged blocks, resets: every request ends with its own tokens, every slot comes back."""
-    play.run()
+    workload.run()
 
-    check_whole(play)
+    check_whole(workload)

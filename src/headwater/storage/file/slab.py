@@ -15,10 +15,10 @@ from pathlib import Path
 from threading import local
 
 from headwater.errors import StorageCorrupt
+from headwater.storage.buffers import address_of, copy_bytes
 from headwater.storage.codec import encode_header, verify_block
-from headwater.storage.openfile import OpenFile
-from headwater.storage.pointer import address_of, copy_bytes
-from headwater.storage.table import PAGE_BYTES, Entry, Geometry, Table
+from headwater.storage.file.descriptor import OpenFile
+from headwater.storage.file.table import PAGE_BYTES, Entry, Geometry, Table
 
 
 class Slab:

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from threading import Lock
 from typing import NamedTuple
 
-from headwater.storage.slab import Slab
-from headwater.storage.table import Entry
+from headwater.storage.file.slab import Slab
+from headwater.storage.file.table import Entry
 from headwater.types import BlockKey
 
 

@@ -18,14 +18,14 @@ from headwater.clock import Clock
 from headwater.errors import ConfigError, StorageCorrupt, StorageError
 from headwater.storage.base import BlockRead, BlockWrite, Opening, StorageStats, leading
 from headwater.storage.codec import BlockFormat
+from headwater.storage.counters import StorageCounters
 from headwater.storage.deadline import Deadline
-from headwater.storage.folder import FULL, Folder
-from headwater.storage.index import SlotEntry, SlotIndex
-from headwater.storage.lanes import IoThreads
+from headwater.storage.file.directory import FULL, SlabDirectory
+from headwater.storage.file.index import SlotEntry, SlotIndex
+from headwater.storage.file.slab import Slab
+from headwater.storage.file.table import Geometry
+from headwater.storage.io_threads import IoThreads
 from headwater.storage.settings import read_settings
-from headwater.storage.slab import Slab
-from headwater.storage.table import Geometry
-from headwater.storage.tally import Tally
 from headwater.types import BlockKey
 
 T = TypeVar("T")
@@ -90,10 +90,10 @@ class FileStorage:
         self._form = form
         self._clock = clock
         self._geometry = config.geometry(form)
-        self._folder = Folder(Path(config.path), direct=config.direct)
+        self._directory = SlabDirectory(Path(config.path), direct=config.direct)
         self._index = SlotIndex()
-        self._tally = Tally("file", form.block_bytes)
-        self._lanes = IoThreads("file storage", config.num_threads)
+        self._counters = StorageCounters("file", form.block_bytes)
+        self._io_threads = IoThreads("file storage", config.num_threads)
         self._growing = Lock()
         self._full_until_s = float("-inf")
         self._refreshing = Lock()
@@ -125,7 +125,7 @@ class FileStorage:
         calls = [partial(self._read, *one) for one in zip(keys, into, strict=True)]
         outcomes = self._run(calls, deadline)
         self._index.touch(keys)
-        return self._tally.reads(outcomes)
+        return self._counters.count_reads(outcomes)
 
     def write(
         self,
@@ -141,7 +141,7 @@ class FileStorage:
         calls = [partial(self._write, *one) for one in zip(keys, blocks, parents, strict=True)]
         outcomes = self._run(calls, deadline)
         self._index.touch(keys)
-        return self._tally.writes(outcomes)
+        return self._counters.count_writes(outcomes)
 
     def remove(self, keys: Sequence[BlockKey] | None, *, timeout_s: float) -> int:
         """Forget blocks of ours. Those in other processes' slabs are theirs to remove."""
@@ -153,7 +153,7 @@ class FileStorage:
         return removed
 
     def stats(self) -> StorageStats:
-        return self._tally.stats(
+        return self._counters.stats(
             num_blocks=self._index.num_blocks,
             used_bytes=sum(slab.geometry.total_bytes for slab in self._index.slabs),
             capacity_bytes=self._config.capacity_bytes,
@@ -161,7 +161,7 @@ class FileStorage:
 
     def close(self) -> None:
         """Stop owning: another process may take the slabs over at once."""
-        self._lanes.close()
+        self._io_threads.close()
         self._index.clear()
         self._theirs.clear()
 
@@ -174,10 +174,10 @@ class FileStorage:
 
     def _run(self, calls: Sequence[Callable[[], T]], deadline: Deadline) -> list[T]:
         try:
-            return self._lanes.run(calls, timeout_s=deadline.left_s())
+            return self._io_threads.run(calls, timeout_s=deadline.left_s())
         except OSError as error:
-            self._tally.reason("io_error")
-            raise StorageError(f"{self._folder.path}: {error}") from error
+            self._counters.count_failure("io_error")
+            raise StorageError(f"{self._directory.path}: {error}") from error
 
     def _look(self, keys: Sequence[BlockKey], deadline: Deadline) -> None:
         """See what other processes have written, if that could make a difference."""
@@ -205,7 +205,7 @@ class FileStorage:
 
     def _give_up(self, place: SlotEntry, reason: str) -> None:
         """Count a block that cannot be used, and let nobody find it again."""
-        self._tally.reason(reason)
+        self._counters.count_failure(reason)
         if place.slab.owned:
             place.slab.table.clear(place.entry.slot)
         self._index.forget(place)
@@ -218,12 +218,14 @@ class FileStorage:
         except OSError as error:
             reason = "disk_full" if error.errno in FULL else "io_error"
             if error.errno not in FULL:
-                raise StorageError(f"cannot write to {self._folder.path}: {error}") from error
+                raise StorageError(
+                    f"cannot write to {self._directory.path}: {error}"
+                ) from error
         finally:
             self._index.unclaim(key)
         if reason is None:
             return BlockWrite.WRITTEN
-        self._tally.reason(reason)
+        self._counters.count_failure(reason)
         return BlockWrite.REFUSED
 
     def _store(self, key: BlockKey, block: memoryview, parent: BlockKey) -> str | None:
@@ -246,7 +248,7 @@ class FileStorage:
             place, _ = self._index.take(key, parent, evict=False)
         if place is None:
             place, evicted = self._index.take(key, parent, evict=True)
-            self._tally.evicted(int(evicted))
+            self._counters.count_evicted(int(evicted))
         return place
 
     def _grow(self) -> bool:
@@ -259,7 +261,7 @@ class FileStorage:
             self._adopt()
             if self._index.has_free():
                 return True
-            slab = self._folder.create(
+            slab = self._directory.create(
                 self._geometry,
                 capacity_bytes=self._config.capacity_bytes,
                 reserve_bytes=self._config.reserve_bytes,
@@ -285,7 +287,7 @@ class FileStorage:
     def _refresh(self) -> None:
         """Take over new slabs without an owner, and learn what others have written since."""
         with self._refreshing:
-            names = self._folder.names()
+            names = self._directory.names()
             if names != self._names:
                 self._rescan()
                 self._names = names
@@ -296,15 +298,15 @@ class FileStorage:
 
     def _rescan(self) -> None:
         self._adopt()
-        names = self._folder.names() - self._index.names
+        names = self._directory.names() - self._index.names
         for gone in self._theirs.keys() - names:
             self._index.unlearn(self._theirs.pop(gone))
         for name in names - self._theirs.keys():
-            slab = self._folder.peek(name)
+            slab = self._directory.peek(name)
             if slab is not None and slab.geometry.form == self._form:
                 self._theirs[name] = slab
 
     def _adopt(self) -> None:
         """Become the owner of slabs that have none."""
-        for slab in self._folder.adopt(self._form, known=self._index.names):
+        for slab in self._directory.adopt(self._form, known=self._index.names):
             self._index.add_slab(slab)

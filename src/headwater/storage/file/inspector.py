@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headwater.errors import ConfigError, StorageCorrupt
-from headwater.storage.folder import Folder
-from headwater.storage.slab import Slab
-from headwater.storage.table import Entry
+from headwater.storage.file.directory import SlabDirectory
+from headwater.storage.file.slab import Slab
+from headwater.storage.file.table import Entry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlabSurvey:
+class SlabSummary:
     """One slab, as its table tells it."""
 
     name: str
@@ -56,7 +56,7 @@ class Verification:
     findings: list[Finding]
 
 
-class Survey:
+class StorageInspector:
     """A directory, opened for looking. ConfigError where it is not a storage directory."""
 
     def __init__(self, path: Path) -> None:
@@ -64,18 +64,18 @@ class Survey:
             raise ConfigError(f"{path} is not a directory")
         if not (path / "lock").exists():
             raise ConfigError(f"{path} is not a storage directory: it has no file named 'lock'")
-        self._folder = Folder(path)
+        self._directory = SlabDirectory(path)
 
     @property
     def used_bytes(self) -> int:
-        return self._folder.used_bytes()
+        return self._directory.used_bytes()
 
-    def slabs(self) -> list[SlabSurvey]:
+    def slabs(self) -> list[SlabSummary]:
         """Every slab, oldest first; also those that no process can use any more."""
         found = [
-            self._describe(name, self._folder.peek(name))
-            for name in self._folder.names()
-            if self._folder.bytes_of(name)
+            self._describe(name, self._directory.peek(name))
+            for name in self._directory.names()
+            if self._directory.bytes_of(name)
         ]
         return sorted(found, key=lambda slab: (slab.written_at_s, slab.name))
 
@@ -110,36 +110,36 @@ class Survey:
 
     def prune(
         self, *, to_bytes: int | None = None, model: str | None = None, dry_run: bool = False
-    ) -> list[SlabSurvey]:
+    ) -> list[SlabSummary]:
         """Delete slabs without an owner, oldest first: those of `model`, or of every model, until
         the directory takes no more than `to_bytes`. What was, or would be, deleted."""
-        gone: list[SlabSurvey] = []
+        gone: list[SlabSummary] = []
         used = self.used_bytes
         for slab in self.slabs():
             if slab.in_use or (model is not None and not slab.model.startswith(model)):
                 continue
             if to_bytes is not None and used <= to_bytes:
                 break
-            if dry_run or self._folder.prune(slab.name):
+            if dry_run or self._directory.prune(slab.name):
                 gone.append(slab)
                 used -= slab.total_bytes
         return gone
 
     def _open_all(self) -> Iterator[tuple[str, Slab]]:
-        for name in sorted(self._folder.names()):
-            slab = self._folder.peek(name)
+        for name in sorted(self._directory.names()):
+            slab = self._directory.peek(name)
             if slab is not None:
                 yield name, slab
 
-    def _describe(self, name: str, slab: Slab | None) -> SlabSurvey:
-        return SlabSurvey(
+    def _describe(self, name: str, slab: Slab | None) -> SlabSummary:
+        return SlabSummary(
             name=name,
             model="" if slab is None else slab.geometry.form.fingerprint.hex(),
             block_bytes=0 if slab is None else slab.geometry.form.block_bytes,
             num_blocks=0 if slab is None else sum(1 for _ in slab.table.entries()),
             num_slots=0 if slab is None else slab.geometry.num_slots,
-            total_bytes=self._folder.bytes_of(name),
-            in_use=self._folder.is_owned(name),
-            written_at_s=self._folder.written_at_s(name),
+            total_bytes=self._directory.bytes_of(name),
+            in_use=self._directory.is_owned(name),
+            written_at_s=self._directory.written_at_s(name),
             readable=slab is not None,
         )

@@ -2,7 +2,7 @@
 
 Every process that opens it lends a segment of its memory to the pool and finds what all others
 have stored; a `mooncake_master` says where. Payloads move straight between the pool and the
-caller's buffers. The calls are C++ and cannot be interrupted, so they run in lanes: a call that
+caller's buffers. The calls are C++ and cannot be interrupted, so they run in I/O threads: a call that
 hangs is left behind, and says when it is out of the caller's buffers.
 """
 
@@ -19,12 +19,12 @@ from typing import Any, Self, TypeVar
 from headwater.clock import Clock
 from headwater.errors import ConfigError, StorageCorrupt, StorageError, StorageTimeout
 from headwater.storage.base import BlockRead, BlockWrite, Opening, StorageStats, leading
+from headwater.storage.buffers import address_of
 from headwater.storage.codec import HEADER_BYTES, BlockFormat, encode_header, verify_block
+from headwater.storage.counters import StorageCounters
 from headwater.storage.deadline import Deadline
-from headwater.storage.lanes import IoThreads
-from headwater.storage.pointer import address_of
-from headwater.storage.pool import MooncakeConfig, mooncake_config
-from headwater.storage.tally import Tally
+from headwater.storage.io_threads import IoThreads
+from headwater.storage.mooncake.config import MooncakeConfig, mooncake_config
 from headwater.types import BlockKey
 
 T = TypeVar("T")
@@ -51,8 +51,8 @@ class MooncakeStorage:
         self._config = config
         self._form = form
         self._clock = clock
-        self._tally = Tally("mooncake", form.block_bytes)
-        self._lanes = IoThreads("mooncake storage", config.num_threads)
+        self._counters = StorageCounters("mooncake", form.block_bytes)
+        self._io_threads = IoThreads("mooncake storage", config.num_threads)
         self._headers = local()
         self._closed = False
         self._store = _import_store()()
@@ -74,7 +74,7 @@ class MooncakeStorage:
     ) -> list[BlockRead]:
         self._form.check(into)
         work = list(zip(keys, into, strict=True))
-        return self._tally.reads(self._in_batches(self._read, work, timeout_s))
+        return self._counters.count_reads(self._in_batches(self._read, work, timeout_s))
 
     def write(
         self,
@@ -86,7 +86,7 @@ class MooncakeStorage:
     ) -> list[BlockWrite]:
         self._form.check(blocks)
         work = list(zip(keys, blocks, parents, strict=True))
-        return self._tally.writes(self._in_batches(self._write, work, timeout_s))
+        return self._counters.count_writes(self._in_batches(self._write, work, timeout_s))
 
     def remove(self, keys: Sequence[BlockKey] | None, *, timeout_s: float) -> int:
         """None removes all that has our prefix: the pool can be asked by name only."""
@@ -94,21 +94,21 @@ class MooncakeStorage:
         return self._call(work, self._deadline(timeout_s))
 
     def stats(self) -> StorageStats:
-        return self._tally.stats()
+        return self._counters.stats()
 
     def close(self) -> None:
         """Leave the pool; what this process lent to it is gone from it."""
         if self._closed:
             return
         self._closed = True
-        if self._lanes.drain(self._config.join_timeout_s) and self._master_listens():
+        if self._io_threads.drain(self._config.join_timeout_s) and self._master_listens():
             with contextlib.suppress(StorageError):
-                self._lanes.run([self._store.close], timeout_s=self._config.join_timeout_s)
+                self._io_threads.run([self._store.close], timeout_s=self._config.join_timeout_s)
         else:
             # Closing the store under a call that hangs would crash the process, and closing or
             # destroying it without a master stops every thread for seconds: it is left open.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._store))
-        self._lanes.close()
+        self._io_threads.close()
 
     def _join(self, memory: memoryview | None) -> None:
         config = self._config
@@ -125,12 +125,12 @@ class MooncakeStorage:
         code: int | str = "nobody listens there"
         if self._master_listens():  # `setup` would try for minutes, and stop every thread
             try:
-                [code] = self._lanes.run([join], timeout_s=config.join_timeout_s)
+                [code] = self._io_threads.run([join], timeout_s=config.join_timeout_s)
             except StorageTimeout:
                 code = "no answer"
         if code != 0:
             self._closed = True
-            self._lanes.close()
+            self._io_threads.close()
             raise ConfigError(
                 f"cannot join the Mooncake pool of the master at {config.master} ({code}); "
                 "is mooncake_master running there?"
@@ -169,7 +169,7 @@ class MooncakeStorage:
     def _run(self, calls: Sequence[Callable[[], T]], deadline: Deadline) -> list[T]:
         if self._closed:
             raise StorageError("mooncake storage is closed")
-        return self._lanes.run(calls, timeout_s=deadline.left_s())
+        return self._io_threads.run(calls, timeout_s=deadline.left_s())
 
     def _exist(self, keys: Sequence[BlockKey]) -> list[bool]:
         if not keys:
@@ -209,7 +209,7 @@ class MooncakeStorage:
         try:
             verify_block(header, view, form=self._form, key=key)
         except StorageCorrupt as error:
-            self._tally.reason(error.reason)
+            self._counters.count_failure(error.reason)
             return BlockRead.DAMAGED
         return BlockRead.READ
 
@@ -217,9 +217,9 @@ class MooncakeStorage:
         """A block that is there and could not be moved: of another size, or on a dead machine."""
         there = self._store.get_size(self._name(key))
         if there >= 0 and there != HEADER_BYTES + self._form.block_bytes:
-            self._tally.reason("bad_length")
+            self._counters.count_failure("bad_length")
             return BlockRead.DAMAGED
-        self._tally.reason("transfer_failed")
+        self._counters.count_failure("transfer_failed")
         return BlockRead.ABSENT
 
     def _write(self, work: Sequence[tuple[BlockKey, memoryview, BlockKey]]) -> list[BlockWrite]:
@@ -242,7 +242,9 @@ class MooncakeStorage:
         self._raise_if_dead([code for code in codes if code != _NO_ROOM])
         for code in codes:
             if code != 0:
-                self._tally.reason("no_room" if code == _NO_ROOM else "transfer_failed")
+                self._counters.count_failure(
+                    "no_room" if code == _NO_ROOM else "transfer_failed"
+                )
         return [BlockWrite.WRITTEN if code == 0 else BlockWrite.REFUSED for code in codes]
 
     def _remove(self, keys: Sequence[BlockKey]) -> int:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from headwater.errors import StorageCorrupt
 from headwater.storage.codec import BlockFormat
-from headwater.storage.openfile import OpenFile
+from headwater.storage.file.descriptor import OpenFile
 from headwater.types import BlockKey
 
 PAGE_BYTES = 4096

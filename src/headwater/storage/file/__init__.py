@@ -1,0 +1,1 @@
+"""The `file` backend: blocks in slab files of one directory that several processes share."""

@@ -1,0 +1,1 @@
+"""The `mooncake` backend: blocks in the memory of a Mooncake pool."""

@@ -1,0 +1,1 @@
+"""The `redis` backend: blocks as values of a Redis or Valkey server."""
