@@ -1,6 +1,7 @@
 """Rules a linter cannot see: what imports what, and how large a file may get."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -10,6 +11,21 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "headwater"
 LONGEST = 400
+
+WORD_ENDING = re.compile(r"(ings?|ers?|ors?|ed|ies|es|s|e|y)$")
+
+SIMILAR_MODULES = {
+    ("bench", "_pd", "pd"),
+    ("bench", "_router", "router"),
+    ("bench", "_servers", "serve"),
+    ("disagg", "decode", "decodes"),
+    ("disagg", "fetch", "fetches"),
+    ("disagg", "link", "links"),
+    ("disagg", "prefill", "prefills"),
+    ("scheduler", "load", "loading"),
+    ("scheduler", "ride", "riders"),
+}
+"""Pairs that are still to be renamed. This set may only shrink."""
 
 
 def test_the_core_imports_without_torch_and_without_server_libraries():
@@ -40,3 +56,34 @@ def test_a_public_class_name_is_defined_once():
                 places[node.name].append(str(path.relative_to(SOURCE)))
 
     assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+
+
+def test_no_two_modules_of_a_package_differ_only_by_a_plural_or_suffix():
+    """A reader cannot remember which of `decode` and `decodes` does what."""
+    stems = defaultdict(list)
+    for path in SOURCE.rglob("*"):
+        is_package = (path / "__init__.py").exists()
+        if (path.suffix == ".py" and path.stem != "__init__") or is_package:
+            package = str(path.parent.relative_to(SOURCE))
+            stems[package, stem_of(path.stem)].append(path.stem)
+    similar = {
+        (package, *sorted(names)) for (package, _), names in stems.items() if len(names) > 1
+    }
+
+    assert similar - SIMILAR_MODULES == set()
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("decode", "decodes"), ("load", "loading"), ("ride", "riders"), ("_pd", "pd")],
+)
+def test_similar_module_names_have_one_stem(one, other):
+    """The rule above sees plurals, suffixes and leading underscores."""
+    assert stem_of(one) == stem_of(other)
+
+
+def stem_of(name):
+    """`name` without a leading underscore and without its ending."""
+    bare = name.lstrip("_")
+    stem = WORD_ENDING.sub("", bare)
+    return stem if len(stem) > 2 else bare

@@ -1,6 +1,6 @@
 """Facts about the cache, as frozen values: what became findable where, and what went.
 
-Recorded by `cache.facts` when somebody asked for them, told to the outside by `metrics`.
+Recorded by `cache.kv_event_log` when somebody asked for them, told to the outside by `metrics`.
 """
 
 from dataclasses import dataclass
@@ -37,4 +37,4 @@ class BlocksCleared:
     """Nothing is in any tier any more."""
 
 
-CacheFact: TypeAlias = BlocksStored | BlocksRemoved | BlocksCleared
+CacheEvent: TypeAlias = BlocksStored | BlocksRemoved | BlocksCleared

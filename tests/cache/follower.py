@@ -1,4 +1,4 @@
-"""Somebody outside who knows the cache from its facts alone."""
+"""Somebody outside who knows the cache from its events alone."""
 
 from headwater.events import BlocksCleared, BlocksRemoved, BlocksStored
 from headwater.types import BlockKey, Tier
@@ -11,27 +11,29 @@ class Follower:
         self.tiers: dict[Tier, set[BlockKey]] = {tier: set() for tier in Tier}
         self.tokens: dict[BlockKey, bytes] = {}
 
-    def follow(self, facts):
-        """Apply facts in order; what makes no sense fails."""
-        for fact in facts:
-            match fact:
+    def follow(self, events):
+        """Apply events in order; what makes no sense fails."""
+        for event in events:
+            match event:
                 case BlocksStored():
-                    self.store(fact)
+                    self.store(event)
                 case BlocksRemoved():
-                    assert set(fact.keys) <= self.tiers[fact.tier], "removed, but never stored"
-                    assert len(set(fact.keys)) == len(fact.keys), "removed twice"
-                    self.tiers[fact.tier] -= set(fact.keys)
+                    assert set(event.keys) <= self.tiers[event.tier], (
+                        "removed, but never stored"
+                    )
+                    assert len(set(event.keys)) == len(event.keys), "removed twice"
+                    self.tiers[event.tier] -= set(event.keys)
                 case BlocksCleared():
                     for keys in self.tiers.values():
                         keys.clear()
 
-    def store(self, fact):
+    def store(self, event):
         known = set().union(*self.tiers.values())
-        assert fact.keys, "a fact about nothing"
-        assert not set(fact.keys) & self.tiers[fact.tier], "stored twice"
-        assert fact.parent is None or fact.parent in known, "stored without its parent"
-        self.tiers[fact.tier] |= set(fact.keys)
-        self.tokens[fact.keys[0]] = fact.tokens
+        assert event.keys, "a event about nothing"
+        assert not set(event.keys) & self.tiers[event.tier], "stored twice"
+        assert event.parent is None or event.parent in known, "stored without its parent"
+        self.tiers[event.tier] |= set(event.keys)
+        self.tokens[event.keys[0]] = event.tokens
 
 
 def cached(cache):

@@ -6,10 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.cache import FinishedRequest, Namespace, TokenPath
-from headwater.cache.duel import ShadowComparison
 from headwater.cache.lease import Lease
 from headwater.cache.node import Node, RetentionMark
-from headwater.cache.policy import MarkedRange
+from headwater.cache.policy import MarkedRun
 from headwater.cache.policy.fingerprint import Fingerprints
 from headwater.cache.policy.hazard import EDGES, NUM_BINS, ROW, HazardModel
 from headwater.cache.policy.history import History
@@ -17,6 +16,7 @@ from headwater.cache.policy.retention import Retention, Visit
 from headwater.cache.policy.samples import HazardSamples
 from headwater.cache.policy.session import SessionPolicy
 from headwater.cache.policy.traits import Relation, Traits, features_of
+from headwater.cache.shadow_comparison import ShadowComparison
 from headwater.types import RequestId, Tier
 from tests.search import search
 
@@ -206,7 +206,7 @@ def test_the_guard_follows_the_lru_while_that_finds_more():
     retention = Retention(BLOCK)
     orders = SessionPolicy(retention, Tier.DEVICE), SessionPolicy(retention, Tier.HOST)
     orders[0].resident_blocks = 40
-    duel = ShadowComparison(retention, orders)
+    comparison = ShadowComparison(retention, orders)
     hated, loved = retention.unknown, retention.hazards.add_class((1,), None)
     retention.hazards.densities[loved * ROW : (loved + 1) * ROW] = 1.0
     cautious = []
@@ -218,7 +218,7 @@ def test_the_guard_follows_the_lru_while_that_finds_more():
         session = number // 2
         prefixes = [(session << 8) + piece for piece in range(4)]
         mark = new if number % 2 == 0 else old
-        duel.watch(Visit(0, prefixes, [MarkedRange(4, mark)], 1, 0.0))
+        comparison.watch(Visit(0, prefixes, [MarkedRun(4, mark)], 1, 0.0))
         cautious.append(orders[0].cautious)
 
     assert cautious[999]

@@ -31,7 +31,7 @@ class Instance:
             storage=True,
             max_stored_nodes=6,
             write_policy=WritePolicy.WRITE_THROUGH,
-            record_facts=True,
+            record_events=True,
         )
         self.woken: list[None] = []
         max_queued = settings.pop("max_queued", 4096)
@@ -45,9 +45,9 @@ class Instance:
         )
 
     def turn(self):
-        self.publisher.publish(self.cache.facts.take())
+        self.publisher.publish(self.cache.events.take())
         if self.publisher.snapshot_wanted:
-            self.publisher.publish_snapshot(list(self.cache.facts.snapshot()))
+            self.publisher.publish_snapshot(list(self.cache.events.snapshot()))
 
     def truth(self):
         tiers = cached(self.cache)

@@ -39,7 +39,7 @@ class Instance:
     def __init__(self, router, *, epoch="1", port=0, token=TOKEN, num_seqs=8, **changes):
         loop, events = asyncio.get_running_loop(), changes.pop("events", True)
         core = make_echo_core(
-            record_facts=events, max_num_seqs=num_seqs, num_blocks=8 * num_seqs
+            record_events=events, max_num_seqs=num_seqs, num_blocks=8 * num_seqs
         )
         self.publisher = KvPublisher(
             KvEventsConfig(buffer_steps=changes.pop("buffer_steps", 1000)),

@@ -41,7 +41,7 @@ class RoutedCache:
         self.view = BlockView("")
         self.recent = RecentWork()
         self.assigned_tokens = 0
-        self._cache = CacheOnly(INSTANCE_BLOCKS, longest, record_facts=True)
+        self._cache = CacheOnly(INSTANCE_BLOCKS, longest, record_events=True)
 
     def candidate(self, hashes: Sequence[int], now: float) -> Candidate:
         """What the router knows when a prompt of these blocks arrives."""
@@ -64,7 +64,7 @@ class RoutedCache:
 
     def _tell(self) -> None:
         """What the cache gained and lost, as an event batch; the tokens are of no use here."""
-        facts = self._cache.cache.facts
+        facts = self._cache.cache.events
         if facts is None:
             raise InvariantError("an instance without facts cannot be followed")
         bare = [

@@ -11,7 +11,7 @@ import numpy as np
 
 from headwater.cache.node import Node
 from headwater.cache.pool import SlotState
-from headwater.cache.shelf import TierPool
+from headwater.cache.tier_pool import TierPool
 from headwater.errors import InvariantError
 from headwater.types import EMPTY, Slots, Tier
 
@@ -26,10 +26,10 @@ def audit(cache: "TieredCache") -> None:
     for node in nodes:
         _check_residency(node)
     _check_pins(cache, nodes)
-    for shelf in (cache.device, cache.host):
-        shelf.pool.check()
-        _check_owners(cache, shelf, [*nodes, *cache.pins.retired])
-        _check_order(shelf, nodes)
+    for tier_pool in (cache.device, cache.host):
+        tier_pool.pool.check()
+        _check_owners(cache, tier_pool, [*nodes, *cache.pins.retired])
+        _check_order(tier_pool, nodes)
     _check_stored_only(cache, nodes)
 
 
@@ -78,11 +78,13 @@ def _check_pins(cache: "TieredCache", nodes: list[Node]) -> None:
             _require(full, "a leased block is not on the device")
 
 
-def _check_owners(cache: "TieredCache", shelf: TierPool, nodes: Iterable[Node]) -> None:
+def _check_owners(cache: "TieredCache", tier_pool: TierPool, nodes: Iterable[Node]) -> None:
     """Every slot that is not free has exactly the owner its state says."""
-    cached = _slots(node.device if shelf.tier is Tier.DEVICE else node.host for node in nodes)
+    cached = _slots(
+        node.device if tier_pool.tier is Tier.DEVICE else node.host for node in nodes
+    )
     jobs = cache.transfers.jobs.by_id.values()
-    here = [job for job in jobs if job.transfer.target is shelf.tier]
+    here = [job for job in jobs if job.transfer.target is tier_pool.tier]
     moving = _slots(job.transfer.target_slots for job in here if not job.timed_out)
     late = _slots(job.transfer.target_slots for job in here if job.timed_out)
     for state, slots in (
@@ -90,22 +92,26 @@ def _check_owners(cache: "TieredCache", shelf: TierPool, nodes: Iterable[Node]) 
         (SlotState.MOVING, moving),
         (SlotState.QUARANTINED, late),
     ):
-        owned = shelf.pool.owned(state)
+        owned = tier_pool.pool.owned(state)
         same = len(owned) == len(slots) and bool(np.array_equal(owned, np.sort(slots)))
-        _require(same, f"{shelf.tier.name} slots in state {state.name} have no or two owners")
+        _require(
+            same, f"{tier_pool.tier.name} slots in state {state.name} have no or two owners"
+        )
 
 
-def _check_order(shelf: TierPool, nodes: list[Node]) -> None:
+def _check_order(tier_pool: TierPool, nodes: list[Node]) -> None:
     """A node is in the order exactly while it may be evicted."""
     evictable = 0
     for node in nodes:
-        kept = node.pins if shelf.tier is Tier.DEVICE else len(node.jobs)
-        expected = shelf.blocks(node) > 0 and not kept
-        _require((node in shelf.order) == expected, "the eviction order has the wrong nodes")
-        evictable += shelf.blocks(node) if expected else 0
-    _require(shelf.evictable == evictable, "evictable blocks are miscounted")
-    in_order = sum(1 for _ in shelf.order.victims())
-    known = sum(1 for node in nodes if node in shelf.order)
+        kept = node.pins if tier_pool.tier is Tier.DEVICE else len(node.jobs)
+        expected = tier_pool.blocks(node) > 0 and not kept
+        _require(
+            (node in tier_pool.order) == expected, "the eviction order has the wrong nodes"
+        )
+        evictable += tier_pool.blocks(node) if expected else 0
+    _require(tier_pool.evictable == evictable, "evictable blocks are miscounted")
+    in_order = sum(1 for _ in tier_pool.order.victims())
+    known = sum(1 for node in nodes if node in tier_pool.order)
     _require(in_order == known, "a node that is gone is in the eviction order")
 
 

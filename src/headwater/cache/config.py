@@ -58,7 +58,7 @@ class CacheConfig:
     shard: str = ""
     """Which part of the model's heads or layers this cache is for."""
 
-    record_facts: bool = False
+    record_events: bool = False
     """Whether what is gained and lost is recorded, for those who follow the cache."""
 
     def __post_init__(self) -> None:

@@ -6,12 +6,12 @@ go to the pool, so there is no second path by which they could be freed again.
 
 import numpy as np
 
-from headwater.cache.facts import KVEventLog
 from headwater.cache.ghosts import Ghosts
+from headwater.cache.kv_event_log import KVEventLog
 from headwater.cache.node import Node
 from headwater.cache.plan import MissReason
 from headwater.cache.pool import SlotState
-from headwater.cache.shelf import TierPool
+from headwater.cache.tier_pool import TierPool
 from headwater.cache.tree import PrefixTree, subtree
 from headwater.errors import InvariantError
 from headwater.types import EMPTY, Slots, Tier
@@ -27,14 +27,14 @@ class Evictor:
         host: TierPool,
         ghosts: Ghosts,
         max_stored: int,
-        facts: KVEventLog | None = None,
+        events: KVEventLog | None = None,
     ) -> None:
         self._tree = tree
         self._device = device
         self._host = host
         self._ghosts = ghosts
         self._max_stored = max_stored
-        self._facts = facts
+        self._events = events
         self.stored_only = tree.stored_only
         self.lost = 0
         """Blocks that left their last tier, ever."""
@@ -42,13 +42,13 @@ class Evictor:
     def take_device(self, count: int, state: SlotState) -> Slots | None:
         """Take `count` device slots, evicting exactly as many blocks as are missing; or change
         nothing and return None."""
-        shelf = self._device
-        missing = count - shelf.pool.num_free
+        tier_pool = self._device
+        missing = count - tier_pool.pool.num_free
         if missing <= 0:
-            return shelf.pool.take(count, state)
-        if missing > shelf.evictable:
+            return tier_pool.pool.take(count, state)
+        if missing > tier_pool.evictable:
             return None
-        return shelf.pool.reuse(self._evict_device(missing), SlotState.CACHED, state)
+        return tier_pool.pool.reuse(self._evict_device(missing), SlotState.CACHED, state)
 
     def trim_device(self, count: int) -> int:
         """Evict up to `count` device blocks, and free their slots; return how many."""
@@ -60,19 +60,19 @@ class Evictor:
 
     def _evict_device(self, count: int) -> list[Slots]:
         """Move `count` evictable blocks' slots out of their nodes."""
-        shelf = self._device
+        tier_pool = self._device
         moved: list[Slots] = []
         need = self._device_pass(count, moved)
         while need:  # The policy offered parents before their children.
             need = self._device_pass(need, moved)
-        shelf.evictable -= count
-        shelf.evicted += count
+        tier_pool.evictable -= count
+        tier_pool.evicted += count
         return moved
 
     def evict_host(self, count: int, kept: Node | None = None) -> int:
         """Free up to `count` host slots, none of `kept`; return how many. Less, when the rest
         is in use."""
-        shelf = self._host
+        tier_pool = self._host
         moved: list[Slots] = []
         need = count
         while need:
@@ -81,16 +81,16 @@ class Evictor:
             if need == before:
                 break
         freed = count - need
-        shelf.evictable -= freed
-        shelf.evicted += freed
-        shelf.pool.free(_joined(moved), SlotState.CACHED)
+        tier_pool.evictable -= freed
+        tier_pool.evicted += freed
+        tier_pool.pool.free(_joined(moved), SlotState.CACHED)
         return freed
 
     def forget_stored(self, node: Node, count: int, reason: MissReason) -> None:
         """Storage has only the first `count` blocks of `node`."""
         known, node.num_stored = node.num_stored, min(node.num_stored, count)
-        if self._facts is not None:
-            self._facts.removed(node, Tier.STORAGE, node.num_stored, known)
+        if self._events is not None:
+            self._events.removed(node, Tier.STORAGE, node.num_stored, known)
         self._settle(node, reason)
 
     def bound_stored(self) -> None:
@@ -115,8 +115,8 @@ class Evictor:
                 continue
             slots = node.device
             count = len(slots)
-            if self._facts is not None:
-                self._facts.removed(node, Tier.DEVICE, max(count - need, 0), count)
+            if self._events is not None:
+                self._events.removed(node, Tier.DEVICE, max(count - need, 0), count)
             if count > need:
                 moved.append(slots[count - need :])
                 node.device = slots[: count - need]
@@ -161,8 +161,8 @@ class Evictor:
             if node is kept:
                 continue
             keep = max(len(node.host) - need, 0)
-            if self._facts is not None:
-                self._facts.removed(node, Tier.HOST, keep, len(node.host))
+            if self._events is not None:
+                self._events.removed(node, Tier.HOST, keep, len(node.host))
             need -= len(node.host) - keep
             moved.append(node.host[keep:])
             node.host = node.host[:keep] if keep else EMPTY
@@ -213,8 +213,8 @@ class Evictor:
         moved: list[Slots] = []
         for below in reversed(list(subtree(node))[1:]):
             if len(below.host):
-                if self._facts is not None:
-                    self._facts.removed(below, Tier.HOST, 0, len(below.host))
+                if self._events is not None:
+                    self._events.removed(below, Tier.HOST, 0, len(below.host))
                 moved.append(below.host)
                 self._host.discard(below)
                 below.host = EMPTY
@@ -226,8 +226,8 @@ class Evictor:
         """Forget what storage has below `node`: without its parent it is never found."""
         for child in list(node.children.values()):
             for gone in subtree(child):
-                if self._facts is not None:
-                    self._facts.removed(gone, Tier.STORAGE, 0, gone.num_stored)
+                if self._events is not None:
+                    self._events.removed(gone, Tier.STORAGE, 0, gone.num_stored)
                 self._tree.cut(gone)
                 self.stored_only.pop(gone, None)
                 self.lost += gone.num_blocks

@@ -11,11 +11,9 @@ from headwater.cache.tree import PrefixTree
 class Matcher:
     """Looks at the tree, at what is being computed, and at what is remembered."""
 
-    def __init__(
-        self, tree: PrefixTree, announcements: InFlightPrefixes, ghosts: Ghosts
-    ) -> None:
+    def __init__(self, tree: PrefixTree, in_flight: InFlightPrefixes, ghosts: Ghosts) -> None:
         self._tree = tree
-        self._announcements = announcements
+        self._in_flight = in_flight
         self._ghosts = ghosts
 
     def match(self, path: TokenPath, limit: int) -> Match:
@@ -38,8 +36,8 @@ class Matcher:
         if node is None or node.end != found:
             return
         first = self._tree.first(path, found)
-        if self._announcements.by_place:
-            match.in_flight = self._announcements.find(node, first, path, match.max_blocks)
+        if self._in_flight.by_place:
+            match.in_flight = self._in_flight.find(node, first, path, match.max_blocks)
             if match.in_flight is not None:
                 match.reason = MissReason.IN_FLIGHT
                 return

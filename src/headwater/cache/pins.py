@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from headwater.cache.node import Node
-from headwater.cache.policy import MarkedRange
+from headwater.cache.policy import MarkedRun
 from headwater.cache.pool import SlotState
-from headwater.cache.shelf import TierPool
+from headwater.cache.tier_pool import TierPool
 from headwater.cache.tree import PrefixTree
 from headwater.types import EMPTY, Slots, Tier
 
@@ -93,7 +93,7 @@ class Pins:
             if cold and at.used <= node.used:
                 self._device.add(at, now, cold=True)
 
-    def mark(self, node: Node, runs: Sequence[MarkedRange], *, now: float) -> None:
+    def mark(self, node: Node, runs: Sequence[MarkedRun], *, now: float) -> None:
         """Mark every node of the path that ends with `node` as the run of its middle block.
 
         A last run that is to be apart becomes a node of its own, where it is in a longer one.
@@ -190,22 +190,22 @@ class Pins:
         self._host.pool.free(np.concatenate(host), SlotState.CACHED)
 
 
-def _place(shelf: TierPool, head: Node, tail: Node, was_evictable: int, now: float) -> None:
-    """Put the halves of a node that had `was_evictable` blocks in the order of `shelf` right.
+def _place(tier_pool: TierPool, head: Node, tail: Node, was_evictable: int, now: float) -> None:
+    """Put the halves of a node that had `was_evictable` blocks in the order of `tier_pool` right.
 
     A job may go with one half only, so a half can become evictable by the split.
     """
     # The tail keeps its place; the head is pinned or used next, so its place does not matter.
-    evictable = 0 if _kept(shelf, tail) else shelf.blocks(tail)
+    evictable = 0 if _kept(tier_pool, tail) else tier_pool.blocks(tail)
     if was_evictable and not evictable:
-        shelf.order.discard(tail)
+        tier_pool.order.discard(tail)
     elif evictable and not was_evictable:
-        shelf.order.add_cold(tail, now)
-    shelf.evictable += evictable - was_evictable
-    if shelf.blocks(head) and not _kept(shelf, head):
-        shelf.add(head, now, cold=True)
+        tier_pool.order.add_cold(tail, now)
+    tier_pool.evictable += evictable - was_evictable
+    if tier_pool.blocks(head) and not _kept(tier_pool, head):
+        tier_pool.add(head, now, cold=True)
 
 
-def _kept(shelf: TierPool, node: Node) -> bool:
-    """Whether `node` may not be evicted from `shelf`, however old it is."""
-    return node.pins > 0 if shelf.tier is Tier.DEVICE else bool(node.jobs)
+def _kept(tier_pool: TierPool, node: Node) -> bool:
+    """Whether `node` may not be evicted from `tier_pool`, however old it is."""
+    return node.pins > 0 if tier_pool.tier is Tier.DEVICE else bool(node.jobs)

@@ -2,15 +2,15 @@
 
 import numpy as np
 
-from headwater.cache.facts import KVEventLog
 from headwater.cache.ghosts import Ghosts
 from headwater.cache.keys import TokenPath
+from headwater.cache.kv_event_log import KVEventLog
 from headwater.cache.lease import Lease
 from headwater.cache.node import Node
 from headwater.cache.pins import Pins
 from headwater.cache.pool import SlotPool, SlotState
 from headwater.cache.tree import PrefixTree
-from headwater.cache.writes import WriteQueue
+from headwater.cache.write_queue import WriteQueue
 from headwater.types import EMPTY, Slots, Tier
 
 _SHORT_RUN = 64
@@ -27,14 +27,14 @@ class Publisher:
         pins: Pins,
         ghosts: Ghosts,
         writes: WriteQueue,
-        facts: KVEventLog | None = None,
+        events: KVEventLog | None = None,
     ) -> None:
         self._tree = tree
         self._pool = pool
         self._pins = pins
         self._ghosts = ghosts
         self._writes = writes
-        self._facts = facts
+        self._events = events
 
     def publish(self, lease: Lease, path: TokenPath, slots: Slots, now: float) -> Slots:
         """Find or create a node for each block; return the slots nobody needs."""
@@ -76,8 +76,8 @@ class Publisher:
             node.device = slots
             node.pins = 1
             parent.device_children += 1
-        if self._facts is not None:
-            self._facts.stored(node, Tier.DEVICE, node.num_blocks - count, node.num_blocks)
+        if self._events is not None:
+            self._events.stored(node, Tier.DEVICE, node.num_blocks - count, node.num_blocks)
         if self._writes.through:
             self._writes.want(node)
         return node
@@ -97,8 +97,8 @@ class Publisher:
         self._pins.extend(child)
         if known < common:
             child.device = np.concatenate((child.device, slots[known:common]))
-            if self._facts is not None:
-                self._facts.stored(child, Tier.DEVICE, known, common)
+            if self._events is not None:
+                self._events.stored(child, Tier.DEVICE, known, common)
             if not known:
                 child.parent.device_children += 1  # type: ignore[union-attr]  # not a root
                 self._tree.stored_only.pop(child, None)

@@ -3,9 +3,9 @@
 import numpy as np
 
 from headwater.cache.evictor import Evictor
-from headwater.cache.facts import KVEventLog
+from headwater.cache.kv_event_log import KVEventLog
 from headwater.cache.node import Node
-from headwater.cache.shelf import TierPool
+from headwater.cache.tier_pool import TierPool
 from headwater.types import Slots, Tier
 
 
@@ -13,11 +13,11 @@ class Residency:
     """Adds to what a node has in a tier, keeping its parent's counts and the orders true."""
 
     def __init__(
-        self, host: TierPool, evictor: Evictor, facts: KVEventLog | None = None
+        self, host: TierPool, evictor: Evictor, events: KVEventLog | None = None
     ) -> None:
         self._host = host
         self._evictor = evictor
-        self._facts = facts
+        self._events = events
 
     def attach(self, node: Node, tier: Tier, start: int, count: int, slots: Slots) -> bool:
         """`node` has blocks [start, start + count) of its run in `tier` now.
@@ -35,8 +35,8 @@ class Residency:
             attached = node.num_stored == start
             if attached:
                 node.num_stored = start + count
-        if attached and self._facts is not None:
-            self._facts.stored(node, tier, start, start + count)
+        if attached and self._events is not None:
+            self._events.stored(node, tier, start, start + count)
         return attached
 
     def touch_host(self, node: Node, *, now: float) -> None:

@@ -11,29 +11,22 @@ import numpy as np
 from headwater.cache.audit import audit
 from headwater.cache.config import CacheConfig
 from headwater.cache.evictor import Evictor
-from headwater.cache.facts import KVEventLog
 from headwater.cache.ghosts import Ghosts
 from headwater.cache.inflight import InFlightPrefixes
 from headwater.cache.keys import KeyScheme, Namespace, TokenPath
+from headwater.cache.kv_event_log import KVEventLog
 from headwater.cache.lease import Lease
 from headwater.cache.ledger import Ledger
 from headwater.cache.matcher import Matcher
 from headwater.cache.node import Node
 from headwater.cache.pins import Pins
-from headwater.cache.plan import (
-    Demotion,
-    JobEffect,
-    JobOutcome,
-    Lookup,
-    Match,
-    Promotion,
-)
+from headwater.cache.plan import Demotion, JobEffect, JobOutcome, Lookup, Match, Promotion
 from headwater.cache.policy import FinishedRequest, Orders, Shape, make_orders
 from headwater.cache.pool import SlotState
 from headwater.cache.publisher import Publisher
 from headwater.cache.sessions import SessionEntry, Sessions
-from headwater.cache.shelf import TierPool
 from headwater.cache.stats import CacheStats
+from headwater.cache.tier_pool import TierPool
 from headwater.cache.transfers import Transfers
 from headwater.cache.tree import PrefixTree
 from headwater.errors import CacheUseError, StaleLease
@@ -72,7 +65,7 @@ class TieredCache:
         self.device = TierPool(Tier.DEVICE, config.device_blocks, orders.device)
         self.host = TierPool(Tier.HOST, config.host_blocks, orders.host)
         self.ghosts = Ghosts(config.max_ghosts)
-        self.facts = KVEventLog(self.tree) if config.record_facts else None
+        self.events = KVEventLog(self.tree) if config.record_events else None
         """What changed, for those who follow the cache; None where nobody asked."""
         self.evictor = Evictor(
             self.tree,
@@ -80,17 +73,17 @@ class TieredCache:
             self.host,
             self.ghosts,
             config.max_stored_nodes,
-            self.facts,
+            self.events,
         )
         self.pins = Pins(self.tree, self.device, self.host)
-        self.announcements = InFlightPrefixes(self.tree)
+        self.in_flight = InFlightPrefixes(self.tree)
         self.transfers = Transfers(
-            config, self.tree, self.device, self.host, self.pins, self.evictor, self.facts
+            config, self.tree, self.device, self.host, self.pins, self.evictor, self.events
         )
         self._writes = self.transfers.writes
-        self._matcher = Matcher(self.tree, self.announcements, self.ghosts)
+        self._matcher = Matcher(self.tree, self.in_flight, self.ghosts)
         self._publisher = Publisher(
-            self.tree, self.device.pool, self.pins, self.ghosts, self._writes, self.facts
+            self.tree, self.device.pool, self.pins, self.ghosts, self._writes, self.events
         )
         self.leases: dict[Lease, None] = {}
         self.sessions = Sessions(round(config.hint_share * config.device_blocks))
@@ -173,7 +166,7 @@ class TieredCache:
         """Say that the lease's owner is computing the blocks of `path` beyond the lease."""
         self._require_live(lease)
         if not lease.node.gone:
-            self.announcements.announce(lease, path)
+            self.in_flight.announce(lease, path)
 
     def commit(self, lease: Lease, path: TokenPath, slots: Slots, *, now: float) -> Slots:
         """Publish the next blocks of `path`, whose KV is written in the held `slots`.
@@ -197,7 +190,7 @@ class TieredCache:
             raise CacheUseError("a lease cannot commit blocks of another namespace")
         pending = lease.pending
         if pending is not None:
-            self.announcements.withdraw(lease)
+            self.in_flight.withdraw(lease)
         if len(path.tokens) > len(lease.path.tokens):
             lease.path = path
         surplus = slots
@@ -205,7 +198,7 @@ class TieredCache:
             surplus = self._publisher.publish(lease, path, slots, now)
         lease.num_blocks = start + count
         if pending is not None:
-            self.announcements.announce(lease, pending)
+            self.in_flight.announce(lease, pending)
         return surplus
 
     def release(
@@ -225,7 +218,7 @@ class TieredCache:
         if slots is not None:
             self.device.pool.free(slots, SlotState.HELD)
         if lease.pending is not None:
-            self.announcements.withdraw(lease)
+            self.in_flight.withdraw(lease)
         del self.leases[lease]
         if turn is None or lease.node.gone:
             self.pins.release(lease.node, now=now)
@@ -336,13 +329,13 @@ class TieredCache:
         """Forget everything that is cached. Leased blocks stay with their leases, unfindable;
         transfers in flight only release what they hold when they land."""
         self.generation += 1
-        self.announcements.clear()
+        self.in_flight.clear()
         self._writes.clear()
         self.ghosts.clear()
         self.pins.retire_all()
         self.sessions.clear()
-        if self.facts is not None:
-            self.facts.cleared()
+        if self.events is not None:
+            self.events.cleared()
 
     def rekey(self, scheme: KeyScheme) -> None:
         """Other weights: forget everything, and name what comes by other keys."""

@@ -10,9 +10,9 @@ import numpy as np
 
 from headwater.cache.config import CacheConfig
 from headwater.cache.evictor import Evictor
-from headwater.cache.facts import KVEventLog
 from headwater.cache.jobs import JobRecord, JobTable, Segment, leading
 from headwater.cache.keys import TokenPath
+from headwater.cache.kv_event_log import KVEventLog
 from headwater.cache.node import Node
 from headwater.cache.pins import Pins
 from headwater.cache.plan import (
@@ -26,9 +26,9 @@ from headwater.cache.plan import (
 )
 from headwater.cache.pool import SlotState
 from headwater.cache.residency import Residency
-from headwater.cache.shelf import TierPool
+from headwater.cache.tier_pool import TierPool
 from headwater.cache.tree import PrefixTree
-from headwater.cache.writes import WriteQueue
+from headwater.cache.write_queue import WriteQueue
 from headwater.errors import InvariantError
 from headwater.types import EMPTY, BlockKey, Slots, Tier
 
@@ -52,14 +52,14 @@ class Transfers:
         host: TierPool,
         pins: Pins,
         evictor: Evictor,
-        facts: KVEventLog | None = None,
+        events: KVEventLog | None = None,
     ) -> None:
         self._tree = tree
-        self._shelves = {Tier.DEVICE: device, Tier.HOST: host}
+        self._tier_pools = {Tier.DEVICE: device, Tier.HOST: host}
         self._pins = pins
         self._evictor = evictor
-        self._residency = Residency(host, evictor, facts)
-        self._facts = facts
+        self._residency = Residency(host, evictor, events)
+        self._events = events
         self.writes = WriteQueue(config, device)
         self.jobs = JobTable()
         self.late_outcomes = 0
@@ -159,8 +159,8 @@ class Transfers:
             if common < child.num_blocks:
                 child = self._pins.split(child, common, now)
             known, child.num_stored = child.num_stored, common
-            if self._facts is not None:
-                self._facts.stored(child, Tier.STORAGE, known, common)
+            if self._events is not None:
+                self._events.stored(child, Tier.STORAGE, known, common)
             self._pins.extend(child)
             node, block = child, block + common
         self._pins.release(node, now=now)
@@ -170,7 +170,7 @@ class Transfers:
         segments = _segments(match, match.device_blocks, count)
         if not segments:
             return None
-        device = self._shelves[Tier.DEVICE]
+        device = self._tier_pools[Tier.DEVICE]
         node = segments[-1].node
         missing = count - device.pool.num_free
         if missing > device.evictable - self._pins.withheld_by(node):
@@ -223,7 +223,7 @@ class Transfers:
     def _take_host(self, count: int, keep: Node | None = None) -> Slots | None:
         """Up to `count` host slots, evicting as needed but nothing of `keep`; None when there
         is none."""
-        pool = self._shelves[Tier.HOST].pool
+        pool = self._tier_pools[Tier.HOST].pool
         if count > pool.num_free:
             self._evictor.evict_host(count - pool.num_free, keep)
         count = min(count, pool.num_free)
@@ -231,7 +231,7 @@ class Transfers:
 
     def _start(self, job: JobRecord) -> None:
         """Put `job` in flight; its path is pinned already. Its nodes leave the host order."""
-        host = self._shelves[Tier.HOST]
+        host = self._tier_pools[Tier.HOST]
         for segment in job.segments:
             if len(segment.node.host) and not segment.node.jobs:
                 host.discard(segment.node)
@@ -245,11 +245,11 @@ class Transfers:
         """
         job.timed_out = True
         self._give_up(job)
-        shelf = self._shelves.get(job.transfer.target)
-        if shelf is None:
+        tier_pool = self._tier_pools.get(job.transfer.target)
+        if tier_pool is None:
             return
         target = job.transfer.target_slots
-        shelf.pool.move(target, SlotState.MOVING, SlotState.QUARANTINED)
+        tier_pool.pool.move(target, SlotState.MOVING, SlotState.QUARANTINED)
         self.jobs.detach(job)
         self._residency.touch_host(job.node, now=now)
         self._pins.let_go(job.node, now=now, cold=job.cold)
@@ -265,11 +265,11 @@ class Transfers:
             ):
                 break
             attached += segment.count
-        shelf = self._shelves.get(plan.target)
-        if shelf is not None:
+        tier_pool = self._tier_pools.get(plan.target)
+        if tier_pool is not None:
             old = SlotState.QUARANTINED if job.timed_out else SlotState.MOVING
-            shelf.pool.move(plan.target_slots[:attached], old, SlotState.CACHED)
-            shelf.pool.free(plan.target_slots[attached:], old)
+            tier_pool.pool.move(plan.target_slots[:attached], old, SlotState.CACHED)
+            tier_pool.pool.free(plan.target_slots[attached:], old)
         return attached
 
     def _finish(self, job: JobRecord, *, now: float) -> None:

@@ -18,7 +18,7 @@ from headwater.engine.output import EngineStats, SequenceOutput, engine_stats
 from headwater.engine.pace import RateEstimator
 from headwater.engine.reset import Resets, Then
 from headwater.errors import RequestError
-from headwater.events import CacheFact
+from headwater.events import CacheEvent
 from headwater.metrics.view import EngineView, ViewLimits
 from headwater.scheduler.batch import ScheduledBatch, StepResult
 from headwater.scheduler.request import Request
@@ -67,10 +67,10 @@ class Feed(Protocol):
     def snapshot_wanted(self) -> bool:
         """Whether somebody asked for all that is cached."""
 
-    def publish(self, facts: Sequence[CacheFact]) -> None:
+    def publish(self, facts: Sequence[CacheEvent]) -> None:
         """What changed, in order."""
 
-    def publish_snapshot(self, facts: Sequence[CacheFact]) -> None:
+    def publish_snapshot(self, facts: Sequence[CacheEvent]) -> None:
         """All that is cached, after every change that was published."""
 
     def close(self) -> None:
@@ -247,7 +247,7 @@ class EngineCore:
 
     def publish(self) -> None:
         """Tell whoever follows the cache what changed since the last call."""
-        feed, facts = self._feed, self._cache.facts
+        feed, facts = self._feed, self._cache.events
         if feed is None or facts is None:
             return
         feed.publish(facts.take())

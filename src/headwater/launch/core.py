@@ -115,7 +115,7 @@ def _scheduler(
             hint_share=config.hint_budget,
             fingerprint=model.fingerprint,
             kv_format=layout.kv_format,
-            record_facts=config.kv_events is not None and config.kv_events.is_on,
+            record_events=config.kv_events is not None and config.kv_events.is_on,
         )
     )
     settings = SchedulerConfig(

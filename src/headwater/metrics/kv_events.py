@@ -10,7 +10,7 @@ from typing import Literal, assert_never
 import msgspec
 import numpy as np
 
-from headwater.events import BlocksCleared, BlocksRemoved, BlocksStored, CacheFact
+from headwater.events import BlocksCleared, BlocksRemoved, BlocksStored, CacheEvent
 from headwater.types import BlockKey, Tier
 
 Medium = Literal["GPU", "CPU", "STORAGE"]
@@ -85,12 +85,12 @@ def block_hash(key: BlockKey) -> int:
     return int.from_bytes(key[-8:], "big")
 
 
-def events_of(facts: Iterable[CacheFact], block_tokens: int) -> list[KvEvent]:
+def events_of(facts: Iterable[CacheEvent], block_tokens: int) -> list[KvEvent]:
     """Facts in the words of routers."""
     return [_event(fact, block_tokens) for fact in facts]
 
 
-def _event(fact: CacheFact, block_tokens: int) -> KvEvent:
+def _event(fact: CacheEvent, block_tokens: int) -> KvEvent:
     match fact:
         case BlocksStored():
             return BlockStored(

@@ -19,7 +19,7 @@ import zmq
 from headwater.clock import Clock
 from headwater.config import KvEventsConfig
 from headwater.errors import ConfigError
-from headwater.events import BlocksCleared, CacheFact
+from headwater.events import BlocksCleared, CacheEvent
 from headwater.metrics.kv_events import (
     END,
     EventBatch,
@@ -56,7 +56,7 @@ class KvPublisher:
         self._wake = wake
         self._max_queued = max_queued
         self._topic = config.topic.encode()
-        self._queue: SimpleQueue[tuple[bool, Sequence[CacheFact]]] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[bool, Sequence[CacheEvent]]] = SimpleQueue()
         self._signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._overrun = False
         self._closed = False
@@ -81,7 +81,7 @@ class KvPublisher:
         """Where the ROUTER socket is bound."""
         return self._replay_endpoint
 
-    def publish(self, facts: Sequence[CacheFact]) -> None:
+    def publish(self, facts: Sequence[CacheEvent]) -> None:
         """Tell followers, soon. When the thread cannot follow, a snapshot is told instead."""
         if self._overrun or not facts:
             return
@@ -90,7 +90,7 @@ class KvPublisher:
             return
         self._put(False, facts)
 
-    def publish_snapshot(self, facts: Sequence[CacheFact]) -> None:
+    def publish_snapshot(self, facts: Sequence[CacheEvent]) -> None:
         """All that is cached now; every fact before it was given to `publish`."""
         self.snapshot_wanted = False
         if self._overrun:
@@ -107,7 +107,7 @@ class KvPublisher:
             os.close(self._signal)
             self._context.destroy(linger=200)
 
-    def _put(self, is_snapshot: bool, facts: Sequence[CacheFact]) -> None:
+    def _put(self, is_snapshot: bool, facts: Sequence[CacheEvent]) -> None:
         self._queue.put((is_snapshot, facts))
         os.eventfd_write(self._signal, 1)
 
@@ -146,13 +146,13 @@ class KvPublisher:
             else:
                 self._send_batch(facts)
 
-    def _send_batch(self, facts: Sequence[CacheFact]) -> None:
+    def _send_batch(self, facts: Sequence[CacheEvent]) -> None:
         payload = self._payload(facts)
         self._buffer.append((self._next, payload))
         self._pub.send_multipart([self._topic, pack_sequence(self._next), payload], copy=False)
         self._next += 1
 
-    def _payload(self, facts: Sequence[CacheFact]) -> bytes:
+    def _payload(self, facts: Sequence[CacheEvent]) -> bytes:
         events = events_of(facts, self._block_tokens)
         return encode_batch(EventBatch(ts=self._epoch_s + self._clock.now(), events=events))
 
@@ -172,7 +172,7 @@ class KvPublisher:
             self.snapshot_wanted = True
             self._wake()
 
-    def _answer_askers(self, facts: Sequence[CacheFact]) -> None:
+    def _answer_askers(self, facts: Sequence[CacheEvent]) -> None:
         askers, self._askers = self._askers, []
         if askers:
             payload = self._payload([BlocksCleared(), *facts])

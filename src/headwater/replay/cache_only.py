@@ -54,7 +54,7 @@ class CacheOnly:
         *,
         eviction: str = "lru",
         weights: Weights | None = None,
-        record_facts: bool = False,
+        record_events: bool = False,
     ) -> None:
         if capacity_blocks < 0:
             raise ConfigError(f"a cache cannot hold {capacity_blocks} blocks")
@@ -68,7 +68,7 @@ class CacheOnly:
                 eviction=eviction,
                 weights=weights,
                 hint_share=1.0,  # there is one tenant, and nobody to protect from it
-                record_facts=record_facts,
+                record_events=record_events,
             )
         )
 

@@ -47,12 +47,12 @@ def make_echo_core(
     max_num_seqs: int = 8,
     max_model_len: int = 512,
     clock: Clock | None = None,
-    record_facts: bool = False,
+    record_events: bool = False,
 ) -> EngineCore:
     """A whole engine core over an `EchoRunner`."""
     cache = TieredCache(
         CacheConfig(
-            device_blocks=num_blocks, block_tokens=block_tokens, record_facts=record_facts
+            device_blocks=num_blocks, block_tokens=block_tokens, record_events=record_events
         )
     )
     config = SchedulerConfig(

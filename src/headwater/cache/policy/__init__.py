@@ -4,7 +4,7 @@ from headwater.cache.policy.base import (
     EvictionPolicy,
     FinishedRequest,
     Hint,
-    MarkedRange,
+    MarkedRun,
     Orders,
     Shape,
 )
@@ -15,7 +15,7 @@ __all__ = [
     "EvictionPolicy",
     "FinishedRequest",
     "Hint",
-    "MarkedRange",
+    "MarkedRun",
     "Orders",
     "Shape",
     "make_orders",

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from headwater.cache.lease import Lease
 from headwater.cache.node import Node, RetentionMark
-from headwater.cache.policy.base import FinishedRequest, MarkedRange, Orders, Shape
+from headwater.cache.policy.base import FinishedRequest, MarkedRun, Orders, Shape
 from headwater.cache.policy.evicted import Evicted
 from headwater.errors import InvariantError
 from headwater.types import Tier
@@ -43,7 +43,7 @@ class Arc:
         self._again = _Recent(capacity_blocks)
         self._border = 0.0
 
-    def visit(self, lease: Lease, turn: FinishedRequest, now: float) -> Sequence[MarkedRange]:
+    def visit(self, lease: Lease, turn: FinishedRequest, now: float) -> Sequence[MarkedRun]:
         return ()
 
     def add(self, node: Node, now: float) -> None:

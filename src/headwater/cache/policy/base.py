@@ -38,7 +38,7 @@ class FinishedRequest(NamedTuple):
     hint: Hint | None = None
 
 
-class MarkedRange(NamedTuple):
+class MarkedRun(NamedTuple):
     """Blocks of a path up to `end`, from where the run before ends, share one mark."""
 
     end: int
@@ -60,7 +60,7 @@ class Shape(NamedTuple):
 class EvictionPolicy(Protocol):
     """An order over the evictable nodes of one tier. Called by the decider thread only."""
 
-    def visit(self, lease: Lease, turn: FinishedRequest, now: float) -> Sequence[MarkedRange]:
+    def visit(self, lease: Lease, turn: FinishedRequest, now: float) -> Sequence[MarkedRun]:
         """A request ends, and its path is about to be added. Returns the runs of the path,
         whose marks its nodes are to have; none leaves the marks as they are."""
 

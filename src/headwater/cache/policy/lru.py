@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from headwater.cache.lease import Lease
 from headwater.cache.node import Node
-from headwater.cache.policy.base import FinishedRequest, MarkedRange, Orders, Shape
+from headwater.cache.policy.base import FinishedRequest, MarkedRun, Orders, Shape
 from headwater.errors import InvariantError
 
 
@@ -18,7 +18,7 @@ class Lru:
     def __init__(self) -> None:
         self._order: OrderedDict[Node, None] = OrderedDict()
 
-    def visit(self, lease: Lease, turn: FinishedRequest, now: float) -> Sequence[MarkedRange]:
+    def visit(self, lease: Lease, turn: FinishedRequest, now: float) -> Sequence[MarkedRun]:
         return ()
 
     def add(self, node: Node, now: float) -> None:

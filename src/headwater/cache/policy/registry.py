@@ -8,7 +8,7 @@ POLICIES = {
     "arc": "headwater.cache.policy.arc",
     "lru": "headwater.cache.policy.lru",
     "s3fifo": "headwater.cache.policy.s3fifo",
-    "session": "headwater.cache.duel",
+    "session": "headwater.cache.shadow_comparison",
 }
 """Where the `make_orders` of each policy is."""
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from headwater.cache.lease import Lease
 from headwater.cache.node import RetentionMark
-from headwater.cache.policy.base import FinishedRequest, MarkedRange
+from headwater.cache.policy.base import FinishedRequest, MarkedRun
 from headwater.cache.policy.hazard import HazardModel
 from headwater.cache.policy.history import History
 from headwater.cache.policy.samples import HazardSamples
@@ -45,7 +45,7 @@ class Visit(NamedTuple):
     """A number that the requests of a session share."""
 
     prefixes: list[int]
-    runs: list[MarkedRange]
+    runs: list[MarkedRun]
     """Their ends are counted in pieces."""
 
     blocks_per_piece: int
@@ -88,7 +88,7 @@ class Retention:
         self.unknown = self._class_of(UNKNOWN)
         """The class of a run that no request has told anything about."""
 
-    def visit(self, lease: Lease, turn: FinishedRequest, now: float) -> Sequence[MarkedRange]:
+    def visit(self, lease: Lease, turn: FinishedRequest, now: float) -> Sequence[MarkedRun]:
         """A request ended: learn from what it used again, and mark the runs of its path."""
         now = self.now = max(self.now, now)
         self._visits += 1
@@ -110,11 +110,11 @@ class Retention:
                 run_class = self._class_of(past.traits)
             if watched:
                 past.sample = self._samples.add(run_class, now)
-            runs.append(MarkedRange(past.end, RetentionMark(now, run_class), past.apart))
+            runs.append(MarkedRun(past.end, RetentionMark(now, run_class), past.apart))
         if self.watch is not None:
             self.watch(Visit(seen.session, seen.prefixes, runs, per, now))
         if per > 1:
-            runs = [MarkedRange(end * per, mark, apart) for end, mark, apart in runs]
+            runs = [MarkedRun(end * per, mark, apart) for end, mark, apart in runs]
             runs[-1] = runs[-1]._replace(end=lease.num_blocks)
         return runs
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from headwater.cache.lease import Lease
 from headwater.cache.node import Node
-from headwater.cache.policy.base import FinishedRequest, MarkedRange, Orders, Shape
+from headwater.cache.policy.base import FinishedRequest, MarkedRun, Orders, Shape
 from headwater.cache.policy.evicted import Evicted
 from headwater.errors import InvariantError
 
@@ -45,7 +45,7 @@ class S3Fifo:
         """Pinned: in a queue, and not in the order."""
         self._evicted = Evicted(capacity_blocks)
 
-    def visit(self, lease: Lease, turn: FinishedRequest, now: float) -> Sequence[MarkedRange]:
+    def visit(self, lease: Lease, turn: FinishedRequest, now: float) -> Sequence[MarkedRun]:
         return ()
 
     def add(self, node: Node, now: float) -> None:

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from headwater.cache.lease import Lease
 from headwater.cache.node import Node, RetentionMark
-from headwater.cache.policy.base import FinishedRequest, MarkedRange
+from headwater.cache.policy.base import FinishedRequest, MarkedRun
 from headwater.cache.policy.hazard import EDGES, NUM_BINS, ROW
 from headwater.cache.policy.retention import Retention
 from headwater.cache.policy.weights import Weights
@@ -67,7 +67,7 @@ class SessionPolicy:
         """What was learned so far, by all tiers together."""
         return self._retention.learned()
 
-    def visit(self, lease: Lease, turn: FinishedRequest, now: float) -> Sequence[MarkedRange]:
+    def visit(self, lease: Lease, turn: FinishedRequest, now: float) -> Sequence[MarkedRun]:
         return self._retention.visit(lease, turn, now)
 
     def add(self, node: Node, now: float) -> None:

@@ -5,7 +5,7 @@ from itertools import islice
 
 from headwater.cache.config import CacheConfig
 from headwater.cache.node import Node
-from headwater.cache.shelf import TierPool
+from headwater.cache.tier_pool import TierPool
 from headwater.types import WritePolicy
 
 

@@ -14,35 +14,35 @@ def test_nobody_asked_nothing_is_recorded():
     cache = make_cache()
     serve(cache, make_path(1, 2))
 
-    assert cache.facts is None
+    assert cache.events is None
     assert all(node.keys is None for node in cache.tree.nodes())
 
 
 def test_a_stored_run_says_where_it_hangs_and_what_it_is():
     """One fact a run: keys, tokens, and the key before it."""
-    cache = make_cache(record_facts=True)
+    cache = make_cache(record_events=True)
     serve(cache, make_path(1, 2))
     serve(cache, make_path(1, 2, 3))
     keys = cache.keys(make_path(1, 2, 3), 3)
 
-    first, second = cache.facts.take()
+    first, second = cache.events.take()
 
     assert (first.tier, first.keys, first.parent) == (Tier.DEVICE, keys[:2], None)
     assert np.frombuffer(first.tokens, np.int32).tolist() == [1] * 4 + [2] * 4
     assert (second.keys, second.parent) == (keys[2:], keys[1])
-    assert cache.facts.take() == []
+    assert cache.events.take() == []
 
 
 def test_an_eviction_is_one_fact():
     """However many runs it takes, and before what took their place."""
-    cache = make_cache(device_blocks=3, record_facts=True)
+    cache = make_cache(device_blocks=3, record_events=True)
     for number in (1, 2, 3):
         serve(cache, make_path(number))
-    cache.facts.take()
+    cache.events.take()
 
     serve(cache, make_path(4, 5))
 
-    removed, stored = cache.facts.take()
+    removed, stored = cache.events.take()
     assert isinstance(removed, BlocksRemoved)
     assert isinstance(stored, BlocksStored)
     assert len(removed.keys) == 2
@@ -51,25 +51,25 @@ def test_an_eviction_is_one_fact():
 def test_a_salt_keeps_tokens_private():
     """Lesson 67: events of a salted namespace have keys that only its owner can make, and no
     token ids; the salt itself is nowhere."""
-    cache = make_cache(record_facts=True)
+    cache = make_cache(record_events=True)
     serve(cache, make_path(1, 2, namespace=Namespace(salt="tenant")))
     serve(cache, make_path(1, 2))
 
-    salted, plain = cache.facts.take()
+    salted, plain = cache.events.take()
 
     assert salted.tokens == b""
     assert plain.tokens != b""
     assert not set(salted.keys) & set(plain.keys)
     assert "tenant" not in repr(salted)
-    assert {fact.tokens == b"" for fact in cache.facts.snapshot()} == {True, False}
+    assert {fact.tokens == b"" for fact in cache.events.snapshot()} == {True, False}
 
 
 def test_a_reset_is_one_fact():
     """What was not told before it need not be."""
-    cache = make_cache(record_facts=True)
+    cache = make_cache(record_events=True)
     serve(cache, make_path(1, 2))
 
     cache.reset()
 
-    assert cache.facts.take() == [BlocksCleared()]
-    assert list(cache.facts.snapshot()) == []
+    assert cache.events.take() == [BlocksCleared()]
+    assert list(cache.events.snapshot()) == []

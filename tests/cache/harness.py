@@ -38,7 +38,7 @@ class Sequence:
         return np.array(self.table[self.lease.num_blocks :] + self.surplus, dtype=np.int64)
 
 
-class Rig:
+class CacheHarness:
     """The cache, its memory, its storage, and everything in flight."""
 
     def __init__(self, config, orders=None):
@@ -255,12 +255,12 @@ class Rig:
 
     def followed(self):
         """Who heard every fact knows every block; who asks for all of it now does too."""
-        if self.cache.facts is None:
+        if self.cache.events is None:
             return
-        self.follower.follow(self.cache.facts.take())
+        self.follower.follow(self.cache.events.take())
         assert self.follower.tiers == cached(self.cache)
         late = Follower()
-        late.follow(self.cache.facts.snapshot())
+        late.follow(self.cache.events.snapshot())
         assert late.tiers == self.follower.tiers
 
     def agree(self, path, match):

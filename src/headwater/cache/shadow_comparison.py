@@ -13,7 +13,7 @@ import numpy as np
 from headwater.cache.config import CacheConfig
 from headwater.cache.keys import TokenPath
 from headwater.cache.lease import Lease
-from headwater.cache.policy import FinishedRequest, MarkedRange, Orders, Shape
+from headwater.cache.policy import FinishedRequest, MarkedRun, Orders, Shape
 from headwater.cache.policy.lru import Lru
 from headwater.cache.policy.retention import PIECE_TOKENS, Retention, Visit
 from headwater.cache.policy.session import SessionPolicy
@@ -108,9 +108,9 @@ class ShadowComparison:
 class _Follower(SessionPolicy):
     """The session policy over runs that somebody else has marked."""
 
-    runs: Sequence[MarkedRange] = ()
+    runs: Sequence[MarkedRun] = ()
 
-    def visit(self, lease: Lease, turn: FinishedRequest, now: float) -> Sequence[MarkedRange]:
+    def visit(self, lease: Lease, turn: FinishedRequest, now: float) -> Sequence[MarkedRun]:
         return self.runs
 
 

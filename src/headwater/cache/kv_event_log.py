@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from headwater.cache.keys import SHARED, Namespace
 from headwater.cache.node import Node
 from headwater.cache.tree import PrefixTree
-from headwater.events import BlocksCleared, BlocksRemoved, BlocksStored, CacheFact
+from headwater.events import BlocksCleared, BlocksRemoved, BlocksStored, CacheEvent
 from headwater.types import Tier
 
 
@@ -18,12 +18,12 @@ class KVEventLog:
 
     def __init__(self, tree: PrefixTree) -> None:
         self._tree = tree
-        self._facts: list[CacheFact] = []
+        self._events: list[CacheEvent] = []
 
     def stored(self, node: Node, tier: Tier, start: int, end: int) -> None:
         """Blocks [start, end) of the run of `node` are in `tier` from now on."""
         if start < end:
-            self._facts.append(self._stored(node, tier, start, end))
+            self._events.append(self._stored(node, tier, start, end))
 
     def removed(self, node: Node, tier: Tier, start: int, end: int) -> None:
         """Blocks [start, end) of the run of `node` have left `tier`; their keys are known, for
@@ -31,19 +31,19 @@ class KVEventLog:
         if start >= end:
             return
         keys = self._tree.keys(node)[start:end]
-        last = self._facts[-1] if self._facts else None
+        last = self._events[-1] if self._events else None
         if isinstance(last, BlocksRemoved) and last.tier is tier:
             last.keys.extend(keys)  # an eviction is one fact; nobody has seen it yet
         else:
-            self._facts.append(BlocksRemoved(tier=tier, keys=keys))
+            self._events.append(BlocksRemoved(tier=tier, keys=keys))
 
     def cleared(self) -> None:
         """Nothing is cached any more; what was not told yet need not be."""
-        self._facts = [BlocksCleared()]
+        self._events = [BlocksCleared()]
 
-    def take(self) -> list[CacheFact]:
+    def take(self) -> list[CacheEvent]:
         """What happened since the last call, in order."""
-        taken, self._facts = self._facts, []
+        taken, self._events = self._events, []
         return taken
 
     def snapshot(self) -> Iterator[BlocksStored]:
