@@ -8,8 +8,9 @@ import sys
 from threading import Event
 
 from headwater.clock import SystemClock
-from headwater.disagg.link import Push
-from headwater.disagg.links import LinkConfig, Links
+from headwater.disagg.links.config import LinkConfig
+from headwater.disagg.links.registry import Links
+from headwater.disagg.protocol.push import Push
 from headwater.testing.links import BlockArray, EventLog
 from tests.disagg.wire import pieces_of
 

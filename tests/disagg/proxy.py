@@ -5,11 +5,11 @@ import socket
 import struct
 from threading import Event, Thread
 
-from headwater.disagg.links import hello
+from headwater.disagg.peering import handshake
 
 _GREETINGS = {
-    "to_p": (hello._ANSWER.size,),
-    "to_d": (hello._CHALLENGE.size, hello._WELCOME.size),
+    "to_p": (handshake._ANSWER.size,),
+    "to_d": (handshake._CHALLENGE.size, handshake._WELCOME.size),
 }
 _HEAD = struct.Struct("<I16s")
 

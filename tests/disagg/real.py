@@ -50,7 +50,7 @@ class RealPair:
         """The tokens of each, computed with a hand-off or by D alone."""
         for request in requests:
             where = self.address if handed_off else ""
-            self.decode.add(replace(request, prefill=where, computes_here=False))
+            self.decode.add(replace(request, prefill=where, local_fallback=False))
         names = [request.request_id for request in requests]
         clock = SystemClock()
         end_s = clock.now() + 60.0

@@ -19,12 +19,12 @@ def make_handoff(
     *,
     max_tokens: int = 6,
     prefill: str = "p",
-    computes_here: bool = True,
+    local_fallback: bool = True,
     cache_salt: str = "",
 ) -> Request:
     """A request whose prompt the instance `prefill` computes."""
     request = make_echo_request(name, tokens, max_tokens=max_tokens, cache_salt=cache_salt)
-    return replace(request, prefill=prefill, computes_here=computes_here)
+    return replace(request, prefill=prefill, local_fallback=local_fallback)
 
 
 def make_storage() -> MemoryStorage:

@@ -8,10 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis.strategies import binary, dictionaries, floats, integers, lists, text
 
-from headwater.disagg import messages
-from headwater.disagg.codec import MAX_JSON_BYTES, decode, encode
-from headwater.disagg.links.frames import Malformed
-from headwater.disagg.messages import First, Grant, Message, Pull, Reason, Renew, Start, Timings
+from headwater.disagg.protocol import messages
+from headwater.disagg.protocol.codec import MAX_JSON_BYTES, decode, encode
+from headwater.disagg.protocol.errors import Malformed
+from headwater.disagg.protocol.messages import (
+    First,
+    Grant,
+    Message,
+    Pull,
+    Reason,
+    Renew,
+    Start,
+    Timings,
+)
 from headwater.scheduler.batch import TokenLogprobs
 from headwater.scheduler.request import Request, SamplingParams
 from headwater.scheduler.usage import Usage

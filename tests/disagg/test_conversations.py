@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis.strategies import booleans, composite, integers, lists, sampled_from, tuples
 
-from headwater.disagg.handoff import HandoffConfig
+from headwater.disagg.protocol.config import HandoffConfig
 from headwater.scheduler.request import Request
 from headwater.testing.peers import EchoPair
 from headwater.testing.tiers import make_echo_request, uncached_tokens

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from headwater.clock import VirtualClock
-from headwater.disagg.handoff import HandoffConfig
+from headwater.disagg.protocol.config import HandoffConfig
 from headwater.scheduler.request import Request
 from headwater.storage.base import StorageBackend
 from headwater.testing.fabric import HeldFabric

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from hypothesis.strategies import booleans, data, integers, sampled_from
 
-from headwater.disagg.handoff import HandoffConfig
+from headwater.disagg.protocol.config import HandoffConfig
 from headwater.scheduler.request import Request
 from headwater.testing.peers import EchoPair, EchoPeer
 from headwater.testing.tiers import make_echo_request, uncached_tokens
@@ -64,7 +64,7 @@ class Interleavings(RuleBasedStateMachine):
     def hand_off(self, num, family, out, here, back):
         """A prompt for P, of two families that share prefixes; some may be given back."""
         tokens, out = make_prompt(num, family=family), min(out, 32 - num)
-        request = make_handoff(self._name(), tokens, max_tokens=out, computes_here=here)
+        request = make_handoff(self._name(), tokens, max_tokens=out, local_fallback=here)
         self._add("d", replace(request, can_return=back))
 
     @rule(data=data(), handed_off=booleans())
@@ -118,11 +118,11 @@ class Interleavings(RuleBasedStateMachine):
             lease
             for leases in self.pair.fabric._leases.values()
             for lease in leases.values()
-            if lease.landed
+            if lease.received
         ]
         if leases:
-            landed = data.draw(sampled_from(leases)).landed
-            landed[data.draw(sampled_from(sorted(landed)))] -= 1
+            received = data.draw(sampled_from(leases)).received
+            received[data.draw(sampled_from(sorted(received)))] -= 1
 
     @rule(name=sampled_from("pd"), times=integers(1, 4))
     def step(self, name, times):
@@ -227,7 +227,7 @@ class Interleavings(RuleBasedStateMachine):
         if "d" in self.dead:
             return
         for transfer in self.pair.fabric.transfers:
-            end_s = self.pair.decode.exchange.decodes.lease_end_s(transfer.push.lease)
+            end_s = self.pair.decode.handoffs.decode_side.lease_end_s(transfer.push.lease)
             if end_s is not None and not transfer.is_late:
                 assert transfer.push.deadline_s <= end_s
 
@@ -300,7 +300,7 @@ class Interleavings(RuleBasedStateMachine):
 
     def _check_leases(self, name: str) -> None:
         """Lesson 50: no lease outlives its term, once D has looked at the clock."""
-        works = {} if name in self.dead else self._peer(name).exchange.decodes._works
+        works = {} if name in self.dead else self._peer(name).handoffs.decode_side._works
         for work in works.values():
             end_s = work.machine.lease_end_s
             assert end_s is None or end_s > self.pair.clock.now()

@@ -1,7 +1,7 @@
 """Leases: how long slots are kept for a peer, and who asks for them how often."""
 
-from headwater.disagg.handoff import HandoffConfig
-from headwater.disagg.messages import Ask, Failed, Grant, Reason
+from headwater.disagg.protocol.config import HandoffConfig
+from headwater.disagg.protocol.messages import Ask, Failed, Grant, Reason
 from headwater.testing.peers import EchoPair
 from headwater.testing.tiers import make_echo_request
 from tests.disagg.pairs import expected, until
@@ -21,7 +21,7 @@ def test_an_expired_lease_is_freed_once_and_only_when_the_link_is_quiet():
         pair.clock.advance(0.5)
         pair.decode.step()
         pair.fabric.packets.clear()
-    assert pair.decode.exchange.decodes.totals.failures[Reason.EXPIRED] == 1
+    assert pair.decode.handoffs.decode_side.totals.failures[Reason.EXPIRED] == 1
     assert pair.decode.cache.stats().device.held == 8
     for transfer in list(pair.fabric.transfers):  # arrives although the lease is over
         while transfer in pair.fabric.transfers:
@@ -38,9 +38,9 @@ def test_p_stops_pushing_before_its_term_ends():
     pair = EchoPair()
     pair.decode.add(make_handoff("a", PROMPT))
     until(pair, lambda: len(pair.fabric.transfers) > 0, blocks=False)
-    end_s = pair.decode.exchange.decodes.lease_end_s(pair.fabric.transfers[0].push.lease)
+    end_s = pair.decode.handoffs.decode_side.lease_end_s(pair.fabric.transfers[0].push.lease)
     assert end_s is not None
-    while pair.prefill.exchange.prefills.num_active:
+    while pair.prefill.handoffs.prefill_side.num_active:
         pair.fabric.packets.clear()
         pair.clock.advance(0.1)
         pair.prefill.step()
@@ -48,7 +48,7 @@ def test_p_stops_pushing_before_its_term_ends():
     assert pair.clock.now() < end_s
     pair.fabric.expire(pair.clock.now())
     pair.prefill.step()
-    assert pair.prefill.exchange.prefills.totals.failures[Reason.EXPIRED] == 1
+    assert pair.prefill.handoffs.prefill_side.totals.failures[Reason.EXPIRED] == 1
 
 
 def test_heartbeats_begin_when_the_request_is_queued():
@@ -63,7 +63,7 @@ def test_heartbeats_begin_when_the_request_is_queued():
         pair.clock.advance(2.0)
     pair.run("a", within_s=200)
 
-    assert pair.decode.exchange.decodes.totals.num_done == 1
+    assert pair.decode.handoffs.decode_side.totals.num_done == 1
 
 
 def test_repeated_asks_get_the_same_answer_and_take_nothing_more():
@@ -83,7 +83,7 @@ def test_repeated_asks_get_the_same_answer_and_take_nothing_more():
     assert len(grants) > 4
     assert len(set(grants)) == 1
     assert held == 8
-    assert pair.decode.exchange.decodes.totals.num_asks == 1
+    assert pair.decode.handoffs.decode_side.totals.num_asks == 1
 
 
 def test_a_restarted_peer_sees_nothing_that_was_said_to_the_one_before():
@@ -95,7 +95,7 @@ def test_a_restarted_peer_sees_nothing_that_was_said_to_the_one_before():
     pair.prefill = pair.make("p")
     pair.run("a")
 
-    assert pair.prefill.exchange.prefills.totals.num_started == 0
+    assert pair.prefill.handoffs.prefill_side.totals.num_started == 0
     assert pair.decode.outputs["a"] == expected(make_handoff("a", PROMPT))
 
 
@@ -106,7 +106,7 @@ def test_a_late_grant_is_returned():
     is_granted = lambda: any(isinstance(p.message, Grant) for p in pair.fabric.packets)  # noqa: E731
     until(pair, is_granted)
     grant = next(p for p in pair.fabric.packets if isinstance(p.message, Grant))
-    work = pair.prefill.exchange.prefills
+    work = pair.prefill.handoffs.prefill_side
     work.lost(grant.connection.name_at("p"), pair.clock.now())
     pair.turn()
     told = [p.message for p in pair.fabric.packets]

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from headwater.clock import SystemClock
-from headwater.disagg.link import BlockPiece, Push, PushDone, PushFailed, PushFailure
-from headwater.disagg.links import LinkConfig, Links
+from headwater.disagg.links.config import LinkConfig
 from headwater.disagg.links.frames import ANSWER_BYTES, encode_answer
-from headwater.disagg.links.hello import Greeting, Welcome, within
-from headwater.disagg.links.stream import LinkBroken, Stream
+from headwater.disagg.links.registry import Links
+from headwater.disagg.peering.handshake import HandshakeTerms, ServerHandshake, timeout_check
+from headwater.disagg.peering.stream import Stream
+from headwater.disagg.protocol.errors import LinkBroken
+from headwater.disagg.protocol.push import BlockPiece, Push, PushDone, PushFailed, PushFailure
 from headwater.testing.link_contract import open_harness
 from headwater.testing.links import BlockArray, EventLog
 from tests.disagg import far
@@ -71,17 +73,17 @@ def test_a_sender_killed_in_the_middle_leaves_an_exact_account(link, start):
     sender.wait()
     for lease in range(1, 1001):
         receiver.fence(lease)
-    quiets = [log.quiet(lease) for lease in range(1, 1001)]
+    closings = [log.closed(lease) for lease in range(1, 1001)]
     receiver.close()
 
-    assert quiets[0].num_bytes == far.NUM_SLOTS * far.BLOCK_BYTES
-    for quiet in quiets:
-        assert quiet.num_bytes == len(quiet.blocks) * far.BLOCK_BYTES
-        assert sorted(log.landed(quiet.lease)) == sorted(quiet.blocks)
+    assert closings[0].num_bytes == far.NUM_SLOTS * far.BLOCK_BYTES
+    for closed in closings:
+        assert closed.num_bytes == len(closed.blocks) * far.BLOCK_BYTES
+        assert sorted(log.received(closed.lease)) == sorted(closed.blocks)
     source = BlockArray(far.NUM_SLOTS, far.BLOCK_BYTES, seed=far.SEED)
-    last = next((quiet for quiet in reversed(quiets) if quiet.blocks), quiets[0])
-    for place in last.blocks:
-        assert np.array_equal(target.rows[place], source.rows[place])
+    last = next((closed for closed in reversed(closings) if closed.blocks), closings[0])
+    for index in last.blocks:
+        assert np.array_equal(target.rows[index], source.rows[index])
 
 
 @pytest.mark.parametrize("link", LINKS)
@@ -147,14 +149,14 @@ def test_a_lying_receiver_costs_its_connection():
 
 def test_a_stalled_connection_does_not_hold_up_other_receivers():
     """Each peer has its own sender: one that hangs blocks nobody else (lesson 52)."""
-    with _liar(None) as address, open_harness(MakeLinks("tcp"), "tcp", 4096) as rig:
-        rig.receiver.open(1, [0])
+    with _liar(None) as address, open_harness(MakeLinks("tcp"), "tcp", 4096) as harness:
+        harness.receiver.open(1, [0])
         log = EventLog()
         stuck = Links(far.CONFIG, BlockArray(4, 4096, seed=1), log).connect(address)
         push_all(stuck, [0], block_bytes=4096, num_blocks=1, wait_s=0.3)
-        rig.sender().push(rig.push(1, 1, [0]))
+        harness.sender().push(harness.push(1, 1, [0]))
 
-        assert rig.done(1) == 4096
+        assert harness.done(1) == 4096
         assert log.outcome(0, 5.0) == PushFailed(0, PushFailure.TIMEOUT)
         stuck.close()
 
@@ -164,7 +166,7 @@ def test_a_receiver_that_takes_little_at_a_time_costs_a_push_its_deadline():
     with _sipper(None) as address:
         log, clock = EventLog(), SystemClock()
         sender = Links(far.CONFIG, BlockArray(1, 4096, seed=1), log).connect(address)
-        pieces = tuple(BlockPiece(0, place, 4096) for place in range(8192))
+        pieces = tuple(BlockPiece(0, index, 4096) for index in range(8192))
         deadline_s = clock.now() + 0.3
         sender.push(Push(job=1, lease=1, pieces=pieces, deadline_s=deadline_s))
 
@@ -232,9 +234,9 @@ class _liar:
     def _serve(self) -> None:
         connected, _ = self._listener.accept()
         stream = Stream(connected)
-        patience = within(SystemClock(), 5.0)
-        greeting = Greeting("tcp", far.CONFIG.token, 4096)
-        Welcome(stream, greeting, patience).accept()
+        check_wait = timeout_check(SystemClock(), 5.0)
+        terms = HandshakeTerms("tcp", far.CONFIG.token, 4096)
+        ServerHandshake(stream, terms, check_wait).accept()
         self._answer(stream)
         stream.close()
 
@@ -242,9 +244,9 @@ class _liar:
         if self._lie is None:
             self._end.wait(20.0)
         else:
-            patience = within(SystemClock(), 5.0)
-            stream.fill(memoryview(bytearray(64)), patience)
-            stream.send([self._lie], patience)
+            check_wait = timeout_check(SystemClock(), 5.0)
+            stream.fill(memoryview(bytearray(64)), check_wait)
+            stream.send([self._lie], check_wait)
 
 
 class _sipper(_liar):

@@ -12,27 +12,23 @@ import numpy as np
 import pytest
 
 from headwater.clock import SystemClock
-from headwater.disagg.link import Push, PushDone, PushFailure
-from headwater.disagg.links import Links
-from headwater.disagg.links.frames import (
-    FRAME_BYTES,
-    MAX_PIECES,
-    PIECE_BYTES,
-    encode_answer,
-)
-from headwater.disagg.links.hello import (
+from headwater.disagg.links.frames import FRAME_BYTES, MAX_PIECES, PIECE_BYTES, encode_answer
+from headwater.disagg.links.leases import ArrivingBlocks
+from headwater.disagg.links.registry import Links
+from headwater.disagg.peering.handshake import (
     _CHALLENGE,
     _MAGIC,
     _WELCOME,
     VERSION,
-    Greeting,
     HandshakeResult,
-    Welcome,
-    greet,
-    within,
+    HandshakeTerms,
+    ServerHandshake,
+    client_handshake,
+    timeout_check,
 )
-from headwater.disagg.links.landing import ArrivingBlocks
-from headwater.disagg.links.stream import LinkBroken, Stream
+from headwater.disagg.peering.stream import Stream
+from headwater.disagg.protocol.errors import LinkBroken
+from headwater.disagg.protocol.push import Push, PushDone, PushFailure
 from headwater.errors import ConfigError
 from headwater.testing.link_contract import open_harness
 from headwater.testing.links import BlockArray, EventLog
@@ -40,7 +36,7 @@ from headwater.transfer.shared import SharedPages, map_shared
 from tests.disagg.wire import CONFIG, MakeLinks, pieces_of
 
 BLOCK_BYTES = 1 << 16
-OURS = Greeting("shm", CONFIG.token, BLOCK_BYTES)
+OURS = HandshakeTerms("shm", CONFIG.token, BLOCK_BYTES)
 
 
 def private_blocks(num_slots, block_bytes):
@@ -51,9 +47,9 @@ def private_blocks(num_slots, block_bytes):
 
 
 @pytest.fixture
-def rig():
-    with open_harness(MakeLinks("shm"), "shm", BLOCK_BYTES) as rig:
-        yield rig
+def harness():
+    with open_harness(MakeLinks("shm"), "shm", BLOCK_BYTES) as harness:
+        yield harness
 
 
 def test_who_gets_the_memory_can_read_it_and_no_more():
@@ -90,7 +86,7 @@ def test_the_memory_is_given_only_to_who_has_the_token(has_token):
     with contextlib.suppress(LinkBroken):
         links = Links(CONFIG, BlockArray(4, BLOCK_BYTES), EventLog())
         sender = links.connect(f"shm://{name}")
-        sender._connected(within(SystemClock(), 5.0))  # type: ignore[attr-defined] # no lease needed
+        sender._connected(timeout_check(SystemClock(), 5.0))  # type: ignore[attr-defined] # no lease needed
     thread.join(10.0)
     sender.close()
     listener.close()
@@ -123,16 +119,16 @@ def test_an_answer_to_a_frame_that_was_not_sent_costs_the_connection():
 def answer_unsent(listener):
     """A receiver that takes four frames and answers the fifth."""
     connected, _ = listener.accept()
-    stream, patience = Stream(connected), within(SystemClock(), 5.0)
-    Welcome(stream, Greeting("shm", CONFIG.token, 64), patience).accept()
+    stream, check_wait = Stream(connected), timeout_check(SystemClock(), 5.0)
+    ServerHandshake(stream, HandshakeTerms("shm", CONFIG.token, 64), check_wait).accept()
     stream.await_readable()
     _, files, _, _ = socket.recv_fds(connected, 8, 2)
     frames = memoryview(bytearray(4 * (FRAME_BYTES + MAX_PIECES * PIECE_BYTES)))
-    stream.fill(frames, patience)
+    stream.fill(frames, check_wait)
     with contextlib.suppress(LinkBroken):
         while True:
-            stream.send([encode_answer(4, None)], patience)
-            stream.fill(memoryview(bytearray(1)), patience)
+            stream.send([encode_answer(4, None)], check_wait)
+            stream.fill(memoryview(bytearray(1)), check_wait)
     stream.close()
     for file in files:
         os.close(file)
@@ -141,13 +137,13 @@ def answer_unsent(listener):
 def take_file(listener, has_token, got):
     """A receiver that wants the memory, with the token or with a guess."""
     connected, _ = listener.accept()
-    stream, patience = Stream(connected), within(SystemClock(), 5.0)
+    stream, check_wait = Stream(connected), timeout_check(SystemClock(), 5.0)
     if has_token:
-        Welcome(stream, OURS, patience).accept()
+        ServerHandshake(stream, OURS, check_wait).accept()
     else:
-        stream.send([_CHALLENGE.pack(_MAGIC, VERSION, 0, bytes(32))], patience)
-        stream.fill(memoryview(bytearray(88)), patience)
-        stream.send([_WELCOME.pack(HandshakeResult.WELCOME, 0, bytes(32))], patience)
+        stream.send([_CHALLENGE.pack(_MAGIC, VERSION, 0, bytes(32))], check_wait)
+        stream.fill(memoryview(bytearray(88)), check_wait)
+        stream.send([_WELCOME.pack(HandshakeResult.WELCOME, 0, bytes(32))], check_wait)
     stream.await_readable()
     with contextlib.suppress(OSError):
         _, files, _, _ = socket.recv_fds(connected, 8, 2)
@@ -181,23 +177,23 @@ def offered(kind: str) -> tuple[bytes, list[int]]:
 @pytest.mark.parametrize(
     "kind", ["nothing", "unsealed", "too short", "a pipe", "unsealed pledges"]
 )
-def test_memory_that_could_go_away_costs_the_connection(rig, kind):
+def test_memory_that_could_go_away_costs_the_connection(harness, kind):
     """It would end the receiver's process in the middle of a copy (lesson 66)."""
-    rig.receiver.open(1, [0])
+    harness.receiver.open(1, [0])
     raw, files = offered(kind)
     connected = socket.socket(socket.AF_UNIX)
-    connected.connect("\0" + rig.receiver.address.removeprefix("shm://"))
-    stream, patience = Stream(connected), within(SystemClock(), 5.0)
-    greet(stream, OURS, patience)
+    connected.connect("\0" + harness.receiver.address.removeprefix("shm://"))
+    stream, check_wait = Stream(connected), timeout_check(SystemClock(), 5.0)
+    client_handshake(stream, OURS, check_wait)
     socket.send_fds(connected, [raw], files)
     with pytest.raises(LinkBroken):
-        stream.fill(memoryview(bytearray(1)), patience)
+        stream.fill(memoryview(bytearray(1)), check_wait)
     stream.close()
     for file in files:
         os.close(file)
-    rig.sender().push(rig.push(1, 1, [0]))
+    harness.sender().push(harness.push(1, 1, [0]))
 
-    assert rig.done(1) == BLOCK_BYTES
+    assert harness.done(1) == BLOCK_BYTES
 
 
 class Held:
@@ -207,10 +203,10 @@ class Held:
         self.begun, self.let = Event(), Event()
         copy = ArrivingBlocks.copy
 
-        def held(landing, at, source):
+        def held(arriving, at, source):
             self.begun.set()
             assert self.let.wait(10.0)
-            copy(landing, at, source)
+            copy(arriving, at, source)
 
         monkeypatch.setattr(ArrivingBlocks, "copy", held)
 
@@ -222,96 +218,96 @@ def held(monkeypatch):
     held.let.set()
 
 
-def test_slots_reused_after_a_deadline_do_not_land(rig, held):
+def test_slots_reused_after_a_deadline_do_not_land(harness, held):
     """P gave up in the middle of a copy and has other bytes there by now (lesson 50)."""
-    rig.receiver.open(1, [3, 4])
-    sender = rig.sender()
-    sender.push(rig.push(1, 1, [0, 1], wait_s=0.2))
+    harness.receiver.open(1, [3, 4])
+    sender = harness.sender()
+    sender.push(harness.push(1, 1, [0, 1], wait_s=0.2))
     assert held.begun.wait(5.0)
-    assert rig.failure(1) is PushFailure.TIMEOUT
-    rig.source.rows[:2] = 255
+    assert harness.failure(1) is PushFailure.TIMEOUT
+    harness.source.rows[:2] = 255
     held.let.set()
-    sender.push(rig.push(2, 1, [2]))
+    sender.push(harness.push(2, 1, [2]))
 
-    assert rig.failure(2) is PushFailure.OUTSIDE, "the first frame has been dealt with"
-    rig.receiver.fence(1)
-    assert rig.log.quiet(1).num_bytes == 0
+    assert harness.failure(2) is PushFailure.OUTSIDE, "the first frame has been dealt with"
+    harness.receiver.fence(1)
+    assert harness.log.closed(1).num_bytes == 0
 
 
-def test_slots_reused_after_a_sender_was_closed_do_not_land(rig, held):
+def test_slots_reused_after_a_sender_was_closed_do_not_land(harness, held):
     """The same, of one that ends."""
-    rig.receiver.open(1, [3])
-    sender = rig.sender()
-    sender.push(rig.push(1, 1, [0]))
+    harness.receiver.open(1, [3])
+    sender = harness.sender()
+    sender.push(harness.push(1, 1, [0]))
     assert held.begun.wait(5.0)
     sender.close()
-    assert rig.failure(1) is PushFailure.CLOSED
-    rig.source.rows[0] = 255
+    assert harness.failure(1) is PushFailure.CLOSED
+    harness.source.rows[0] = 255
     held.let.set()
 
-    rig.receiver.fence(1)
-    assert rig.log.quiet(1).num_bytes == 0
+    harness.receiver.fence(1)
+    assert harness.log.closed(1).num_bytes == 0
 
 
-def test_one_push_that_is_given_up_does_not_touch_the_next(rig, held):
+def test_one_push_that_is_given_up_does_not_touch_the_next(harness, held):
     """Frames are withdrawn one by one: what is behind a late one still lands."""
-    rig.receiver.open(1, [3, 4])
-    sender = rig.sender()
-    sender.push(rig.push(1, 1, [0], wait_s=0.2))
+    harness.receiver.open(1, [3, 4])
+    sender = harness.sender()
+    sender.push(harness.push(1, 1, [0], wait_s=0.2))
     assert held.begun.wait(5.0)
-    sender.push(rig.push(2, 1, [1]))
-    assert rig.failure(1) is PushFailure.TIMEOUT
-    rig.source.rows[0] = 255
+    sender.push(harness.push(2, 1, [1]))
+    assert harness.failure(1) is PushFailure.TIMEOUT
+    harness.source.rows[0] = 255
     held.let.set()
 
-    assert rig.done(2) == BLOCK_BYTES
-    assert rig.log.landed(1) == [1]
+    assert harness.done(2) == BLOCK_BYTES
+    assert harness.log.received(1) == [1]
 
 
-def test_two_threads_share_a_large_frame(rig):
+def test_two_threads_share_a_large_frame(harness):
     """Every block once, each in its place."""
     num_blocks = 100
     source = BlockArray(num_blocks, BLOCK_BYTES, seed=7)
     target = BlockArray(num_blocks, BLOCK_BYTES)
-    receiver = Links(CONFIG, target, rig.log).listen("shm")
+    receiver = Links(CONFIG, target, harness.log).listen("shm")
     receiver.open(9, list(reversed(range(num_blocks))))
-    sender = Links(CONFIG, source, rig.log).connect(receiver.address)
+    sender = Links(CONFIG, source, harness.log).connect(receiver.address)
     deadline_s = SystemClock().now() + 30.0
     pieces = pieces_of(range(num_blocks), BLOCK_BYTES)
     sender.push(Push(job=9, lease=9, pieces=pieces, deadline_s=deadline_s))
 
-    assert rig.done(9) == num_blocks * BLOCK_BYTES
-    assert rig.log.landed(9) == list(range(num_blocks))
+    assert harness.done(9) == num_blocks * BLOCK_BYTES
+    assert harness.log.received(9) == list(range(num_blocks))
     assert np.array_equal(target.rows[::-1], source.rows)
     sender.close()
     receiver.close()
 
 
-def test_a_lease_is_not_quiet_while_one_of_two_threads_still_copies(rig, monkeypatch):
+def test_a_lease_is_not_quiet_while_one_of_two_threads_still_copies(harness, monkeypatch):
     """Though the other has failed (lesson 50)."""
     begun, let, copy = Event(), Event(), ArrivingBlocks.copy
 
-    def fails_or_waits(landing, at, source):
+    def fails_or_waits(arriving, at, source):
         if not current_thread().name.startswith("shm-copy"):
             assert begun.wait(10.0)
             raise RuntimeError("a fault of ours")
         begun.set()
         assert let.wait(10.0)
-        copy(landing, at, source)
+        copy(arriving, at, source)
 
     monkeypatch.setattr(ArrivingBlocks, "copy", fails_or_waits)
     source, target = BlockArray(2, 4 << 20, seed=7), BlockArray(2, 4 << 20)
-    receiver = Links(CONFIG, target, rig.log).listen("shm")
+    receiver = Links(CONFIG, target, harness.log).listen("shm")
     receiver.open(9, [0, 1])
-    sender = Links(CONFIG, source, rig.log).connect(receiver.address)
+    sender = Links(CONFIG, source, harness.log).connect(receiver.address)
     deadline_s = SystemClock().now() + 0.2
     sender.push(Push(job=9, lease=9, pieces=pieces_of([0, 1], 4 << 20), deadline_s=deadline_s))
-    rig.failure(9)
+    harness.failure(9)
     receiver.fence(9)
 
-    assert rig.log.quiets(9) == [], "a thread is about to write"
+    assert harness.log.closings(9) == [], "a thread is about to write"
     let.set()
-    assert rig.log.quiet(9).blocks == frozenset()
+    assert harness.log.closed(9).blocks == frozenset()
     sender.close()
     receiver.close()
 

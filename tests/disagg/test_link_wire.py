@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.clock import SystemClock
-from headwater.disagg.link import PushFailure
 from headwater.disagg.links.frames import FRAME_BYTES, SentPiece, encode_frame, make_frame
-from headwater.disagg.links.stream import LinkBroken
+from headwater.disagg.protocol.errors import LinkBroken
+from headwater.disagg.protocol.push import PushFailure
 from headwater.testing.link_contract import open_harness
 from tests.disagg.wire import CONFIG, LINKS, MakeLinks, RawSender
 
@@ -20,29 +20,29 @@ BLOCK_BYTES = 1 << 18
 
 
 @pytest.fixture(params=LINKS)
-def rig(request):
+def harness(request):
     """A receiver with one lease of four slots."""
-    with open_harness(MakeLinks(request.param), request.param, BLOCK_BYTES) as rig:
-        rig.receiver.open(1, [3, 4, 5, 6])
-        yield rig
+    with open_harness(MakeLinks(request.param), request.param, BLOCK_BYTES) as harness:
+        harness.receiver.open(1, [3, 4, 5, 6])
+        yield harness
 
 
 @pytest.fixture
-def peer(rig):
-    peer = RawSender(rig.receiver.address, BLOCK_BYTES)
+def peer(harness):
+    peer = RawSender(harness.receiver.address, BLOCK_BYTES)
     yield peer
     peer.close()
 
 
-def block(rig, place):
-    return rig.source.rows[place].tobytes()
+def block(harness, index):
+    return harness.source.rows[index].tobytes()
 
 
-def serves_others(rig, job=99):
+def serves_others(harness, job=99):
     """Whether an honest sender gets through."""
-    rig.receiver.open(job, [0])
-    rig.sender().push(rig.push(job, job, [0]))
-    return rig.done(job) == BLOCK_BYTES
+    harness.receiver.open(job, [0])
+    harness.sender().push(harness.push(job, job, [0]))
+    return harness.done(job) == BLOCK_BYTES
 
 
 def is_dropped(peer):
@@ -56,82 +56,85 @@ def is_dropped(peer):
         return True
 
 
-def test_a_flipped_bit_is_not_landed_and_may_be_sent_again(rig, peer):
+def test_a_flipped_bit_is_not_landed_and_may_be_sent_again(harness, peer):
     """One bit of one block of a frame; the others land (lesson 54)."""
-    if rig.receiver.address.startswith("shm"):
+    if harness.receiver.address.startswith("shm"):
         pytest.skip("nothing travels that could be damaged on its way")
-    blocks = {0: block(rig, 0), 1: block(rig, 1)}
+    blocks = {0: block(harness, 0), 1: block(harness, 1)}
     peer.send(peer.frame(0, 1, blocks, flip=8 * BLOCK_BYTES + 12345))
 
     assert peer.answer() == (0, PushFailure.DAMAGED)
-    assert rig.log.landed(1) == [0]
+    assert harness.log.received(1) == [0]
     peer.send(peer.frame(1, 1, blocks))
     assert peer.answer() == (1, None)
-    assert rig.log.landed(1) == [0, 1]
-    assert np.array_equal(rig.target.rows[[3, 4]], rig.source.rows[:2])
+    assert harness.log.received(1) == [0, 1]
+    assert np.array_equal(harness.target.rows[[3, 4]], harness.source.rows[:2])
 
 
-def test_a_truncated_frame_is_not_landed(rig, peer):
+def test_a_truncated_frame_is_not_landed(harness, peer):
     """The peer goes away in the middle; the lease stays, and another peer may fill it."""
-    raw = peer.frame(0, 1, {0: block(rig, 0)})
+    raw = peer.frame(0, 1, {0: block(harness, 0)})
     peer.send(raw[: len(raw) - 7])
     peer.stream.shut()
 
-    assert serves_others(rig)
-    rig.sender().push(rig.push(7, 1, [0]))
-    while rig.log.outcome(7) == (7, PushFailure.TWICE):  # the old connection is not over yet
-        rig.log.events.clear()
-        rig.sender().push(rig.push(7, 1, [0]))
-    assert rig.done(7) == BLOCK_BYTES
-    rig.receiver.fence(1)
-    assert rig.log.quiet(1).num_bytes == BLOCK_BYTES
+    assert serves_others(harness)
+    harness.sender().push(harness.push(7, 1, [0]))
+    while harness.log.outcome(7) == (
+        7,
+        PushFailure.TWICE,
+    ):  # the old connection is not over yet
+        harness.log.events.clear()
+        harness.sender().push(harness.push(7, 1, [0]))
+    assert harness.done(7) == BLOCK_BYTES
+    harness.receiver.fence(1)
+    assert harness.log.closed(1).num_bytes == BLOCK_BYTES
 
 
-def test_a_fence_holds_in_the_middle_of_a_block(rig, peer):
+def test_a_fence_holds_in_the_middle_of_a_block(harness, peer):
     """Half a block, a fence, quiet though the peer stalls; then the other half (lesson 50)."""
-    raw = peer.frame(0, 1, {0: block(rig, 0)})
+    raw = peer.frame(0, 1, {0: block(harness, 0)})
     peer.send(raw[: len(raw) // 2])
-    rig.receiver.fence(1)
-    quiet = rig.log.quiet(1, 2.0)
-    rig.target.rows[:] = 0
+    harness.receiver.fence(1)
+    closed = harness.log.closed(1, 2.0)
+    harness.target.rows[:] = 0
     peer.send(raw[len(raw) // 2 :])
 
-    assert (quiet.num_bytes, quiet.blocks) == (0, frozenset())
+    assert (closed.num_bytes, closed.blocks) == (0, frozenset())
     assert peer.answer() == (0, PushFailure.FENCED)
-    assert rig.untouched(range(24))
-    rig.receiver.open(2, [8])
-    peer.send(peer.frame(1, 2, {0: block(rig, 5)}))
+    assert harness.untouched(range(24))
+    harness.receiver.open(2, [8])
+    peer.send(peer.frame(1, 2, {0: block(harness, 5)}))
     assert peer.answer() == (1, None), "the connection and its other leases go on"
 
 
-def test_a_fault_of_ours_costs_a_connection_and_the_lease_still_ends(rig, monkeypatch):
+def test_a_fault_of_ours_costs_a_connection_and_the_lease_still_ends(harness, monkeypatch):
     """Memory that cannot be had: the push is lost, and a fence is answered (lesson 50)."""
 
     def fail(slot):
         raise RuntimeError("no such slot")
 
     with monkeypatch.context() as broken:
-        broken.setattr(rig.target, "view", fail)
-        rig.sender().push(rig.push(1, 1, [0]))
-        assert rig.failure(1) is PushFailure.LOST
-    rig.receiver.fence(1)
+        broken.setattr(harness.target, "view", fail)
+        harness.sender().push(harness.push(1, 1, [0]))
+        assert harness.failure(1) is PushFailure.LOST
+    harness.receiver.fence(1)
 
-    assert rig.log.quiet(1, 2.0).num_bytes == 0
-    assert serves_others(rig)
+    assert harness.log.closed(1, 2.0).num_bytes == 0
+    assert serves_others(harness)
 
 
-def test_a_late_write_to_shared_memory_reaches_no_slot(rig, peer):
+def test_a_late_write_to_shared_memory_reaches_no_slot(harness, peer):
     """One-sided writes come whenever they come; slots are only written by the receiver."""
-    if rig.receiver.address.startswith("tcp"):
+    if harness.receiver.address.startswith("tcp"):
         pytest.skip("nothing is shared")
-    peer.send(peer.frame(0, 1, {0: block(rig, 0)}))
+    peer.send(peer.frame(0, 1, {0: block(harness, 0)}))
     peer.answer()
-    rig.receiver.fence(1)
-    rig.log.quiet(1)
-    before = rig.target.rows.copy()
+    harness.receiver.fence(1)
+    harness.log.closed(1)
+    before = harness.target.rows.copy()
     peer.stage(0, b"\xff" * BLOCK_BYTES)
 
-    assert np.array_equal(rig.target.rows, before)
+    assert np.array_equal(harness.target.rows, before)
 
 
 @pytest.mark.parametrize(
@@ -145,9 +148,9 @@ def test_a_late_write_to_shared_memory_reaches_no_slot(rig, peer):
         pytest.param(0, 0, [(n, 1) for n in range(257)], id="too many pieces"),
     ],
 )
-def test_a_frame_beyond_the_limits_costs_the_connection(rig, peer, number, cell, pieces):
+def test_a_frame_beyond_the_limits_costs_the_connection(harness, peer, number, cell, pieces):
     """Whatever the seal: sizes are not believed (lesson 66)."""
-    if cell and rig.receiver.address.startswith("tcp"):
+    if cell and harness.receiver.address.startswith("tcp"):
         pytest.skip("what follows a tcp frame is nowhere else")
     sent = tuple(SentPiece(at, cell, num_bytes, bytes(16)) for at, num_bytes in pieces)
     peer.send(encode_frame(make_frame(number, 1, cell, sent), peer.key))
@@ -156,14 +159,14 @@ def test_a_frame_beyond_the_limits_costs_the_connection(rig, peer, number, cell,
     with pytest.raises(LinkBroken):
         peer.answer()
     assert SystemClock().now() - began_s < CONFIG.stall_timeout_s, "it was waited for"
-    assert rig.untouched(range(24))
-    assert serves_others(rig)
+    assert harness.untouched(range(24))
+    assert serves_others(harness)
 
 
-def test_a_frame_is_good_once_and_on_its_own_connection(rig, peer):
+def test_a_frame_is_good_once_and_on_its_own_connection(harness, peer):
     """Neither a frame that is sent twice nor one of another connection is taken."""
-    raw = peer.frame(0, 1, {0: block(rig, 0)})
-    other = RawSender(rig.receiver.address, BLOCK_BYTES)
+    raw = peer.frame(0, 1, {0: block(harness, 0)})
+    other = RawSender(harness.receiver.address, BLOCK_BYTES)
     other.send(raw)
     with pytest.raises(LinkBroken):
         other.answer()
@@ -174,18 +177,18 @@ def test_a_frame_is_good_once_and_on_its_own_connection(rig, peer):
     with pytest.raises(LinkBroken):
         peer.answer()
 
-    assert rig.log.landed(1) == [0]
+    assert harness.log.received(1) == [0]
 
 
-def test_two_connections_cannot_write_one_block_at_once(rig, peer):
+def test_two_connections_cannot_write_one_block_at_once(harness, peer):
     """The second is told so, and does not wait for the first."""
-    if not rig.receiver.address.startswith("tcp"):
+    if not harness.receiver.address.startswith("tcp"):
         pytest.skip("only a stream can stop in the middle of a block")
-    raw = peer.frame(0, 1, {0: block(rig, 0)})
+    raw = peer.frame(0, 1, {0: block(harness, 0)})
     peer.send(raw[:-1])
-    other = RawSender(rig.receiver.address, BLOCK_BYTES)
+    other = RawSender(harness.receiver.address, BLOCK_BYTES)
     for number in range(200):
-        other.send(other.frame(number, 1, {0: block(rig, 9)}, flip=0))
+        other.send(other.frame(number, 1, {0: block(harness, 9)}, flip=0))
         _, failure = other.answer()
         if failure is PushFailure.TWICE:
             break
@@ -194,65 +197,65 @@ def test_two_connections_cannot_write_one_block_at_once(rig, peer):
 
     assert failure is PushFailure.TWICE
     assert peer.answer() == (0, None)
-    assert np.array_equal(rig.target.rows[3], rig.source.rows[0])
+    assert np.array_equal(harness.target.rows[3], harness.source.rows[0])
 
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_no_damaged_head_ever_lands(data):
     """Any bit of a frame's head: index, lease, length, checksum, seal (fuzz)."""
-    with open_harness(MakeLinks("tcp"), "tcp", 512) as rig:
-        rig.receiver.open(1, [3, 4])
-        peer = RawSender(rig.receiver.address, 512)
-        raw = bytearray(peer.frame(0, 1, {0: rig.source.rows[0].tobytes()}))
+    with open_harness(MakeLinks("tcp"), "tcp", 512) as harness:
+        harness.receiver.open(1, [3, 4])
+        peer = RawSender(harness.receiver.address, 512)
+        raw = bytearray(peer.frame(0, 1, {0: harness.source.rows[0].tobytes()}))
         bit = data.draw(st.integers(0, 8 * (FRAME_BYTES + 32) - 1))
         raw[bit // 8] ^= 1 << bit % 8
         peer.send(bytes(raw))
         assert is_dropped(peer)
         peer.close()
 
-        assert rig.log.landed(1) == []
-        assert rig.untouched(range(24))
+        assert harness.log.received(1) == []
+        assert harness.untouched(range(24))
 
 
 @settings(max_examples=60, deadline=None)
 @given(garbage=st.binary(min_size=1, max_size=400), greeted=st.booleans())
 def test_garbage_costs_a_connection_and_nothing_else(garbage, greeted):
     """Before the greeting and after it (fuzz)."""
-    with open_harness(MakeLinks("tcp"), "tcp", 512) as rig:
-        rig.receiver.open(1, [3])
-        peer = RawSender(rig.receiver.address, 512) if greeted else _Stranger(rig)
+    with open_harness(MakeLinks("tcp"), "tcp", 512) as harness:
+        harness.receiver.open(1, [3])
+        peer = RawSender(harness.receiver.address, 512) if greeted else _Stranger(harness)
         peer.send(garbage)
         assert is_dropped(peer)
         peer.close()
 
-        rig.sender().push(rig.push(1, 1, [0]))
-        assert rig.done(1) == 512
-        assert rig.log.landed(1) == [0]
+        harness.sender().push(harness.push(1, 1, [0]))
+        assert harness.done(1) == 512
+        assert harness.log.received(1) == [0]
 
 
 class _Stranger(RawSender):
     """A peer that does not greet."""
 
-    def __init__(self, rig) -> None:
-        from headwater.disagg.links.hello import within
-        from headwater.disagg.links.tcp import connect, parse_host_port
+    def __init__(self, harness) -> None:
+        from headwater.disagg.peering.handshake import timeout_check
+        from headwater.disagg.peering.stream import connect, parse_host_port
 
-        self._patience = within(SystemClock(), 10.0)
-        self.stream = connect(parse_host_port(rig.receiver.address), 1.0)
-        self.stream.fill(memoryview(bytearray(struct.calcsize("<8sHH32s"))), self._patience)
+        self._wait_check = timeout_check(SystemClock(), 10.0)
+        self.stream = connect(parse_host_port(harness.receiver.address), 1.0)
+        self.stream.fill(memoryview(bytearray(struct.calcsize("<8sHH32s"))), self._wait_check)
 
     def close(self) -> None:
         self.stream.close()
 
 
-def test_the_sender_takes_no_more_room_than_it_was_given(rig, peer):
+def test_the_sender_takes_no_more_room_than_it_was_given(harness, peer):
     """A receiver serves so many senders and refuses the next with a reason (lesson 57)."""
     others = [
-        RawSender(rig.receiver.address, BLOCK_BYTES) for _ in range(CONFIG.max_senders - 1)
+        RawSender(harness.receiver.address, BLOCK_BYTES) for _ in range(CONFIG.max_senders - 1)
     ]
 
     with pytest.raises(LinkBroken, match="as many senders"):
-        RawSender(rig.receiver.address, BLOCK_BYTES)
+        RawSender(harness.receiver.address, BLOCK_BYTES)
     for other in others:
         other.close()

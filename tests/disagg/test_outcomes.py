@@ -2,7 +2,7 @@
 
 import pytest
 
-from headwater.disagg.messages import Accepted, Ask, Cancel, HandoffDone, Reason, Renew
+from headwater.disagg.protocol.messages import Accepted, Ask, Cancel, HandoffDone, Reason, Renew
 from headwater.testing.peers import EchoPair
 from headwater.testing.tiers import make_echo_request
 from tests.disagg.pairs import expected, run, until
@@ -48,7 +48,7 @@ def test_a_silent_p_makes_one_request_wait_and_not_all():
 
     assert waits["a"] > 9.0
     assert max(waits["b"], waits["c"]) < 2.0
-    assert pair.decode.exchange.decodes.totals.num_done == 1
+    assert pair.decode.handoffs.decode_side.totals.num_done == 1
     pair.drain()
     for peer in pair.peers:
         peer.check_idle()
@@ -71,8 +71,8 @@ def test_a_push_that_fails_is_told_at_once():
     assert pair.clock.now() - began_s < 1.0
     assert pair.decode.outputs["a"] == expected(request)
     assert pair.decode.usages["a"].cached_tokens == 5 * 4  # what landed whole was kept
-    assert pair.decode.exchange.decodes.totals.failures == {Reason.PUSH: 1}
-    assert pair.prefill.exchange.prefills.totals.failures == {Reason.PUSH: 1}
+    assert pair.decode.handoffs.decode_side.totals.failures == {Reason.PUSH: 1}
+    assert pair.prefill.handoffs.prefill_side.totals.failures == {Reason.PUSH: 1}
 
 
 @pytest.mark.parametrize("when", range(8))
@@ -88,7 +88,7 @@ def test_an_abort_is_told_to_p_at_once_and_returns_every_slot(when):
     pair.drain(within_s=3.0)
 
     assert pair.decode.reasons["a"] == "abort"
-    assert pair.prefill.exchange.prefills.num_active == 0
+    assert pair.prefill.handoffs.prefill_side.num_active == 0
     for peer in pair.peers:
         peer.check_idle()
 
@@ -103,10 +103,10 @@ def test_a_block_that_arrived_short_is_not_ready():
     lease = pair.fabric._leases[transfer.target][transfer.push.lease]
     while transfer in pair.fabric.transfers:
         pair.fabric.move(transfer)
-    lease.landed[3] = 31  # the link's final account: a byte less than was sent
+    lease.received[3] = 31  # the link's final account: a byte less than was sent
     pair.run("a")
 
-    assert pair.decode.exchange.decodes.totals.failures == {Reason.ACCOUNT: 1}
+    assert pair.decode.handoffs.decode_side.totals.failures == {Reason.BYTE_COUNT: 1}
     assert pair.decode.outputs["a"] == expected(request)
 
 
@@ -115,7 +115,7 @@ def test_p_hears_that_d_knows_nothing_of_its_hand_off(message):
     """Lesson 53: whatever P says of a hand-off that is over is answered with how it ended."""
     pair = EchoPair()
     run(pair, make_handoff("a", PROMPT))
-    pair.decode.exchange.decodes.receive("p", message, 0.0)
+    pair.decode.handoffs.decode_side.receive("p", message, 0.0)
 
     assert pair.fabric.packets[-1].message == Cancel(5, Reason.GONE)
 

@@ -20,7 +20,7 @@ def test_disaggregated_equals_local(num_tokens, depth):
 
     assert pair.decode.outputs["a"] == uncached_tokens(request)
     assert pair.decode.runner.num_tokens == 5  # its output, and nothing of the prompt
-    assert pair.decode.exchange.decodes.totals.num_done == 1
-    assert pair.prefill.exchange.prefills.totals.num_done == 1
+    assert pair.decode.handoffs.decode_side.totals.num_done == 1
+    assert pair.prefill.handoffs.prefill_side.totals.num_done == 1
     for peer in pair.peers:
         peer.check_idle()

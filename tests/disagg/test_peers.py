@@ -10,12 +10,12 @@ from threading import enumerate as threads
 import pytest
 
 from headwater.clock import SystemClock
-from headwater.disagg.codec import MAX_BODY_BYTES
-from headwater.disagg.links.hello import Greeting, greet, within
-from headwater.disagg.links.stream import Stream
-from headwater.disagg.messages import Ask, HandoffDone, Reason
-from headwater.disagg.network import PeerLost, PeerMessage
-from headwater.disagg.peers import PeerConfig, PeerService, _Sealed
+from headwater.disagg.peering.handshake import HandshakeTerms, client_handshake, timeout_check
+from headwater.disagg.peering.network import PeerLost, PeerMessage
+from headwater.disagg.peering.service import PeerConfig, PeerService, _Sealed
+from headwater.disagg.peering.stream import Stream
+from headwater.disagg.protocol.codec import MAX_BODY_BYTES
+from headwater.disagg.protocol.messages import Ask, HandoffDone, Reason
 from headwater.errors import ConfigError
 
 TOKEN = b"open sesame"
@@ -51,11 +51,11 @@ def dial(instance: Instance) -> Stream:
 def let_in(instance: Instance) -> tuple[Stream, _Sealed]:
     """A peer that has proved itself and said hello, driven by hand."""
     stream = dial(instance)
-    patience = within(SystemClock(), 5.0)
-    session = greet(stream, Greeting("peer", TOKEN, 64), patience)
+    check_wait = timeout_check(SystemClock(), 5.0)
+    session = client_handshake(stream, HandshakeTerms("peer", TOKEN, 64), check_wait)
     sealed = _Sealed(stream, session.key, is_client=True)
-    sealed.send(instance.service.hello(), patience)
-    sealed.receive(patience, 4096)
+    sealed.send(instance.service.hello(), check_wait)
+    sealed.receive(check_wait, 4096)
     return stream, sealed
 
 
@@ -103,12 +103,14 @@ def test_another_version_is_refused():
     """Who speaks another version is told so by the end of the connection, and nobody else is
     harmed."""
     with closing(Instance()) as p, closing(Instance()) as d:
-        patience = within(SystemClock(), 5.0)
+        check_wait = timeout_check(SystemClock(), 5.0)
         stream = dial(p)
-        session = greet(stream, Greeting("peer", TOKEN, 64), patience)
+        session = client_handshake(stream, HandshakeTerms("peer", TOKEN, 64), check_wait)
         hello = json.loads(p.service.hello())
         hello["version"] += 1
-        _Sealed(stream, session.key, is_client=True).send(json.dumps(hello).encode(), patience)
+        _Sealed(stream, session.key, is_client=True).send(
+            json.dumps(hello).encode(), check_wait
+        )
         assert isinstance(p.event(), PeerLost)
         stream.close()
 
@@ -167,7 +169,7 @@ def test_a_malformed_message_drops_its_connection_only(what):
         p.event()
         stream, sealed = let_in(p)
         if what == "body":
-            sealed.send(b"no message", within(SystemClock(), 5.0))
+            sealed.send(b"no message", timeout_check(SystemClock(), 5.0))
         elif what == "seal":
             stream.socket.sendall(struct.pack("<I16s", 3, bytes(16)) + b"abc")
         else:
@@ -184,7 +186,7 @@ def test_a_repeated_frame_is_malformed():
     with closing(Instance()) as p:
         stream, sealed = let_in(p)
         sealed._num_sent -= 1
-        sealed.send(b"again", within(SystemClock(), 5.0))
+        sealed.send(b"again", timeout_check(SystemClock(), 5.0))
 
         assert isinstance(p.event(), PeerLost)
         stream.close()

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from headwater.disagg.handoff import HandoffConfig
+from headwater.disagg.protocol.config import HandoffConfig
 from headwater.testing.peers import EchoPair
 from headwater.testing.tiers import make_echo_request
 from tests.disagg.pairs import expected, matched, run, until
@@ -79,7 +79,7 @@ def test_the_whole_protocol_runs_without_a_device_or_a_second_process():
         "pair = EchoPair()\n"
         "pair.decode.add(make_handoff('a', make_prompt(30)))\n"
         "pair.run('a')\n"
-        "assert pair.decode.exchange.decodes.totals.num_done == 1\n"
+        "assert pair.decode.handoffs.decode_side.totals.num_done == 1\n"
         "assert not {'torch', 'socket', 'zmq'} & set(sys.modules), sorted(sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)

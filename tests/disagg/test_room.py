@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from headwater.disagg.handoff import HandoffConfig
-from headwater.disagg.messages import Reason
+from headwater.disagg.protocol.config import HandoffConfig
+from headwater.disagg.protocol.messages import Reason
 from headwater.scheduler.sequence import SequenceState
 from headwater.testing.peers import EchoPair
 from headwater.testing.tiers import make_echo_request
@@ -38,7 +38,7 @@ def test_a_preempted_request_on_d_resumes_from_its_tree():
     pair.run("a", "b")
 
     assert pair.decode.core.stats().num_preemptions > 0
-    assert pair.prefill.exchange.prefills.totals.num_started == 2
+    assert pair.prefill.handoffs.prefill_side.totals.num_started == 2
     for request in requests:
         assert pair.decode.outputs[request.request_id] == expected(request)
 
@@ -67,13 +67,13 @@ def test_a_refusal_is_typed_and_leaves_nothing_behind():
     """Lesson 56: P is full, says so, and D declines, for a router to try another pair."""
     pair = EchoPair(config=HandoffConfig(max_inflight=1))
     pair.decode.add(make_handoff("a", PROMPT))
-    pair.decode.add(make_handoff("b", make_prompt(9, family=1), computes_here=False))
+    pair.decode.add(make_handoff("b", make_prompt(9, family=1), local_fallback=False))
     pair.run("a", "b")
     pair.drain()
 
     assert pair.decode.reasons == {"a": "length", "b": "refused"}
     assert pair.decode.outputs["b"] == []
-    assert pair.prefill.exchange.prefills.totals.failures == {Reason.BUSY: 1}
+    assert pair.prefill.handoffs.prefill_side.totals.failures == {Reason.BUSY: 1}
     pair.decode.check_idle()
 
 
@@ -107,7 +107,7 @@ def test_a_d_that_computes_prompts_of_its_own_takes_in_others_meanwhile():
     for request in handed:
         assert pair.decode.outputs[request.request_id] == expected(request)
     pair.run("own 1", "own 2")
-    assert pair.decode.exchange.decodes.totals.num_done == 2
+    assert pair.decode.handoffs.decode_side.totals.num_done == 2
 
 
 def test_what_nothing_may_pass_is_not_passed_by_what_is_received():
@@ -138,7 +138,7 @@ def test_p_takes_on_no_more_than_its_limit():
     while any(request.request_id not in pair.decode.reasons for request in requests):
         pair.turn()
         pair.clock.advance(0.01)
-        most = max(most, pair.prefill.exchange.prefills.num_active)
+        most = max(most, pair.prefill.handoffs.prefill_side.num_active)
 
     assert most == 2
     for request in requests:
@@ -155,7 +155,7 @@ def test_d_keeps_room_for_what_runs():
     runner = make_echo_request("run", make_prompt(4, family=2), max_tokens=30)
     pair.decode.add(runner)
     pair.turn()
-    pair.decode.add(make_handoff("a", make_prompt(17), computes_here=False))
+    pair.decode.add(make_handoff("a", make_prompt(17), local_fallback=False))
     for _ in range(6):  # room for its five blocks, but not for the growth of what runs
         pair.turn()
     waiting = pair.decode.scheduler.stats().num_waiting

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headwater.disagg.messages import First, Grant
+from headwater.disagg.protocol.messages import First, Grant
 from headwater.testing.peers import EchoPair
 from tests.disagg.requests import make_handoff, make_prompt
 
@@ -11,7 +11,7 @@ STEP_S = 0.01
 
 
 def parts_of(pair):
-    return pair.decode.exchange.decodes.totals.seconds
+    return pair.decode.handoffs.decode_side.totals.seconds
 
 
 def test_a_grant_that_comes_while_p_computes_costs_nothing():

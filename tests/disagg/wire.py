@@ -6,8 +6,7 @@ from functools import cache
 import pytest
 
 from headwater.clock import SystemClock
-from headwater.disagg.link import BlockMemory, BlockPiece, PushFailure
-from headwater.disagg.links import LinkConfig, Links
+from headwater.disagg.links.config import LinkConfig
 from headwater.disagg.links.frames import (
     ANSWER_BYTES,
     SentPiece,
@@ -15,11 +14,14 @@ from headwater.disagg.links.frames import (
     encode_frame,
     make_frame,
 )
-from headwater.disagg.links.hello import Greeting, within
+from headwater.disagg.links.interface import BlockMemory
 from headwater.disagg.links.mooncake import MooncakeDialer, TransferEngine
+from headwater.disagg.links.registry import Links
 from headwater.disagg.links.sender import Dialer
 from headwater.disagg.links.shm import ShmDialer
 from headwater.disagg.links.tcp import TcpDialer
+from headwater.disagg.peering.handshake import HandshakeTerms, timeout_check
+from headwater.disagg.protocol.push import BlockPiece, PushFailure
 from headwater.storage.codec import checksum
 from headwater.testing.links import BlockArray
 
@@ -65,12 +67,12 @@ class RawSender:
 
     def __init__(self, address: str, block_bytes: int) -> None:
         self._link = address.partition("://")[0]
-        self._patience = within(SystemClock(), 10.0)
-        greeting = Greeting(self._link, CONFIG.token, block_bytes)
+        self._wait_check = timeout_check(SystemClock(), 10.0)
+        terms = HandshakeTerms(self._link, CONFIG.token, block_bytes)
         self.memory = BlockArray(NUM_SLOTS, block_bytes)
         """What a receiver of the `shm` link reads from."""
 
-        self.outbound = dialer(address, memory=self.memory).dial(greeting, self._patience)
+        self.outbound = dialer(address, memory=self.memory).dial(terms, self._wait_check)
         self.stream = self.outbound.stream
         self.key: bytes = self.outbound._key  # type: ignore[attr-defined] # for forged frames
 
@@ -96,7 +98,7 @@ class RawSender:
             payload[flip // 8] ^= 1 << flip % 8
         head = encode_frame(make_frame(number, lease, cell, pieces), self.key)
         if self._link == "shm":
-            self.outbound._pledges._words[cell] = number + 1  # type: ignore[attr-defined]
+            self.outbound._validity._words[cell] = number + 1  # type: ignore[attr-defined]
         if self._link == "tcp":
             return head + b"".join(_with_checksums(payload, list(blocks.values())))
         self.stage(cell, payload)
@@ -118,15 +120,15 @@ class RawSender:
             source, target = cells.address + at, out._target + at  # type: ignore[attr-defined]
             number = out._engine.start(out._name, source, target, len(payload))  # type: ignore[attr-defined]
             while not out._engine.poll(number):  # type: ignore[attr-defined]
-                self._patience()
+                self._wait_check()
 
     def send(self, raw: bytes) -> None:
-        self.stream.send([raw], self._patience)
+        self.stream.send([raw], self._wait_check)
 
     def answer(self) -> tuple[int, PushFailure | None]:
         """The next answer; LinkBroken where the connection is dropped."""
         raw = memoryview(bytearray(ANSWER_BYTES))
-        self.stream.fill(raw, self._patience)
+        self.stream.fill(raw, self._wait_check)
         return decode_answers(raw)[0]
 
     def close(self) -> None:
@@ -142,6 +144,6 @@ def _with_checksums(payload: bytearray, blocks: list[bytes]) -> Iterator[bytes]:
         at += len(block)
 
 
-def pieces_of(places: Sequence[int], block_bytes: int) -> tuple[BlockPiece, ...]:
+def pieces_of(indices: Sequence[int], block_bytes: int) -> tuple[BlockPiece, ...]:
     """Block `i` of the source as block `i` of the lease."""
-    return tuple(BlockPiece(place, place, block_bytes) for place in places)
+    return tuple(BlockPiece(index, index, block_bytes) for index in indices)

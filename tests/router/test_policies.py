@@ -2,7 +2,7 @@
 
 import pytest
 
-from headwater.bench._router import measure_router
+from headwater.bench._routed_caches import measure_router
 from headwater.disagg.routing import (
     BACKLOG_TOKENS,
     CAP_SLACK_TOKENS,

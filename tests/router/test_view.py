@@ -1,12 +1,7 @@
 """What the router believes of one instance."""
 
 from headwater.disagg.routing import Trust
-from headwater.metrics.kv_events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    EventBatch,
-)
+from headwater.metrics.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from headwater.server.router.view import BlockView, EventBatchResult
 
 

@@ -13,8 +13,9 @@ from threading import Thread
 from typing import Any
 
 from headwater.bench._ceilings import page_memory
-from headwater.disagg.link import LinkEvent
-from headwater.disagg.links import LinkConfig, Links
+from headwater.disagg.links.config import LinkConfig
+from headwater.disagg.links.registry import Links
+from headwater.disagg.protocol.push import LinkEvent
 from headwater.storage.buffers import address_of
 from headwater.storage.codec import checksum
 from headwater.transfer.shared import SharedPages

@@ -22,8 +22,10 @@ import numpy as np
 
 from headwater.bench._link_far import DONE, MARK, TOKEN, Blocks, bare_engine
 from headwater.clock import SystemClock
-from headwater.disagg.link import BlockPiece, LinkEvent, Push, PushDone, Sender
-from headwater.disagg.links import LinkConfig, Links
+from headwater.disagg.links.config import LinkConfig
+from headwater.disagg.links.interface import Sender
+from headwater.disagg.links.registry import Links
+from headwater.disagg.protocol.push import BlockPiece, LinkEvent, Push, PushDone
 from headwater.storage.buffers import address_of
 from headwater.storage.codec import checksum
 

@@ -116,15 +116,15 @@ def measure_pd(load: PDLoad, link: str, rounds: int) -> dict[str, Any]:
             ],
             "x-headwater-peer-token": decode.token,
         }
-        ways: dict[str, list[Target]] = {
+        senders: dict[str, list[Target]] = {
             "routed": [Target(decode, headers)],
             "pd": [Target(decode, headers, always=True)],
             "mixed": [Target(instance) for instance in mixed],
         }
-        runs: dict[str, list[Figures]] = {way: [] for way in ways}
+        runs: dict[str, list[Figures]] = {way: [] for way in senders}
         handoffs = dict.fromkeys(("num", *_PARTS), 0.0)
         for number in range(rounds + 1):
-            for way, targets in ways.items():
+            for way, targets in senders.items():
                 before = _totals(decode)
                 figures = asyncio.run(_ask(load, targets, seed=2 * number + (way != "routed")))
                 if number:  # the first turn warms up

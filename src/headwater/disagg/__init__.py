@@ -1,1 +1,1 @@
-"""Prefill here, decode there: two instances, one sequence, exactly one outcome."""
+"""Prefill/decode disaggregation: one instance computes a prompt, another one decodes it."""

@@ -12,7 +12,7 @@ from typing import Protocol
 from headwater.cache import Namespace
 from headwater.cache.outline import outline
 from headwater.clock import Clock
-from headwater.disagg.exchange import HandoffController
+from headwater.disagg.handoff.controller import HandoffController
 from headwater.engine.client import MEMORY, EngineInfo, ResetReport
 from headwater.engine.output import EngineStats, SequenceOutput, engine_stats
 from headwater.engine.pace import RateEstimator
@@ -286,11 +286,11 @@ class EngineCore:
         if not self._resets.is_idle:
             self._resets.advance(now)
         if self._peers is not None:
-            self._peers.land(self.completions.take_posted(), now)
+            self._peers.receive(self.completions.take_posted(), now)
             if self.completions.has_any:
                 # What that led to at once, such as a fence that holds, is not a step late.
                 self._take_in(now)
-                self._peers.land(self.completions.take_posted(), now)
+                self._peers.receive(self.completions.take_posted(), now)
         if self._peers is not None or (self._has_tiers and self._scheduler.has_waiting):
             self._learn(now)
 

@@ -2,9 +2,9 @@
 
 from headwater.cache import CacheStats
 from headwater.cache.pool import PoolStats
-from headwater.disagg.exchange import HandoffCounts
-from headwater.disagg.messages import REFUSALS
-from headwater.disagg.outcomes import SideTotals
+from headwater.disagg.handoff.controller import HandoffCounts
+from headwater.disagg.handoff.totals import SideTotals
+from headwater.disagg.protocol.messages import REFUSALS
 from headwater.metrics.stats import EngineStats, HandoffStats, LinkStats, TierStats
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.stats import SchedulerStats

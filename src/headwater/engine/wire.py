@@ -38,7 +38,7 @@ class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
     load_policy: LoadPolicy | None = None
     load_timeout_s: float | None = None
     prefill: str = ""
-    computes_here: bool = True
+    local_fallback: bool = True
     can_return: bool = False
     num_said: int = 0
     session_id: str = ""
@@ -188,7 +188,7 @@ def pack_request(request: Request) -> Add:
         load_policy=request.load_policy,
         load_timeout_s=request.load_timeout_s,
         prefill=request.prefill,
-        computes_here=request.computes_here,
+        local_fallback=request.local_fallback,
         can_return=request.can_return,
         num_said=request.num_said,
         session_id=request.session_id,
@@ -208,7 +208,7 @@ def unpack_request(message: Add) -> Request:
         load_policy=message.load_policy,
         load_timeout_s=message.load_timeout_s,
         prefill=message.prefill,
-        computes_here=message.computes_here,
+        local_fallback=message.local_fallback,
         can_return=message.can_return,
         num_said=message.num_said,
         session_id=message.session_id,

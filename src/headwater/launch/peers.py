@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from headwater.cache import Namespace
 from headwater.clock import Clock
 from headwater.config import EngineConfig, PeersConfig, peer_token_from_environment
-from headwater.disagg.exchange import HandoffController
-from headwater.disagg.handoff import HandoffConfig
-from headwater.disagg.hands import HandoffDependencies, Memory
-from headwater.disagg.link import Deliver, LinkMaker, Sender
+from headwater.disagg.handoff.controller import HandoffController
+from headwater.disagg.handoff.dependencies import HandoffDependencies, Memory
 from headwater.disagg.links.config import LinkConfig
+from headwater.disagg.links.interface import Deliver, LinkMaker, Sender
 from headwater.disagg.links.registry import Links
-from headwater.disagg.peers import PeerConfig, PeerService
-from headwater.disagg.staged import StagedLinks
+from headwater.disagg.links.staging.registry import StagedLinks
+from headwater.disagg.peering.service import PeerConfig, PeerService
+from headwater.disagg.protocol.config import HandoffConfig
 from headwater.engine.client import EngineInfo
 from headwater.engine.core import EngineCore
 from headwater.errors import ConfigError
@@ -133,7 +133,7 @@ def _join_peers(
         core.completions.post,
         clock,
     )
-    hands = HandoffDependencies(
+    dependencies = HandoffDependencies(
         network=network,
         receiver=links.listen(peers.link),
         connect=lambda address: _Unhurried(links.connect(address)),
@@ -141,6 +141,8 @@ def _join_peers(
         new_id=lambda: secrets.randbits(63),
     )
     core.join(
-        HandoffController(scheduler, hands, _handoffs(peers), accepts=peers.role != "decode")
+        HandoffController(
+            scheduler, dependencies, _handoffs(peers), accepts=peers.role != "decode"
+        )
     )
     return network.address

@@ -9,12 +9,12 @@ import numpy as np
 
 from headwater.cache import TieredCache, TokenPath
 from headwater.clock import VirtualClock
-from headwater.disagg.exchange import HandoffController
+from headwater.disagg.handoff.controller import HandoffController
 from headwater.engine.core import EngineCore
 from headwater.errors import RequestError
 from headwater.replay.devices import SimCopier, SimRunner, SimStorage, SimStore
 from headwater.replay.links import SharedLink
-from headwater.replay.network import SimFabric, make_exchange
+from headwater.replay.network import SimFabric, make_handoffs
 from headwater.replay.request import SimRequest, Work
 from headwater.replay.settings import SimConfig
 from headwater.replay.time_series import Row, Times, TimeSeries
@@ -51,10 +51,10 @@ class SimInstance:
         self.runner = SimRunner(config.machine.step, self.clock, links)
         self.mover = _mover(config, links, store, self.clock)
         self.core = EngineCore(self.scheduler, self.runner, self.clock, self.mover)
-        self.exchange: HandoffController | None = None
+        self.handoffs: HandoffController | None = None
         if fabric is not None:
             fabric.enter(self.name, self.core.completions.post)
-            self.exchange = make_exchange(
+            self.handoffs = make_handoffs(
                 fabric,
                 self.name,
                 self.scheduler,
@@ -63,7 +63,7 @@ class SimInstance:
                 block_bytes=config.block_bytes,
                 accepts=self.role == "prefill",
             )
-            self.core.join(self.exchange)
+            self.core.join(self.handoffs)
         self.served: list[SimRequest] = []
         """Everything it was given, in that order."""
         self.samples = TimeSeries(times)
@@ -170,7 +170,7 @@ class SimInstance:
 
     def _deadline_s(self) -> float:
         """When a wait for a copy ends although the copy has not."""
-        peers = None if self.exchange is None else self.exchange.wake_s
+        peers = None if self.handoffs is None else self.handoffs.wake_s
         ends = (self.mover.wake_s, self.scheduler.wake_s, peers)
         return min((end for end in ends if end is not None), default=inf)
 

@@ -11,12 +11,19 @@ from math import inf
 from random import Random
 
 from headwater.clock import VirtualClock
-from headwater.disagg.exchange import HandoffController
-from headwater.disagg.handoff import HandoffConfig
-from headwater.disagg.hands import HandoffDependencies
-from headwater.disagg.link import Landed, Push, PushDone, PushFailed, PushFailure, SenderQuiet
-from headwater.disagg.messages import Message
-from headwater.disagg.network import PeerMessage
+from headwater.disagg.handoff.controller import HandoffController
+from headwater.disagg.handoff.dependencies import HandoffDependencies
+from headwater.disagg.peering.network import PeerMessage
+from headwater.disagg.protocol.config import HandoffConfig
+from headwater.disagg.protocol.messages import Message
+from headwater.disagg.protocol.push import (
+    BlockReceived,
+    LeaseClosed,
+    Push,
+    PushDone,
+    PushFailed,
+    PushFailure,
+)
 from headwater.replay.links import Delivery, SharedLink
 from headwater.scheduler.scheduler import Scheduler
 from headwater.types import Slots
@@ -78,11 +85,11 @@ class SimFabric:
 
     def fence(self, host: str, lease: int) -> None:
         """Let no more land."""
-        landed = self._hosts[host].leases.pop(lease, None) or _Lease()
-        quiet = SenderQuiet(lease, landed.num_bytes, frozenset(landed.blocks))
-        self._hosts[host].post(quiet)
+        received = self._hosts[host].leases.pop(lease, None) or _Lease()
+        closed = LeaseClosed(lease, received.num_bytes, frozenset(received.blocks))
+        self._hosts[host].post(closed)
 
-    def land(self, sender: str, host: str, push: Push) -> None:
+    def finish_push(self, sender: str, host: str, push: Push) -> None:
         """The bytes of a push have arrived."""
         lease = self._hosts[host].leases.get(push.lease)
         if lease is None:
@@ -91,7 +98,7 @@ class SimFabric:
         for piece in push.pieces:
             lease.num_bytes += piece.num_bytes
             lease.blocks.add(piece.index)
-            self._hosts[host].post(Landed(push.lease, piece.index, piece.num_bytes))
+            self._hosts[host].post(BlockReceived(push.lease, piece.index, piece.num_bytes))
         num_bytes = sum(piece.num_bytes for piece in push.pieces)
         self._hosts[sender].post(PushDone(push.job, num_bytes))
 
@@ -132,7 +139,7 @@ class SimSender:
         endpoint = self.endpoint
 
         def arrive(delivery: Delivery) -> None:
-            endpoint.fabric.land(endpoint.name, self.to, push)
+            endpoint.fabric.finish_push(endpoint.name, self.to, push)
 
         num_bytes = sum(piece.num_bytes for piece in push.pieces)
         endpoint.link.start(num_bytes, arrive, now=endpoint.clock.now())
@@ -174,7 +181,7 @@ class SimMemory:
         return None
 
 
-def make_exchange(
+def make_handoffs(
     fabric: SimFabric,
     name: str,
     scheduler: Scheduler,

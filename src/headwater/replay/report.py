@@ -171,10 +171,10 @@ def _engines(run: SimulationRun) -> Report:
 
 def _handoffs(run: SimulationRun) -> Report:
     """What decode instances say of their hand-offs, where there are any."""
-    exchanges = [one.exchange for one in run.instances if one.exchange is not None]
-    if not exchanges:
+    controllers = [one.handoffs for one in run.instances if one.handoffs is not None]
+    if not controllers:
         return {}
-    totals = [exchange.stats().decode for exchange in exchanges]
+    totals = [handoffs.stats().decode for handoffs in controllers]
     done = sum(one.num_done for one in totals)
     failures: Counter[str] = Counter()
     seconds: Counter[str] = Counter()

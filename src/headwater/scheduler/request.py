@@ -122,7 +122,7 @@ class Request:
     prefill: str = ""
     """Address of the instance that computes the prompt; empty computes it here."""
 
-    computes_here: bool = True
+    local_fallback: bool = True
     """Whether the prompt is computed here when that instance refuses; else it is declined."""
 
     can_return: bool = False

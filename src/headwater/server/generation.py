@@ -79,7 +79,7 @@ class GenerationJob:
     prefill: str = ""
     """Address of the instance that computes the prompts; empty computes them here."""
 
-    computes_here: bool = True
+    local_fallback: bool = True
     """Whether they are computed here when that instance refuses."""
 
     is_marked: bool = False
@@ -237,7 +237,7 @@ class Generation:
             load_policy=job.load_policy,
             load_timeout_s=job.load_timeout_s,
             prefill=job.prefill,
-            computes_here=job.computes_here,
+            local_fallback=job.local_fallback,
             can_return=job.is_marked,
             num_said=len(said),
         )

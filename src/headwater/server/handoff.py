@@ -38,4 +38,4 @@ def handed_off(request: Request, service: Service, job: GenerationJob) -> Genera
     if not _ADDRESS.fullmatch(address):
         raise RequestRefused(f"{PREFILL_HEADER} is an address, HOST:PORT", code="bad_address")
     here = request.headers.get(FALLBACK_HEADER) == "local"
-    return replace(job, prefill=address, computes_here=here)
+    return replace(job, prefill=address, local_fallback=here)

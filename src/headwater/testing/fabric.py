@@ -13,17 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwater.cache.pool import SlotPool, SlotState
-from headwater.disagg.link import (
+from headwater.disagg.peering.network import PeerLost, PeerMessage
+from headwater.disagg.protocol.messages import Message, Reason
+from headwater.disagg.protocol.push import (
     BlockPiece,
-    Landed,
+    BlockReceived,
+    LeaseClosed,
     Push,
     PushDone,
     PushFailed,
     PushFailure,
-    SenderQuiet,
 )
-from headwater.disagg.messages import Message, Reason
-from headwater.disagg.network import PeerLost, PeerMessage
 
 Rows = NDArray[np.uint8]
 Post = Callable[[object], None]
@@ -88,7 +88,7 @@ class FabricLease:
 
     slots: Sequence[int]
     is_fenced: bool = False
-    landed: dict[int, int] = field(default_factory=dict)
+    received: dict[int, int] = field(default_factory=dict)
 
 
 class HeldFabric:
@@ -175,7 +175,7 @@ class HeldFabric:
         )
         transfer.num_sent += 1
         transfer.num_bytes += piece.num_bytes
-        self._land(transfer, piece, carried)
+        self._receive(transfer, piece, carried)
         if transfer.num_sent == len(transfer.push.pieces) and transfer in self.transfers:
             self.transfers.remove(transfer)
             if not transfer.is_late:
@@ -209,8 +209,8 @@ class HeldFabric:
         self.fences.remove(entry)
         link, number = entry
         lease = self._leases[link].pop(number)
-        quiet = SenderQuiet(number, sum(lease.landed.values()), frozenset(lease.landed))
-        self._hosts[self._addresses[link]].post(quiet)
+        closed = LeaseClosed(number, sum(lease.received.values()), frozenset(lease.received))
+        self._hosts[self._addresses[link]].post(closed)
 
     def expire(self, now: float) -> None:
         """Pushes whose deadline has come have failed."""
@@ -262,7 +262,7 @@ class HeldFabric:
             if self.holds_at_once:
                 self.settle_fence((link, number))
 
-    def _land(self, transfer: FabricPush, piece: BlockPiece, carried: Rows) -> None:
+    def _receive(self, transfer: FabricPush, piece: BlockPiece, carried: Rows) -> None:
         owner = self._addresses.get(transfer.target)
         lease = self._leases.get(transfer.target, {}).get(transfer.push.lease)
         index, num_bytes = piece.index, piece.num_bytes
@@ -273,11 +273,11 @@ class HeldFabric:
         host, slot = self._hosts[owner], lease.slots[index]
         held = host.pool.owned(SlotState.HELD)
         assert slot in held, f"bytes land in slot {slot}, which is nobody's"
-        if index not in lease.landed:
+        if index not in lease.received:
             host.rows[slot][:num_bytes] = carried[:num_bytes]
             self.num_bytes += num_bytes
-            lease.landed[index] = num_bytes
-            host.post(Landed(transfer.push.lease, index, num_bytes))
+            lease.received[index] = num_bytes
+            host.post(BlockReceived(transfer.push.lease, index, num_bytes))
 
     def _make_late(self, transfer: FabricPush, host: Host) -> None:
         if not transfer.is_late:

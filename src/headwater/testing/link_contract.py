@@ -11,17 +11,8 @@ from contextlib import contextmanager
 import numpy as np
 
 from headwater.clock import SystemClock
-from headwater.disagg.link import (
-    BlockMemory,
-    BlockPiece,
-    Deliver,
-    LinkMaker,
-    Push,
-    PushDone,
-    PushFailed,
-    PushFailure,
-    Sender,
-)
+from headwater.disagg.links.interface import BlockMemory, Deliver, LinkMaker, Sender
+from headwater.disagg.protocol.push import BlockPiece, Push, PushDone, PushFailed, PushFailure
 from headwater.testing.links import BlockArray, EventLog
 
 _NUM_SLOTS = 24
@@ -50,11 +41,11 @@ class LinkHarness:
         return self._senders[-1]
 
     def push(
-        self, job: int, lease: int, places: Sequence[int], wait_s: float = _WAIT_S
+        self, job: int, lease: int, indices: Sequence[int], wait_s: float = _WAIT_S
     ) -> Push:
         """Block `i` of the source as block `i` of the lease."""
         block_bytes = self.source.block_bytes
-        pieces = tuple(BlockPiece(place, place, block_bytes) for place in places)
+        pieces = tuple(BlockPiece(index, index, block_bytes) for index in indices)
         deadline_s = SystemClock().now() + wait_s
         return Push(job=job, lease=lease, pieces=pieces, deadline_s=deadline_s)
 
@@ -107,16 +98,16 @@ def check_blocks_land_in_order_in_the_slots_of_the_lease(harness: LinkHarness) -
     assert harness.done(10) == 2 * harness.source.block_bytes, "the bytes are counted exactly"
     assert harness.done(11) == 2 * harness.source.block_bytes, "the bytes are counted exactly"
     harness.log.await_landed(1, 4)
-    assert harness.log.landed(1) == [0, 1, 3, 2], "blocks land in the order of the pushes"
-    for place, slot in enumerate([9, 3, 5, 11]):
-        same = np.array_equal(harness.target.rows[slot], harness.source.rows[place])
+    assert harness.log.received(1) == [0, 1, 3, 2], "blocks land in the order of the pushes"
+    for index, slot in enumerate([9, 3, 5, 11]):
+        same = np.array_equal(harness.target.rows[slot], harness.source.rows[index])
         assert same, "block i of a lease lands in its slot i"
     others = set(range(_NUM_SLOTS)) - {9, 3, 5, 11}
     assert harness.untouched(sorted(others)), "a slot outside the lease was written"
     harness.receiver.fence(1)
-    quiet = harness.log.quiet(1)
-    assert quiet.num_bytes == 4 * harness.source.block_bytes, "the account is byte-exact"
-    assert quiet.blocks == frozenset(range(4)), "the account names every block"
+    closed = harness.log.closed(1)
+    assert closed.num_bytes == 4 * harness.source.block_bytes, "the account is byte-exact"
+    assert closed.blocks == frozenset(range(4)), "the account names every block"
 
 
 def check_a_partial_block_is_its_leading_bytes(harness: LinkHarness) -> None:
@@ -161,7 +152,7 @@ def check_a_block_lands_once(harness: LinkHarness) -> None:
 
     assert harness.done(2), "a block that is there already is no failure"
     harness.log.await_landed(1, 2)
-    assert harness.log.landed(1) == [0, 1], "a block lands once"
+    assert harness.log.received(1) == [0, 1], "a block lands once"
     assert np.array_equal(harness.target.rows[0], first), "a landed block was written again"
 
 
@@ -175,21 +166,21 @@ def check_after_a_fence_nothing_lands(harness: LinkHarness) -> None:
     sender.push(harness.push(2, 1, [1, 2]))
     harness.receiver.fence(1)
     harness.receiver.fence(1)
-    quiet = harness.log.quiet(1)
+    closed = harness.log.closed(1)
     harness.target.rows[:] = 0
     harness.source.gate.set()
 
-    assert quiet.blocks == frozenset({0}), "what landed before the fence is in the account"
+    assert closed.blocks == frozenset({0}), "what landed before the fence is in the account"
     assert harness.failure(2) is PushFailure.FENCED, "a push after the fence is told so"
     assert harness.untouched(range(_NUM_SLOTS)), "bytes landed after the lease was quiet"
-    assert len(harness.log.quiets(1)) == 1, "a lease is quiet once"
+    assert len(harness.log.closings(1)) == 1, "a lease is quiet once"
 
 
 def check_a_fence_answers_without_any_sender(harness: LinkHarness) -> None:
     harness.receiver.open(1, [0])
     harness.receiver.fence(1)
 
-    assert harness.log.quiet(1, 1.0).num_bytes == 0, "nothing landed"
+    assert harness.log.closed(1, 1.0).num_bytes == 0, "nothing landed"
 
 
 def check_cancel_gives_up_what_has_not_begun(harness: LinkHarness) -> None:
@@ -223,14 +214,14 @@ def check_many_leases_at_once(harness: LinkHarness) -> None:
     for lease in range(1, 9):
         harness.receiver.open(lease, range(3 * (lease - 1), 3 * lease))
     for lease in range(1, 9):
-        for place in range(3):
-            sender = senders[(lease + place) % 3]
-            sender.push(harness.push(100 * lease + place, lease, [place]))
+        for index in range(3):
+            sender = senders[(lease + index) % 3]
+            sender.push(harness.push(100 * lease + index, lease, [index]))
     for lease in range(1, 9):
-        for place in range(3):
-            harness.done(100 * lease + place)
+        for index in range(3):
+            harness.done(100 * lease + index)
         harness.receiver.fence(lease)
-        assert harness.log.quiet(lease).blocks == frozenset(range(3)), "every block of each"
+        assert harness.log.closed(lease).blocks == frozenset(range(3)), "every block of each"
         rows = harness.target.rows[3 * (lease - 1) : 3 * lease]
         assert np.array_equal(rows, harness.source.rows[:3]), "leases got mixed up"
 
@@ -259,7 +250,7 @@ def check_closing_a_receiver_ends_everything(harness: LinkHarness) -> None:
     harness.receiver.close()
     harness.receiver.close()
 
-    harness.log.quiet(1), harness.log.quiet(2)
+    harness.log.closed(1), harness.log.closed(2)
     harness.target.rows[:] = 0
     for job in range(20):
         harness.log.outcome(job)

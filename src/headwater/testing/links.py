@@ -12,23 +12,20 @@ from threading import Condition, Event, RLock, Thread
 import numpy as np
 
 from headwater.clock import Clock, SystemClock
-from headwater.disagg.link import (
-    BlockMemory,
+from headwater.disagg.links.frames import describe
+from headwater.disagg.links.interface import BlockMemory, Deliver, Receiver, Sender
+from headwater.disagg.links.leases import LeaseBook
+from headwater.disagg.protocol.push import (
     BlockPiece,
-    Deliver,
-    Landed,
+    BlockReceived,
+    LeaseClosed,
     LinkEvent,
     Push,
     PushDone,
     PushFailed,
     PushFailure,
-    Receiver,
-    Sender,
     SenderEvent,
-    SenderQuiet,
 )
-from headwater.disagg.links.frames import describe
-from headwater.disagg.links.landing import LeaseBook
 from headwater.transfer.shared import SharedPages
 
 _WAIT_S = 30.0
@@ -76,10 +73,10 @@ class EventLog:
         self._await(lambda: bool(self.outcomes(job)), timeout_s)
         return self.outcomes(job)[0]
 
-    def quiet(self, lease: int, timeout_s: float = _WAIT_S) -> SenderQuiet:
+    def closed(self, lease: int, timeout_s: float = _WAIT_S) -> LeaseClosed:
         """The last word on a lease; waits for it."""
-        self._await(lambda: bool(self.quiets(lease)), timeout_s)
-        return self.quiets(lease)[0]
+        self._await(lambda: bool(self.closings(lease)), timeout_s)
+        return self.closings(lease)[0]
 
     def outcomes(self, job: int) -> list[SenderEvent]:
         """Every outcome of a push so far; there should never be two."""
@@ -89,17 +86,17 @@ class EventLog:
             if isinstance(event, PushDone | PushFailed) and event.job == job
         ]
 
-    def quiets(self, lease: int) -> list[SenderQuiet]:
-        return [e for e in list(self.events) if isinstance(e, SenderQuiet) and e.lease == lease]
+    def closings(self, lease: int) -> list[LeaseClosed]:
+        return [e for e in list(self.events) if isinstance(e, LeaseClosed) and e.lease == lease]
 
-    def landed(self, lease: int) -> list[int]:
+    def received(self, lease: int) -> list[int]:
         """Indices of the blocks of a lease, in the order in which they landed."""
         events = list(self.events)
-        return [e.index for e in events if isinstance(e, Landed) and e.lease == lease]
+        return [e.index for e in events if isinstance(e, BlockReceived) and e.lease == lease]
 
     def await_landed(self, lease: int, count: int, timeout_s: float = _WAIT_S) -> None:
         """Return when so many blocks have landed."""
-        self._await(lambda: len(self.landed(lease)) >= count, timeout_s)
+        self._await(lambda: len(self.received(lease)) >= count, timeout_s)
 
     def _await(self, came: Callable[[], bool], timeout_s: float) -> None:
         with self._changed:
@@ -124,7 +121,7 @@ class LocalNetwork:
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.clock = clock or SystemClock()
-        self.flights: list[HeldPush] = []
+        self.pushes: list[HeldPush] = []
         """Pushes without an outcome, in the order in which they were made."""
 
         self.books: dict[str, LeaseBook] = {}
@@ -139,18 +136,18 @@ class LocalNetwork:
         """One instance's end of the network."""
         return LocalLinks(self, memory, deliver)
 
-    def step(self, place: int = 0) -> bool:
-        """Move one block of the push at `place`, or end it; False if there is no such push."""
+    def step(self, index: int = 0) -> bool:
+        """Move one block of the push at `index`, or end it; False if there is no such push."""
         with self.lock:
-            if place >= len(self.flights):
+            if index >= len(self.pushes):
                 return False
-            flight = self.flights[place]
-            if flight.failure is None:
-                flight.failure = self._obstacle(flight) or self._move(flight)
-            if flight.failure is None and flight.waiting:
+            held = self.pushes[index]
+            if held.failure is None:
+                held.failure = self._obstacle(held) or self._move(held)
+            if held.failure is None and held.waiting:
                 return True
-            del self.flights[place]
-        flight.sender.end(flight)
+            del self.pushes[index]
+        held.sender.end(held)
         return True
 
     def run(self) -> None:
@@ -178,19 +175,19 @@ class LocalNetwork:
             self._changed.set()
             thread.join(_WAIT_S)
 
-    def add(self, flight: HeldPush) -> None:
+    def add(self, held: HeldPush) -> None:
         with self.lock:
-            self.flights.append(flight)
+            self.pushes.append(held)
         self._changed.set()
 
     def give_up(self, chosen: Callable[[HeldPush], bool], reason: PushFailure) -> None:
         """End the chosen pushes now."""
         with self.lock:
-            ended = [flight for flight in self.flights if chosen(flight)]
-            self.flights = [flight for flight in self.flights if not chosen(flight)]
-        for flight in ended:
-            flight.failure = reason
-            flight.sender.end(flight)
+            ended = [held for held in self.pushes if chosen(held)]
+            self.pushes = [held for held in self.pushes if not chosen(held)]
+        for held in ended:
+            held.failure = reason
+            held.sender.end(held)
 
     def add_receiver(self, book: LeaseBook) -> str:
         with self.lock:
@@ -199,32 +196,32 @@ class LocalNetwork:
             self.books[address] = book
             return address
 
-    def _obstacle(self, flight: HeldPush) -> PushFailure | None:
-        if self.clock.now() >= flight.push.deadline_s:
+    def _obstacle(self, held: HeldPush) -> PushFailure | None:
+        if self.clock.now() >= held.push.deadline_s:
             return PushFailure.TIMEOUT
-        address = flight.sender.address
+        address = held.sender.address
         if address in self.cut or address not in self.books:
-            begun = len(flight.waiting) < len(flight.push.pieces)
+            begun = len(held.waiting) < len(held.push.pieces)
             return PushFailure.LOST if begun else PushFailure.UNREACHABLE
         return None
 
-    def _move(self, flight: HeldPush) -> PushFailure | None:
+    def _move(self, held: HeldPush) -> PushFailure | None:
         """The next block, from slot to slot."""
-        if not flight.waiting:
+        if not held.waiting:
             return None
-        piece = flight.waiting.pop(0)
-        book = self.books[flight.sender.address]
-        source = flight.sender.memory.view(piece.slot)[: piece.num_bytes]
+        piece = held.waiting.pop(0)
+        book = self.books[held.sender.address]
+        source = held.sender.memory.view(piece.slot)[: piece.num_bytes]
         sent = [describe(piece, source)]
-        landing = book.land(flight.push.lease, sent)
-        if isinstance(landing, PushFailure):
-            return landing
-        for at in landing.new:
-            target = landing.views[at]
+        arriving = book.begin_write(held.push.lease, sent)
+        if isinstance(arriving, PushFailure):
+            return arriving
+        for at in arriving.new:
+            target = arriving.views[at]
             if target is not None:
                 target[:] = source
-                landing.verify(at, sent[at].checksum)
-        book.settle(landing, sent)
+                arriving.verify(at, sent[at].checksum)
+        book.end_write(arriving, sent)
         return None
 
 
@@ -276,31 +273,31 @@ class LocalSender:
         self._closed = False
 
     def push(self, push: Push) -> None:
-        flight = HeldPush(self, push, list(push.pieces))
+        held = HeldPush(self, push, list(push.pieces))
         if self._closed:
-            flight.failure = PushFailure.CLOSED
-            self.end(flight)
+            held.failure = PushFailure.CLOSED
+            self.end(held)
         else:
-            self._network.add(flight)
+            self._network.add(held)
 
     def cancel(self, lease: int) -> None:
         self._network.give_up(
-            lambda flight: (
-                flight.sender is self
-                and flight.push.lease == lease
-                and len(flight.waiting) == len(flight.push.pieces)
+            lambda held: (
+                held.sender is self
+                and held.push.lease == lease
+                and len(held.waiting) == len(held.push.pieces)
             ),
             PushFailure.CANCELLED,
         )
 
     def close(self) -> None:
         self._closed = True
-        self._network.give_up(lambda flight: flight.sender is self, PushFailure.CLOSED)
+        self._network.give_up(lambda held: held.sender is self, PushFailure.CLOSED)
 
-    def end(self, flight: HeldPush) -> None:
+    def end(self, held: HeldPush) -> None:
         """Deliver the outcome of a push that is no longer in the network."""
-        if flight.failure is not None:
-            self._deliver(PushFailed(flight.push.job, flight.failure))
+        if held.failure is not None:
+            self._deliver(PushFailed(held.push.job, held.failure))
         else:
-            num_bytes = sum(piece.num_bytes for piece in flight.push.pieces)
-            self._deliver(PushDone(flight.push.job, num_bytes))
+            num_bytes = sum(piece.num_bytes for piece in held.push.pieces)
+            self._deliver(PushDone(held.push.job, num_bytes))

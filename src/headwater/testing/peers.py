@@ -10,11 +10,11 @@ from random import Random
 
 from headwater.cache import CacheConfig, TieredCache
 from headwater.clock import VirtualClock
-from headwater.disagg.exchange import HandoffController
-from headwater.disagg.handoff import HandoffConfig
-from headwater.disagg.hands import HandoffDependencies
-from headwater.disagg.link import Push, PushFailure
-from headwater.disagg.messages import Message
+from headwater.disagg.handoff.controller import HandoffController
+from headwater.disagg.handoff.dependencies import HandoffDependencies
+from headwater.disagg.protocol.config import HandoffConfig
+from headwater.disagg.protocol.messages import Message
+from headwater.disagg.protocol.push import Push, PushFailure
 from headwater.engine.core import EngineCore
 from headwater.engine.output import Usage
 from headwater.scheduler.config import SchedulerConfig
@@ -147,8 +147,8 @@ class EchoPeer:
         self.core = EngineCore(self.scheduler, self.runner, self.clock, mover)
         self.link = f"held://{self.name}/{self.epoch}"
         self.fabric.enter(self, self.link)
-        self.exchange = self._exchange()
-        self.core.join(self.exchange)
+        self.handoffs = self._make_handoffs()
+        self.core.join(self.handoffs)
 
     @property
     def post(self) -> Post:
@@ -178,7 +178,7 @@ class EchoPeer:
         assert stats.leases == 0, f"kept: {stats}"
         assert stats.device.free + stats.device.cached == stats.device.total, f"leaked: {stats}"
 
-    def _exchange(self) -> HandoffController:
+    def _make_handoffs(self) -> HandoffController:
         dependencies = HandoffDependencies(
             network=HeldNetwork(self.fabric, self.name),
             receiver=HeldReceiver(self.fabric, self.link),

@@ -19,8 +19,8 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from headwater.disagg.link import BlockPiece, PushFailure
-from headwater.disagg.links.stream import LinkBroken
+from headwater.disagg.protocol.errors import Malformed
+from headwater.disagg.protocol.push import BlockPiece, PushFailure
 from headwater.storage.codec import checksum
 
 MAX_PIECES = 256
@@ -49,14 +49,10 @@ _OUTCOMES: tuple[PushFailure | None, ...] = (
 """By their number on the wire; none is good news."""
 
 
-class Malformed(LinkBroken):
-    """A peer sent what no peer of ours sends."""
-
-
 class SentPiece(NamedTuple):
     """One block of a frame."""
 
-    place: int
+    block: int
     """Which block of the lease."""
 
     slot: int

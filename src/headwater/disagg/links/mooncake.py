@@ -23,20 +23,26 @@ from queue import SimpleQueue
 from threading import Event, Lock, Thread
 from typing import Any
 
-from headwater.disagg.link import BlockPiece, PushFailure
-from headwater.disagg.links.cells import CellInbound, StagingCells
 from headwater.disagg.links.config import LinkConfig
-from headwater.disagg.links.frames import (
-    FIRST_BYTES,
-    Frame,
-    Malformed,
-    describe,
-    encode_frame,
-    make_frame,
+from headwater.disagg.links.frames import FIRST_BYTES, Frame, describe, encode_frame, make_frame
+from headwater.disagg.links.staging_cells import CellInbound, StagingCells
+from headwater.disagg.peering.handshake import (
+    HandshakeResult,
+    HandshakeTerms,
+    LinkSession,
+    ServerHandshake,
+    client_handshake,
 )
-from headwater.disagg.links.hello import Greeting, HandshakeResult, LinkSession, Welcome, greet
-from headwater.disagg.links.stream import LinkBroken, Patience, Stream
-from headwater.disagg.links.tcp import connect, host_port, listen, parse_host_port
+from headwater.disagg.peering.stream import (
+    Stream,
+    WaitCheck,
+    connect,
+    host_port,
+    listen,
+    parse_host_port,
+)
+from headwater.disagg.protocol.errors import LinkBroken, Malformed
+from headwater.disagg.protocol.push import BlockPiece, PushFailure
 from headwater.errors import ConfigError
 from headwater.storage.buffers import address_of
 
@@ -134,16 +140,16 @@ class MooncakeAcceptor:
         self.address = f"mooncake://{host_port(config.host, self.listener)}"
 
     def admit(
-        self, welcome: Welcome, stream: Stream, patience: Patience
+        self, handshake: ServerHandshake, stream: Stream, check_wait: WaitCheck
     ) -> tuple[LinkSession, "MooncakeInbound"]:
         with self._lock:
             part = self._free.popleft() if self._free else None
         if part is None:
-            welcome.refuse(HandshakeResult.BUSY)
+            handshake.refuse(HandshakeResult.BUSY)
         inbound = MooncakeInbound(part, self._cell_bytes, self)
         try:
             shape = _GRANT.pack(address_of(part), self._cell_bytes, self._num_cells)
-            return welcome.accept(shape + self._engine.name.encode()), inbound
+            return handshake.accept(shape + self._engine.name.encode()), inbound
         except BaseException:
             inbound.close()
             raise
@@ -160,13 +166,13 @@ class MooncakeAcceptor:
 class MooncakeInbound(CellInbound):
     """Payloads that were written into our staging memory."""
 
-    def __init__(self, part: memoryview, cell_bytes: int, dock: MooncakeAcceptor) -> None:
+    def __init__(self, part: memoryview, cell_bytes: int, acceptor: MooncakeAcceptor) -> None:
         super().__init__(part, cell_bytes)
         self._part = part
-        self._dock = dock
+        self._acceptor = acceptor
 
     def close(self) -> None:
-        self._dock.give_back(self._part)
+        self._acceptor.give_back(self._part)
 
 
 class MooncakeDialer:
@@ -186,13 +192,13 @@ class MooncakeDialer:
         self._engine = engine
         self._memory: memoryview | None = None
 
-    def dial(self, greeting: Greeting, patience: Patience) -> "MooncakeOutbound":
-        cell_bytes = self._config.cell_bytes(greeting.block_bytes)
+    def dial(self, terms: HandshakeTerms, check_wait: WaitCheck) -> "MooncakeOutbound":
+        cell_bytes = self._config.cell_bytes(terms.block_bytes)
         if self._memory is None:
             self._memory = self._engine.lend(cell_bytes * self._config.num_cells)
         stream = connect(self._target, self._config.connect_timeout_s)
         try:
-            session = greet(stream, greeting, patience)
+            session = client_handshake(stream, terms, check_wait)
             cells = StagingCells(self._memory, cell_bytes)
             return MooncakeOutbound(stream, session, self._engine, cells, self._least_bytes)
         except BaseException:
@@ -232,7 +238,7 @@ class MooncakeOutbound:
         self._engine = engine
         self._cells = cells
         self._least_bytes = least_bytes
-        self._queue: SimpleQueue[tuple[Frame, list[int], Patience] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Frame, list[int], WaitCheck] | None] = SimpleQueue()
         self._closed = Event()
         self._thread = Thread(target=self._write, name="mooncake-write", daemon=True)
         self._thread.start()
@@ -243,16 +249,16 @@ class MooncakeOutbound:
         lease: int,
         pieces: Sequence[BlockPiece],
         views: Sequence[memoryview],
-        patience: Patience,
+        check_wait: WaitCheck,
     ) -> None:
-        cell = self._cells.take(number, patience)
+        cell = self._cells.take(number, check_wait)
         if pieces[0].num_bytes >= self._least_bytes:
             sent = tuple(map(describe, pieces, views))
             sources = [address_of(view) for view in views]
         else:
             sent = self._cells.gather(cell, pieces, views)
             sources = [self._cells.address + cell * self._cells.cell_bytes]
-        self._queue.put((make_frame(number, lease, cell, sent), sources, patience))
+        self._queue.put((make_frame(number, lease, cell, sent), sources, check_wait))
 
     def answered(self, number: int) -> None:
         self._cells.release(number)
@@ -266,23 +272,23 @@ class MooncakeOutbound:
 
     def _write(self) -> None:
         """Frame after frame; a failure ends the connection, and that every push of it."""
-        under_way: deque[tuple[list[int], Frame, Patience]] = deque()
+        under_way: deque[tuple[list[int], Frame, WaitCheck]] = deque()
         try:
             while not self._closed.is_set():
                 while not under_way or not self._queue.empty():
                     work = self._queue.get()
                     if work is None:
                         return
-                    frame, sources, patience = work
-                    under_way.append((self._start(frame, sources), frame, patience))
-                numbers, frame, patience = under_way[0]
+                    frame, sources, check_wait = work
+                    under_way.append((self._start(frame, sources), frame, check_wait))
+                numbers, frame, check_wait = under_way[0]
                 while numbers and self._engine.poll(numbers[0]):
                     numbers.pop(0)
                 if numbers:
                     self._closed.wait(_NAP_S)
                 else:
                     under_way.popleft()
-                    self.stream.send([encode_frame(frame, self._key)], patience)
+                    self.stream.send([encode_frame(frame, self._key)], check_wait)
         except LinkBroken:
             self.stream.shut()
 

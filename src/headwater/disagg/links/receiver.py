@@ -13,24 +13,31 @@ from threading import Event, Lock, Thread
 from typing import Protocol
 
 from headwater.clock import Clock
-from headwater.disagg.link import BlockMemory, Deliver, PushFailure
 from headwater.disagg.links.config import LinkConfig
 from headwater.disagg.links.frames import (
     FRAME_BYTES,
     Frame,
-    Malformed,
     decode_frame,
     encode_answer,
     table_bytes,
 )
-from headwater.disagg.links.hello import Greeting, HandshakeResult, LinkSession, Welcome, within
-from headwater.disagg.links.landing import ArrivingBlocks, LeaseBook
-from headwater.disagg.links.stream import TICK_S, LinkBroken, Patience, Stream
+from headwater.disagg.links.interface import BlockMemory, Deliver
+from headwater.disagg.links.leases import ArrivingBlocks, LeaseBook
+from headwater.disagg.peering.handshake import (
+    HandshakeResult,
+    HandshakeTerms,
+    LinkSession,
+    ServerHandshake,
+    timeout_check,
+)
+from headwater.disagg.peering.stream import TICK_S, Stream, WaitCheck
+from headwater.disagg.protocol.errors import LinkBroken, Malformed
+from headwater.disagg.protocol.push import PushFailure
 
 log = logging.getLogger(__name__)
 
 _SCRATCH_BYTES = 1 << 18
-_MAX_STRANGERS = 16
+_MAX_UNAUTHENTICATED = 16
 """Connections that have not greeted yet."""
 
 
@@ -40,7 +47,7 @@ class Inbound(Protocol):
     max_bytes: int
     """Of the payload of one frame."""
 
-    def receive(self, frame: Frame, landing: ArrivingBlocks, patience: Patience) -> int:
+    def receive(self, frame: Frame, arriving: ArrivingBlocks, check_wait: WaitCheck) -> int:
         """Fill the landing's views and see that they are good; how many bytes are still to be
         skipped.
 
@@ -62,7 +69,7 @@ class LinkAcceptor(Protocol):
     listener: socket.socket
 
     def admit(
-        self, welcome: Welcome, stream: Stream, patience: Patience
+        self, handshake: ServerHandshake, stream: Stream, check_wait: WaitCheck
     ) -> tuple[LinkSession, Inbound]:
         """Accept or refuse a sender that has proved itself."""
 
@@ -75,24 +82,26 @@ class StreamReceiver:
 
     def __init__(
         self,
-        dock: LinkAcceptor,
+        acceptor: LinkAcceptor,
         memory: BlockMemory,
         deliver: Deliver,
         config: LinkConfig,
         clock: Clock,
     ) -> None:
-        self.address = dock.address
-        self._dock = dock
+        self.address = acceptor.address
+        self._acceptor = acceptor
         self._config = config
         self._clock = clock
-        self._greeting = Greeting(dock.link, config.token, memory.block_bytes)
+        self._terms = HandshakeTerms(acceptor.link, config.token, memory.block_bytes)
         self._book = LeaseBook(memory, deliver)
         self._lock = Lock()
         self._streams: dict[Stream, Thread] = {}
         self._num_served = 0
         self._closed = Event()
-        self._acceptor = Thread(target=self._accept, name=f"{dock.link}-accept", daemon=True)
-        self._acceptor.start()
+        self._accept_thread = Thread(
+            target=self._accept, name=f"{acceptor.link}-accept", daemon=True
+        )
+        self._accept_thread.start()
 
     def open(self, lease: int, slots: Sequence[int]) -> None:
         self._book.open(lease, slots)
@@ -108,28 +117,28 @@ class StreamReceiver:
             threads = list(self._streams.items())
         self._book.fence_all()
         with contextlib.suppress(OSError):
-            self._dock.listener.shutdown(socket.SHUT_RDWR)
+            self._acceptor.listener.shutdown(socket.SHUT_RDWR)
         for stream, _ in threads:
             stream.shut()
-        for thread in (self._acceptor, *(thread for _, thread in threads)):
+        for thread in (self._accept_thread, *(thread for _, thread in threads)):
             thread.join(self._config.stall_timeout_s)
-        self._dock.listener.close()
-        self._dock.close()
+        self._acceptor.listener.close()
+        self._acceptor.close()
 
     def _accept(self) -> None:
         while not self._closed.is_set():
             try:
-                connected, _ = self._dock.listener.accept()
+                connected, _ = self._acceptor.listener.accept()
                 stream = Stream(connected)
             except OSError as error:
                 if not self._closed.wait(TICK_S):
                     log.warning("%s: a connection is not accepted: %s", self.address, error)
                 continue
-            name = f"{self._dock.link}-receive"
+            name = f"{self._acceptor.link}-receive"
             thread = Thread(target=self._attend, args=(stream,), name=name, daemon=True)
             with self._lock:
-                strangers = len(self._streams) - self._num_served
-                if self._closed.is_set() or strangers >= _MAX_STRANGERS:
+                unauthenticated = len(self._streams) - self._num_served
+                if self._closed.is_set() or unauthenticated >= _MAX_UNAUTHENTICATED:
                     stream.close()
                     continue
                 self._streams[stream] = thread
@@ -138,7 +147,7 @@ class StreamReceiver:
     def _attend(self, stream: Stream) -> None:
         """All of one connection."""
         try:
-            self._greet(stream)
+            self._handshake(stream)
         except LinkBroken as error:
             level = logging.WARNING if isinstance(error, Malformed) else logging.DEBUG
             log.log(level, "%s: connection dropped: %s", self.address, error)
@@ -150,16 +159,16 @@ class StreamReceiver:
             stream.shut()
             stream.close()
 
-    def _greet(self, stream: Stream) -> None:
-        patience = within(self._clock, self._config.connect_timeout_s)
-        welcome = Welcome(stream, self._greeting, patience)
+    def _handshake(self, stream: Stream) -> None:
+        check_wait = timeout_check(self._clock, self._config.connect_timeout_s)
+        handshake = ServerHandshake(stream, self._terms, check_wait)
         with self._lock:
             full = self._num_served >= self._config.max_senders
             self._num_served += not full
         if full:
-            welcome.refuse(HandshakeResult.BUSY)
+            handshake.refuse(HandshakeResult.BUSY)
         try:
-            session, inbound = self._dock.admit(welcome, stream, patience)
+            session, inbound = self._acceptor.admit(handshake, stream, check_wait)
             try:
                 connection = _Connection(self._book, stream, session.key, inbound)
                 connection.serve(self._config, self._clock)
@@ -189,53 +198,53 @@ class _Connection:
             if not begun:
                 self._stream.await_readable()
                 continue
-            patience = _stall(self._stream, clock, config.stall_timeout_s)
-            frame = self._frame(begun, patience)
+            check_wait = _stall(self._stream, clock, config.stall_timeout_s)
+            frame = self._frame(begun, check_wait)
             if frame.number != number or frame.payload_bytes > self._inbound.max_bytes:
                 raise Malformed("a frame out of order, or larger than frames are")
             number += 1
-            answer = encode_answer(frame.number, self._land(frame, patience))
-            self._stream.send([answer], patience)
+            answer = encode_answer(frame.number, self._receive(frame, check_wait))
+            self._stream.send([answer], check_wait)
 
-    def _frame(self, begun: int, patience: Patience) -> Frame:
-        self._stream.fill(self._head[begun:], patience)
+    def _frame(self, begun: int, check_wait: WaitCheck) -> Frame:
+        self._stream.fill(self._head[begun:], check_wait)
         table = bytearray(table_bytes(self._head))
-        self._stream.fill(memoryview(table), patience)
+        self._stream.fill(memoryview(table), check_wait)
         return decode_frame(
             bytes(self._head), bytes(table), self._key, block_bytes=self._book.block_bytes
         )
 
-    def _land(self, frame: Frame, patience: Patience) -> PushFailure | None:
-        landing = self._book.land(frame.lease, frame.pieces)
-        if isinstance(landing, PushFailure):
-            self._skip(self._inbound.num_following(frame), patience)
-            return landing
+    def _receive(self, frame: Frame, check_wait: WaitCheck) -> PushFailure | None:
+        arriving = self._book.begin_write(frame.lease, frame.pieces)
+        if isinstance(arriving, PushFailure):
+            self._skip(self._inbound.num_following(frame), check_wait)
+            return arriving
         try:
-            left = self._inbound.receive(frame, landing, patience)
+            left = self._inbound.receive(frame, arriving, check_wait)
         finally:
-            self._book.settle(landing, frame.pieces)
-        self._skip(left, patience)
-        if len(landing.good) == len(landing.new):
+            self._book.end_write(arriving, frame.pieces)
+        self._skip(left, check_wait)
+        if len(arriving.good) == len(arriving.new):
             return None
-        return PushFailure.FENCED if landing.stopped else PushFailure.DAMAGED
+        return PushFailure.FENCED if arriving.stopped else PushFailure.DAMAGED
 
-    def _skip(self, num_bytes: int, patience: Patience) -> None:
+    def _skip(self, num_bytes: int, check_wait: WaitCheck) -> None:
         """Pass over payload that goes nowhere."""
         while num_bytes:
             part = self._scratch[:num_bytes]
-            self._stream.fill(part, patience)
+            self._stream.fill(part, check_wait)
             num_bytes -= len(part)
 
 
-def _stall(stream: Stream, clock: Clock, timeout_s: float) -> Patience:
+def _stall(stream: Stream, clock: Clock, timeout_s: float) -> WaitCheck:
     """Patience with a peer in the middle of a frame: so long, from when it last sent a byte."""
     end_s, seen = clock.now() + timeout_s, stream.num_received
 
-    def patience() -> None:
+    def check_wait() -> None:
         nonlocal end_s, seen
         if seen != stream.num_received:
             end_s, seen = clock.now() + timeout_s, stream.num_received
         elif clock.now() > end_s:
             raise LinkBroken("a peer that stopped in the middle of a frame")
 
-    return patience
+    return check_wait

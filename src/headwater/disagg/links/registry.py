@@ -1,8 +1,8 @@
 """Links by kind: what an instance listens on, and what it makes of a peer's address."""
 
 from headwater.clock import Clock, SystemClock
-from headwater.disagg.link import BlockMemory, Deliver, OneMemory, Receiver, Sender
 from headwater.disagg.links.config import LinkConfig
+from headwater.disagg.links.interface import BlockMemory, Deliver, OneMemory, Receiver, Sender
 from headwater.disagg.links.mooncake import MooncakeAcceptor, MooncakeDialer, TransferEngine
 from headwater.disagg.links.receiver import LinkAcceptor, StreamReceiver
 from headwater.disagg.links.sender import Dialer, StreamSender
@@ -34,7 +34,7 @@ class Links:
     def listen(self, link: str) -> Receiver:
         """A receiver of this kind, reachable at its `address`."""
         return StreamReceiver(
-            self._dock(link), self._memory, self._deliver, self._config, self._clock
+            self._acceptor(link), self._memory, self._deliver, self._config, self._clock
         )
 
     def connect(self, address: str) -> Sender:
@@ -46,7 +46,7 @@ class Links:
     # No tables of methods: with them this would hold itself, and so its memory, until somebody
     # collects cycles.
 
-    def _dock(self, link: str) -> LinkAcceptor:
+    def _acceptor(self, link: str) -> LinkAcceptor:
         config, block_bytes = self._config, self._memory.block_bytes
         match link:
             case "tcp":

@@ -12,20 +12,20 @@ from threading import Condition, Thread
 from typing import Protocol
 
 from headwater.clock import Clock
-from headwater.disagg.link import (
-    BlockMemory,
+from headwater.disagg.links.config import LinkConfig
+from headwater.disagg.links.frames import ANSWER_BYTES, MAX_PIECES, decode_answers
+from headwater.disagg.links.interface import BlockMemory, Deliver
+from headwater.disagg.peering.handshake import HandshakeTerms
+from headwater.disagg.peering.stream import Stream, WaitCheck
+from headwater.disagg.protocol.errors import LinkBroken
+from headwater.disagg.protocol.push import (
     BlockPiece,
-    Deliver,
     Push,
     PushDone,
     PushFailed,
     PushFailure,
     SenderEvent,
 )
-from headwater.disagg.links.config import LinkConfig
-from headwater.disagg.links.frames import ANSWER_BYTES, MAX_PIECES, decode_answers
-from headwater.disagg.links.hello import Greeting
-from headwater.disagg.links.stream import LinkBroken, Patience, Stream
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Outbound(Protocol):
         lease: int,
         pieces: Sequence[BlockPiece],
         views: Sequence[memoryview],
-        patience: Patience,
+        check_wait: WaitCheck,
     ) -> None:
         """Send a frame. This side does not look at the views again once it has returned or
         raised; where the peer reads them, it does so before it answers."""
@@ -69,14 +69,14 @@ class Dialer(Protocol):
     first_bytes: int
     """Of the first frame of a push; each is twice as large as the one before, up to the limit."""
 
-    def dial(self, greeting: Greeting, patience: Patience) -> Outbound:
+    def dial(self, terms: HandshakeTerms, check_wait: WaitCheck) -> Outbound:
         """A new connection, or LinkBroken."""
 
     def close(self) -> None:
         """Release what belongs to no connection."""
 
 
-class _Flight:
+class _PendingPush:
     """A push on its way."""
 
     __slots__ = ("connection", "failure", "push", "sending", "unanswered")
@@ -105,7 +105,7 @@ class _Connection:
     def __init__(self, outbound: Outbound) -> None:
         self.outbound = outbound
         self.next_number = 0
-        self.waiting: dict[int, _Flight] = {}
+        self.waiting: dict[int, _PendingPush] = {}
         self.is_up = True
         self.listener: Thread | None = None
 
@@ -126,12 +126,12 @@ class StreamSender:
         self._deliver = deliver
         self._config = config
         self._clock = clock
-        self._greeting = Greeting(dialer.link, config.token, memory.block_bytes)
+        self._terms = HandshakeTerms(dialer.link, config.token, memory.block_bytes)
         self._first_bytes = dialer.first_bytes
         self._frame_bytes = max(dialer.frame_bytes, memory.block_bytes)
         self._changed = Condition()
-        self._queue: deque[_Flight] = deque()
-        self._sent: dict[int, _Flight] = {}
+        self._queue: deque[_PendingPush] = deque()
+        self._sent: dict[int, _PendingPush] = {}
         """By job: everything of them is sent, and not everything answered."""
 
         self._connection: _Connection | None = None
@@ -142,18 +142,18 @@ class StreamSender:
     def push(self, push: Push) -> None:
         with self._changed:
             if not self._closed:
-                self._queue.append(_Flight(push))
+                self._queue.append(_PendingPush(push))
                 self._changed.notify_all()
                 return
         self._deliver(PushFailed(push.job, PushFailure.CLOSED))
 
     def cancel(self, lease: int) -> None:
         with self._changed:
-            given_up = [flight for flight in self._queue if flight.push.lease == lease]
-            for flight in given_up:
-                self._queue.remove(flight)
-        for flight in given_up:
-            self._deliver(PushFailed(flight.push.job, PushFailure.CANCELLED))
+            given_up = [pending for pending in self._queue if pending.push.lease == lease]
+            for pending in given_up:
+                self._queue.remove(pending)
+        for pending in given_up:
+            self._deliver(PushFailed(pending.push.job, PushFailure.CANCELLED))
 
     def close(self) -> None:
         with self._changed:
@@ -168,20 +168,20 @@ class StreamSender:
         self._dialer.close()
 
     def _run(self) -> None:
-        while (flight := self._next()) is not None:
-            self._send(flight)
+        while (pending := self._next()) is not None:
+            self._send(pending)
         with self._changed:
             left = [*self._queue, *self._sent.values()]
             self._queue.clear()
             self._sent.clear()
             connection = self._connection
-        for flight in left:
-            flight.failure = PushFailure.CLOSED
-            self._end(flight)
+        for pending in left:
+            pending.failure = PushFailure.CLOSED
+            self._end(pending)
         if connection is not None:
             _retire(connection)
 
-    def _next(self) -> _Flight | None:
+    def _next(self) -> _PendingPush | None:
         """The next push, as soon as there is one; None after `close`. Meanwhile, deadlines."""
         while True:
             self._expire()
@@ -196,82 +196,84 @@ class StreamSender:
         """How long until the first deadline of what waits for answers."""
         if not self._sent:
             return None
-        first = min(flight.push.deadline_s for flight in self._sent.values())
+        first = min(pending.push.deadline_s for pending in self._sent.values())
         return max(first - self._clock.now(), 0.0) + 1e-3
 
     def _expire(self) -> None:
         """Fail what is late, unless its slots are being read."""
         now = self._clock.now()
         with self._changed:
-            late = [flight for flight in self._queue if flight.push.deadline_s <= now]
-            for flight in late:
-                self._queue.remove(flight)
-            sent = [flight for flight in self._sent.values() if flight.push.deadline_s <= now]
-            for flight in sent:
-                del self._sent[flight.push.job]
-            for flight in late + sent:
-                flight.failure = PushFailure.TIMEOUT
-        for flight in late + sent:
-            self._end(flight)
+            late = [pending for pending in self._queue if pending.push.deadline_s <= now]
+            for pending in late:
+                self._queue.remove(pending)
+            sent = [
+                pending for pending in self._sent.values() if pending.push.deadline_s <= now
+            ]
+            for pending in sent:
+                del self._sent[pending.push.job]
+            for pending in late + sent:
+                pending.failure = PushFailure.TIMEOUT
+        for pending in late + sent:
+            self._end(pending)
 
-    def _send(self, flight: _Flight) -> None:
+    def _send(self, pending: _PendingPush) -> None:
         """Send all of a push, or note why not; then its slots are not read any more."""
-        push = flight.push
+        push = pending.push
         try:
-            connection = flight.connection = self._connected(self._patience(push))
+            connection = pending.connection = self._connected(self._wait_check(push))
             for pieces in _frames(push.pieces, self._first_bytes, self._frame_bytes):
-                if flight.failure is not None:
+                if pending.failure is not None:
                     break
-                self._send_frame(connection, flight, pieces)
+                self._send_frame(connection, pending, pieces)
         except LinkBroken as error:
             log.info("a push to a peer failed: %s", error)
-            self._give_up(flight, error.reason)
+            self._give_up(pending, error.reason)
         except Exception:
             log.exception("a push failed by a fault of ours")
-            self._give_up(flight, PushFailure.LOST)
+            self._give_up(pending, PushFailure.LOST)
         with self._changed:
-            flight.sending = False
-            if not flight.has_ended:
-                self._sent[push.job] = flight
+            pending.sending = False
+            if not pending.has_ended:
+                self._sent[push.job] = pending
                 return
-        self._end(flight)
+        self._end(pending)
 
-    def _give_up(self, flight: _Flight, reason: PushFailure) -> None:
+    def _give_up(self, pending: _PendingPush, reason: PushFailure) -> None:
         with self._changed:
-            if flight.failure is None:
-                flight.failure = PushFailure.CLOSED if self._closed else reason
-        if flight.connection is not None:
-            self._drop(flight.connection, PushFailure.LOST)
+            if pending.failure is None:
+                pending.failure = PushFailure.CLOSED if self._closed else reason
+        if pending.connection is not None:
+            self._drop(pending.connection, PushFailure.LOST)
 
-    def _end(self, flight: _Flight) -> None:
+    def _end(self, pending: _PendingPush) -> None:
         """Deliver the outcome of a push that nobody else can reach any more."""
         with self._changed:
-            unanswered = list(flight.unanswered)
+            unanswered = list(pending.unanswered)
         for number in unanswered:
-            assert flight.connection is not None
-            flight.connection.outbound.withdraw(number)
-        self._deliver(_outcome(flight))
+            assert pending.connection is not None
+            pending.connection.outbound.withdraw(number)
+        self._deliver(_outcome(pending))
 
     def _send_frame(
-        self, connection: _Connection, flight: _Flight, pieces: Sequence[BlockPiece]
+        self, connection: _Connection, pending: _PendingPush, pieces: Sequence[BlockPiece]
     ) -> None:
-        push = flight.push
+        push = pending.push
         views = [self._memory.view(piece.slot)[: piece.num_bytes] for piece in pieces]
         with self._changed:
             if not connection.is_up:
                 raise LinkBroken("the connection is gone")
             number = connection.next_number
             connection.next_number += 1
-            connection.waiting[number] = flight
-            flight.unanswered.add(number)
+            connection.waiting[number] = pending
+            pending.unanswered.add(number)
         connection.outbound.carry(
-            number, push.lease, pieces, views, self._patience(push, connection)
+            number, push.lease, pieces, views, self._wait_check(push, connection)
         )
 
-    def _patience(self, push: Push, connection: _Connection | None = None) -> Patience:
+    def _wait_check(self, push: Push, connection: _Connection | None = None) -> WaitCheck:
         """How long a push may be waited for: its deadline, our end, or its connection's."""
 
-        def patience() -> None:
+        def check_wait() -> None:
             if connection is not None and not connection.is_up:
                 raise LinkBroken("the connection is gone")
             if self._closed:
@@ -280,18 +282,18 @@ class StreamSender:
                 raise LinkBroken("the peer is too slow", PushFailure.TIMEOUT)
             self._expire()
 
-        return patience
+        return check_wait
 
-    def _connected(self, patience: Patience) -> _Connection:
+    def _connected(self, check_wait: WaitCheck) -> _Connection:
         """The connection there is, or a new one."""
-        patience()
+        check_wait()
         with self._changed:
             old = self._connection
         if old is not None and old.is_up:
             return old
         if old is not None:
             _retire(old)
-        connection = _Connection(self._dialer.dial(self._greeting, patience))
+        connection = _Connection(self._dialer.dial(self._terms, check_wait))
         listen = Thread(target=self._listen, args=(connection,), daemon=True)
         connection.listener = listen
         with self._changed:
@@ -323,31 +325,31 @@ class StreamSender:
         self, connection: _Connection, number: int, failure: PushFailure | None
     ) -> None:
         with self._changed:
-            flight = connection.waiting.pop(number, None)
-            if flight is None:
+            pending = connection.waiting.pop(number, None)
+            if pending is None:
                 raise LinkBroken("an answer to no frame")
-            flight.unanswered.remove(number)
-            flight.failure = flight.failure or failure
-            ended = flight.has_ended and self._sent.pop(flight.push.job, None) is not None
+            pending.unanswered.remove(number)
+            pending.failure = pending.failure or failure
+            ended = pending.has_ended and self._sent.pop(pending.push.job, None) is not None
         connection.outbound.answered(number)
         if ended:
-            self._end(flight)
+            self._end(pending)
 
     def _drop(self, connection: _Connection, reason: PushFailure) -> None:
         """The connection is over, and with it every push that has an unanswered frame."""
         with self._changed:
             reason = PushFailure.CLOSED if self._closed else reason
             connection.is_up = False
-            flights = dict.fromkeys(connection.waiting.values())
+            pushes = dict.fromkeys(connection.waiting.values())
             connection.waiting.clear()
             ended = []
-            for flight in flights:
-                flight.failure = flight.failure or reason
-                if self._sent.pop(flight.push.job, None) is not None:
-                    ended.append(flight)
+            for pending in pushes:
+                pending.failure = pending.failure or reason
+                if self._sent.pop(pending.push.job, None) is not None:
+                    ended.append(pending)
         connection.outbound.stream.shut()
-        for flight in ended:
-            self._end(flight)
+        for pending in ended:
+            self._end(pending)
 
 
 def _retire(connection: _Connection) -> None:
@@ -359,10 +361,10 @@ def _retire(connection: _Connection) -> None:
     connection.outbound.stream.close()
 
 
-def _outcome(flight: _Flight) -> SenderEvent:
-    if flight.failure is not None:
-        return PushFailed(flight.push.job, flight.failure)
-    return PushDone(flight.push.job, sum(piece.num_bytes for piece in flight.push.pieces))
+def _outcome(pending: _PendingPush) -> SenderEvent:
+    if pending.failure is not None:
+        return PushFailed(pending.push.job, pending.failure)
+    return PushDone(pending.push.job, sum(piece.num_bytes for piece in pending.push.pieces))
 
 
 def _frames(

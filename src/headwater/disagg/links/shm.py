@@ -18,19 +18,24 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from headwater.disagg.link import BlockMemory, BlockPiece, OneMemory, PushFailure
 from headwater.disagg.links.config import LinkConfig
-from headwater.disagg.links.frames import (
-    Frame,
-    Malformed,
-    announce,
-    encode_frame,
-    make_frame,
+from headwater.disagg.links.frame_validity import (
+    VALIDITY_BYTES,
+    FrameValidity,
+    PeerFrameValidity,
 )
-from headwater.disagg.links.hello import Greeting, LinkSession, Welcome, greet
-from headwater.disagg.links.landing import ArrivingBlocks
-from headwater.disagg.links.pledges import PLEDGES_BYTES, FrameValidity, PeerFrameValidity
-from headwater.disagg.links.stream import LinkBroken, Patience, Stream
+from headwater.disagg.links.frames import Frame, announce, encode_frame, make_frame
+from headwater.disagg.links.interface import BlockMemory, OneMemory
+from headwater.disagg.links.leases import ArrivingBlocks
+from headwater.disagg.peering.handshake import (
+    HandshakeTerms,
+    LinkSession,
+    ServerHandshake,
+    client_handshake,
+)
+from headwater.disagg.peering.stream import Stream, WaitCheck
+from headwater.disagg.protocol.errors import LinkBroken, Malformed
+from headwater.disagg.protocol.push import BlockPiece, PushFailure
 from headwater.errors import ConfigError
 from headwater.transfer.shared import map_shared
 
@@ -63,12 +68,12 @@ class ShmAcceptor:
         self.address = f"shm://{name}"
 
     def admit(
-        self, welcome: Welcome, stream: Stream, patience: Patience
+        self, handshake: ServerHandshake, stream: Stream, check_wait: WaitCheck
     ) -> tuple[LinkSession, "ShmInbound"]:
         _check_user(stream)
-        session = welcome.accept()
-        memory, pledges = _take_memory(stream, patience)
-        return session, ShmInbound(memory, pledges, self._block_bytes)
+        session = handshake.accept()
+        memory, validity = _take_memory(stream, check_wait)
+        return session, ShmInbound(memory, validity, self._block_bytes)
 
     def close(self) -> None:
         """There is nothing but the listener."""
@@ -78,43 +83,43 @@ class ShmInbound:
     """Payloads in the slots of the sender; copies them into ours, whose only writer it is."""
 
     def __init__(
-        self, memory: memoryview, pledges: PeerFrameValidity, block_bytes: int
+        self, memory: memoryview, validity: PeerFrameValidity, block_bytes: int
     ) -> None:
         self._memory = np.frombuffer(memory, dtype=np.uint8)
-        self._pledges = pledges
+        self._validity = validity
         self._block_bytes = block_bytes
         self._num_slots = len(memory) // block_bytes
         self.max_bytes = max(FRAME_BYTES, block_bytes)
         self._helper = ThreadPoolExecutor(1, "shm-copy")
 
-    def receive(self, frame: Frame, landing: ArrivingBlocks, patience: Patience) -> int:
+    def receive(self, frame: Frame, arriving: ArrivingBlocks, check_wait: WaitCheck) -> int:
         if max(piece.slot for piece in frame.pieces) >= self._num_slots:
             raise Malformed("a block that is outside the sender's memory")
-        places, copied = iter(landing.new), set[int]()
+        indices, copied = iter(arriving.new), set[int]()
         if frame.payload_bytes < _SHARED_BYTES:
-            self._copy(frame, landing, places, copied)
+            self._copy(frame, arriving, indices, copied)
         else:
-            helping = self._helper.submit(self._copy, frame, landing, places, copied)
+            helping = self._helper.submit(self._copy, frame, arriving, indices, copied)
             try:
-                self._copy(frame, landing, places, copied)
+                self._copy(frame, arriving, indices, copied)
             finally:  # whatever happened here, nothing is written once this returns
                 if not helping.cancel():
                     helping.result()
-        if self._pledges.holds(frame):
-            landing.good.update(copied)
+        if self._validity.is_valid(frame):
+            arriving.good.update(copied)
         return 0
 
     def _copy(
-        self, frame: Frame, landing: ArrivingBlocks, places: Iterator[int], copied: set[int]
+        self, frame: Frame, arriving: ArrivingBlocks, indices: Iterator[int], copied: set[int]
     ) -> None:
         """Copy block after block, until none is left or it is stopped."""
-        for place in places:
-            if landing.stopped:
+        for index in indices:
+            if arriving.stopped:
                 return
-            piece = frame.pieces[place]
+            piece = frame.pieces[index]
             at = piece.slot * self._block_bytes
-            landing.copy(place, self._memory[at : at + piece.num_bytes])
-            copied.add(place)
+            arriving.copy(index, self._memory[at : at + piece.num_bytes])
+            copied.add(index)
 
     def num_following(self, frame: Frame) -> int:
         return 0
@@ -142,24 +147,24 @@ class ShmDialer:
         self._timeout_s = config.connect_timeout_s
         self.frame_bytes = self.first_bytes = FRAME_BYTES
 
-    def dial(self, greeting: Greeting, patience: Patience) -> "ShmOutbound":
+    def dial(self, terms: HandshakeTerms, check_wait: WaitCheck) -> "ShmOutbound":
         connected = socket.socket(socket.AF_UNIX)
         try:
             connected.settimeout(self._timeout_s)
             connected.connect(f"\0{self._name}")
             stream = Stream(connected)
             _check_user(stream)
-            key = greet(stream, greeting, patience).key
-            pledges = FrameValidity(_NUM_FRAMES)
+            key = client_handshake(stream, terms, check_wait).key
+            validity = FrameValidity(_NUM_FRAMES)
             offer = _OFFER.pack(self._num_bytes)
-            socket.send_fds(connected, [offer], [self._file, pledges.file])
+            socket.send_fds(connected, [offer], [self._file, validity.file])
         except OSError as error:
             connected.close()
             raise LinkBroken(f"{self._name}: {error}", PushFailure.UNREACHABLE) from error
         except BaseException:
             connected.close()
             raise
-        return ShmOutbound(stream, key, pledges)
+        return ShmOutbound(stream, key, validity)
 
     def close(self) -> None:
         """There is nothing but connections."""
@@ -168,10 +173,10 @@ class ShmDialer:
 class ShmOutbound:
     """Payloads that stay where they are."""
 
-    def __init__(self, stream: Stream, key: bytes, pledges: FrameValidity) -> None:
+    def __init__(self, stream: Stream, key: bytes, validity: FrameValidity) -> None:
         self.stream = stream
         self._key = key
-        self._pledges = pledges
+        self._validity = validity
 
     def carry(
         self,
@@ -179,17 +184,17 @@ class ShmOutbound:
         lease: int,
         pieces: Sequence[BlockPiece],
         views: Sequence[memoryview],
-        patience: Patience,
+        check_wait: WaitCheck,
     ) -> None:
-        word = self._pledges.give(number, patience)
+        word = self._validity.mark_valid(number, check_wait)
         frame = make_frame(number, lease, word, tuple(map(announce, pieces)))
-        self.stream.send([encode_frame(frame, self._key)], patience)
+        self.stream.send([encode_frame(frame, self._key)], check_wait)
 
     def answered(self, number: int) -> None:
-        self._pledges.release(number)
+        self._validity.release(number)
 
     def withdraw(self, number: int) -> None:
-        self._pledges.withdraw(number)
+        self._validity.invalidate(number)
 
     def close(self) -> None:
         """The stream is its connection's."""
@@ -203,14 +208,14 @@ def _check_user(stream: Stream) -> None:
         raise Malformed(f"a peer of user {user}", PushFailure.REFUSED)
 
 
-def _take_memory(stream: Stream, patience: Patience) -> tuple[memoryview, PeerFrameValidity]:
+def _take_memory(stream: Stream, check_wait: WaitCheck) -> tuple[memoryview, PeerFrameValidity]:
     """The memory that a sender hands over, and what it pledges of it, mapped."""
-    raw, files = _receive_files(stream, patience)
+    raw, files = _receive_files(stream, check_wait)
     try:
         if len(raw) != _OFFER.size or len(files) != _NUM_FILES:
             raise Malformed("no memory where it should be handed over")
         memory = map_shared(files[0], _OFFER.unpack(raw)[0])
-        return memory, PeerFrameValidity(map_shared(files[1], PLEDGES_BYTES))
+        return memory, PeerFrameValidity(map_shared(files[1], VALIDITY_BYTES))
     except (OSError, ValueError, OverflowError) as error:
         raise Malformed(f"something that is no memory to share: {error}") from error
     finally:
@@ -218,14 +223,14 @@ def _take_memory(stream: Stream, patience: Patience) -> tuple[memoryview, PeerFr
             os.close(file)
 
 
-def _receive_files(stream: Stream, patience: Patience) -> tuple[bytes, list[int]]:
+def _receive_files(stream: Stream, check_wait: WaitCheck) -> tuple[bytes, list[int]]:
     while True:
         try:
             raw, files, _, _ = socket.recv_fds(
                 stream.socket, _OFFER.size, _NUM_FILES, socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
-            patience()
+            check_wait()
         except OSError as error:
             raise LinkBroken(f"the peer is gone: {error}") from error
         else:

@@ -5,10 +5,8 @@ byte passes through a Python object, and neither call holds the interpreter's lo
 followed by its checksum: while the peer receives a stride of blocks, the next one is read.
 """
 
-import socket
 from collections.abc import Iterator, Sequence
 
-from headwater.disagg.link import BlockPiece, PushFailure
 from headwater.disagg.links.config import LinkConfig
 from headwater.disagg.links.frames import (
     CHECKSUM_BYTES,
@@ -18,10 +16,23 @@ from headwater.disagg.links.frames import (
     encode_frame,
     make_frame,
 )
-from headwater.disagg.links.hello import Greeting, LinkSession, Welcome, greet
-from headwater.disagg.links.landing import ArrivingBlocks
-from headwater.disagg.links.stream import LinkBroken, Patience, Stream, advance
-from headwater.errors import ConfigError
+from headwater.disagg.links.leases import ArrivingBlocks
+from headwater.disagg.peering.handshake import (
+    HandshakeTerms,
+    LinkSession,
+    ServerHandshake,
+    client_handshake,
+)
+from headwater.disagg.peering.stream import (
+    Stream,
+    WaitCheck,
+    advance,
+    connect,
+    host_port,
+    listen,
+    parse_host_port,
+)
+from headwater.disagg.protocol.push import BlockPiece
 from headwater.storage.codec import checksum
 
 _STRIDE_BYTES = 1 << 19
@@ -42,9 +53,9 @@ class TcpAcceptor:
         self.address = f"tcp://{host_port(config.host, self.listener)}"
 
     def admit(
-        self, welcome: Welcome, stream: Stream, patience: Patience
+        self, handshake: ServerHandshake, stream: Stream, check_wait: WaitCheck
     ) -> tuple[LinkSession, "TcpInbound"]:
-        return welcome.accept(), TcpInbound(stream, self._max_bytes)
+        return handshake.accept(), TcpInbound(stream, self._max_bytes)
 
     def close(self) -> None:
         """There is nothing but the listener."""
@@ -57,20 +68,20 @@ class TcpInbound:
         self._stream = stream
         self.max_bytes = max_bytes
 
-    def receive(self, frame: Frame, landing: ArrivingBlocks, patience: Patience) -> int:
+    def receive(self, frame: Frame, arriving: ArrivingBlocks, check_wait: WaitCheck) -> int:
         views = [
             memoryview(bytearray(piece.num_bytes)) if view is None else view
-            for view, piece in zip(landing.views, frame.pieces, strict=True)
+            for view, piece in zip(arriving.views, frame.pieces, strict=True)
         ]
         left = self.num_following(frame)
         for start, end in _strides(views):
             sums = [memoryview(bytearray(CHECKSUM_BYTES)) for _ in range(start, end)]
             parts = [part for pair in zip(views[start:end], sums, strict=True) for part in pair]
-            left -= self._fill(parts, landing, patience)
-            if landing.stopped:
+            left -= self._fill(parts, arriving, check_wait)
+            if arriving.stopped:
                 break
             for at, expected in enumerate(sums, start):
-                landing.verify(at, bytes(expected))
+                arriving.verify(at, bytes(expected))
         return left
 
     def num_following(self, frame: Frame) -> int:
@@ -80,14 +91,14 @@ class TcpInbound:
         """The stream is its connection's."""
 
     def _fill(
-        self, views: list[memoryview], landing: ArrivingBlocks, patience: Patience
+        self, views: list[memoryview], arriving: ArrivingBlocks, check_wait: WaitCheck
     ) -> int:
         """Fill the views unless it is stopped; how many bytes of them have come."""
         num_bytes = 0
-        while views and not landing.stopped:
+        while views and not arriving.stopped:
             got = self._stream.some(views)
             if not got:
-                patience()
+                check_wait()
             views = advance(views, got)
             num_bytes += got
         return num_bytes
@@ -104,10 +115,10 @@ class TcpDialer:
         self._target = parse_host_port(address)
         self._timeout_s = config.connect_timeout_s
 
-    def dial(self, greeting: Greeting, patience: Patience) -> "TcpOutbound":
+    def dial(self, terms: HandshakeTerms, check_wait: WaitCheck) -> "TcpOutbound":
         stream = connect(self._target, self._timeout_s)
         try:
-            return TcpOutbound(stream, greet(stream, greeting, patience).key)
+            return TcpOutbound(stream, client_handshake(stream, terms, check_wait).key)
         except BaseException:
             stream.close()
             raise
@@ -129,14 +140,14 @@ class TcpOutbound:
         lease: int,
         pieces: Sequence[BlockPiece],
         views: Sequence[memoryview],
-        patience: Patience,
+        check_wait: WaitCheck,
     ) -> None:
         frame = make_frame(number, lease, 0, tuple(map(announce, pieces)))
         parts: list[memoryview | bytes] = [encode_frame(frame, self._key)]
         for start, end in _strides(views):
             for view in views[start:end]:
                 parts += [view, checksum(view)]
-            self.stream.send(parts, patience)
+            self.stream.send(parts, check_wait)
             parts = []
 
     def answered(self, number: int) -> None:
@@ -157,35 +168,3 @@ def _strides(views: Sequence[memoryview]) -> Iterator[tuple[int, int]]:
         if num_bytes >= _STRIDE_BYTES or end == len(views):
             yield start, end
             start, num_bytes = end, 0
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket, or ConfigError with what is in the way."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=64)
-    except OSError as error:
-        raise ConfigError(f"a link cannot listen on {host} port {port}: {error}") from error
-
-
-def connect(target: tuple[str, int], timeout_s: float) -> Stream:
-    """A connection, not greeted yet."""
-    try:
-        return Stream(socket.create_connection(target, timeout_s))
-    except OSError as error:
-        reason = PushFailure.UNREACHABLE
-        raise LinkBroken(f"{target[0]} port {target[1]}: {error}", reason) from error
-
-
-def host_port(host: str, listener: socket.socket) -> str:
-    """Where a listener is, as it stands in an address."""
-    port: int = listener.getsockname()[1]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def parse_host_port(address: str) -> tuple[str, int]:
-    """The two halves of what follows `://`."""
-    host, _, port = address.partition("://")[2].rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise ConfigError(f"{address!r} is no address of a link; write tcp://host:port")
-    return host.strip("[]"), int(port)

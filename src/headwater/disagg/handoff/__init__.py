@@ -1,0 +1,1 @@
+"""Hand-offs of one instance: drives the state machines with scheduler, network and links."""

@@ -1,0 +1,132 @@
+"""An instance's hand-offs, both ways: events in, messages, pushes and scheduling out.
+
+Belongs to the loop's thread. Everything from outside arrives as an event that was posted to
+the loop's one inbox: peers' messages, lost connections, the ends of pushes, landed blocks.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import count
+
+from headwater.disagg.handoff.decode_side import DecodeSide
+from headwater.disagg.handoff.dependencies import HandoffDependencies
+from headwater.disagg.handoff.prefill_side import PrefillSide
+from headwater.disagg.handoff.read_client import PeerReadClient
+from headwater.disagg.handoff.read_server import PeerReadServer
+from headwater.disagg.handoff.totals import SideTotals
+from headwater.disagg.peering.network import PeerLost, PeerMessage
+from headwater.disagg.protocol.config import HandoffConfig
+from headwater.disagg.protocol.messages import (
+    Accepted,
+    Ask,
+    Failed,
+    First,
+    Pull,
+    Renew,
+    StartRefused,
+)
+from headwater.disagg.protocol.push import BlockReceived, LeaseClosed, PushDone, PushFailed
+from headwater.scheduler.output import SequenceOutput
+from headwater.scheduler.request import Request
+from headwater.scheduler.scheduler import Scheduler
+from headwater.types import RequestId
+
+_TO_DECODE = (Accepted, StartRefused, Ask, Renew, First, Failed, Pull)
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffCounts:
+    """Both sides' counts, and what is in flight now."""
+
+    prefill: SideTotals
+    decode: SideTotals
+    num_prefilling: int
+    num_receiving: int
+
+
+class HandoffController:
+    """What the engine loop knows of peers."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        dependencies: HandoffDependencies,
+        config: HandoffConfig,
+        *,
+        accepts: bool = True,
+    ) -> None:
+        """`dependencies` belong to it from now on. With `accepts` it computes prompts for others."""
+        self._handoffs = scheduler.handoffs
+        self._return_after_s = config.return_after_s
+        new_job = count(1).__next__
+        self._network = dependencies.network
+        self.reads = PeerReadClient(scheduler, dependencies, config)
+        self.read_server = PeerReadServer(scheduler, dependencies, config, new_job)
+        self.prefill_side = PrefillSide(
+            scheduler, dependencies, config, self.reads, new_job=new_job, accepts=accepts
+        )
+        self.decode_side = DecodeSide(scheduler, dependencies, config, self.read_server)
+
+    @property
+    def wake_s(self) -> float | None:
+        """When there is something to do although nothing came."""
+        ends = (self.prefill_side.wake_s, self.decode_side.wake_s, self.reads.wake_s)
+        return min((end for end in ends if end is not None), default=None)
+
+    def add(self, request: Request, now: float) -> None:
+        """Take a request whose prompt is computed elsewhere."""
+        self.decode_side.add(request, now)
+
+    def abort(self, request_id: RequestId, now: float) -> None:
+        """A request of this instance is about to be ended. Others are ignored."""
+        self.decode_side.abort(request_id, now)
+
+    def receive(self, events: Iterable[object], now: float) -> None:
+        """Take in what was posted, and what is due by now."""
+        for event in events:
+            match event:
+                case PeerMessage(peer, message):
+                    if isinstance(message, _TO_DECODE):
+                        self.decode_side.receive(peer, message, now)
+                    else:
+                        self.prefill_side.receive(peer, message, now)
+                case PeerLost(peer, reason):
+                    self.decode_side.lost(peer, reason, now)
+                    self.prefill_side.lost(peer, now)
+                case PushDone() | PushFailed():
+                    if not self.read_server.finish_push(event, now):
+                        self.prefill_side.finish_push(event, now)
+                case BlockReceived() | LeaseClosed():
+                    self.decode_side.link_event(event, now)
+                    self.reads.link_event(event, now)
+                case _:
+                    raise TypeError(f"no event for hand-offs: {event!r}")
+        self.prefill_side.tick(now)
+        self.reads.tick(now)
+        self.decode_side.tick(now)
+
+    def start(self, now: float) -> None:
+        """A step was scheduled, and is about to be computed."""
+        self.reads.start(now)
+        self.prefill_side.start(now)
+        self.decode_side.start(now)
+        self._handoffs.give_back(self._return_after_s, now)
+
+    def settle(self, outputs: list[SequenceOutput], now: float) -> list[SequenceOutput]:
+        """A step was collected. The outputs for this instance's own clients."""
+        return self.prefill_side.settle(outputs, now)
+
+    def stats(self) -> HandoffCounts:
+        """A snapshot."""
+        return HandoffCounts(
+            prefill=self.prefill_side.totals,
+            decode=self.decode_side.totals,
+            num_prefilling=self.prefill_side.num_active,
+            num_receiving=self.decode_side.num_active,
+        )
+
+    def close(self) -> None:
+        """Give up what is in flight, and every connection. Twice is safe."""
+        self._network.close()
+        self.prefill_side.close()
+        self.decode_side.close()

@@ -1,0 +1,255 @@
+"""Every hand-off that is decoded on this instance: the machines, and the hands they need."""
+
+from dataclasses import dataclass
+
+from headwater.disagg.handoff.dependencies import HandoffDependencies
+from headwater.disagg.handoff.read_server import PeerReadServer
+from headwater.disagg.handoff.totals import Ended, SideTotals
+from headwater.disagg.protocol.actions import (
+    Decline,
+    DecodeAction,
+    DeliverFirstToken,
+    Fence,
+    FreeQuarantined,
+    LocalFallback,
+    OpenLease,
+    Quarantine,
+    Reserve,
+    Send,
+)
+from headwater.disagg.protocol.config import HandoffConfig
+from headwater.disagg.protocol.decode import DecodeHandoff, DecodeState
+from headwater.disagg.protocol.messages import (
+    Cancel,
+    Failed,
+    First,
+    HandoffDone,
+    Pull,
+    Pulled,
+    Reason,
+    Start,
+    StartRefused,
+    ToDecode,
+)
+from headwater.disagg.protocol.push import BlockReceived, LeaseClosed
+from headwater.scheduler.request import Request
+from headwater.scheduler.scheduler import Scheduler
+from headwater.scheduler.sequence import Sequence, SequenceState
+from headwater.types import RequestId
+
+
+@dataclass(slots=True, eq=False)
+class _Work:
+    """One hand-off, its sequence, and who computes it."""
+
+    machine: DecodeHandoff
+    sequence: Sequence
+    peer: str
+
+
+class DecodeSide:
+    """Requests of this instance whose prompts other instances compute."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        dependencies: HandoffDependencies,
+        config: HandoffConfig,
+        read_server: PeerReadServer,
+    ) -> None:
+        self._scheduler = scheduler
+        self._network = dependencies.network
+        self._receiver = dependencies.receiver
+        self._memory = dependencies.memory
+        self._new_id = dependencies.new_id
+        self._config = config
+        self._read_server = read_server
+        self._works: dict[int, _Work] = {}
+        self._by_request: dict[RequestId, _Work] = {}
+        self._silent_until_s: dict[str, float] = {}
+        """Peers that let a request wait in vain, and until when no other one waits for them."""
+        self._ended = Ended()
+        self.totals = SideTotals()
+
+    @property
+    def num_active(self) -> int:
+        """Hand-offs that have not ended."""
+        return len(self._by_request)
+
+    @property
+    def wake_s(self) -> float | None:
+        """When a machine has something to do although nothing came."""
+        ends = [work.machine.wake_s for work in self._works.values()]
+        end = min(ends, default=float("inf"))
+        return None if end == float("inf") else end
+
+    def lease_end_s(self, handoff: int) -> float | None:
+        """When the lease of a hand-off ends, unless renewed; None where it has none."""
+        work = self._works.get(handoff)
+        return None if work is None else work.machine.lease_end_s
+
+    def add(self, request: Request, now: float) -> None:
+        """Take a request whose prompt `request.prefill` computes; RequestError as ever."""
+        sequence = self._scheduler.add(request)
+        self._scheduler.handoffs.expect(sequence)
+        start = Start(
+            handoff=self._new_id(),
+            request=request,
+            link=self._receiver.address,
+            num_found=self._num_found(sequence),
+            within_s=self._config.handoff_timeout_s,
+        )
+        machine = DecodeHandoff(
+            start,
+            self._config,
+            block_bytes=self._memory.block_bytes,
+            local_fallback=request.local_fallback,
+        )
+        work = _Work(machine, sequence, request.prefill)
+        self._works[start.handoff] = self._by_request[request.request_id] = work
+        self.totals.num_started += 1
+        actions = machine.begin(now)
+        if self._silent_until_s.get(work.peer, now) > now:
+            actions = machine.lost(Reason.UNREACHABLE, now)
+        self._do(work, actions, now)
+
+    def abort(self, request_id: RequestId, now: float) -> None:
+        """The request is about to be ended here; its slots are kept until they are quiet."""
+        work = self._by_request.get(request_id)
+        if work is not None:
+            self._do(work, work.machine.abort(now), now)
+
+    def receive(self, peer: str, message: ToDecode, now: float) -> None:
+        """A message of P."""
+        self._silent_until_s.pop(peer, None)
+        work = self._works.get(message.handoff)
+        if work is None:
+            self._answer_late(peer, message)
+        elif isinstance(message, Pull):
+            path = work.sequence.path(work.sequence.prompt_tokens)
+            self._read_server.serve(peer, message, path, now)
+        elif work.peer == peer:  # anybody else is not who it was started at
+            self._do(work, work.machine.receive(message, now), now)
+
+    def lost(self, peer: str, reason: Reason, now: float) -> None:
+        """The connection to a P ended, or could not be made."""
+        self._silent_until_s.pop(peer, None)
+        self._read_server.lost(peer)
+        for work in list(self._by_request.values()):
+            if work.peer == peer:
+                self._do(work, work.machine.lost(reason, now), now)
+
+    def link_event(self, event: BlockReceived | LeaseClosed, now: float) -> None:
+        """The link says what landed, or that nothing more will."""
+        work = self._works.get(event.lease)
+        if work is None:
+            return
+        if isinstance(event, BlockReceived):
+            self._do(work, work.machine.received(event.index, event.num_bytes, now), now)
+        else:
+            self._do(work, work.machine.closed(event.num_bytes, event.blocks, now), now)
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+        for work in list(self._works.values()):
+            if work.machine.wake_s <= now:
+                self._do(work, work.machine.tick(now), now)
+                if work.machine.outcome in (Reason.UNREACHABLE, Reason.EXPIRED):
+                    self._silent_until_s[work.peer] = now + self._config.term_s
+
+    def start(self, now: float) -> None:
+        """A step was scheduled: whoever got room is granted it."""
+        for work in list(self._by_request.values()):
+            sequence = work.sequence
+            if work.machine.state is DecodeState.RESERVING and (
+                sequence.state is SequenceState.RECEIVING
+            ):
+                first = sequence.num_committed
+                slots = sequence.block_table[first:].tolist()
+                self._do(work, work.machine.reserved(first, slots, now), now)
+
+    def close(self) -> None:
+        """Let nothing more land. Twice is safe."""
+        self._read_server.close()
+        self._receiver.close()
+
+    def _num_found(self, sequence: Sequence) -> int:
+        """Blocks of its prompt that are here, and that P could have for the asking."""
+        if not self._scheduler.config.prefix_caching:
+            return 0
+        longest = (sequence.num_tokens - 1) // self._scheduler.cache.block_tokens
+        return self._scheduler.cache.match(sequence.path(), max_blocks=longest).device_blocks
+
+    def _answer_late(self, peer: str, message: ToDecode) -> None:
+        """P is still at what ended here: it hears how."""
+        if isinstance(message, Pull):
+            self._network.send(peer, Pulled(message.handoff, 0))
+        elif not isinstance(message, Failed | StartRefused):
+            done = self._ended.was_done(message.handoff)
+            answer = (
+                HandoffDone(message.handoff) if done else Cancel(message.handoff, Reason.GONE)
+            )
+            self._network.send(peer, answer)
+
+    def _do(self, work: _Work, actions: list[DecodeAction], now: float) -> None:
+        for action in actions:
+            if isinstance(action, Send):
+                self._network.send(work.peer, action.message)
+            elif isinstance(action, OpenLease):
+                self._receiver.open(work.machine.handoff, action.slots)
+            elif isinstance(action, Fence):
+                self._receiver.fence(work.machine.handoff)
+            else:
+                self._schedule(work, action, now)
+        if work.machine.is_over:
+            self._note_over(work)
+
+    def _schedule(self, work: _Work, action: DecodeAction, now: float) -> None:
+        """What concerns the sequence and its slots."""
+        handoffs, sequence = self._scheduler.handoffs, work.sequence
+        handoff = work.machine.handoff
+        match action:
+            case Reserve():
+                self.totals.num_asks += 1
+                handoffs.invite(sequence)
+            case DeliverFirstToken(first):
+                self._mark(sequence)
+                handoffs.deliver(sequence, first.token, first.logprobs, first.usage, now)
+                self._count_done(work.machine, first)
+            case LocalFallback(num_blocks):
+                self._mark(sequence)
+                handoffs.compute_here(sequence, num_blocks, now)
+            case Decline(reason):
+                handoffs.decline(sequence, reason, now)
+            case Quarantine():
+                handoffs.quarantine(sequence, handoff, now)
+            case FreeQuarantined():
+                handoffs.free_quarantined(handoff)
+
+    def _mark(self, sequence: Sequence) -> None:
+        if sequence.state is SequenceState.RECEIVING:
+            self._memory.mark_written(sequence.block_table[sequence.num_committed :])
+
+    def _count_done(self, machine: DecodeHandoff, first: First) -> None:
+        totals, timings = self.totals, first.timings
+        totals.num_done += 1
+        totals.num_bytes += machine.num_bytes
+        parts = {
+            "start": machine.accepted_s - machine.began_s,
+            "queue": timings.queue_s,
+            "ask": timings.ask_s,
+            "compute": timings.compute_s,
+            "push": machine.ended_s - machine.first_s,
+            "first_token": machine.ended_s - machine.began_s,
+        }
+        for part, seconds in parts.items():
+            totals.seconds[part] = totals.seconds.get(part, 0.0) + seconds
+
+    def _note_over(self, work: _Work) -> None:
+        machine = work.machine
+        known = self._by_request.pop(work.sequence.request_id, None)
+        if known is not None and machine.outcome is not None:
+            self.totals.failures[machine.outcome] += 1
+        if machine.is_released:
+            self._works.pop(machine.handoff, None)
+            self._ended.note(machine.handoff, machine.outcome)

@@ -1,0 +1,258 @@
+"""Every hand-off that is prefilled on this instance: the machines, and the hands they need."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from headwater.disagg.handoff.dependencies import HandoffDependencies
+from headwater.disagg.handoff.read_client import PeerReadClient
+from headwater.disagg.handoff.sender_pool import SenderPool
+from headwater.disagg.handoff.totals import Ended, SideTotals
+from headwater.disagg.protocol.actions import (
+    CancelPushes,
+    PrefillAction,
+    PushBlocks,
+    Release,
+    Send,
+    Withdraw,
+)
+from headwater.disagg.protocol.config import HandoffConfig
+from headwater.disagg.protocol.messages import (
+    Ask,
+    Failed,
+    Grant,
+    Pulled,
+    Reason,
+    Start,
+    StartRefused,
+    ToPrefill,
+)
+from headwater.disagg.protocol.prefill import PrefillHandoff
+from headwater.disagg.protocol.push import PushDone, PushFailed
+from headwater.errors import ConfigError, PromptTooLong, RequestError
+from headwater.scheduler.output import SequenceOutput
+from headwater.scheduler.request import Request
+from headwater.scheduler.scheduler import Scheduler
+from headwater.scheduler.sequence import Sequence
+from headwater.scheduler.usage import Usage
+from headwater.types import RequestId
+
+
+@dataclass(slots=True, eq=False)
+class _Work:
+    """One hand-off, the sequence that computes it, and where its blocks go."""
+
+    machine: PrefillHandoff
+    sequence: Sequence
+    peer: str
+    num_computed: int = field(default=-1)
+
+
+class PrefillSide:
+    """Takes on prompts of peers, up to a limit, each as an ordinary request of one token."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        dependencies: HandoffDependencies,
+        config: HandoffConfig,
+        reads: PeerReadClient,
+        *,
+        new_job: Callable[[], int],
+        accepts: bool = True,
+    ) -> None:
+        """Where it does not `accept` any, this instance's role is another."""
+        self._scheduler = scheduler
+        self._network = dependencies.network
+        self._block_bytes = dependencies.memory.block_bytes
+        self._config = config
+        self._reads = reads
+        self._new_job = new_job
+        self._accepts = accepts
+        self._works: dict[int, _Work] = {}
+        self._names: set[RequestId] = set()
+        """Requests whose outputs are for a machine, not for a client of this instance."""
+        self._jobs: dict[int, _Work] = {}
+        self._senders = SenderPool(dependencies.connect)
+        self._ended = Ended()
+        self.totals = SideTotals()
+
+    @property
+    def num_active(self) -> int:
+        """Hand-offs in flight: what the limit is on."""
+        return sum(not work.machine.is_over for work in self._works.values())
+
+    @property
+    def wake_s(self) -> float | None:
+        """When a machine has something to do although nothing came."""
+        ends = [work.machine.wake_s for work in self._works.values()]
+        end = min(ends, default=float("inf"))
+        return None if end == float("inf") else end
+
+    def receive(self, peer: str, message: ToPrefill, now: float) -> None:
+        """A message of D."""
+        work = self._works.get(message.handoff)
+        if work is not None:
+            if work.peer != peer:  # anybody else is not who it was started by
+                return
+            if isinstance(message, Pulled):
+                self._reads.told(message.handoff, message.num_blocks, now)
+            else:
+                self._do(work, work.machine.receive(message, now), now)
+        elif isinstance(message, Start):
+            self._begin(peer, message, now)
+        elif isinstance(message, Grant):
+            self._network.send(peer, Failed(message.handoff, Reason.GONE))
+
+    def lost(self, peer: str, now: float) -> None:
+        """The connection to a D ended: so do its hand-offs, and the way to its memory."""
+        for work in list(self._works.values()):
+            if work.peer == peer:
+                self._do(work, work.machine.lost(now), now)
+        self._senders.close(peer)
+
+    def finish_push(self, event: PushDone | PushFailed, now: float) -> None:
+        """A push ended."""
+        work = self._jobs.pop(event.job, None)
+        if work is None:
+            return
+        if isinstance(event, PushDone):
+            self.totals.num_bytes += event.num_bytes
+            self._do(work, work.machine.pushed(event.job, event.num_bytes, now), now)
+        else:
+            self._do(work, work.machine.push_failed(event.job, now), now)
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+        for work in list(self._works.values()):
+            if work.machine.wake_s <= now:
+                self._do(work, work.machine.tick(now), now)
+
+    def start(self, now: float) -> None:
+        """A step was scheduled: whoever is in it for the first time asks D."""
+        for work in list(self._works.values()):
+            if work.sequence.is_running and not self._reads.is_reading(work.machine.handoff):
+                self._do(work, work.machine.admitted(now), now)
+
+    def settle(self, outputs: Iterable[SequenceOutput], now: float) -> list[SequenceOutput]:
+        """A step was collected: what it computed travels. The outputs that are not ours."""
+        for work in list(self._works.values()):
+            sequence = work.sequence
+            if self._reads.is_reading(work.machine.handoff):
+                continue
+            if sequence.num_computed != work.num_computed and sequence.num_blocks:
+                work.num_computed = sequence.num_computed
+                table = sequence.block_table
+                self._do(work, work.machine.computed(work.num_computed, table, now), now)
+        return [output for output in outputs if not self._take(output, now)]
+
+    def close(self) -> None:
+        """Give up every push. Twice is safe."""
+        self._senders.close_all()
+
+    def _begin(self, peer: str, start: Start, now: float) -> None:
+        if start.handoff in self._ended:
+            self._network.send(peer, Failed(start.handoff, Reason.GONE))
+            return
+        sequence = self._submit(peer, start, now)
+        if isinstance(sequence, Reason):
+            self.totals.failures[sequence] += 1
+            self._network.send(peer, StartRefused(start.handoff, sequence))
+            return
+        machine = PrefillHandoff(
+            start,
+            self._config,
+            block_tokens=self._scheduler.cache.block_tokens,
+            block_bytes=self._block_bytes,
+            new_job=self._new_job,
+        )
+        work = _Work(machine, sequence, peer)
+        self._works[start.handoff] = work
+        self._names.add(sequence.request_id)
+        self._scheduler.handoffs.pin(sequence)
+        self.totals.num_started += 1
+        self._do(work, machine.begin(now), now)
+        self._reads.begin(start, sequence, peer, now)
+
+    def _submit(self, peer: str, start: Start, now: float) -> Sequence | Reason:
+        """Let it wait for its turn, or say why not."""
+        if not self._accepts:
+            return Reason.ROLE
+        if self._scheduler.stats().is_paused:
+            return Reason.DRAINING
+        if self.num_active >= self._config.max_inflight:
+            return Reason.BUSY
+        try:
+            self._senders.get(peer, start.link)
+            return self._scheduler.add(_own_request(start, now))
+        except PromptTooLong:
+            return Reason.TOO_LONG
+        except (RequestError, ConfigError):
+            return Reason.INVALID
+
+    def _take(self, output: SequenceOutput, now: float) -> bool:
+        """Whether `output` is of a hand-off; if so, its machine hears of it."""
+        if output.request_id not in self._names:
+            return False
+        works = self._works.values()
+        work = next((w for w in works if w.sequence.request_id == output.request_id), None)
+        if work is not None and output.tokens and output.usage is not None:
+            usage = self._with_peer_reads(output.usage, work.machine.handoff)
+            chosen = work.machine.chose(output.tokens[0], output.logprobs[0], usage, now)
+            self._do(work, chosen, now)
+        elif work is not None and output.finish_reason is not None:
+            self._do(work, work.machine.dropped(now), now)
+        if output.finish_reason is not None:
+            self._names.discard(output.request_id)
+        return True
+
+    def _with_peer_reads(self, usage: Usage, handoff: int) -> Usage:
+        """What was fetched was found on the device, and came from a peer."""
+        num_tokens = self._reads.take_num_read(handoff) * self._scheduler.cache.block_tokens
+        num_tokens = min(num_tokens, usage.by_tier.get("device", 0))
+        if not num_tokens:
+            return usage
+        tiers = dict(usage.by_tier)
+        tiers["device"] -= num_tokens
+        tiers["peer"] = tiers.get("peer", 0) + num_tokens
+        return replace(usage, by_tier=tiers)
+
+    def _do(self, work: _Work, actions: list[PrefillAction], now: float) -> None:
+        machine = work.machine
+        for action in actions:
+            match action:
+                case Send(message):
+                    self.totals.num_asks += isinstance(message, Ask)
+                    self._network.send(work.peer, message)
+                case PushBlocks(push):
+                    self._jobs[push.job] = work
+                    self._senders.get(work.peer, machine.start.link).push(push)
+                case CancelPushes():
+                    self._senders.get(work.peer, machine.start.link).cancel(machine.handoff)
+                case Withdraw():
+                    self._reads.abort(machine.handoff, now)
+                    self._scheduler.abort(work.sequence.request_id, now=now)
+                case Release():
+                    self._forget(work, now)
+
+    def _forget(self, work: _Work, now: float) -> None:
+        machine = work.machine
+        self._scheduler.handoffs.unpin(work.sequence, now)
+        del self._works[machine.handoff]
+        self._ended.note(machine.handoff, machine.outcome)
+        if machine.outcome is None:
+            self.totals.num_done += 1
+        else:
+            self.totals.failures[machine.outcome] += 1
+
+
+def _own_request(start: Start, now: float) -> Request:
+    """The same prompt, to be computed up to its next token, under a name of our own."""
+    request = start.request
+    params, most = request.params, request.num_said + 1
+    return replace(
+        request,
+        request_id=RequestId(f"prefill-{start.handoff:016x}"),
+        params=replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most)),
+        arrival_s=now,
+        prefill="",
+    )

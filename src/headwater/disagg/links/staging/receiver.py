@@ -1,0 +1,152 @@
+"""Receives into buffers, and then copies from there into the slots of the device.
+
+    a link lands a block in a buffer ──▶ copied to its slot ──▶ Landed ──▶ the buffer is free
+                                                       … the last of them ──▶ Quiet
+
+A block has landed when it is on the device, so a lease is quiet when the last copy of it ended.
+Its sender was told before that the bytes are here. So a copy that fails ends the lease: whoever
+waits for the block hears of it by the account.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count, islice
+from threading import Lock
+
+from headwater.disagg.links.interface import BlockMemory, Deliver, Receiver
+from headwater.disagg.links.staging.buffers import Buffers
+from headwater.disagg.protocol.errors import LinkBroken
+from headwater.disagg.protocol.push import BlockReceived, LeaseClosed, LinkEvent
+
+Listen = Callable[[BlockMemory, Deliver], Receiver]
+"""Makes a receiver whose blocks land in that memory."""
+
+
+class StagingMemory:
+    """Block memory for a link: each block that may come has a ticket, which is the slot that the
+    link knows. Its bytes are in a buffer, from when they are asked for."""
+
+    def __init__(self, buffers: Buffers, timeout_s: float) -> None:
+        self.block_bytes = buffers.block_bytes
+        self._buffers = buffers
+        self._timeout_s = timeout_s
+        self._buffer_of: dict[int, int] = {}
+        self._stopped: set[int] = set()
+
+    def view(self, slot: int) -> memoryview:
+        buffer = self._buffer_of.get(slot)
+        if buffer is None:
+            buffer = self._buffers.await_one(self._timeout_s, lambda: slot in self._stopped)
+            if buffer is None:
+                raise LinkBroken("no buffer came free for a block that arrives")
+            self._buffer_of[slot] = buffer
+        return self._buffers.view(buffer)
+
+    def stop_waiting(self, virtual_slots: Iterable[int]) -> None:
+        """Whoever waits for a buffer with one of these does not wait any longer."""
+        self._stopped.update(virtual_slots)
+        self._buffers.wake()
+
+    def take_buffer(self, virtual_slot: int) -> int | None:
+        """The buffer of a block, if it has one; it is the caller's now."""
+        self._stopped.discard(virtual_slot)
+        return self._buffer_of.pop(virtual_slot, None)
+
+
+class _Lease:
+    """What of a lease is between its buffers and its slots."""
+
+    def __init__(self, slots: Sequence[int], virtual_slots: Iterator[int]) -> None:
+        self.slots = list(slots)
+        self.virtual_slots = list(islice(virtual_slots, len(slots)))
+        self.num_copying = 0
+        self.lost: dict[int, int] = {}
+        """Bytes of blocks that came and could not be copied, by index."""
+
+        self.closed: LeaseClosed | None = None
+        """What the link said, while copies are under way."""
+
+
+class StagedReceiver:
+    """A `Receiver` for the slots of a device."""
+
+    def __init__(
+        self,
+        listen: Listen,
+        buffers: Buffers,
+        deliver: Deliver,
+        *,
+        timeout_s: float,
+    ) -> None:
+        """A block that arrives waits `timeout_s` for a buffer."""
+        self._buffers = buffers
+        self._deliver = deliver
+        self._lock = Lock()
+        self._leases: dict[int, _Lease] = {}
+        self._virtual_slots = count()
+        self._staging = StagingMemory(buffers, timeout_s)
+        self._receiver = listen(self._staging, self._take)
+
+    @property
+    def address(self) -> str:
+        return self._receiver.address
+
+    def open(self, lease: int, slots: Sequence[int]) -> None:
+        opened = _Lease(slots, self._virtual_slots)
+        with self._lock:
+            self._leases[lease] = opened
+        self._receiver.open(lease, opened.virtual_slots)
+
+    def fence(self, lease: int) -> None:
+        self._receiver.fence(lease)
+        with self._lock:
+            fenced = self._leases.get(lease)
+            if fenced is not None:
+                self._staging.stop_waiting(fenced.virtual_slots)
+
+    def close(self) -> None:
+        for lease in list(self._leases):
+            self.fence(lease)
+        self._receiver.close()
+        self._buffers.close()
+
+    def _take(self, event: LinkEvent) -> None:
+        """What the link says of buffers."""
+        if isinstance(event, BlockReceived):
+            self._store(event)
+        elif isinstance(event, LeaseClosed):
+            with self._lock:
+                self._leases[event.lease].closed = event
+            self._end(event.lease)
+
+    def _store(self, event: BlockReceived) -> None:
+        lease = self._leases[event.lease]
+        buffer = self._staging.take_buffer(lease.virtual_slots[event.index])
+        assert buffer is not None, "a block landed without a buffer"
+        with self._lock:
+            lease.num_copying += 1
+
+        def stored(is_there: bool) -> None:
+            self._buffers.give_back([buffer])
+            if is_there:
+                self._deliver(event)
+            with self._lock:
+                lease.num_copying -= 1
+                if not is_there:
+                    lease.lost[event.index] = event.num_bytes
+            if not is_there:
+                self.fence(event.lease)
+            self._end(event.lease)
+
+        self._buffers.store([buffer], [lease.slots[event.index]], stored)
+
+    def _end(self, number: int) -> None:
+        """Say that a lease is quiet, if the link has said so and nothing of it is copied."""
+        with self._lock:
+            lease = self._leases.get(number)
+            if lease is None or lease.closed is None or lease.num_copying:
+                return
+            del self._leases[number]
+        left = [self._staging.take_buffer(virtual_slot) for virtual_slot in lease.virtual_slots]
+        self._buffers.give_back([buffer for buffer in left if buffer is not None])
+        num_bytes = lease.closed.num_bytes - sum(lease.lost.values())
+        self._deliver(LeaseClosed(number, num_bytes, lease.closed.blocks - lease.lost.keys()))

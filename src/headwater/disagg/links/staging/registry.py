@@ -1,0 +1,87 @@
+"""All links of an instance whose blocks are on a device: every kind, through buffers."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from headwater.clock import Clock, SystemClock
+from headwater.disagg.links.config import LinkConfig
+from headwater.disagg.links.frames import MAX_PIECES
+from headwater.disagg.links.interface import BlockMemory, Deliver, Receiver, Sender
+from headwater.disagg.links.mooncake import TransferEngine
+from headwater.disagg.links.registry import Links
+from headwater.disagg.links.shm import FRAME_BYTES
+from headwater.disagg.links.staging.buffers import Buffers, OpenCopier
+from headwater.disagg.links.staging.receiver import StagedReceiver
+from headwater.disagg.links.staging.sender import StagedSender
+from headwater.transfer.slab import HostSlab
+
+_NUM_PARTS = 2
+"""Of each sender's buffers: one part is copied while another travels."""
+
+
+class StagedLinks:
+    """Made like `Links`, with a way to copy blocks instead of their memory."""
+
+    def __init__(
+        self,
+        config: LinkConfig,
+        block_bytes: int,
+        open_copier: OpenCopier,
+        deliver: Deliver,
+        clock: Clock | None = None,
+        engine: TransferEngine | None = None,
+    ) -> None:
+        """A Transfer Engine is made when one is needed, unless one is given."""
+        self._config = config
+        self._block_bytes = block_bytes
+        self._open_copier = open_copier
+        self._deliver = deliver
+        self._clock = clock or SystemClock()
+        self._engine = engine
+        # Of the largest frame that any link sends: while one arrives its buffers are taken.
+        self._frame_blocks = min(max(FRAME_BYTES // block_bytes, 1), MAX_PIECES)
+
+    def listen(self, link: str) -> Receiver:
+        """A receiver of this kind: buffers for as many senders as it serves at once."""
+        num_buffers = self._config.max_senders * self._frame_blocks
+        slab = HostSlab(num_buffers, self._block_bytes)
+        buffers = Buffers(slab, self._open_copier(slab))
+        with _closing_unless_made(buffers):
+            return StagedReceiver(
+                lambda memory, deliver: self._links(link, memory, deliver).listen(link),
+                buffers,
+                self._deliver,
+                timeout_s=self._config.stall_timeout_s,
+            )
+
+    def connect(self, address: str) -> Sender:
+        """A sender to the receiver at `address`, with buffers of its own."""
+        link = address.partition("://")[0]
+        shared = link == "shm"
+        slab = HostSlab(_NUM_PARTS * self._frame_blocks, self._block_bytes, shared=shared)
+        buffers = Buffers(slab, self._open_copier(slab))
+        # A Transfer Engine would register the slab, which goes with its sender.
+        memory: BlockMemory = slab if shared else buffers
+        with _closing_unless_made(buffers):
+            return StagedSender(
+                lambda deliver: self._links(link, memory, deliver).connect(address),
+                buffers,
+                self._deliver,
+                self._clock,
+                part_blocks=self._frame_blocks,
+            )
+
+    def _links(self, link: str, memory: BlockMemory, deliver: Deliver) -> Links:
+        if link == "mooncake" and self._engine is None:
+            self._engine = TransferEngine(self._config)
+        return Links(self._config, memory, deliver, self._clock, self._engine)
+
+
+@contextmanager
+def _closing_unless_made(buffers: Buffers) -> Iterator[None]:
+    """What cannot be made keeps no buffers."""
+    try:
+        yield
+    except BaseException:
+        buffers.close()
+        raise

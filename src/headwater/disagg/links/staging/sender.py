@@ -1,0 +1,247 @@
+"""Sends blocks of a device: copies them into buffers, and pushes those.
+
+    push ── cut into parts ──▶ one at a time into buffers ──▶ pushed by the link ──▶ outcome
+                                            └── while the part before travels
+
+Every way to a peer has buffers of its own, so one that stalls holds up nobody else. One thread
+begins each copy, and looks after the deadlines of what waits for its turn.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import count
+from threading import Condition, Thread
+from typing import NamedTuple
+from weakref import WeakMethod
+
+from headwater.clock import Clock
+from headwater.disagg.links.interface import Deliver, Sender
+from headwater.disagg.links.staging.buffers import Buffers
+from headwater.disagg.protocol.push import (
+    BlockPiece,
+    LinkEvent,
+    Push,
+    PushDone,
+    PushFailed,
+    PushFailure,
+    SenderEvent,
+)
+
+_CLOSE_S = 10.0
+
+Connect = Callable[[Deliver], Sender]
+"""Makes a sender that pushes from the buffers."""
+
+
+class _PendingPush:
+    """A push on its way."""
+
+    def __init__(self, push: Push) -> None:
+        self.push = push
+        self.num_left = 0
+        """Parts that have not ended."""
+
+        self.has_begun = False
+        self.has_ended = False
+        self.failure: PushFailure | None = None
+
+    @property
+    def outcome(self) -> SenderEvent:
+        """Of a push that has ended."""
+        if self.failure is not None:
+            return PushFailed(self.push.job, self.failure)
+        return PushDone(self.push.job, sum(piece.num_bytes for piece in self.push.pieces))
+
+
+class _Part(NamedTuple):
+    """Blocks of a push that pass through buffers together."""
+
+    pending: _PendingPush
+    pieces: Sequence[BlockPiece]
+
+
+class StagedSender:
+    """A `Sender` of the slots of a device."""
+
+    def __init__(
+        self,
+        connect: Connect,
+        buffers: Buffers,
+        deliver: Deliver,
+        clock: Clock,
+        *,
+        part_blocks: int,
+    ) -> None:
+        """At most `part_blocks` pass through buffers together."""
+        self._buffers = buffers
+        self._deliver = deliver
+        self._clock = clock
+        self._part_blocks = part_blocks
+        self._changed = Condition()
+        self._queue: deque[_Part] = deque()
+        self._is_copying = False
+        self._travelling: dict[int, tuple[_Part, list[int]]] = {}
+        """What the link is pushing, and from which buffers, by its job."""
+
+        self._jobs = count()
+        self._num_pending = 0
+        """Whose outcome has not been delivered."""
+
+        self._closed = False
+        # The link does not hold us, so the buffers go with whoever closes this sender and not
+        # when cycles are collected, which the engine seldom does.
+        self._sender = connect(partial(_tell, WeakMethod(self._take)))
+        Thread(target=self._run, name="staged-send", daemon=True).start()
+
+    def push(self, push: Push) -> None:
+        pending = _PendingPush(push)
+        parts = [_Part(pending, pieces) for pieces in self._cut(push.pieces)]
+        with self._changed:
+            self._num_pending += 1
+            closed = self._closed
+            if not closed:
+                pending.num_left = len(parts)
+                self._queue.extend(parts)
+                self._changed.notify_all()
+        self._settle(pending, PushFailure.CLOSED if closed else None)
+
+    def cancel(self, lease: int) -> None:
+        with self._changed:
+            waiting = dict.fromkeys(part.pending for part in self._queue)
+            given_up = [f for f in waiting if f.push.lease == lease and not f.has_begun]
+        for pending in given_up:
+            self._settle(pending, PushFailure.CANCELLED)
+        self._sender.cancel(lease)
+
+    def close(self) -> None:
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+            waiting = dict.fromkeys(part.pending for part in self._queue)
+        for pending in waiting:
+            self._settle(pending, PushFailure.CLOSED)
+        self._sender.close()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_pending, _CLOSE_S)
+        self._buffers.close()
+
+    def _cut(self, pieces: Sequence[BlockPiece]) -> Iterator[Sequence[BlockPiece]]:
+        for start in range(0, len(pieces), self._part_blocks):
+            yield pieces[start : start + self._part_blocks]
+
+    def _run(self) -> None:
+        while (begun := self._next()) is not None:
+            part, buffers = begun
+            slots = [piece.slot for piece in part.pieces]
+            self._buffers.load(slots, buffers, partial(self._loaded, part, buffers))
+
+    def _next(self) -> tuple[_Part, list[int]] | None:
+        """The next part and its buffers, as soon as there are some; None after `close`.
+        Meanwhile, deadlines."""
+        while True:
+            self._expire()
+            with self._changed:
+                if self._closed:
+                    return None
+                if self._queue and not self._is_copying:
+                    buffers = self._buffers.take(len(self._queue[0].pieces))
+                    if buffers is not None:
+                        part = self._queue.popleft()
+                        part.pending.has_begun = self._is_copying = True
+                        return part, buffers
+                self._changed.wait(self._nap_s())
+
+    def _nap_s(self) -> float | None:
+        """How long until the first deadline of what waits for its turn."""
+        if not self._queue:
+            return None
+        first = min(part.pending.push.deadline_s for part in self._queue)
+        return max(first - self._clock.now(), 0.0) + 1e-3
+
+    def _expire(self) -> None:
+        """Let nothing begin that is late."""
+        now = self._clock.now()
+        with self._changed:
+            waiting = dict.fromkeys(part.pending for part in self._queue)
+        for pending in waiting:
+            if pending.push.deadline_s <= now:
+                self._settle(pending, PushFailure.TIMEOUT)
+
+    def _loaded(self, part: _Part, buffers: list[int], is_there: bool) -> None:
+        """The device's slots are not read any more."""
+        with self._changed:
+            failure = self._obstacle(part.pending, is_there)
+            job = next(self._jobs)
+            if failure is None:
+                self._travelling[job] = part, buffers
+        if failure is None:
+            self._sender.push(_from_buffers(job, part, buffers))
+        else:
+            self._end(part, buffers, failure)
+        with self._changed:
+            # Only now, so that no part overtakes the one before it.
+            self._is_copying = False
+            self._changed.notify_all()
+
+    def _obstacle(self, pending: _PendingPush, is_there: bool) -> PushFailure | None:
+        """Why what has been copied is not pushed."""
+        if pending.failure is not None:
+            return pending.failure
+        if self._closed:
+            return PushFailure.CLOSED
+        if self._clock.now() >= pending.push.deadline_s:
+            return PushFailure.TIMEOUT
+        return None if is_there else PushFailure.LOST
+
+    def _take(self, event: LinkEvent) -> None:
+        """What the link says of a part."""
+        assert isinstance(event, PushDone | PushFailed)
+        with self._changed:
+            part, buffers = self._travelling.pop(event.job)
+        self._end(part, buffers, event.reason if isinstance(event, PushFailed) else None)
+
+    def _end(self, part: _Part, buffers: list[int], failure: PushFailure | None) -> None:
+        with self._changed:
+            self._buffers.give_back(buffers)
+            self._changed.notify_all()
+        self._settle(part.pending, failure, num_ended=1)
+
+    def _settle(
+        self, pending: _PendingPush, failure: PushFailure | None, *, num_ended: int = 0
+    ) -> None:
+        """So many parts of a push have ended. If it has failed, nothing more of it begins; if
+        nothing of it is left, its outcome is said, by one thread of those that see it."""
+        with self._changed:
+            if pending.has_ended:
+                return
+            pending.num_left -= num_ended
+            pending.failure = pending.failure or failure
+            if pending.failure is not None:
+                kept = [part for part in self._queue if part.pending is not pending]
+                pending.num_left -= len(self._queue) - len(kept)
+                self._queue = deque(kept)
+            if pending.num_left:
+                return
+            pending.has_ended = True
+        self._deliver(pending.outcome)
+        with self._changed:
+            self._num_pending -= 1
+            self._changed.notify_all()
+
+
+def _tell(take: "WeakMethod[Deliver]", event: LinkEvent) -> None:
+    if (told := take()) is not None:
+        told(event)
+
+
+def _from_buffers(job: int, part: _Part, buffers: list[int]) -> Push:
+    """The same blocks, from where they are now."""
+    push = part.pending.push
+    pieces = tuple(
+        BlockPiece(buffer, piece.index, piece.num_bytes)
+        for buffer, piece in zip(buffers, part.pieces, strict=True)
+    )
+    return Push(job=job, lease=push.lease, pieces=pieces, deadline_s=push.deadline_s)

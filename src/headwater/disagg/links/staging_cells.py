@@ -1,0 +1,106 @@
+"""Staging memory between two peers: cells that one side fills and the other empties into slots.
+
+A cell is a frame's payload, its blocks one after the other. It is free again when the receiver
+has answered its frame. Bytes in a cell are nothing yet: the receiver copies them into slots if
+the lease allows it, and verifies what is in the slots, so a cell that is written late or twice
+can damage a push but never a block.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import Condition
+
+import numpy as np
+
+from headwater.disagg.links.frames import Frame, SentPiece, describe
+from headwater.disagg.links.leases import ArrivingBlocks
+from headwater.disagg.peering.stream import TICK_S, WaitCheck
+from headwater.disagg.protocol.errors import Malformed
+from headwater.disagg.protocol.push import BlockPiece
+from headwater.storage.buffers import address_of
+
+
+class FrameCredits:
+    """As many frames under way as there are places; each has one until it is answered."""
+
+    def __init__(self, num_credits: int) -> None:
+        self._changed = Condition()
+        self._free = list(range(num_credits))
+        self._taken: dict[int, int] = {}
+
+    def take(self, frame_number: int, check_wait: WaitCheck) -> int:
+        """A free place, for one frame; waits for it."""
+        with self._changed:
+            while not self._free:
+                self._changed.wait(TICK_S)
+                if not self._free:
+                    check_wait()
+            credit = self._taken[frame_number] = self._free.pop()
+            return credit
+
+    @contextmanager
+    def held_by(self, frame_number: int) -> Iterator[int | None]:
+        """The place of a frame, which keeps it meanwhile; None if it has none any more."""
+        with self._changed:
+            yield self._taken.get(frame_number)
+
+    def release(self, frame_number: int) -> None:
+        """The place of a frame is free again; Malformed where it has none."""
+        with self._changed:
+            credit = self._taken.pop(frame_number, None)
+            if credit is None:
+                raise Malformed("an answer to a frame that was not sent")
+            self._free.append(credit)
+            self._changed.notify()
+
+
+class StagingCells(FrameCredits):
+    """Equal parts of one buffer, and which of them are free."""
+
+    def __init__(self, memory: memoryview, cell_bytes: int) -> None:
+        self.cell_bytes = cell_bytes
+        self.num_cells = len(memory) // cell_bytes
+        super().__init__(self.num_cells)
+        self.address = address_of(memory)
+        self._memory = np.frombuffer(memory, dtype=np.uint8)
+
+    def gather(
+        self, cell: int, pieces: Sequence[BlockPiece], views: Sequence[memoryview]
+    ) -> tuple[SentPiece, ...]:
+        """Copy blocks into a cell, one after the other; what their frame says of them."""
+        at = cell * self.cell_bytes
+        sent = []
+        for piece, view in zip(pieces, views, strict=True):
+            sent.append(describe(piece, view))
+            # Copied while the checksum's pass has left it in the processor's caches.
+            np.copyto(self._memory[at : at + len(view)], np.frombuffer(view, dtype=np.uint8))
+            at += len(view)
+        return tuple(sent)
+
+
+class CellInbound:
+    """Copies payloads from cells into slots; the only writer of those slots."""
+
+    def __init__(self, memory: memoryview, cell_bytes: int) -> None:
+        self._memory = np.frombuffer(memory, dtype=np.uint8)
+        self.max_bytes = cell_bytes
+        self._num_cells = len(memory) // cell_bytes
+
+    def receive(self, frame: Frame, arriving: ArrivingBlocks, check_wait: WaitCheck) -> int:
+        if frame.cell >= self._num_cells:
+            raise Malformed("a frame whose payload is outside the staging memory")
+        at = frame.cell * self.max_bytes
+        for credit, piece in enumerate(frame.pieces):
+            if arriving.stopped:
+                break
+            if arriving.views[credit] is not None:
+                arriving.copy(credit, self._memory[at : at + piece.num_bytes])
+                arriving.verify(credit, piece.checksum)
+            at += piece.num_bytes
+        return 0
+
+    def num_following(self, frame: Frame) -> int:
+        return 0
+
+    def close(self) -> None:
+        """The memory is its link's."""

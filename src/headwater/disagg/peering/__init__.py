@@ -1,0 +1,1 @@
+"""Connections between instances: sockets, the authenticated handshake, control messages."""

@@ -1,0 +1,148 @@
+"""A connected socket that moves buffers in place, and whose every call ends within a tick.
+
+The ticks are the kernel's (`SO_RCVTIMEO`), not Python's: Python's would make the socket
+non-blocking, and then a payload takes a poll and a call for each piece that has arrived.
+"""
+
+import contextlib
+import select
+import socket
+import struct
+from collections.abc import Callable, Sequence
+
+from headwater.disagg.protocol.errors import LinkBroken
+from headwater.disagg.protocol.push import PushFailure
+from headwater.errors import ConfigError
+
+TICK_S = 0.02
+"""Longest time in one call of the kernel, and so until a fence or a deadline is noticed."""
+
+_MAX_PARTS = 512  # of one call; the kernel allows 1024
+
+WaitCheck = Callable[[], None]
+"""Asked once a tick while nothing comes, or not everything has left; raises when it is over."""
+
+
+class Stream:
+    """One connection. One thread receives, one sends; any may `shut` it."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self.socket = connected
+        self.num_received = 0
+        """Bytes, since it was made."""
+
+        connected.settimeout(None)
+        timeval = struct.pack("ll", 0, int(TICK_S * 1e6))
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            connected.setsockopt(socket.SOL_SOCKET, option, timeval)
+        if connected.family != socket.AF_UNIX:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _keep_alive(connected)
+
+    def send(self, parts: Sequence[memoryview | bytes], check_wait: WaitCheck) -> None:
+        """Send all parts, in order."""
+        views = [memoryview(part) for part in parts]
+        while views:
+            try:
+                sent = self.socket.sendmsg(views[:_MAX_PARTS])
+            except BlockingIOError:
+                sent = 0
+            except OSError as error:
+                raise LinkBroken(f"the peer is gone: {error}") from error
+            views = advance(views, sent)
+            if views:
+                check_wait()
+
+    def some(self, views: Sequence[memoryview], flags: int = socket.MSG_WAITALL) -> int:
+        """Fill the views from their beginning; how many bytes came within a tick."""
+        try:
+            if len(views) == 1:
+                got = self.socket.recv_into(views[0], 0, flags)
+            else:
+                got, *_ = self.socket.recvmsg_into(views[:_MAX_PARTS], 0, flags)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise LinkBroken(f"the peer is gone: {error}") from error
+        if not got:
+            raise LinkBroken("the peer has closed the connection")
+        self.num_received += got
+        return got
+
+    def fill(self, view: memoryview, check_wait: WaitCheck) -> None:
+        """The next len(view) bytes."""
+        while view:
+            got = self.some([view])
+            if not got:
+                check_wait()
+            view = view[got:]
+
+    def await_readable(self) -> None:
+        """Sleep, however long, until there is a byte or the connection has ended."""
+        poller = select.poll()
+        poller.register(self.socket, select.POLLIN)
+        poller.poll()
+
+    def shut(self) -> None:
+        """End both directions, which wakes every thread that waits in a call."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Release the socket; only its last user does."""
+        self.socket.close()
+
+
+def advance(views: list[memoryview], num_bytes: int) -> list[memoryview]:
+    """What is left of `views` after their first `num_bytes`."""
+    index = 0
+    while index < len(views) and num_bytes >= len(views[index]):
+        num_bytes -= len(views[index])
+        index += 1
+    rest = views[index:]
+    if num_bytes:
+        rest[0] = rest[0][num_bytes:]
+    return rest
+
+
+def _keep_alive(connected: socket.socket) -> None:
+    """Notice within a minute that a machine is gone without a word."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, 20),
+        (socket.TCP_KEEPINTVL, 10),
+        (socket.TCP_KEEPCNT, 3),
+    ):
+        connected.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket, or ConfigError with what is in the way."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=64)
+    except OSError as error:
+        raise ConfigError(f"a link cannot listen on {host} port {port}: {error}") from error
+
+
+def connect(target: tuple[str, int], timeout_s: float) -> Stream:
+    """A connection, not greeted yet."""
+    try:
+        return Stream(socket.create_connection(target, timeout_s))
+    except OSError as error:
+        reason = PushFailure.UNREACHABLE
+        raise LinkBroken(f"{target[0]} port {target[1]}: {error}", reason) from error
+
+
+def host_port(host: str, listener: socket.socket) -> str:
+    """Where a listener is, as it stands in an address."""
+    port: int = listener.getsockname()[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parse_host_port(address: str) -> tuple[str, int]:
+    """The two halves of what follows `://`."""
+    host, _, port = address.partition("://")[2].rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise ConfigError(f"{address!r} is no address of a link; write tcp://host:port")
+    return host.strip("[]"), int(port)

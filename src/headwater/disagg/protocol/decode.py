@@ -1,0 +1,344 @@
+"""The decode side of one hand-off: start it, reserve, receive, prove it whole, go on.
+
+Pure: messages, ticks and answers in, actions out; `now` is passed in.
+
+    begin ─▶ STARTING ── Accepted ─▶ QUEUED ── Ask ─▶ RESERVING ── room ─▶ RECEIVING
+                │                      │                  │                    │ First, all landed
+             decline                 compute here       decline             CLOSING ── quiet ─▶ deliver
+                                                                               │ anything else
+                                                                            FAILING ── quiet ─▶ compute here
+
+Slots leave this side's hands only when the link is quiet: delivered, given back, or left in
+quarantine until then.
+"""
+
+from collections.abc import Sequence
+from enum import Enum, auto
+
+from headwater.disagg.protocol.actions import (
+    Decline,
+    DecodeAction,
+    DeliverFirstToken,
+    Fence,
+    FreeQuarantined,
+    LocalFallback,
+    OpenLease,
+    Quarantine,
+    Reserve,
+    Send,
+)
+from headwater.disagg.protocol.config import HandoffConfig
+from headwater.disagg.protocol.messages import (
+    Accepted,
+    Ask,
+    Cancel,
+    Failed,
+    First,
+    Grant,
+    HandoffDone,
+    Pull,
+    Reason,
+    Refuse,
+    Renew,
+    Renewed,
+    Start,
+    StartRefused,
+    ToDecode,
+)
+from headwater.disagg.protocol.receive_tracker import ReceiveTracker
+
+Actions = list[DecodeAction]
+
+_NEVER = float("inf")
+
+
+class DecodeState(Enum):
+    """How far a hand-off is, seen from D."""
+
+    STARTING = auto()
+    QUEUED = auto()
+    RESERVING = auto()
+    RECEIVING = auto()
+    CLOSING = auto()
+    FAILING = auto()
+    OVER = auto()
+
+
+class DecodeHandoff:
+    """One request whose prompt a peer computes. Ends once, however it ends."""
+
+    def __init__(
+        self, start: Start, config: HandoffConfig, *, block_bytes: int, local_fallback: bool
+    ) -> None:
+        """`local_fallback` says what follows a refusal: computing, or declining the request."""
+        self.start = start
+        self.handoff = start.handoff
+        self.state = DecodeState.STARTING
+        self.outcome: Reason | None = None
+        """Why it ended, where it did not end well."""
+        self.num_bytes = 0
+        """Landed, by the final account."""
+        self.began_s = self.accepted_s = self.first_s = self.ended_s = 0.0
+        self.first: First | None = None
+        self._config = config
+        self._block_bytes = block_bytes
+        self._local_fallback = local_fallback
+        self._grant: Grant | None = None
+        self._tracker: ReceiveTracker | None = None
+        self._is_fenced = self._lease_is_closed = False
+        self._is_quarantined = False
+        self._expires_s = self._end_s = _NEVER
+        self._resend_at_s = self._reserve_end_s = self._fence_end_s = _NEVER
+
+    @property
+    def is_over(self) -> bool:
+        return self.state is DecodeState.OVER
+
+    @property
+    def is_released(self) -> bool:
+        """Whether it is over and holds nothing back any more."""
+        return self.is_over and not self._is_quarantined
+
+    @property
+    def lease_end_s(self) -> float | None:
+        """When the lease that P has ends, unless renewed; None where it has none."""
+        return self._expires_s if self.state is DecodeState.RECEIVING else None
+
+    @property
+    def wake_s(self) -> float:
+        """When `tick` has something to do."""
+        if self.is_over:
+            return _NEVER
+        return min(
+            self._expires_s,
+            self._end_s,
+            self._resend_at_s,
+            self._reserve_end_s,
+            self._fence_end_s,
+        )
+
+    def begin(self, now: float) -> Actions:
+        """Ask P to take it on."""
+        config = self._config
+        self.began_s = now
+        self._expires_s = now + config.start_timeout_s
+        self._end_s = now + config.handoff_timeout_s
+        self._resend_at_s = now + config.resend_s
+        return [Send(self.start)]
+
+    def receive(self, message: ToDecode, now: float) -> Actions:
+        """What P says. Repeated and late messages change nothing."""
+        if self.is_over:
+            return self._answer_late(message)
+        match message:
+            case Accepted(sent_s=sent_s) | Renew(sent_s=sent_s):
+                self._hear(now)
+                return [Send(Renewed(self.handoff, sent_s))]
+            case Ask():
+                return self._asked(now)
+            case First():
+                return self._take_first(message, now)
+            case StartRefused(reason=reason):
+                return self._refused(reason, now)
+            case Failed(reason=reason):
+                return self._fail(reason, now, tell=False)
+            case Pull():
+                return []
+
+    def reserved(self, start_block: int, slots: Sequence[int], now: float) -> Actions:
+        """The scheduler has found room: blocks from `start_block` on go to `slots`."""
+        if self.state is not DecodeState.RESERVING:
+            return []
+        self.state = DecodeState.RECEIVING
+        self._reserve_end_s = _NEVER
+        self._tracker = ReceiveTracker(len(slots), self._block_bytes)
+        self._grant = Grant(
+            handoff=self.handoff,
+            start_block=start_block,
+            num_blocks=len(slots),
+            term_s=self._config.term_s,
+        )
+        actions: Actions = []
+        if slots:
+            actions.append(OpenLease(slots))
+        else:
+            self._lease_is_closed = True  # nothing is to come, so nothing is to be fenced
+        return [*actions, Send(self._grant)]
+
+    def received(self, index: int, num_bytes: int, now: float) -> Actions:
+        """The link says that a block is in its slot."""
+        if self._tracker is None:
+            return []
+        self._tracker.add(index, num_bytes)
+        return self._close_if_whole(now)
+
+    def closed(self, num_bytes: int, blocks: frozenset[int], now: float) -> Actions:
+        """The link says that nothing more will land: the final account."""
+        if self._tracker is None or self._lease_is_closed:
+            return []
+        self._lease_is_closed = True
+        if self._is_quarantined:
+            self._is_quarantined = False
+            return [FreeQuarantined()]
+        if self.state is DecodeState.CLOSING:
+            return self._settle(num_bytes, blocks, now)
+        if (
+            self.state is DecodeState.RECEIVING
+        ):  # nobody fenced it: something came, and is not here
+            return self._recompute(blocks, now)
+        if self.state is not DecodeState.FAILING:
+            return []
+        leading = self._tracker.num_leading(blocks)
+        return self._over(now, [LocalFallback(leading, self.outcome or Reason.GONE)])
+
+    def lost(self, reason: Reason, now: float) -> Actions:
+        """The connection to P ended, or could not be made."""
+        if self.state is DecodeState.STARTING:
+            return self._decline(reason, now)
+        return self._fail(Reason.LOST, now, tell=False)
+
+    def abort(self, now: float) -> Actions:
+        """Nobody wants the request any more."""
+        if self.is_over:
+            return []
+        actions: Actions = [Send(Cancel(self.handoff, Reason.ABORTED))]
+        if self._tracker is not None and not self._lease_is_closed:
+            self._is_quarantined = True
+            actions += [*self._fence(now), Quarantine()]
+        self.outcome = Reason.ABORTED
+        return self._over(now, actions)
+
+    def tick(self, now: float) -> Actions:
+        """Time has passed: ask again, or give up on what did not come."""
+        if self.is_over:
+            return []
+        if now >= self._fence_end_s:
+            self._is_quarantined = True
+            reason = self.outcome or Reason.TIMEOUT
+            return self._over(now, [Quarantine(), LocalFallback(0, reason)])
+        if self.state in (DecodeState.CLOSING, DecodeState.FAILING):
+            return []
+        if now >= self._expires_s:
+            if self.state is DecodeState.STARTING:
+                return [
+                    Send(Cancel(self.handoff, Reason.TIMEOUT)),
+                    *self._decline(Reason.UNREACHABLE, now),
+                ]
+            return self._fail(Reason.EXPIRED, now, tell=True)
+        if now >= self._end_s:
+            return self._fail(Reason.TIMEOUT, now, tell=True)
+        if now >= self._reserve_end_s:
+            return [
+                Send(Refuse(self.handoff, Reason.NO_ROOM)),
+                *self._decline(Reason.NO_ROOM, now),
+            ]
+        if now >= self._resend_at_s:
+            starting = self.state is DecodeState.STARTING
+            self._resend_at_s = now + self._config.resend_s if starting else _NEVER
+            return [Send(self.start)] if starting else []
+        return []
+
+    def _hear(self, now: float) -> None:
+        """A heartbeat: the term starts over."""
+        self._expires_s = now + self._config.term_s
+        if self.state is DecodeState.STARTING:
+            self.state = DecodeState.QUEUED
+            self.accepted_s = now
+            self._resend_at_s = _NEVER
+
+    def _asked(self, now: float) -> Actions:
+        """The same answer, however often it is asked."""
+        self._hear(now)
+        if self.state is DecodeState.QUEUED:
+            self.state = DecodeState.RESERVING
+            self._reserve_end_s = now + self._config.reserve_timeout_s
+            return [Reserve()]
+        return [] if self._grant is None else [Send(self._grant)]
+
+    def _take_first(self, first: First, now: float) -> Actions:
+        if self.state is not DecodeState.RECEIVING or self.first is not None:
+            return []
+        self._hear(now)
+        self.first = first
+        self.first_s = now
+        return self._close_if_whole(now)
+
+    def _close_if_whole(self, now: float) -> Actions:
+        """Everything seems to be here: fence, and let the link's final account decide."""
+        tracker = self._tracker
+        if self.state is not DecodeState.RECEIVING or self.first is None or tracker is None:
+            return []
+        if not tracker.is_complete:
+            return []
+        self.state = DecodeState.CLOSING
+        if self._lease_is_closed:
+            return self._settle(0, frozenset(), now)
+        return self._fence(now)
+
+    def _settle(self, num_bytes: int, blocks: frozenset[int], now: float) -> Actions:
+        """Quiet: deliver what is exact, compute from the first block that is not."""
+        assert self._tracker is not None, "closing follows receiving"
+        assert self.first is not None, "closing follows the first token"
+        self.num_bytes = num_bytes
+        told = (self.first.num_blocks, self.first.num_bytes)
+        due = (self._tracker.num_blocks, self._tracker.num_bytes)
+        if self._tracker.is_exact(num_bytes, blocks) and told == due:
+            return self._over(
+                now, [DeliverFirstToken(self.first), Send(HandoffDone(self.handoff))]
+            )
+        return self._recompute(blocks, now)
+
+    def _recompute(self, blocks: frozenset[int], now: float) -> Actions:
+        """The account is not what it should be: keep the leading blocks that landed."""
+        assert self._tracker is not None, "an account follows receiving"
+        self.outcome = Reason.BYTE_COUNT
+        leading = self._tracker.num_leading(blocks)
+        return self._over(
+            now,
+            [
+                Send(Cancel(self.handoff, Reason.BYTE_COUNT)),
+                LocalFallback(leading, Reason.BYTE_COUNT),
+            ],
+        )
+
+    def _refused(self, reason: Reason, now: float) -> Actions:
+        if self.state in (DecodeState.STARTING, DecodeState.QUEUED):
+            return self._decline(reason, now)
+        return self._fail(reason, now, tell=False)
+
+    def _decline(self, reason: Reason, now: float) -> Actions:
+        """Nothing has begun: somebody else may try, or this side computes."""
+        self.outcome = reason
+        here = LocalFallback(0, reason) if self._local_fallback else Decline(reason)
+        return self._over(now, [here])
+
+    def _fail(self, reason: Reason, now: float, *, tell: bool) -> Actions:
+        """P is out: fence what may still land, then compute what is missing."""
+        if self.state in (DecodeState.FAILING, DecodeState.CLOSING, DecodeState.OVER):
+            return []
+        self.outcome = reason
+        actions: Actions = [Send(Cancel(self.handoff, reason))] if tell else []
+        if self._tracker is None or self._lease_is_closed:
+            return self._over(now, [*actions, LocalFallback(0, reason)])
+        self.state = DecodeState.FAILING
+        return [*actions, *self._fence(now)]
+
+    def _fence(self, now: float) -> Actions:
+        if self._is_fenced:
+            return []
+        self._is_fenced = True
+        self._fence_end_s = now + self._config.fence_wait_s
+        return [Fence()]
+
+    def _over(self, now: float, actions: Actions) -> Actions:
+        self.state = DecodeState.OVER
+        self.ended_s = now
+        return actions
+
+    def _answer_late(self, message: ToDecode) -> Actions:
+        """P is still at it: say how it ended."""
+        if isinstance(message, Failed | StartRefused | Pull):
+            return []
+        if self.outcome is None:
+            return [Send(HandoffDone(self.handoff))]
+        return [Send(Cancel(self.handoff, self.outcome))]

@@ -1,0 +1,155 @@
+"""Bringing to P a prefix that only D has, before P computes the rest. Pure, as the hand-off is.
+
+    begin ─▶ WAITING ── room ─▶ RECEIVING ── all landed · late · lost ─▶ FENCING ── quiet ─▶ over
+
+Whatever happens, it ends in computing from the first block that did not arrive.
+"""
+
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import TypeAlias
+
+from headwater.disagg.protocol.actions import (
+    Fence,
+    FreeQuarantined,
+    LocalFallback,
+    OpenLease,
+    Quarantine,
+    Reserve,
+    Send,
+)
+from headwater.disagg.protocol.config import HandoffConfig
+from headwater.disagg.protocol.messages import Pull, Reason
+from headwater.disagg.protocol.receive_tracker import ReceiveTracker
+
+PeerReadAction: TypeAlias = (
+    Send | Reserve | OpenLease | Fence | LocalFallback | Quarantine | FreeQuarantined
+)
+Actions = list[PeerReadAction]
+
+_NEVER = float("inf")
+
+
+class PeerReadState(Enum):
+    """How far a fetch is."""
+
+    WAITING = auto()
+    RECEIVING = auto()
+    FENCING = auto()
+    OVER = auto()
+
+
+class PeerRead:
+    """Blocks that D has and P asks for. Ends once, with as many as arrived."""
+
+    def __init__(
+        self, handoff: int, num_found: int, config: HandoffConfig, *, block_bytes: int
+    ) -> None:
+        """D has said that it has the first `num_found` blocks."""
+        self.handoff = handoff
+        self.state = PeerReadState.WAITING
+        self.num_read = 0
+        """Blocks that arrived whole, once it is over."""
+        self.asked_s = 0.0
+        self._num_found = num_found
+        self._config = config
+        self._block_bytes = block_bytes
+        self._tracker: ReceiveTracker | None = None
+        self._num_told: int | None = None
+        self._is_quarantined = False
+        self._end_s = _NEVER
+
+    @property
+    def is_over(self) -> bool:
+        return self.state is PeerReadState.OVER
+
+    @property
+    def is_released(self) -> bool:
+        """Whether it is over and holds nothing back any more."""
+        return self.is_over and not self._is_quarantined
+
+    @property
+    def wake_s(self) -> float:
+        """When `tick` has something to do."""
+        return _NEVER if self.is_over else self._end_s
+
+    def begin(self) -> Actions:
+        """Find room for the prompt first."""
+        return [Reserve()]
+
+    def reserved(
+        self, start_block: int, slots: Sequence[int], link: str, now: float
+    ) -> Actions:
+        """There is room, and what P has by now reaches up to `start_block`."""
+        if self.state is not PeerReadState.WAITING:
+            return []
+        wanted = min(self._num_found - start_block, len(slots))
+        if wanted <= 0:
+            return self._over([LocalFallback(0, Reason.GONE)])
+        self.state = PeerReadState.RECEIVING
+        self.asked_s = now
+        self._end_s = now + self._config.pull_timeout_s
+        self._tracker = ReceiveTracker(wanted, self._block_bytes)
+        pull = Pull(handoff=self.handoff, link=link, start_block=start_block, num_blocks=wanted)
+        return [OpenLease(slots[:wanted]), Send(pull)]
+
+    def told(self, num_blocks: int, now: float) -> Actions:
+        """D says how many it sends."""
+        self._num_told = num_blocks
+        return self._fence_if_whole(now)
+
+    def received(self, index: int, num_bytes: int, now: float) -> Actions:
+        """The link says that a block is in its slot."""
+        if self._tracker is None:
+            return []
+        self._tracker.add(index, num_bytes)
+        return self._fence_if_whole(now)
+
+    def closed(self, blocks: frozenset[int]) -> Actions:
+        """The link says that nothing more will land."""
+        if self._is_quarantined:
+            self._is_quarantined = False
+            return [FreeQuarantined()]
+        if self.is_over or self._tracker is None:
+            return []
+        self.num_read = self._tracker.num_leading(blocks)
+        return self._over([LocalFallback(self.num_read, Reason.GONE)])
+
+    def abort(self) -> Actions:
+        """The hand-off is over: its slots are kept until they are quiet."""
+        if self.state in (PeerReadState.WAITING, PeerReadState.OVER):
+            self.state = PeerReadState.OVER
+            return []
+        fence: Actions = [Fence()] if self.state is PeerReadState.RECEIVING else []
+        self._is_quarantined = True
+        return self._over([*fence, Quarantine()])
+
+    def tick(self, now: float) -> Actions:
+        """Time has passed: what did not come by now is computed."""
+        if now < self._end_s:
+            return []
+        if self.state is PeerReadState.RECEIVING:
+            return self._fence(now)
+        if self.state is PeerReadState.FENCING:
+            self._is_quarantined = True
+            return self._over([Quarantine(), LocalFallback(0, Reason.TIMEOUT)])
+        return []
+
+    def _fence_if_whole(self, now: float) -> Actions:
+        tracker = self._tracker
+        if (
+            self.state is not PeerReadState.RECEIVING
+            or tracker is None
+            or self._num_told is None
+        ):
+            return []
+        return self._fence(now) if tracker.num_received >= self._num_told else []
+
+    def _fence(self, now: float) -> Actions:
+        self.state = PeerReadState.FENCING
+        self._end_s = now + self._config.fence_wait_s
+        return [Fence()]
+
+    def _over(self, actions: Actions) -> Actions:
+        self.state = PeerReadState.OVER
+        return actions

@@ -1,0 +1,291 @@
+"""The prefill side of one hand-off: ask, push while computing, give the first token, let go.
+
+Pure: messages, ticks and the scheduler's progress in, actions out; `now` is passed in.
+
+    begin ─▶ queued ── admitted ─▶ asked ── Grant ─▶ pushing ── token ─▶ First ── Done ─▶ over
+                └──────── Cancel · Refuse · lost · push failed · term over ────────────────┘
+
+The term that P reckons with starts at the moment P *sent* the last heartbeat that D has
+confirmed, less a margin. D's starts when that heartbeat arrived, so P always stops first.
+"""
+
+from collections.abc import Callable
+
+from headwater.disagg.protocol.actions import (
+    CancelPushes,
+    PrefillAction,
+    PushBlocks,
+    Release,
+    Send,
+    Withdraw,
+)
+from headwater.disagg.protocol.config import HandoffConfig
+from headwater.disagg.protocol.messages import (
+    Accepted,
+    Ask,
+    Cancel,
+    Failed,
+    First,
+    Grant,
+    HandoffDone,
+    Pulled,
+    Reason,
+    Refuse,
+    Renew,
+    Renewed,
+    Start,
+    Timings,
+    ToPrefill,
+)
+from headwater.disagg.protocol.push import BlockPiece, Push
+from headwater.scheduler.batch import TokenLogprobs
+from headwater.scheduler.usage import Usage
+from headwater.types import EMPTY, Slots
+
+Actions = list[PrefillAction]
+
+_NEVER = float("inf")
+
+
+class PrefillHandoff:
+    """One request that is prefilled here for a peer. Ends once, however it ends."""
+
+    def __init__(
+        self,
+        start: Start,
+        config: HandoffConfig,
+        *,
+        block_tokens: int,
+        block_bytes: int,
+        new_job: Callable[[], int],
+    ) -> None:
+        self.start = start
+        self.handoff = start.handoff
+        self.outcome: Reason | None = None
+        """Why it ended, where it did not end well."""
+        self.is_over = False
+        self.num_bytes = 0
+        """Pushed, and confirmed."""
+        self._config = config
+        self._num_tokens = len(start.request.tokens)
+        self._block_tokens = block_tokens
+        self._block_bytes = block_bytes
+        self._new_job = new_job
+        self._grant: Grant | None = None
+        self._first: First | None = None
+        self._pushing: dict[int, int] = {}
+        self._num_computed = 0
+        self._table: Slots = EMPTY
+        self._next_block = 0
+        self._is_admitted = False
+        self._began_s = self._admitted_s = self._ask_s = 0.0
+        self._ready_s = _NEVER
+        """Since when there is something to send."""
+        self._valid_s = self._end_s = _NEVER
+        self._renew_at_s = self._ask_at_s = self._first_at_s = _NEVER
+
+    @property
+    def is_released(self) -> bool:
+        """Whether it is over and no push reads its blocks any more."""
+        return self.is_over and not self._pushing
+
+    @property
+    def wants_grant(self) -> bool:
+        """Whether D has not said yet where the blocks go."""
+        return self._grant is None
+
+    @property
+    def wake_s(self) -> float:
+        """When `tick` has something to do."""
+        if self.is_over:
+            return _NEVER
+        return min(
+            self._valid_s, self._end_s, self._renew_at_s, self._ask_at_s, self._first_at_s
+        )
+
+    def begin(self, now: float) -> Actions:
+        """Take it on: it waits here, and D hears of it from now on."""
+        config = self._config
+        self._began_s = now
+        self._valid_s = now + config.term_s - config.margin_s
+        self._end_s = now + self.start.within_s
+        self._renew_at_s = now + config.renew_s
+        return [Send(Accepted(self.handoff, now))]
+
+    def receive(self, message: ToPrefill, now: float) -> Actions:
+        """What D says. Repeated and late messages change nothing."""
+        if self.is_over:
+            # A grant that comes too late holds slots there: give it back at once.
+            late = isinstance(message, Grant)
+            return [Send(Failed(self.handoff, self.outcome or Reason.GONE))] if late else []
+        match message:
+            case Start():
+                return [Send(Accepted(self.handoff, now))]
+            case Grant():
+                return self._granted(message, now)
+            case Renewed(sent_s=sent_s):
+                config = self._config
+                if sent_s <= now:
+                    self._valid_s = max(self._valid_s, sent_s + config.term_s - config.margin_s)
+                return []
+            case HandoffDone():
+                return self._end(None)
+            case Refuse(reason=reason) | Cancel(reason=reason):
+                return self._end(reason)
+            case Pulled():
+                return []
+
+    def admitted(self, now: float) -> Actions:
+        """The scheduler has given it its blocks: computing begins, and D is asked."""
+        if self.is_over or self._is_admitted:
+            return []
+        self._is_admitted = True
+        self._admitted_s = now
+        self._ask_at_s = now + self._config.resend_s
+        return [Send(Ask(self.handoff))]
+
+    def computed(self, num_tokens: int, table: Slots, now: float) -> Actions:
+        """The KV of `num_tokens` is in the blocks of `table`; what is whole can travel."""
+        self._num_computed, self._table = num_tokens, table
+        return self._push(now)
+
+    def chose(
+        self, token: int, logprobs: TokenLogprobs | None, usage: Usage, now: float
+    ) -> Actions:
+        """All is computed, and this is the first token; the partial last block travels too."""
+        if self.is_over:
+            return []
+        self._first = First(
+            handoff=self.handoff,
+            token=token,
+            logprobs=logprobs,
+            usage=usage,
+            num_blocks=0,
+            num_bytes=0,
+            timings=Timings(
+                queue_s=self._admitted_s - self._began_s, compute_s=now - self._admitted_s
+            ),
+        )
+        return self._push(now)
+
+    def pushed(self, job: int, num_bytes: int, now: float) -> Actions:
+        """A push ended well."""
+        if self._pushing.pop(job, None) is None:
+            return []
+        self.num_bytes += num_bytes
+        return [Release()] if self.is_released else []
+
+    def push_failed(self, job: int, now: float) -> Actions:
+        """A push ended badly: D hears of it at once."""
+        if self._pushing.pop(job, None) is None:
+            return []
+        if self.is_over:
+            return [Release()] if self.is_released else []
+        return self._end(Reason.PUSH, tell=True)
+
+    def dropped(self, now: float) -> Actions:
+        """The scheduler has ended the request, for whatever reason of its own."""
+        return [] if self.is_over else self._end(Reason.ABORTED, tell=True)
+
+    def lost(self, now: float) -> Actions:
+        """The connection to D ended."""
+        return [] if self.is_over else self._end(Reason.LOST)
+
+    def tick(self, now: float) -> Actions:
+        """Time has passed: a heartbeat, a question again, or the end of the term."""
+        if self.is_over:
+            return []
+        if now >= self._valid_s:
+            return self._end(Reason.EXPIRED, tell=True)
+        if now >= self._end_s:
+            return self._end(Reason.TIMEOUT, tell=True)
+        actions: Actions = []
+        config = self._config
+        if now >= self._renew_at_s:
+            self._renew_at_s = now + config.renew_s
+            actions.append(Send(Renew(self.handoff, now)))
+        if now >= self._ask_at_s:
+            self._ask_at_s = now + config.resend_s
+            actions.append(Send(Ask(self.handoff)))
+        if now >= self._first_at_s and self._first is not None:
+            self._first_at_s = now + config.resend_s
+            actions.append(Send(self._first))
+        return actions
+
+    def _granted(self, grant: Grant, now: float) -> Actions:
+        if self._grant is not None:
+            return []
+        num_blocks = -(-self._num_tokens // self._block_tokens)
+        if not 0 <= grant.start_block <= num_blocks or (
+            grant.start_block + grant.num_blocks != num_blocks
+        ):
+            return self._end(Reason.INVALID, tell=True)
+        self._grant = grant
+        self._ask_s = max(now - self._ready_s, 0.0)
+        self._ask_at_s = _NEVER
+        self._next_block = grant.start_block
+        return self._push(now)
+
+    def _push(self, now: float) -> Actions:
+        """Hand over what is whole and not handed over yet; after the last, the first token."""
+        grant = self._grant
+        whole = self._num_computed // self._block_tokens
+        if whole or self._first is not None:
+            self._ready_s = min(self._ready_s, now)
+        if self.is_over or grant is None or now >= self._valid_s:
+            return []
+        last = grant.start_block + grant.num_blocks
+        end = last if self._first is not None else min(whole, last)
+        actions: Actions = []
+        if self._next_block < end:
+            actions.append(PushBlocks(self._next_push(grant, end)))
+        if self._first is not None and self._first_at_s == _NEVER:
+            self._first_at_s = now + self._config.resend_s
+            self._first = self._with_byte_count(self._first, grant)
+            actions.append(Send(self._first))
+        return actions
+
+    def _next_push(self, grant: Grant, end: int) -> Push:
+        job = self._new_job()
+        first, self._next_block = self._next_block, end
+        self._pushing[job] = end - first
+        slots = self._table[first:end].tolist()
+        return Push(
+            job=job,
+            lease=self.handoff,
+            pieces=tuple(
+                BlockPiece(slot, first + at - grant.start_block, self._block_bytes)
+                for at, slot in enumerate(slots)
+            ),
+            deadline_s=self._valid_s,
+        )
+
+    def _with_byte_count(self, first: First, grant: Grant) -> First:
+        timings = first.timings
+        return First(
+            handoff=first.handoff,
+            token=first.token,
+            logprobs=first.logprobs,
+            usage=first.usage,
+            num_blocks=grant.num_blocks,
+            num_bytes=grant.num_blocks * self._block_bytes,
+            timings=Timings(
+                queue_s=timings.queue_s,
+                ask_s=self._ask_s,
+                compute_s=timings.compute_s,
+            ),
+        )
+
+    def _end(self, reason: Reason | None, *, tell: bool = False) -> Actions:
+        """The one end. What was handed to the link still reads the blocks until it is quiet."""
+        self.is_over = True
+        self.outcome = reason
+        actions: Actions = []
+        if tell:
+            actions.append(Send(Failed(self.handoff, reason or Reason.GONE)))
+        if self._pushing:
+            actions.append(CancelPushes())
+        actions.append(Withdraw())
+        if not self._pushing:
+            actions.append(Release())
+        return actions

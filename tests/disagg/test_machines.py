@@ -1,0 +1,95 @@
+"""A link that ends a lease by itself: what it could not keep is computed, and nobody waits."""
+
+import pytest
+
+from headwater.cache import JobStatus, Promotion
+from headwater.clock import SystemClock
+from headwater.disagg.protocol.actions import LocalFallback, Send
+from headwater.disagg.protocol.config import HandoffConfig
+from headwater.disagg.protocol.decode import DecodeHandoff
+from headwater.disagg.protocol.messages import Accepted, Ask, Cancel, Reason, Start
+from headwater.disagg.protocol.peer_read import PeerRead
+from headwater.launch import peers
+from headwater.transfer.completions import JobCompletion
+from tests.disagg.real import TOKEN, RealPair, make_real_request
+from tests.disagg.requests import make_handoff, make_prompt
+
+BLOCK_BYTES = 32
+
+
+def test_d_computes_from_the_first_block_that_was_not_kept():
+    """P believes that all is well, so it is told (lesson 53)."""
+    start = Start(
+        handoff=1,
+        request=make_handoff("a", make_prompt(16)),
+        link="held://d",
+        num_found=0,
+        within_s=60.0,
+    )
+    machine = DecodeHandoff(
+        start, HandoffConfig(), block_bytes=BLOCK_BYTES, local_fallback=True
+    )
+    machine.begin(0.0)
+    machine.receive(Accepted(1, 0.0), 0.0)
+    machine.receive(Ask(1), 0.0)
+    machine.reserved(0, range(4), 0.0)
+    for index in (0, 1, 3):
+        machine.received(index, BLOCK_BYTES, 0.0)
+    actions = machine.closed(3 * BLOCK_BYTES, frozenset({0, 1, 3}), 0.0)
+
+    assert actions == [Send(Cancel(1, Reason.BYTE_COUNT)), LocalFallback(2, Reason.BYTE_COUNT)]
+    assert machine.is_released
+
+
+def test_p_computes_what_it_fetched_and_could_not_keep():
+    """At once; and no fence is waited for, which would hold its slots back for ever."""
+    fetch = PeerRead(1, 4, HandoffConfig(), block_bytes=BLOCK_BYTES)
+    fetch.begin()
+    fetch.reserved(0, range(4), "held://p", 0.0)
+    fetch.told(4, 0.0)
+    fetch.received(0, BLOCK_BYTES, 0.0)
+
+    assert fetch.closed(frozenset({0})) == [LocalFallback(1, Reason.GONE)]
+    assert fetch.is_released
+
+
+class OneFails:
+    """A `DeviceCopier` whose third copy to the device fails."""
+
+    def __init__(self, copier) -> None:
+        self._copier = copier
+        self._num_promoted = 0
+
+    def start(self, transfer, report) -> None:
+        self._num_promoted += isinstance(transfer, Promotion)
+        if self._num_promoted == 3:
+            report(JobCompletion(transfer.job, JobStatus.FAILED))
+        else:
+            self._copier.start(transfer, report)
+
+    def close(self) -> None:
+        self._copier.close()
+
+
+@pytest.mark.slow
+def test_a_copy_that_fails_costs_the_client_nothing_but_time(monkeypatch):
+    """Of the tiny model, staged: its tokens, long before the hand-off would be given up."""
+    pytest.importorskip("torch")
+    from headwater.device import open as device
+
+    open_copier = device.open_copier
+    monkeypatch.setattr(device, "open_copier", lambda *args: OneFails(open_copier(*args)))
+    monkeypatch.setattr(peers, "_in_place", peers._staged)
+    monkeypatch.setenv("HEADWATER_PEER_TOKEN", TOKEN)
+    tokens = [at * 37 % 256 for at in range(100)]
+    with RealPair() as pair:
+        began_s = SystemClock().now()
+        there = pair.serve(make_real_request("there", tokens))
+        took_s = SystemClock().now() - began_s
+        here = pair.serve(make_real_request("here", tokens), handed_off=False)
+        pair.settle()
+        failures = pair.decode.stats().handoffs["decode"].failures
+
+    assert there == here
+    assert failures == {Reason.BYTE_COUNT: 1}
+    assert took_s < HandoffConfig().handoff_timeout_s / 10

@@ -1,0 +1,58 @@
+"""Ways to peers: one for each place, not more than a peer needs, and gone with it."""
+
+import pytest
+
+from headwater.clock import SystemClock
+from headwater.disagg.handoff.sender_pool import SenderPool
+from headwater.disagg.protocol.push import Push, PushFailure
+from headwater.errors import ConfigError
+from headwater.testing.links import BlockArray, EventLog, LocalNetwork
+from tests.disagg.wire import pieces_of
+
+
+@pytest.fixture
+def log():
+    return EventLog()
+
+
+@pytest.fixture
+def senders(log):
+    return SenderPool(LocalNetwork().links(BlockArray(1, 64), log).connect)
+
+
+def is_closed(sender, log, job):
+    """Whether nothing is pushed on it any more; else the push waits."""
+    deadline_s = SystemClock().now() + 30.0
+    sender.push(Push(job=job, lease=1, pieces=pieces_of([0], 64), deadline_s=deadline_s))
+    return log.outcomes(job) == [(job, PushFailure.CLOSED)]
+
+
+def test_a_way_is_made_once(senders):
+    """Whoever pushes again uses the one there is."""
+    assert senders.get("d", "local://1") is senders.get("d", "local://1")
+    assert senders.get("d", "local://2") is not senders.get("d", "local://1")
+    assert senders.get("e", "local://1") is not senders.get("d", "local://1")
+
+
+def test_a_peer_does_not_make_us_open_as_many_as_it_likes(senders):
+    """Each may take memory; a peer receives in one place (lesson 66)."""
+    for number in range(4):
+        senders.get("d", f"local://{number}")
+
+    with pytest.raises(ConfigError, match="more than 4 places"):
+        senders.get("d", "local://5")
+    assert senders.get("d", "local://3")
+    assert senders.get("another", "local://5")
+
+
+def test_ways_end_with_their_peer(senders, log):
+    """And are made anew should it return."""
+    lost, kept = senders.get("d", "local://1"), senders.get("e", "local://1")
+    senders.close("d")
+    senders.close("d")
+
+    assert is_closed(lost, log, 1)
+    assert not is_closed(kept, log, 2)
+    assert senders.get("d", "local://1") is not lost
+    senders.close_all()
+    assert is_closed(kept, log, 3)
