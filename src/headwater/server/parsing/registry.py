@@ -1,0 +1,104 @@
+"""Which formats there are, and which one a model's chat template speaks."""
+
+import importlib
+from collections.abc import Callable
+
+from headwater.errors import ConfigError
+from headwater.server.parsing.base import ToolFormat
+from headwater.server.parsing.formats import (
+    DeepSeekFormat,
+    HermesFormat,
+    KimiFormat,
+    Llama3Format,
+    MistralFormat,
+)
+from headwater.server.parsing.harmony import HarmonyFormat
+from headwater.server.parsing.tagged import GlmFormat, QwenCoderFormat
+from headwater.server.parsing.thinking import ReasoningTags
+
+TOOL_FORMATS: dict[str, Callable[[], ToolFormat]] = {
+    "deepseek": DeepSeekFormat,
+    "glm": GlmFormat,
+    "harmony": HarmonyFormat,
+    "hermes": HermesFormat,
+    "kimi": KimiFormat,
+    "llama3": Llama3Format,
+    "mistral": MistralFormat,
+    "qwen_coder": QwenCoderFormat,
+}
+"""By the name that `--tool-call-parser` takes."""
+
+_SIGNS = (
+    ("<|channel|>", "harmony"),
+    ("<｜tool▁calls▁begin｜>", "deepseek"),
+    ("<|tool_calls_section_begin|>", "kimi"),
+    ("<arg_key>", "glm"),
+    ("<function=", "qwen_coder"),
+    ("<tool_call>", "hermes"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|python_tag|>", "llama3"),
+    ('"parameters":', "llama3"),
+)
+"""What a template contains, and the format it then speaks; the first that fits."""
+
+REASONING_TAGS: dict[str, ReasoningTags] = {
+    "think": ReasoningTags(opening="<think>", closing="</think>"),
+    "mistral": ReasoningTags(opening="[THINK]", closing="[/THINK]"),
+    "kimi": ReasoningTags(opening="◁think▷", closing="◁/think▷"),
+    "seed": ReasoningTags(opening="<seed:think>", closing="</seed:think>"),
+}
+"""By the name that `--reasoning-parser` takes; harmony's channels are its tool format's."""
+
+AUTO, NONE = "auto", "none"
+
+
+def tool_format(name: str, template: str) -> ToolFormat | None:
+    """The format called `name`; `auto` is the template's, None where it has no tools."""
+    if name == AUTO:
+        found = detect_format(template)
+        return None if found is None else TOOL_FORMATS[found]()
+    if name == NONE:
+        return None
+    if name in TOOL_FORMATS:
+        return TOOL_FORMATS[name]()
+    if ":" in name:
+        return _load(name)
+    raise ConfigError(
+        f"--tool-call-parser {name} is unknown; use auto, none, {', '.join(TOOL_FORMATS)} "
+        "or module:Class"
+    )
+
+
+def reasoning_tags(name: str, template: str) -> ReasoningTags | None:
+    """The tags called `name`; `auto` is the template's, None where it has none."""
+    if name == AUTO:
+        return next(
+            (tags for tags in REASONING_TAGS.values() if tags.closing in template), None
+        )
+    if name == NONE:
+        return None
+    if name in REASONING_TAGS:
+        return REASONING_TAGS[name]
+    raise ConfigError(
+        f"--reasoning-parser {name} is unknown; use auto, none or {', '.join(REASONING_TAGS)}"
+    )
+
+
+def detect_format(template: str) -> str | None:
+    """The name of the format that a chat template speaks; None for a template without tools."""
+    if "tools" not in template:
+        return None
+    return next((name for sign, name in _SIGNS if sign in template), None)
+
+
+def _load(name: str) -> ToolFormat:
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+        made: ToolFormat = found()
+    except (ImportError, AttributeError, TypeError) as exc:
+        raise ConfigError(f"--tool-call-parser {name} cannot be loaded: {exc}") from exc
+    for member in ("markers", "parser", "grammar", "new_id"):
+        if not hasattr(made, member):
+            raise ConfigError(f"--tool-call-parser {name} has no {member!r}; see ToolFormat")
+    return made

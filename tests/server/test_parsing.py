@@ -1,0 +1,349 @@
+"""Parsers of model output: golden transcripts, any split of the stream, damaged calls."""
+
+import json
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headwater.errors import ConfigError
+from headwater.server.parsing.base import OutputParser, ParsedOutput, ToolSpec, write_json
+from headwater.server.parsing.registry import (
+    REASONING_TAGS,
+    TOOL_FORMATS,
+    detect_format,
+    reasoning_tags,
+    tool_format,
+)
+from headwater.server.parsing.scanner import MarkerScanner
+from headwater.server.parsing.thinking import PlainParser, ThinkingParser
+
+WEATHER = ToolSpec(
+    name="get_weather",
+    parameters={
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "tags": {"type": "array", "items": {"type": "string"}},
+        },
+        "required": ["city"],
+    },
+)
+CLOCK = ToolSpec(name="get-time", parameters={"type": "object", "properties": {}})
+TOOLS = (WEATHER, CLOCK)
+CITY = '{"city": "Zürich", "days": 2}'
+
+
+@dataclass(frozen=True)
+class Golden:
+    """What a model writes, and what it means."""
+
+    format: str
+    text: str
+    calls: tuple[tuple[str, str], ...] = ()
+    content: str = ""
+    reasoning: str = ""
+    ids: tuple[str, ...] = ()
+    num_malformed: int = 0
+
+
+GOLDEN = {
+    "hermes one": Golden(
+        "hermes",
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich", "days": 2}}\n</tool_call>',
+        (("get_weather", CITY),),
+    ),
+    "hermes text and two": Golden(
+        "hermes",
+        'I look it up.\n<tool_call>\n{"name": "get_weather", "arguments": {"city":"Zürich","days":2}}\n'
+        '</tool_call>\n<tool_call>\n{"name": "get-time", "arguments": {}}\n</tool_call>\n',
+        (("get_weather", CITY), ("get-time", "{}")),
+        content="I look it up.",
+    ),
+    "hermes plain": Golden(
+        "hermes",
+        " 2 < 3, and <tool> is no marker \n",
+        content=" 2 < 3, and <tool> is no marker \n",
+    ),
+    "hermes damaged": Golden(
+        "hermes",
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": }}\n</tool_call>',
+        content='<tool_call>\n{"name": "get_weather", "arguments": {"city": }}\n</tool_call>',
+        num_malformed=1,
+    ),
+    "hermes cut": Golden(
+        "hermes",
+        'Well <tool_call>\n{"name": "get_wea',
+        content='Well <tool_call>\n{"name": "get_wea',
+        num_malformed=1,
+    ),
+    "hermes good after damaged": Golden(
+        "hermes",
+        '<tool_call>[1]</tool_call><tool_call>{"name": "get-time", "arguments": {}}</tool_call>',
+        (("get-time", "{}"),),
+        content="<tool_call>[1]</tool_call>",
+        num_malformed=1,
+    ),
+    "llama3 one": Golden(
+        "llama3",
+        '{"name": "get_weather", "parameters": {"city": "Zürich", "days": 2}}',
+        (("get_weather", CITY),),
+    ),
+    "llama3 tag and two": Golden(
+        "llama3",
+        '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Zürich", "days": 2}}; '
+        '{"name": "get-time", "parameters": {}}',
+        (("get_weather", CITY), ("get-time", "{}")),
+    ),
+    "llama3 object": Golden("llama3", ' {"a": 1}', content=' {"a": 1}', num_malformed=1),
+    "llama3 plain": Golden("llama3", 'As {"name": 1} shows', content='As {"name": 1} shows'),
+    "mistral list": Golden(
+        "mistral",
+        '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Zürich", "days": 2}, "id": "abc123def"},'
+        ' {"name": "get-time", "arguments": {}}]',
+        (("get_weather", CITY), ("get-time", "{}")),
+        ids=("abc123def", ""),
+    ),
+    "mistral named": Golden(
+        "mistral",
+        'Yes.[TOOL_CALLS]get_weather[CALL_ID]abc123def[ARGS]{"city": "Zürich", "days": 2}'
+        "[TOOL_CALLS]get-time[ARGS]{}",
+        (("get_weather", CITY), ("get-time", "{}")),
+        content="Yes.",
+        ids=("abc123def", ""),
+    ),
+    "mistral cut": Golden(
+        "mistral", '[TOOL_CALLS] [{"name":', content='[TOOL_CALLS] [{"name":', num_malformed=1
+    ),
+    "deepseek fenced": Golden(
+        "deepseek",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+        '{"city": "Zürich", "days": 2}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function'
+        "<｜tool▁sep｜>get-time\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        (("get_weather", CITY), ("get-time", "{}")),
+    ),
+    "deepseek bare": Golden(
+        "deepseek",
+        'Let me see.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Zürich", "days": 2}'
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        (("get_weather", CITY),),
+        content="Let me see.",
+    ),
+    "kimi": Golden(
+        "kimi",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+        '{"city": "Zürich", "days": 2}<|tool_call_end|><|tool_call_begin|>functions.get-time:1'
+        "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+        (("get_weather", CITY), ("get-time", "{}")),
+        ids=("functions.get_weather:0", "functions.get-time:1"),
+    ),
+    "glm": Golden(
+        "glm",
+        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Zürich</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>\n<tool_call>get-time\n</tool_call>",
+        (("get_weather", CITY), ("get-time", "{}")),
+    ),
+    "glm text that is a number": Golden(
+        "glm",
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>12</arg_value></tool_call>",
+        (("get_weather", '{"city": "12"}'),),
+    ),
+    "glm damaged": Golden(
+        "glm",
+        "<tool_call>get_weather\n<arg_key>city</arg_key>\n</tool_call>",
+        content="<tool_call>get_weather\n<arg_key>city</arg_key>\n</tool_call>",
+        num_malformed=1,
+    ),
+    "qwen coder": Golden(
+        "qwen_coder",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nZürich\n</parameter>\n<parameter=days>\n2\n"
+        "</parameter>\n</function>\n</tool_call>",
+        (("get_weather", CITY),),
+    ),
+    "harmony": Golden(
+        "harmony",
+        "<|channel|>analysis<|message|>The user wants weather.<|end|><|start|>assistant<|channel|>commentary"
+        ' to=functions.get_weather <|constrain|>json<|message|>{"city": "Zürich", "days": 2}<|call|>',
+        (("get_weather", CITY),),
+        reasoning="The user wants weather.",
+    ),
+    "harmony answer": Golden(
+        "harmony",
+        "<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|message|>It is 4.<|return|>",
+        content="It is 4.",
+        reasoning="Easy.",
+    ),
+    "harmony recipient first": Golden(
+        "harmony",
+        "<|channel|>commentary<|message|>One moment.<|end|><|start|>assistant to=functions.get-time<|channel|>commentary"
+        " json<|message|>{}",
+        (("get-time", "{}"),),
+        content="One moment.",
+    ),
+    "harmony damaged": Golden(
+        "harmony",
+        '<|channel|>commentary to=functions.get-time<|message|>{"a',
+        content='{"a',
+        num_malformed=1,
+    ),
+    "harmony plain": Golden("harmony", "Hello there", content="Hello there", num_malformed=1),
+}
+
+
+def parse(parser: OutputParser, pieces: list[str]) -> tuple[ParsedOutput, int]:
+    out = ParsedOutput()
+    for piece in pieces:
+        out.add(parser.feed(piece))
+    out.add(parser.end())
+    return out, parser.num_malformed
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_a_transcript_means_what_its_format_says(name):
+    """Whole, and character by character, each golden transcript gives its calls and its text."""
+    golden = GOLDEN[name]
+    for pieces in ([golden.text], list(golden.text)):
+        out, num_malformed = parse(TOOL_FORMATS[golden.format]().parser(TOOLS), pieces)
+        assert tuple((call.name, call.arguments) for call in out.calls) == golden.calls
+        assert out.content == golden.content
+        assert out.reasoning == golden.reasoning
+        assert num_malformed == golden.num_malformed
+        if golden.ids:
+            assert tuple(call.id for call in out.calls) == golden.ids
+
+
+@given(data=st.data())
+@settings(max_examples=400, deadline=None)
+def test_a_split_of_the_stream_changes_nothing(data):
+    """Any split of any transcript, cut anywhere, gives what the uncut text gives; none raises."""
+    golden = GOLDEN[data.draw(st.sampled_from(sorted(GOLDEN)))]
+    text = golden.text[: data.draw(st.integers(0, len(golden.text)))]
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    made = TOOL_FORMATS[golden.format]
+    assert parse(made().parser(TOOLS), pieces) == parse(made().parser(TOOLS), [text])
+
+
+@given(data=st.data())
+@settings(max_examples=400, deadline=None)
+def test_damaged_text_never_raises_and_is_never_lost_in_silence(data):
+    """Markers and JSON in any order: no exception, and what is no call is content."""
+    name = data.draw(st.sampled_from(sorted(TOOL_FORMATS)))
+    made = TOOL_FORMATS[name]()
+    parts = st.sampled_from(
+        [
+            *made.markers,
+            '{"name": "f", "arguments": {}}',
+            "f",
+            "{",
+            "[",
+            "]",
+            "}",
+            "a b",
+            "\n",
+            '"',
+        ]
+    )
+    text = "".join(data.draw(st.lists(parts, max_size=12)))
+    whole, num_malformed = parse(made.parser(TOOLS), [text])
+    assert (whole, num_malformed) == parse(made.parser(TOOLS), list(text))
+    for call in whole.calls:
+        assert isinstance(json.loads(call.arguments), dict)
+
+
+@pytest.mark.parametrize("name", REASONING_TAGS)
+@pytest.mark.parametrize("is_open", [False, True])
+def test_reasoning_is_split_from_the_answer(name, is_open):
+    """With the opening tag in the prompt or in the answer, in one piece or in many."""
+    tags = REASONING_TAGS[name]
+    text = f"\nOne {tags.opening[0]} two.\n{tags.closing}\n\nSo {tags.opening} is three. "
+    if not is_open:
+        text = tags.opening + text
+    for pieces in ([text], list(text)):
+        parser = ThinkingParser(tags, PlainParser(), is_open=is_open)
+        out, _ = parse(parser, pieces)
+        assert out.reasoning == f"One {tags.opening[0]} two."
+        assert out.content == f"So {tags.opening} is three. "
+
+
+@given(data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_reasoning_before_calls_survives_any_split(data):
+    """Thinking, then a call: the same parts however the stream is cut."""
+    call = '<tool_call>{"name": "get-time", "arguments": {}}</tool_call>'
+    whole = data.draw(
+        st.sampled_from(
+            ["<think>a\nb</think>\n" + call, "  " + call, " <think>x", "no", "</think>"]
+        )
+    )
+    text = whole[: data.draw(st.integers(0, len(whole)))]
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+    def make() -> ThinkingParser:
+        inner = TOOL_FORMATS["hermes"]().parser(TOOLS)
+        return ThinkingParser(REASONING_TAGS["think"], inner, is_open=False)
+
+    assert parse(make(), pieces) == parse(make(), [text])
+
+
+def test_an_answer_without_reasoning_is_all_content():
+    """A model that does not think keeps its text, white space included."""
+    parser = ThinkingParser(REASONING_TAGS["think"], PlainParser(), is_open=False)
+    assert parse(parser, list(" hi <think> there\n"))[0].content == " hi <think> there\n"
+
+
+def test_reasoning_without_an_end_is_reasoning():
+    """An answer cut while the model thinks has no content."""
+    parser = ThinkingParser(REASONING_TAGS["think"], PlainParser(), is_open=True)
+    assert parse(parser, ["I wonder ", "</thi"])[0] == ParsedOutput(reasoning="I wonder </thi")
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{{ tools }}<tool_call>", "hermes"),
+        ("{{ tools }}<tool_call><arg_key>", "glm"),
+        ("{{ tools }}<tool_call><function=", "qwen_coder"),
+        ("{{ tools }}[TOOL_CALLS]", "mistral"),
+        ("{{ tools }}<|python_tag|>", "llama3"),
+        ("{{ tools }}<｜tool▁calls▁begin｜>", "deepseek"),
+        ("{{ tools }}<|tool_calls_section_begin|>", "kimi"),
+        ("{{ tools }}<|start|><|channel|>", "harmony"),
+        ("{{ messages }}<tool_call>", None),
+    ],
+)
+def test_the_template_names_its_format(template, name):
+    """`auto` chooses by the signs that a template contains; without tools there is none."""
+    assert detect_format(template) == name
+
+
+def test_formats_and_tags_are_chosen_by_name():
+    """A name, `none`, or a class of the user's own; anything else is a configuration error."""
+    assert isinstance(tool_format("mistral", ""), TOOL_FORMATS["mistral"])  # type: ignore[arg-type]
+    assert tool_format("none", "tools <tool_call>") is None
+    own = tool_format("headwater.server.parsing.formats:HermesFormat", "")
+    assert own is not None
+    assert reasoning_tags("auto", "… </think> …") is REASONING_TAGS["think"]
+    assert reasoning_tags("none", "… </think> …") is None
+    for bad in ("sesame", "json:loads", "headwater.nowhere:Class"):
+        with pytest.raises(ConfigError):
+            tool_format(bad, "")
+    with pytest.raises(ConfigError):
+        reasoning_tags("sesame", "")
+
+
+def test_half_a_surrogate_pair_is_written_as_an_escape():
+    """Arguments can always be sent as UTF-8."""
+    write_json({"a": json.loads('"\\ud800"')}).encode()
+    assert write_json({"a": "é"}) == '{"a": "é"}'
+
+
+def test_the_scanner_holds_back_no_more_than_a_marker():
+    """Text that cannot begin a marker is given out at once."""
+    scanner = MarkerScanner(["<end>"])
+    assert list(scanner.feed("abc<e")) == [("abc", False)]
+    assert list(scanner.feed("f")) == [("<ef", False)]
+    assert scanner.end() == ""
