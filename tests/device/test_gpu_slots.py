@@ -90,7 +90,7 @@ def test_without_the_edge_a_step_writes_into_promoted_blocks(
 
     def finish_now(self: Scheduler, sequence: Sequence, reason: str, now: float) -> None:
         finish_later(self, sequence, reason, now)
-        self._holdings.release(sequence, now)
+        self._blocks.release(sequence, now)
 
     monkeypatch.setattr(Scheduler, "_finish", finish_now)
 

@@ -21,9 +21,8 @@ from headwater.disagg.protocol.messages import (
     Start,
     Timings,
 )
-from headwater.scheduler.batch import TokenLogprobs
+from headwater.scheduler.output import TokenLogprobs, Usage
 from headwater.scheduler.request import Request, SamplingParams
-from headwater.scheduler.usage import Usage
 from headwater.types import RequestId
 
 REQUEST = Request(
@@ -40,7 +39,7 @@ REQUEST = Request(
     arrival_s=3.0,
     priority=-2,
     cache_salt="Salz",
-    num_said=1,
+    num_resumed_tokens=1,
 )
 START = Start(handoff=2**63 - 1, request=REQUEST, link="tcp://h:1", num_found=2, within_s=1.5)
 FIRST = First(
@@ -84,7 +83,7 @@ def test_a_start_carries_the_whole_request():
     assert start.request.tokens.tolist() == REQUEST.tokens.tolist()
     assert start.request.params == REQUEST.params
     assert (start.request.priority, start.request.cache_salt) == (-2, "Salz")
-    assert start.request.num_said == REQUEST.num_said > 0
+    assert start.request.num_resumed_tokens == REQUEST.num_resumed_tokens > 0
 
 
 def test_the_kinds_in_this_test_are_all_there_are():

@@ -73,7 +73,7 @@ class Interleavings(RuleBasedStateMachine):
         if self.broken:
             name = data.draw(sampled_from(sorted(self.broken)))
             request, said = self.broken.pop(name)
-            if request.num_said + len(said) == request.params.max_tokens:
+            if request.num_resumed_tokens + len(said) == request.params.max_tokens:
                 return  # only its end was not heard of
             tokens = np.concatenate((request.tokens, np.array(said, dtype=np.int32)))
             again = replace(
@@ -81,7 +81,7 @@ class Interleavings(RuleBasedStateMachine):
                 request_id=RequestId(self._name()),
                 tokens=tokens,
                 prefill="p" if handed_off else "",
-                num_said=request.num_said + len(said),
+                num_resumed_tokens=request.num_resumed_tokens + len(said),
             )
             self._add("d", again)
 
@@ -290,7 +290,7 @@ class Interleavings(RuleBasedStateMachine):
                 self._check_tokens(name, tokens)
                 request = self.requests[name]
                 if reason == "length":
-                    assert len(tokens) == request.params.max_tokens - request.num_said
+                    assert len(tokens) == request.params.max_tokens - request.num_resumed_tokens
                 else:
                     assert reason in ("abort", "refused", "returned")
                 if reason == "returned":

@@ -14,7 +14,7 @@ PROMPT = make_prompt(30)
 
 def test_a_block_is_not_matchable_before_it_is_written():
     """Lesson 46: while the push is held up, the same prompt comes again and finds nothing."""
-    pair = EchoPair(settings={"follow_min_blocks": 100})
+    pair = EchoPair(settings={"prefix_wait_min_blocks": 100})
     first, second = make_handoff("a", PROMPT), make_echo_request("b", PROMPT, max_tokens=6)
     pair.decode.add(first)
     until(pair, lambda: len(pair.fabric.transfers) > 0, blocks=False)

@@ -74,7 +74,8 @@ def test_an_answer_that_is_taken_up_keeps_its_penalties(handed_off):
         (whole,) = pair.serve(make_real_request("whole", prompt, **params), handed_off=False)
         requests = [
             replace(
-                make_real_request(f"after {cut}", prompt + whole[:cut], **params), num_said=cut
+                make_real_request(f"after {cut}", prompt + whole[:cut], **params),
+                num_resumed_tokens=cut,
             )
             for cut in (1, 16, 35)
         ]

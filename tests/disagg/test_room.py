@@ -179,5 +179,5 @@ def test_a_sequence_that_receives_has_its_slots_and_nothing_findable():
 
     assert (pool.held, pool.cached) == (8, 0)
     assert pair.decode.core.stats().num_running == 1
-    (sequence,) = pair.decode.scheduler._roster.receiving
+    (sequence,) = pair.decode.scheduler._table.receiving
     assert sequence.state is SequenceState.RECEIVING

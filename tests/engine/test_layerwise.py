@@ -73,7 +73,7 @@ def test_nothing_is_told_or_committed_before_it_lands(depth: int) -> None:
         rig.step()
 
     assert "rides" not in rig.outputs
-    (rider,) = rig.scheduler._roster.riding
+    (rider,) = rig.scheduler._table.overlapping
     assert rig.cache.match(rider.path()).device_blocks == 0
     assert sum("rides" in batch.request_ids for batch in rig.batches) == 1
     computed = rig.runner.num_tokens
@@ -144,7 +144,7 @@ def test_an_abort_returns_every_slot(depth: int, num_steps: int) -> None:
     plan = begin(rig)
     rig.steps(num_steps)
 
-    rig.core.abort(rig.scheduler._roster.alive["rides"].request_id)  # type: ignore[index]
+    rig.core.abort(rig.scheduler._table.alive["rides"].request_id)  # type: ignore[index]
     rig.copier.finish(plan.job)
     finish_all(rig)
 
@@ -227,7 +227,7 @@ def test_a_loop_whose_requests_only_ride_sleeps(depth: int) -> None:
 def test_a_runner_that_waits_for_whole_promotions_is_never_given_one() -> None:
     """Without `layerwise` a request waits for its promotion before it holds anything."""
     rig = make_rig(1)
-    rig.scheduler._loads.layerwise = False
+    rig.scheduler._loader.layerwise = False
     begin(rig)
 
     assert not any("rides" in batch.request_ids for batch in rig.batches)

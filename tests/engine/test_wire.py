@@ -12,10 +12,8 @@ from headwater.cache import Hint
 from headwater.engine import wire
 from headwater.errors import EngineDead, ModelError, PromptTooLong
 from headwater.metrics.stats import EngineStats, TierStats
-from headwater.scheduler.batch import TokenLogprobs
-from headwater.scheduler.output import SequenceOutput
+from headwater.scheduler.output import SequenceOutput, TokenLogprobs, Usage
 from headwater.scheduler.request import Request, SamplingParams
-from headwater.scheduler.usage import Usage
 from headwater.testing.engines import make_echo_info
 from headwater.types import RequestId
 
@@ -36,7 +34,7 @@ def test_a_request_survives_the_journey():
         load_timeout_s=0.5,
         session_id="s",
         cache_hint=Hint(returns_in_s=2.5),
-        num_said=4,
+        num_resumed_tokens=4,
     )
 
     message = wire.decode_to_engine(wire.encode(wire.pack_request(request)))
@@ -48,7 +46,11 @@ def test_a_request_survives_the_journey():
     assert arrived.tokens.tolist() == request.tokens.tolist()
     assert arrived.params == params
     assert (arrived.request_id, arrived.arrival_s) == ("r", 1.25)
-    assert (arrived.priority, arrived.cache_salt, arrived.num_said) == (-3, "tenant", 4)
+    assert (arrived.priority, arrived.cache_salt, arrived.num_resumed_tokens) == (
+        -3,
+        "tenant",
+        4,
+    )
     assert (arrived.load_policy, arrived.load_timeout_s) == ("deadline", 0.5)
     assert (arrived.session_id, arrived.cache_hint) == ("s", Hint(returns_in_s=2.5))
 

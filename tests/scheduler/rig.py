@@ -132,7 +132,7 @@ class Rig:
         )
         config: dict[str, object] = {
             "max_model_len": 10_000,
-            "follow_min_blocks": 1,
+            "prefix_wait_min_blocks": 1,
             "expected_output_tokens": 1,  # eager: small pools preempt
         }
         self.scheduler = Scheduler(

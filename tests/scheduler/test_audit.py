@@ -12,7 +12,7 @@ Damage = Callable[[Rig, Sequence], object]
 
 
 def _lose(rig: Rig, sequence: Sequence) -> None:
-    rig.scheduler._roster.decoding.remove(sequence)
+    rig.scheduler._table.decoding.remove(sequence)
 
 
 def _steal(rig: Rig, sequence: Sequence) -> None:
@@ -29,8 +29,8 @@ def _steal(rig: Rig, sequence: Sequence) -> None:
         (lambda _, s: setattr(s, "num_committed", 9), "not computed"),
         (lambda _, s: setattr(s, "num_in_flight", 1), "steps in flight"),
         (lambda _, s: s.note_committed(0), "disagrees with its lease"),
-        (lambda r, s: r.scheduler._roster.waiting.push(s), "waits in another state"),
-        (lambda r, s: r.scheduler._roster.departing.append(s), "departs alive"),
+        (lambda r, s: r.scheduler._table.waiting.push(s), "waits in another state"),
+        (lambda r, s: r.scheduler._table.departing.append(s), "departs alive"),
     ],
 )
 def test_check_finds_damage(damage: Damage, complaint: str) -> None:
@@ -38,7 +38,7 @@ def test_check_finds_damage(damage: Damage, complaint: str) -> None:
     rig = Rig()
     rig.add(make_request("a", make_prompt(10)))
     rig.steps(2)
-    (sequence,) = rig.scheduler._roster.decoding
+    (sequence,) = rig.scheduler._table.decoding
 
     damage(rig, sequence)
 

@@ -92,7 +92,7 @@ def cases(draw, *, with_aborts: bool = False) -> Case:
             "expected_output_tokens": draw(st.sampled_from([1, 1, 1, 20])),
             "max_passes": draw(st.integers(0, 3)),
             "lookahead": draw(st.integers(1, 3)),
-            "follow_timeout_s": draw(st.sampled_from([0.0, 0.03, 10.0])),
+            "prefix_wait_timeout_s": draw(st.sampled_from([0.0, 0.03, 10.0])),
             "eos_token_ids": EOS,
         },
     )

@@ -3,7 +3,7 @@
 import pytest
 
 from headwater.cache import InFlight
-from headwater.scheduler.follow import starts_following
+from headwater.scheduler.admission import starts_prefix_wait
 from tests.scheduler.rig import STEP_S, Rig, expected_tokens, make_prompt, make_request
 
 CHUNKED = {"max_num_seqs": 8, "max_batched_tokens": 16}
@@ -17,13 +17,13 @@ def test_a_newcomer_waits_for_the_prefix_and_then_finds_it(depth: int) -> None:
     rig.add(first, second)
     rig.step()
 
-    (waiter,) = rig.scheduler._roster.waiting
+    (waiter,) = rig.scheduler._table.waiting
     assert (waiter.request_id, waiter.lease, waiter.num_blocks) == ("b", None, 0)
     rig.run()
 
     assert rig.usages["b"].cached_tokens == 40
     assert rig.runner.num_tokens == 40 + 2 + 14
-    assert rig.scheduler.stats().num_follows == 1
+    assert rig.scheduler.stats().num_prefix_waits == 1
     assert rig.outputs["b"] == expected_tokens(second)
 
 
@@ -40,7 +40,7 @@ def test_all_followers_of_one_prefix_wake_together() -> None:
 
 def test_too_little_in_flight_is_not_worth_a_wait() -> None:
     """Below the least number of blocks a newcomer computes for itself."""
-    rig = Rig(settings={**CHUNKED, "max_batched_tokens": 64, "follow_min_blocks": 6})
+    rig = Rig(settings={**CHUNKED, "max_batched_tokens": 64, "prefix_wait_min_blocks": 6})
     rig.add(make_request("a", make_prompt(20)), make_request("b", make_prompt(21)))
 
     rig.step()
@@ -66,14 +66,16 @@ def test_a_follower_wakes_when_its_leader_is_aborted() -> None:
 
 def test_a_follower_wakes_at_its_deadline() -> None:
     """Every wait has an end, also when the leader is slow; it does not wait a second time."""
-    rig = Rig(settings={**CHUNKED, "long_prefill_tokens": 4, "follow_timeout_s": 2.5 * STEP_S})
+    rig = Rig(
+        settings={**CHUNKED, "long_prefill_tokens": 4, "prefix_wait_timeout_s": 2.5 * STEP_S}
+    )
     rig.add(make_request("a", make_prompt(60)), make_request("b", make_prompt(61)))
 
     rig.steps(4)
 
     assert [rig.names(step) for step in range(4)] == [["a"], ["a"], ["a"], ["a", "b"]]
     rig.run()
-    assert rig.scheduler.stats().num_follows == 1
+    assert rig.scheduler.stats().num_prefix_waits == 1
     assert rig.usages["b"].cached_tokens == 12
 
 
@@ -81,15 +83,15 @@ def test_a_waiting_sequence_is_no_leader() -> None:
     """Whatever a match says: only one that runs, and so has its slots, is worth waiting for."""
     rig = Rig(settings=CHUNKED)
     rig.add(make_request("a", make_prompt(40)), make_request("b", make_prompt(42)))
-    first, second = rig.scheduler._roster.waiting
+    first, second = rig.scheduler._table.waiting
     match = rig.cache.match(second.path())
     match.in_flight = InFlight(first.request_id, 10)
-    alive = rig.scheduler._roster.alive
+    alive = rig.scheduler._table.alive
 
-    follows = starts_following(second, match, alive, min_blocks=1, until_s=9.0)
+    follows = starts_prefix_wait(second, match, alive, min_blocks=1, until_s=9.0)
 
     assert not follows
-    assert second.leader is None
+    assert second.prefix_source is None
 
 
 def test_a_follower_of_a_preempted_leader_wakes() -> None:

@@ -6,12 +6,11 @@ from hypothesis import strategies as st
 
 from headwater.errors import ConfigError
 from headwater.scheduler.admission import admits
-from headwater.scheduler.budget import StepBudget
+from headwater.scheduler.batch import StepBudget
+from headwater.scheduler.blocks import GrowthEstimate
 from headwater.scheduler.config import SchedulerConfig
-from headwater.scheduler.growth import GrowthEstimate
-from headwater.scheduler.preempt import choose_victim
-from headwater.scheduler.queue import WaitingQueue
-from headwater.scheduler.sequence import Sequence
+from headwater.scheduler.queues import SequenceTable, WaitingQueue
+from headwater.scheduler.sequence import Sequence, SequenceState
 from tests.scheduler.rig import make_prompt, make_request
 
 
@@ -33,6 +32,15 @@ def make_sequence(
     )
     sequence.num_preemptions = num_preemptions
     return sequence
+
+
+def choose_victim(decoding: list[Sequence]) -> Sequence:
+    """The victim among sequences that all decode."""
+    table = SequenceTable()
+    for sequence in decoding:
+        table.enter(sequence)
+        table.move(sequence, SequenceState.DECODE)
+    return table.choose_victim()
 
 
 def test_the_queue_is_by_class_then_preempted_then_arrival() -> None:

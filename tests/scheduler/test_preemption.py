@@ -32,7 +32,7 @@ def test_the_newest_gives_way_and_the_oldest_is_never_disturbed(depth: int) -> N
     rig.add(*make_crowd(4))
     step_until_preempted(rig)
 
-    assert [s.request_id for s in rig.scheduler._roster.waiting] == ["r3"]
+    assert [s.request_id for s in rig.scheduler._table.waiting] == ["r3"]
     rig.run()
     assert sum("r0" in batch.request_ids for batch in rig.batches) == 40
     assert next(iter(rig.reasons)) == "r0"
@@ -49,7 +49,7 @@ def test_the_lowest_priority_gives_way() -> None:
 
     step_until_preempted(rig)
 
-    assert [s.request_id for s in rig.scheduler._roster.waiting] == ["r0"]
+    assert [s.request_id for s in rig.scheduler._table.waiting] == ["r0"]
 
 
 def test_a_prefill_is_never_a_victim() -> None:
@@ -61,7 +61,7 @@ def test_a_prefill_is_never_a_victim() -> None:
     rig.add(make_request("new", make_prompt(40, family=1), max_tokens=4))
     step_until_preempted(rig)
 
-    waiting = [s.request_id for s in rig.scheduler._roster.waiting]
+    waiting = [s.request_id for s in rig.scheduler._table.waiting]
     rig.run()
 
     assert waiting == ["old"]
@@ -75,7 +75,7 @@ def test_what_a_victim_computed_is_committed_and_found_again(depth: int) -> None
     rig = Rig(num_blocks=20, depth=depth)
     rig.add(*make_crowd(3))
     step_until_preempted(rig)
-    (victim,) = rig.scheduler._roster.waiting
+    (victim,) = rig.scheduler._table.waiting
     num_tokens = victim.num_tokens
 
     found = rig.cache.match(TokenPath(victim.tokens)).device_blocks
@@ -270,12 +270,12 @@ def test_nothing_passes_a_preempted_sequence() -> None:
 
     waited = 0
     while "small" not in rig.reasons:
-        assert rig.scheduler._roster.waiting.num_preempted >= 1
+        assert rig.scheduler._table.waiting.num_preempted >= 1
         rig.step()
         waited += 1
 
     assert waited > 1
-    assert rig.scheduler._roster.waiting.num_preempted == 0
+    assert rig.scheduler._table.waiting.num_preempted == 0
 
 
 @pytest.mark.slow

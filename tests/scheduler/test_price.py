@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.scheduler.price import (
+from headwater.scheduler.load_state import (
     LoadDecision,
     LowerTierMatch,
     MeasuredRates,

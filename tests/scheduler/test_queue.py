@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.scheduler.queue import WaitingQueue
+from headwater.scheduler.queues import WaitingQueue
 from headwater.scheduler.sequence import Sequence
 from tests.scheduler.rig import Rig, make_prompt, make_request
 
@@ -124,7 +124,7 @@ def test_those_who_wait_for_others_are_looked_past_only_so_far() -> None:
     everybody is served."""
     rig = make_line("following", 100)
 
-    assert rig.scheduler.stats().num_follows == 64
+    assert rig.scheduler.stats().num_prefix_waits == 64
     rig.run()
 
     assert len(rig.reasons) == 109

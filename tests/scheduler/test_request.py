@@ -95,21 +95,21 @@ def test_nearly_greedy_is_greedy():
     assert not SamplingParams(temperature=LEAST_TEMPERATURE).is_greedy
 
 
-def said(num_said, *, num_tokens=8, max_tokens=10):
+def said(num_resumed_tokens, *, num_tokens=8, max_tokens=10):
     return Request(
         request_id=RequestId("r"),
         tokens=np.arange(num_tokens, dtype=np.int32),
         params=SamplingParams(max_tokens=max_tokens),
         arrival_s=0.0,
-        num_said=num_said,
+        num_resumed_tokens=num_resumed_tokens,
     )
 
 
-@pytest.mark.parametrize(("num_said", "max_tokens"), [(-1, 5), (4, 5), (3, 3)])
-def test_no_more_can_be_said_than_there_is_or_may_be(num_said, max_tokens):
+@pytest.mark.parametrize(("num_resumed_tokens", "max_tokens"), [(-1, 5), (4, 5), (3, 3)])
+def test_no_more_can_be_said_than_there_is_or_may_be(num_resumed_tokens, max_tokens):
     """Of tokens that exist already; the rest has at least one token."""
     with pytest.raises(RequestError, match="output"):
-        length_end(said(num_said, num_tokens=3, max_tokens=max_tokens), 100)
+        length_end(said(num_resumed_tokens, num_tokens=3, max_tokens=max_tokens), 100)
 
 
 def test_what_was_said_counts_towards_the_length():

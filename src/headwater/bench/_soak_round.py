@@ -242,7 +242,7 @@ class EchoRound:
             settings={
                 "max_num_seqs": dice.choice((1, 4, 8)),
                 "max_batched_tokens": 16,
-                "follow_min_blocks": 1,
+                "prefix_wait_min_blocks": 1,
                 "load_policy": dice.choice(("priced", "best_effort", "wait", "deadline")),
                 "load_timeout_s": dice.choice((0.0, 0.03, 1.0)),
                 "max_write_blocks": dice.choice((1, 3, 64)),

@@ -20,7 +20,7 @@ from headwater.device.kv import Ints
 from headwater.device.noise import uniform
 from headwater.device.penalties import History, bias, forbid, is_penalised, penalise
 from headwater.device.upload import fetch, put
-from headwater.scheduler.batch import TokenLogprobs
+from headwater.scheduler.output import TokenLogprobs
 from headwater.scheduler.request import SamplingParams
 from headwater.types import Tokens
 

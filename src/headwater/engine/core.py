@@ -90,7 +90,7 @@ class EngineCore:
         self._clock = clock
         self._mover = mover or Mover()
         if runner.layerwise:
-            scheduler.allow_riding()
+            scheduler.allow_overlap()
         self._resets = Resets(self._cache, self._mover)
         self._pace = RateEstimator()
         self._has_tiers = self._cache.config.host_blocks > 0
@@ -298,7 +298,7 @@ class EngineCore:
         """Take in the ends of copies."""
         for outcome in self._mover.take(now=now):
             if self._resets.is_idle or not self._resets.lands(outcome):
-                self._scheduler.land(outcome, now=now)
+                self._scheduler.finish_job(outcome, now=now)
 
     def _learn(self, now: float) -> None:
         """Let choices be priced by what was measured lately."""

@@ -27,9 +27,8 @@ from headwater.engine.prompts import (
 from headwater.engine.text import TextStream
 from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import HeadwaterError, RequestError
-from headwater.scheduler.batch import TokenLogprobs
-from headwater.scheduler.choices import params_of_choice
-from headwater.scheduler.request import Request, SamplingParams
+from headwater.scheduler.output import TokenLogprobs
+from headwater.scheduler.request import Request, SamplingParams, params_of_choice
 from headwater.types import RequestId, Tokens
 
 _DRAIN_S = 2.0

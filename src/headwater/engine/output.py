@@ -6,9 +6,8 @@ from headwater.disagg.handoff.controller import HandoffCounts
 from headwater.disagg.handoff.totals import SideTotals
 from headwater.disagg.protocol.messages import REFUSALS
 from headwater.metrics.stats import EngineStats, HandoffStats, LinkStats, TierStats
-from headwater.scheduler.output import SequenceOutput
+from headwater.scheduler.output import SequenceOutput, Usage
 from headwater.scheduler.stats import SchedulerStats
-from headwater.scheduler.usage import Usage
 from headwater.transfer.mover import LinkTotals, Mover
 
 __all__ = ["EngineStats", "SequenceOutput", "Usage", "engine_stats"]

@@ -3,7 +3,7 @@
 from collections import deque
 
 from headwater.scheduler.batch import ScheduledBatch, StepResult
-from headwater.scheduler.price import MeasuredRates
+from headwater.scheduler.load_state import MeasuredRates
 from headwater.transfer.mover import Mover
 
 _MEMORY = 0.9

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 
 from headwater.errors import RequestError
-from headwater.scheduler.kinds import is_whole
-from headwater.scheduler.request import SamplingParams
+from headwater.scheduler.request import SamplingParams, is_whole
 from headwater.types import Tokens
 
 Prompt = str | Sequence[int]

@@ -15,10 +15,8 @@ from headwater.engine.client import EngineInfo, ResetReport
 from headwater.errors import HeadwaterError
 from headwater.metrics.stats import EngineStats
 from headwater.metrics.view import EngineView, ViewLimits
-from headwater.scheduler.batch import TokenLogprobs
-from headwater.scheduler.output import SequenceOutput
+from headwater.scheduler.output import SequenceOutput, TokenLogprobs, Usage
 from headwater.scheduler.request import Request, SamplingParams
-from headwater.scheduler.usage import Usage
 from headwater.types import LoadPolicy, RequestId
 
 Verb = Literal["pause", "resume", "stats"]
@@ -40,7 +38,7 @@ class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
     prefill: str = ""
     local_fallback: bool = True
     can_return: bool = False
-    num_said: int = 0
+    num_resumed_tokens: int = 0
     session_id: str = ""
     cache_hint: Hint | None = None
 
@@ -190,7 +188,7 @@ def pack_request(request: Request) -> Add:
         prefill=request.prefill,
         local_fallback=request.local_fallback,
         can_return=request.can_return,
-        num_said=request.num_said,
+        num_resumed_tokens=request.num_resumed_tokens,
         session_id=request.session_id,
         cache_hint=request.cache_hint,
     )
@@ -210,7 +208,7 @@ def unpack_request(message: Add) -> Request:
         prefill=message.prefill,
         local_fallback=message.local_fallback,
         can_return=message.can_return,
-        num_said=message.num_said,
+        num_resumed_tokens=message.num_resumed_tokens,
         session_id=message.session_id,
         cache_hint=message.cache_hint,
     )

@@ -11,8 +11,7 @@ from headwater.clock import Clock
 from headwater.metrics import names
 from headwater.metrics.ledger import RequestRecord
 from headwater.metrics.names import Metric
-from headwater.scheduler.output import SequenceOutput
-from headwater.scheduler.usage import Usage
+from headwater.scheduler.output import SequenceOutput, Usage
 
 
 class Histogram:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from headwater.cache.outline import Outline
 from headwater.metrics.stats import EngineStats
-from headwater.scheduler.view import SequenceView
+from headwater.scheduler.stats import SequenceView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -150,7 +150,7 @@ class SimInstance:
         """Take steps that decide nothing, if the next one is such; how many."""
         if self.mover.has_news(self.clock.now()):
             return 0
-        num_steps, quiet_s, decoding = self.scheduler.quiet()
+        num_steps, quiet_s, decoding = self.scheduler.decode_only_steps()
         if num_steps < 2:
             return 0
         until_s = min(until_s, quiet_s, self._deadline_s())
@@ -159,7 +159,7 @@ class SimInstance:
             return 0
         times = ends.tolist()
         gaps = np.array([later - earlier for earlier, later in pairwise(times)]).tobytes()
-        self.scheduler.coast(tokens)
+        self.scheduler.fast_forward(tokens)
         for sequence in decoding:
             served = self._alive[sequence.request_id]
             served.note(1, times[0])

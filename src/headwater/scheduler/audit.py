@@ -3,30 +3,30 @@
 from collections.abc import Iterable
 
 from headwater.errors import InvariantError
-from headwater.scheduler.flight import InFlightStep
-from headwater.scheduler.roster import SequenceTable
+from headwater.scheduler.batch import InFlightStep
+from headwater.scheduler.queues import SequenceTable
 from headwater.scheduler.sequence import Sequence, SequenceState
 
 
-def audit(roster: SequenceTable, flights: Iterable[InFlightStep], block_tokens: int) -> None:
+def audit(table: SequenceTable, in_flight: Iterable[InFlightStep], block_tokens: int) -> None:
     """Raise InvariantError if a sequence is not what its place says it is."""
-    for sequence in roster.waiting:
+    for sequence in table.waiting:
         _audit_waiting(sequence, SequenceState.WAITING)
-    for sequence in roster.invited.values():
+    for sequence in table.invited.values():
         _require(
             sequence.state is SequenceState.WAITING, sequence, "is invited, and does not wait"
         )
-    for sequence in roster.remote:
+    for sequence in table.remote:
         _audit_waiting(sequence, SequenceState.REMOTE)
-    for sequence in roster.running():
+    for sequence in table.running():
         _audit_running(sequence, block_tokens)
-        rows = sum(flight.has(sequence) for flight in flights)
+        rows = sum(step.has(sequence) for step in in_flight)
         _require(sequence.num_in_flight == rows, sequence, "miscounts its steps in flight")
-    for sequence in roster.departing:
+    for sequence in table.departing:
         _require(sequence.state is SequenceState.FINISHED, sequence, "departs alive")
         _require(sequence.is_kept, sequence, "departs for ever")
-    places = [*roster.waiting, *roster.remote, *roster.running()]
-    if len(places) != len(roster.alive) or set(places) != set(roster.alive.values()):
+    places = [*table.waiting, *table.remote, *table.running()]
+    if len(places) != len(table.alive) or set(places) != set(table.alive.values()):
         raise InvariantError("a sequence is lost, or in two places")
 
 

@@ -5,7 +5,11 @@ Both are values in arrays: one entry a sequence or a token, never an object a to
     rows         |  decode  |   chunk of a prompt   | decode |     one row a sequence
     tokens       |    t     |  t  t  t  t  t  t  t  |   t    |     packed, no padding
     query_start  0          1                       8        9
-"""
+
+
+@@ What one step may still compute.
+
+@@ A step between its scheduling and its collection."""
 
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
@@ -14,7 +18,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.scheduler.sequence import SamplingParams, Sequence
+from headwater.scheduler.output import TokenLogprobs
+from headwater.scheduler.request import SamplingParams
+from headwater.scheduler.sequence import Sequence
 from headwater.types import JobId, RequestId, Slots, Tokens
 
 IntArray = NDArray[np.int32]
@@ -75,20 +81,8 @@ class StepResult:
 
     step: int
     tokens: Tokens
-    logprobs: list["TokenLogprobs | None"]
+    logprobs: list[TokenLogprobs | None]
     """Per sampled row; None where none were asked for."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLogprobs:
-    """Natural log-probabilities, before temperature and penalties."""
-
-    chosen: float
-    rank: int
-    """1 is the most likely token."""
-
-    top_ids: tuple[int, ...]
-    top_values: tuple[float, ...]
 
 
 class Chunk(NamedTuple):
@@ -161,9 +155,9 @@ def _sampled_rows(num_decodes: int, chunks: Listed[Chunk]) -> IntArray:
 
 def _awaits(num_decodes: int, chunks: Listed[Chunk]) -> dict[int, JobId]:
     return {
-        row: chunk.sequence.ride.job
+        row: chunk.sequence.overlap.job
         for row, chunk in enumerate(chunks, num_decodes)
-        if chunk.sequence.ride is not None
+        if chunk.sequence.overlap is not None
     }
 
 
@@ -175,3 +169,46 @@ def _carry(decodes: Listed[Sequence], num_rows: int, *, carries: bool) -> IntArr
             s.row if s.num_scheduled == s.num_tokens else -1 for s in decodes
         ]
     return carry
+
+
+class StepBudget:
+    """Tokens left in the step being scheduled, and places left for new sequences."""
+
+    __slots__ = ("_max_chunk", "num_places", "num_tokens")
+
+    def __init__(
+        self, *, num_tokens: int, num_places: int, max_chunk: int | None = None
+    ) -> None:
+        self.num_tokens = num_tokens
+        self.num_places = num_places
+        self._max_chunk = max_chunk or num_tokens
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more sequence could start and compute at least one token."""
+        return self.num_tokens > 0 and self.num_places > 0
+
+    def spend_place(self) -> None:
+        """A new sequence runs from now on."""
+        self.num_places -= 1
+
+    def spend_chunk(self, sequence: Sequence) -> Chunk:
+        """As much of a prefill as the step has tokens for; at least one must be left."""
+        left = sequence.num_tokens - sequence.num_scheduled
+        num_tokens = min(left, self.num_tokens, self._max_chunk)
+        self.num_tokens -= num_tokens
+        return Chunk(sequence, num_tokens)
+
+
+class InFlightStep(NamedTuple):
+    """Whose rows a scheduled step has, in the order of the batch: decodes, then chunks."""
+
+    step: int
+    decodes: list[Sequence]
+    chunks: list[Chunk]
+    choosing: list[bool]
+    """For each chunk, whether its sequence chooses a token."""
+
+    def has(self, sequence: Sequence) -> bool:
+        """Whether `sequence` has a row. O(rows)."""
+        return sequence in self.decodes or any(c.sequence is sequence for c in self.chunks)

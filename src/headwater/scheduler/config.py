@@ -46,10 +46,10 @@ class SchedulerConfig:
     lookahead: int = 8
     """How many blocked sequences are looked past in one step."""
 
-    follow_min_blocks: int = 4
+    prefix_wait_min_blocks: int = 4
     """Fewest blocks for which a newcomer waits while a running prefill computes them."""
 
-    follow_timeout_s: float = 2.0
+    prefix_wait_timeout_s: float = 2.0
     """Longest such wait."""
 
     load_policy: LoadPolicy = "priced"
@@ -76,7 +76,12 @@ class SchedulerConfig:
             )
         if self.load_timeout_s < 0:
             raise ConfigError(f"load_timeout_s cannot be negative, got {self.load_timeout_s}")
-        for name in ("max_num_seqs", "max_batched_tokens", "lookahead", "follow_min_blocks"):
+        for name in (
+            "max_num_seqs",
+            "max_batched_tokens",
+            "lookahead",
+            "prefix_wait_min_blocks",
+        ):
             _at_least(1, name, getattr(self, name))
         _at_least(1, "expected_output_tokens", self.expected_output_tokens)
         _at_least(2, "max_model_len", self.max_model_len)

@@ -21,8 +21,14 @@ from headwater.cache import (
     TokenPath,
 )
 from headwater.scheduler.config import SchedulerConfig
-from headwater.scheduler.load import ANSWER_S, SequenceLoad
-from headwater.scheduler.price import LoadDecision, LowerTierMatch, MeasuredRates, choose
+from headwater.scheduler.load_state import (
+    ANSWER_S,
+    LoadDecision,
+    LowerTierMatch,
+    MeasuredRates,
+    SequenceLoad,
+    choose,
+)
 from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.types import JobId, Tier
 
@@ -51,7 +57,7 @@ class StorageLookup(NamedTuple):
 
 
 class KVLoader:
-    """Decides who loads what and who waits for it."""
+    """Decides who loader what and who waits for it."""
 
     def __init__(self, config: SchedulerConfig, cache: TieredCache) -> None:
         self._policy = config.load_policy
@@ -69,7 +75,7 @@ class KVLoader:
         self._waiters: dict[JobId, list[Sequence]] = {}
         self.layerwise = False
         """Whether the runner can compute over a promotion before it has landed."""
-        self.rideable: Promotion | None = None
+        self.overlappable: Promotion | None = None
         """What the last call of `waits` began, where the sequence need not wait for its end."""
         self.choices: Counter[str] = Counter()
         """Priced choices, by reason."""
@@ -121,8 +127,8 @@ class KVLoader:
 
     def waits(self, sequence: Sequence, match: Match, *, fits: bool, now: float) -> bool:
         """Whether `sequence`, which would fit or not, waits for blocks below the device; or
-        rides on `rideable`."""
-        self.rideable = None
+        rides on `overlappable`."""
+        self.overlappable = None
         load = sequence.load
         below = match.host_blocks + match.storage_blocks
         if load is None:
@@ -155,7 +161,7 @@ class KVLoader:
                 each.load.asked_s = now
         return plans
 
-    def answer(self, outcome: JobOutcome, *, now: float) -> bool:
+    def finish_lookup(self, outcome: JobOutcome, *, now: float) -> bool:
         """Whether a lookup has ended; who asked may go on."""
         asked = self._lookups.pop(outcome.job, None)
         if asked is None:
@@ -170,7 +176,7 @@ class KVLoader:
                 self._learn(each, min(num_blocks, each.num_blocks), now)
         return True
 
-    def land(self, outcome: JobOutcome, *, now: float) -> None:
+    def finish_job(self, outcome: JobOutcome, *, now: float) -> None:
         """A transfer ended; whoever waits for it is told."""
         self._cache.land(outcome, now=now)
         if outcome.ending is not JobStatus.TIMED_OUT:
@@ -184,8 +190,8 @@ class KVLoader:
 
     def wake_s(self, waiting: Iterable[Sequence]) -> float | None:
         """When the first of `waiting` ends its wait, if nothing lands before."""
-        loads = [s.load for s in waiting if s.load is not None and s.load.ended is None]
-        ends = [end_s for load in loads if (end_s := load.end_s) is not None]
+        loader = [s.load for s in waiting if s.load is not None and s.load.ended is None]
+        ends = [end_s for load in loader if (end_s := load.end_s) is not None]
         earliest = min(ends, default=inf)
         return None if earliest == inf else earliest
 
@@ -275,7 +281,7 @@ class KVLoader:
             load.num_jobs += 1
             self.adopt(plan)
             if self._carries(plan, sequence, whole=plan.num_blocks >= wanted):
-                self.rideable = plan
+                self.overlappable = plan
         if load.job != job:
             load.job = job
             self._waiters.setdefault(job, []).append(sequence)

@@ -1,12 +1,15 @@
-"""What was asked: `SamplingParams` and `Request`, both frozen."""
+"""What a client asked for: `SamplingParams` and `Request`, both frozen.
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+Values are validated here for callers that no type checker saw, such as library users.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
 from typing import get_args
 
 from headwater.cache import Hint
 from headwater.errors import PromptTooLong, RequestError
-from headwater.scheduler.kinds import check_kinds
 from headwater.types import LoadPolicy, RequestId, Tokens
 
 BOUNDS: Mapping[str, tuple[float, float]] = {
@@ -128,13 +131,15 @@ class Request:
     can_return: bool = False
     """Whether somebody can have it continued elsewhere, should it wait too long to resume."""
 
-    num_said: int = 0
+    num_resumed_tokens: int = 0
     """How many of the last `tokens` are output that exists already, chosen elsewhere: they count
     as output for penalties and lengths."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.num_said <= len(self.tokens):
-            raise RequestError(f"{self.num_said} of {len(self.tokens)} tokens cannot be output")
+        if not 0 <= self.num_resumed_tokens <= len(self.tokens):
+            raise RequestError(
+                f"{self.num_resumed_tokens} of {len(self.tokens)} tokens cannot be output"
+            )
         if self.cache_hint is not None:
             _check_hint(self.cache_hint, self.session_id)
         if self.load_policy is not None and self.load_policy not in get_args(LoadPolicy):
@@ -167,9 +172,11 @@ def length_end(request: Request, max_model_len: int) -> int:
             f"the prompt has {num_tokens} tokens; with one token of output at most "
             f"{max_model_len - 1} are possible here"
         )
-    if request.num_said >= request.params.max_tokens:
+    if request.num_resumed_tokens >= request.params.max_tokens:
         raise RequestError(f"all {request.params.max_tokens} tokens of output exist already")
-    return min(num_tokens - request.num_said + request.params.max_tokens, max_model_len)
+    return min(
+        num_tokens - request.num_resumed_tokens + request.params.max_tokens, max_model_len
+    )
 
 
 def _check_bounds(name: str, value: float) -> None:
@@ -177,3 +184,81 @@ def _check_bounds(name: str, value: float) -> None:
     least, most = BOUNDS[name]
     if not least <= value <= most:
         raise RequestError(f"{name} must be between {least:g} and {most:g}, got {value}")
+
+
+def is_whole(value: object) -> bool:
+    """Whether this is an integer of Python's or of numpy's; true and false are none."""
+    kind = type(value)
+    return kind is int or (kind is not bool and isinstance(value, Integral))
+
+
+def is_number(value: object) -> bool:
+    """Whether this is a number that can be compared; true and false are none."""
+    kind = type(value)
+    return kind is float or kind is int or (kind is not bool and isinstance(value, Real))
+
+
+def _is_whole_or_none(value: object) -> bool:
+    return value is None or is_whole(value)
+
+
+def _is_bias(value: object) -> bool:
+    return isinstance(value, Mapping) and all(
+        is_whole(token) and is_number(amount) for token, amount in value.items()
+    )
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, tuple) and all(is_whole(token) for token in value)
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+_Kind = tuple[Callable[[object], bool], str]
+_WHOLE: _Kind = (is_whole, "a whole number")
+_NUMBER: _Kind = (is_number, "a number")
+
+_KINDS: Mapping[str, _Kind] = {
+    "max_tokens": _WHOLE,
+    "min_tokens": _WHOLE,
+    "temperature": _NUMBER,
+    "top_p": _NUMBER,
+    "top_k": _WHOLE,
+    "min_p": _NUMBER,
+    "repetition_penalty": _NUMBER,
+    "presence_penalty": _NUMBER,
+    "frequency_penalty": _NUMBER,
+    "logit_bias": (_is_bias, "numbers by token id"),
+    "seed": _WHOLE,
+    "logprobs": (_is_whole_or_none, "a whole number or None"),
+    "stop_token_ids": (_are_ids, "a tuple of token ids"),
+    "ignore_eos": (_is_bool, "True or False"),
+}
+
+
+def check_kinds(params: object) -> None:
+    """Raise RequestError, naming the field, for the first value of another kind."""
+    for name, (is_kind, words) in _KINDS.items():
+        value = getattr(params, name)
+        if not is_kind(value):
+            raise RequestError(
+                f"{name} must be {words}, got {type(value).__name__} {value!r:.40}"
+            )
+
+
+SEED_RANGE = 1 << 63
+"""Seeds are below this."""
+
+
+def seed_of_choice(seed: int, choice: int) -> int:
+    """Choices of one request differ, and differ the same way each time."""
+    return (seed + choice) % SEED_RANGE
+
+
+def params_of_choice(params: SamplingParams, choice: int) -> SamplingParams:
+    """How the tokens of the `choice`-th answer are chosen; the first's are as asked."""
+    if choice == 0:
+        return params
+    return replace(params, seed=seed_of_choice(params.seed, choice))

@@ -14,20 +14,17 @@ from enum import Enum, auto
 import numpy as np
 
 from headwater.cache import Lease, Namespace, TokenPath
-from headwater.scheduler.load import SequenceLoad
-from headwater.scheduler.request import Request, SamplingParams
-from headwater.scheduler.ride import OverlappedLoad
-from headwater.scheduler.usage import Usage
+from headwater.scheduler.load_state import OverlappedLoad, SequenceLoad
+from headwater.scheduler.output import Usage
+from headwater.scheduler.request import Request
 from headwater.types import Slots, Tokens
-
-__all__ = ["Request", "SamplingParams", "Sequence", "SequenceState"]
 
 _SPARE_TOKENS = 64
 """Places for output that a token buffer starts with; it doubles when they are used."""
 
 
 class SequenceState(Enum):
-    """Where a sequence is in its life. A running one is in PREFILL, DECODE or LEAVING."""
+    """Where a sequence is in its life. A running one is in PREFILL, DECODE or PREEMPTING."""
 
     WAITING = auto()
     """In the queue; has no slots and no lease."""
@@ -38,7 +35,7 @@ class SequenceState(Enum):
     RECEIVING = auto()
     """Has slots for its prompt, which another instance computes and sends."""
 
-    RIDING = auto()
+    OVERLAPPING = auto()
     """Its first chunk is computed over a promotion that has not landed; nothing of it counts."""
 
     PREFILL = auto()
@@ -47,7 +44,7 @@ class SequenceState(Enum):
     DECODE = auto()
     """Chooses one token a step."""
 
-    LEAVING = auto()
+    PREEMPTING = auto()
     """Was chosen as a victim; keeps its slots until its step in flight is collected."""
 
     FINISHED = auto()
@@ -62,17 +59,14 @@ class Sequence:
     """
 
     __slots__ = (
+        "_block_buffer",
         "_block_tokens",
         "_buffer",
         "_namespace",
-        "_table",
         "block_table",
         "commit_at",
-        "follow_blocks",
-        "follow_until_s",
         "is_counted",
         "last_token",
-        "leader",
         "lease",
         "load",
         "max_committed",
@@ -89,13 +83,16 @@ class Sequence:
         "num_scheduled",
         "num_tokens",
         "num_tokens_end",
+        "overlap",
         "params",
+        "prefix_source",
+        "prefix_wait_blocks",
+        "prefix_wait_until_s",
         "prompt_tokens",
         "rank",
         "receives",
         "request",
         "request_id",
-        "ride",
         "row",
         "schedulable_end",
         "state",
@@ -109,7 +106,7 @@ class Sequence:
     surplus: list[Slots]
     """Its own slots of blocks that another sequence published first; read until the end."""
 
-    ride: OverlappedLoad | None
+    overlap: OverlappedLoad | None
     """The promotion that it computes over before it has landed."""
 
     block_table: Slots
@@ -149,7 +146,7 @@ class Sequence:
     num_pins: int
     """Readers outside the engine, which keep its blocks even when it has finished."""
 
-    _table: Slots
+    _block_buffer: Slots
 
     def __init__(
         self,
@@ -188,11 +185,11 @@ class Sequence:
         self.state = SequenceState.WAITING
         self.num_preemptions = self.num_passes = 0
         self.vacated_s = 0.0
-        self.leader: Sequence | None = None
+        self.prefix_source: Sequence | None = None
         """The running prefill whose blocks this one waits for."""
-        self.follow_blocks = 0
-        """It waits until its leader has committed this many."""
-        self.follow_until_s: float | None = None
+        self.prefix_wait_blocks = 0
+        """It waits until its prefix_source has committed this many."""
+        self.prefix_wait_until_s: float | None = None
         """Set by its first wait, and the end of all its waits."""
         self.load: SequenceLoad | None = None
         """What it found below the device while it waits; None when that is nothing."""
@@ -212,7 +209,7 @@ class Sequence:
     @property
     def answer_start(self) -> int:
         """Tokens before this are its client's; what was said of the answer elsewhere is not."""
-        return self.prompt_tokens - self.request.num_said
+        return self.prompt_tokens - self.request.num_resumed_tokens
 
     @property
     def num_output(self) -> int:
@@ -243,7 +240,7 @@ class Sequence:
         return TokenPath(self._buffer[:end], self._namespace)
 
     def begin(
-        self, lease: Lease | None, slots: Slots, ride: OverlappedLoad | None = None
+        self, lease: Lease | None, slots: Slots, overlap: OverlappedLoad | None = None
     ) -> None:
         """Start running: leased blocks first, then those of a ride, then `slots` to be filled."""
         num_leased = 0 if lease is None else lease.num_blocks
@@ -252,30 +249,30 @@ class Sequence:
         self.num_scheduled = self.num_computed = self.num_found
         if lease is not None:
             self.extend(lease.slots)
-        if ride is not None:
-            self.ride = ride
-            self.extend(ride.slots)
-            self.num_scheduled += len(ride.slots) * self._block_tokens
+        if overlap is not None:
+            self.overlap = overlap
+            self.extend(overlap.slots)
+            self.num_scheduled += len(overlap.slots) * self._block_tokens
         self.extend(slots)
         self.note_committed(num_leased)
-        self.leader = None
+        self.prefix_source = None
 
     def confirm(self, lease: Lease) -> None:
         """What it rode on has landed, and is leased with what it had."""
-        self.lease, self.ride = lease, None
+        self.lease, self.overlap = lease, None
         self.num_found = self.num_computed = lease.num_blocks * self._block_tokens
         self.note_committed(lease.num_blocks)
 
     def extend(self, slots: Slots) -> None:
         """Continue its block table with `slots`."""
         start, end = self.num_blocks, self.num_blocks + len(slots)
-        if end > len(self._table):
-            table = np.empty(max(end + 1, 2 * len(self._table)), dtype=np.int64)
+        if end > len(self._block_buffer):
+            table = np.empty(max(end + 1, 2 * len(self._block_buffer)), dtype=np.int64)
             table[:start] = self.block_table
-            self._table = table
-        self._table[start:end] = slots
+            self._block_buffer = table
+        self._block_buffer[start:end] = slots
         self.num_blocks = end
-        self.block_table = self._table[:end]
+        self.block_table = self._block_buffer[:end]
         self.schedulable_end = min(end * self._block_tokens, self.max_computed)
 
     def note_committed(self, num_blocks: int) -> None:
@@ -290,12 +287,12 @@ class Sequence:
         self.num_in_flight += 1
         self.row = row
 
-    def land(self, num_tokens: int) -> None:
+    def finish_chunk(self, num_tokens: int) -> None:
         """A step that computed `num_tokens` of it was collected."""
         self.num_in_flight -= 1
         self.num_computed += num_tokens
 
-    def land_token(self, num_tokens: int, token: int) -> None:
+    def finish_chunk_with_token(self, num_tokens: int, token: int) -> None:
         """The same, and the step chose `token`, whose KV is not written."""
         self.num_in_flight -= 1
         self.num_computed += num_tokens
@@ -307,7 +304,7 @@ class Sequence:
         self.num_scheduled = self.num_computed = self.num_tokens
         self.append(token)
 
-    def coast(self, tokens: Tokens, row: int) -> None:
+    def fast_forward(self, tokens: Tokens, row: int) -> None:
         """Steps that computed one token each, and chose `tokens`, were scheduled and collected."""
         count = len(tokens)
         self.num_scheduled += count
@@ -329,8 +326,8 @@ class Sequence:
     def held_slots(self) -> Slots:
         """Slots only this sequence has: not committed, or equal to a block published before."""
         start = self.num_committed
-        if self.ride is not None:
-            start += len(self.ride.slots)
+        if self.overlap is not None:
+            start += len(self.overlap.slots)
         return np.concatenate((self.block_table[start:], *self.surplus))
 
     def append(self, token: int) -> None:
@@ -352,10 +349,10 @@ class Sequence:
     def _start_over(self) -> None:
         """No slots, nothing computed; the tokens stay."""
         self.lease = None
-        self.ride = None
+        self.overlap = None
         self.surplus = []
         # A new array: batches in flight keep views of the old one.
-        self._table = self.block_table = np.empty(0, dtype=np.int64)
+        self._block_buffer = self.block_table = np.empty(0, dtype=np.int64)
         self.num_blocks = 0
         self.num_found = self.num_scheduled = self.num_computed = self.schedulable_end = 0
         self.num_committed = 0
@@ -366,9 +363,9 @@ _NEVER = 1 << 62
 _RUNNING = frozenset(
     (
         SequenceState.RECEIVING,
-        SequenceState.RIDING,
+        SequenceState.OVERLAPPING,
         SequenceState.PREFILL,
         SequenceState.DECODE,
-        SequenceState.LEAVING,
+        SequenceState.PREEMPTING,
     )
 )

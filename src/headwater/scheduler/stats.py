@@ -1,15 +1,20 @@
-"""What the scheduler has and did, in one snapshot."""
+"""What the scheduler has and did: total counts, and a view of each sequence."""
 
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain, islice
 
-from headwater.scheduler.growth import GrowthEstimate
-from headwater.scheduler.intake import Admission
+from headwater.scheduler.blocks import GrowthEstimate
+from headwater.scheduler.load_state import MeasuredRates
 from headwater.scheduler.loading import KVLoader
-from headwater.scheduler.price import MeasuredRates
-from headwater.scheduler.roster import SequenceTable
-from headwater.scheduler.usage import LoadUsage
+from headwater.scheduler.output import LoadUsage, Usage
+from headwater.scheduler.queues import SequenceTable
+from headwater.scheduler.sequence import Sequence, SequenceState
+from headwater.types import RequestId
+
+_RECENT_LOADS = 16
+"""Load decisions kept for inspection."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +27,7 @@ class SchedulerStats:
     is_paused: bool
     num_steps: int
     num_preemptions: int
-    num_follows: int
+    num_prefix_waits: int
     """Newcomers that waited for a running prefill instead of computing the same blocks."""
 
     num_admitted: int
@@ -65,44 +70,120 @@ class SchedulerStats:
 
 @dataclass(slots=True)
 class Totals:
-    """What the scheduler itself counts."""
+    """Counts since the scheduler was made."""
 
     num_steps: int = 0
     num_preemptions: int = 0
+    num_prefix_waits: int = 0
     generated_tokens: int = 0
     finished: Counter[str] = field(default_factory=Counter)
+    num_admitted: int = 0
+    prompt_tokens: int = 0
+    queue_s: float = 0.0
+    found_tokens: Counter[str] = field(default_factory=Counter)
+    misses: Counter[str] = field(default_factory=Counter)
+    recent_loads: deque[LoadUsage] = field(default_factory=lambda: deque(maxlen=_RECENT_LOADS))
+
+    def count_admission(self, usage: Usage) -> None:
+        """A request was admitted for the first time, with this usage of its prompt."""
+        self.num_admitted += 1
+        self.prompt_tokens += usage.prompt_tokens
+        self.queue_s += usage.queued_s
+        self.found_tokens.update(usage.by_tier)
+        if usage.miss_reason is not None:
+            self.misses[usage.miss_reason] += 1
+        if usage.load is not None and usage.load.choice != "none":
+            self.recent_loads.append(usage.load)
 
 
 def snapshot(
     totals: Totals,
-    roster: SequenceTable,
-    intake: Admission,
-    loads: KVLoader,
+    table: SequenceTable,
+    loader: KVLoader,
     growth: GrowthEstimate,
     *,
+    is_paused: bool,
     num_steps_in_flight: int,
     num_copies: int,
 ) -> SchedulerStats:
     """Every owner's counts as they are now. O(1)."""
     return SchedulerStats(
-        num_running=roster.num_running,
-        num_waiting=len(roster.waiting),
+        num_running=table.num_running,
+        num_waiting=len(table.waiting),
         num_steps_in_flight=num_steps_in_flight,
-        is_paused=intake.is_paused,
+        is_paused=is_paused,
         num_steps=totals.num_steps,
         num_preemptions=totals.num_preemptions,
-        num_follows=intake.num_follows,
-        num_admitted=intake.num_admitted,
-        queue_s=intake.queue_s,
-        prompt_tokens=intake.prompt_tokens,
-        found_tokens=dict(intake.found_tokens),
-        misses=dict(intake.misses),
-        load_choices=dict(loads.choices),
-        rates=loads.rates,
-        recent_loads=tuple(intake.recent_loads),
+        num_prefix_waits=totals.num_prefix_waits,
+        num_admitted=totals.num_admitted,
+        queue_s=totals.queue_s,
+        prompt_tokens=totals.prompt_tokens,
+        found_tokens=dict(totals.found_tokens),
+        misses=dict(totals.misses),
+        load_choices=dict(loader.choices),
+        rates=loader.rates,
+        recent_loads=tuple(totals.recent_loads),
         num_copies=num_copies,
         generated_tokens=totals.generated_tokens,
         finished=dict(totals.finished),
         expected_output_tokens=growth.mean_tokens,
         caution=growth.caution,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceView:
+    """One sequence between two steps. Says nothing of its tokens but how many there are."""
+
+    request_id: RequestId
+    state: str
+    """`waiting`, `remote`, `receiving`, `prefill`, `decode` or `leaving`."""
+
+    waits_for: str | None
+    """While it waits: `load`, `prefix` (that another is computing) or `room`."""
+
+    age_s: float
+    """Since it arrived."""
+
+    prompt_tokens: int
+    found_tokens: int
+    """Of the prompt, what was found when it was admitted last."""
+
+    computed_tokens: int
+    """Of all its tokens, those whose KV is written."""
+
+    output_tokens: int
+    max_output_tokens: int
+    num_preemptions: int
+
+
+def view_sequences(
+    table: SequenceTable, *, max_sequences: int, now: float
+) -> list[SequenceView]:
+    """Running ones first, then those that wait, in their order; at most `max_sequences`."""
+    everyone: Iterator[Sequence] = chain(table.running(), table.remote, table.waiting)
+    return [_view(sequence, now) for sequence in islice(everyone, max_sequences)]
+
+
+def _view(sequence: Sequence, now: float) -> SequenceView:
+    return SequenceView(
+        request_id=sequence.request_id,
+        state=sequence.state.name.lower(),
+        waits_for=_waits_for(sequence),
+        age_s=max(now - sequence.request.arrival_s, 0.0),
+        prompt_tokens=sequence.prompt_tokens,
+        found_tokens=min(sequence.num_found, sequence.prompt_tokens),
+        computed_tokens=sequence.num_computed,
+        output_tokens=sequence.num_output,
+        max_output_tokens=sequence.num_tokens_end - sequence.prompt_tokens,
+        num_preemptions=sequence.num_preemptions,
+    )
+
+
+def _waits_for(sequence: Sequence) -> str | None:
+    if sequence.state is not SequenceState.WAITING:
+        return None
+    load = sequence.load
+    if load is not None and load.until_s is not None and load.ended is None:
+        return "load"
+    return "room" if sequence.prefix_source is None else "prefix"

@@ -14,7 +14,7 @@ from headwater.engine.client import MEMORY, EngineInfo
 from headwater.errors import EngineDead
 from headwater.metrics.prometheus import CONTENT_TYPE, render
 from headwater.metrics.stats import EngineStats
-from headwater.scheduler.price import MeasuredRates
+from headwater.scheduler.load_state import MeasuredRates
 from headwater.scheduler.request import SamplingParams
 from headwater.server.answers import (
     Aborted,

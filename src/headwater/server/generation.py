@@ -15,11 +15,8 @@ from headwater.engine.text import TextStream
 from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import HeadwaterError
 from headwater.metrics.recorder import RequestTimer, SequenceProgress
-from headwater.scheduler.batch import TokenLogprobs
-from headwater.scheduler.choices import params_of_choice
-from headwater.scheduler.output import SequenceOutput
-from headwater.scheduler.request import Request, SamplingParams
-from headwater.scheduler.usage import Usage
+from headwater.scheduler.output import SequenceOutput, TokenLogprobs, Usage
+from headwater.scheduler.request import Request, SamplingParams, params_of_choice
 from headwater.server.answers import (
     CacheDetails,
     LoadDetails,
@@ -239,7 +236,7 @@ class Generation:
             prefill=job.prefill,
             local_fallback=job.local_fallback,
             can_return=job.is_marked,
-            num_said=len(said),
+            num_resumed_tokens=len(said),
         )
 
     def usage(self) -> UsageAnswer:

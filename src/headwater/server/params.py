@@ -7,8 +7,7 @@ from headwater.cache import Hint
 from headwater.config import EngineConfig, LimitsConfig
 from headwater.engine.client import EngineInfo
 from headwater.errors import PromptTooLong
-from headwater.scheduler.choices import SEED_RANGE
-from headwater.scheduler.request import SamplingParams
+from headwater.scheduler.request import SEED_RANGE, SamplingParams
 from headwater.server.errors import RequestRefused
 from headwater.server.schema import ReturnsIn, Sampling
 from headwater.types import Tokens

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from headwater.scheduler.batch import TokenLogprobs
+from headwater.scheduler.output import TokenLogprobs
 from headwater.server.errors import RequestRefused
 from headwater.server.generation import Delta, Generation
 

@@ -12,7 +12,8 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.scheduler.batch import ScheduledBatch, StepResult, TokenLogprobs
+from headwater.scheduler.batch import ScheduledBatch, StepResult
+from headwater.scheduler.output import TokenLogprobs
 from headwater.scheduler.request import SamplingParams
 from headwater.types import JobId, Slots, Tokens
 

@@ -28,7 +28,8 @@ from headwater.device.penalties import History, is_penalised
 from headwater.device.sampler import LogprobTable, SampledRows, Sampler, is_plain
 from headwater.device.upload import put
 from headwater.errors import InvariantError
-from headwater.scheduler.batch import IntArray, ScheduledBatch, StepResult, TokenLogprobs
+from headwater.scheduler.batch import IntArray, ScheduledBatch, StepResult
+from headwater.scheduler.output import TokenLogprobs
 from headwater.types import Tokens
 
 _RING = 3

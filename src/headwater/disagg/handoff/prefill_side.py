@@ -29,11 +29,10 @@ from headwater.disagg.protocol.messages import (
 from headwater.disagg.protocol.prefill import PrefillHandoff
 from headwater.disagg.protocol.push import PushDone, PushFailed
 from headwater.errors import ConfigError, PromptTooLong, RequestError
-from headwater.scheduler.output import SequenceOutput
+from headwater.scheduler.output import SequenceOutput, Usage
 from headwater.scheduler.request import Request
 from headwater.scheduler.scheduler import Scheduler
 from headwater.scheduler.sequence import Sequence
-from headwater.scheduler.usage import Usage
 from headwater.types import RequestId
 
 
@@ -248,7 +247,7 @@ class PrefillSide:
 def _own_request(start: Start, now: float) -> Request:
     """The same prompt, to be computed up to its next token, under a name of our own."""
     request = start.request
-    params, most = request.params, request.num_said + 1
+    params, most = request.params, request.num_resumed_tokens + 1
     return replace(
         request,
         request_id=RequestId(f"prefill-{start.handoff:016x}"),

@@ -19,9 +19,8 @@ from headwater.disagg.protocol import messages
 from headwater.disagg.protocol.errors import Malformed
 from headwater.disagg.protocol.messages import First, Message, Reason, Start, Timings
 from headwater.errors import RequestError
-from headwater.scheduler.batch import TokenLogprobs
+from headwater.scheduler.output import TokenLogprobs, Usage
 from headwater.scheduler.request import Request, SamplingParams
-from headwater.scheduler.usage import Usage
 from headwater.types import RequestId
 
 MAX_BODY_BYTES = 32 << 20
@@ -204,7 +203,7 @@ def _read_start(value: Json, tokens: bytes) -> Start:
         arrival_s=0.0,
         priority=shape.take("priority", _integer),
         cache_salt=shape.take("cache_salt", _text),
-        num_said=shape.take("num_said", _count),
+        num_resumed_tokens=shape.take("num_resumed_tokens", _count),
     )
     start = Start(
         handoff=shape.take("handoff", _count),
@@ -226,7 +225,7 @@ def _write_start(start: Start) -> dict[str, Json]:
         "params": {**params, "logit_bias": dict(request.params.logit_bias)},
         "priority": request.priority,
         "cache_salt": request.cache_salt,
-        "num_said": request.num_said,
+        "num_resumed_tokens": request.num_resumed_tokens,
         "link": start.link,
         "num_found": start.num_found,
         "within_s": start.within_s,

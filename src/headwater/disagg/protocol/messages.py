@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
-from headwater.scheduler.batch import TokenLogprobs
+from headwater.scheduler.output import TokenLogprobs, Usage
 from headwater.scheduler.request import Request
-from headwater.scheduler.usage import Usage
 
 
 class Reason(StrEnum):

@@ -38,8 +38,7 @@ from headwater.disagg.protocol.messages import (
     ToPrefill,
 )
 from headwater.disagg.protocol.push import BlockPiece, Push
-from headwater.scheduler.batch import TokenLogprobs
-from headwater.scheduler.usage import Usage
+from headwater.scheduler.output import TokenLogprobs, Usage
 from headwater.types import EMPTY, Slots
 
 Actions = list[PrefillAction]

@@ -9,9 +9,9 @@ from collections.abc import Sequence as Listed
 from math import inf
 from typing import NamedTuple
 
+from headwater.scheduler.admission import Admission
 from headwater.scheduler.config import SchedulerConfig
-from headwater.scheduler.intake import Admission
-from headwater.scheduler.roster import SequenceTable
+from headwater.scheduler.queues import SequenceTable
 from headwater.scheduler.sequence import Sequence
 from headwater.types import Tokens
 
@@ -29,23 +29,25 @@ class DecodeOnly(NamedTuple):
     """Whose rows they have."""
 
 
-def quiet(roster: SequenceTable, intake: Admission, config: SchedulerConfig) -> DecodeOnly:
+def decode_only_steps(
+    table: SequenceTable, admission: Admission, config: SchedulerConfig
+) -> DecodeOnly:
     """What is certain when no step is in flight and nothing waits to be handed out."""
-    decoding = roster.decoding
-    if not decoding or roster.prefilling or roster.leaving:
+    decoding = table.decoding
+    if not decoding or table.prefilling or table.preempting:
         return DecodeOnly(0)
     until_s = inf
-    if intake.has_candidates and roster.num_running < config.max_num_seqs:
-        if not intake.is_futile:
+    if admission.has_candidates and table.num_running < config.max_num_seqs:
+        if not admission.is_futile:
             return DecodeOnly(0)
-        until_s = intake.recheck_s
+        until_s = admission.recheck_s
     return DecodeOnly(_num_steps(decoding), until_s, decoding)
 
 
-def coast(decoding: Listed[Sequence], tokens: Tokens) -> None:
+def fast_forward(decoding: Listed[Sequence], tokens: Tokens) -> None:
     """Give each of `decoding` its column of `tokens`, one row a step."""
     for row, sequence in enumerate(decoding):
-        sequence.coast(tokens[:, row], row)
+        sequence.fast_forward(tokens[:, row], row)
 
 
 def _num_steps(decoding: Listed[Sequence]) -> int:

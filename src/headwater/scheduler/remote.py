@@ -12,13 +12,11 @@ sequence, finished or not, while they are being sent.
 from collections.abc import Callable
 from dataclasses import replace
 
-from headwater.scheduler.batch import TokenLogprobs
-from headwater.scheduler.holdings import BlockAllocator
-from headwater.scheduler.intake import Admission
-from headwater.scheduler.output import SequenceOutput
-from headwater.scheduler.roster import SequenceTable
+from headwater.scheduler.blocks import BlockAllocator
+from headwater.scheduler.output import SequenceOutput, TokenLogprobs, Usage
+from headwater.scheduler.queues import SequenceTable
 from headwater.scheduler.sequence import Sequence, SequenceState
-from headwater.scheduler.usage import Usage
+from headwater.scheduler.stats import Totals
 from headwater.types import Slots
 
 TakeIn = Callable[[Sequence, int, TokenLogprobs | None, float], SequenceOutput]
@@ -30,20 +28,20 @@ class Handoffs:
 
     def __init__(
         self,
-        roster: SequenceTable,
-        holdings: BlockAllocator,
-        intake: Admission,
+        table: SequenceTable,
+        blocks: BlockAllocator,
+        totals: Totals,
         take_in: TakeIn,
         finish: Finish,
-        stir: Callable[[], None],
+        reschedule: Callable[[], None],
     ) -> None:
-        """`stir` is called when somebody may start who could not before."""
-        self._roster = roster
-        self._holdings = holdings
-        self._intake = intake
+        """`reschedule` is called when somebody may start who could not before."""
+        self._table = table
+        self._blocks = blocks
+        self._totals = totals
         self._take_in = take_in
         self._finish = finish
-        self._stir = stir
+        self._reschedule = reschedule
         self.outputs: list[SequenceOutput] = []
         """Of sequences that went on or ended here, for the next step to hand out."""
         self.quarantined: dict[int, Slots] = {}
@@ -52,30 +50,30 @@ class Handoffs:
     @property
     def holds_back(self) -> bool:
         """Whether blocks will come back, or a sequence go on, although nothing is computed."""
-        roster = self._roster
-        pinned = any(sequence.num_pins for sequence in roster.departing)
-        return bool(roster.receiving or self.quarantined) or pinned
+        table = self._table
+        pinned = any(sequence.num_pins for sequence in table.departing)
+        return bool(table.receiving or self.quarantined) or pinned
 
     @property
     def wake_s(self) -> float | None:
         """When somebody stops waiting for what another sequence receives."""
         ends = [
-            sequence.follow_until_s
-            for sequence in self._roster.waiting
-            if sequence.leader is not None and sequence.follow_until_s is not None
+            sequence.prefix_wait_until_s
+            for sequence in self._table.waiting
+            if sequence.prefix_source is not None and sequence.prefix_wait_until_s is not None
         ]
         return min(ends, default=None)
 
     def expect(self, sequence: Sequence) -> None:
         """A new sequence is computed elsewhere; it waits for that and for nothing here."""
-        self._roster.move(sequence, SequenceState.REMOTE)
+        self._table.move(sequence, SequenceState.REMOTE)
 
     def invite(self, sequence: Sequence) -> None:
         """Find room for it, in its turn, so that it can be received."""
         sequence.receives = True
-        self._roster.move(sequence, SequenceState.WAITING)
-        self._roster.invited[sequence.request_id] = sequence
-        self._stir()
+        self._table.move(sequence, SequenceState.WAITING)
+        self._table.invited[sequence.request_id] = sequence
+        self._reschedule()
 
     def deliver(
         self,
@@ -91,23 +89,23 @@ class Handoffs:
         told; the counts of this instance are of its own tree.
         """
         if sequence.usage is not None:
-            self._intake.count(sequence, sequence.usage)
+            self._totals.count_admission(sequence.usage)
             sequence.usage = replace(usage, queued_s=sequence.usage.queued_s)
         sequence.receive(token)
-        self._roster.move(sequence, SequenceState.DECODE)
+        self._table.move(sequence, SequenceState.DECODE)
         self.outputs.append(self._take_in(sequence, token, logprobs, now))
-        self._stir()
+        self._reschedule()
 
-    def compute_here(self, sequence: Sequence, num_landed: int, now: float) -> None:
+    def compute_here(self, sequence: Sequence, num_received: int, now: float) -> None:
         """Nobody else computes it. What landed whole is committed, and found when it starts."""
         sequence.receives = False
         if sequence.state is SequenceState.RECEIVING:
-            if num_landed:
-                self._holdings.commit_landed(sequence, num_landed, now)
-            self._holdings.release(sequence, now)
+            if num_received:
+                self._blocks.commit_received(sequence, num_received, now)
+            self._blocks.release(sequence, now)
         if sequence.state is not SequenceState.WAITING:
-            self._roster.move(sequence, SequenceState.WAITING)
-        self._stir()
+            self._table.move(sequence, SequenceState.WAITING)
+        self._reschedule()
 
     def decline(self, sequence: Sequence, reason: str, now: float) -> None:
         """End it unserved: somebody else is to try."""
@@ -119,7 +117,7 @@ class Handoffs:
     def give_back(self, after_s: float, now: float) -> None:
         """End what was preempted and has waited `after_s` to resume, where somebody can have it
         continued elsewhere: its tokens so far are with whoever that is."""
-        for sequence in self._roster.waiting.preempted():
+        for sequence in self._table.waiting.preempted():
             if now - sequence.vacated_s >= after_s and sequence.request.can_return:
                 name = sequence.request_id
                 self.outputs.append(SequenceOutput(name, [], [], finish_reason="returned"))
@@ -127,15 +125,15 @@ class Handoffs:
 
     def quarantine(self, sequence: Sequence, lease: int, now: float) -> None:
         """Take its slots away from it, and from everybody, until `free_quarantined`."""
-        if len(held := self._holdings.detach(sequence, now)):
+        if len(held := self._blocks.detach(sequence, now)):
             self.quarantined[lease] = held
 
     def free_quarantined(self, lease: int) -> None:
         """Nothing more can land in those slots."""
         held = self.quarantined.pop(lease, None)
         if held is not None:
-            self._holdings.free(held)
-            self._stir()
+            self._blocks.free(held)
+            self._reschedule()
 
     def pin(self, sequence: Sequence) -> None:
         """Keep its blocks, even when it has finished, until `unpin`."""
@@ -144,7 +142,7 @@ class Handoffs:
     def unpin(self, sequence: Sequence, now: float) -> None:
         """Nothing reads its blocks from outside any more."""
         sequence.num_pins -= 1
-        if sequence in self._roster.departing and not sequence.is_kept:
-            self._roster.departing.remove(sequence)
-            self._holdings.release(sequence, now)
-            self._stir()
+        if sequence in self._table.departing and not sequence.is_kept:
+            self._table.departing.remove(sequence)
+            self._blocks.release(sequence, now)
+            self._reschedule()

@@ -12,10 +12,23 @@ import numpy as np
 from headwater.cache import FinishedRequest, Lease, Match, Promotion, TieredCache
 from headwater.cache.pool import SlotState
 from headwater.errors import InvariantError
-from headwater.scheduler.ride import OverlappedLoad
+from headwater.scheduler.load_state import OverlappedLoad
+from headwater.scheduler.output import Usage
 from headwater.scheduler.sequence import Sequence, SequenceState
-from headwater.scheduler.usage import Usage
 from headwater.types import Slots
+
+_SHORTEST_MEMORY = 1 / 64
+"""Weight of one observed length once there are many; the first ones weigh more."""
+
+_CALM, _ALARMED = 0.5, 4.0
+"""Bounds of `caution`. Calm reserves half of what is expected: sequences do not all end at
+once, and those that end first make room for the others."""
+
+_ALARM, _CALMING = 2.0, 0.99
+"""Factors on `caution`: for each preemption, and for each step without one."""
+
+_OVERDUE = 0.25
+"""A sequence that outlived the mean is expected to take this share of the mean again."""
 
 
 class BlockAllocator:
@@ -75,7 +88,9 @@ class BlockAllocator:
         self._announce(sequence, lease)
         return True
 
-    def ride(self, sequence: Sequence, match: Match, promotion: Promotion, now: float) -> bool:
+    def begin_overlapped(
+        self, sequence: Sequence, match: Match, promotion: Promotion, now: float
+    ) -> bool:
         """Lease what the device has, put the targets of `promotion`, which brings what follows,
         behind it, and hold all the rest; or change nothing and return False."""
         lease = self._cache.lease(match, owner=sequence.request_id, now=now, counted=False)
@@ -92,13 +107,13 @@ class BlockAllocator:
     def confirm(self, sequence: Sequence, now: float) -> bool:
         """Lease what `sequence` rode on, which has landed just now; or change nothing and return
         False where it is not what the sequence has read."""
-        ride, old = sequence.ride, sequence.lease
-        assert ride is not None, "only a riding sequence is confirmed"
+        overlap, old = sequence.overlap, sequence.lease
+        assert overlap is not None, "only a riding sequence is confirmed"
         assert old is not None, "it has a lease, if of nothing"
-        start, end = old.num_blocks, old.num_blocks + len(ride.slots)
+        start, end = old.num_blocks, old.num_blocks + len(overlap.slots)
         match = self._cache.match(sequence.path(), max_blocks=end)
-        slots = np.concatenate([node.device for node in match.nodes] or [ride.slots])
-        if match.device_blocks < end or not np.array_equal(slots[start:end], ride.slots):
+        slots = np.concatenate([node.device for node in match.nodes] or [overlap.slots])
+        if match.device_blocks < end or not np.array_equal(slots[start:end], overlap.slots):
             return False
         first = sequence.num_preemptions == 0 and not sequence.is_counted
         lease = self._cache.lease(match, owner=sequence.request_id, now=now, counted=first)
@@ -133,9 +148,9 @@ class BlockAllocator:
             sequence.surplus.append(surplus)
         sequence.note_committed(end)
 
-    def commit_landed(self, sequence: Sequence, num_landed: int, now: float) -> None:
-        """Publish the first `num_landed` blocks after its lease, which were received whole."""
-        end = (sequence.num_committed + num_landed) * self._cache.block_tokens
+    def commit_received(self, sequence: Sequence, num_received: int, now: float) -> None:
+        """Publish the first `num_received` blocks after its lease, which were received whole."""
+        end = (sequence.num_committed + num_received) * self._cache.block_tokens
         sequence.num_scheduled = sequence.num_computed = min(end, sequence.num_tokens)
         self.commit(sequence, now)
 
@@ -208,6 +223,64 @@ class BlockAllocator:
             raise InvariantError(
                 f"sequences hold {ours.tolist()}, the pool says {theirs.tolist()}"
             )
+
+
+class GrowthEstimate:
+    """Expected remaining output of a sequence.
+
+    Learned from the lengths of finished ones; multiplied by a caution that each preemption
+    raises and each step lowers, so that admission backs off exactly when it was too eager.
+    """
+
+    def __init__(self, block_tokens: int, first_guess_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._num_observed = 0
+        self.mean_tokens = float(first_guess_tokens)
+        self.caution = 1.0
+
+    def observe(self, num_output: int) -> None:
+        """A sequence ended with `num_output` tokens."""
+        self._num_observed += 1
+        weight = max(1 / self._num_observed, _SHORTEST_MEMORY)
+        self.mean_tokens += (num_output - self.mean_tokens) * weight
+
+    def raise_caution(self) -> None:
+        """A sequence had to be preempted: too little was left for growth."""
+        self.caution = min(self.caution * _ALARM, _ALARMED)
+
+    def lower_caution(self, num_steps: int = 1) -> None:
+        """So many steps passed."""
+        for _ in range(num_steps):
+            if self.caution == _CALM:
+                return
+            self.caution = max(self.caution * _CALMING, _CALM)
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether caution is as low as it gets; until the next preemption it stays there, and
+        what running sequences are expected to need does not fall before they get it."""
+        return self.caution == _CALM
+
+    def num_blocks(self, sequences: Iterable[Sequence]) -> int:
+        """Blocks that `sequences` are expected to need beyond what they have or ask for.
+
+        Never more than they may need. Written out in one loop, because it runs over all
+        running sequences in every step that looks at the queue.
+        """
+        blocks = 0
+        block_tokens = self._block_tokens
+        mean = self.mean_tokens * self.caution
+        least = mean * _OVERDUE
+        for sequence in sequences:
+            num_tokens = sequence.num_tokens
+            left = mean - (num_tokens - sequence.prompt_tokens) * self.caution
+            end = num_tokens + int(left if left > least else least)
+            if end > sequence.max_computed:
+                end = sequence.max_computed
+            more = -(-end // block_tokens) - (sequence.num_blocks or sequence.num_blocks_wanted)
+            if more > 0:
+                blocks += more
+        return blocks
 
 
 def _miss_reason(sequence: Sequence, match: Match | None) -> str | None:

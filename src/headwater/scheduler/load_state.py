@@ -1,0 +1,235 @@
+"""What one sequence loads from lower tiers: the priced decision and the state of the load.
+
+The price is arithmetic over measured speeds. A prefix may also be split: its head is loaded and
+its tail is recomputed, where the tail lies in a slower tier or would arrive too late.
+
+    found     | device |     host     |     storage     |  not cached …
+    loaded              |<---- num_blocks ---->|
+    computed                                   |<------ recompute ------
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from headwater.cache import JobOutcome, Promotion
+from headwater.scheduler.output import LoadUsage, TokenLogprobs
+from headwater.types import JobId, LinkRate, LoadPolicy, Slots
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRates:
+    """What the loop measured lately. None is unknown, and then worth finding out."""
+
+    prefill_tokens_s: float | None = None
+    """Prompt tokens computed in a second."""
+
+    host: LinkRate | None = None
+    """From host to device."""
+
+    storage: LinkRate | None = None
+    """From storage to host."""
+
+
+class LowerTierMatch(NamedTuple):
+    """Blocks below the device, in position order: first those on the host."""
+
+    host: int = 0
+    storage: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return self.host + self.storage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadDecision:
+    """How many of the blocks found below the device are loaded, and what that was based on."""
+
+    num_blocks: int
+    """Leading ones; 0 is to compute them all."""
+
+    reason: str
+    load_s: float | None = None
+    """Expected seconds until they, or all where none is loaded, are on the device; None where
+    nothing was measured."""
+
+    recompute_s: float | None = None
+    """Expected seconds to compute all of them instead."""
+
+    chosen_s: float | None = None
+    """Expected seconds of what was chosen: to load these and to compute the rest."""
+
+
+def choose(
+    found: LowerTierMatch,
+    *,
+    rates: MeasuredRates,
+    queued: LowerTierMatch,
+    block_tokens: int,
+    max_wait_s: float,
+) -> LoadDecision:
+    """The cheapest leading part to load. `queued` are blocks that the links bring before.
+
+    Nothing longer than `max_wait_s` is loaded. What was never measured is loaded, because
+    that is how it gets measured.
+    """
+    total = found.num_blocks
+    compute_s = None
+    if rates.prefill_tokens_s:
+        compute_s = block_tokens / rates.prefill_tokens_s
+    if compute_s is None:
+        return LoadDecision(num_blocks=total, reason="unmeasured")
+    costs = {}
+    for count in sorted({0, found.host, total, _within(max_wait_s, found, rates, queued)}):
+        wait_s = load_s(count, found, rates, queued)
+        if wait_s <= max_wait_s:
+            costs[count] = wait_s + (total - count) * compute_s
+    best = min(costs, key=lambda count: (costs[count], -count))
+    reason = "recompute_cheaper" if best == 0 else "load_cheaper" if best == total else "split"
+    return LoadDecision(
+        num_blocks=best,
+        reason=reason,
+        load_s=load_s(best or total, found, rates, queued),
+        recompute_s=total * compute_s,
+        chosen_s=costs[best],
+    )
+
+
+def load_s(
+    count: int, found: LowerTierMatch, rates: MeasuredRates, queued: LowerTierMatch
+) -> float:
+    """Expected seconds until the first `count` blocks below the device are on it.
+
+    Those in storage come to the host first, and then all of them to the device. A link that
+    was never measured costs nothing here.
+    """
+    if not count:
+        return 0.0
+    seconds = 0.0
+    stored = count - found.host
+    if stored > 0 and rates.storage is not None:
+        latency_s, block_s = rates.storage
+        seconds += latency_s + (queued.storage + stored) * block_s
+    if rates.host is not None:
+        latency_s, block_s = rates.host
+        seconds += latency_s + (queued.host + count) * block_s
+    return seconds
+
+
+def _within(
+    max_wait_s: float, found: LowerTierMatch, rates: MeasuredRates, queued: LowerTierMatch
+) -> int:
+    """The most blocks that are on the device within `max_wait_s`."""
+    least, most = 0, found.num_blocks
+    while least < most:
+        middle = (least + most + 1) // 2
+        if load_s(middle, found, rates, queued) <= max_wait_s:
+            least = middle
+        else:
+            most = middle - 1
+    return least
+
+
+ANSWER_S = 0.002
+"""So long after storage was asked, its answer is waited for before a sequence is looked at: most
+answers are faster, and looking costs a match."""
+
+
+class SequenceLoad:
+    """One a sequence that has anything to load or to ask for; changed by `Loads` only."""
+
+    __slots__ = (
+        "asked_s",
+        "began_s",
+        "below",
+        "choice",
+        "device_blocks",
+        "ended",
+        "is_asking",
+        "job",
+        "num_jobs",
+        "policy",
+        "shortfall",
+        "timeout_s",
+        "until_s",
+    )
+
+    def __init__(self, policy: LoadPolicy, timeout_s: float) -> None:
+        self.policy = policy
+        self.timeout_s = timeout_s
+        """Longest wait; not for the policy `wait`."""
+        self.is_asking = False
+        """Whether storage has not answered yet."""
+        self.device_blocks = 0
+        """Found on the device when the choice was made; `below` followed them."""
+        self.below = LowerTierMatch()
+        self.choice: LoadDecision | None = None
+        self.job: JobId | None = None
+        """The job it waits for, or waited for last; others may wait for the same."""
+        self.num_jobs = 0
+        """Started for this sequence."""
+        self.began_s: float | None = None
+        """When it began to wait: nothing but the load kept it from being admitted."""
+        self.until_s: float | None = None
+        """When it waits no longer."""
+        self.asked_s: float | None = None
+        """When its question was handed over."""
+        self.ended: str | None = None
+        """Why nothing more is loaded, whatever there is."""
+        self.shortfall: str | None = None
+        """Why less arrived than was wanted."""
+
+    @property
+    def end_s(self) -> float | None:
+        """When its sequence is to be looked at although nothing has landed."""
+        if self.until_s is None and self.is_asking and self.asked_s is not None:
+            return self.asked_s + ANSWER_S
+        return self.until_s
+
+    def by_tier(self, num_blocks: int) -> tuple[int, int, int]:
+        """Where the first `num_blocks` of the path were found: device, host, storage.
+
+        Promoted blocks count for the tier they came from. What somebody else computed
+        meanwhile was found on the device.
+        """
+        host_start = min(self.device_blocks, num_blocks)
+        host = min(num_blocks - host_start, self.below.host)
+        storage = min(num_blocks - host_start - host, self.below.storage)
+        return num_blocks - host - storage, host, storage
+
+    def usage(self, now: float) -> LoadUsage:
+        """The choice and what came of it, for the ledger."""
+        choice = self.choice
+        return LoadUsage(
+            choice="none" if choice is None else choice.reason,
+            host_blocks=self.below.host,
+            storage_blocks=self.below.storage,
+            num_blocks=0 if choice is None else choice.num_blocks,
+            load_s=None if choice is None else choice.load_s,
+            recompute_s=None if choice is None else choice.recompute_s,
+            chosen_s=None if choice is None else choice.chosen_s,
+            waited_s=0.0 if self.began_s is None else now - self.began_s,
+            shortfall=self.ended or self.shortfall,
+        )
+
+
+class OverlappedLoad:
+    """One promotion, and what was computed over it."""
+
+    __slots__ = ("job", "logprobs", "num_tokens", "outcomes", "slots", "token")
+
+    def __init__(self, promotion: Promotion) -> None:
+        self.job: JobId = promotion.job
+        self.slots: Slots = promotion.target_slots
+        """They are the job's, and the cache's once it has landed; never the sequence's."""
+        self.num_tokens = 0
+        """Computed over it by its chunk, once that is collected."""
+        self.token: int | None = None
+        """Chosen by that chunk, and told to nobody."""
+        self.logprobs: TokenLogprobs | None = None
+        self.outcomes: list[JobOutcome] = []
+        """Ends that came while a step in flight read the targets."""
+
+    def hold(self, num_tokens: int, token: int | None, logprobs: TokenLogprobs | None) -> None:
+        """The chunk was collected."""
+        self.num_tokens, self.token, self.logprobs = num_tokens, token, logprobs

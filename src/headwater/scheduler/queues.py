@@ -1,0 +1,171 @@
+"""Where every sequence is: waiting in order, running, or finished with its slots still in use."""
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from itertools import chain, islice
+
+from headwater.scheduler.sequence import Sequence, SequenceState
+from headwater.types import RequestId
+
+_Key = tuple[int, bool, int]
+
+
+class WaitingQueue:
+    """Sequences by priority class; within one, preempted ones first, then by arrival.
+
+    A preempted sequence keeps its arrival, so among preempted ones the oldest is first. Leaving
+    from the front and arriving at the end cost the same however many wait.
+    """
+
+    def __init__(self) -> None:
+        self._keys: list[_Key] = []
+        self._sequences: list[Sequence | None] = []
+        """In the order of the keys; the first `_head` of both have left."""
+        self._head = 0
+        self.num_preempted = 0
+        self.version = 0
+        """Another number whenever somebody came or went."""
+
+    def __len__(self) -> int:
+        return len(self._keys) - self._head
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """In order. Meanwhile the one that was just given may leave, and nobody else."""
+        place = 0
+        while place < len(self):
+            sequence = self._sequences[self._head + place]
+            if sequence is not None:
+                yield sequence
+            if place < len(self) and self._sequences[self._head + place] is sequence:
+                place += 1
+
+    def preempted(self) -> Iterator[Sequence]:
+        """Those that were preempted, in order, and no look behind the last of them. The one that
+        was just given may leave."""
+        found = (sequence for sequence in self if sequence.num_preemptions)
+        return islice(found, self.num_preempted)
+
+    def push(self, sequence: Sequence) -> None:
+        """Take the place that its class, its arrival and its preemptions give it."""
+        key = _key(sequence)
+        at = bisect_left(self._keys, key, lo=self._head)
+        self._keys.insert(at, key)
+        self._sequences.insert(at, sequence)
+        self.version += 1
+        self.num_preempted += sequence.num_preemptions > 0
+
+    def remove(self, sequence: Sequence) -> None:
+        """Leave the queue; it must be there."""
+        head = self._head
+        at = bisect_left(self._keys, _key(sequence), lo=head)
+        if at == len(self._keys) or self._sequences[at] is not sequence:
+            raise ValueError(f"{sequence.request_id} does not wait")
+        # The few before it move, and not the many behind it.
+        self._keys[head + 1 : at + 1] = self._keys[head:at]
+        self._sequences[head + 1 : at + 1] = self._sequences[head:at]
+        self._sequences[head] = None
+        self._head += 1
+        if 2 * self._head > len(self._keys):
+            del self._keys[: self._head], self._sequences[: self._head]
+            self._head = 0
+        self.version += 1
+        self.num_preempted -= sequence.num_preemptions > 0
+
+
+def _rank(sequence: Sequence) -> tuple[int, int]:
+    return sequence.rank
+
+
+def _key(sequence: Sequence) -> _Key:
+    priority, arrival = sequence.rank
+    return priority, sequence.num_preemptions == 0, arrival
+
+
+class SequenceTable:
+    """Each sequence in the one place that its state names; only `move` changes either."""
+
+    def __init__(self) -> None:
+        self.alive: dict[RequestId, Sequence] = {}
+        """Those that have not finished, by name."""
+        self.waiting = WaitingQueue()
+        self.remote: list[Sequence] = []
+        """Those that wait for another instance, and for nothing here."""
+        self.invited: dict[RequestId, Sequence] = {}
+        """Waiting ones whose prompt somebody else computes, in the order of invitation."""
+        self.receiving: list[Sequence] = []
+        self.overlapping: list[Sequence] = []
+        """They wait for a promotion that they have computed over, or are computing over."""
+        self.prefilling: list[Sequence] = []
+        """In the order of admission."""
+        self.decoding: list[Sequence] = []
+        self.preempting: list[Sequence] = []
+        self.departing: list[Sequence] = []
+        """Finished, with slots that a step in flight or somebody outside still uses."""
+        self._running = {
+            SequenceState.REMOTE: self.remote,
+            SequenceState.RECEIVING: self.receiving,
+            SequenceState.OVERLAPPING: self.overlapping,
+            SequenceState.PREFILL: self.prefilling,
+            SequenceState.DECODE: self.decoding,
+            SequenceState.PREEMPTING: self.preempting,
+        }
+
+    @property
+    def num_running(self) -> int:
+        return self.num_computing + len(self.receiving) + len(self.overlapping)
+
+    @property
+    def num_computing(self) -> int:
+        """Running ones that steps are for."""
+        return len(self.decoding) + len(self.prefilling) + len(self.preempting)
+
+    @property
+    def gives_back(self) -> bool:
+        """Whether the step in flight, once collected, gives slots back."""
+        return (
+            bool(self.preempting)
+            or any(s.num_in_flight for s in self.departing)
+            or any(s.is_last_token_due for s in self.decoding)
+        )
+
+    def running(self) -> Iterator[Sequence]:
+        """Those that have slots and have not finished."""
+        return chain(
+            self.decoding, self.prefilling, self.preempting, self.receiving, self.overlapping
+        )
+
+    def with_slots(self) -> list[Sequence]:
+        """Those that have slots, finished ones included."""
+        return [*self.running(), *self.departing]
+
+    def choose_victim(self) -> Sequence:
+        """The decoding sequence to preempt; there must be one.
+
+        It is the lowest in priority, and of those the newest; it may be the one that needs a
+        block. A sequence in prefill is never a victim: it has all the blocks it asked for, and
+        its work has no value before its first token. Arrival counts, not admission: a sequence
+        that was preempted before keeps its age, so the oldest always gets through.
+        """
+        return max(self.decoding, key=_rank)
+
+    def enter(self, sequence: Sequence) -> None:
+        """A new sequence, which waits."""
+        self.alive[sequence.request_id] = sequence
+        self.waiting.push(sequence)
+
+    def move(self, sequence: Sequence, state: SequenceState) -> None:
+        """Change its state and its place. Finished is for ever."""
+        if sequence.state is SequenceState.WAITING:
+            self.waiting.remove(sequence)
+            self.invited.pop(sequence.request_id, None)
+        else:
+            self._running[sequence.state].remove(sequence)
+        sequence.state = state
+        if state is SequenceState.WAITING:
+            self.waiting.push(sequence)
+        elif state is not SequenceState.FINISHED:
+            self._running[state].append(sequence)
+        else:
+            del self.alive[sequence.request_id]
+            if sequence.is_kept:
+                self.departing.append(sequence)
