@@ -9,25 +9,25 @@ from headwater.metrics.names import Metric
 _HEAD = """\
 # Metrics
 
-`GET /metrics` is a Prometheus scrape, in Prometheus' text format.
-This page is written from the table in the code (`python -m headwater.metrics.page`), and a test
-holds them together.
+`GET /metrics` answers in the Prometheus text format.
+`python -m headwater.metrics.page` generates this page from the table in the code, and a test
+checks that they agree.
 
-- Counters only go up while the server runs; a ratio is for the reader to compute, over whatever
-  time it likes: `rate(headwater:prefix_cache_hits_total[5m]) /
+- Counters only increase while the server runs. Compute ratios in the query, over any
+  window: `rate(headwater:prefix_cache_hits_total[5m]) /
   rate(headwater:prefix_cache_queries_total[5m])`.
-- Recorded from what happens anyway: the engine keeps counts where it decides, the server where
-  outputs pass. A scrape reads them; nothing is sampled. `headwater bench metrics` says what it costs.
-- Reasons and tiers are labels; no label ever holds a request id, a salt or a prompt.
-- `deploy/prometheus/alerts.yml` has alert rules, `deploy/grafana/headwater.json` a dashboard;
+- The engine counts where it decides, the server where outputs pass. A scrape reads these
+  counts; nothing is sampled. `headwater bench metrics` measures the cost.
+- Reasons and tiers are labels. No label contains a request id, a salt or a prompt.
+- `deploy/prometheus/alerts.yml` has alert rules, `deploy/grafana/headwater.json` a dashboard.
   [`/dashboard`](operations.md#watching) needs neither.
 """
 
 _ROUTERS = """\
 ## Under the `vllm:` prefix
 
-With `--vllm-metric-names` these are exposed a second time as `vllm:…`, for routers and autoscalers
-that look for those names: {listed}.
+With `--vllm-metric-names` these metrics are also exposed as `vllm:…`, for routers and autoscalers
+that read those names: {listed}.
 """
 
 
