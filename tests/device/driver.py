@@ -42,14 +42,14 @@ class Driver:
         block_tokens: int = 16,
         num_blocks: int = 64,
         depth: int = 1,
-        lane_bytes: int | None = 1 << 26,
+        contiguous_bytes: int | None = 1 << 26,
         seed: int = 0,
         runner_class: Any = None,
     ) -> None:
-        """A `runner_class` other than `TorchRunner` knows neither depth nor lanes."""
+        """A `runner_class` other than `TorchRunner` knows neither depth nor buffers."""
         own: dict[str, Any] = {}
         if runner_class is None:
-            own = {"depth": depth, "lane_bytes": lane_bytes}
+            own = {"depth": depth, "contiguous_bytes": contiguous_bytes}
         self.runner: Any = (runner_class or TorchRunner)(
             model,
             num_blocks=num_blocks,

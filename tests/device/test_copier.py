@@ -67,7 +67,7 @@ def test_blocks_come_back_as_they_were(dtype):
 
 
 def test_a_promotion_marks_what_it_writes():
-    """Lesson 21: copies of a slot's old KV elsewhere (lanes) are stale from then on."""
+    """Lesson 21: copies of a slot's old KV elsewhere (buffers) are stale from then on."""
     rig = Rig(torch.float32)
     before = rig.pool.writes.copy()
 

@@ -17,12 +17,15 @@ def truth(llama_reference: Reference) -> tuple[list[int], list[float]]:
 
 
 @pytest.mark.parametrize("block_tokens", [1, 16, 64])
-@pytest.mark.parametrize("lane_bytes", [0, 1 << 26])
+@pytest.mark.parametrize("contiguous_bytes", [0, 1 << 26])
 def test_block_size_and_slot_order_do_not_matter(
-    llama: LoadedModel, truth: tuple[list[int], list[float]], block_tokens: int, lane_bytes: int
+    llama: LoadedModel,
+    truth: tuple[list[int], list[float]],
+    block_tokens: int,
+    contiguous_bytes: int,
 ) -> None:
-    """Blocks of any size, in shuffled slots, attended alone or in lanes."""
-    driver = Driver(llama, block_tokens=block_tokens, lane_bytes=lane_bytes)
+    """Blocks of any size, in shuffled slots, attended alone or in buffers."""
+    driver = Driver(llama, block_tokens=block_tokens, contiguous_bytes=contiguous_bytes)
     sequence = driver.add(prompt(WHOLE))
 
     driver.finish(sequence, count=COUNT)
@@ -83,7 +86,7 @@ def test_a_prefix_written_by_another_row_equals_a_computed_one(
 def test_decoded_blocks_are_a_prefix_too(
     llama: LoadedModel, llama_reference: Reference
 ) -> None:
-    """What lanes computed is in the pool: a later row reads it there (lesson 41)."""
+    """What buffers computed is in the pool: a later row reads it there (lesson 41)."""
     driver = Driver(llama, block_tokens=4)
     first = driver.add(prompt(5), name="first")
     driver.finish(first, count=20)
@@ -96,11 +99,11 @@ def test_decoded_blocks_are_a_prefix_too(
     assert_same_tokens(again.output, first.tokens[18:25], gaps)
 
 
-def test_a_name_used_again_never_meets_the_old_lane(
+def test_a_name_used_again_never_meets_the_old_buffer(
     llama: LoadedModel, llama_reference: Reference
 ) -> None:
     """A sequence with the name, the length and the very slots of one just finished, but
-    other tokens: its lane is filled anew, because its slots have been written since."""
+    other tokens: its buffer is filled anew, because its slots have been written since."""
     driver = Driver(llama, num_blocks=4)
     old = driver.add(prompt(32, seed=1), name="same")
     driver.finish(old, count=3)
@@ -122,8 +125,8 @@ def test_a_name_used_again_never_meets_the_old_lane(
 def test_rows_that_come_and_go_keep_their_tokens(
     llama: LoadedModel, llama_reference: Reference
 ) -> None:
-    """Lanes are taken, left, moved and shared by rows of very different lengths."""
-    driver = Driver(llama, num_blocks=128, lane_bytes=1 << 22)
+    """Buffers are taken, left, moved and shared by rows of very different lengths."""
+    driver = Driver(llama, num_blocks=128, contiguous_bytes=1 << 22)
     sizes = [3, 150, 9, 61, 30, 12]
     rows = [driver.add(prompt(n, seed=n), name=str(n)) for n in sizes]
     random = np.random.default_rng(0)

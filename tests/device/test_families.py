@@ -41,7 +41,7 @@ def test_tokens_equal_generate(name: str, family: Any) -> None:
     driver = Driver(model, block_tokens=4)
     long, short = prompt(41, seed=1), prompt(6, seed=2)
     sequences = [driver.add(long, name="long"), driver.add(short, name="short")]
-    alone = Driver(model, block_tokens=4, lane_bytes=0)
+    alone = Driver(model, block_tokens=4, contiguous_bytes=0)
     chunked = alone.add(long, name="chunked")
 
     driver.finish(*sequences, count=COUNT)
@@ -61,7 +61,7 @@ def test_tokens_equal_generate(name: str, family: Any) -> None:
 def test_tokens_equal_generate_when_packed(name: str, family: Any) -> None:
     """Every linear layer, gate and norm replaced by its packed form, in every family."""
     model = load(family(name), packed=False)
-    assert pack(model.module, least_weights=0)
+    assert pack(model.module, min_packed_weights=0)
     driver = Driver(model, block_tokens=4)
     sequence = driver.add(prompt(25, seed=3))
 

@@ -13,15 +13,15 @@ from tests.device.gpu import pytestmark, require_gpu
 
 require_gpu()
 
-from headwater.device.gpu.work import cut, num_entries, tiles  # noqa: E402 - Triton below
+from headwater.device.gpu.work import num_entries, split_contexts, tiles  # noqa: E402 - Triton below
 from headwater.device.kernels import rows  # noqa: E402
 from headwater.device.kernels.decode import attend_decodes  # noqa: E402
 from headwater.device.kernels.gated import gate_up  # noqa: E402
+from headwater.device.kernels.gemv import gemv  # noqa: E402
 from headwater.device.kernels.greedy import choose_greedy  # noqa: E402
 from headwater.device.kernels.pieces import DecodeWork  # noqa: E402
-from headwater.device.kernels.prefill import attend_chunks, takes_many  # noqa: E402
+from headwater.device.kernels.prefill import attend_chunks, has_hopper_kernel  # noqa: E402
 from headwater.device.kernels.rotary import HeadNorms, rotate  # noqa: E402
-from headwater.device.kernels.skinny import skinny  # noqa: E402
 from headwater.device.kernels.tiles import ChunkWork, tile_queries  # noqa: E402
 
 __all__ = ["pytestmark"]
@@ -63,21 +63,23 @@ def gated(both: Tensor) -> Tensor:
     return torch.nn.functional.silu(both[:, 0::2]) * both[:, 1::2]
 
 
-def attended(query: Tensor, keys: Tensor, values: Tensor, first: int, how: Variant) -> Tensor:
+def attended(
+    query: Tensor, keys: Tensor, values: Tensor, first: int, variant: Variant
+) -> Tensor:
     """Attention in float64: `[tokens, heads, dim]` over `[context, kv_heads, dim]`."""
     groups = query.shape[1] // keys.shape[1]
     keys, values = (part.double().repeat_interleave(groups, dim=1) for part in (keys, values))
-    scores = torch.einsum("thd,nhd->htn", query.double(), keys) * how.scaling
-    if how.softcap is not None:
-        scores = torch.tanh(scores / how.softcap) * how.softcap
+    scores = torch.einsum("thd,nhd->htn", query.double(), keys) * variant.scaling
+    if variant.softcap is not None:
+        scores = torch.tanh(scores / variant.softcap) * variant.softcap
     at = first + torch.arange(len(query), device=DEVICE)[:, None]
     key = torch.arange(len(keys), device=DEVICE)
     hidden = key > at
-    if how.window is not None:
-        hidden |= key <= at - how.window
+    if variant.window is not None:
+        hidden |= key <= at - variant.window
     scores = scores.masked_fill(hidden, -math.inf)
-    if how.sinks is not None:
-        column = how.sinks.double().view(-1, 1, 1).expand(-1, len(query), 1)
+    if variant.sinks is not None:
+        column = variant.sinks.double().view(-1, 1, 1).expand(-1, len(query), 1)
         scores = torch.cat((scores, column), dim=-1)
     weights = scores.softmax(-1)[..., : len(keys)]
     return torch.einsum("htn,nhd->thd", weights, values)
@@ -113,27 +115,31 @@ class Pool:
         width = (self.heads + 2 * self.kv_heads) * self.dim
         return torch.randn((tokens, width), device=DEVICE).to(self.data.dtype)
 
-    def exact(self, packed: Tensor, table: np.ndarray, context: int, how: Variant) -> Tensor:
+    def exact(
+        self, packed: Tensor, table: np.ndarray, context: int, variant: Variant
+    ) -> Tensor:
         query = packed[:, : self.heads * self.dim].view(len(packed), self.heads, self.dim)
         blocks = self.data[torch.from_numpy(table).to(DEVICE), LAYER]
         keys, values = (
             blocks[:, plane].reshape(-1, self.kv_heads, self.dim)[:context] for plane in (0, 1)
         )
-        return attended(query, keys, values, context - len(packed), how)
+        return attended(query, keys, values, context - len(packed), variant)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("variant", list(VARIANTS))
+@pytest.mark.parametrize("variant_name", list(VARIANTS))
 @pytest.mark.parametrize("shape", SHAPES)
-def test_decodes(shape: tuple[int, int, int, int], variant: str, dtype: torch.dtype) -> None:
+def test_decodes(
+    shape: tuple[int, int, int, int], variant_name: str, dtype: torch.dtype
+) -> None:
     """Rows of all lengths, absent ones too, whole and in pieces."""
     pool = Pool(shape, dtype)
-    how = VARIANTS[variant](pool.heads, pool.dim**-0.5)
+    variant = VARIANTS[variant_name](pool.heads, pool.dim**-0.5)
     contexts = [1, pool.block_tokens, pool.block_tokens + 1, 700, 2049, 5]
     tables = pool.tables(contexts)
     widths = [len(table) for table in tables]
     for size in (len(contexts), len(contexts) + 3):
-        pieces = cut(np.array(contexts), size)
+        pieces = split_contexts(np.array(contexts), size)
         entries = num_entries(size)
         work = DecodeWork(
             contexts=ints([*contexts, *[0] * (size - len(contexts))]),
@@ -150,29 +156,29 @@ def test_decodes(shape: tuple[int, int, int, int], variant: str, dtype: torch.dt
         packed = pool.packed(size)
         out = torch.full((size, pool.heads, pool.dim), NAN, device=DEVICE, dtype=dtype)
 
-        attend_decodes(packed, pool.data, LAYER, work, how, out)
+        attend_decodes(packed, pool.data, LAYER, work, variant, out)
 
         for row, context in enumerate(contexts):
-            exact = pool.exact(packed[row : row + 1], tables[row], context, how)
+            exact = pool.exact(packed[row : row + 1], tables[row], context, variant)
             assert error(out[row : row + 1], exact) < ALLOWED[dtype], f"row {row}"
         assert not work.arrived.any()
 
 
 @pytest.mark.parametrize("num_rows", [5, 80])
 @pytest.mark.parametrize("shape", [(32, 8, 128, 64), (16, 8, 64, 64), (8, 8, 64, 128)])
-@pytest.mark.parametrize("variant", ["plain", "window"])
+@pytest.mark.parametrize("variant_name", ["plain", "window"])
 def test_decodes_of_whole_tiles(
-    shape: tuple[int, int, int, int], variant: str, num_rows: int
+    shape: tuple[int, int, int, int], variant_name: str, num_rows: int
 ) -> None:
     """Heads alone and together, few rows and many, every layer again with the same counters;
     NaN behind a row's context, left by whoever had the block before, changes nothing."""
     pool = Pool(shape, torch.bfloat16)
-    how = VARIANTS[variant](pool.heads, pool.dim**-0.5)
+    variant = VARIANTS[variant_name](pool.heads, pool.dim**-0.5)
     random = np.random.default_rng()
     contexts = [*random.integers(1, 1200, num_rows - 1).tolist(), 2048]
     tables = pool.own_tables(contexts)
     widths = [len(table) for table in tables]
-    pieces = cut(np.array(contexts), num_rows)
+    pieces = split_contexts(np.array(contexts), num_rows)
     entries = num_entries(num_rows)
     work = DecodeWork(
         contexts=ints(contexts),
@@ -192,10 +198,10 @@ def test_decodes_of_whole_tiles(
             (num_rows, pool.heads, pool.dim), NAN, device=DEVICE, dtype=torch.bfloat16
         )
 
-        attend_decodes(packed, pool.data, LAYER, work, how, out)
+        attend_decodes(packed, pool.data, LAYER, work, variant, out)
 
         for row, context in enumerate(contexts):
-            exact = pool.exact(packed[row : row + 1], tables[row], context, how)
+            exact = pool.exact(packed[row : row + 1], tables[row], context, variant)
             assert error(out[row : row + 1], exact) < 1e-2, f"row {row} of {context}"
         assert not work.arrived.any()
 
@@ -208,7 +214,7 @@ def chunk_work(
     tile = tile_queries(pool.data.dtype, pool.dim, max(counts))
     shared = tiles(
         np.array(counts), np.array(contexts), first_row=0, tile=tile, heads=pool.heads,
-        takes_many=False,
+        has_hopper_kernel=False,
     )  # fmt: skip
     rows_wanted = (len(shared.row), shared.num_parts, tile, pool.heads)
     return ChunkWork(
@@ -227,37 +233,39 @@ def chunk_work(
     )
 
 
-def check_chunks(pool: Pool, work: ChunkWork, tables: list[np.ndarray], how: Variant) -> None:
+def check_chunks(
+    pool: Pool, work: ChunkWork, tables: list[np.ndarray], variant: Variant
+) -> None:
     """Every row of `work` attended, against float64."""
     starts, contexts = work.query_start.tolist(), work.contexts.tolist()
     packed = pool.packed(starts[-1])
     shape = starts[-1], pool.heads, pool.dim
     out = torch.full(shape, NAN, device=DEVICE, dtype=pool.data.dtype)
 
-    attend_chunks(packed, pool.data, LAYER, work, how, out)
+    attend_chunks(packed, pool.data, LAYER, work, variant, out)
 
     for row, context in enumerate(contexts):
         mine = slice(starts[row], starts[row + 1])
-        exact = pool.exact(packed[mine], tables[row], context, how)
+        exact = pool.exact(packed[mine], tables[row], context, variant)
         assert error(out[mine], exact) < ALLOWED[pool.data.dtype], f"row {row}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("variant", list(VARIANTS))
+@pytest.mark.parametrize("variant_name", list(VARIANTS))
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("chunks", CHUNKS, ids=("mixed", "short"))
 def test_chunks(
     shape: tuple[int, int, int, int],
-    variant: str,
+    variant_name: str,
     dtype: torch.dtype,
     chunks: tuple[list[int], list[int]],
 ) -> None:
     """Chunks with and without a prefix, of one token and of many, packed into one batch; and
-    few queries over much, whose keys are cut into parts."""
+    few queries over much, whose keys are split_contexts into parts."""
     pool = Pool(shape, dtype)
-    how = VARIANTS[variant](pool.heads, pool.dim**-0.5)
+    variant = VARIANTS[variant_name](pool.heads, pool.dim**-0.5)
     tables = pool.tables(chunks[1])
-    check_chunks(pool, chunk_work(pool, *chunks, tables), tables, how)
+    check_chunks(pool, chunk_work(pool, *chunks, tables), tables, variant)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -270,13 +278,13 @@ def test_many_chunks(shape: tuple[int, int, int, int], dtype: torch.dtype) -> No
     another; up to four items a program; and every place where a tile of keys, a page of the pool
     or a row may end."""
     pool = Pool(shape, dtype)
-    if not takes_many(pool.data):
+    if not has_hopper_kernel(pool.data):
         pytest.skip("for Hopper, and a version of Triton it is known to work with")
     for counts, contexts in MANY_CHUNKS:
         for longest in (1, 1 << 15, 1 << 20):
             tables = pool.own_tables(contexts)
             work = chunk_work(pool, counts, contexts, tables)
-            work.is_many, work.longest_context = True, longest
+            work.use_hopper, work.longest_context = True, longest
             for _ in range(2):
                 check_chunks(pool, work, tables, Variant(pool.dim**-0.5))
 
@@ -331,10 +339,10 @@ def test_products_of_one_row() -> None:
     normed = torch.rms_norm(x.double(), [2048], scale.double(), 1e-5) @ weight.double().T
     plain = x.double() @ weight.double().T + residual.double()
 
-    assert error(skinny(x, weight, norm=(scale, 1e-5)), normed) < 1e-2
-    both = skinny(x, weight, norm=(scale, 1e-5), gated=True)
+    assert error(gemv(x, weight, norm=(scale, 1e-5)), normed) < 1e-2
+    both = gemv(x, weight, norm=(scale, 1e-5), gated=True)
     assert error(both, gated(normed)) < 1e-2
-    assert error(skinny(x, weight, residual=residual), plain) < 1e-2
+    assert error(gemv(x, weight, residual=residual), plain) < 1e-2
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 16, 30, 47, 48, 64, 120, 128, 250, 2190])
@@ -345,8 +353,8 @@ def test_gate_and_up(num_rows: int) -> None:
     weight = torch.randn(1536, 512, device=DEVICE).bfloat16()
     exact = gated(x.double() @ weight.double().T)
 
-    for is_launched in (False, True):
-        assert error(gate_up(x, weight, is_launched=is_launched), exact) < 1e-2
+    for is_eager in (False, True):
+        assert error(gate_up(x, weight, is_eager=is_eager), exact) < 1e-2
 
 
 def test_greedy_choice_is_the_first_of_the_largest_numbers() -> None:

@@ -17,13 +17,13 @@ from tests.device.gpu import pytestmark, require_gpu
 require_gpu()
 
 from headwater.device.gpu.runner import CudaRunner  # noqa: E402 - it imports Triton
-from headwater.device.kernels.prefill import takes_many  # noqa: E402
+from headwater.device.kernels.prefill import has_hopper_kernel  # noqa: E402
 
 __all__ = ["pytestmark"]
 
 COUNT = 16
 LAUNCH = "headwater.device.kernels.prefill_hopper.attend_chunks"
-LEAN = ("llama", "mistral", "qwen2", "qwen3")
+FUSED = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def make_driver(model: LoadedModel, **settings: Any) -> Driver:
@@ -50,7 +50,7 @@ def test_tokens_equal_the_reference(name: str, family: Callable[[str], Path]) ->
         alone.step((chunked, size))
     alone.finish(chunked, count=COUNT)
 
-    assert driver.runner.is_lean == (name in LEAN)
+    assert driver.runner.is_fused == (name in FUSED)
     expected, gaps = reference.generate(long, COUNT)
     assert_same_tokens(sequences[0].output, expected, gaps)
     assert_same_tokens(chunked.output, expected, gaps)
@@ -147,7 +147,7 @@ def test_a_long_prompt_at_once_equals_chunks(
     chosen = []
     for sizes in ((4500,), (1500, 1500, 1500)):
         driver = make_driver(model, num_blocks=80, block_tokens=64)
-        if not takes_many(driver.runner.pool.data):
+        if not has_hopper_kernel(driver.runner.pool.data):
             pytest.skip("for Hopper, and a version of Triton it is known to work with")
         calls.append(0)
         monkeypatch.setattr(LAUNCH, counting(calls))

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.device.gpu.work import PIECE_STEP, cut, num_entries, tiles
+from headwater.device.gpu.work import PIECE_STEP, num_entries, split_contexts, tiles
 
 contexts_of = st.lists(st.integers(1, 40_000), min_size=1, max_size=70)
 
@@ -13,7 +13,7 @@ contexts_of = st.lists(st.integers(1, 40_000), min_size=1, max_size=70)
 def test_pieces_cover_each_row_once(contexts: list[int], absent: int) -> None:
     """In order, without gap or overlap; rows that are not there have none."""
     size = len(contexts) + absent
-    found = cut(np.array(contexts), size)
+    found = split_contexts(np.array(contexts), size)
 
     assert len(found.work_row) == len(found.work_start) == num_entries(size)
     assert found.piece % PIECE_STEP == 0
@@ -28,9 +28,9 @@ def test_pieces_cover_each_row_once(contexts: list[int], absent: int) -> None:
 
 def test_equal_rows_are_cut_into_few_pieces() -> None:
     """One sequence is cut to keep the device busy; many are not cut at all."""
-    assert cut(np.array([1024]), 1).piece == 64
-    assert cut(np.full(32, 1024), 32).piece == 512
-    assert cut(np.full(256, 1024), 256).piece >= 1024
+    assert split_contexts(np.array([1024]), 1).piece == 64
+    assert split_contexts(np.full(32, 1024), 32).piece == 512
+    assert split_contexts(np.full(256, 1024), 256).piece >= 1024
 
 
 @given(
@@ -40,7 +40,7 @@ def test_equal_rows_are_cut_into_few_pieces() -> None:
     st.booleans(),
 )
 def test_tiles_cover_each_query_and_their_parts_each_key(
-    chunks: list[tuple[int, int]], tile: int, first_row: int, takes_many: bool
+    chunks: list[tuple[int, int]], tile: int, first_row: int, has_hopper_kernel: bool
 ) -> None:
     """Parts reach the last key of the longest row, and only few tiles are cut; those that see
     more come later. Nothing is many where no kernel takes it."""
@@ -48,7 +48,12 @@ def test_tiles_cover_each_query_and_their_parts_each_key(
     contexts = counts + np.array([prefix for _, prefix in chunks])
 
     found = tiles(
-        counts, contexts, first_row=first_row, tile=tile, heads=32, takes_many=takes_many
+        counts,
+        contexts,
+        first_row=first_row,
+        tile=tile,
+        heads=32,
+        has_hopper_kernel=has_hopper_kernel,
     )
 
     for row, count in enumerate(counts.tolist()):
@@ -57,14 +62,14 @@ def test_tiles_cover_each_query_and_their_parts_each_key(
         assert (found.part_keys[mine] * found.num_parts >= contexts[row]).all()
     before = (contexts - counts)[found.row - first_row] + found.start
     assert (np.diff(before) >= 0).all()
-    assert takes_many or not found.is_many
+    assert has_hopper_kernel or not found.use_hopper
     assert found.num_parts & (found.num_parts - 1) == 0
     assert found.num_parts == 1 or len(found.row) * 32 * found.num_parts <= 512
 
 
 def test_what_is_many() -> None:
     """Long prompts and long prefixes; not a short chunk, or a short context."""
-    for count, context, is_many in (
+    for count, context, use_hopper in (
         (32768, 32768, True),
         (2048, 2048, True),
         (512, 8192, True),
@@ -73,6 +78,6 @@ def test_what_is_many() -> None:
     ):
         found = tiles(
             np.array([count]), np.array([context]), first_row=0, tile=128, heads=32,
-            takes_many=True,
+            has_hopper_kernel=True,
         )  # fmt: skip
-        assert found.is_many is is_many
+        assert found.use_hopper is use_hopper

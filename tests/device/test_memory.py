@@ -15,8 +15,8 @@ from headwater.errors import ConfigError
 MIB = 1 << 20
 
 
-def test_the_pool_and_its_lanes_stay_within_the_share(llama: LoadedModel) -> None:
-    """Half of what is free holds the pool and the lanes beside it, and little is wasted."""
+def test_the_pool_and_its_buffers_stay_within_the_share(llama: LoadedModel) -> None:
+    """Half of what is free holds the pool and the buffers beside it, and little is wasted."""
     blocks = num_blocks_that_fit(llama, block_tokens=16, available_bytes=64 * MIB)
 
     used = blocks * 16 * llama.token_bytes * 2
@@ -32,7 +32,7 @@ def test_it_is_bounded_and_measured_when_nothing_is_said(llama: LoadedModel) -> 
 
 
 def test_a_gpu_gives_its_share_less_what_a_step_computes_in(llama: LoadedModel) -> None:
-    """No lanes there, nine tenths unless told, no other bound; a larger step leaves less."""
+    """No buffers there, nine tenths unless told, no other bound; a larger step leaves less."""
     model = replace(llama, device=torch.device("cuda", 0))
     free = 64 << 30
 

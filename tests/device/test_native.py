@@ -67,23 +67,23 @@ def test_scattered_rows_agree(compiled: native.NativeOps, strided: bool) -> None
 
 
 @pytest.mark.parametrize("dim", [8, 64, 128, 256, 320])
-def test_lanes_agree(compiled: native.NativeOps, dim: int) -> None:
-    """Every size, in lanes of different lengths within longer ones; nothing is left unset."""
+def test_buffers_agree(compiled: native.NativeOps, dim: int) -> None:
+    """Every size, in buffers of different lengths within longer ones; nothing is left unset."""
     spans = SpanLengths(torch.tensor([4, 1, 7]), width=7, kv_heads=2)
     query, keys, values = made(6, 3, dim), made(6, 9, dim, seed=1), made(6, 9, dim, seed=2)
 
     def attended(ops: HostOps) -> torch.Tensor:
         scores = torch.full((6, 3, 12), float("nan"))
         scores[..., :5] = float("-inf")
-        ops.lane_scores(query, keys[:, 1:8], spans, scores[..., 5:])
-        return ops.lane_values(scores.softmax(-1)[..., 5:], values[:, 1:8], spans)
+        ops.own_scores(query, keys[:, 1:8], spans, scores[..., 5:])
+        return ops.own_values(scores.softmax(-1)[..., 5:], values[:, 1:8], spans)
 
     torch.testing.assert_close(attended(compiled), attended(TorchOps()))
 
 
 @pytest.mark.parametrize("spread", [1.0, 40.0])
 def test_a_softmax_over_two_parts_agrees(compiled: native.NativeOps, spread: float) -> None:
-    """However far apart the scores are; what a lane does not have weighs nothing."""
+    """However far apart the scores are; what a buffer does not have weighs nothing."""
     spans = SpanLengths(torch.tensor([4, 1, 7]), width=7, kv_heads=2)
     shared, own = made(2, 9, 33) * spread, made(6, 3, 7, seed=1) * spread
     mask = spans.mask(torch.float32)

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from headwater.device.builtin import LlamaShape, make_llama
+from headwater.device.linear import FusedNorm, GatedMLP, PackedLinear
 from headwater.device.model import load
 from headwater.device.packing import pack
-from headwater.device.products import FusedNorm, GatedMLP, PackedLinear
 from tests.device.driver import Driver
 from tests.device.families import prompt
 

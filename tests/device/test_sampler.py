@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headwater.device.noise import uniform
+from headwater.device.counter_random import uniform
 from headwater.device.sampler import SampledRows, Sampler
 from headwater.scheduler.request import SamplingParams
 

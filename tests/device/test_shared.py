@@ -23,23 +23,23 @@ def test_two_parts_equal_one_softmax_over_all(
 ) -> None:
     """Shared and own scores meet in one softmax, so nothing is approximated."""
     random = torch.Generator().manual_seed(0)
-    lanes, kv_heads, queries, others, head_dim = 3, 2, 4, 5, 8
+    buffers, kv_heads, queries, others, head_dim = 3, 2, 4, 5, 8
     ops = native.load() if compiled else TorchOps()
     assert ops is not None, "the tests need a C compiler"
 
     def made(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=random)
 
-    grouped = made(lanes * kv_heads, queries, head_dim)
+    grouped = made(buffers * kv_heads, queries, head_dim)
     prefix = made(kv_heads, shared, head_dim), made(kv_heads, shared, head_dim)
-    own = made(lanes * kv_heads, others, head_dim), made(lanes * kv_heads, others, head_dim)
+    own = made(buffers * kv_heads, others, head_dim), made(buffers * kv_heads, others, head_dim)
     lengths = torch.tensor([5, 3, 4] if masked else [5, 5, 5])
     spans = SpanLengths(lengths, width=others, kv_heads=kv_heads)
 
     ours = attend_shared(ops, grouped, prefix, own, spans)
 
     keys, values = (
-        torch.cat((p.repeat(lanes, 1, 1), o), dim=1) for p, o in zip(prefix, own, strict=True)
+        torch.cat((p.repeat(buffers, 1, 1), o), dim=1) for p, o in zip(prefix, own, strict=True)
     )
     scores = grouped @ keys.transpose(1, 2)
     mask = spans.mask(torch.float32)
@@ -67,7 +67,10 @@ def test_rows_of_one_prefix_say_what_they_say_alone(llama: LoadedModel) -> None:
     """Eight rows over the same eight blocks, of different lengths, some leaving early."""
     system = prompt(PREFIX, seed=9)
     prompts = [np.concatenate((system, prompt(5 + 3 * i, seed=i))) for i in range(8)]
-    driver, alone = Driver(llama, num_blocks=128), Driver(llama, num_blocks=128, lane_bytes=0)
+    driver, alone = (
+        Driver(llama, num_blocks=128),
+        Driver(llama, num_blocks=128, contiguous_bytes=0),
+    )
     first = driver.add(prompts[0], name="0")
     driver.step((first, len(prompts[0])))
     blocks = first.slots[: PREFIX // 16]

@@ -26,22 +26,22 @@ class HostOps(Protocol):
         """Copy tokens of `source`, `[…, pieces, width]`, to `rows` of `target`, `[…, width]`,
         a row for each piece."""
 
-    def lane_scores(
+    def own_scores(
         self, query: Tensor, keys: Tensor, spans: SpanLengths, scores: Tensor
     ) -> None:
-        """Products of queries with the keys of their lane, -infinity where it sees none.
+        """Products of queries with the keys of their buffer, -infinity where it sees none.
 
-        `query` is `[heads, queries, head_dim]` with a head for each lane and KV head, `keys`
+        `query` is `[heads, queries, head_dim]` with a head for each buffer and KV head, `keys`
         `[heads, span, head_dim]`, `scores` `[heads, queries, span]`.
         """
 
     def join_softmax(self, shared: Tensor, own: Tensor, spans: SpanLengths) -> None:
-        """Softmax in place over what a query scored on shared tokens and on its lane's own.
+        """Softmax in place over what a query scored on shared tokens and on its buffer's own.
 
-        `shared` is `[kv_heads, lanes * queries, tokens]`; `own` as from `lane_scores`.
+        `shared` is `[kv_heads, buffers * queries, tokens]`; `own` as from `own_scores`.
         """
 
-    def lane_values(self, weights: Tensor, values: Tensor, spans: SpanLengths) -> Tensor:
+    def own_values(self, weights: Tensor, values: Tensor, spans: SpanLengths) -> Tensor:
         """`[heads, queries, head_dim]`: values by weight; weights of unseen keys are zero."""
 
     def causal_softmax(self, scores: Tensor, seen: int) -> None:
@@ -64,7 +64,7 @@ class TorchOps:
         pieces = source.index_select(0, tokens).reshape(-1, target.shape[-1])
         target.index_copy_(0, rows, pieces)
 
-    def lane_scores(
+    def own_scores(
         self, query: Tensor, keys: Tensor, spans: SpanLengths, scores: Tensor
     ) -> None:
         products = torch.bmm(query, keys.transpose(1, 2))
@@ -73,14 +73,14 @@ class TorchOps:
 
     def join_softmax(self, shared: Tensor, own: Tensor, spans: SpanLengths) -> None:
         kv_heads, _, tokens = shared.shape
-        lanes = len(spans.lengths)
-        by_head = shared.view(kv_heads, lanes, -1, tokens)
-        by_lane = own.view(lanes, kv_heads, -1, own.shape[2])
-        weights = torch.cat((by_head.transpose(0, 1), by_lane), dim=-1).softmax(-1)
+        buffers = len(spans.lengths)
+        by_head = shared.view(kv_heads, buffers, -1, tokens)
+        by_buffer = own.view(buffers, kv_heads, -1, own.shape[2])
+        weights = torch.cat((by_head.transpose(0, 1), by_buffer), dim=-1).softmax(-1)
         by_head.copy_(weights[..., :tokens].transpose(0, 1))
-        by_lane.copy_(weights[..., tokens:])
+        by_buffer.copy_(weights[..., tokens:])
 
-    def lane_values(self, weights: Tensor, values: Tensor, spans: SpanLengths) -> Tensor:
+    def own_values(self, weights: Tensor, values: Tensor, spans: SpanLengths) -> Tensor:
         return torch.bmm(weights, values)
 
     def causal_softmax(self, scores: Tensor, seen: int) -> None:

@@ -10,12 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headwater.device.attention.batched import BatchedDecodes
 from headwater.device.attention.chunk import ChunkRow
 from headwater.device.attention.sdpa import SdpaStep
 from headwater.device.attention.shared import shared_tokens
-from headwater.device.attention.together import LaneStep
+from headwater.device.contiguous_kv import ContiguousKV
 from headwater.device.kv import Ints, KVPool
-from headwater.device.lanes import ContiguousKV
 from headwater.scheduler.batch import ScheduledBatch
 from headwater.types import Slots, Tokens
 
@@ -54,11 +54,11 @@ class _Tables:
 
 
 def build(
-    batch: ScheduledBatch, tokens: Tokens, *, pool: KVPool, lanes: ContiguousKV, min_rows: int
+    batch: ScheduledBatch, tokens: Tokens, *, pool: KVPool, buffers: ContiguousKV, min_rows: int
 ) -> StepInputs:
     """Inputs of one step. `tokens` are the batch's own, with carried ones filled in.
 
-    Marks the slots it is about to write, and moves sequences in and out of lanes.
+    Marks the slots it is about to write, and moves sequences in and out of buffers.
     """
     starts = batch.query_start.astype(np.int64)
     contexts = batch.context_lens.astype(np.int64)
@@ -67,8 +67,8 @@ def build(
     tables = _Tables(batch.block_tables)
     row_of = np.repeat(np.arange(batch.num_rows), counts)
     slots = tables.slots(row_of, positions // pool.block_tokens)
-    together = _together(counts, contexts, lanes)
-    decodes = _decodes(batch, tables, np.flatnonzero(together), pool=pool, lanes=lanes)
+    together = _batched(counts, contexts, buffers)
+    decodes = _decodes(batch, tables, np.flatnonzero(together), pool=pool, buffers=buffers)
     pool.mark_written(np.unique(slots))
     if decodes is not None:
         decodes.advance()
@@ -91,29 +91,29 @@ def build(
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Decodes:
-    """Rows placed in lanes, until the pool knows that they are written."""
+    """Rows placed in buffers, until the pool knows that they are written."""
 
-    step: LaneStep
+    step: BatchedDecodes
     storage: ContiguousKV
-    lanes: Ints
+    buffers: Ints
     tables: Slots
     contexts: Ints
 
     def advance(self) -> None:
-        self.storage.advance(self.lanes, self.tables, self.contexts)
+        self.storage.advance(self.buffers, self.tables, self.contexts)
 
 
-def _together(counts: Ints, contexts: Ints, lanes: ContiguousKV) -> NDArray[np.bool_]:
-    """Which rows are attended in lanes."""
+def _batched(counts: Ints, contexts: Ints, buffers: ContiguousKV) -> NDArray[np.bool_]:
+    """Which rows are attended in buffers."""
     together: NDArray[np.bool_] = counts == 1
     if together.any():
         single = np.flatnonzero(together)
-        together[single] = lanes.choose(contexts[single])
+        together[single] = buffers.choose(contexts[single])
     return together
 
 
 def _decodes(
-    batch: ScheduledBatch, tables: _Tables, rows: Ints, *, pool: KVPool, lanes: ContiguousKV
+    batch: ScheduledBatch, tables: _Tables, rows: Ints, *, pool: KVPool, buffers: ContiguousKV
 ) -> _Decodes | None:
     if len(rows) == 0:
         return None
@@ -122,17 +122,21 @@ def _decodes(
     padded = tables.padded(rows, width)
     ids = [batch.request_ids[row] for row in rows.tolist()]
     shared = shared_tokens(padded, contexts, pool.block_tokens)
-    placed, end = lanes.place(ids, padded, contexts, shared_blocks=shared // pool.block_tokens)
-    step = LaneStep(
+    placed, end = buffers.place(
+        ids, padded, contexts, shared_blocks=shared // pool.block_tokens
+    )
+    step = BatchedDecodes(
         pool,
-        lanes,
-        lanes=placed,
+        buffers,
+        buffers=placed,
         end=end,
         contexts=contexts,
         tokens=batch.query_start[rows].astype(np.int64),
         shared=shared,
     )
-    return _Decodes(step=step, storage=lanes, lanes=placed, tables=padded, contexts=contexts)
+    return _Decodes(
+        step=step, storage=buffers, buffers=placed, tables=padded, contexts=contexts
+    )
 
 
 def _chunks(

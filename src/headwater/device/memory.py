@@ -6,16 +6,16 @@ from typing import Any
 import torch
 
 from headwater.device.model import LoadedModel
-from headwater.device.runner import LANE_SHARE
+from headwater.device.runner import CONTIGUOUS_SHARE
 from headwater.errors import ConfigError
 
-_MOST_BYTES = 4 << 30
-"""Pool and lanes take no more main memory than this unless a number is given."""
+_MAX_CPU_BYTES = 4 << 30
+"""Pool and buffers take no more main memory than this unless a number is given."""
 
 _WIDE_ROWS = 8192
 """Rows of a large step whose widest activations are in memory at once."""
 
-_MOST_ROWS = 256
+_MAX_LOGIT_ROWS = 256
 _LOGIT_BYTES = 16
 """A logit as the model made it, and its probabilities where a row is not greedy."""
 
@@ -62,8 +62,8 @@ def num_blocks_that_fit(
         budget = int(free * utilization) - _step_bytes(model, step_tokens)
         blocks = budget // block_bytes
     else:
-        budget = min(int(free * utilization), _MOST_BYTES)
-        blocks = int(budget / (block_bytes * (1 + LANE_SHARE)))
+        budget = min(int(free * utilization), _MAX_CPU_BYTES)
+        blocks = int(budget / (block_bytes * (1 + CONTIGUOUS_SHARE)))
     if blocks < 1:
         raise ConfigError(
             f"not one block fits: {block_tokens} tokens of KV take {block_bytes >> 20} MiB, and "
@@ -87,7 +87,7 @@ def _step_bytes(model: LoadedModel, step_tokens: int) -> int:
     narrow = 3 * config.hidden_size + 2 * packed
     wide = 3 * config.intermediate_size * min(step_tokens, _WIDE_ROWS)
     activations = (step_tokens * narrow + wide) * model.dtype.itemsize
-    rows = min(step_tokens, _MOST_ROWS)
+    rows = min(step_tokens, _MAX_LOGIT_ROWS)
     return int(activations) + rows * model.vocab_size * _LOGIT_BYTES + _WORKSPACE_BYTES
 
 

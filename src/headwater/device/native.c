@@ -47,12 +47,12 @@ void scatter(const float *source, const int64_t *tokens, const int64_t *rows, fl
 #define WIDEST 256 /* numbers in a head, at most */
 
 typedef struct {
-    const int64_t *lengths; /* [lanes]: tokens of each lane that are seen */
-    int64_t lanes, kv_heads, queries;
-    int64_t stride; /* from one lane's head to the next, in its keys or values */
+    const int64_t *lengths; /* [buffers]: tokens of each buffer that are seen */
+    int64_t buffers, kv_heads, queries;
+    int64_t stride; /* from one buffer's head to the next, in its keys or values */
     int64_t width;  /* from one query's scores to the next */
-    int64_t span;   /* scores of a query; those that its lane does not reach are -infinity */
-} Lanes;
+    int64_t span;   /* scores of a query; those that its buffer does not reach are -infinity */
+} OwnTokens;
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -92,27 +92,27 @@ INLINE float exp_all(float *x, int64_t count, float most) {
     return sum;
 }
 
-INLINE void score(const Lanes *lanes, const float *query, const float *keys, float *scores,
+INLINE void score(const OwnTokens *buffers, const float *query, const float *keys, float *scores,
                   int64_t dim) {
-    for (int64_t head = 0; head < lanes->lanes * lanes->kv_heads; head++, keys += lanes->stride) {
-        int64_t length = lanes->lengths[head / lanes->kv_heads];
-        for (int64_t g = 0; g < lanes->queries; g++, query += dim, scores += lanes->width) {
+    for (int64_t head = 0; head < buffers->buffers * buffers->kv_heads; head++, keys += buffers->stride) {
+        int64_t length = buffers->lengths[head / buffers->kv_heads];
+        for (int64_t g = 0; g < buffers->queries; g++, query += dim, scores += buffers->width) {
             for (int64_t t = 0; t < length; t++) {
                 float sum = 0.0f;
                 for (int64_t i = 0; i < dim; i++) sum += query[i] * keys[t * dim + i];
                 scores[t] = sum;
             }
-            for (int64_t t = length; t < lanes->span; t++) scores[t] = -INFINITY;
+            for (int64_t t = length; t < buffers->span; t++) scores[t] = -INFINITY;
         }
     }
 }
 
-INLINE void weigh(const Lanes *lanes, const float *weights, const float *values, float *out,
+INLINE void weigh(const OwnTokens *buffers, const float *weights, const float *values, float *out,
                   int64_t dim) {
-    for (int64_t head = 0; head < lanes->lanes * lanes->kv_heads;
-         head++, values += lanes->stride) {
-        int64_t length = lanes->lengths[head / lanes->kv_heads];
-        for (int64_t g = 0; g < lanes->queries; g++, out += dim, weights += lanes->width) {
+    for (int64_t head = 0; head < buffers->buffers * buffers->kv_heads;
+         head++, values += buffers->stride) {
+        int64_t length = buffers->lengths[head / buffers->kv_heads];
+        for (int64_t g = 0; g < buffers->queries; g++, out += dim, weights += buffers->width) {
             float total[WIDEST] = {0.0f};
             for (int64_t t = 0; t < length; t++)
                 for (int64_t i = 0; i < dim; i++) total[i] += weights[t] * values[t * dim + i];
@@ -121,27 +121,27 @@ INLINE void weigh(const Lanes *lanes, const float *weights, const float *values,
     }
 }
 
-/* Scores of each query over the keys of its lane. The usual sizes are compiled apart. */
-void lane_scores(const Lanes *lanes, const float *query, const float *keys, float *scores,
+/* Scores of each query over the keys of its buffer. The usual sizes are compiled apart. */
+void own_scores(const OwnTokens *buffers, const float *query, const float *keys, float *scores,
                  int64_t dim) {
-    if (dim == 64) score(lanes, query, keys, scores, 64);
-    else if (dim == 128) score(lanes, query, keys, scores, 128);
-    else score(lanes, query, keys, scores, dim);
+    if (dim == 64) score(buffers, query, keys, scores, 64);
+    else if (dim == 128) score(buffers, query, keys, scores, 128);
+    else score(buffers, query, keys, scores, dim);
 }
 
-/* Softmax, in place, over a query's scores of the shared tokens, [kv_heads][lanes][queries],
- * and of its lane's own, [lanes][kv_heads][queries], together. */
-void join_softmax(const Lanes *lanes, float *of_shared, float *own, int64_t shared) {
-    for (int64_t head = 0; head < lanes->lanes * lanes->kv_heads; head++) {
-        int64_t lane = head / lanes->kv_heads, length = lanes->lengths[lane];
-        int64_t by_head = head % lanes->kv_heads * lanes->lanes + lane;
-        for (int64_t g = 0; g < lanes->queries; g++, own += lanes->width) {
-            float *first = of_shared + (by_head * lanes->queries + g) * shared;
+/* Softmax, in place, over a query's scores of the shared tokens, [kv_heads][buffers][queries],
+ * and of its buffer's own, [buffers][kv_heads][queries], together. */
+void join_softmax(const OwnTokens *buffers, float *of_shared, float *own, int64_t shared) {
+    for (int64_t head = 0; head < buffers->buffers * buffers->kv_heads; head++) {
+        int64_t buffer = head / buffers->kv_heads, length = buffers->lengths[buffer];
+        int64_t by_head = head % buffers->kv_heads * buffers->buffers + buffer;
+        for (int64_t g = 0; g < buffers->queries; g++, own += buffers->width) {
+            float *first = of_shared + (by_head * buffers->queries + g) * shared;
             float most = largest(own, length, largest(first, shared, -INFINITY));
             float by = 1.0f / (exp_all(first, shared, most) + exp_all(own, length, most));
             for (int64_t t = 0; t < shared; t++) first[t] *= by;
             for (int64_t t = 0; t < length; t++) own[t] *= by;
-            for (int64_t t = length; t < lanes->span; t++) own[t] = 0.0f;
+            for (int64_t t = length; t < buffers->span; t++) own[t] = 0.0f;
         }
     }
 }
@@ -157,10 +157,10 @@ void causal_softmax(float *scores, int64_t heads, int64_t queries, int64_t keys,
         }
 }
 
-/* The values of each lane, summed by weight. */
-void lane_values(const Lanes *lanes, const float *weights, const float *values, float *out,
+/* The values of each buffer, summed by weight. */
+void own_values(const OwnTokens *buffers, const float *weights, const float *values, float *out,
                  int64_t dim) {
-    if (dim == 64) weigh(lanes, weights, values, out, 64);
-    else if (dim == 128) weigh(lanes, weights, values, out, 128);
-    else weigh(lanes, weights, values, out, dim);
+    if (dim == 64) weigh(buffers, weights, values, out, 64);
+    else if (dim == 128) weigh(buffers, weights, values, out, 128);
+    else weigh(buffers, weights, values, out, dim);
 }

@@ -42,10 +42,10 @@ class NativeOps:
         self._rms_norm = _function(library, "rms_norm", _P, _P, _P, _I, _I, _F)
         self._rotate = _function(library, "rotate", _P, _P, _P, _I, _I, _I, _I)
         self._scatter = _function(library, "scatter", _P, _P, _P, _P, _I, _I, _I, _I)
-        self._lane_scores = _function(library, "lane_scores", _P, _P, _P, _P, _I)
+        self._own_scores = _function(library, "own_scores", _P, _P, _P, _P, _I)
         self._join_softmax = _function(library, "join_softmax", _P, _P, _P, _I)
         self._causal_softmax = _function(library, "causal_softmax", _P, _I, _I, _I, _I)
-        self._lane_values = _function(library, "lane_values", _P, _P, _P, _P, _I)
+        self._own_values = _function(library, "own_values", _P, _P, _P, _P, _I)
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         x = x.contiguous()
@@ -72,27 +72,27 @@ class NativeOps:
         where = tokens.data_ptr(), rows.data_ptr(), target.data_ptr()
         self._scatter(source.data_ptr(), *where, len(tokens), source.stride(0), pieces, width)
 
-    def lane_scores(
+    def own_scores(
         self, query: Tensor, keys: Tensor, spans: SpanLengths, scores: Tensor
     ) -> None:
         query = query.contiguous()
-        lanes = _lanes(spans, keys, scores)
+        buffers = _buffers(spans, keys, scores)
         at = query.data_ptr(), keys.data_ptr(), scores.data_ptr()
-        self._lane_scores(ctypes.byref(lanes), *at, query.shape[2])
+        self._own_scores(ctypes.byref(buffers), *at, query.shape[2])
 
     def join_softmax(self, shared: Tensor, own: Tensor, spans: SpanLengths) -> None:
-        lanes = _lanes(spans, own, own)
+        buffers = _buffers(spans, own, own)
         at = shared.data_ptr(), own.data_ptr()
-        self._join_softmax(ctypes.byref(lanes), *at, shared.shape[2])
+        self._join_softmax(ctypes.byref(buffers), *at, shared.shape[2])
 
-    def lane_values(self, weights: Tensor, values: Tensor, spans: SpanLengths) -> Tensor:
+    def own_values(self, weights: Tensor, values: Tensor, spans: SpanLengths) -> Tensor:
         dim = values.shape[2]
         if dim > _WIDEST:
             return torch.bmm(weights, values)
         out = weights.new_empty(*weights.shape[:2], dim)
-        lanes = _lanes(spans, values, weights)
+        buffers = _buffers(spans, values, weights)
         at = weights.data_ptr(), values.data_ptr(), out.data_ptr()
-        self._lane_values(ctypes.byref(lanes), *at, dim)
+        self._own_values(ctypes.byref(buffers), *at, dim)
         return out
 
     def causal_softmax(self, scores: Tensor, seen: int) -> None:
@@ -101,15 +101,15 @@ class NativeOps:
 
 
 class _Lanes(ctypes.Structure):
-    """`Lanes` of the C source."""
+    """`Buffers` of the C source."""
 
     _fields_ = (
         ("lengths", _P),
-        *((name, _I) for name in ("lanes", "kv_heads", "queries", "stride", "width", "span")),
+        *((name, _I) for name in ("buffers", "kv_heads", "queries", "stride", "width", "span")),
     )
 
 
-def _lanes(spans: SpanLengths, held: Tensor, scores: Tensor) -> _Lanes:
+def _buffers(spans: SpanLengths, held: Tensor, scores: Tensor) -> _Lanes:
     """How C finds its way in keys or values, and in scores, of all of whose rows are dense."""
     lengths = spans.lengths
     return _Lanes(

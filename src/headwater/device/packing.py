@@ -11,10 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from headwater.device.lean import lean_layer
-from headwater.device.products import (
+from headwater.device.fused_layer import fused_layer
+from headwater.device.linear import (
     ACTIVATIONS,
-    LEAST_WEIGHTS,
+    MIN_PACKED_WEIGHTS,
     FusedNorm,
     GatedMLP,
     PackedLinear,
@@ -28,18 +28,18 @@ ROWS_WANTED = 4
 
 
 @torch.inference_mode()
-def pack(model: nn.Module, *, least_weights: int = LEAST_WEIGHTS) -> bool:
+def pack(model: nn.Module, *, min_packed_weights: int = MIN_PACKED_WEIGHTS) -> bool:
     """Replace what can be, in place. True if large linear layers are packed now."""
     weight = next(model.parameters())
     if weight.device.type != "cpu" or weight.dtype != torch.float32 or not can_pack():
         return False
 
     def packed(module: nn.Module) -> nn.Module | None:
-        if type(module) is nn.Linear and module.weight.numel() >= least_weights:
+        if type(module) is nn.Linear and module.weight.numel() >= min_packed_weights:
             return PackedLinear(module.weight, module.bias)
         return None
 
-    _replace(model, lambda module: lean_layer(module, least_weights=least_weights))
+    _replace(model, lambda module: fused_layer(module, min_packed_weights=min_packed_weights))
     _replace(model, packed)
     _replace(model, _better)
     return any(isinstance(module, PackedLinear) for module in model.modules())

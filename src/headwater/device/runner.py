@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headwater.device.contiguous_kv import ContiguousKV
 from headwater.device.inputs import StepInputs, build
 from headwater.device.kv import KVPool
-from headwater.device.lanes import ContiguousKV
 from headwater.device.model import LoadedModel
 from headwater.device.penalties import History, is_penalised
 from headwater.device.sampler import SampledRows, Sampler
@@ -16,8 +16,8 @@ from headwater.errors import ConfigError, InvariantError
 from headwater.scheduler.batch import ScheduledBatch, StepResult
 from headwater.types import Tokens
 
-LANE_SHARE = 1.0
-"""Memory for lanes, as a share of the pool's."""
+CONTIGUOUS_SHARE = 1.0
+"""Memory for buffers, as a share of the pool's."""
 
 
 class TorchRunner:
@@ -38,7 +38,7 @@ class TorchRunner:
         max_num_seqs: int,
         max_batched_tokens: int,
         depth: int = 1,
-        lane_bytes: int | None = None,
+        contiguous_bytes: int | None = None,
         shared: bool = False,
     ) -> None:
         if depth not in (1, 2):
@@ -48,11 +48,13 @@ class TorchRunner:
         self.pool = KVPool(
             model, num_blocks=num_blocks, block_tokens=block_tokens, shared=shared
         )
-        if lane_bytes is None:
-            lane_bytes = int(self.pool.num_bytes * LANE_SHARE)
+        if contiguous_bytes is None:
+            contiguous_bytes = int(self.pool.num_bytes * CONTIGUOUS_SHARE)
         # A row is at least a token, so no step has more rows than either.
-        max_lanes = min(max_num_seqs, max_batched_tokens)
-        self._lanes = ContiguousKV(self.pool, max_lanes=max_lanes, max_bytes=lane_bytes)
+        max_buffers = min(max_num_seqs, max_batched_tokens)
+        self._buffers = ContiguousKV(
+            self.pool, max_buffers=max_buffers, max_bytes=contiguous_bytes
+        )
         self._sampler = Sampler(model.eos_token_ids)
         self._results: deque[StepResult] = deque()
         self._last: tuple[ScheduledBatch, StepResult] | None = None
@@ -89,7 +91,7 @@ class TorchRunner:
 
     def _logits(self, batch: ScheduledBatch, tokens: Tokens) -> Tensor:
         inputs: StepInputs = build(
-            batch, tokens, pool=self.pool, lanes=self._lanes, min_rows=self._model.min_rows
+            batch, tokens, pool=self.pool, buffers=self._buffers, min_rows=self._model.min_rows
         )
         output = self._model.module(
             input_ids=inputs.tokens,

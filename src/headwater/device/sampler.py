@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headwater.device.counter_random import uniform
 from headwater.device.kv import Ints
-from headwater.device.noise import uniform
 from headwater.device.penalties import History, bias, forbid, is_penalised, penalise
 from headwater.device.upload import fetch, put
 from headwater.scheduler.output import TokenLogprobs

@@ -1,11 +1,11 @@
-"""How many tokens of each lane are seen, as what computes with them needs it."""
+"""How many tokens of each buffer are seen, as what computes with them needs it."""
 
 import torch
 from torch import Tensor
 
 
 class SpanLengths:
-    """Lengths of the lanes of one step, in lanes of one width."""
+    """Lengths of the buffers of one step, in buffers of one width."""
 
     def __init__(self, lengths: Tensor, *, width: int, kv_heads: int) -> None:
         self.lengths = lengths
@@ -15,7 +15,7 @@ class SpanLengths:
         self._made = False
 
     def mask(self, dtype: torch.dtype) -> Tensor | None:
-        """Added to scores, `[lanes * kv_heads, 1, width]`; None when nothing is hidden."""
+        """Added to scores, `[buffers * kv_heads, 1, width]`; None when nothing is hidden."""
         if not self._made:
             self._made = True
             keys = torch.arange(self.width, device=self.lengths.device)

@@ -14,7 +14,7 @@ from headwater.device.attention.base import Variant
 from headwater.device.kv import KVPool
 
 _PART = 64
-_LEAST_TOKENS = 16
+_MIN_TOKENS = 16
 """Tokens of a part, and tokens from which a prompt is attended in parts (measured)."""
 
 _QUERIES = 256
@@ -41,23 +41,32 @@ class ChunkRow:
         self._sights: dict[int | None, VisibleBlocks] = {}
 
     def attend(
-        self, pool: KVPool, layer: int, query: Tensor, own: tuple[Tensor, Tensor], how: Variant
+        self,
+        pool: KVPool,
+        layer: int,
+        query: Tensor,
+        own: tuple[Tensor, Tensor],
+        variant: Variant,
     ) -> Tensor:
         """`[tokens, heads, head_dim]`. This step's K and V, `own`, are in the pool already.
 
         A row without a prefix never reads the pool: what it sees is what it just computed.
         """
-        if how.has_plain_scores and self._sees_all(how.window) and len(query) >= _LEAST_TOKENS:
+        if (
+            variant.has_plain_scores
+            and self._sees_all(variant.window)
+            and len(query) >= _MIN_TOKENS
+        ):
             keys, values = own if self.first == 0 else self._read(pool, layer, 0)
-            return _in_parts(pool, query, keys, values, how.scaling)
-        sight = self._sight(how.window, query, pool.block_tokens)
+            return _in_parts(pool, query, keys, values, variant.scaling)
+        sight = self._sight(variant.window, query, pool.block_tokens)
         keys, values = own if self.first == 0 else self._read(pool, layer, sight.first_block)
-        if how.has_plain_scores:
-            return _fused(query, keys, values, sight, how.scaling)
+        if variant.has_plain_scores:
+            return _fused(query, keys, values, sight, variant.scaling)
         parts = torch.split(query, _QUERIES)
-        masks = self._mask(how.window, query, sight.first_block * pool.block_tokens)
+        masks = self._mask(variant.window, query, sight.first_block * pool.block_tokens)
         out = [
-            written_out(q, keys, values, m, how)
+            written_out(q, keys, values, m, variant)
             for q, m in zip(parts, torch.split(masks, _QUERIES), strict=True)
         ]
         return torch.cat(out)
@@ -103,17 +112,17 @@ class ChunkRow:
 
 
 def written_out(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, how: Variant
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, variant: Variant
 ) -> Tensor:
     """Attention with its scores written out, for what the fused kernel cannot do."""
     tokens, heads, head_dim = query.shape
     kv_heads = keys.shape[1]
     grouped = query.view(tokens, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
     scores = grouped.reshape(kv_heads, -1, head_dim) @ keys.permute(1, 2, 0)
-    scores = scores.view(heads, tokens, -1).float() * how.scaling
-    if how.softcap is not None:
-        scores = torch.tanh(scores / how.softcap) * how.softcap
-    weights = softmax_with_sinks(scores + mask, how.sinks).to(query.dtype)
+    scores = scores.view(heads, tokens, -1).float() * variant.scaling
+    if variant.softcap is not None:
+        scores = torch.tanh(scores / variant.softcap) * variant.softcap
+    weights = softmax_with_sinks(scores + mask, variant.sinks).to(query.dtype)
     out = weights.view(kv_heads, -1, weights.shape[-1]) @ values.transpose(0, 1)
     return out.view(heads, tokens, head_dim).transpose(0, 1)
 

@@ -1,6 +1,6 @@
 """The CPU reference: a step's attention in plain torch.
 
-Rows of a packed batch are of two kinds. Decodes in lanes are attended together; all others
+Rows of a packed batch are of two kinds. Decodes in buffers are attended together; all others
 one by one. K and V of the latter go to the pool layer by layer, since they are read there;
 those of the former once, after the last layer.
 """
@@ -8,8 +8,8 @@ those of the former once, after the last layer.
 from torch import Tensor
 
 from headwater.device.attention.base import Variant
+from headwater.device.attention.batched import BatchedDecodes
 from headwater.device.attention.chunk import ChunkRow
-from headwater.device.attention.together import LaneStep
 from headwater.device.kv import KVPool
 
 
@@ -23,7 +23,7 @@ class SdpaStep:
         pool_rows: Tensor,
         chunks: list[ChunkRow],
         chunk_tokens: Tensor,
-        decodes: LaneStep | None,
+        decodes: BatchedDecodes | None,
         decode_tokens: Tensor,
     ) -> None:
         self._pool = pool
@@ -52,6 +52,6 @@ class SdpaStep:
         return out
 
     def finish(self) -> None:
-        """After the last layer: what the lanes got is written to the pool."""
+        """After the last layer: what the buffers got is written to the pool."""
         if self._decodes is not None:
             self._decodes.store(self._decode_rows)

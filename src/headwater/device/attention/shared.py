@@ -16,9 +16,9 @@ from headwater.device.host_ops import HostOps
 from headwater.device.kv import Ints
 from headwater.device.spans import SpanLengths
 
-_LEAST_ROWS = 8
-_LEAST_TOKENS = 128
-_LEAST_SHARE = 0.4
+_MIN_ROWS = 8
+_MIN_TOKENS = 128
+_MIN_SHARE = 0.4
 """Measured on one core: below any of these, the copies cost more than the reads saved."""
 
 
@@ -27,12 +27,12 @@ def shared_tokens(tables: NDArray[np.int64], contexts: Ints, block_tokens: int) 
 
     A row's own token of this step is never among them.
     """
-    if len(tables) < _LEAST_ROWS:
+    if len(tables) < _MIN_ROWS:
         return 0
     differs = (tables != tables[0]).any(axis=0)
     same = int(differs.argmax()) if differs.any() else tables.shape[1]
     shared = min(same, (int(contexts.min()) - 1) // block_tokens) * block_tokens
-    enough = shared >= _LEAST_TOKENS and shared >= _LEAST_SHARE * int(contexts.max())
+    enough = shared >= _MIN_TOKENS and shared >= _MIN_SHARE * int(contexts.max())
     return shared if enough else 0
 
 
@@ -43,22 +43,22 @@ def attend_shared(
     own: tuple[Tensor, Tensor],
     spans: SpanLengths,
 ) -> Tensor:
-    """`[lanes * kv_heads, queries, head_dim]`, from scaled queries of that shape.
+    """`[buffers * kv_heads, queries, head_dim]`, from scaled queries of that shape.
 
     `prefix` is K and V of the shared tokens, `[kv_heads, shared, head_dim]`, of which there
-    may be none; `own` of the others, `[lanes * kv_heads, others, head_dim]`, as far as `spans`
-    says that each lane has them.
+    may be none; `own` of the others, `[buffers * kv_heads, others, head_dim]`, as far as `spans`
+    says that each buffer has them.
     """
     kv_heads, shared, head_dim = prefix[0].shape
     queries = grouped.shape[1]
     scores = grouped.new_empty(len(grouped), queries, own[0].shape[1])
-    ops.lane_scores(grouped, own[0], spans, scores)
+    ops.own_scores(grouped, own[0], spans, scores)
     if not shared:
-        return ops.lane_values(scores.softmax(-1), own[1], spans)
+        return ops.own_values(scores.softmax(-1), own[1], spans)
     by_head = grouped.view(-1, kv_heads, queries, head_dim).transpose(0, 1)
     together = torch.bmm(by_head.reshape(kv_heads, -1, head_dim), prefix[0].transpose(1, 2))
     ops.join_softmax(together, scores, spans)
-    out = ops.lane_values(scores, own[1], spans)
+    out = ops.own_values(scores, own[1], spans)
     summed = torch.bmm(together, prefix[1])
     turned = summed.view(kv_heads, -1, queries, head_dim).transpose(0, 1)
     out.view(-1, kv_heads, queries, head_dim).add_(turned)

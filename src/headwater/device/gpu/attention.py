@@ -19,7 +19,7 @@ _WHOLE_UNIT = 1024
 """Prompts attended whole are padded to a multiple of this: cuDNN takes some 60 ms to plan a
 length it has not seen."""
 
-LEAST_WHOLE = 4096
+MIN_TORCH_TOKENS = 4096
 """Shorter prompts are attended over the pool; cuDNN's lead is worth no plan there."""
 
 
@@ -47,13 +47,13 @@ class PagedAttention:
     """The last row, if it is long, has nothing cached and torch's kernel is the faster one;
     `chunks` is about the others."""
 
-    kept: DecodeWork | None = None
+    sampled: DecodeWork | None = None
     """The rows of which a token is chosen, one token each: all that attends in a last layer."""
 
     gate: Callable[[int], None] | None = None
     """Told a layer before it attends: has the device wait for what that layer reads."""
 
-    def attend(self, layer: int, packed: Tensor, how: Variant) -> Tensor:
+    def attend(self, layer: int, packed: Tensor, variant: Variant) -> Tensor:
         """`[tokens, heads * dim]`, from packed Q, K and V; K and V are in the pool already."""
         if self.gate is not None:
             self.gate(layer)
@@ -61,24 +61,24 @@ class PagedAttention:
         out = torch.empty(shape, dtype=packed.dtype, device=packed.device)
         if self.decodes is not None:
             mine = slice(0, self.num_decodes)
-            attend_decodes(packed[mine], self.pool, layer, self.decodes, how, out[mine])
+            attend_decodes(packed[mine], self.pool, layer, self.decodes, variant, out[mine])
         if self.chunks is not None:
-            attend_chunks(packed, self.pool, layer, self.chunks, how, out)
+            attend_chunks(packed, self.pool, layer, self.chunks, variant, out)
         if self.whole is not None:
-            out[self.whole.start :] = self._attend_whole(self.whole, packed, how)
+            out[self.whole.start :] = self._attend_whole(self.whole, packed, variant)
         return out.view(len(packed), -1)
 
-    def attend_kept(self, layer: int, packed: Tensor, how: Variant) -> Tensor:
-        """The same for `kept`, whose tokens are all of `packed`."""
-        assert self.kept is not None, "nothing is kept"
+    def attend_sampled(self, layer: int, packed: Tensor, variant: Variant) -> Tensor:
+        """The same for `sampled`, whose tokens are all of `packed`."""
+        assert self.sampled is not None, "nothing is sampled"
         if self.gate is not None:
             self.gate(layer)
         shape = len(packed), self.heads, self.pool.shape[-1]
         out = torch.empty(shape, dtype=packed.dtype, device=packed.device)
-        attend_decodes(packed, self.pool, layer, self.kept, how, out)
+        attend_decodes(packed, self.pool, layer, self.sampled, variant, out)
         return out.view(len(packed), -1)
 
-    def _attend_whole(self, whole: WholePrompt, packed: Tensor, how: Variant) -> Tensor:
+    def _attend_whole(self, whole: WholePrompt, packed: Tensor, variant: Variant) -> Tensor:
         """Causal, so that what pads the end is seen by nobody but itself."""
         kv_heads, dim = self.pool.shape[4:]
         mine = pad(packed[whole.start :], (0, 0, 0, -whole.num_tokens % _WHOLE_UNIT))
@@ -86,7 +86,7 @@ class PagedAttention:
         query, key, value = split.split((self.heads, kv_heads, kv_heads), dim=1)
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]):
             out = scaled_dot_product_attention(
-                query, key, value, is_causal=True, scale=how.scaling, enable_gqa=True
+                query, key, value, is_causal=True, scale=variant.scaling, enable_gqa=True
             )
         return out[0].transpose(0, 1)[: whole.num_tokens]
 

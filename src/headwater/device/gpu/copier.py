@@ -35,7 +35,7 @@ from headwater.types import Slots
 log = logging.getLogger(__name__)
 
 _GROUPS = 4
-_LEAST_PIECE = 512 << 10
+_MIN_PIECE_BYTES = 512 << 10
 """Groups of layers in a promotion, as long as the pieces are not smaller than this: smaller
 ones are slower to copy than the wait for a whole block is long."""
 
@@ -64,7 +64,7 @@ class CudaCopier:
         self._arrivals = arrivals
         self._num_groups = 1
         if arrivals is not None and pool.num_layers % _GROUPS == 0:
-            self._num_groups = _GROUPS if slab.block_bytes >= _GROUPS * _LEAST_PIECE else 1
+            self._num_groups = _GROUPS if slab.block_bytes >= _GROUPS * _MIN_PIECE_BYTES else 1
         self._clock = clock
         self._block_bytes = slab.block_bytes
         self._runtime = Runtime(pool.device.index or 0)

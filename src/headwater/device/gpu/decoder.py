@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from headwater.device.attention.base import Variant
 from headwater.device.kernels import rows
-from headwater.device.kernels.gated import LEAST_LAUNCHED, gate_up
-from headwater.device.kernels.prefill import loses_to_torch
+from headwater.device.kernels.gated import MIN_EAGER_ROWS, gate_up
+from headwater.device.kernels.gemv import fits, gemv
+from headwater.device.kernels.prefill import is_slower_than_torch
 from headwater.device.kernels.rotary import HeadNorms, rotate
-from headwater.device.kernels.skinny import fits, skinny
 
 _KINDS = (
     "LlamaDecoderLayer",
@@ -55,23 +55,24 @@ class Layer:
     before: Tensor
     between: Tensor
     epsilon: float
-    inward: Tensor
-    inward_bias: Tensor | None
-    outward: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    output: Tensor
     gate_up: Tensor
     down: Tensor
     norms: HeadNorms | None
-    how: Variant
+    variant: Variant
 
 
 class FusedDecoder:
-    """The same function as the model it is made from, provided `lean_decoder` says so."""
+    """The same function as the model it is made from, provided `fused_decoder` says so."""
 
     def __init__(self, module: nn.Module, variants: list[Variant], max_positions: int) -> None:
         model: Any = module.model
         self.heads = int(model.config.num_attention_heads)
         self.layers = [
-            _layer(layer, how) for layer, how in zip(model.layers, variants, strict=True)
+            _layer(layer, variant)
+            for layer, variant in zip(model.layers, variants, strict=True)
         ]
         self.table = _angles(model.rotary_emb, max_positions)
         self.embedding: Tensor = model.embed_tokens.weight.data
@@ -81,17 +82,19 @@ class FusedDecoder:
 
     def warm(self, pool: Tensor) -> None:
         """Compile what prompts need and no graph has."""
-        hidden = self.embedding.new_zeros((LEAST_LAUNCHED, self.embedding.shape[1]))
-        gate_up(hidden, self.layers[0].gate_up, is_launched=True)
+        hidden = self.embedding.new_zeros((MIN_EAGER_ROWS, self.embedding.shape[1]))
+        gate_up(hidden, self.layers[0].gate_up, is_eager=True)
         hidden = hidden[:128]
-        gate_up(hidden, self.layers[0].gate_up, is_launched=True)
-        stored = self._inward(self.layers[0], hidden, skipped=self.heads * pool.shape[-1])
+        gate_up(hidden, self.layers[0].gate_up, is_eager=True)
+        stored = self._project_qkv(self.layers[0], hidden, skipped=self.heads * pool.shape[-1])
         first = torch.zeros(128, dtype=torch.int32, device=pool.device)
         rotate(stored, first, first - 1, self.table, pool, 0, self.layers[0].norms)
 
-    def takes_whole(self, pool: Tensor) -> bool:
+    def uses_torch_attention(self, pool: Tensor) -> bool:
         """Whether torch may attend long prompts: it is faster, and every layer is plain."""
-        return loses_to_torch(pool) and all(layer.how.window is None for layer in self.layers)
+        return is_slower_than_torch(pool) and all(
+            layer.variant.window is None for layer in self.layers
+        )
 
     def embed(self, tokens: Tensor, carry: Tensor, chosen: Tensor) -> Tensor:
         """The first hidden states; a token is carried from `chosen` where `carry` says so."""
@@ -104,99 +107,101 @@ class FusedDecoder:
         pool: Tensor,
         attend: Attend,
         *,
-        kept: RowsToCompute | None = None,
+        wanted: RowsToCompute | None = None,
     ) -> Tensor:
-        """All layers over `hidden`, `[tokens, size]`, which is used up; of all rows, or `kept`."""
+        """All layers over `hidden`, `[tokens, size]`, which is used up; of all rows, or `wanted`."""
         for number, layer in enumerate(self.layers):
-            if kept is not None and number == len(self.layers) - 1:
-                return self._run_last(hidden, places, pool, kept)
-            packed = self._inward(layer, hidden)
+            if wanted is not None and number == len(self.layers) - 1:
+                return self._run_last(hidden, places, pool, wanted)
+            packed = self._project_qkv(layer, hidden)
             rotate(packed, *places, self.table, pool, number, layer.norms)
-            attended = attend(number, packed, layer.how)
-            self._outward(layer, hidden, attended, is_launched=kept is not None)
+            attended = attend(number, packed, layer.variant)
+            self._finish_layer(layer, hidden, attended, is_eager=wanted is not None)
         return hidden
 
     def _run_last(
-        self, hidden: Tensor, places: TokenSlots, pool: Tensor, kept: RowsToCompute
+        self, hidden: Tensor, places: TokenSlots, pool: Tensor, wanted: RowsToCompute
     ) -> Tensor:
-        """The last layer: K and V of all rows into the pool, everything else of `kept`."""
+        """The last layer: K and V of all rows into the pool, everything else of `wanted`."""
         number, layer = len(self.layers) - 1, self.layers[-1]
-        stored = self._inward(layer, hidden, skipped=self.heads * pool.shape[-1])
+        stored = self._project_qkv(layer, hidden, skipped=self.heads * pool.shape[-1])
         rotate(stored, *places, self.table, pool, number, layer.norms)
-        hidden = hidden.index_select(0, kept.rows)
+        hidden = hidden.index_select(0, wanted.rows)
         if not len(hidden):
             return hidden
-        packed = self._inward(layer, hidden)
-        positions = places.positions.index_select(0, kept.rows)
+        packed = self._project_qkv(layer, hidden)
+        positions = places.positions.index_select(0, wanted.rows)
         nowhere = torch.full_like(positions, -1)  # their K and V are stored already
         rotate(packed, positions, nowhere, self.table, pool, number, layer.norms)
-        attended = kept.attend(number, packed, layer.how)
-        self._outward(layer, hidden, attended, is_launched=True)
+        attended = wanted.attend(number, packed, layer.variant)
+        self._finish_layer(layer, hidden, attended, is_eager=True)
         return hidden
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Of each row, in `out` if it is given."""
         if fits(self.head, len(hidden)):
-            return skinny(hidden, self.head, norm=(self.last_norm, self.epsilon), out=out)
+            return gemv(hidden, self.head, norm=(self.last_norm, self.epsilon), out=out)
         normed = rows.norm(hidden, self.last_norm, self.epsilon)
         return torch.mm(normed, self.head.T, out=out)
 
-    def _inward(self, layer: Layer, hidden: Tensor, *, skipped: int = 0) -> Tensor:
+    def _project_qkv(self, layer: Layer, hidden: Tensor, *, skipped: int = 0) -> Tensor:
         """Q, K and V of each row, less the first `skipped` numbers of them."""
-        weight = layer.inward[skipped:]
-        if layer.inward_bias is None and fits(weight, len(hidden)):
-            return skinny(hidden, weight, norm=(layer.before, layer.epsilon))
+        weight = layer.qkv[skipped:]
+        if layer.qkv_bias is None and fits(weight, len(hidden)):
+            return gemv(hidden, weight, norm=(layer.before, layer.epsilon))
         packed = hidden.new_empty((len(hidden), len(weight)))
         for part, out in zip(hidden.split(_PIECE), packed.split(_PIECE), strict=True):
             normed = rows.norm(part, layer.before, layer.epsilon)
             torch.mm(normed, weight.T, out=out)
-        if layer.inward_bias is not None:
-            packed += layer.inward_bias[skipped:]
+        if layer.qkv_bias is not None:
+            packed += layer.qkv_bias[skipped:]
         return packed
 
-    def _outward(
-        self, layer: Layer, hidden: Tensor, attended: Tensor, *, is_launched: bool
+    def _finish_layer(
+        self, layer: Layer, hidden: Tensor, attended: Tensor, *, is_eager: bool
     ) -> None:
         """Everything after attention, added to `hidden` in place.
 
-        `is_launched` says that this is no part of a graph: each launch takes the host's time.
+        `is_eager` says that this is no part of a graph: each launch takes the host's time.
         """
-        if fits(layer.outward, len(hidden)) and fits(layer.down, len(hidden)):
-            skinny(attended, layer.outward, residual=hidden)
+        if fits(layer.output, len(hidden)) and fits(layer.down, len(hidden)):
+            gemv(attended, layer.output, residual=hidden)
             norm = layer.between, layer.epsilon
-            narrow = skinny(hidden, layer.gate_up, norm=norm, gated=True)
-            skinny(narrow, layer.down, residual=hidden)
+            narrow = gemv(hidden, layer.gate_up, norm=norm, gated=True)
+            gemv(narrow, layer.down, residual=hidden)
             return
         parts = zip(hidden.split(_PIECE), attended.split(_PIECE), strict=True)
         for part, attended_part in parts:
-            part.addmm_(attended_part, layer.outward.T)
+            part.addmm_(attended_part, layer.output.T)
             normed = rows.norm(part, layer.between, layer.epsilon)
-            narrow = gate_up(normed, layer.gate_up, is_launched=is_launched)
+            narrow = gate_up(normed, layer.gate_up, is_eager=is_eager)
             part.addmm_(narrow, layer.down.T)
 
 
-def lean_decoder(module: nn.Module, max_positions: int) -> FusedDecoder | None:
-    """A lean form of this model; None if it is of another kind, or would differ."""
+def fused_decoder(module: nn.Module, max_positions: int) -> FusedDecoder | None:
+    """A fused form of this model; None if it is of another kind, or would differ."""
     model: Any = getattr(module, "model", None)
     layers = getattr(model, "layers", None)
     if layers is None or not all(_is_known(layer) for layer in layers):
         return None
     if "dynamic" in str(getattr(model.rotary_emb, "rope_type", "")):
         return None
-    tried = [_Trial(layer, model.rotary_emb) for layer in layers]
-    variants = [trial.how for trial in tried if trial.how is not None]
-    if len(variants) < len(layers) or any(how.softcap or how.sinks for how in variants):
+    probes = [_LayerProbe(layer, model.rotary_emb) for layer in layers]
+    variants = [probe.variant for probe in probes if probe.variant is not None]
+    if len(variants) < len(layers) or any(
+        variant.softcap or variant.sinks for variant in variants
+    ):
         return None
-    lean = FusedDecoder(module, variants, max_positions)
-    return lean if tried[0].agrees(lean) else None
+    fused = FusedDecoder(module, variants, max_positions)
+    return fused if probes[0].agrees(fused) else None
 
 
-class _Trial:
+class _LayerProbe:
     """One layer run by its own code, with an attention that shows what it was given."""
 
     def __init__(self, layer: nn.Module, rotary: nn.Module) -> None:
         weight = cast(Tensor, cast(Any, layer).self_attn.q_proj.weight)
-        self.how: Variant | None = None
+        self.variant: Variant | None = None
         self.hidden = torch.randn(5, weight.shape[1], dtype=weight.dtype, device=weight.device)
         positions = torch.arange(5, device=weight.device)[None]
         rotary_given = rotary(self.hidden, position_ids=positions)
@@ -207,14 +212,14 @@ class _Trial:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant
     ) -> Tensor:
         """As `AttentionStep`: queries with keys and values mixed in."""
-        self.how = variant
+        self.variant = variant
         groups = query.shape[1] // key.shape[1]
         return query + (key * 0.5 + value * 0.25).repeat_interleave(groups, dim=1)
 
-    def agrees(self, lean: FusedDecoder) -> bool:
-        """Whether the first layer of `lean` computes the same, but for rounding."""
-        dim = lean.table[0].shape[1] * 2
-        kv_heads = (lean.layers[0].inward.shape[0] // dim - lean.heads) // 2
+    def agrees(self, fused: FusedDecoder) -> bool:
+        """Whether the first layer of `fused` computes the same, but for rounding."""
+        dim = fused.table[0].shape[1] * 2
+        kv_heads = (fused.layers[0].qkv.shape[0] // dim - fused.heads) // 2
         hidden = self.hidden
         pool = hidden.new_zeros((1, 1, 2, 16, kv_heads, dim))
         places = TokenSlots(
@@ -222,14 +227,14 @@ class _Trial:
             torch.full((5,), -1, dtype=torch.int32, device=hidden.device),
         )
 
-        def attend(layer: int, packed: Tensor, how: Variant) -> Tensor:
+        def attend(layer: int, packed: Tensor, variant: Variant) -> Tensor:
             heads = packed.view(5, -1, dim)
-            query, key, value = heads.split((lean.heads, kv_heads, kv_heads), dim=1)
-            return self.attend(layer, query, key, value, how).reshape(5, -1)
+            query, key, value = heads.split((fused.heads, kv_heads, kv_heads), dim=1)
+            return self.attend(layer, query, key, value, variant).reshape(5, -1)
 
-        whole, lean.layers = lean.layers, lean.layers[:1]
-        ours = lean.run(hidden.clone(), places, pool, attend)
-        lean.layers = whole
+        whole, fused.layers = fused.layers, fused.layers[:1]
+        ours = fused.run(hidden.clone(), places, pool, attend)
+        fused.layers = whole
         allowed = 1e-4 if hidden.element_size() == 4 else 3e-2
         wrong = (ours.float() - self.expected.float()).norm()
         return bool(wrong < allowed * self.expected.float().norm())
@@ -249,10 +254,10 @@ def _is_known(layer: nn.Module) -> bool:
     return "SiLU" in type(parts.mlp.act_fn).__name__ and all(p.bias is None for p in plain)
 
 
-def _layer(layer: Any, how: Variant) -> Layer:  # noqa: ANN401 - a module of transformers'
+def _layer(layer: Any, variant: Variant) -> Layer:  # noqa: ANN401 - a module of transformers'
     attention, mlp = layer.self_attn, layer.mlp
-    inward = [attention.q_proj, attention.k_proj, attention.v_proj]
-    biases = [part.bias for part in inward if part.bias is not None]
+    qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
+    biases = [part.bias for part in qkv if part.bias is not None]
     norms = None
     if hasattr(attention, "q_norm"):
         norms = HeadNorms(
@@ -264,13 +269,13 @@ def _layer(layer: Any, how: Variant) -> Layer:  # noqa: ANN401 - a module of tra
         before=layer.input_layernorm.weight.data,
         between=layer.post_attention_layernorm.weight.data,
         epsilon=float(layer.input_layernorm.variance_epsilon),
-        inward=_fused(inward),
-        inward_bias=torch.cat([bias.data for bias in biases]) if biases else None,
-        outward=attention.o_proj.weight.data,
+        qkv=_fused(qkv),
+        qkv_bias=torch.cat([bias.data for bias in biases]) if biases else None,
+        output=attention.o_proj.weight.data,
         gate_up=_interleaved(mlp.gate_proj, mlp.up_proj),
         down=mlp.down_proj.weight.data,
         norms=norms,
-        how=how,
+        variant=variant,
     )
 
 

@@ -1,4 +1,4 @@
-"""Decode steps as captured graphs, one for each of a ladder of batch sizes.
+"""Decode steps as captured graphs, one for each of a list of batch-size buckets.
 
 A step of fewer rows runs in the next larger graph; rows that are not there attend nothing
 and are stored nowhere. Inputs have fixed places on the device, filled by one kernel a step.
@@ -15,7 +15,7 @@ from headwater.device.gpu.attention import PagedAttention
 from headwater.device.gpu.decoder import FusedDecoder, TokenSlots
 from headwater.device.gpu.inputs import Layout, arrived, partials
 from headwater.device.gpu.staging import Staging
-from headwater.device.gpu.work import cut, num_entries
+from headwater.device.gpu.work import num_entries, split_contexts
 from headwater.device.kernels.greedy import choose_greedy
 from headwater.device.kernels.ints import copy_ints
 from headwater.device.kernels.pieces import DecodeWork
@@ -29,7 +29,7 @@ _LT_ROWS = range(17, 65)
 """Rows whose products cuBLASLt computes faster than cuBLAS: 3 % of a step of 32 on an H200."""
 
 
-def ladder(max_rows: int) -> list[int]:
+def batch_size_buckets(max_rows: int) -> list[int]:
     """Batch sizes that get a graph: close together where a row more costs most."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_rows + 32, 32)]
     return [*(size for size in sizes if size < max_rows), max_rows]
@@ -70,7 +70,7 @@ class DecodeGraphs:
         """`chosen` holds the tokens of the step before, and then of this one. `max_table` is
         the most slots of one row."""
         self._decoder, self._pool, self._chosen = decoder, pool, chosen
-        self._sizes = ladder(max_rows)
+        self._sizes = batch_size_buckets(max_rows)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._memory: Any = None
         entries = num_entries(max_rows)
@@ -121,7 +121,7 @@ class DecodeGraphs:
         batch, num_rows = layout.batch, layout.batch.num_rows
         used = self._header + len(layout.tables)
         pinned, view = self._staging.take(used)
-        pieces = cut(layout.contexts, size)
+        pieces = split_contexts(layout.contexts, size)
         absent = {"carry": -1, "slots": -1}
         given: dict[str, Ints | IntArray] = {
             "tokens": batch.tokens,
@@ -146,7 +146,7 @@ class DecodeGraphs:
 
     def _capture(self, size: int) -> torch.cuda.CUDAGraph:
         # Kernels are compiled and loaded by a first run, which cannot be part of a capture.
-        kept = self._chosen.clone()
+        before = self._chosen.clone()
         self._inputs.zero_()
         for name in ("carry", "slots"):
             self._view(name, size).fill_(-1)
@@ -158,7 +158,7 @@ class DecodeGraphs:
             with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
                 self._step(size)
         self._memory = graph.pool()
-        self._chosen.copy_(kept)
+        self._chosen.copy_(before)
         return graph
 
     def _step(self, size: int) -> None:

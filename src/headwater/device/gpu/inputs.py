@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwater.device.gpu.attention import LEAST_WHOLE, PagedAttention, WholePrompt
+from headwater.device.gpu.attention import MIN_TORCH_TOKENS, PagedAttention, WholePrompt
 from headwater.device.gpu.decoder import TokenSlots
 from headwater.device.gpu.staging import Staging
-from headwater.device.gpu.work import cut, tiles
+from headwater.device.gpu.work import split_contexts, tiles
 from headwater.device.kernels.pieces import DecodeWork
-from headwater.device.kernels.prefill import takes_many
+from headwater.device.kernels.prefill import has_hopper_kernel
 from headwater.device.kernels.tiles import ChunkWork, tile_queries
 from headwater.device.kv import Ints, KVPool
 from headwater.scheduler.batch import IntArray, ScheduledBatch
@@ -67,26 +67,26 @@ def pack(
     pool: KVPool,
     staging: Staging,
     heads: int,
-    takes_whole: bool,
+    uses_torch_attention: bool,
 ) -> PackedStep:
     """Send a step's inputs; `carry` is per row, the place in the chosen tokens or -1.
 
-    `takes_whole` says that a long prompt may be attended apart from the pool.
+    `uses_torch_attention` says that a long prompt may be attended apart from the pool.
     """
     batch, num_decodes = layout.batch, layout.num_decodes
-    whole = _whole(layout) if takes_whole else None
-    pieces = cut(layout.contexts[:num_decodes], max(num_decodes, 1))
+    whole = _whole(layout) if uses_torch_attention else None
+    pieces = split_contexts(layout.contexts[:num_decodes], max(num_decodes, 1))
     chunks = slice(num_decodes, len(layout.counts) - (whole is not None))
     longest = int(layout.counts[chunks].max(initial=0))
     tile = tile_queries(pool.data.dtype, pool.head_dim, longest)
     shared = tiles(
         layout.counts[chunks], layout.contexts[chunks],
-        first_row=num_decodes, tile=tile, heads=heads, takes_many=takes_many(pool.data),
+        first_row=num_decodes, tile=tile, heads=heads, has_hopper_kernel=has_hopper_kernel(pool.data),
     )  # fmt: skip
     token_carry = np.full(len(batch.tokens), -1, dtype=np.int32)
     token_carry[batch.query_start[:-1]] = carry
     last = batch.query_start[1:][batch.sampled] - 1
-    kept = cut(layout.contexts[batch.sampled], max(len(last), 1))
+    sampled = split_contexts(layout.contexts[batch.sampled], max(len(last), 1))
     sent = staging.send(
         [
             batch.tokens,
@@ -105,8 +105,8 @@ def pack(
             shared.part_keys,
             batch.context_lens[batch.sampled],
             layout.table_start[batch.sampled].astype(np.int32),
-            np.array([kept.piece], dtype=np.int32),
-            *kept[1:],
+            np.array([sampled.piece], dtype=np.int32),
+            *sampled[1:],
         ],
         pool.device,
     )
@@ -118,7 +118,7 @@ def pack(
         attention.num_decodes = num_decodes
         attention.decodes = _decodes(contexts, tables, table_start, sent[9:13], pool, heads)
     if len(last):
-        attention.kept = _decodes(sent[16], tables, sent[17], sent[18:22], pool, heads)
+        attention.sampled = _decodes(sent[16], tables, sent[17], sent[18:22], pool, heads)
     if len(shared.row):
         rows = len(shared.row) * shared.num_parts * tile if shared.num_parts > 1 else 0
         partial, partial_lse = partials(rows, heads, pool)
@@ -131,7 +131,7 @@ def pack(
             tile_row=sent[13],
             tile_start=sent[14],
             longest_context=int(layout.contexts[chunks].max()),
-            is_many=shared.is_many,
+            use_hopper=shared.use_hopper,
             num_parts=shared.num_parts,
             part_keys=sent[15],
             partial=partial,
@@ -149,7 +149,7 @@ def pack(
 def _whole(layout: Layout) -> WholePrompt | None:
     """The last row, if it is a long prompt with nothing cached."""
     count = int(layout.counts[-1])
-    if count < LEAST_WHOLE or count != layout.contexts[-1]:
+    if count < MIN_TORCH_TOKENS or count != layout.contexts[-1]:
         return None
     return WholePrompt(int(layout.batch.query_start[-2]), count)
 

@@ -1,4 +1,4 @@
-"""A model in transformers' own code on the GPU, over our attention: families without a lean form.
+"""A model in transformers' own code on the GPU, over our attention: families without a fused form.
 
 Nothing is captured: code that is not ours may wait for the device (routed experts do).
 """

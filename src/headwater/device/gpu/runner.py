@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headwater.device.gpu.arrivals import Arrivals
-from headwater.device.gpu.decoder import FusedDecoder, RowsToCompute, lean_decoder
+from headwater.device.gpu.decoder import FusedDecoder, RowsToCompute, fused_decoder
 from headwater.device.gpu.graphs import DecodeGraphs
 from headwater.device.gpu.inputs import Layout, PackedStep, pack
 from headwater.device.gpu.module import ModuleDecoder
@@ -37,7 +37,7 @@ _RING = 3
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Flight:
+class _SubmittedStep:
     """A step that was submitted."""
 
     batch: ScheduledBatch
@@ -82,20 +82,20 @@ class CudaRunner:
         self._staging = Staging(4 * max_batched_tokens + (1 << 16), num_buffers=_RING)
         self._sampler = Sampler(model.eos_token_ids)
         with torch.inference_mode():
-            lean = lean_decoder(model.module, model.max_model_len)
-        self._decoder: FusedDecoder | ModuleDecoder = lean or ModuleDecoder(model)
+            fused = fused_decoder(model.module, model.max_model_len)
+        self._decoder: FusedDecoder | ModuleDecoder = fused or ModuleDecoder(model)
         self.graphs: DecodeGraphs | None = None
-        if lean is not None:
+        if fused is not None:
             width = min(-(-model.max_model_len // block_tokens), num_blocks) + 1
             self.graphs = DecodeGraphs(
-                lean, self.pool, self._chosen, max_rows=self._max_rows, max_table=width
+                fused, self.pool, self._chosen, max_rows=self._max_rows, max_table=width
             )
-        self._flights: deque[_Flight] = deque()
-        self._last: _Flight | None = None
+        self._submitted: deque[_SubmittedStep] = deque()
+        self._last: _SubmittedStep | None = None
         self._num_steps = 0
 
     @property
-    def is_lean(self) -> bool:
+    def is_fused(self) -> bool:
         """Whether the model runs in our own decoder and in graphs."""
         return self.graphs is not None
 
@@ -111,8 +111,10 @@ class CudaRunner:
                 return
             self.graphs.warm()
             decoder.warm(self.pool.data)
-            for how in {layer.how.window: layer.how for layer in decoder.layers}.values():
-                warm_chunks(self.pool, decoder.heads, how)
+            for variant in {
+                layer.variant.window: layer.variant for layer in decoder.layers
+            }.values():
+                warm_chunks(self.pool, decoder.heads, variant)
 
     def submit(self, batch: ScheduledBatch) -> None:
         """Queue one step; its result waits for `collect`."""
@@ -130,22 +132,22 @@ class CudaRunner:
             logprobs = None
             if not is_greedy and len(batch.sampled):
                 logprobs = self._choose(batch, logits, places)
-            self._fly(batch, places, logprobs)
+            self._finish_submit(batch, places, logprobs)
 
     def collect(self) -> StepResult:
         """The result of the oldest step not yet collected; waits for it without a lock."""
-        flight = self._flights.popleft()
-        tokens = flight.tokens()
+        submitted = self._submitted.popleft()
+        tokens = submitted.tokens()
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
-        if flight.logprobs is not None:
-            logprobs = flight.logprobs.read()
-        return StepResult(step=flight.batch.step, tokens=tokens, logprobs=logprobs)
+        if submitted.logprobs is not None:
+            logprobs = submitted.logprobs.read()
+        return StepResult(step=submitted.batch.step, tokens=tokens, logprobs=logprobs)
 
     def close(self) -> None:
         """Forget what was not collected, once the device is done with it."""
-        for flight in self._flights:
-            flight.done.synchronize()
-        self._flights.clear()
+        for submitted in self._submitted:
+            submitted.done.synchronize()
+        self._submitted.clear()
         self._last = None
 
     def _run_packed(self, layout: Layout, carry: IntArray) -> Tensor:
@@ -157,8 +159,8 @@ class CudaRunner:
             pool=self.pool,
             staging=self._staging,
             heads=decoder.heads,
-            takes_whole=isinstance(decoder, FusedDecoder)
-            and decoder.takes_whole(self.pool.data),
+            uses_torch_attention=isinstance(decoder, FusedDecoder)
+            and decoder.uses_torch_attention(self.pool.data),
         )
         if layout.batch.awaits:
             step.attention.gate = self._gate(layout.batch)
@@ -171,7 +173,7 @@ class CudaRunner:
             step.places,
             self.pool.data,
             attention.attend,
-            kept=RowsToCompute(step.logits_at, attention.attend_kept),
+            wanted=RowsToCompute(step.logits_at, attention.attend_sampled),
         )
         return decoder.logits(hidden) if len(hidden) else hidden
 
@@ -204,7 +206,7 @@ class CudaRunner:
             self._chosen[at] = chosen.int()
         return LogprobTable(logits, chosen, batch.params)
 
-    def _fly(
+    def _finish_submit(
         self, batch: ScheduledBatch, places: IntArray, logprobs: LogprobTable | None
     ) -> None:
         host = self._host[self._num_steps % _RING]
@@ -212,10 +214,12 @@ class CudaRunner:
         copy_ints(self._chosen[:count], host)
         done = torch.cuda.Event()  # not `blocking`: sleepers were woken up to 5 ms late
         done.record()
-        flight = _Flight(batch=batch, places=places, host=host, done=done, logprobs=logprobs)
+        submitted = _SubmittedStep(
+            batch=batch, places=places, host=host, done=done, logprobs=logprobs
+        )
         self._num_steps += 1
-        self._flights.append(flight)
-        self._last = flight
+        self._submitted.append(submitted)
+        self._last = submitted
 
     def _carry(self, batch: ScheduledBatch) -> IntArray:
         """Per row: where the token it waits for is among the chosen; -1 where none is."""

@@ -4,13 +4,13 @@ import torch
 
 from headwater.device.attention.base import Variant
 from headwater.device.gpu.inputs import partials
-from headwater.device.gpu.work import MOST_PARTS
-from headwater.device.kernels.prefill import attend_chunks, takes_many
+from headwater.device.gpu.work import MAX_PARTS
+from headwater.device.kernels.prefill import attend_chunks, has_hopper_kernel
 from headwater.device.kernels.tiles import LARGE_TILE, ChunkWork, tile_queries
 from headwater.device.kv import KVPool
 
 
-def warm_chunks(pool: KVPool, heads: int, how: Variant) -> None:
+def warm_chunks(pool: KVPool, heads: int, variant: Variant) -> None:
     """Compile attention of chunks for every size of tile and number of parts, and of many."""
     packed = torch.zeros(
         (1, (heads + 2 * pool.kv_heads) * pool.head_dim),
@@ -21,13 +21,15 @@ def warm_chunks(pool: KVPool, heads: int, how: Variant) -> None:
     sizes = {tile_queries(pool.data.dtype, pool.head_dim, longest) for longest in (1, 1 << 20)}
     for tile in sizes:
         num_parts = 1
-        while num_parts <= MOST_PARTS:
-            attend_chunks(packed, pool.data, 0, _work(pool, heads, tile, num_parts), how, out)
+        while num_parts <= MAX_PARTS:
+            attend_chunks(
+                packed, pool.data, 0, _work(pool, heads, tile, num_parts), variant, out
+            )
             num_parts *= 2
-    if takes_many(pool.data):
+    if has_hopper_kernel(pool.data):
         many = _work(pool, heads, LARGE_TILE, 1)
-        many.is_many = True
-        attend_chunks(packed, pool.data, 0, many, how, out)
+        many.use_hopper = True
+        attend_chunks(packed, pool.data, 0, many, variant, out)
 
 
 def _work(pool: KVPool, heads: int, tile: int, num_parts: int) -> ChunkWork:

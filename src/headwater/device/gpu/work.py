@@ -19,12 +19,12 @@ _SPARE = 64
 
 
 _PROGRAMS = 512
-_LEAST_PART = 512
-MOST_PARTS = 16
+_MIN_PART_KEYS = 512
+MAX_PARTS = 16
 """Programs that keep the device busy; fewest keys, and most parts, that a tile is cut into."""
 
-_MANY_PROGRAMS = 96
-_MANY_PRODUCTS = 1 << 19
+_MIN_HOPPER_PROGRAMS = 96
+_MIN_HOPPER_SCORES = 1 << 19
 """What is called many: a tile for almost every processor; and queries times keys, of all rows."""
 
 
@@ -42,7 +42,7 @@ def num_entries(num_rows: int) -> int:
     return num_rows + _SPARE
 
 
-def cut(contexts: Ints, num_rows: int) -> Pieces:
+def split_contexts(contexts: Ints, num_rows: int) -> Pieces:
     """Cut contexts into pieces of one size, as small as the list for `num_rows` has room for."""
     room = num_entries(num_rows)
     total = int(contexts.sum())
@@ -68,17 +68,23 @@ class Tiles(NamedTuple):
 
     row: IntArray
     start: IntArray
-    is_many: bool
+    use_hopper: bool
     num_parts: int
     part_keys: IntArray
 
 
 def tiles(
-    counts: Ints, contexts: Ints, *, first_row: int, tile: int, heads: int, takes_many: bool
+    counts: Ints,
+    contexts: Ints,
+    *,
+    first_row: int,
+    tile: int,
+    heads: int,
+    has_hopper_kernel: bool,
 ) -> Tiles:
     """Tiles of rows from `first_row` on with so many queries and tokens in all.
 
-    Few tiles are cut into parts, as many as give every processor work. `takes_many` says that
+    Few tiles are cut into parts, as many as give every processor work. `has_hopper_kernel` says that
     the device has a kernel for many.
     """
     each = -(-counts // tile)
@@ -88,18 +94,18 @@ def tiles(
     order = np.argsort((contexts - counts)[rows] + starts, kind="stable")
     rows, starts = rows[order], starts[order]
     programs = len(rows) * heads
-    is_many = (
-        takes_many
+    use_hopper = (
+        has_hopper_kernel
         and tile == LARGE_TILE
-        and programs >= _MANY_PROGRAMS
-        and int(counts @ contexts) >= _MANY_PRODUCTS
+        and programs >= _MIN_HOPPER_PROGRAMS
+        and int(counts @ contexts) >= _MIN_HOPPER_SCORES
     )
     num_parts = _num_parts(programs, contexts)
     part = -(-contexts // (num_parts * PIECE_STEP)) * PIECE_STEP
     return Tiles(
         (rows + first_row).astype(np.int32),
         starts.astype(np.int32),
-        is_many,
+        use_hopper,
         num_parts,
         part[rows].astype(np.int32),
     )
@@ -108,6 +114,6 @@ def tiles(
 def _num_parts(programs: int, contexts: Ints) -> int:
     longest = int(contexts.max()) if len(contexts) else 0
     wanted = _PROGRAMS // max(programs, 1)
-    num_parts = max(min(wanted, longest // _LEAST_PART, MOST_PARTS), 1)
+    num_parts = max(min(wanted, longest // _MIN_PART_KEYS, MAX_PARTS), 1)
     # Powers of two: each number of parts is a kernel of its own.
     return 1 << (num_parts.bit_length() - 1)

@@ -186,19 +186,19 @@ def _join(
 
 
 def attend_decodes(
-    query: Tensor, pool: Tensor, layer: int, work: DecodeWork, how: Variant, out: Tensor
+    query: Tensor, pool: Tensor, layer: int, work: DecodeWork, variant: Variant, out: Tensor
 ) -> None:
     """Attend one token a row; `query` is `[rows, >= heads * dim]`, `out` `[rows, heads, dim]`.
 
     K and V of the rows' own tokens are in the pool already. Rows that are not there get what
     nobody may read.
     """
-    if decode_tma.fits(pool, how):
-        decode_tma.attend_decodes(query, pool, layer, work, how, out)
+    if decode_tma.fits(pool, variant):
+        decode_tma.attend_decodes(query, pool, layer, work, variant, out)
         return
     block_tokens, kv_heads, dim = pool.shape[3:]
     heads = out.shape[1]
-    sinks = out if how.sinks is None else how.sinks
+    sinks = out if variant.sinks is None else variant.sinks
     width = max(16, triton.next_power_of_2(dim))
     exact = query.element_size() == 4
     keys = 32 if exact else 64
@@ -219,9 +219,9 @@ def attend_decodes(
         query.stride(0),
         pool.stride(0),
         layer * pool.stride(1),
-        how.scaling,
-        how.softcap or 1.0,
-        how.window or 0,
+        variant.scaling,
+        variant.softcap or 1.0,
+        variant.window or 0,
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=dim,
@@ -229,9 +229,9 @@ def attend_decodes(
         KEYS=keys,
         QUERIES=max(16, triton.next_power_of_2(heads // kv_heads)),
         WIDTH=width,
-        WINDOWED=how.window is not None,
-        CAPPED=how.softcap is not None,
-        SINKS=how.sinks is not None,
+        WINDOWED=variant.window is not None,
+        CAPPED=variant.softcap is not None,
+        SINKS=variant.sinks is not None,
         EXACT=exact,
         STAGES=2,
         num_warps=4,
@@ -249,6 +249,6 @@ def attend_decodes(
         GROUP=group,
         PIECES=at_once,
         WIDTH=width,
-        SINKS=how.sinks is not None,
+        SINKS=variant.sinks is not None,
         num_warps=warps,
     )

@@ -1,6 +1,6 @@
 """The same as `decode`, for Hopper and later: the processors' own copy engines bring the keys.
 
-Keys and values go from shared memory straight into products that are turned around, scores
+Keys and values go from shared memory straight into products that are transposed, scores
 being `[keys, queries]`: eight queries at a time instead of sixteen, nothing moved by threads,
 and so less power, which is what a busy device is short of. Heads of several KV heads may be
 taken together: `q` is then zero where a query is not of the head, and so is what comes of it.
@@ -22,7 +22,7 @@ from headwater.device.kernels.pieces import DecodeWork
 
 _KEYS = 64
 _QUERIES = 8
-_MOST_WIDE = 256
+_MAX_WIDTH = 256
 """Keys of a tile, least queries, and most numbers of a key, several heads together."""
 
 _FEW_ROWS = 64
@@ -30,7 +30,7 @@ _FEW_ROWS = 64
 
 
 @triton.jit
-def _turn(k, v, q, key, end, since, highest, total, summed, scale, WINDOWED: tl.constexpr,
+def _attend_tile(k, v, q, key, end, since, highest, total, summed, scale, WINDOWED: tl.constexpr,
           PARTLY: tl.constexpr):  # fmt: skip
     """One tile. `PARTLY`: it has keys beyond the end, which are zeros."""
     seen = key < end
@@ -155,11 +155,11 @@ def _attend(
         k = tiles.load([place, column])
         v = tiles.load([place + BLOCK_TOKENS, column])
         key = first + tl.arange(0, KEYS)
-        highest, total, summed = _turn(
+        highest, total, summed = _attend_tile(
             k, v, q, key, end, since, highest, total, summed, scale, WINDOWED, False
         )
     if whole < end:
-        highest, total, summed = _turn(
+        highest, total, summed = _attend_tile(
             rest_k, rest_v, q, rest_key, end, since, highest, total, summed, scale, WINDOWED,
             True,
         )  # fmt: skip
@@ -186,7 +186,7 @@ def _attend(
 
 
 def attend_decodes(
-    query: Tensor, pool: Tensor, layer: int, work: DecodeWork, how: Variant, out: Tensor
+    query: Tensor, pool: Tensor, layer: int, work: DecodeWork, variant: Variant, out: Tensor
 ) -> None:
     """As `decode.attend_decodes`, where `fits` says yes."""
     num_layers, _, block_tokens, kv_heads, dim = pool.shape[1:]
@@ -214,8 +214,8 @@ def attend_decodes(
         query.stride(0),
         num_layers * 2 * block_tokens,
         layer * 2 * block_tokens,
-        how.scaling,
-        how.window or 0,
+        variant.scaling,
+        variant.window or 0,
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=dim,
@@ -223,18 +223,18 @@ def attend_decodes(
         BLOCK_TOKENS=block_tokens,
         KEYS=_KEYS,
         QUERIES=max(_QUERIES, triton.next_power_of_2(group * together)),
-        WINDOWED=how.window is not None,
+        WINDOWED=variant.window is not None,
         STAGES=stages,
         num_warps=4,
     )
 
 
-def fits(pool: Tensor, how: Variant) -> bool:
+def fits(pool: Tensor, variant: Variant) -> bool:
     """Whether a pool's tiles can be brought so, and its attention is plain or windowed."""
     block_tokens, _, dim = pool.shape[3:]
     return (
-        how.softcap is None
-        and how.sinks is None
+        variant.softcap is None
+        and variant.sinks is None
         and pool.element_size() == 2
         and block_tokens % _KEYS == 0
         and dim in (64, 128)
@@ -248,7 +248,7 @@ def _together(group: int, kv_heads: int, dim: int) -> int:
     while (
         together * 2 * group <= _QUERIES
         and kv_heads % (together * 2) == 0
-        and together * 2 * dim <= _MOST_WIDE
+        and together * 2 * dim <= _MAX_WIDTH
     ):
         together *= 2
     return together

@@ -3,7 +3,7 @@
 The weight has a row of the gate, then the same row of up, and so on: a tile of it is one product,
 and each thread has both numbers of an output. For Hopper and later: tiles come and go by the
 copy engine of each processor (TMA). With many rows each program takes tiles one after another.
-With few it is the reading of weights: the product is turned around, `[outputs, rows]`, so that
+With few it is the reading of weights: the product is transposed, `[outputs, rows]`, so that
 weights fill the tensor cores' longer side and rows that are not there cost little.
 """
 
@@ -15,20 +15,20 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headwater.device.kernels.rows import gate
 
-_ROWS, _OUTPUTS, _INPUTS = 128, 128, 64
+_TILE_ROWS, _OUTPUTS, _INPUTS = 128, 128, 64
 """Rows and outputs of a tile, and inputs read in a turn."""
 
-_MOST_TURNED, _TURNED_OUTPUTS = 64, 64
-"""Up to so many rows the product is turned around, with so many outputs a tile."""
+_MAX_TRANSPOSED_ROWS, _TRANSPOSED_OUTPUTS = 64, 64
+"""Up to so many rows the product is transposed, with so many outputs a tile."""
 
-LEAST_LAUNCHED = 1024
+MIN_EAGER_ROWS = 1024
 """Outside of graphs fewer are computed by two kernels: a launch with descriptors takes the host
 longer than few rows take the device."""
 
 _BAND = 16
 """Tiles at work together share what they read: so many down, then as many beside them."""
 
-_MOST_PADDING = 1.15
+_MAX_PADDING = 1.15
 """Rows of tiles over rows: more of what is not there costs more than the activation."""
 
 
@@ -56,7 +56,7 @@ def _gated(x, weight, out, rows, OUTPUTS: tl.constexpr, SIZE: tl.constexpr, M: t
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _turned(x, weight, out, rows, OUTPUTS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
+def _transposed(x, weight, out, rows, OUTPUTS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
             N: tl.constexpr, K: tl.constexpr):  # fmt: skip
     first = tl.program_id(0) * N
     both = tl.zeros([2 * N, ROWS], tl.float32)
@@ -69,36 +69,36 @@ def _turned(x, weight, out, rows, OUTPUTS: tl.constexpr, SIZE: tl.constexpr, ROW
     tl.store(out + place, result, mask=(row < rows)[None, :])
 
 
-def gate_up(x: Tensor, weight: Tensor, *, is_launched: bool) -> Tensor:
+def gate_up(x: Tensor, weight: Tensor, *, is_eager: bool) -> Tensor:
     """`silu(x @ gate.T) * (x @ up.T)` with `weight` the rows of gate and up in turn.
 
-    `is_launched` says that this is no part of a graph.
+    `is_eager` says that this is no part of a graph.
     """
     rows = len(x)
-    is_small = is_launched and rows < LEAST_LAUNCHED
+    is_small = is_eager and rows < MIN_EAGER_ROWS
     if not is_small and _fits(weight):
-        if rows <= _MOST_TURNED:
-            return _few(x, weight)
-        if triton.cdiv(rows, _ROWS) * _ROWS <= rows * _MOST_PADDING:
-            return _many(x, weight)
+        if rows <= _MAX_TRANSPOSED_ROWS:
+            return _gate_up_transposed(x, weight)
+        if triton.cdiv(rows, _TILE_ROWS) * _TILE_ROWS <= rows * _MAX_PADDING:
+            return _gate_up_tiled(x, weight)
     return gate(torch.mm(x, weight.T))
 
 
-def _few(x: Tensor, weight: Tensor) -> Tensor:
-    """The same in one kernel, turned around."""
+def _gate_up_transposed(x: Tensor, weight: Tensor) -> Tensor:
+    """The same in one kernel, transposed."""
     rows, size = x.shape
     outputs = weight.shape[0] // 2
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     tile = max(16, triton.next_power_of_2(rows))
-    _turned[(outputs // _TURNED_OUTPUTS,)](
+    _transposed[(outputs // _TRANSPOSED_OUTPUTS,)](
         TensorDescriptor.from_tensor(x, [tile, _INPUTS]),
-        TensorDescriptor.from_tensor(weight, [2 * _TURNED_OUTPUTS, _INPUTS]),
+        TensorDescriptor.from_tensor(weight, [2 * _TRANSPOSED_OUTPUTS, _INPUTS]),
         out,
         rows,
         OUTPUTS=outputs,
         SIZE=size,
         ROWS=tile,
-        N=_TURNED_OUTPUTS,
+        N=_TRANSPOSED_OUTPUTS,
         K=_INPUTS,
         num_warps=4,
         num_stages=4,
@@ -106,26 +106,26 @@ def _few(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def _many(x: Tensor, weight: Tensor) -> Tensor:
+def _gate_up_tiled(x: Tensor, weight: Tensor) -> Tensor:
     """The same in one kernel, tile after tile."""
     rows, size = x.shape
     outputs = weight.shape[0] // 2
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    grid = min(processors, triton.cdiv(rows, _ROWS) * (outputs // _OUTPUTS))
+    grid = min(processors, triton.cdiv(rows, _TILE_ROWS) * (outputs // _OUTPUTS))
     _gated[(grid,)](
-        TensorDescriptor.from_tensor(x, [_ROWS, _INPUTS]),
+        TensorDescriptor.from_tensor(x, [_TILE_ROWS, _INPUTS]),
         TensorDescriptor.from_tensor(weight, [2 * _OUTPUTS, _INPUTS]),
-        TensorDescriptor.from_tensor(out, [_ROWS, _OUTPUTS]),
+        TensorDescriptor.from_tensor(out, [_TILE_ROWS, _OUTPUTS]),
         rows,
         OUTPUTS=outputs,
         SIZE=size,
-        M=_ROWS,
+        M=_TILE_ROWS,
         N=_OUTPUTS,
         K=_INPUTS,
         BAND=_BAND,
         num_warps=8,
-        num_stages=3 if rows >= LEAST_LAUNCHED else 4,
+        num_stages=3 if rows >= MIN_EAGER_ROWS else 4,
     )
     return out
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from headwater.device.attention.base import Variant
 from headwater.device.kernels.tiles import LARGE_TILE, ChunkWork
 
-_HAS_OWN = triton.__version__.startswith("3.6.")
-if _HAS_OWN:
+_HAS_HOPPER_KERNEL = triton.__version__.startswith("3.6.")
+if _HAS_HOPPER_KERNEL:
     from headwater.device.kernels import prefill_hopper
 
 
@@ -249,35 +249,35 @@ def _join(
     )
 
 
-def takes_many(pool: Tensor) -> bool:
+def has_hopper_kernel(pool: Tensor) -> bool:
     """Whether there is a kernel of its own for many tiles over this pool."""
-    return _HAS_OWN and prefill_hopper.takes(pool)
+    return _HAS_HOPPER_KERNEL and prefill_hopper.takes(pool)
 
 
-def loses_to_torch(pool: Tensor) -> bool:
+def is_slower_than_torch(pool: Tensor) -> bool:
     """Whether torch's own kernel is faster at prompts that lie in one piece.
 
     On Hopper it was not with heads of 128 numbers, and seems to be with 64; where there is no
     kernel for many it likely is. It takes two-byte types.
     """
-    is_beaten = takes_many(pool) and pool.shape[-1] == 128
+    is_beaten = has_hopper_kernel(pool) and pool.shape[-1] == 128
     return pool.element_size() == 2 and not is_beaten
 
 
 def attend_chunks(
-    query: Tensor, pool: Tensor, layer: int, work: ChunkWork, how: Variant, out: Tensor
+    query: Tensor, pool: Tensor, layer: int, work: ChunkWork, variant: Variant, out: Tensor
 ) -> None:
     """Attend all tokens of the rows that have tiles; others in `out` are left alone.
 
     `query` is `[tokens, >= heads * dim]`, `out` `[tokens, heads, dim]`.
     """
-    if work.is_many and prefill_hopper.fits(how):
-        prefill_hopper.attend_chunks(query, pool, layer, work, how, out)
+    if work.use_hopper and prefill_hopper.fits(variant):
+        prefill_hopper.attend_chunks(query, pool, layer, work, variant, out)
         return
     block_tokens, kv_heads, dim = pool.shape[3:]
     heads, tiles = out.shape[1], len(work.tile_row)
     exact = query.element_size() == 4
-    sinks = out if how.sinks is None else how.sinks
+    sinks = out if variant.sinks is None else variant.sinks
     width = max(16, triton.next_power_of_2(dim))
     _attend[(heads, tiles, work.num_parts)](
         query,
@@ -296,9 +296,9 @@ def attend_chunks(
         query.stride(0),
         pool.stride(0),
         layer * pool.stride(1),
-        how.scaling,
-        how.softcap or 1.0,
-        how.window or 0,
+        variant.scaling,
+        variant.softcap or 1.0,
+        variant.window or 0,
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=dim,
@@ -306,9 +306,9 @@ def attend_chunks(
         KEYS=32 if exact else 64,
         QUERIES=work.tile,
         WIDTH=width,
-        WINDOWED=how.window is not None,
-        CAPPED=how.softcap is not None,
-        SINKS=how.sinks is not None,
+        WINDOWED=variant.window is not None,
+        CAPPED=variant.softcap is not None,
+        SINKS=variant.sinks is not None,
         EXACT=exact,
         STAGES=2,
         PARTS=work.num_parts,
@@ -328,6 +328,6 @@ def attend_chunks(
             QUERIES=work.tile,
             ROWS=16,
             WIDTH=width,
-            SINKS=how.sinks is not None,
+            SINKS=variant.sinks is not None,
             PARTS=work.num_parts,
         )

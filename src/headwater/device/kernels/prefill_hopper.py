@@ -113,7 +113,7 @@ def _take(turn, lists, HEADS: gl.constexpr, KV_HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _bring(queries, pool, q, k, v, lists, tables, block_rows, layer_row,
+def _load_tiles(queries, pool, q, k, v, lists, tables, block_rows, layer_row,
            HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr,
            BLOCK_TOKENS: gl.constexpr):  # fmt: skip
     """Queries of each item, then its keys and values, as soon as there is room."""
@@ -142,13 +142,13 @@ def _bring(queries, pool, q, k, v, lists, tables, block_rows, layer_row,
                 slot = gl.load(tables + item.table + after // BLOCK_TOKENS)
                 after = gl.minimum(key + _KEYS + _PAGE, last)
                 slot_2 = gl.load(tables + item.table + after // BLOCK_TOKENS)
-                _bring_tile(pool, line, line_2, column, k, done)
-                _bring_tile(pool, line + BLOCK_TOKENS, line_2 + BLOCK_TOKENS, column, v, done)
+                _load_tile(pool, line, line_2, column, k, done)
+                _load_tile(pool, line + BLOCK_TOKENS, line_2 + BLOCK_TOKENS, column, v, done)
                 done += 1
 
 
 @gluon.jit
-def _bring_tile(pool, line, line_2, column, ring, done):
+def _load_tile(pool, line, line_2, column, ring, done):
     buffer, bar = await_room(ring, done, 2 * pool.block_type.nbytes)
     tma.async_copy_global_to_shared(pool, [line, column], bar, buffer.slice(0, _PAGE, dim=0))
     tma.async_copy_global_to_shared(
@@ -157,7 +157,7 @@ def _bring_tile(pool, line, line_2, column, ring, done):
 
 
 @gluon.jit
-def _weigh(scores, highest, total, key, at, scale, MASKED: gl.constexpr):
+def _softmax_tile(scores, highest, total, key, at, scale, MASKED: gl.constexpr):
     """Scores of a tile to weights; what was summed before is to be multiplied by `decay`."""
     if MASKED:
         scores = gl.where(key[None, :] <= at[:, None], scores, float("-inf"))
@@ -169,7 +169,7 @@ def _weigh(scores, highest, total, key, at, scale, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def _decayed(summed, decay):
+def _rescale(summed, decay):
     """Multiplied where that makes a difference, which after the first tiles is rare."""
     decay = gl.convert_layout(decay, gl.SliceLayout(1, summed.type.layout), assert_trivial=True)
     return gl.inline_asm_elementwise(
@@ -199,15 +199,15 @@ def _next_tile(query, k, v, done, key, at, scale, weights, highest, total, summe
     leave(k, done)
     decay = highest  # only that it has a type
     if done > -1:  # always; but nothing in here is moved behind the wait for sums
-        new, decay, highest, total = _weigh(new, highest, total, key, at, scale, MASKED)
+        new, decay, highest, total = _softmax_tile(new, highest, total, key, at, scale, MASKED)
     summed, weights = warpgroup_mma_wait(0, deps=(summed, weights))
     leave(v, done - 1)
     weights = gl.convert_layout(new.to(query.dtype), weights.type.layout, assert_trivial=True)
-    return weights, highest, total, _decayed(summed, decay)
+    return weights, highest, total, _rescale(summed, decay)
 
 
 @gluon.jit
-def _clean(v, key, context, DIM: gl.constexpr):
+def _zero_tail(v, key, context, DIM: gl.constexpr):
     """Zeros where a tile has no keys: nothing times what lies there might be no number."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     keys = key + gl.arange(0, _KEYS // 2, layout=gl.SliceLayout(1, layout))
@@ -250,7 +250,9 @@ def _compute(out, q, k, v, clean, lists, scale, HEADS: gl.constexpr, KV_HEADS: g
             leave(k, done)
             highest = gl.full_like(at, float("-inf"), dtype=gl.float32)
             total = gl.full_like(at, 0.0, dtype=gl.float32)
-            weights, _, highest, total = _weigh(scores, highest, total, key, at, scale, True)
+            weights, _, highest, total = _softmax_tile(
+                scores, highest, total, key, at, scale, True
+            )
             weights = gl.convert_layout(weights.to(dtype), of_weight, assert_trivial=True)
             summed = gl.zeros((_HALF, DIM), gl.float32, layout=by_value)
             done += 1
@@ -270,7 +272,9 @@ def _compute(out, q, k, v, clean, lists, scale, HEADS: gl.constexpr, KV_HEADS: g
             if tiles * _KEYS > item.context:
                 half: gl.constexpr = _KEYS // 2
                 first_key = (tiles - 1) * _KEYS + WHICH * half
-                _clean(values.slice(WHICH * half, half, dim=0), first_key, item.context, DIM)
+                _zero_tail(
+                    values.slice(WHICH * half, half, dim=0), first_key, item.context, DIM
+                )
                 mbarrier.arrive(clean, count=1)
                 mbarrier.wait(clean, cleaned & 1)
                 cleaned += 1
@@ -306,7 +310,7 @@ def _attend(queries, pool, contexts, query_start, tables, table_start, tile_row,
         [
             (_compute, (out, q, k, v, clean, lists, scale, HEADS, KV_HEADS, DIM, 0)),
             (_compute, (out, q, k, v, clean, lists, scale, HEADS, KV_HEADS, DIM, 1)),
-            (_bring, (queries, pool, q, k, v, lists, tables, block_rows, layer_row, HEADS,
+            (_load_tiles, (queries, pool, q, k, v, lists, tables, block_rows, layer_row, HEADS,
                       KV_HEADS, DIM, BLOCK_TOKENS)),
         ],
         [4, 1],
@@ -315,7 +319,7 @@ def _attend(queries, pool, contexts, query_start, tables, table_start, tile_row,
 
 
 def attend_chunks(
-    query: Tensor, pool: Tensor, layer: int, work: ChunkWork, how: Variant, out: Tensor
+    query: Tensor, pool: Tensor, layer: int, work: ChunkWork, variant: Variant, out: Tensor
 ) -> None:
     """As `prefill.attend_chunks`, where `fits` says yes."""
     num_layers, _, block_tokens, kv_heads, dim = pool.shape[1:]
@@ -341,7 +345,7 @@ def attend_chunks(
         _together(kv_heads, work.longest_context * dim * 2 * pool.element_size()),
         num_layers * 2 * block_tokens,
         layer * 2 * block_tokens,
-        how.scaling,
+        variant.scaling,
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=dim,
@@ -362,9 +366,9 @@ def takes(pool: Tensor) -> bool:
     )
 
 
-def fits(how: Variant) -> bool:
+def fits(variant: Variant) -> bool:
     """Whether a layer attends to all before it, with plain scores."""
-    return how.window is None and how.has_plain_scores
+    return variant.window is None and variant.has_plain_scores
 
 
 def _together(kv_heads: int, head_bytes: int) -> int:

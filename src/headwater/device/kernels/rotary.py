@@ -66,10 +66,10 @@ def _rotate(
     angle = position.to(tl.int64) * (DIM // 2) + at
     cosine = tl.load(cosines + angle, mask=at < DIM // 2, other=0.0)[None, :]
     sine = tl.load(sines + angle, mask=at < DIM // 2, other=0.0)[None, :]
-    turned_left = tl.where(rotated, left * cosine - right * sine, left)
-    turned_right = tl.where(rotated, right * cosine + left * sine, right)
-    tl.store(row, turned_left, mask=inside & rotated)
-    tl.store(row + DIM // 2, turned_right, mask=inside & rotated)
+    rotated_left = tl.where(rotated, left * cosine - right * sine, left)
+    rotated_right = tl.where(rotated, right * cosine + left * sine, right)
+    tl.store(row, rotated_left, mask=inside & rotated)
+    tl.store(row + DIM // 2, rotated_right, mask=inside & rotated)
     slot = tl.load(slots + token).to(tl.int64)
     plane = tl.where(head < HEADS + KV_HEADS, 0, 1)
     kv_head = tl.where(plane == 0, head - HEADS, head - HEADS - KV_HEADS)
@@ -77,8 +77,8 @@ def _rotate(
     target = slot * block_stride + layer_at + (in_block * KV_HEADS + kv_head) * DIM
     stored = inside & (head >= HEADS)[:, None] & (slot >= 0)
     place = pool + target[:, None] + at[None, :]
-    tl.store(place, turned_left, mask=stored)
-    tl.store(place + DIM // 2, turned_right, mask=stored)
+    tl.store(place, rotated_left, mask=stored)
+    tl.store(place + DIM // 2, rotated_right, mask=stored)
 
 
 def rotate(

@@ -38,7 +38,7 @@ class ChunkWork:
     """Per tile: its row, and its first token counted from the row's first."""
 
     longest_context: int
-    is_many: bool = False
+    use_hopper: bool = False
     """Tiles and keys are so many that Hopper's own kernel is worth its launch, in layers that it
     can attend; it takes tiles whole."""
 

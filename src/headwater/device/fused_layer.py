@@ -12,20 +12,27 @@ from torch import Tensor, nn
 
 from headwater.device.attention.base import AttentionStep, Variant
 from headwater.device.host_ops import host_ops
-from headwater.device.products import ACTIVATIONS, FusedNorm, GatedMLP, Product, agree, product
+from headwater.device.linear import (
+    ACTIVATIONS,
+    AnyLinear,
+    FusedNorm,
+    GatedMLP,
+    agree,
+    make_linear,
+)
 
 _KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer")
 
 
 class FusedLayer(nn.Module):
-    """The same function as the layer it is made from, provided `lean_layer` says so."""
+    """The same function as the layer it is made from, provided `fused_layer` says so."""
 
-    def __init__(self, layer: nn.Module, how: Variant, *, least_weights: int) -> None:
+    def __init__(self, layer: nn.Module, variant: Variant, *, min_packed_weights: int) -> None:
         super().__init__()
         attention, mlp = cast(nn.Module, layer.self_attn), cast(nn.Module, layer.mlp)
         self._layer = cast(int, attention.layer_idx)
         self._head_dim = cast(int, attention.head_dim)
-        self._how = how
+        self._how = variant
         self._ops = host_ops(torch.device("cpu"), torch.float32)
         self.before = _norm(cast(nn.Module, layer.input_layernorm))
         self.between = _norm(cast(nn.Module, layer.post_attention_layernorm))
@@ -33,18 +40,18 @@ class FusedLayer(nn.Module):
         self._heads = queries.out_features // self._head_dim
         self._rotated = self._heads + keys.out_features // self._head_dim
 
-        def made(*parts: nn.Linear) -> Product:
+        def made(*parts: nn.Linear) -> AnyLinear:
             biases: list[Tensor | None] = [part.bias for part in parts]
             given = [bias for bias in biases if bias is not None]
             weights: list[Tensor] = [part.weight for part in parts]
-            return product(
+            return make_linear(
                 torch.cat(weights),
                 torch.cat(given) if given else None,
-                least_weights=least_weights,
+                min_packed_weights=min_packed_weights,
             )
 
-        self.inward = made(queries, keys, values)
-        self.outward = made(_linear(attention, "o_proj"))
+        self.qkv = made(queries, keys, values)
+        self.output = made(_linear(attention, "o_proj"))
         gate, up, down = (made(_linear(mlp, f"{n}_proj")) for n in ("gate", "up", "down"))
         self.mlp = GatedMLP(gate, up, down, cast(nn.Module, mlp.act_fn))
 
@@ -56,45 +63,45 @@ class FusedLayer(nn.Module):
         attention_step: AttentionStep,
         **_: object,
     ) -> Tensor:
-        inward = self.inward(self.before(hidden_states))[0]
-        heads = inward.view(inward.shape[0], -1, self._head_dim)
+        qkv = self.qkv(self.before(hidden_states))[0]
+        heads = qkv.view(qkv.shape[0], -1, self._head_dim)
         cos, sin = position_embeddings
-        turned = self._ops.rotate(heads[:, : self._rotated], cos[0], sin[0])
+        rotated = self._ops.rotate(heads[:, : self._rotated], cos[0], sin[0])
         attended = attention_step.attend(
             self._layer,
-            turned[:, : self._heads],
-            turned[:, self._heads :],
+            rotated[:, : self._heads],
+            rotated[:, self._heads :],
             heads[:, self._rotated :],
             self._how,
         )
-        hidden_states = self.outward.plus(attended.reshape(1, len(inward), -1), hidden_states)
+        hidden_states = self.output.plus(attended.reshape(1, len(qkv), -1), hidden_states)
         gated = self.mlp.gated(self.between(hidden_states))
         return self.mlp.down.plus(gated, hidden_states)
 
 
-def lean_layer(layer: nn.Module, *, least_weights: int) -> FusedLayer | None:
-    """A lean form of this layer; None if it is of another kind, or would differ."""
+def fused_layer(layer: nn.Module, *, min_packed_weights: int) -> FusedLayer | None:
+    """A fused form of this layer; None if it is of another kind, or would differ."""
     if type(layer).__name__ not in _KINDS or not _is_known(layer):
         return None
     probe = _Probe()
     expected, x, rotary = _try(layer, probe)
-    if probe.how is None or not probe.how.has_plain_scores:
+    if probe.variant is None or not probe.variant.has_plain_scores:
         return None
-    lean = FusedLayer(layer, probe.how, least_weights=least_weights)
-    ours = lean(x, position_embeddings=rotary, attention_step=probe)
-    return lean if agree(ours, expected) else None
+    fused = FusedLayer(layer, probe.variant, min_packed_weights=min_packed_weights)
+    ours = fused(x, position_embeddings=rotary, attention_step=probe)
+    return fused if agree(ours, expected) else None
 
 
 class _Probe:
     """An attention that shows in its output what it was given, and keeps how it was called."""
 
     def __init__(self) -> None:
-        self.how: Variant | None = None
+        self.variant: Variant | None = None
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant
     ) -> Tensor:
-        self.how = variant
+        self.variant = variant
         groups = query.shape[1] // key.shape[1]
         mixed = key * 0.5 + value * 0.25
         return query + mixed.repeat_interleave(groups, dim=1) * (1 + layer)

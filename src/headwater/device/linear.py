@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headwater.device.host_ops import host_ops
 
-LEAST_WEIGHTS = 1 << 18
+MIN_PACKED_WEIGHTS = 1 << 18
 """A packed product costs some 15 µs to call; below this size it does not earn them back."""
 
 _ROWS_HINT = 16
@@ -70,14 +70,14 @@ class PlainLinear(nn.Module):
         return F.linear(x, self.weight, self.bias) + other
 
 
-Product = PackedLinear | PlainLinear
+AnyLinear = PackedLinear | PlainLinear
 
 
-def product(
-    weight: Tensor, bias: Tensor | None, *, least_weights: int = LEAST_WEIGHTS
-) -> Product:
+def make_linear(
+    weight: Tensor, bias: Tensor | None, *, min_packed_weights: int = MIN_PACKED_WEIGHTS
+) -> AnyLinear:
     """The faster form for a weight of this size."""
-    kind = PackedLinear if weight.numel() >= least_weights else PlainLinear
+    kind = PackedLinear if weight.numel() >= min_packed_weights else PlainLinear
     return kind(weight, bias)
 
 
@@ -85,7 +85,7 @@ class GatedMLP(nn.Module):
     """`down(activation(gate(x)) * up(x))`."""
 
     def __init__(
-        self, gate: Product, up: Product, down: Product, activation: nn.Module
+        self, gate: AnyLinear, up: AnyLinear, down: AnyLinear, activation: nn.Module
     ) -> None:
         super().__init__()
         self.gate, self.up, self.down = gate, up, down

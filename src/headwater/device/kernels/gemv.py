@@ -14,7 +14,7 @@ _UNIT = 1024
 
 
 @triton.jit
-def _single(
+def _gemv(
     x,
     weight,
     norm_weight,
@@ -62,7 +62,7 @@ def _single(
     tl.store(out + output, result, mask=known)
 
 
-def skinny(
+def gemv(
     x: Tensor,
     weight: Tensor,
     *,
@@ -84,7 +84,7 @@ def skinny(
         out = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
     norm_weight, epsilon = norm or (x, 0.0)
     n, k, stages = _shape(outputs, is_normed=norm is not None, is_gated=gated)
-    _single[(triton.cdiv(outputs, n),)](
+    _gemv[(triton.cdiv(outputs, n),)](
         x,
         weight,
         norm_weight,
@@ -114,5 +114,5 @@ def _shape(outputs: int, *, is_normed: bool, is_gated: bool) -> tuple[int, int, 
 
 
 def fits(weight: Tensor, num_rows: int) -> bool:
-    """Whether `skinny` computes this product."""
+    """Whether `gemv` computes this product."""
     return num_rows == 1 and weight.element_size() == 2 and weight.shape[1] % _UNIT == 0

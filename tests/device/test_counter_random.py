@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.device.noise import uniform
+from headwater.device.counter_random import uniform
 
 
 @given(st.integers(), st.integers(min_value=0, max_value=2**31))
