@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.router.rig import HangingEngine, events, run, said
+from tests.router.harness import HangingEngine, events, run, said
 
 pytestmark = pytest.mark.slow
 
@@ -12,19 +12,19 @@ pytestmark = pytest.mark.slow
 def test_a_dead_instance_is_not_noticed_by_clients():
     """Retries go elsewhere; the dead one is soon forgotten, and nothing is believed of it."""
 
-    async def scenario(rig):
-        one, two = rig.add(), rig.add()
-        await rig.ready(one, two)
-        first = await rig.complete()
+    async def scenario(harness):
+        one, two = harness.add(), harness.add()
+        await harness.ready(one, two)
+        first = await harness.complete()
         home = one if first.headers["x-headwater-instance"] == one.name else two
 
         await home.die()
 
-        answer = await rig.complete()
+        answer = await harness.complete()
         assert answer.status_code == 200
         assert answer.json()["choices"] == first.json()["choices"]
-        await rig.until(lambda known: set(known) == {one.name, two.name} - {home.name})
-        assert (await rig.client.get("/health")).status_code == 200
+        await harness.until(lambda known: set(known) == {one.name, two.name} - {home.name})
+        assert (await harness.client.get("/health")).status_code == 200
 
     run(scenario)
 
@@ -33,14 +33,14 @@ def test_an_instance_that_hangs_loses_its_requests():
     """Lesson 52: one that does not respond blocks nobody. No heartbeat for too long, and what
     waits there is computed elsewhere, within a bound."""
 
-    async def scenario(rig):
-        one = rig.add()
-        await rig.ready(one)
+    async def scenario(harness):
+        one = harness.add()
+        await harness.ready(one)
         one.engine.hold()
-        waiting = asyncio.create_task(rig.complete())
+        waiting = asyncio.create_task(harness.complete())
         await one.until_alive(1)
         one.membership.cancel()
-        two = rig.add()
+        two = harness.add()
 
         answer = await waiting
 
@@ -55,20 +55,20 @@ def test_an_instance_whose_engine_hangs_says_nothing_for_it():
     """Lesson 52: its HTTP lives on, but that is no sign of life; a stream goes on elsewhere, and
     it is back when the engine is."""
 
-    async def scenario(rig):
-        one = rig.add(engine=HangingEngine, silent_s=0.3)
-        await rig.ready(one)
+    async def scenario(harness):
+        one = harness.add(engine=HangingEngine, silent_s=0.3)
+        await harness.ready(one)
         body = {"prompt": "hello", "max_tokens": 300, "stream": True, "seed": 5}
-        async with rig.client.stream("POST", "/v1/completions", json=body) as answer:
+        async with harness.client.stream("POST", "/v1/completions", json=body) as answer:
             pieces = answer.aiter_text()
             text = await anext(pieces)
             one.engine.hold()
-            two = rig.add()
+            two = harness.add()
             text += "".join([piece async for piece in pieces])
-        assert two.name in await rig.known()
+        assert two.name in await harness.known()
         one.engine.flow()
-        await rig.ready(one)
-        whole = await rig.client.post("/v1/completions", json=body)
+        await harness.ready(one)
+        whole = await harness.client.post("/v1/completions", json=body)
 
         assert said(events(text)) == said(events(whole.text))
 
@@ -78,20 +78,20 @@ def test_an_instance_whose_engine_hangs_says_nothing_for_it():
 def test_a_draining_instance_gets_nothing_new():
     """Lesson 59: it ends what it has; heartbeats do not bring it back; a new life does."""
 
-    async def scenario(rig):
-        one, two = rig.add(), rig.add()
-        await rig.ready(one, two)
+    async def scenario(harness):
+        one, two = harness.add(), harness.add()
+        await harness.ready(one, two)
         await one.registrar.leave()
 
-        names = {(await rig.complete()).headers["x-headwater-instance"] for _ in range(6)}
+        names = {(await harness.complete()).headers["x-headwater-instance"] for _ in range(6)}
 
         assert names == {two.name}
-        assert (await rig.known())[one.name]["state"] == "draining"
+        assert (await harness.known())[one.name]["state"] == "draining"
         await two.registrar.leave()
-        answer = await rig.complete()
+        answer = await harness.complete()
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "no_instance"
-        assert (await rig.client.get("/health")).status_code == 503
+        assert (await harness.client.get("/health")).status_code == 503
 
     run(scenario)
 
@@ -99,14 +99,14 @@ def test_a_draining_instance_gets_nothing_new():
 def test_a_router_that_comes_late_hears_who_drains():
     """Lesson 59: an instance that is stopping registers at it, for what it still has, as such."""
 
-    async def scenario(rig):
-        one, two = rig.add(), rig.add()
+    async def scenario(harness):
+        one, two = harness.add(), harness.add()
         one.service.is_stopping = True
 
-        await rig.until(lambda known: known.get(one.name, {}).get("state") == "draining")
-        await rig.ready(one, two)
+        await harness.until(lambda known: known.get(one.name, {}).get("state") == "draining")
+        await harness.ready(one, two)
 
-        names = {(await rig.complete()).headers["x-headwater-instance"] for _ in range(4)}
+        names = {(await harness.complete()).headers["x-headwater-instance"] for _ in range(4)}
         assert names == {two.name}
 
     run(scenario)
@@ -115,19 +115,19 @@ def test_a_router_that_comes_late_hears_who_drains():
 def test_a_restarted_instance_is_another():
     """Lesson 71: with a new epoch nothing is left of what was believed."""
 
-    async def scenario(rig):
-        one = rig.add()
-        await rig.ready(one)
-        await rig.complete()
-        await rig.until(lambda known: known[one.name]["known_blocks"] > 0)
+    async def scenario(harness):
+        one = harness.add()
+        await harness.ready(one)
+        await harness.complete()
+        await harness.until(lambda known: known[one.name]["known_blocks"] > 0)
         port = one.listener.getsockname()[1]
         await one.die()
 
-        again = rig.add(epoch="2", port=port)
-        known = await rig.until(lambda known: known[again.name]["epoch"] == "2")
+        again = harness.add(epoch="2", port=port)
+        known = await harness.until(lambda known: known[again.name]["epoch"] == "2")
         assert known[again.name]["known_blocks"] == 0
-        await rig.ready(again)
-        assert (await rig.complete()).json()["usage"]["prompt_tokens_details"][
+        await harness.ready(again)
+        assert (await harness.complete()).json()["usage"]["prompt_tokens_details"][
             "cached_tokens"
         ] == 0
 

@@ -15,7 +15,7 @@ from headwater.disagg.routing import (
     prefills_itself,
 )
 from headwater.errors import ConfigError
-from headwater.server.router.retries import RetryBudget
+from headwater.server.router.attempts import RetryBudget
 
 
 def choose(policy, prompt_tokens, *candidates):

@@ -8,8 +8,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from headwater.server.app import create_app
-from headwater.server.router.messages import FALLBACK_HEADER, PREFILL_HEADER, TOKEN_HEADER
-from tests.router.rig import TOKEN, run
+from headwater.server.router.protocol import FALLBACK_HEADER, PREFILL_HEADER, TOKEN_HEADER
+from tests.router.harness import TOKEN, run
 
 pytestmark = pytest.mark.slow
 
@@ -17,17 +17,17 @@ pytestmark = pytest.mark.slow
 def test_retries_have_a_budget():
     """Lesson 56: refusals are tried elsewhere, and nothing loops for ever."""
 
-    async def scenario(rig):
-        instances = [rig.add() for _ in range(3)]
-        await rig.ready(*instances)
+    async def scenario(harness):
+        instances = [harness.add() for _ in range(3)]
+        await harness.ready(*instances)
         for instance in instances:
             instance.gate.shut("not now")
 
-        answer = await rig.complete()
+        answer = await harness.complete()
 
         assert answer.status_code == 503
         assert answer.json()["error"]["message"] == "not now"
-        text = (await rig.client.get("/metrics")).text
+        text = (await harness.client.get("/metrics")).text
         failures = [
             sample.value
             for family in text_string_to_metric_families(text)
@@ -43,16 +43,16 @@ def test_an_outage_is_not_answered_with_more_load():
     """Lesson 56: ten retries at once and one for every five requests, however many instances
     there are to try; the rest is told at once that nobody can."""
 
-    async def scenario(rig):
-        instances = [rig.add() for _ in range(3)]
-        await rig.ready(*instances)
+    async def scenario(harness):
+        instances = [harness.add() for _ in range(3)]
+        await harness.ready(*instances)
         for instance in instances:
             instance.gate.shut("not now")
 
-        answers = await asyncio.gather(*(rig.complete() for _ in range(40)))
+        answers = await asyncio.gather(*(harness.complete() for _ in range(40)))
 
         assert {answer.status_code for answer in answers} == {503}
-        metrics = (await rig.client.get("/metrics")).text
+        metrics = (await harness.client.get("/metrics")).text
         asked = re.findall(r"router_failures_total{.*} (\S+)", metrics)
         assert 0 < sum(map(float, asked)) <= 40 + 10 + 40 / 5
 
@@ -85,16 +85,16 @@ def test_a_prefill_instance_that_refuses_is_passed_over():
     """Lesson 56: another pair is tried; whoever is the last may be replaced by the decode
     instance itself; a short rest is never handed over."""
 
-    async def scenario(rig):
-        decode = rig.add(role="decode")
+    async def scenario(harness):
+        decode = harness.add(role="decode")
         refusing = Refusing(create_app(decode.service))
         decode.gate.open(refusing)
         for port in (1, 2):
-            rig.add(role="prefill", peer_address=f"127.0.0.1:{port}")
-        await rig.ready(*rig.instances)
+            harness.add(role="prefill", peer_address=f"127.0.0.1:{port}")
+        await harness.ready(*harness.instances)
 
-        assert (await rig.complete()).status_code == 200
-        assert (await rig.complete(prompt="short")).status_code == 200
+        assert (await harness.complete()).status_code == 200
+        assert (await harness.complete(prompt="short")).status_code == 200
 
         first, second, third = refusing.asked
         peers = {first[PREFILL_HEADER], second[PREFILL_HEADER]}
@@ -103,7 +103,7 @@ def test_a_prefill_instance_that_refuses_is_passed_over():
         assert FALLBACK_HEADER not in first
         assert second[FALLBACK_HEADER] == "local"
         assert PREFILL_HEADER not in third
-        known = await rig.known()
+        known = await harness.known()
         assert {entry["outstanding_tokens"] for entry in known.values()} == {0}
         assert {entry["num_alive"] for entry in known.values()} == {0}
 
@@ -113,15 +113,15 @@ def test_a_prefill_instance_that_refuses_is_passed_over():
 def test_a_decode_instance_without_room_is_passed_over():
     """Lesson 56: it is not the prefill instance's fault, which computes it for another."""
 
-    async def scenario(rig):
-        decodes = [rig.add(role="decode") for _ in range(2)]
+    async def scenario(harness):
+        decodes = [harness.add(role="decode") for _ in range(2)]
         refusing = [Refusing(create_app(entry.service), "no_room") for entry in decodes]
         for entry, app in zip(decodes, refusing, strict=True):
             entry.gate.open(app)
-        rig.add(role="prefill", peer_address="127.0.0.1:1")
-        await rig.ready(*rig.instances)
+        harness.add(role="prefill", peer_address="127.0.0.1:1")
+        await harness.ready(*harness.instances)
 
-        await rig.complete()
+        await harness.complete()
 
         (first,), (second,) = (app.asked for app in refusing)
         assert first[PREFILL_HEADER] == second[PREFILL_HEADER] == "127.0.0.1:1"

@@ -9,9 +9,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headwater.errors import ConfigError
 from headwater.server.registration import Registrar
-from headwater.server.router.messages import TOKEN_HEADER
-from tests.router.rig import TOKEN, Rig, blocks, run
-from tests.server.rig import byte_tokenizer
+from headwater.server.router.protocol import TOKEN_HEADER
+from tests.router.harness import TOKEN, Harness, blocks, run
+from tests.server.harness import byte_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -19,11 +19,11 @@ pytestmark = pytest.mark.slow
 def test_an_answer_is_the_instances_own():
     """Text, usage and headers as they came; the instance is named."""
 
-    async def scenario(rig):
-        one = rig.add()
-        await rig.ready(one)
+    async def scenario(harness):
+        one = harness.add()
+        await harness.ready(one)
 
-        routed = await rig.complete(request_id="a")
+        routed = await harness.complete(request_id="a")
         async with httpx.AsyncClient(base_url=one.url) as client:
             body = {"prompt": "hello " * 20, "seed": 7, "max_tokens": 4}
             direct = await client.post("/v1/completions", json=body)
@@ -32,10 +32,12 @@ def test_an_answer_is_the_instances_own():
         assert routed.json()["choices"] == direct.json()["choices"]
         assert routed.headers["x-headwater-instance"] == one.name
         assert routed.headers["x-request-id"] == "a"
-        assert (await rig.client.get("/v1/models")).json()["data"][0]["id"] == "echo"
-        assert (await rig.client.post("/tokenize", json={"prompt": "x"})).json()["count"] == 1
-        assert (await rig.complete(max_tokens=-1)).status_code == 400
-        assert (await rig.client.get("/nothing")).status_code == 404
+        assert (await harness.client.get("/v1/models")).json()["data"][0]["id"] == "echo"
+        assert (await harness.client.post("/tokenize", json={"prompt": "x"})).json()[
+            "count"
+        ] == 1
+        assert (await harness.complete(max_tokens=-1)).status_code == 400
+        assert (await harness.client.get("/nothing")).status_code == 404
 
     run(scenario)
 
@@ -44,17 +46,17 @@ def test_an_answer_is_the_instances_own():
 def test_a_conversation_stays_where_its_blocks_are(salt):
     """Lesson 72: known from the instance's own events, salted prompts included."""
 
-    async def scenario(rig):
-        instances = [rig.add() for _ in range(3)]
-        await rig.ready(*instances)
+    async def scenario(harness):
+        instances = [harness.add() for _ in range(3)]
+        await harness.ready(*instances)
         extra = {} if salt is None else {"cache_salt": salt}
 
         prompts = [f"conversation {n} " * 10 for n in range(3)]
-        answers = [await rig.complete(prompt=prompt, **extra) for prompt in prompts]
+        answers = [await harness.complete(prompt=prompt, **extra) for prompt in prompts]
         homes = [answer.headers["x-headwater-instance"] for answer in answers]
-        await rig.until(lambda known: all(e["known_blocks"] > 8 for e in known.values()))
+        await harness.until(lambda known: all(e["known_blocks"] > 8 for e in known.values()))
         for prompt, home in zip(prompts, homes, strict=True):
-            answer = await rig.complete(prompt=prompt + " and more", **extra)
+            answer = await harness.complete(prompt=prompt + " and more", **extra)
             assert answer.headers["x-headwater-instance"] == home
             details = answer.json()["usage"]["prompt_tokens_details"]
             assert details["cached_tokens"] >= 128
@@ -67,16 +69,18 @@ def test_a_conversation_stays_where_its_blocks_are(salt):
 def test_chats_stay_too_whoever_tokenises(tokenizer):
     """With the model's tokenizer or an instance's: the same tokens, so the same blocks."""
 
-    async def scenario(rig):
-        await rig.ready(rig.add(), rig.add())
+    async def scenario(harness):
+        await harness.ready(harness.add(), harness.add())
         for number in range(3):
             content = f"conversation {number} " * 10
             for _ in range(2):
                 body = {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
-                answer = await rig.client.post("/v1/chat/completions", json=body)
-                await rig.until(lambda known, least=9 * (number + 1): blocks(known) >= least)
+                answer = await harness.client.post("/v1/chat/completions", json=body)
+                await harness.until(
+                    lambda known, least=9 * (number + 1): blocks(known) >= least
+                )
             assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] >= 144
-        text = (await rig.client.get("/metrics")).text
+        text = (await harness.client.get("/metrics")).text
         assert "headwater:router_cached_tokens_total 0.0" not in text
 
     run(scenario, tokenizer=tokenizer)
@@ -85,11 +89,11 @@ def test_chats_stay_too_whoever_tokenises(tokenizer):
 def test_round_robin_takes_turns():
     """The policy is the router's to choose."""
 
-    async def scenario(rig):
-        one, two = rig.add(), rig.add()
-        await rig.ready(one, two)
+    async def scenario(harness):
+        one, two = harness.add(), harness.add()
+        await harness.ready(one, two)
 
-        names = [(await rig.complete()).headers["x-headwater-instance"] for _ in range(4)]
+        names = [(await harness.complete()).headers["x-headwater-instance"] for _ in range(4)]
 
         assert names[:2] == names[2:]
         assert set(names) == {one.name, two.name}
@@ -100,8 +104,8 @@ def test_round_robin_takes_turns():
 def test_another_model_is_refused_with_a_sentence():
     """A fingerprint, a block size or a token that does not fit ends the instance's start."""
 
-    async def scenario(rig):
-        await rig.ready(rig.add())
+    async def scenario(harness):
+        await harness.ready(harness.add())
         refused: list[tuple[dict[str, Any], str]] = [
             ({"fingerprint": "ab" * 32}, "model fingerprint"),
             ({"block_tokens": 32}, "block size"),
@@ -111,8 +115,8 @@ def test_another_model_is_refused_with_a_sentence():
         ]
         for changes, word in refused:
             with pytest.raises(ConfigError, match=f"refuses this instance: .*{word}"):
-                await rig.add(**changes).membership
-        assert len(await rig.known()) == 1
+                await harness.add(**changes).membership
+        assert len(await harness.known()) == 1
 
     run(scenario)
 
@@ -120,15 +124,15 @@ def test_another_model_is_refused_with_a_sentence():
 def test_a_wiped_cache_is_noticed():
     """Lesson 71: a reset reaches the router as any other event."""
 
-    async def scenario(rig):
-        one = rig.add()
-        await rig.ready(one)
-        await rig.complete()
-        await rig.until(lambda known: known[one.name]["known_blocks"] > 0)
+    async def scenario(harness):
+        one = harness.add()
+        await harness.ready(one)
+        await harness.complete()
+        await harness.until(lambda known: known[one.name]["known_blocks"] > 0)
 
         await one.engine.reset_cache()
 
-        known = await rig.until(lambda known: known[one.name]["known_blocks"] == 0)
+        known = await harness.until(lambda known: known[one.name]["known_blocks"] == 0)
         assert known[one.name]["trust"] == "exact"
 
     run(scenario)
@@ -137,15 +141,15 @@ def test_a_wiped_cache_is_noticed():
 def test_a_router_that_comes_late_learns_all():
     """Lesson 71: beyond the buffer there is a snapshot, so nothing cached is unknown."""
 
-    async def scenario(rig):
-        first = rig.add(buffer_steps=1)
-        await rig.ready(first)
+    async def scenario(harness):
+        first = harness.add(buffer_steps=1)
+        await harness.ready(first)
         for number in range(5):
-            await rig.complete(prompt=f"{number} is a number " * 5)
-        known = await rig.until(lambda known: known[first.name]["known_blocks"] >= 20)
+            await harness.complete(prompt=f"{number} is a number " * 5)
+        known = await harness.until(lambda known: known[first.name]["known_blocks"] >= 20)
         blocks = known[first.name]["known_blocks"]
 
-        late = Rig()
+        late = Harness()
         late.start()
         registrar = Registrar(first.service, router=late.url, url=first.url)
         membership = asyncio.create_task(registrar.run())
@@ -165,14 +169,14 @@ def test_a_router_that_comes_late_learns_all():
 def test_without_events_load_decides():
     """The explicit fallback: nothing is guessed about a cache that says nothing."""
 
-    async def scenario(rig):
-        one, two = rig.add(events=False), rig.add(events=False)
-        await rig.until(lambda known: len(known) == 2)
+    async def scenario(harness):
+        one, two = harness.add(events=False), harness.add(events=False)
+        await harness.until(lambda known: len(known) == 2)
 
         for _ in range(4):
-            assert (await rig.complete()).status_code == 200
+            assert (await harness.complete()).status_code == 200
 
-        known = await rig.known()
+        known = await harness.known()
         assert {entry["trust"] for entry in known.values()} == {"fallback"}
         assert min(one.num_steps, two.num_steps) > 0
 
@@ -183,19 +187,19 @@ def test_strangers_are_bounded():
     """Lesson 66 and 68: no token no registration; nonsense and too much are 4xx; internal
     headers of clients are not passed on."""
 
-    async def scenario(rig):
-        one = rig.add()
-        await rig.ready(one)
+    async def scenario(harness):
+        one = harness.add()
+        await harness.ready(one)
         headers = {TOKEN_HEADER: TOKEN}
-        post = rig.client.post
+        post = harness.client.post
 
         assert (await post("/instances", json={})).status_code == 403
-        assert (await rig.client.delete(f"/instances/{one.name}")).status_code == 403
+        assert (await harness.client.delete(f"/instances/{one.name}")).status_code == 403
         assert (await post("/instances", json={}, headers=headers)).status_code == 400
         assert (await post("/instances", content=b"{", headers=headers)).status_code == 400
         huge = b" " * 100_000
         assert (await post("/instances", content=huge, headers=headers)).status_code == 413
-        told = {**(await rig.known())[one.name]}
+        told = {**(await harness.known())[one.name]}
         for field, value in [
             ("url", "ftp://x"),
             ("fingerprint", "XYZ"),
@@ -207,7 +211,7 @@ def test_strangers_are_bounded():
             assert answer.status_code == 400, field
         other = told | {"version": 9, "instance_id": "other"}
         assert (await post("/instances", json=other, headers=headers)).status_code == 409
-        missing = await rig.client.delete("/instances/nobody", headers=headers)
+        missing = await harness.client.delete("/instances/nobody", headers=headers)
         assert missing.status_code == 404
         spoofed = await post(
             "/v1/completions",
@@ -224,14 +228,14 @@ def test_strangers_are_bounded():
 def test_no_more_requests_than_may_be():
     """Lesson 68: beyond the limit it is a 429, at once."""
 
-    async def scenario(rig):
-        one = rig.add()
-        await rig.ready(one)
+    async def scenario(harness):
+        one = harness.add()
+        await harness.ready(one)
         one.engine.hold()
-        waiting = asyncio.create_task(rig.complete())
+        waiting = asyncio.create_task(harness.complete())
         await one.until_alive(1)
 
-        answer = await rig.complete()
+        answer = await harness.complete()
 
         assert answer.status_code == 429
         one.engine.flow()
@@ -243,12 +247,12 @@ def test_no_more_requests_than_may_be():
 def test_metrics_say_who_was_chosen_and_why():
     """Counters by instance and trust; gauges of how each stands."""
 
-    async def scenario(rig):
-        one = rig.add()
-        await rig.ready(one)
-        await rig.complete()
+    async def scenario(harness):
+        one = harness.add()
+        await harness.ready(one)
+        await harness.complete()
 
-        text = (await rig.client.get("/metrics")).text
+        text = (await harness.client.get("/metrics")).text
 
         samples = {
             (sample.name, *sorted(sample.labels.values())): sample.value

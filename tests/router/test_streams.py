@@ -9,22 +9,22 @@ import pytest
 
 from headwater.server.app import create_app
 from headwater.server.continuation import RETURNED, mark_line
-from tests.router.rig import blocks, events, run, said
+from tests.router.harness import blocks, events, run, said
 
 pytestmark = pytest.mark.slow
 
 
-async def broken_stream(rig, path, body, *, how, others=1):
+async def broken_stream(harness, path, body, *, how, others=1):
     """A stream whose instance dies in the middle, while there are others; its text."""
-    one = rig.add()
-    await rig.ready(one)
-    async with rig.client.stream("POST", path, json=body) as answer:
+    one = harness.add()
+    await harness.ready(one)
+    async with harness.client.stream("POST", path, json=body) as answer:
         lines = answer.aiter_text()
         text = await anext(lines)
         one.engine.hold()
         for _ in range(others):
-            rig.add()
-        await rig.until(lambda known: len(known) == 1 + others)
+            harness.add()
+        await harness.until(lambda known: len(known) == 1 + others)
         if how == "error":
             one.engine.die("out of memory")
         elif how == "stop":
@@ -53,12 +53,12 @@ def test_a_stream_that_breaks_goes_on_elsewhere(path, extra, how):
     """Token by token, as if nothing had happened, however many choices it has and whatever is
     said with them; marks between us never reach a client."""
 
-    async def scenario(rig):
+    async def scenario(harness):
         body: dict[str, Any] = {"max_tokens": 300, "stream": True, "seed": 5} | extra
         body |= {"prompt": "hello", "messages": [{"role": "user", "content": "hello"}]}
 
-        text = await broken_stream(rig, path, body, how=how)
-        whole = await rig.client.post(path, json=body)
+        text = await broken_stream(harness, path, body, how=how)
+        whole = await harness.client.post(path, json=body)
 
         assert ": headwater" not in text
         assert said(events(text)) == said(events(whole.text))
@@ -71,16 +71,18 @@ def test_many_streams_go_on_at_once():
     """However many an instance had: each is taken up once, which is no new load, so the budget
     of retries is not asked; it is for requests that are made again from the start."""
 
-    async def scenario(rig):
-        one = rig.add(num_seqs=16)
-        await rig.ready(one)
+    async def scenario(harness):
+        one = harness.add(num_seqs=16)
+        await harness.ready(one)
         body = {"prompt": "hello", "max_tokens": 60, "stream": True}
         async with contextlib.AsyncExitStack() as streams:
             one.engine.hold()
             starting = [
                 asyncio.create_task(
                     streams.enter_async_context(
-                        rig.client.stream("POST", "/v1/completions", json=body | {"seed": seed})
+                        harness.client.stream(
+                            "POST", "/v1/completions", json=body | {"seed": seed}
+                        )
                     )
                 )
                 for seed in range(16)
@@ -89,13 +91,13 @@ def test_many_streams_go_on_at_once():
             one.engine.flow()
             answers = [(await task).aiter_text() for task in starting]
             one.engine.hold()
-            await rig.ready(rig.add(num_seqs=16))
+            await harness.ready(harness.add(num_seqs=16))
             await one.die()
             texts = ["".join([piece async for piece in answer]) for answer in answers]
         for seed, text in enumerate(texts):
-            whole = await rig.client.post("/v1/completions", json=body | {"seed": seed})
+            whole = await harness.client.post("/v1/completions", json=body | {"seed": seed})
             assert said(events(text)) == said(events(whole.text))
-        metrics = (await rig.client.get("/metrics")).text
+        metrics = (await harness.client.get("/metrics")).text
         taken_up = re.search(r'router_failures_total{.*reason="broken"} (\d+)', metrics)
         assert taken_up is not None
         assert int(taken_up.group(1)) > 10
@@ -107,10 +109,10 @@ def test_a_stream_that_nobody_can_take_up_ends_with_a_typed_error():
     """Lesson 53: tokens were streamed and nobody is left to go on; the client is told in the
     stream, once."""
 
-    async def scenario(rig):
+    async def scenario(harness):
         body = {"prompt": "hello", "max_tokens": 300, "stream": True}
 
-        text = await broken_stream(rig, "/v1/completions", body, how="kill", others=0)
+        text = await broken_stream(harness, "/v1/completions", body, how="kill", others=0)
 
         *before, last = events(text)
         assert last["error"]["code"] == "instance_lost"
@@ -148,20 +150,20 @@ def test_what_is_given_back_goes_on(times, num_instances):
     """Lesson 55: elsewhere, or there again where there is no other, as often as it got further;
     the instance has not failed, and gets others meanwhile."""
 
-    async def scenario(rig):
-        instances = [rig.add() for _ in range(num_instances)]
-        await rig.ready(*instances)
+    async def scenario(harness):
+        instances = [harness.add() for _ in range(num_instances)]
+        await harness.ready(*instances)
         body = {"prompt": "hello " * 20, "max_tokens": 60, "stream": True, "seed": 5}
-        whole = await rig.client.post("/v1/completions", json=body)
-        await rig.until(lambda known: blocks(known) > 6)
+        whole = await harness.client.post("/v1/completions", json=body)
+        await harness.until(lambda known: blocks(known) > 6)
         home = next(i for i in instances if i.name == whole.headers["x-headwater-instance"])
         home.gate.open(GivingBack(create_app(home.service), times))
 
-        answer = await rig.client.post("/v1/completions", json=body)
+        answer = await harness.client.post("/v1/completions", json=body)
 
         assert said(events(answer.text)) == said(events(whole.text))
-        assert (await rig.known())[home.name]["state"] == "ready"
-        metrics = (await rig.client.get("/metrics")).text
+        assert (await harness.known())[home.name]["state"] == "ready"
+        metrics = (await harness.client.get("/metrics")).text
         assert f'reason="returned"}} {float(times)}' in metrics
 
     run(scenario)
@@ -170,15 +172,15 @@ def test_what_is_given_back_goes_on(times, num_instances):
 def test_events_are_passed_on_as_they_come():
     """Streaming without buffering: the first event is there while the engine stands still."""
 
-    async def scenario(rig):
-        one = rig.add()
-        await rig.ready(one)
+    async def scenario(harness):
+        one = harness.add()
+        await harness.ready(one)
         body = {"prompt": "hello", "max_tokens": 8, "stream": True, "ignore_eos": True}
-        async with rig.client.stream("POST", "/v1/completions", json=body) as answer:
+        async with harness.client.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.aiter_text()
             text = await anext(lines)
             one.engine.hold()
-            known = await rig.known()
+            known = await harness.known()
             assert known[one.name]["num_alive"] == 1
             assert known[one.name]["outstanding_tokens"] == 0
             one.engine.flow()
@@ -191,15 +193,15 @@ def test_events_are_passed_on_as_they_come():
 def test_a_client_that_leaves_ends_its_request_at_the_instance():
     """Lesson 58: nobody generates for nobody."""
 
-    async def scenario(rig):
-        one = rig.add()
-        await rig.ready(one)
+    async def scenario(harness):
+        one = harness.add()
+        await harness.ready(one)
         one.engine.hold()
-        waiting = asyncio.create_task(rig.complete(max_tokens=200))
+        waiting = asyncio.create_task(harness.complete(max_tokens=200))
         await one.until_alive(1)
         waiting.cancel()
         await one.until_alive(0)
         one.engine.flow()
-        assert (await rig.complete()).status_code == 200
+        assert (await harness.complete()).status_code == 200
 
     run(scenario)

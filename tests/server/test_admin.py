@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from headwater.metrics import names
 from headwater.server.app import ROUTES
 from headwater.server.openapi import document
-from tests.server.rig import error, run
+from tests.server.harness import error, run
 
 
 def samples(text):
@@ -23,13 +23,13 @@ def samples(text):
 def test_health_is_cheap_and_the_deep_check_is_separate():
     """Lesson 69: /health never runs the model; /health_generate does, and fails with it."""
 
-    async def scenario(rig):
-        assert (await rig.client.get("/health")).json() == {"status": "ok"}
-        assert rig.engine.core.stats().num_steps == 0
-        assert (await rig.client.get("/health_generate")).json() == {"status": "ok"}
-        assert rig.engine.core.stats().num_steps > 0
-        rig.engine.die("gone")
-        error(await rig.client.get("/health_generate"), 503)
+    async def scenario(harness):
+        assert (await harness.client.get("/health")).json() == {"status": "ok"}
+        assert harness.engine.core.stats().num_steps == 0
+        assert (await harness.client.get("/health_generate")).json() == {"status": "ok"}
+        assert harness.engine.core.stats().num_steps > 0
+        harness.engine.die("gone")
+        error(await harness.client.get("/health_generate"), 503)
 
     run(scenario)
 
@@ -37,12 +37,12 @@ def test_health_is_cheap_and_the_deep_check_is_separate():
 def test_health_answers_while_the_engine_is_busy():
     """Lesson 69: an engine in a long step is alive, and /health says so without asking it."""
 
-    async def scenario(rig):
-        rig.engine.hold()
-        waiting = asyncio.create_task(rig.complete())
-        await rig.until_live(1)
-        assert (await rig.client.get("/health")).status_code == 200
-        rig.engine.flow()
+    async def scenario(harness):
+        harness.engine.hold()
+        waiting = asyncio.create_task(harness.complete())
+        await harness.until_live(1)
+        assert (await harness.client.get("/health")).status_code == 200
+        harness.engine.flow()
         await waiting
 
     run(scenario)
@@ -51,12 +51,12 @@ def test_health_answers_while_the_engine_is_busy():
 def test_models_says_what_is_served_and_how_long_it_may_be():
     """The name that clients use, and `max_model_len`."""
 
-    async def scenario(rig):
-        card = (await rig.client.get("/v1/models")).json()["data"][0]
+    async def scenario(harness):
+        card = (await harness.client.get("/v1/models")).json()["data"][0]
         assert (card["id"], card["max_model_len"]) == ("spring", 512)
-        assert (await rig.client.get("/v1/models/spring")).json() == card
-        error(await rig.client.get("/v1/models/other"), 404)
-        assert (await rig.complete(model="spring")).json()["model"] == "spring"
+        assert (await harness.client.get("/v1/models/spring")).json() == card
+        error(await harness.client.get("/v1/models/other"), 404)
+        assert (await harness.complete(model="spring")).json()["model"] == "spring"
 
     run(scenario, served_model_name="spring")
 
@@ -64,11 +64,11 @@ def test_models_says_what_is_served_and_how_long_it_may_be():
 def test_metrics_are_counters_that_only_go_up():
     """Lesson 62: tokens asked, found and computed; the ratio is the reader's."""
 
-    async def scenario(rig):
+    async def scenario(harness):
         prompt = "x" * 100
         for _ in range(2):
-            await rig.complete(prompt=prompt, max_tokens=4)
-        found = samples((await rig.client.get("/metrics")).text)
+            await harness.complete(prompt=prompt, max_tokens=4)
+        found = samples((await harness.client.get("/metrics")).text)
         prefix = names.PREFIX
         assert found[f"{prefix}:prompt_tokens_total",] == 200
         assert found[f"{prefix}:prompt_tokens_by_source_total", "device"] == 96
@@ -93,8 +93,8 @@ def test_metrics_are_counters_that_only_go_up():
 def test_router_metrics_can_be_had_under_the_vllm_prefix():
     """An option, for routers that scrape those names."""
 
-    async def scenario(rig):
-        found = samples((await rig.client.get("/metrics")).text)
+    async def scenario(harness):
+        found = samples((await harness.client.get("/metrics")).text)
         for metric in names.SCRAPED_BY_ROUTERS:
             assert any(name == f"vllm:{metric.name}" for name, *_ in found)
 
@@ -104,9 +104,9 @@ def test_router_metrics_can_be_had_under_the_vllm_prefix():
 def test_every_metric_is_exposed_once_under_its_name():
     """The scrape has the metrics of names.py and no others."""
 
-    async def scenario(rig):
-        await rig.complete(prompt="y")
-        text = (await rig.client.get("/metrics")).text
+    async def scenario(harness):
+        await harness.complete(prompt="y")
+        text = (await harness.client.get("/metrics")).text
         shown = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
         assert sorted(shown) == sorted(f"{names.PREFIX}:{metric.name}" for metric in names.ALL)
 
@@ -116,10 +116,10 @@ def test_every_metric_is_exposed_once_under_its_name():
 def test_cache_shows_tiers_ledger_and_the_shortest_prefix_that_can_hit():
     """Lesson 65: zero hits never go unexplained."""
 
-    async def scenario(rig):
-        await rig.complete(prompt="short")
-        await rig.complete(prompt="x" * 100)
-        body = (await rig.client.get("/cache")).json()
+    async def scenario(harness):
+        await harness.complete(prompt="short")
+        await harness.complete(prompt="x" * 100)
+        body = (await harness.client.get("/cache")).json()
         assert body["block_tokens"] == 16
         assert body["min_prefix_tokens"] == 16
         device = body["tiers"]["device"]
@@ -134,13 +134,13 @@ def test_cache_shows_tiers_ledger_and_the_shortest_prefix_that_can_hit():
 def test_reset_forgets_what_was_cached(path):
     """Both spellings; the next request computes everything again."""
 
-    async def scenario(rig):
+    async def scenario(harness):
         prompt = "x" * 100
-        await rig.complete(prompt=prompt)
-        done = (await rig.post(path)).json()
+        await harness.complete(prompt=prompt)
+        done = (await harness.post(path)).json()
         assert done["status"] == "done"
         assert done["removed"]["device"] > 0
-        usage = (await rig.complete(prompt=prompt)).json()["usage"]
+        usage = (await harness.complete(prompt=prompt)).json()["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] == 0
 
     run(scenario)
@@ -149,19 +149,19 @@ def test_reset_forgets_what_was_cached(path):
 def test_a_reset_names_tiers_or_is_refused():
     """Lesson 59: what cannot be forgotten is refused, with the reason."""
 
-    async def scenario(rig):
+    async def scenario(harness):
         prompt = "x" * 100
-        await rig.complete(prompt=prompt)
-        await rig.until_idle()
-        alone = await rig.post("/reset_prefix_cache", {"tiers": ["storage"]})
+        await harness.complete(prompt=prompt)
+        await harness.until_idle()
+        alone = await harness.post("/reset_prefix_cache", {"tiers": ["storage"]})
         assert "together with device and host" in error(alone, 400)["message"]
-        nowhere = await rig.post(
+        nowhere = await harness.post(
             "/reset_prefix_cache", {"tiers": ["device", "host", "storage"]}
         )
         assert "there is no storage" in error(nowhere, 400)["message"]
-        assert error(await rig.post("/flush_cache", {"tiers": ["attic"]}), 400)
-        assert error(await rig.post("/flush_cache", {"tiers": []}), 400)
-        done = (await rig.post("/reset_prefix_cache", {"tiers": ["device"]})).json()
+        assert error(await harness.post("/flush_cache", {"tiers": ["attic"]}), 400)
+        assert error(await harness.post("/flush_cache", {"tiers": []}), 400)
+        done = (await harness.post("/reset_prefix_cache", {"tiers": ["device"]})).json()
         assert done == {"status": "done", "removed": {"device": 7}, "kept": {"device": 0}}
 
     run(scenario)
@@ -170,16 +170,16 @@ def test_a_reset_names_tiers_or_is_refused():
 def test_reset_works_under_load():
     """Lesson 59: running requests keep their blocks and end with the tokens they would have."""
 
-    async def scenario(rig):
+    async def scenario(harness):
         fields = {"prompt": "x" * 60, "max_tokens": 60, "return_token_ids": True, "seed": 1}
-        alone = (await rig.complete(**fields)).json()["choices"][0]["token_ids"]
-        running = [asyncio.create_task(rig.complete(**fields)) for _ in range(4)]
+        alone = (await harness.complete(**fields)).json()["choices"][0]["token_ids"]
+        running = [asyncio.create_task(harness.complete(**fields)) for _ in range(4)]
         for _ in range(12):
             await asyncio.sleep(0)
-            await rig.post("/reset_prefix_cache")
+            await harness.post("/reset_prefix_cache")
         for task in running:
             assert (await task).json()["choices"][0]["token_ids"] == alone
-        assert await rig.all_free()
+        assert await harness.all_free()
 
     run(scenario)
 
@@ -187,13 +187,13 @@ def test_reset_works_under_load():
 def test_pause_holds_new_requests_until_resume():
     """Lesson 58: paused is not stopped: requests wait, and are served after resume."""
 
-    async def scenario(rig):
-        await rig.post("/v1/pause")
-        waiting = asyncio.create_task(rig.complete())
-        await rig.until_waiting(1)
-        assert (await rig.client.get("/cache")).json()["is_paused"]
+    async def scenario(harness):
+        await harness.post("/v1/pause")
+        waiting = asyncio.create_task(harness.complete())
+        await harness.until_waiting(1)
+        assert (await harness.client.get("/cache")).json()["is_paused"]
         assert not waiting.done()
-        await rig.post("/v1/resume")
+        await harness.post("/v1/resume")
         assert (await waiting).status_code == 200
 
     run(scenario)
@@ -202,16 +202,16 @@ def test_pause_holds_new_requests_until_resume():
 def test_abort_all_ends_everything():
     """Every request of every client ends; asking for nothing is a 400."""
 
-    async def scenario(rig):
-        rig.engine.hold()
-        waiting = [asyncio.create_task(rig.complete()) for _ in range(3)]
-        await rig.until_waiting(3)
-        assert (await rig.post("/v1/abort_requests", {"abort_all": True})).json() == {
+    async def scenario(harness):
+        harness.engine.hold()
+        waiting = [asyncio.create_task(harness.complete()) for _ in range(3)]
+        await harness.until_waiting(3)
+        assert (await harness.post("/v1/abort_requests", {"abort_all": True})).json() == {
             "aborted": 3
         }
         assert [(await task).status_code for task in waiting] == [499] * 3
-        rig.engine.flow()
-        error(await rig.post("/v1/abort_requests", {}), 400)
+        harness.engine.flow()
+        error(await harness.post("/v1/abort_requests", {}), 400)
 
     run(scenario)
 
@@ -219,19 +219,19 @@ def test_abort_all_ends_everything():
 def test_tokenize_and_detokenize_undo_each_other():
     """Text, or a conversation through the template; ids back to text."""
 
-    async def scenario(rig):
+    async def scenario(harness):
         body = (
-            await rig.post("/tokenize", {"prompt": "héllo", "return_token_strs": True})
+            await harness.post("/tokenize", {"prompt": "héllo", "return_token_strs": True})
         ).json()
         assert body["count"] == 6
         assert len(body["token_strs"]) == 6
-        text = (await rig.post("/detokenize", {"tokens": body["tokens"]})).json()["prompt"]
+        text = (await harness.post("/detokenize", {"tokens": body["tokens"]})).json()["prompt"]
         assert text == "héllo"
         messages = [{"role": "user", "content": "hi"}]
-        assert (await rig.post("/tokenize", {"messages": messages})).json()["count"] == 5
-        error(await rig.post("/tokenize", {}), 400)
-        error(await rig.post("/detokenize", {"tokens": [-1]}), 400)
-        error(await rig.post("/tokenize", {"prompt": "a", "model": "other"}), 404)
+        assert (await harness.post("/tokenize", {"messages": messages})).json()["count"] == 5
+        error(await harness.post("/tokenize", {}), 400)
+        error(await harness.post("/detokenize", {"tokens": [-1]}), 400)
+        error(await harness.post("/tokenize", {"prompt": "a", "model": "other"}), 404)
 
     run(scenario)
 
@@ -239,9 +239,9 @@ def test_tokenize_and_detokenize_undo_each_other():
 def test_server_info_hides_the_key():
     """How it was started, so that a bench can record it; never a secret."""
 
-    async def scenario(rig):
+    async def scenario(harness):
         headers = {"authorization": "Bearer hidden"}
-        response = await rig.client.get("/server_info", headers=headers)
+        response = await harness.client.get("/server_info", headers=headers)
         assert response.json()["engine"]["block_tokens"] == 16
         assert response.json()["server"]["api_key"] is True
         assert response.json()["server"]["peer_token"] is True
@@ -256,14 +256,14 @@ def test_server_info_hides_the_key():
 def test_without_the_key_only_health_answers(header):
     """401 with an error object; the right key opens everything."""
 
-    async def scenario(rig):
+    async def scenario(harness):
         headers = {} if header is None else {"authorization": header}
-        response = await rig.client.get("/v1/models", headers=headers)
+        response = await harness.client.get("/v1/models", headers=headers)
         assert error(response, 401)["code"] == "invalid_api_key"
         assert response.headers["www-authenticate"] == "Bearer"
-        assert (await rig.client.get("/health", headers=headers)).status_code == 200
+        assert (await harness.client.get("/health", headers=headers)).status_code == 200
         good = {"authorization": "Bearer hidden"}
-        assert (await rig.client.get("/v1/models", headers=good)).status_code == 200
+        assert (await harness.client.get("/v1/models", headers=good)).status_code == 200
 
     run(scenario, api_key="hidden")
 
@@ -271,9 +271,9 @@ def test_without_the_key_only_health_answers(header):
 def test_before_and_after_its_time_the_gate_answers_503():
     """A client that comes while the model loads, or while the server stops, is told so."""
 
-    async def scenario(rig):
-        rig.gate.shut("the server is stopping")
-        response = await rig.client.get("/health")
+    async def scenario(harness):
+        harness.gate.shut("the server is stopping")
+        response = await harness.client.get("/health")
         assert error(response, 503)["message"] == "the server is stopping"
         assert "retry-after" in response.headers
 
@@ -283,9 +283,9 @@ def test_before_and_after_its_time_the_gate_answers_503():
 def test_unknown_paths_and_methods_have_error_objects():
     """404 and 405 look like every other error."""
 
-    async def scenario(rig):
-        error(await rig.client.get("/nothing"), 404)
-        response = await rig.client.get("/v1/completions")
+    async def scenario(harness):
+        error(await harness.client.get("/nothing"), 404)
+        response = await harness.client.get("/v1/completions")
         error(response, 405)
         assert response.headers["allow"] == "POST"
 
@@ -300,8 +300,8 @@ def test_the_openapi_document_has_every_route():
             path = route.path.replace(":path}", "}")
             assert {m.lower() for m in route.methods or () if m != "HEAD"} == set(paths[path])
 
-    async def scenario(rig):
-        body = (await rig.client.get("/openapi.json")).json()
+    async def scenario(harness):
+        body = (await harness.client.get("/openapi.json")).json()
         assert body["openapi"] == "3.1.0"
 
     run(scenario)

@@ -2,14 +2,14 @@
 
 import pytest
 
-from tests.server.rig import error, events, run
+from tests.server.harness import error, events, run
 
 
 def test_an_answer_has_the_shape_of_openai():
     """A message of the assistant, a reason, and usage with `cached_tokens`."""
 
-    async def scenario(rig):
-        body = (await rig.chat()).json()
+    async def scenario(harness):
+        body = (await harness.chat()).json()
         assert body["object"] == "chat.completion"
         assert body["id"].startswith("chatcmpl-")
         choice = body["choices"][0]
@@ -25,11 +25,11 @@ def test_an_answer_has_the_shape_of_openai():
 def test_a_stream_names_the_role_first_and_joins_to_the_whole():
     """The first chunk says who speaks; the contents joined are the message."""
 
-    async def scenario(rig):
+    async def scenario(harness):
         fields = {"seed": 3, "temperature": 0, "max_tokens": 30}
-        whole = (await rig.chat(**fields)).json()["choices"][0]["message"]["content"]
+        whole = (await harness.chat(**fields)).json()["choices"][0]["message"]["content"]
         chunks = events(
-            await rig.chat(**fields, stream=True, stream_options={"include_usage": True})
+            await harness.chat(**fields, stream=True, stream_options={"include_usage": True})
         )
         deltas = [chunk["choices"][0]["delta"] for chunk in chunks[:-1]]
         assert deltas[0] == {"role": "assistant", "content": ""}
@@ -44,9 +44,9 @@ def test_a_stream_names_the_role_first_and_joins_to_the_whole():
 def test_usage_may_come_with_every_chunk():
     """`continuous_usage_stats`: a client can stop reading and still know what it used."""
 
-    async def scenario(rig):
+    async def scenario(harness):
         options = {"continuous_usage_stats": True, "include_usage": True}
-        chunks = events(await rig.chat(stream=True, stream_options=options))
+        chunks = events(await harness.chat(stream=True, stream_options=options))
         counts = [chunk["usage"]["completion_tokens"] for chunk in chunks if chunk["usage"]]
         assert counts == sorted(counts)
         assert counts[-1] == 8
@@ -57,10 +57,10 @@ def test_usage_may_come_with_every_chunk():
 def test_the_whole_context_is_used_unless_told_otherwise():
     """Without a limit a reply may fill what the model has left."""
 
-    async def scenario(rig):
-        body = (await rig.chat(max_tokens=None)).json()
+    async def scenario(harness):
+        body = (await harness.chat(max_tokens=None)).json()
         assert body["usage"]["total_tokens"] == 512
-        body = (await rig.chat(max_tokens=9, max_completion_tokens=4)).json()
+        body = (await harness.chat(max_tokens=9, max_completion_tokens=4)).json()
         assert body["usage"]["completion_tokens"] == 4
 
     run(scenario)
@@ -69,13 +69,13 @@ def test_the_whole_context_is_used_unless_told_otherwise():
 def test_logprobs_are_one_object_a_token():
     """The chosen token with its bytes, and as many alternatives as asked for."""
 
-    async def scenario(rig):
-        choice = (await rig.chat(logprobs=True, top_logprobs=1)).json()["choices"][0]
+    async def scenario(harness):
+        choice = (await harness.chat(logprobs=True, top_logprobs=1)).json()["choices"][0]
         content = choice["logprobs"]["content"]
         assert len(content) == 8
         assert content[0]["logprob"] == -0.5
         assert content[0]["top_logprobs"][0]["bytes"] == content[0]["bytes"]
-        plain = (await rig.chat()).json()["choices"][0]
+        plain = (await harness.chat()).json()["choices"][0]
         assert plain["logprobs"] is None
 
     run(scenario)
@@ -84,10 +84,10 @@ def test_logprobs_are_one_object_a_token():
 def test_content_may_be_text_parts():
     """Parts of text are one text; the prompt is the same."""
 
-    async def scenario(rig):
+    async def scenario(harness):
         parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
         messages = [{"role": "user", "content": parts}]
-        body = (await rig.chat(messages=messages)).json()
+        body = (await harness.chat(messages=messages)).json()
         assert body["usage"]["prompt_tokens"] == 8
 
     run(scenario)
@@ -96,15 +96,15 @@ def test_content_may_be_text_parts():
 def test_the_next_turn_finds_the_one_before():
     """Lesson 64: prompt and reply of a turn are cached, and the next turn says so."""
 
-    async def scenario(rig):
+    async def scenario(harness):
         messages = [{"role": "user", "content": "x" * 100}]
-        first = (await rig.chat(messages=messages)).json()
+        first = (await harness.chat(messages=messages)).json()
         reply = first["choices"][0]["message"]["content"]
         messages += [
             {"role": "assistant", "content": reply},
             {"role": "user", "content": "and then?"},
         ]
-        usage = (await rig.chat(messages=messages)).json()["usage"]
+        usage = (await harness.chat(messages=messages)).json()["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] >= 96
 
     run(scenario)
@@ -113,13 +113,13 @@ def test_the_next_turn_finds_the_one_before():
 def test_prompt_and_reply_ids_are_returned_when_asked():
     """`return_token_ids` gives the ids that a text cannot give back exactly."""
 
-    async def scenario(rig):
-        body = (await rig.chat(return_token_ids=True)).json()
+    async def scenario(harness):
+        body = (await harness.chat(return_token_ids=True)).json()
         assert body["prompt_token_ids"] == [257, *b"hello", 256, 258]
         assert len(body["choices"][0]["token_ids"]) == 8
-        first = events(await rig.chat(return_token_ids=True, stream=True))[0]
+        first = events(await harness.chat(return_token_ids=True, stream=True))[0]
         assert first["prompt_token_ids"] == body["prompt_token_ids"]
-        assert "prompt_token_ids" not in (await rig.chat()).json()
+        assert "prompt_token_ids" not in (await harness.chat()).json()
 
     run(scenario)
 
@@ -153,8 +153,8 @@ def test_prompt_and_reply_ids_are_returned_when_asked():
 def test_what_is_not_served_is_a_400_that_names_the_field(fields, param):
     """Known and not served, or not valid: either way the client learns which field."""
 
-    async def scenario(rig):
-        assert error(await rig.chat(**fields), 400)["param"] == param
+    async def scenario(harness):
+        assert error(await harness.chat(**fields), 400)["param"] == param
 
     run(scenario)
 
@@ -174,8 +174,8 @@ def test_what_is_not_served_is_a_400_that_names_the_field(fields, param):
 def test_what_asks_for_nothing_special_is_accepted(fields):
     """Neutral values of known fields, and fields it never heard of."""
 
-    async def scenario(rig):
-        response = await rig.chat(**fields)
+    async def scenario(harness):
+        response = await harness.chat(**fields)
         assert response.status_code == 200, response.text
 
     run(scenario)

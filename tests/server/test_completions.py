@@ -5,14 +5,14 @@ from unittest.mock import ANY
 
 import pytest
 
-from tests.server.rig import byte_tokenizer, events, run
+from tests.server.harness import byte_tokenizer, events, run
 
 
 def test_an_answer_has_the_shape_of_openai():
     """Text, reason and usage; `cached_tokens` always, 0 when none (lesson 64)."""
 
-    async def scenario(rig):
-        response = await rig.complete(max_tokens=6)
+    async def scenario(harness):
+        response = await harness.complete(max_tokens=6)
         body = response.json()
         assert response.status_code == 200
         assert body["object"] == "text_completion"
@@ -32,10 +32,10 @@ def test_an_answer_has_the_shape_of_openai():
 def test_a_stream_joins_to_the_whole_answer():
     """The same request streamed gives the same text and ids, then usage, then [DONE]."""
 
-    async def scenario(rig):
+    async def scenario(harness):
         fields = {"max_tokens": 40, "return_token_ids": True, "seed": 1}
-        whole = (await rig.complete(**fields)).json()["choices"][0]
-        response = await rig.complete(
+        whole = (await harness.complete(**fields)).json()["choices"][0]
+        response = await harness.complete(
             **fields, stream=True, stream_options={"include_usage": True}
         )
         chunks = events(response)
@@ -58,8 +58,8 @@ def test_a_stream_joins_to_the_whole_answer():
 def test_prompts_are_text_or_ids_or_lists_of_either(prompt, count):
     """One answer a prompt, in order."""
 
-    async def scenario(rig):
-        body = (await rig.complete(prompt=prompt)).json()
+    async def scenario(harness):
+        body = (await harness.complete(prompt=prompt)).json()
         assert [choice["index"] for choice in body["choices"]] == list(range(count))
 
     run(scenario)
@@ -68,9 +68,9 @@ def test_prompts_are_text_or_ids_or_lists_of_either(prompt, count):
 def test_n_choices_differ_and_are_the_same_each_time():
     """Choice i of a seeded request is its own random stream, whatever ran beside it."""
 
-    async def scenario(rig):
+    async def scenario(harness):
         fields = {"n": 3, "seed": 5, "max_tokens": 8, "return_token_ids": True}
-        bodies = [(await rig.complete(**fields)).json() for _ in range(2)]
+        bodies = [(await harness.complete(**fields)).json() for _ in range(2)]
         first, again = ([c["token_ids"] for c in body["choices"]] for body in bodies)
         assert first == again
         assert len({tuple(ids) for ids in first}) == 3
@@ -83,8 +83,8 @@ def test_n_choices_differ_and_are_the_same_each_time():
 def test_streamed_choices_are_told_apart_by_index():
     """Chunks of several choices mix; each choice ends once."""
 
-    async def scenario(rig):
-        chunks = events(await rig.complete(n=3, stream=True, max_tokens=5))
+    async def scenario(harness):
+        chunks = events(await harness.complete(n=3, stream=True, max_tokens=5))
         ends = [c["choices"][0]["index"] for c in chunks if c["choices"][0]["finish_reason"]]
         assert sorted(ends) == [0, 1, 2]
 
@@ -94,21 +94,21 @@ def test_streamed_choices_are_told_apart_by_index():
 def test_a_stop_string_ends_the_text_and_the_work():
     """The text ends before the stop string; the engine's slots come back."""
 
-    async def scenario(rig):
-        whole = (await rig.complete(max_tokens=200, seed=1)).json()["choices"][0]["text"]
+    async def scenario(harness):
+        whole = (await harness.complete(max_tokens=200, seed=1)).json()["choices"][0]["text"]
         stop = next(char for char in whole if char.isascii() and char.isprintable())
-        cut = (await rig.complete(max_tokens=200, seed=1, stop=["@@@", stop])).json()
+        cut = (await harness.complete(max_tokens=200, seed=1, stop=["@@@", stop])).json()
         choice = cut["choices"][0]
         assert choice["text"] == whole[: whole.index(stop)]
         assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
         assert cut["usage"]["completion_tokens"] < 200
-        kept = await rig.complete(
+        kept = await harness.complete(
             max_tokens=200, seed=1, stop=stop, include_stop_str_in_output=True
         )
         assert kept.json()["choices"][0]["text"] == whole[: whole.index(stop) + 1]
         await asyncio.sleep(0)
-        await rig.until_idle()
-        assert await rig.all_free()
+        await harness.until_idle()
+        assert await harness.all_free()
 
     run(scenario)
 
@@ -116,10 +116,12 @@ def test_a_stop_string_ends_the_text_and_the_work():
 def test_a_stop_token_ends_the_text():
     """`stop_token_ids` stop without a trace in the text, and are named."""
 
-    async def scenario(rig):
+    async def scenario(harness):
         fields = {"max_tokens": 30, "seed": 1, "return_token_ids": True}
-        ids = (await rig.complete(**fields)).json()["choices"][0]["token_ids"]
-        choice = (await rig.complete(**fields, stop_token_ids=[ids[10]])).json()["choices"][0]
+        ids = (await harness.complete(**fields)).json()["choices"][0]["token_ids"]
+        choice = (await harness.complete(**fields, stop_token_ids=[ids[10]])).json()["choices"][
+            0
+        ]
         end = ids.index(ids[10])
         assert choice["token_ids"] == ids[: end + 1]
         assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", ids[10])
@@ -130,14 +132,14 @@ def test_a_stop_token_ends_the_text():
 def test_logprobs_are_parallel_lists():
     """One entry a token: its text, its log-probability, its alternatives, its place."""
 
-    async def scenario(rig):
+    async def scenario(harness):
         fields = {"max_tokens": 9, "logprobs": 1, "seed": 1}
-        choice = (await rig.complete(**fields)).json()["choices"][0]
+        choice = (await harness.complete(**fields)).json()["choices"][0]
         found = choice["logprobs"]
         assert {len(entries) for entries in found.values()} == {9}
         assert found["token_logprobs"] == [-0.5] * 9
         assert found["text_offset"][0] == 0
-        chunks = events(await rig.complete(**fields, stream=True))
+        chunks = events(await harness.complete(**fields, stream=True))
         streamed = [c["choices"][0]["logprobs"] for c in chunks]
         assert [name for part in streamed for name in part["tokens"]] == found["tokens"]
         offsets = [place for part in streamed for place in part["text_offset"]]
@@ -149,11 +151,11 @@ def test_logprobs_are_parallel_lists():
 def test_a_repeated_prompt_is_reported_as_cached():
     """Lessons 63 to 65: what was reused, from which tier, and why not more."""
 
-    async def scenario(rig):
+    async def scenario(harness):
         prompt = "x" * 100
-        cold = (await rig.complete(prompt=prompt, cache_details=True)).json()["usage"]
-        warm = (await rig.complete(prompt=prompt, cache_details=True)).json()["usage"]
-        short = (await rig.complete(prompt="y", cache_details=True)).json()["usage"]
+        cold = (await harness.complete(prompt=prompt, cache_details=True)).json()["usage"]
+        warm = (await harness.complete(prompt=prompt, cache_details=True)).json()["usage"]
+        short = (await harness.complete(prompt="y", cache_details=True)).json()["usage"]
         assert cold["prompt_tokens_details"] == {
             "cached_tokens": 0,
             "cache": {
@@ -180,17 +182,17 @@ def test_salts_keep_tenants_apart():
     """Lesson 67: a prompt is found again only by the salt it was computed for; and
     lesson 63: the reason of a miss says nothing about other tenants."""
 
-    async def scenario(rig):
+    async def scenario(harness):
         prompt = "x" * 100
         for salt in ("a", "b", None):
             fields = {"cache_salt": salt} if salt else {}
-            usage = (await rig.complete(prompt=prompt, cache_details=True, **fields)).json()[
-                "usage"
-            ]
+            usage = (
+                await harness.complete(prompt=prompt, cache_details=True, **fields)
+            ).json()["usage"]
             details = usage["prompt_tokens_details"]
             assert details["cached_tokens"] == 0
             assert details["cache"]["miss_reason"] == "never_seen"
-        again = (await rig.complete(prompt=prompt, cache_salt="a")).json()["usage"]
+        again = (await harness.complete(prompt=prompt, cache_salt="a")).json()["usage"]
         assert again["prompt_tokens_details"]["cached_tokens"] == 96
 
     run(scenario)
@@ -199,9 +201,9 @@ def test_salts_keep_tenants_apart():
 def test_broken_characters_never_reach_a_stream_in_halves():
     """An echo engine speaks random bytes: what is streamed is what decoding at once gives."""
 
-    async def scenario(rig):
+    async def scenario(harness):
         fields = {"max_tokens": 300, "seed": 9, "return_token_ids": True}
-        chunks = events(await rig.complete(**fields, stream=True))
+        chunks = events(await harness.complete(**fields, stream=True))
         ids = [token for c in chunks for token in c["choices"][0]["token_ids"]]
         text = "".join(c["choices"][0]["text"] for c in chunks)
         assert text == byte_tokenizer().decode(ids)
@@ -212,7 +214,7 @@ def test_broken_characters_never_reach_a_stream_in_halves():
 def test_choices_of_one_stream_never_overtake_its_beginning():
     """However slow the connection is, the status line is sent before any event."""
 
-    async def scenario(rig):
+    async def scenario(harness):
         sent = []
 
         async def send(message):
@@ -236,7 +238,7 @@ def test_choices_of_one_stream_never_overtake_its_beginning():
             "headers": [],
             "query_string": b"",
         }
-        await rig.gate(scope, receive, send)
+        await harness.gate(scope, receive, send)
         assert sent[0] == "http.response.start"
         assert set(sent[1:]) == {"http.response.body"}
 

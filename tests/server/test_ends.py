@@ -4,20 +4,20 @@ import asyncio
 
 import pytest
 
-from tests.server.rig import error, events, run
+from tests.server.harness import error, events, run
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_abort_is_told_to_the_client(stream):
     """Lesson 58: by the name the client gave; a 499, or the last chunk of a stream."""
 
-    async def scenario(rig):
-        rig.engine.hold()
-        waiting = asyncio.create_task(rig.complete(request_id="mine", n=2, stream=stream))
-        await rig.until_waiting(2)
-        unknown = await rig.post("/v1/abort_requests", {"request_ids": ["other"]})
+    async def scenario(harness):
+        harness.engine.hold()
+        waiting = asyncio.create_task(harness.complete(request_id="mine", n=2, stream=stream))
+        await harness.until_waiting(2)
+        unknown = await harness.post("/v1/abort_requests", {"request_ids": ["other"]})
         assert unknown.json() == {"aborted": 0}
-        aborted = await rig.post("/v1/abort_requests", {"request_ids": ["cmpl-mine"]})
+        aborted = await harness.post("/v1/abort_requests", {"request_ids": ["cmpl-mine"]})
         assert aborted.json() == {"aborted": 2}
         response = await waiting
         if stream:
@@ -25,8 +25,8 @@ def test_an_abort_is_told_to_the_client(stream):
             assert reasons == ["abort", "abort"]
         else:
             assert error(response, 499)["code"] == "aborted"
-        rig.engine.flow()
-        assert (await rig.complete()).status_code == 200
+        harness.engine.flow()
+        assert (await harness.complete()).status_code == 200
 
     run(scenario)
 
@@ -35,12 +35,12 @@ def test_an_abort_is_told_to_the_client(stream):
 def test_a_name_that_looks_like_an_answers_id_can_be_aborted(name):
     """Whatever a client calls its request: by that name, or by the id of its answer."""
 
-    async def scenario(rig):
-        rig.engine.hold()
+    async def scenario(harness):
+        harness.engine.hold()
         for given in (name, f"cmpl-{name}"):
-            waiting = asyncio.create_task(rig.complete(request_id=name))
-            await rig.until_waiting(1)
-            aborted = await rig.post("/v1/abort_requests", {"request_ids": [given]})
+            waiting = asyncio.create_task(harness.complete(request_id=name))
+            await harness.until_waiting(1)
+            aborted = await harness.post("/v1/abort_requests", {"request_ids": [given]})
             assert aborted.json() == {"aborted": 1}
             error(await waiting, 499)
 
@@ -50,10 +50,10 @@ def test_a_name_that_looks_like_an_answers_id_can_be_aborted(name):
 def test_request_ids_are_echoed_and_may_be_used_twice():
     """A client's own id comes back, in the header and the body; two may share one."""
 
-    async def scenario(rig):
+    async def scenario(harness):
         responses = await asyncio.gather(
-            *(rig.complete(request_id="same") for _ in range(2)),
-            rig.post("/v1/completions", {"prompt": "a"}, headers={"x-request-id": "head"}),
+            *(harness.complete(request_id="same") for _ in range(2)),
+            harness.post("/v1/completions", {"prompt": "a"}, headers={"x-request-id": "head"}),
         )
         assert [r.json()["id"] for r in responses] == ["cmpl-same", "cmpl-same", "cmpl-head"]
         assert [r.headers["x-request-id"] for r in responses] == ["same", "same", "head"]
@@ -65,7 +65,7 @@ def test_request_ids_are_echoed_and_may_be_used_twice():
 def test_a_client_that_leaves_is_aborted(num_streamed):
     """Lesson 58: a closed connection ends the work and returns every slot."""
 
-    async def scenario(rig):
+    async def scenario(harness):
         gone = asyncio.Event()
         sent = []
         body = b'{"prompt": "hello", "max_tokens": 400, "stream": %s}' % (
@@ -92,16 +92,16 @@ def test_a_client_that_leaves_is_aborted(num_streamed):
             "query_string": b"",
         }
         if not num_streamed:
-            rig.engine.hold()
-        exchange = asyncio.create_task(rig.gate(scope, receive, send))
+            harness.engine.hold()
+        exchange = asyncio.create_task(harness.gate(scope, receive, send))
         if not num_streamed:
-            await rig.until_live(1)
+            await harness.until_live(1)
             gone.set()
         await exchange
-        rig.engine.flow()
-        await rig.until_idle()
-        assert await rig.all_free()
-        assert (await rig.engine.stats()).num_running == 0
+        harness.engine.flow()
+        await harness.until_idle()
+        assert await harness.all_free()
+        assert (await harness.engine.stats()).num_running == 0
 
     run(scenario)
 
@@ -109,16 +109,16 @@ def test_a_client_that_leaves_is_aborted(num_streamed):
 def test_a_dead_engine_is_told_at_once():
     """Waiting clients get a 503, or an error event where a stream has begun; /health too."""
 
-    async def scenario(rig):
-        rig.engine.hold()
-        waiting = [asyncio.create_task(rig.complete()) for _ in range(2)]
-        await rig.until_live(2)
-        rig.engine.die("the engine process ended with signal 9")
+    async def scenario(harness):
+        harness.engine.hold()
+        waiting = [asyncio.create_task(harness.complete()) for _ in range(2)]
+        await harness.until_live(2)
+        harness.engine.die("the engine process ended with signal 9")
         for task in waiting:
             assert error(await task, 503)["code"] == "engine_dead"
-        assert "signal 9" in error(await rig.client.get("/health"), 503)["message"]
-        error(await rig.complete(stream=True), 503)
-        assert (await rig.client.get("/metrics")).status_code == 200
+        assert "signal 9" in error(await harness.client.get("/health"), 503)["message"]
+        error(await harness.complete(stream=True), 503)
+        assert (await harness.client.get("/metrics")).status_code == 200
 
     run(scenario)
 
@@ -126,13 +126,13 @@ def test_a_dead_engine_is_told_at_once():
 def test_an_error_in_a_begun_stream_is_an_event():
     """The status is sent already; the client learns of the failure inside the stream."""
 
-    async def scenario(rig):
+    async def scenario(harness):
         async def die_later():
-            await rig.until(lambda: rig.engine.core.stats().num_steps >= 3)
-            rig.engine.die("gone")
+            await harness.until(lambda: harness.engine.core.stats().num_steps >= 3)
+            harness.engine.die("gone")
 
         task = asyncio.create_task(die_later())
-        response = await rig.complete(stream=True, max_tokens=400)
+        response = await harness.complete(stream=True, max_tokens=400)
         await task
         chunks = events(response)
         assert response.status_code == 200

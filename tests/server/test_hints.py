@@ -3,14 +3,14 @@
 import pytest
 
 from headwater.metrics import names
-from tests.server.rig import error, run
+from tests.server.harness import error, run
 from tests.server.test_admin import samples
 
 PROMPT = "a conversation that goes on for a good while " * 4
 
 
-async def sessions(rig):
-    return (await rig.client.get("/cache")).json()["sessions"]
+async def sessions(harness):
+    return (await harness.client.get("/cache")).json()["sessions"]
 
 
 @pytest.mark.parametrize(
@@ -20,19 +20,19 @@ async def sessions(rig):
 def test_a_hint_reaches_the_cache(hint, outcome):
     """From the body through the engine to the books of the cache, completions and chat."""
 
-    async def scenario(rig):
+    async def scenario(harness):
         fields = {"session_id": "s", "cache_hint": hint}
-        assert (await rig.complete(prompt=PROMPT, **fields)).status_code == 200
-        await rig.until_idle()
-        found = await sessions(rig)
+        assert (await harness.complete(prompt=PROMPT, **fields)).status_code == 200
+        await harness.until_idle()
+        found = await sessions(harness)
         assert found["hints"] == {outcome: 1}
         assert found["known"] == (0 if outcome == "closed" else 1)
         assert (found["promised_blocks"] > 0) == (outcome == "granted")
         messages = [{"role": "user", "content": PROMPT}]
-        assert (await rig.chat(messages=messages, **fields)).status_code == 200
-        await rig.until_idle()
-        assert (await sessions(rig))["hints"] == {outcome: 2}
-        shown = samples((await rig.client.get("/metrics")).text)
+        assert (await harness.chat(messages=messages, **fields)).status_code == 200
+        await harness.until_idle()
+        assert (await sessions(harness))["hints"] == {outcome: 2}
+        shown = samples((await harness.client.get("/metrics")).text)
         assert shown[f"{names.PREFIX}:cache_hints_total", outcome] == 2
 
     run(scenario)
@@ -41,17 +41,17 @@ def test_a_hint_reaches_the_cache(hint, outcome):
 def test_a_session_is_closed_by_its_name():
     """With an empty body or a salt; the name may hold a slash, and an unknown one is no error."""
 
-    async def scenario(rig):
+    async def scenario(harness):
         name = "team/7%"
-        await rig.complete(prompt=PROMPT, session_id=name)
-        await rig.complete(prompt=PROMPT, session_id=name, cache_salt="tenant")
-        await rig.until_idle()
+        await harness.complete(prompt=PROMPT, session_id=name)
+        await harness.complete(prompt=PROMPT, session_id=name, cache_salt="tenant")
+        await harness.until_idle()
         url = "/cache/sessions/team%2F7%25"
-        assert (await rig.client.post(url)).json() == {"known": True}
-        assert (await rig.client.post(url)).json() == {"known": False}
-        assert (await rig.post(url, {"cache_salt": "other"})).json() == {"known": False}
-        assert (await rig.post(url, {"cache_salt": "tenant"})).json() == {"known": True}
-        assert (await sessions(rig))["known"] == 0
+        assert (await harness.client.post(url)).json() == {"known": True}
+        assert (await harness.client.post(url)).json() == {"known": False}
+        assert (await harness.post(url, {"cache_salt": "other"})).json() == {"known": False}
+        assert (await harness.post(url, {"cache_salt": "tenant"})).json() == {"known": True}
+        assert (await sessions(harness))["known"] == 0
 
     run(scenario)
 
@@ -59,24 +59,24 @@ def test_a_session_is_closed_by_its_name():
 def test_the_blocks_of_a_closed_session_go_first():
     """Under an LRU: a session that was used last and then closed goes before an older one."""
 
-    async def scenario(rig):
+    async def scenario(harness):
         for name in ("first", "second"):
-            await rig.complete(prompt=name + PROMPT, session_id=name)
-        await rig.until_idle()
-        await rig.client.post("/cache/sessions/second")
+            await harness.complete(prompt=name + PROMPT, session_id=name)
+        await harness.until_idle()
+        await harness.client.post("/cache/sessions/second")
         for filler in "ABCDEFGH":
-            await rig.complete(prompt=filler * 160, max_tokens=1)
-            if (await rig.engine.stats()).tiers["device"].evicted:
+            await harness.complete(prompt=filler * 160, max_tokens=1)
+            if (await harness.engine.stats()).tiers["device"].evicted:
                 break
-        cached = [await cached_tokens(rig, name + PROMPT) for name in ("first", "second")]
+        cached = [await cached_tokens(harness, name + PROMPT) for name in ("first", "second")]
         assert cached[0] == len("first" + PROMPT) // 16 * 16
         assert cached[1] < cached[0]
 
     run(scenario)
 
 
-async def cached_tokens(rig, prompt):
-    answer = await rig.complete(prompt=prompt, max_tokens=1)
+async def cached_tokens(harness, prompt):
+    answer = await harness.complete(prompt=prompt, max_tokens=1)
     return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
@@ -98,8 +98,8 @@ async def cached_tokens(rig, prompt):
 def test_a_hint_that_makes_no_sense_is_a_400(fields, param):
     """Lesson 68: bounded, typed, and the answer names the field."""
 
-    async def scenario(rig):
-        assert error(await rig.complete(**fields), 400)["param"] == param
+    async def scenario(harness):
+        assert error(await harness.complete(**fields), 400)["param"] == param
 
     run(scenario)
 
@@ -107,12 +107,12 @@ def test_a_hint_that_makes_no_sense_is_a_400(fields, param):
 def test_closing_is_bounded_too():
     """Lesson 68: a name that is too long, a body that is not what it should be."""
 
-    async def scenario(rig):
-        error(await rig.client.post("/cache/sessions/" + "s" * 257), 400)
-        error(await rig.client.post("/cache/sessions/two%20words"), 400)
-        error(await rig.post("/cache/sessions/s", {"cache_salt": ""}), 400)
-        error(await rig.client.post("/cache/sessions/s", content=b"{"), 400)
-        rig.engine.die("gone")
-        error(await rig.client.post("/cache/sessions/s"), 503)
+    async def scenario(harness):
+        error(await harness.client.post("/cache/sessions/" + "s" * 257), 400)
+        error(await harness.client.post("/cache/sessions/two%20words"), 400)
+        error(await harness.post("/cache/sessions/s", {"cache_salt": ""}), 400)
+        error(await harness.client.post("/cache/sessions/s", content=b"{"), 400)
+        harness.engine.die("gone")
+        error(await harness.client.post("/cache/sessions/s"), 503)
 
     run(scenario)

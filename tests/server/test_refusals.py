@@ -6,14 +6,16 @@ import threading
 import pytest
 
 from headwater.config import EngineConfig, LimitsConfig
-from tests.server.rig import error, run
+from tests.server.harness import error, run
 
 
 def test_fields_it_does_not_know_are_ignored():
     """A client may send what only other servers understand."""
 
-    async def scenario(rig):
-        response = await rig.complete(some_new_field={"a": 1}, service_tier="auto", store=True)
+    async def scenario(harness):
+        response = await harness.complete(
+            some_new_field={"a": 1}, service_tier="auto", store=True
+        )
         assert response.status_code == 200
 
     run(scenario)
@@ -34,8 +36,8 @@ def test_fields_it_does_not_know_are_ignored():
 def test_fields_it_knows_but_does_not_serve_are_named(fields, param):
     """Ignoring them would answer another question than was asked."""
 
-    async def scenario(rig):
-        found = error(await rig.complete(**fields), 400)
+    async def scenario(harness):
+        found = error(await harness.complete(**fields), 400)
         assert found["param"] == param
         assert param in found["message"]
 
@@ -56,8 +58,8 @@ def test_fields_it_knows_but_does_not_serve_are_named(fields, param):
 def test_values_that_ask_for_nothing_special_are_accepted(fields):
     """Clients send defaults and nulls; they mean what leaving them out means."""
 
-    async def scenario(rig):
-        assert (await rig.complete(**fields)).status_code == 200
+    async def scenario(harness):
+        assert (await harness.complete(**fields)).status_code == 200
 
     run(scenario)
 
@@ -99,8 +101,8 @@ def test_values_that_ask_for_nothing_special_are_accepted(fields):
 def test_bad_input_is_a_400_that_names_the_field(fields, param):
     """Lesson 68: limits on every field, told as an OpenAI error object."""
 
-    async def scenario(rig):
-        assert error(await rig.complete(**fields), 400)["param"] == param
+    async def scenario(harness):
+        assert error(await harness.complete(**fields), 400)["param"] == param
 
     run(scenario)
 
@@ -108,14 +110,14 @@ def test_bad_input_is_a_400_that_names_the_field(fields, param):
 def test_a_priority_that_nobody_looks_at_is_refused():
     """Silence would give a client something else than it asked for; 0 asks for nothing."""
 
-    async def scenario(rig):
-        rig.service.engine_config = EngineConfig(scheduling_policy="fcfs")
-        refusal = error(await rig.complete(priority=-1), 400)
+    async def scenario(harness):
+        harness.service.engine_config = EngineConfig(scheduling_policy="fcfs")
+        refusal = error(await harness.complete(priority=-1), 400)
         assert refusal["param"] == "priority"
         assert "--scheduling-policy fcfs" in refusal["message"]
-        assert (await rig.complete(priority=0)).status_code == 200
-        rig.service.engine_config = EngineConfig(scheduling_policy="priority")
-        assert (await rig.complete(priority=-1)).status_code == 200
+        assert (await harness.complete(priority=0)).status_code == 200
+        harness.service.engine_config = EngineConfig(scheduling_policy="priority")
+        assert (await harness.complete(priority=-1)).status_code == 200
 
     run(scenario)
 
@@ -136,8 +138,8 @@ def test_a_priority_that_nobody_looks_at_is_refused():
 def test_a_body_that_is_no_request_is_a_400(body, word):
     """Lesson 68: whatever arrives, the answer is a sentence and not a traceback."""
 
-    async def scenario(rig):
-        response = await rig.client.post("/v1/completions", content=body)
+    async def scenario(harness):
+        response = await harness.client.post("/v1/completions", content=body)
         assert word in error(response, 400)["message"]
 
     run(scenario)
@@ -150,8 +152,8 @@ def test_a_body_that_is_no_request_is_a_400(body, word):
 def test_too_long_a_request_is_a_400_with_openais_code(fields):
     """Lesson 68: prompt and output have to fit in the model."""
 
-    async def scenario(rig):
-        assert error(await rig.complete(**fields), 400)["code"] == "context_length_exceeded"
+    async def scenario(harness):
+        assert error(await harness.complete(**fields), 400)["code"] == "context_length_exceeded"
 
     run(scenario)
 
@@ -160,11 +162,11 @@ def test_too_long_a_request_is_a_400_with_openais_code(fields):
 def test_a_text_that_cannot_fit_is_refused_unread(path):
     """Lesson 68: megabytes of text are not tokenised to find out that they are too long."""
 
-    async def scenario(rig):
+    async def scenario(harness):
         text = "long " * 200_000
         messages = [{"role": "user", "content": text}]
         body = {"messages": messages} if "chat" in path else {"prompt": text}
-        detail = error(await rig.post(path, body), 400)
+        detail = error(await harness.post(path, body), 400)
         assert detail["code"] == "context_length_exceeded"
         assert "characters" in detail["message"]
 
@@ -174,14 +176,14 @@ def test_a_text_that_cannot_fit_is_refused_unread(path):
 def test_a_short_prompt_does_not_wait_for_long_ones():
     """Lesson 68: a client with long texts cannot keep the others from being tokenised."""
 
-    async def scenario(rig):
+    async def scenario(harness):
         block = threading.Event()
         long = [
-            asyncio.create_task(rig.service.in_thread(block.wait, size=1 << 20))
+            asyncio.create_task(harness.service.in_thread(block.wait, size=1 << 20))
             for _ in range(8)
         ]
-        assert (await rig.complete()).status_code == 200
-        assert (await rig.chat()).status_code == 200
+        assert (await harness.complete()).status_code == 200
+        assert (await harness.chat()).status_code == 200
         block.set()
         await asyncio.gather(*long)
 
@@ -191,8 +193,8 @@ def test_a_short_prompt_does_not_wait_for_long_ones():
 def test_the_longest_request_that_fits_is_served():
     """The limit itself is inside."""
 
-    async def scenario(rig):
-        response = await rig.complete(prompt="x" * 500, max_tokens=12)
+    async def scenario(harness):
+        response = await harness.complete(prompt="x" * 500, max_tokens=12)
         assert response.json()["usage"]["total_tokens"] == 512
 
     run(scenario)
@@ -201,8 +203,8 @@ def test_the_longest_request_that_fits_is_served():
 def test_another_model_is_a_404():
     """A client that asks for another model is told which one is here."""
 
-    async def scenario(rig):
-        found = error(await rig.complete(model="gpt-9"), 404)
+    async def scenario(harness):
+        found = error(await harness.complete(model="gpt-9"), 404)
         assert found["code"] == "model_not_found"
         assert "echo" in found["message"]
 
@@ -212,14 +214,14 @@ def test_another_model_is_a_404():
 def test_a_long_body_is_a_413_before_it_is_read():
     """Lesson 68: by its announced length, or as soon as more arrives than is allowed."""
 
-    async def scenario(rig):
-        error(await rig.complete(prompt="x" * 2000), 413)
+    async def scenario(harness):
+        error(await harness.complete(prompt="x" * 2000), 413)
 
         async def pieces():
             for _ in range(100):
                 yield b" " * 100
 
-        error(await rig.client.post("/v1/completions", content=pieces()), 413)
+        error(await harness.client.post("/v1/completions", content=pieces()), 413)
 
     run(scenario, LimitsConfig(max_body_bytes=1000))
 
@@ -227,16 +229,16 @@ def test_a_long_body_is_a_413_before_it_is_read():
 def test_a_full_queue_is_a_429_with_retry_after():
     """Beyond what may wait, requests are turned away at once; then there is room again."""
 
-    async def scenario(rig):
-        rig.engine.hold()
-        waiting = [asyncio.create_task(rig.complete()) for _ in range(10)]
-        await rig.until_live(10)
-        response = await rig.complete()
+    async def scenario(harness):
+        harness.engine.hold()
+        waiting = [asyncio.create_task(harness.complete()) for _ in range(10)]
+        await harness.until_live(10)
+        response = await harness.complete()
         assert error(response, 429)["code"] == "queue_full"
         assert int(response.headers["retry-after"]) >= 1
-        rig.engine.flow()
+        harness.engine.flow()
         assert {(await task).status_code for task in waiting} == {200}
-        assert (await rig.complete()).status_code == 200
+        assert (await harness.complete()).status_code == 200
 
     run(scenario, LimitsConfig(max_queued=2))
 
@@ -244,8 +246,8 @@ def test_a_full_queue_is_a_429_with_retry_after():
 def test_more_than_ever_fits_is_a_400_and_not_a_429():
     """A client that is told to come back later must have a chance then."""
 
-    async def scenario(rig):
-        assert "11 sequences" in error(await rig.complete(n=11), 400)["message"]
-        assert (await rig.complete(n=10)).status_code == 200
+    async def scenario(harness):
+        assert "11 sequences" in error(await harness.complete(n=11), 400)["message"]
+        assert (await harness.complete(n=10)).status_code == 200
 
     run(scenario, LimitsConfig(max_queued=2))

@@ -2,17 +2,17 @@
 
 import asyncio
 
-from tests.server.rig import error, run
+from tests.server.harness import error, run
 
 
 def test_an_engine_that_cannot_says_so_and_goes_on():
     """Refused with a sentence; admission is as it was before."""
 
-    async def scenario(rig):
-        found = error(await rig.post("/v1/reload_weights"), 400)
+    async def scenario(harness):
+        found = error(await harness.post("/v1/reload_weights"), 400)
         assert "reads its weights once" in found["message"]
-        assert not (await rig.engine.stats()).is_paused
-        assert (await rig.complete()).status_code == 200
+        assert not (await harness.engine.stats()).is_paused
+        assert (await harness.complete()).status_code == 200
 
     run(scenario)
 
@@ -20,11 +20,11 @@ def test_an_engine_that_cannot_says_so_and_goes_on():
 def test_folders_that_were_not_offered_are_refused():
     """Only one beside the folder given at start; bounds on what is asked."""
 
-    async def scenario(rig):
-        answer = await rig.post("/v1/reload_weights", {"model": "/etc"})
+    async def scenario(harness):
+        answer = await harness.post("/v1/reload_weights", {"model": "/etc"})
         assert error(answer, 400)["param"] == "model"
-        error(await rig.post("/v1/reload_weights", {"drain_timeout_s": -1}), 400)
-        error(await rig.post("/v1/reload_weights", {"drain_timeout_s": 1e9}), 400)
+        error(await harness.post("/v1/reload_weights", {"drain_timeout_s": -1}), 400)
+        error(await harness.post("/v1/reload_weights", {"drain_timeout_s": 1e9}), 400)
 
     run(scenario)
 
@@ -32,8 +32,8 @@ def test_folders_that_were_not_offered_are_refused():
 def test_behind_a_router_weights_are_not_changed():
     """The router knows its instances by fingerprint."""
 
-    async def scenario(rig):
-        assert "router" in error(await rig.post("/v1/reload_weights"), 400)["message"]
+    async def scenario(harness):
+        assert "router" in error(await harness.post("/v1/reload_weights"), 400)["message"]
 
     run(scenario, router="http://127.0.0.1:1")
 
@@ -41,16 +41,16 @@ def test_behind_a_router_weights_are_not_changed():
 def test_two_reloads_at_once_are_one_and_a_refusal():
     """The second is told that the first is at it, and changes nothing of its pause."""
 
-    async def scenario(rig):
-        rig.engine.hold()
-        running = asyncio.create_task(rig.complete(max_tokens=4))
-        await rig.until_waiting(1)
-        rig.engine.core.step()
-        first = asyncio.create_task(rig.post("/v1/reload_weights", {"drain_timeout_s": 30}))
-        await rig.until(rig.service.reloading.locked)
-        found = error(await rig.post("/v1/reload_weights"), 503)
+    async def scenario(harness):
+        harness.engine.hold()
+        running = asyncio.create_task(harness.complete(max_tokens=4))
+        await harness.until_waiting(1)
+        harness.engine.core.step()
+        first = asyncio.create_task(harness.post("/v1/reload_weights", {"drain_timeout_s": 30}))
+        await harness.until(harness.service.reloading.locked)
+        found = error(await harness.post("/v1/reload_weights"), 503)
         assert found["code"] == "reloading"
-        rig.engine.flow()
+        harness.engine.flow()
         assert (await running).status_code == 200
         error(await first, 400)
 

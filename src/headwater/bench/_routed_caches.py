@@ -18,7 +18,7 @@ from headwater.events import BlocksStored
 from headwater.metrics.kv_events import EventBatch, block_hash, events_of
 from headwater.replay.cache_only import CacheOnly, longest_blocks, replay_cache
 from headwater.replay.trace import TRACE_BLOCK, TraceRequest, read_trace
-from headwater.server.router.view import BlockView, EventBatchResult
+from headwater.server.router.cache_view import BlockView, EventBatchResult
 from headwater.types import Tokens
 
 INSTANCES = 8
@@ -72,7 +72,7 @@ class RoutedCache:
             for fact in facts.take()
         ]
         batch = EventBatch(ts=0.0, events=events_of(bare, TRACE_BLOCK))
-        if self.view.hear(self.view.next, batch) is not EventBatchResult.APPLIED:
+        if self.view.apply(self.view.next, batch) is not EventBatchResult.APPLIED:
             raise InvariantError("the router did not apply a batch that was the next")
 
 

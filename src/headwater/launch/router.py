@@ -14,16 +14,16 @@ from starlette.types import Scope
 from headwater.clock import Clock, SystemClock
 from headwater.engine.tokenizer import Tokenizer
 from headwater.launch.server import StopSignals
-from headwater.server.gate import ReadinessMiddleware, is_public
 from headwater.server.http import HttpServer, bind, url_of
+from headwater.server.middleware import ReadinessMiddleware, is_public
 from headwater.server.router.app import Router, create_router_app
 from headwater.server.router.config import RouterConfig
-from headwater.server.router.follower import Follower
 from headwater.server.router.forwarding import Forwarder
 from headwater.server.router.instance import Instance
-from headwater.server.router.prompts import Prompts
-from headwater.server.router.recorder import RouterRecorder
-from headwater.server.router.registry import Registry, Watch
+from headwater.server.router.kv_follower import KvEventFollower
+from headwater.server.router.metrics import RouterRecorder
+from headwater.server.router.prompts import PromptReader
+from headwater.server.router.registry import Registry, RegistryObserver
 
 _SWEEP_S = 0.25
 
@@ -62,20 +62,22 @@ class RouterProcess:
         self._announce = announce
         self._gate = ReadinessMiddleware(config.api_key, is_open=_needs_no_key)
         self._http = HttpServer(self._gate, drain_timeout_s=config.drain_timeout_s)
-        self._followers: dict[Instance, Follower] = {}
+        self._followers: dict[Instance, KvEventFollower] = {}
 
     async def run(self, signals: Signals) -> int:
         """Everything from the first byte to the exit code."""
         config, clock = self._config, SystemClock()
         self._context = zmq.asyncio.Context()
-        registry = Registry(config, clock, Watch(joined=self._joined, left=self._left))
+        registry = Registry(
+            config, clock, RegistryObserver(joined=self._joined, left=self._left)
+        )
         signals.attach(self._stop)
         async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=config.connect_timeout_s),
             auto_decompress=False,
         ) as session:
-            prompts = Prompts(self._tokenizer, session)
+            prompts = PromptReader(self._tokenizer, session)
             sweep = asyncio.create_task(_sweep(registry))
             try:
                 self._gate.open(
@@ -93,7 +95,11 @@ class RouterProcess:
         return 0
 
     def _router(
-        self, clock: Clock, registry: Registry, prompts: Prompts, session: aiohttp.ClientSession
+        self,
+        clock: Clock,
+        registry: Registry,
+        prompts: PromptReader,
+        session: aiohttp.ClientSession,
     ) -> Router:
         recorder = RouterRecorder()
         forwarder = Forwarder(self._config, clock, registry, prompts, session, recorder)
@@ -106,7 +112,7 @@ class RouterProcess:
         )
 
     def _joined(self, instance: Instance) -> None:
-        self._followers[instance] = Follower(instance, self._context)
+        self._followers[instance] = KvEventFollower(instance, self._context)
 
     def _left(self, instance: Instance) -> None:
         self._followers.pop(instance).close()

@@ -26,8 +26,8 @@ from headwater.metrics.ledger import RequestRecord
 from headwater.metrics.logs import log_record
 from headwater.metrics.tracing import SpanExporter, open_spans
 from headwater.server.app import create_app
-from headwater.server.gate import ReadinessMiddleware
 from headwater.server.http import HttpServer, url_of
+from headwater.server.middleware import ReadinessMiddleware
 from headwater.server.registration import Registrar
 from headwater.server.service import Service
 

@@ -1,7 +1,6 @@
-"""Everything that is not generation: health, models, metrics, and control of the cache."""
+"""Read-only endpoints: health, models, version, metrics, settings and cache state."""
 
 import asyncio
-import re
 from dataclasses import asdict
 from typing import Any
 
@@ -10,27 +9,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headwater.config import VERSION
-from headwater.engine.client import MEMORY, EngineInfo
+from headwater.engine.client import EngineInfo
 from headwater.errors import EngineDead
 from headwater.metrics.prometheus import CONTENT_TYPE, render
 from headwater.metrics.stats import EngineStats
 from headwater.scheduler.load_state import MeasuredRates
 from headwater.scheduler.request import SamplingParams
-from headwater.server.answers import (
-    Aborted,
-    ControlDone,
-    Health,
-    ModelCard,
-    ModelList,
-    ResetAnswer,
-    SessionClosed,
-    Version,
-)
-from headwater.server.body import read_body
+from headwater.server.answers import Health, ModelCard, ModelList, Version
+from headwater.server.body import JsonResponse
 from headwater.server.errors import RequestRefused
 from headwater.server.generation import Delta, Generation, GenerationJob, GenerationPrompt
-from headwater.server.reply import JsonReply
-from headwater.server.schema import SESSION_ID, AbortRequest, CloseSessionRequest, ResetRequest
 from headwater.server.service import Service
 
 _STATS_TIMEOUT_S = 5.0
@@ -38,15 +26,15 @@ _DEEP_TIMEOUT_S = 30.0
 
 
 async def health(request: Request) -> Response:
-    """Whether the engine lives. Asks nobody: it never waits and never runs the model."""
+    """Whether the engine is alive. Never waits and never runs the model."""
     engine = _service(request).engine
     if engine.dead is not None:
         raise EngineDead(engine.dead)
-    return JsonReply(Health())
+    return JsonResponse(Health())
 
 
 async def health_generate(request: Request) -> Response:
-    """Whether the engine can generate: runs one token through the model."""
+    """Whether the engine can generate: generates one token."""
     service = _service(request)
     prompt = GenerationPrompt(
         tokens=np.zeros(1, dtype=np.int32), params=SamplingParams(max_tokens=1, temperature=0.0)
@@ -60,29 +48,33 @@ async def health_generate(request: Request) -> Response:
         async with asyncio.timeout(_DEEP_TIMEOUT_S):
             await Generation(service, job).run(ignore)
     except TimeoutError as exc:
-        raise RequestRefused(f"no token within {_DEEP_TIMEOUT_S:.0f} s", status=503) from exc
-    return JsonReply(Health())
+        raise RequestRefused(
+            f"the engine generated no token within {_DEEP_TIMEOUT_S:.0f} s; it is overloaded or "
+            "hangs",
+            status=503,
+        ) from exc
+    return JsonResponse(Health())
 
 
 async def models(request: Request) -> Response:
-    """The one model there is."""
-    return JsonReply(ModelList(data=[_card(_service(request))]))
+    """The served model, as a list."""
+    return JsonResponse(ModelList(data=[_card(_service(request))]))
 
 
 async def model(request: Request) -> Response:
-    """The one model there is, by name."""
+    """The served model, by name."""
     service = _service(request)
     service.check_model(request.path_params["name"])
-    return JsonReply(_card(service))
+    return JsonResponse(_card(service))
 
 
 async def version(request: Request) -> Response:
     """The version of this program."""
-    return JsonReply(Version(version=VERSION))
+    return JsonResponse(Version(version=VERSION))
 
 
 async def metrics(request: Request) -> Response:
-    """A Prometheus scrape; a dead engine leaves the server's own part."""
+    """A Prometheus scrape; without a live engine only the server's own metrics."""
     service = _service(request)
     try:
         stats = await _stats(service)
@@ -99,16 +91,16 @@ async def metrics(request: Request) -> Response:
 
 
 async def server_info(request: Request) -> Response:
-    """How this server was started, without its secrets."""
+    """The settings of this server, without secrets."""
     service = _service(request)
     config = asdict(service.config)
     config["api_key"] = service.config.api_key is not None
     config["peer_token"] = service.config.peer_token is not None
     asked = None if service.engine_config is None else asdict(service.engine_config)
     if asked is not None:
-        # A backend's settings may hold a password; their names do not.
+        # Values of a backend's settings may be passwords, so only their names are shown.
         asked["storage_config"] = sorted(asked["storage_config"])
-    return JsonReply(
+    return JsonResponse(
         {
             "version": VERSION,
             "model": service.model_name,
@@ -121,9 +113,9 @@ async def server_info(request: Request) -> Response:
 
 
 async def cache(request: Request) -> Response:
-    """Tiers, occupancy, and what the cache found and missed so far."""
+    """Tiers, occupancy, and hits and misses so far."""
     service = _service(request)
-    return JsonReply(cache_state(service, await _stats(service)))
+    return JsonResponse(cache_state(service, await _stats(service)))
 
 
 def cache_state(service: Service, stats: EngineStats) -> dict[str, Any]:
@@ -156,69 +148,13 @@ def cache_state(service: Service, stats: EngineStats) -> dict[str, Any]:
     }
 
 
-async def reset_prefix_cache(request: Request) -> Response:
-    """Forget the cached blocks of some tiers; running requests keep theirs and go on."""
-    service = _service(request)
-    body = await read_body(
-        request, ResetRequest, max_bytes=service.config.limits.max_body_bytes, optional=True
-    )
-    report = await service.engine.reset_cache(body.tiers or MEMORY)
-    return JsonReply(ResetAnswer(removed=report.removed, kept=report.kept))
-
-
-async def close_session(request: Request) -> Response:
-    """Nothing more of a session will come: its blocks are the first to go when room is needed."""
-    service = _service(request)
-    name = request.path_params["session_id"]
-    if not re.match(SESSION_ID, name):
-        raise RequestRefused(
-            "a session id is 1 to 256 printable ASCII characters without spaces",
-            param="session_id",
-        )
-    body = await read_body(
-        request,
-        CloseSessionRequest,
-        max_bytes=service.config.limits.max_body_bytes,
-        optional=True,
-    )
-    known = await service.engine.close_session(name, body.cache_salt or "")
-    return JsonReply(SessionClosed(known=known))
-
-
-async def pause(request: Request) -> Response:
-    """Stop admitting requests; those running go on."""
-    await _service(request).engine.pause()
-    return JsonReply(ControlDone())
-
-
-async def resume(request: Request) -> Response:
-    """Admit requests again."""
-    await _service(request).engine.resume()
-    return JsonReply(ControlDone())
-
-
-async def abort_requests(request: Request) -> Response:
-    """End requests by the names their clients gave them, or all of them."""
-    service = _service(request)
-    body = await read_body(
-        request, AbortRequest, max_bytes=service.config.limits.max_body_bytes
-    )
-    if body.request_ids is None and not body.abort_all:
-        raise RequestRefused("give request_ids, or abort_all: true", param="request_ids")
-    if body.abort_all:
-        return JsonReply(Aborted(aborted=await service.engine.abort(None)))
-    names = {known for name in body.request_ids or [] for known in _own_names(name)}
-    ids = [entry for name in names for entry in service.live.sequences_of(name)]
-    return JsonReply(Aborted(aborted=await service.engine.abort(ids)))
-
-
 def _service(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
 
 
 def _kv_events(info: EngineInfo) -> dict[str, object] | None:
-    """What a consumer needs to follow this instance, its epoch included."""
+    """What a consumer of KV events needs: addresses, epoch and block identity."""
     if info.kv_events is None:
         return None
     return {
@@ -244,19 +180,16 @@ async def _stats(service: Service) -> EngineStats:
         async with asyncio.timeout(_STATS_TIMEOUT_S):
             return await service.engine.stats()
     except TimeoutError as exc:
-        raise RequestRefused("the engine is in a long step; try again", status=503) from exc
+        raise RequestRefused(
+            f"the engine did not answer within {_STATS_TIMEOUT_S:.0f} s; retry", status=503
+        ) from exc
 
 
 def _prices(rates: MeasuredRates) -> dict[str, object]:
-    """What load-or-recompute is priced from; null is not measured lately."""
+    """The measured rates behind load-or-recompute; null when not measured recently."""
     host, storage = rates.host, rates.storage
     return {
         "prefill_tokens_s": rates.prefill_tokens_s,
         "host_to_device": None if host is None else host._asdict(),
         "storage_to_host": None if storage is None else storage._asdict(),
     }
-
-
-def _own_names(name: str) -> tuple[str, ...]:
-    """What a request is called if this is its own name, and if it is the id of its answer."""
-    return name, name.removeprefix("chatcmpl-"), name.removeprefix("cmpl-")

@@ -1,4 +1,4 @@
-"""The OpenAI wire types that answers are written from."""
+"""The response bodies of the OpenAI API."""
 
 from typing import Literal
 
@@ -6,30 +6,30 @@ from msgspec import UNSET, Struct, UnsetType
 
 
 class LoadDetails(Struct, kw_only=True):
-    """Load, split or compute: what was chosen for blocks below the device, and at what price."""
+    """The choice between loading and recomputing blocks of lower tiers, with its costs."""
 
     choice: str
     host_blocks: int
-    """Found there when it was chosen."""
+    """Blocks found on the host at the time of the choice."""
 
     storage_blocks: int
     num_blocks: int
-    """Chosen to be loaded, from the first on; 0 is to compute them all."""
+    """Leading blocks to load; 0 recomputes all of them."""
 
     load_s: float | None
-    """Expected; null where nothing was measured yet."""
+    """Expected load time; null before anything was measured."""
 
     recompute_s: float | None
     chosen_s: float | None
     waited_s: float
-    """How long the request waited for nothing else."""
+    """Time the request waited only for this load."""
 
     shortfall: str | None
-    """Why less arrived than was chosen."""
+    """Why fewer blocks arrived than were chosen."""
 
 
 class CacheDetails(Struct, kw_only=True):
-    """Where the prompt's tokens came from, and why no more of them were found."""
+    """Source of the prompt's tokens by tier, and the reason of the first miss."""
 
     device: int
     host: int
@@ -38,27 +38,27 @@ class CacheDetails(Struct, kw_only=True):
     recomputed: int
     miss_reason: str | None
     block_tokens: int
-    """Only whole blocks are found again, so this is the shortest prefix that can hit."""
+    """Tokens per block. Only whole blocks hit, so this is the shortest prefix that can."""
 
     queued_s: float
-    """From arrival to admission; of several prompts the longest."""
+    """Time from arrival to admission; the longest one of several prompts."""
 
     loaded_bytes: int
-    """KV brought up from lower tiers or peers."""
+    """KV bytes loaded from lower tiers or peers."""
 
     load: LoadDetails | None
-    """Of the first prompt for which lower tiers had something, or were asked."""
+    """Of the first prompt with a lower-tier match or lookup."""
 
 
 class PromptTokensDetails(Struct, kw_only=True):
-    """`cached_tokens` is always there, 0 when none."""
+    """`cached_tokens` is always present, 0 when nothing hit."""
 
     cached_tokens: int
     cache: CacheDetails | UnsetType = UNSET
 
 
 class UsageAnswer(Struct, kw_only=True):
-    """Tokens in and out."""
+    """Token counts."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -67,7 +67,7 @@ class UsageAnswer(Struct, kw_only=True):
 
 
 class CompletionLogprobs(Struct, kw_only=True):
-    """Log-probabilities as the completions API has them: parallel lists."""
+    """Log-probabilities of the completions API: parallel lists."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -76,7 +76,7 @@ class CompletionLogprobs(Struct, kw_only=True):
 
 
 class CompletionChoice(Struct, kw_only=True):
-    """One text."""
+    """One generated text."""
 
     index: int
     text: str
@@ -88,7 +88,7 @@ class CompletionChoice(Struct, kw_only=True):
 
 
 class CompletionAnswer(Struct, kw_only=True):
-    """A whole answer, or one chunk of a streamed one."""
+    """A whole response, or one chunk of a streamed one."""
 
     id: str
     created: int
@@ -113,20 +113,20 @@ class TokenLogprob(TopLogprob, kw_only=True):
 
 
 class ChatLogprobs(Struct, kw_only=True):
-    """Log-probabilities as the chat API has them."""
+    """Log-probabilities of the chat API."""
 
     content: list[TokenLogprob]
 
 
 class ChatMessage(Struct, kw_only=True):
-    """What the model said."""
+    """The generated message."""
 
     content: str
     role: Literal["assistant"] = "assistant"
 
 
 class ChatChoice(Struct, kw_only=True):
-    """One reply."""
+    """One choice of a chat response."""
 
     index: int
     message: ChatMessage
@@ -137,7 +137,7 @@ class ChatChoice(Struct, kw_only=True):
 
 
 class ChatAnswer(Struct, kw_only=True):
-    """A whole chat answer."""
+    """A whole chat response."""
 
     id: str
     created: int
@@ -149,14 +149,14 @@ class ChatAnswer(Struct, kw_only=True):
 
 
 class ChatDelta(Struct, kw_only=True, omit_defaults=True):
-    """What a chunk adds to a reply."""
+    """What a chunk adds to a message."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
 
 
 class ChatChunkChoice(Struct, kw_only=True):
-    """One reply's part of a chunk."""
+    """One choice's part of a chunk."""
 
     index: int
     delta: ChatDelta
@@ -167,7 +167,7 @@ class ChatChunkChoice(Struct, kw_only=True):
 
 
 class ChatChunk(Struct, kw_only=True):
-    """One chunk of a streamed chat answer."""
+    """One chunk of a streamed chat response."""
 
     id: str
     created: int
@@ -221,40 +221,3 @@ class Version(Struct, kw_only=True):
     """Body of GET /version."""
 
     version: str
-
-
-class ControlDone(Struct, kw_only=True):
-    """Body of a control operation that has nothing else to say."""
-
-    status: Literal["done"] = "done"
-
-
-class SessionClosed(Struct, kw_only=True):
-    """Body of POST /cache/sessions/{session_id}."""
-
-    known: bool
-    """Whether there was such a session; if not, there was nothing to do."""
-
-
-class ResetAnswer(Struct, kw_only=True):
-    """Body of POST /reset_prefix_cache: blocks by tier."""
-
-    removed: dict[str, int]
-    kept: dict[str, int]
-    """In use: they go when that ends, or, where one tier alone was to be forgotten, stay."""
-
-    status: Literal["done"] = "done"
-
-
-class Aborted(Struct, kw_only=True):
-    """Body of POST /v1/abort_requests."""
-
-    aborted: int
-
-
-class ReloadAnswer(Struct, kw_only=True):
-    """Body of POST /v1/reload_weights."""
-
-    fingerprint: str
-    changed: bool
-    """Whether it is another than before; then nothing is cached any more."""

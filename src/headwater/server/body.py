@@ -1,11 +1,17 @@
-"""Reading a request: its body, bounded and typed, and the name its client gave it."""
+"""JSON bodies: requests are read with a size limit and a type, responses are written.
+
+The size limit is checked before the body is read, and the type before any field is used.
+"""
 
 import re
 import secrets
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from headwater.server.errors import RequestRefused
 from headwater.server.schema import Sampling
@@ -13,16 +19,32 @@ from headwater.server.streaming import ClientDisconnected
 
 S = TypeVar("S", bound=msgspec.Struct)
 
+ASGIResponse: TypeAlias = Response | Callable[[Scope, Receive, Send], Coroutine[Any, Any, None]]
+"""What an endpoint returns: a whole response, or a function that sends one."""
+
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-_NAME = re.compile(r"[\x21-\x7e]{1,256}")
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
+
+_encode = msgspec.json.Encoder().encode
+
+
+class JsonResponse(Response):
+    """A msgspec struct, or plain values, as JSON."""
+
+    media_type = "application/json"
+
+    def __init__(
+        self, value: object, *, status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(_encode(value), status_code=status, headers=headers)
 
 
 async def read_body(
     request: Request, kind: type[S], *, max_bytes: int, optional: bool = False
 ) -> S:
-    """The body as `kind`. Raises Refused with 413 or 400, before reading more than is allowed.
+    """The body as `kind`. Raises RequestRefused with status 413 or 400.
 
-    Where it is `optional`, no body is one that says nothing.
+    With `optional`, an empty body is `kind` with its defaults.
     """
     raw = await read_raw(request, max_bytes)
     if optional and not raw:
@@ -38,28 +60,13 @@ async def read_body(
         raise RequestRefused("the body is nested too deeply") from exc
 
 
-def traceparent(request: Request) -> str | None:
-    """The span of the caller, as W3C's header names it; anything else is ignored."""
-    named = request.headers.get("traceparent", "")
-    return named if _TRACEPARENT.fullmatch(named) else None
-
-
-def request_name(request: Request, body: Sampling) -> str:
-    """What the client calls this request, or a fresh name."""
-    name = body.request_id or request.headers.get("x-request-id")
-    if name is None:
-        return secrets.token_hex(12)
-    if not _NAME.fullmatch(name):
-        raise RequestRefused(
-            "a request id is 1 to 256 printable ASCII characters without spaces",
-            param="request_id",
-        )
-    return name
-
-
 async def read_raw(request: Request, max_bytes: int) -> bytes:
-    """The body as it came. Raises Refused with 413, before reading more than is allowed."""
-    too_long = RequestRefused(f"the body is longer than {max_bytes} bytes", status=413)
+    """The body as bytes. Raises RequestRefused with 413 before reading more than `max_bytes`."""
+    too_long = RequestRefused(
+        f"the body is longer than the limit of {max_bytes} bytes; send a shorter one or raise "
+        "--max-body-mib",
+        status=413,
+    )
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
         raise too_long
@@ -76,8 +83,28 @@ async def read_raw(request: Request, max_bytes: int) -> bytes:
     return b"".join(pieces)
 
 
+def traceparent(request: Request) -> str | None:
+    """The caller's span from the W3C `traceparent` header; None when it is missing or invalid."""
+    value = request.headers.get("traceparent", "")
+    return value if _TRACEPARENT.fullmatch(value) else None
+
+
+def request_id_of(request: Request, body: Sampling) -> str:
+    """The request id the client gave in the body or in `X-Request-Id`, or a new one."""
+    name = body.request_id or request.headers.get("x-request-id")
+    if name is None:
+        return secrets.token_hex(12)
+    if not _REQUEST_ID.fullmatch(name):
+        raise RequestRefused(
+            f"a request id has 1 to 256 printable ASCII characters without spaces, "
+            f"got {len(name)} characters",
+            param="request_id",
+        )
+    return name
+
+
 def _describe(message: str) -> tuple[str, str | None]:
-    """Split msgspec's "… - at `$.field`" into a sentence and the field."""
+    """Split msgspec's "… - at `$.field`" into a sentence and the field name."""
     sentence, found, path = message.partition(" - at `$.")
     if not found:
         missing = re.search(r"missing required field `(\w+)`", message)

@@ -1,10 +1,9 @@
-"""POST /v1/chat/completions: a conversation in, the next turn out."""
+"""POST /v1/chat/completions: a conversation in, the next message out."""
 
-from dataclasses import replace
+from collections.abc import Sequence
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
-from starlette.types import Receive, Scope, Send
 
 from headwater.server.answers import (
     ChatAnswer,
@@ -16,58 +15,36 @@ from headwater.server.answers import (
     ChatMessage,
     UsageAnswer,
 )
-from headwater.server.body import read_body, request_name, traceparent
-from headwater.server.continuation import FAILED, comment_of, continued, mark_line
+from headwater.server.body import ASGIResponse
+from headwater.server.chat_messages import num_characters, plain_messages
+from headwater.server.endpoint import Call, begin, make_job, respond
 from headwater.server.errors import RequestRefused
-from headwater.server.generation import Delta, Generation, GenerationJob
-from headwater.server.handoff import check_role, handed_off
-from headwater.server.jobs import job_of
+from headwater.server.generation import Delta, GenerationJob, Transcript
 from headwater.server.logprobs import chat_logprobs
-from headwater.server.messages import num_characters, plain_messages
 from headwater.server.params import num_logprobs
-from headwater.server.reply import JsonReply, Reply
 from headwater.server.schema import ChatRequest
 from headwater.server.service import Service
-from headwater.server.streaming import EventStream, stream, while_connected
-from headwater.server.transcript import Transcript, transcribe
-from headwater.server.unsupported import check_supported
 from headwater.types import Tokens
 
 
-async def chat_completions(request: Request) -> Reply:
+async def chat_completions(request: Request) -> ASGIResponse:
     """The endpoint."""
-    service: Service = request.app.state.service
-    body = await read_body(request, ChatRequest, max_bytes=service.config.limits.max_body_bytes)
-    name = request_name(request, body)
-    check_supported(body)
-    service.check_model(body.model)
-    check_role(service)
-    job = handed_off(request, service, await _job(service, body, name))
-    job = continued(request, body, job, service.engine.info)
-    job = replace(job, traceparent=traceparent(request))
-    answer = _Chat(service, body, name, job)
-    if body.stream:
-        return answer.stream
-    whole = await while_connected(request.receive, answer.whole())
-    return JsonReply(whole, headers={"x-request-id": name})
-
-
-async def _job(service: Service, body: ChatRequest, name: str) -> GenerationJob:
-    return job_of(
-        service,
-        body,
-        name,
+    call = await begin(request, ChatRequest)
+    body, service = call.body, call.service
+    job = make_job(
+        call,
         [await _prompt_tokens(service, body)],
         max_tokens=body.max_completion_tokens or body.max_tokens,
         default_max_tokens=None,
         logprobs=_num_logprobs(body, service),
     )
+    return await respond(call, job, _ChatFormat(call, job))
 
 
 def _num_logprobs(body: ChatRequest, service: Service) -> int | None:
     if not body.logprobs:
         if body.top_logprobs:
-            raise RequestRefused("top_logprobs needs logprobs to be true", param="top_logprobs")
+            raise RequestRefused("top_logprobs needs logprobs: true", param="top_logprobs")
         return None
     return num_logprobs(body.top_logprobs or 0, service.config.limits, param="top_logprobs")
 
@@ -86,57 +63,35 @@ async def _prompt_tokens(service: Service, body: ChatRequest) -> Tokens:
     return await service.in_thread(encode, size=num_characters(messages))
 
 
-class _Chat:
-    """One reply, sent whole or as it grows."""
+class _ChatFormat:
+    """Writes output as chat completions."""
 
-    def __init__(
-        self, service: Service, body: ChatRequest, name: str, job: GenerationJob
-    ) -> None:
-        self._service = service
-        self._body = body
-        self._name = name
+    def __init__(self, call: Call[ChatRequest], job: GenerationJob) -> None:
+        self._service = call.service
+        self._body = call.body
+        self._id = f"chatcmpl-{call.request_id}"
         self._job = job
-        self._generation = Generation(service, job)
-        self._created = service.created_now()
+        self._created = call.service.created_now()
 
-    async def whole(self) -> ChatAnswer:
-        """Generate, then answer."""
-        transcripts = await transcribe(self._generation, self._job.num_sequences)
+    def whole(self, transcripts: Sequence[Transcript], usage: UsageAnswer) -> Struct:
         return ChatAnswer(
-            id=f"chatcmpl-{self._name}",
+            id=self._id,
             created=self._created,
             model=self._service.model_name,
             choices=[self._choice(index, entry) for index, entry in enumerate(transcripts)],
-            usage=self._generation.usage(),
+            usage=usage,
             prompt_token_ids=self._prompt_ids(),
         )
 
-    async def stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Generate, and send each delta as it comes."""
-        job = self._job
-        events = EventStream(
-            send,
-            [(b"x-request-id", self._name.encode())],
-            on_failure=mark_line(FAILED) if job.is_marked else b"",
-        )
-        options = self._body.stream_options
-        has_running_usage = bool(options and options.continuous_usage_stats)
+    def events(self, delta: Delta, usage: UsageAnswer | None) -> list[Struct]:
+        first: list[Struct] = [self._role_chunk(delta.index)] if delta.is_first else []
+        return [*first, self._chunk([self._delta(delta)], usage)]
 
-        async def land(delta: Delta) -> None:
-            usage = self._generation.usage() if has_running_usage else None
-            chunk = self._chunk([self._delta(delta)], usage)
-            opening = [self._opening(delta.index)] if delta.is_first else []
-            await events.write(*opening, chunk, comment=comment_of(delta, job, self._service))
+    def usage_event(self, usage: UsageAnswer) -> Struct:
+        return self._chunk([], usage)
 
-        async def work() -> None:
-            await self._generation.run(land)
-            if options and options.include_usage:
-                await events.write(self._chunk([], self._generation.usage()))
-
-        await stream(events, receive, work)
-
-    def _opening(self, index: int) -> ChatChunk:
-        """The chunk that says who speaks."""
+    def _role_chunk(self, index: int) -> ChatChunk:
+        """The first chunk of a choice: it names the role and has no text."""
         delta = ChatDelta(role="assistant", content="")
         chunk = self._chunk([ChatChunkChoice(index=index, delta=delta)], None)
         chunk.prompt_token_ids = self._prompt_ids()
@@ -144,7 +99,7 @@ class _Chat:
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: UsageAnswer | None) -> ChatChunk:
         return ChatChunk(
-            id=f"chatcmpl-{self._name}",
+            id=self._id,
             created=self._created,
             model=self._service.model_name,
             choices=choices,

@@ -1,70 +1,45 @@
 """POST /v1/completions: text or token ids in, text out."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
-from msgspec import UNSET
+from msgspec import UNSET, Struct
 from starlette.requests import Request
-from starlette.types import Receive, Scope, Send
 
 from headwater.server.answers import CompletionAnswer, CompletionChoice, UsageAnswer
-from headwater.server.body import read_body, request_name, traceparent
-from headwater.server.continuation import FAILED, comment_of, continued, mark_line
+from headwater.server.body import ASGIResponse
+from headwater.server.endpoint import Call, begin, make_job, respond
 from headwater.server.errors import RequestRefused
-from headwater.server.generation import Delta, Generation, GenerationJob
-from headwater.server.handoff import check_role, handed_off
-from headwater.server.jobs import job_of
+from headwater.server.generation import Delta, GenerationJob, Transcript
 from headwater.server.logprobs import completion_logprobs, num_characters
 from headwater.server.params import num_logprobs
-from headwater.server.reply import JsonReply, Reply
 from headwater.server.schema import CompletionRequest
 from headwater.server.service import Service
-from headwater.server.streaming import EventStream, stream, while_connected
-from headwater.server.transcript import Transcript, transcribe
-from headwater.server.unsupported import check_supported
 from headwater.types import Tokens
 
 _DEFAULT_MAX_TOKENS = 16
 
 
-async def completions(request: Request) -> Reply:
+async def completions(request: Request) -> ASGIResponse:
     """The endpoint."""
-    service: Service = request.app.state.service
-    body = await read_body(
-        request, CompletionRequest, max_bytes=service.config.limits.max_body_bytes
-    )
-    name = request_name(request, body)
-    check_supported(body)
-    service.check_model(body.model)
-    check_role(service)
-    job = handed_off(request, service, await _job(service, body, name))
-    job = continued(request, body, job, service.engine.info)
-    job = replace(job, traceparent=traceparent(request))
-    answer = _Completion(service, body, name, job)
-    if body.stream:
-        return answer.stream
-    whole = await while_connected(request.receive, answer.whole())
-    return JsonReply(whole, headers={"x-request-id": name})
-
-
-async def _job(service: Service, body: CompletionRequest, name: str) -> GenerationJob:
-    return job_of(
-        service,
-        body,
-        name,
+    call = await begin(request, CompletionRequest)
+    body, service = call.body, call.service
+    job = make_job(
+        call,
         await _prompt_tokens(service, body),
         max_tokens=body.max_tokens,
         default_max_tokens=_DEFAULT_MAX_TOKENS,
         logprobs=num_logprobs(body.logprobs, service.config.limits, param="logprobs"),
     )
+    return await respond(call, job, _CompletionFormat(call, job))
 
 
 async def _prompt_tokens(service: Service, body: CompletionRequest) -> list[Tokens]:
     prompts = _prompts(body)
     if len(prompts) > service.config.limits.max_prompts:
         raise RequestRefused(
-            f"at most {service.config.limits.max_prompts} prompts, got {len(prompts)}",
+            f"the request has {len(prompts)} prompts; the limit is "
+            f"{service.config.limits.max_prompts}",
             param="prompt",
         )
     add_special_tokens = body.add_special_tokens is not False
@@ -93,66 +68,45 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
     lists = [entry for entry in prompt if isinstance(entry, list)]
     if max(len(ids), len(texts), len(lists)) != len(prompt):
         raise RequestRefused(
-            "a prompt is text, token ids, or a list of one of them", param="prompt"
+            "prompt must be text, token ids, a list of texts or a list of token id lists",
+            param="prompt",
         )
     if ids and not all(0 <= token < 1 << 31 for token in ids):
         raise RequestRefused("a token id is not negative and below 2^31", param="prompt")
     if not prompt:
-        raise RequestRefused("the prompt is empty", param="prompt")
+        raise RequestRefused("the prompt is empty; send at least one token", param="prompt")
     return [ids] if ids else [*texts, *lists]
 
 
-class _Completion:
-    """One answer, sent whole or as it grows."""
+class _CompletionFormat:
+    """Writes output as text completions."""
 
-    def __init__(
-        self, service: Service, body: CompletionRequest, name: str, job: GenerationJob
-    ) -> None:
-        self._service = service
-        self._body = body
-        self._name = name
+    def __init__(self, call: Call[CompletionRequest], job: GenerationJob) -> None:
+        self._service = call.service
+        self._body = call.body
+        self._id = f"cmpl-{call.request_id}"
         self._job = job
-        self._generation = Generation(service, job)
-        self._created = service.created_now()
+        self._created = call.service.created_now()
         self._offsets = [
-            self._num_characters(job.said_of(index).tokens)
+            self._num_characters(job.resumed_of(index).tokens)
             for index in range(job.num_sequences)
         ]
 
-    async def whole(self) -> CompletionAnswer:
-        """Generate, then answer."""
-        transcripts = await transcribe(self._generation, self._job.num_sequences)
+    def whole(self, transcripts: Sequence[Transcript], usage: UsageAnswer) -> Struct:
         choices = [self._choice(index, entry) for index, entry in enumerate(transcripts)]
-        return self._answer(choices, self._generation.usage())
+        return self._answer(choices, usage)
 
-    async def stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Generate, and send each delta as it comes."""
-        job = self._job
-        events = EventStream(
-            send,
-            [(b"x-request-id", self._name.encode())],
-            on_failure=mark_line(FAILED) if job.is_marked else b"",
-        )
-        options = self._body.stream_options
-        has_running_usage = bool(options and options.continuous_usage_stats)
+    def events(self, delta: Delta, usage: UsageAnswer | None) -> list[Struct]:
+        return [self._answer([self._chunk(delta)], usage)]
 
-        async def land(delta: Delta) -> None:
-            usage = self._generation.usage() if has_running_usage else None
-            answer = self._answer([self._chunk(delta)], usage)
-            await events.write(answer, comment=comment_of(delta, job, self._service))
-
-        async def work() -> None:
-            await self._generation.run(land)
-            if options and options.include_usage:
-                await events.write(self._answer([], self._generation.usage()))
-
-        await stream(events, receive, work)
+    def usage_event(self, usage: UsageAnswer) -> Struct:
+        return self._answer([], usage)
 
     def _answer(
         self, choices: list[CompletionChoice], usage: UsageAnswer | None
     ) -> CompletionAnswer:
         return CompletionAnswer(
-            id=f"cmpl-{self._name}",
+            id=self._id,
             created=self._created,
             model=self._service.model_name,
             choices=choices,

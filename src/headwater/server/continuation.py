@@ -1,9 +1,9 @@
-"""Streams that can go on elsewhere, when the instance that began them is lost.
+"""Streams that another instance can resume when the instance that began them is lost.
 
-A router asks for it with a header. Beside each event it is then told, in a comment that it
-takes out again, which tokens of which choice the event stands for, and the seed; another
-instance that is given those tokens goes on exactly where the stream broke, in the middle of a
-character if need be.
+A router requests it with a header. Each event is then preceded by a comment that names its
+choice, its tokens and the seed. The router removes the comment before it sends the event to the
+client. When the stream breaks, the router sends the tokens to another instance, which continues
+exactly after them, even in the middle of a character.
 
     : headwater {"tokens":[17,4],"seed":7}
     data: {"choices":[…]}
@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
-from starlette.requests import Request
 
 from headwater.engine.client import EngineInfo
 from headwater.server import params
@@ -29,24 +28,24 @@ _PREFIX = b": headwater "
 
 
 class ContinuationMark(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
-    """What the event that follows stands for."""
+    """Describes the event that follows it."""
 
     tokens: list[int] = []
     seed: int = 0
     index: int = 0
-    """Of the choice that these tokens are of."""
+    """Index of the choice the tokens belong to."""
 
     num_choices: int = 1
-    """How many choices the answer has."""
+    """Number of choices of the response."""
 
     has_ended: bool = False
-    """This choice is whole; nothing more of it comes."""
+    """The choice is complete."""
 
     has_failed: bool = False
-    """What follows is an error of this instance, which another might not have."""
+    """The event is a failure of this instance; another instance may succeed."""
 
     is_returned: bool = False
-    """This instance has no room for the rest: it has not failed, and may have some later."""
+    """The KV cache of this instance is full. It has not failed, and may have room later."""
 
 
 FAILED = ContinuationMark(has_failed=True)
@@ -57,14 +56,14 @@ _decode = msgspec.json.Decoder(ContinuationMark).decode
 
 
 def mark_line(mark: ContinuationMark) -> bytes:
-    """The comment that goes before the `data:` of an event."""
+    """The comment line that precedes the `data:` line of an event."""
     return _PREFIX + _encode(mark) + b"\n"
 
 
 def take_mark(event: bytes) -> tuple[ContinuationMark | None, bytes]:
-    """The mark of an event, if it has one, and the event without it.
+    """The mark of an event (None without one) and the event without its mark.
 
-    Raises ValueError for a mark that cannot be read.
+    Raises ValueError for a malformed mark.
     """
     if not event.startswith(_PREFIX):
         return None, event
@@ -72,17 +71,17 @@ def take_mark(event: bytes) -> tuple[ContinuationMark | None, bytes]:
     try:
         return _decode(line[len(_PREFIX) :]), rest
     except msgspec.DecodeError as exc:
-        raise ValueError(f"a mark that cannot be read: {exc}") from exc
+        raise ValueError(f"malformed continuation mark: {exc}") from exc
 
 
 def comment_of(delta: Delta, job: GenerationJob, service: Service) -> bytes:
-    """The comment beside `delta`; empty where nobody asked."""
+    """The comment line for `delta`; empty when the request is not continuable."""
     if not job.is_marked:
         return b""
     if delta.finish_reason == "returned":
         return mark_line(RETURNED)
     if delta.finish_reason == "abort" and service.is_stopping:
-        return mark_line(FAILED)  # what this server has no time for, another may have
+        return mark_line(FAILED)  # aborted by shutdown: another instance can continue
     mark = ContinuationMark(
         tokens=delta.tokens,
         seed=job.prompt_of(delta.index).params.seed,
@@ -93,45 +92,53 @@ def comment_of(delta: Delta, job: GenerationJob, service: Service) -> bytes:
     return mark_line(mark)
 
 
-def continued(
-    request: Request, body: Sampling, job: GenerationJob, info: EngineInfo
-) -> GenerationJob:
-    """`job` as the request wants it: marked, or taken up after tokens that exist already.
+def resume_outputs(body: Sampling, job: GenerationJob, info: EngineInfo) -> GenerationJob:
+    """`job`, continued after the output tokens in `continue_choices` when there are any.
 
-    Raises Refused for tokens that cannot be the beginning of its answer.
+    Raises RequestRefused for tokens that cannot be the beginning of its output.
     """
-    job = replace(job, is_marked=HEADER in request.headers)
-    found = body.continue_choices
-    if not found:
+    entries = body.continue_choices
+    if not entries:
         return job
-    if len(found) != job.num_sequences or not body.stream:
+    if not body.stream:
+        raise RequestRefused(f"{FIELD} needs stream: true", param=FIELD)
+    if len(entries) != job.num_sequences:
         raise RequestRefused(
-            f"a stream of {job.num_sequences} choices is continued with as many; these are "
-            f"{len(found)}",
+            f"{FIELD} has {len(entries)} entries for {job.num_sequences} choices; send one "
+            "entry per choice",
             param=FIELD,
         )
+    for index, entry in enumerate(entries):
+        _check(job.prompt_of(index), entry, info)
     many = job.num_choices
     prompts = [
-        _seeded(prompt, found[at * many : (at + 1) * many])
+        _seeded(prompt, entries[at * many : (at + 1) * many])
         for at, prompt in enumerate(job.prompts)
     ]
-    said = [ResumedOutput(tokens=entry.token_ids, has_ended=entry.has_ended) for entry in found]
-    job = replace(job, prompts=prompts, said=said)
-    for index, entry in enumerate(said):
-        _check(job.prompt_of(index), entry, info)
-    return job
+    resumed = [
+        ResumedOutput(tokens=entry.token_ids, has_ended=entry.has_ended) for entry in entries
+    ]
+    return replace(job, prompts=prompts, resumed=resumed)
 
 
 def _seeded(prompt: GenerationPrompt, entries: Sequence[ResumedChoice]) -> GenerationPrompt:
-    """`prompt` with the seed its choices began with, where one of them has begun."""
+    """`prompt` with the seed of its first choice that has begun."""
     seed = next((entry.seed for entry in entries if entry.seed is not None), None)
     if seed is None:
         return prompt
     return replace(prompt, params=replace(prompt.params, seed=seed))
 
 
-def _check(prompt: GenerationPrompt, said: ResumedOutput, info: EngineInfo) -> None:
-    if not said.has_ended and len(said.tokens) >= prompt.params.max_tokens:
-        raise RequestRefused("nothing is left to generate after these tokens", param=FIELD)
-    if not said.has_ended:
-        params.check_prompt(prompt.followed_by(said.tokens), info)
+def _check(prompt: GenerationPrompt, entry: ResumedChoice, info: EngineInfo) -> None:
+    """Finished choices are checked too: their tokens are detokenized like the others."""
+    num_tokens, limit = len(entry.token_ids), prompt.params.max_tokens
+    if num_tokens > limit or (num_tokens == limit and not entry.has_ended):
+        raise RequestRefused(
+            f"a choice of {FIELD} has {num_tokens} tokens and max_tokens is {limit}; nothing is "
+            "left to generate",
+            param=FIELD,
+        )
+    if entry.token_ids:
+        params.check_token_ids(max(entry.token_ids), info, param=FIELD)
+    if not entry.has_ended:
+        params.check_length(len(prompt.tokens) + num_tokens, info)

@@ -1,7 +1,7 @@
-"""The page: a few files that are served as they are. No build, nothing from elsewhere.
+"""The dashboard: static files without a build step and without third-party content.
 
-They hold nothing secret and are given to anyone who can connect; what they show they ask for
-with the key that their reader types in.
+The files hold no secrets and need no key. Their script asks for `/stats` with the key that the
+user types in.
 """
 
 from functools import cache
@@ -31,32 +31,32 @@ _HEADERS = {
 
 
 async def page(request: Request) -> Response:
-    """The page itself."""
+    """The dashboard of an instance."""
     return _answer("dashboard.html")
 
 
 async def router_page(request: Request) -> Response:
-    """The page of a router: its instances."""
+    """The dashboard of a router."""
     return _answer("router.html")
 
 
-async def part(request: Request) -> Response:
-    """One of the files it is made of."""
+async def static_file(request: Request) -> Response:
+    """One file of the dashboard."""
     name = request.path_params["name"]
-    if name not in _parts():
-        raise HTTPException(404, f"the page has no part {name!r}")
+    if name not in _files():
+        raise HTTPException(404, f"the dashboard has no file {name!r}")
     return _answer(name)
 
 
 def _answer(name: str) -> Response:
     return Response(
-        _parts()[name], headers=_HEADERS | {"content-type": _TYPES[name.rpartition(".")[2]]}
+        _files()[name], headers=_HEADERS | {"content-type": _TYPES[name.rpartition(".")[2]]}
     )
 
 
 @cache
-def _parts() -> dict[str, bytes]:
-    """Every file, by name; read once."""
+def _files() -> dict[str, bytes]:
+    """All files by name, read once."""
     folder = files("headwater.server") / "static"
     return {
         entry.name: entry.read_bytes()

@@ -1,12 +1,12 @@
-"""One request's choices, from the engine's tokens to deltas of text.
+"""Runs one HTTP request on the engine and turns its tokens into deltas of text.
 
-The endpoints differ in how they write a delta; everything before that is here, once.
+The endpoints differ only in how they write a delta.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
@@ -23,41 +23,43 @@ from headwater.server.answers import (
     PromptTokensDetails,
     UsageAnswer,
 )
+from headwater.server.errors import RequestRefused
 from headwater.server.service import Service
 from headwater.types import LoadPolicy, RequestId, Tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationPrompt:
-    """One prompt and how to continue it."""
+    """One prompt and its sampling parameters."""
 
     tokens: Tokens
     params: SamplingParams
 
-    def followed_by(self, said: Sequence[int]) -> Tokens:
-        """The prompt, and what exists already of an answer to it."""
-        if not said:
+    def followed_by(self, resumed: Sequence[int]) -> Tokens:
+        """The prompt and the output tokens that already exist."""
+        if not resumed:
             return self.tokens
-        return np.concatenate((self.tokens, np.array(said, dtype=np.int32)))
+        return np.concatenate((self.tokens, np.array(resumed, dtype=np.int32)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumedOutput:
-    """What exists already of one choice: it goes on after that, or not at all."""
+    """Output of one choice that another instance generated before the stream moved here."""
 
     tokens: Sequence[int] = ()
     has_ended: bool = False
+    """The choice is complete; nothing is generated for it."""
 
 
-NOTHING = ResumedOutput()
+NO_OUTPUT = ResumedOutput()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationJob:
-    """All that one HTTP request wants generated."""
+    """Everything one HTTP request asks the engine to generate."""
 
     name: str
-    """The request id its client knows."""
+    """The request id the client knows."""
 
     prompts: Sequence[GenerationPrompt]
     num_choices: int
@@ -70,37 +72,39 @@ class GenerationJob:
     cache_hint: Hint | None = None
     wants_cache_details: bool = False
     traceparent: str | None = None
-    """The caller's span, where it named one."""
+    """The caller's span (W3C), if it sent one."""
+
     load_policy: LoadPolicy | None = None
     load_timeout_s: float | None = None
     prefill: str = ""
-    """Address of the instance that computes the prompts; empty computes them here."""
+    """Address of the prefill instance; empty prefills here."""
 
     local_fallback: bool = True
-    """Whether they are computed here when that instance refuses."""
+    """Whether to prefill here when the prefill instance refuses."""
 
     is_marked: bool = False
-    """Whether a stream says beside each event which tokens it stands for."""
+    """Whether each event carries a `ContinuationMark`, so that a router can resume the stream."""
 
-    said: Sequence[ResumedOutput] = ()
-    """One for each choice, where another instance began; else none."""
+    resumed: Sequence[ResumedOutput] = ()
+    """One per choice when the stream began on another instance, else empty."""
 
     @property
     def num_sequences(self) -> int:
         return len(self.prompts) * self.num_choices
 
     def prompt_of(self, index: int) -> GenerationPrompt:
-        """What the choice `index` is an answer to."""
+        """The prompt of the choice `index`."""
         return self.prompts[index // self.num_choices]
 
-    def said_of(self, index: int) -> ResumedOutput:
-        """What exists already of the choice `index`."""
-        return self.said[index] if self.said else NOTHING
+    def resumed_of(self, index: int) -> ResumedOutput:
+        """Output of the choice `index` that already exists."""
+        return self.resumed[index] if self.resumed else NO_OUTPUT
 
 
 @dataclass(slots=True, kw_only=True)
 class Delta:
-    """What one output added to one choice. Built once, changed by nobody."""
+    """What one engine output added to one choice. Not modified after it is built; frozen
+    dataclasses cost too much per token."""
 
     index: int
     is_first: bool
@@ -112,19 +116,41 @@ class Delta:
 
 
 _CONTEXT_TOKENS = 16
-"""More of a prompt's end than the detokenizer looks back on."""
+"""Last prompt tokens given to the detokenizer; it looks back on fewer."""
 
 Emit = Callable[[Delta], Awaitable[None]]
 
 
+@dataclass(slots=True)
+class Transcript:
+    """The whole output of one choice."""
+
+    pieces: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    def append(self, delta: Delta) -> None:
+        """Add the next delta of the choice."""
+        self.pieces.append(delta.text)
+        self.tokens += delta.tokens
+        self.logprobs += delta.logprobs
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+
 class ChoiceProgress:
-    """How far one choice got."""
+    """Detokenizer state and usage of one choice."""
 
     def __init__(self, index: int, job: GenerationJob, tokenizer: Tokenizer) -> None:
         self.index = index
         self.usage: Usage | None = None
         self.finish_reason: str | None = None
-        prompt, self.said = job.prompt_of(index), job.said_of(index)
+        prompt, self.resumed = job.prompt_of(index), job.resumed_of(index)
         self._stream = TextStream(
             tokenizer,
             prompt=prompt.tokens[-_CONTEXT_TOKENS:].tolist(),
@@ -133,23 +159,23 @@ class ChoiceProgress:
             skip_special_tokens=job.skip_special_tokens,
             min_tokens=prompt.params.min_tokens,
         )
-        self._is_first = not self.said.tokens
-        if self.said.tokens:
-            self._take_up(prompt.params.min_tokens)
+        self._is_first = not self.resumed.tokens
+        if self.resumed.tokens:
+            self._replay_resumed(prompt.params.min_tokens)
 
     @property
     def num_tokens(self) -> int:
         return self._stream.num_tokens
 
-    def _take_up(self, min_tokens: int) -> None:
-        """Have said what exists already. Stop strings count from `min_tokens` on, so what is
-        before and after that is landed apart."""
-        early, said = max(min_tokens - 1, 0), self.said.tokens
-        for part in (said[:early], said[early:]):
-            self._stream.land(_landed(part))
+    def _replay_resumed(self, min_tokens: int) -> None:
+        """Feed the existing output to the detokenizer. Stop strings are checked from
+        `min_tokens` on, so the tokens before and after that are fed separately."""
+        early, tokens = max(min_tokens - 1, 0), self.resumed.tokens
+        for part in (tokens[:early], tokens[early:]):
+            self._stream.land(_output_of(part))
 
-    def land(self, output: SequenceOutput) -> Delta:
-        """The delta of one output; its `finish_reason` is set once the choice has ended."""
+    def append(self, output: SequenceOutput) -> Delta:
+        """The delta of one engine output; `finish_reason` is set when the choice has ended."""
         self.usage = self.usage or output.usage
         piece = self._stream.land(output)
         self.finish_reason = piece.finish_reason
@@ -166,7 +192,7 @@ class ChoiceProgress:
 
 
 class Generation:
-    """Runs one job. `emit` is awaited for each delta, in order within a choice."""
+    """Runs one job. `emit` is awaited for each delta; deltas of one choice are in order."""
 
     def __init__(self, service: Service, job: GenerationJob) -> None:
         self._service = service
@@ -176,32 +202,55 @@ class Generation:
         ]
 
     async def run(self, emit: Emit) -> None:
-        """Until every choice has ended. Cancelling aborts them all.
+        """Run until every choice has ended. Cancelling aborts all of them.
 
-        Raises QueueFull before anything starts; RequestError or EngineDead where the engine
-        does, after which no choice of the job runs on.
+        Raises QueueFull before anything starts, and RequestError or EngineDead when the engine
+        raises it for one choice; the other choices are aborted then.
         """
         service, job = self._service, self._job
         with service.live.enter(job.name, job.num_sequences) as ids:
-            alive = [choice for choice in self._choices if not choice.said.has_ended]
+            alive = [choice for choice in self._choices if not choice.resumed.has_ended]
             requests = [self._request(choice, ids) for choice in alive]
             if len(requests) == 1:
-                await self._follow(alive[0], requests[0], emit)
+                await self._run_choice(alive[0], requests[0], emit)
                 return
             try:
                 async with asyncio.TaskGroup() as group:
                     for choice, request in zip(alive, requests, strict=True):
-                        group.create_task(self._follow(choice, request, emit))
+                        group.create_task(self._run_choice(choice, request, emit))
             except BaseExceptionGroup as errors:
                 raise _first(errors) from None
 
-    async def _follow(self, choice: ChoiceProgress, request: Request, emit: Emit) -> None:
+    async def collect(self) -> list[Transcript]:
+        """Run to the end; the whole output of every choice.
+
+        Raises RequestRefused when a choice was aborted or given back by the engine.
+        """
+        transcripts = [Transcript() for _ in self._choices]
+
+        async def emit(delta: Delta) -> None:
+            transcripts[delta.index].append(delta)
+
+        await self.run(emit)
+        reasons = {entry.finish_reason for entry in transcripts}
+        if "abort" in reasons:
+            raise RequestRefused("the request was aborted", status=499, code="aborted")
+        if "returned" in reasons:
+            raise RequestRefused(
+                "the KV cache is full and this request was preempted for too long; retry on "
+                "another instance",
+                status=503,
+                code="returned",
+            )
+        return transcripts
+
+    async def _run_choice(self, choice: ChoiceProgress, request: Request, emit: Emit) -> None:
         timer = RequestTimer(self._service.recorder, self._service.clock)
         try:
             async with aclosing(self._service.engine.generate(request)) as outputs:
                 async for output in outputs:
                     timer.land(output)
-                    delta = choice.land(output)
+                    delta = choice.append(output)
                     await emit(delta)
                     if delta.finish_reason is not None:
                         break
@@ -221,10 +270,10 @@ class Generation:
 
     def _request(self, choice: ChoiceProgress, ids: Sequence[RequestId]) -> Request:
         job = self._job
-        prompt, said = job.prompt_of(choice.index), choice.said.tokens
+        prompt, resumed = job.prompt_of(choice.index), choice.resumed.tokens
         return Request(
             request_id=ids[choice.index],
-            tokens=prompt.followed_by(said),
+            tokens=prompt.followed_by(resumed),
             params=params_of_choice(prompt.params, choice.index % job.num_choices),
             arrival_s=self._service.clock.now(),
             priority=job.priority,
@@ -236,15 +285,15 @@ class Generation:
             prefill=job.prefill,
             local_fallback=job.local_fallback,
             can_return=job.is_marked,
-            num_resumed_tokens=len(said),
+            num_resumed_tokens=len(resumed),
         )
 
     def usage(self) -> UsageAnswer:
-        """Tokens so far. A prompt is counted once, however many choices it got."""
+        """Token counts so far. A prompt counts once, whatever its number of choices."""
         usages = self._usages()
         prompt_tokens = sum(len(prompt.tokens) for prompt in self._job.prompts)
         completion_tokens = sum(choice.num_tokens for choice in self._choices)
-        # What exists already of an answer is found like a prompt, and is none.
+        # Resumed output tokens hit the cache but do not count as prompt tokens.
         found = sum(usage.cached_tokens for usage in usages)
         details = PromptTokensDetails(cached_tokens=min(found, prompt_tokens))
         if self._job.wants_cache_details:
@@ -257,7 +306,7 @@ class Generation:
         )
 
     def _usages(self) -> list[Usage]:
-        """Of each prompt the first that is known: its other choices found the same."""
+        """The first known usage of each prompt; other choices of a prompt hit the same blocks."""
         many = self._job.num_choices
         groups = [self._choices[at : at + many] for at in range(0, len(self._choices), many)]
         known = [[choice.usage for choice in group if choice.usage] for group in groups]
@@ -285,8 +334,8 @@ class Generation:
         )
 
 
-def _landed(tokens: Sequence[int]) -> SequenceOutput:
-    """Tokens as if they had just been generated."""
+def _output_of(tokens: Sequence[int]) -> SequenceOutput:
+    """Existing tokens in the form of an engine output."""
     return SequenceOutput(
         request_id=RequestId(""),
         tokens=list(tokens),
@@ -298,7 +347,7 @@ def _landed(tokens: Sequence[int]) -> SequenceOutput:
 
 
 def _first(group: BaseExceptionGroup) -> BaseException:
-    """The error that ended the others: of several choices refused, any one says why."""
+    """The error that ended the other choices; prefer one of ours over a cancellation."""
     ours = group.subgroup(HeadwaterError)
     error = (ours or group).exceptions[0]
     return _first(error) if isinstance(error, BaseExceptionGroup) else error

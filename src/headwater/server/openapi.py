@@ -1,4 +1,4 @@
-"""GET /openapi.json, written from the same types that requests are read into."""
+"""GET /openapi.json, generated from the types that requests are parsed into."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -9,9 +9,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headwater.config import VERSION
-from headwater.server import answers, dashboard, schema, watch
+from headwater.server import answers, dashboard, schema, stats
+from headwater.server.body import JsonResponse
+from headwater.server.control import CONTROL_VERBS, ControlVerb
 from headwater.server.errors import ErrorAnswer
-from headwater.server.reply import JsonReply
 from headwater.server.unsupported import NEUTRAL
 
 _REF = "#/components/schemas/{name}"
@@ -27,12 +28,12 @@ _PROMPT = {
 }
 
 _ERRORS = {
-    400: "The request is wrong; `param` names the field where there is one.",
+    400: "Invalid request; `param` names the field.",
     401: "The API key is missing or wrong.",
-    404: "No such model, or no such file.",
-    413: "The body is too long.",
-    429: "As many requests wait as may wait; see Retry-After.",
-    499: "Aborted before it was done.",
+    404: "No such model or file.",
+    413: "The body is over the size limit.",
+    429: "The queue or a limit of the key is full; see Retry-After.",
+    499: "Aborted before it was complete.",
     503: "Starting, stopping, or the engine is dead.",
 }
 
@@ -40,13 +41,13 @@ _Path = dict[str, Any]
 
 
 async def openapi(request: Request) -> Response:
-    """The document."""
-    return JsonReply(document())
+    """The endpoint."""
+    return JsonResponse(document())
 
 
 @cache
 def document() -> dict[str, Any]:
-    """What this server answers, path by path."""
+    """The OpenAPI document."""
     return {
         "openapi": "3.1.0",
         "info": {"title": "Headwater", "version": VERSION},
@@ -86,27 +87,21 @@ def _paths() -> dict[str, _Path]:
         "/detokenize": _post(
             "Text of token ids.", schema.DetokenizeRequest, answers.DetokenizeAnswer, text
         ),
-        "/health": _get("Whether the engine lives; cheap.", answers.Health, (503,)),
+        "/health": _get("Whether the engine is alive; cheap.", answers.Health, (503,)),
         "/health_generate": _get(
             "Whether it can generate; runs the model.", answers.Health, (401, 429, 499, 503)
         ),
-        "/version": _get("The program's version.", answers.Version, plain),
+        "/version": _get("The version of the server.", answers.Version, plain),
         "/metrics": {"get": _operation("A Prometheus scrape.", _plain_text(), plain)},
-        "/server_info": {"get": _operation("How it was started.", _any_object(), plain)},
-        "/cache": {"get": _operation("Tiers and hit ledger.", _any_object(), plain)},
-        "/cache/sessions/{session_id}": _named_session(),
+        "/server_info": {
+            "get": _operation("Settings of the server, without secrets.", _any_object(), plain)
+        },
+        "/cache": {"get": _operation("Tiers, hits and misses.", _any_object(), plain)},
         "/cache/tree": _tree(),
-        "/stats": {"get": _operation("All that a watcher shows.", _any_object(), plain)},
-        dashboard.PATH: {"get": _operation("The page that shows it.", _page(), (503,))},
+        "/stats": {"get": _operation("What the dashboard shows.", _any_object(), plain)},
+        dashboard.PATH: {"get": _operation("The dashboard.", _page(), (503,))},
         dashboard.PATH + "/{name}": _part(),
-        "/reset_prefix_cache": _reset(),
-        "/flush_cache": _reset(),
-        "/v1/pause": _control("Stop admitting; running requests go on."),
-        "/v1/resume": _control("Admit again."),
-        "/v1/reload_weights": _reload(),
-        "/v1/abort_requests": _post(
-            "End requests by name.", schema.AbortRequest, answers.Aborted, (400, 401, 413, 503)
-        ),
+        **{_plain_path(path): _verb(verb) for verb in CONTROL_VERBS for path in verb.paths},
     }
 
 
@@ -115,8 +110,10 @@ def _post(
 ) -> _Path:
     content = _json(answer)
     if streams:
-        # Without a type: readers of the document disagree on whether an event is its text.
-        content["text/event-stream"] = {"schema": {"description": "A chunk each, then [DONE]."}}
+        # No type: tools disagree on whether an event stream is a string.
+        content["text/event-stream"] = {
+            "schema": {"description": "One chunk per event, then [DONE]."}
+        }
     operation = _operation(summary, content, errors)
     operation["requestBody"] = {"required": True, "content": _json(body)}
     return {"post": operation}
@@ -126,45 +123,21 @@ def _get(summary: str, answer: type, errors: Sequence[int]) -> _Path:
     return {"get": _operation(summary, _json(answer), errors)}
 
 
-def _reset() -> _Path:
-    path = _post(
-        "Forget the cached blocks of some tiers.",
-        schema.ResetRequest,
-        answers.ResetAnswer,
-        (400, 401, 413, 503),
-    )
-    path["post"]["requestBody"]["required"] = False
+def _verb(verb: ControlVerb) -> _Path:
+    errors = (400, 401, 404, 413, 503)  # 404: clients normalise ids such as ".." in a path
+    path = _post(verb.summary, verb.body, verb.answer, errors)
+    path["post"]["requestBody"]["required"] = verb.needs_body
+    if "{session_id" in verb.paths[0]:
+        name = {"type": "string", "pattern": schema.SESSION_ID}
+        path["post"]["parameters"] = [
+            {"name": "session_id", "in": "path", "required": True, "schema": name}
+        ]
     return path
 
 
-def _reload() -> _Path:
-    path = _post(
-        "Read the weights again, or those of a folder beside them.",
-        schema.ReloadRequest,
-        answers.ReloadAnswer,
-        (400, 401, 413, 503),
-    )
-    path["post"]["requestBody"]["required"] = False
-    return path
-
-
-def _control(summary: str) -> _Path:
-    return {"post": _operation(summary, _json(answers.ControlDone), (400, 401, 503))}
-
-
-def _named_session() -> _Path:
-    path = _post(
-        "A session is over: its blocks go first.",
-        schema.CloseSessionRequest,
-        answers.SessionClosed,
-        (400, 401, 404, 413, 503),  # clients take names such as ".." out of the path
-    )
-    path["post"]["requestBody"]["required"] = False
-    name = {"type": "string", "pattern": schema.SESSION_ID}
-    path["post"]["parameters"] = [
-        {"name": "session_id", "in": "path", "required": True, "schema": name}
-    ]
-    return path
+def _plain_path(path: str) -> str:
+    """A route's path as OpenAPI writes it: without the converter of a parameter."""
+    return path.replace(":path}", "}")
 
 
 def _named_model() -> _Path:
@@ -176,7 +149,7 @@ def _named_model() -> _Path:
 
 
 def _tree() -> _Path:
-    operation = _operation("The prefix tree's shape.", _any_object(), (400, 401, 503))
+    operation = _operation("The shape of the prefix tree.", _any_object(), (400, 401, 503))
     operation["parameters"] = [
         {
             "name": name,
@@ -184,15 +157,15 @@ def _tree() -> _Path:
             "schema": {"type": "integer", "minimum": 1, "maximum": most, "default": default},
         }
         for name, default, most in (
-            ("depth", watch.DEFAULT_DEPTH, watch.MOST_DEPTH),
-            ("limit", watch.DEFAULT_NODES, watch.MOST_NODES),
+            ("depth", stats.DEFAULT_DEPTH, stats.MOST_DEPTH),
+            ("limit", stats.DEFAULT_NODES, stats.MOST_NODES),
         )
     ]
     return {"get": operation}
 
 
 def _part() -> _Path:
-    operation = _operation("A file of the page.", _page(), (404, 503))
+    operation = _operation("A file of the dashboard.", _page(), (404, 503))
     operation["parameters"] = [
         {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
     ]
@@ -205,7 +178,7 @@ def _page() -> dict[str, Any]:
 
 
 def _operation(summary: str, content: dict[str, Any], errors: Sequence[int]) -> dict[str, Any]:
-    responses: dict[str, Any] = {"200": {"description": "Done.", "content": content}}
+    responses: dict[str, Any] = {"200": {"description": "Success.", "content": content}}
     for status in errors:
         responses[str(status)] = {
             "description": _ERRORS[status],
@@ -232,11 +205,6 @@ def _schemas() -> dict[str, Any]:
         schema.ChatRequest,
         schema.TokenizeRequest,
         schema.DetokenizeRequest,
-        schema.AbortRequest,
-        schema.ReloadRequest,
-        answers.ReloadAnswer,
-        schema.ResetRequest,
-        schema.CloseSessionRequest,
         answers.CompletionAnswer,
         answers.ChatAnswer,
         answers.ModelList,
@@ -244,10 +212,7 @@ def _schemas() -> dict[str, Any]:
         answers.DetokenizeAnswer,
         answers.Health,
         answers.Version,
-        answers.ControlDone,
-        answers.ResetAnswer,
-        answers.Aborted,
-        answers.SessionClosed,
+        *{kind for verb in CONTROL_VERBS for kind in (verb.body, verb.answer)},
         ErrorAnswer,
     ]
     _, components = msgspec.json.schema_components(kinds, ref_template=_REF)

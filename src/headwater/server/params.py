@@ -1,4 +1,4 @@
-"""From a request's fields to `SamplingParams`, with every bound that depends on settings."""
+"""Converts request fields to `SamplingParams` and checks the limits that depend on settings."""
 
 import secrets
 from collections.abc import Sequence
@@ -14,65 +14,76 @@ from headwater.types import Tokens
 
 
 def stop_strings(body: Sampling, limits: LimitsConfig) -> tuple[str, ...]:
-    """The stop strings asked for, none of them empty."""
+    """The requested stop strings; none is empty."""
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(stops) > limits.max_stop_strings:
         raise RequestRefused(
-            f"at most {limits.max_stop_strings} stop strings, got {len(stops)}", param="stop"
+            f"stop has {len(stops)} strings; the limit is {limits.max_stop_strings}",
+            param="stop",
         )
     for stop in stops:
         if not 1 <= len(stop) <= limits.max_stop_chars:
             raise RequestRefused(
-                f"a stop string has 1 to {limits.max_stop_chars} characters, got {len(stop)}",
+                f"a stop string has {len(stop)} characters; it must have 1 to {limits.max_stop_chars}",
                 param="stop",
             )
     return tuple(stops)
 
 
 def num_choices(body: Sampling, limits: LimitsConfig) -> int:
-    """How many choices each prompt gets."""
+    """Number of choices per prompt."""
     wanted = body.n or 1
     if wanted > limits.max_choices:
-        raise RequestRefused(f"n is at most {limits.max_choices}, got {wanted}", param="n")
+        raise RequestRefused(f"n is {wanted}; the limit is {limits.max_choices}", param="n")
     return wanted
 
 
 def num_logprobs(wanted: int | None, limits: LimitsConfig, *, param: str) -> int | None:
-    """How many alternatives are reported; None where nothing is."""
+    """Number of alternatives reported per token; None without log-probabilities."""
     if wanted is not None and wanted > limits.max_logprobs:
         raise RequestRefused(
-            f"{param} is at most {limits.max_logprobs}, got {wanted}", param=param
+            f"{param} is {wanted}; the limit is {limits.max_logprobs}", param=param
         )
     return wanted
 
 
 def check_prompt(tokens: Tokens, info: EngineInfo) -> None:
-    """Refuse a prompt that no engine of this kind can run."""
+    """Raise for a prompt that is empty, too long, or has ids outside the vocabulary."""
     if len(tokens) == 0:
-        raise RequestRefused("the prompt is empty", param="prompt")
-    if len(tokens) >= info.max_model_len:
+        raise RequestRefused("the prompt is empty; send at least one token", param="prompt")
+    check_length(len(tokens), info)
+    check_token_ids(int(tokens.max()), info, param="prompt")
+
+
+def check_length(num_tokens: int, info: EngineInfo) -> None:
+    """Raise PromptTooLong when no room is left for one output token."""
+    if num_tokens >= info.max_model_len:
         raise PromptTooLong(
-            f"the prompt has {len(tokens)} tokens; with at least one more it may have "
-            f"{info.max_model_len}"
+            f"the prompt has {num_tokens} tokens; the limit is {info.max_model_len} including "
+            "at least one output token. Shorten the prompt"
         )
-    if int(tokens.max()) >= info.vocab_size:
+
+
+def check_token_ids(highest: int, info: EngineInfo, *, param: str) -> None:
+    """Raise RequestRefused when the highest token id is not in the vocabulary."""
+    if highest >= info.vocab_size:
         raise RequestRefused(
-            f"token id {int(tokens.max())} is not below the vocabulary's {info.vocab_size}",
-            param="prompt",
+            f"token id {highest} is out of range; the vocabulary has {info.vocab_size} ids",
+            param=param,
         )
 
 
 def max_tokens(
     wanted: int | None, prompt_tokens: int, info: EngineInfo, *, default: int | None
 ) -> int:
-    """Most tokens to generate. `default` None is as many as fit."""
+    """Most tokens to generate. With `default` None, as many as fit."""
     room = info.max_model_len - prompt_tokens
     if wanted is None:
         return room if default is None else min(default, room)
     if wanted > room:
         raise PromptTooLong(
-            f"{prompt_tokens} prompt tokens and {wanted} of output are more than the "
-            f"{info.max_model_len} that one request may have"
+            f"{prompt_tokens} prompt tokens and {wanted} output tokens are over the limit of "
+            f"{info.max_model_len} tokens per request; shorten the prompt or lower max_tokens"
         )
     return wanted
 
@@ -85,11 +96,11 @@ def sampling_params(
     limits: LimitsConfig,
     info: EngineInfo,
 ) -> SamplingParams:
-    """How tokens are chosen; the seed is that of the first choice."""
+    """The sampling parameters; the seed is that of the first choice."""
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
         raise RequestRefused(
-            f"min_tokens {min_tokens} is more than the {max_tokens} that may be generated",
+            f"min_tokens is {min_tokens} and max_tokens is {max_tokens}; lower min_tokens",
             param="min_tokens",
         )
     return SamplingParams(
@@ -111,13 +122,13 @@ def sampling_params(
 
 
 def cache_hint(body: Sampling) -> Hint | None:
-    """What the client says of its session."""
+    """The client's hint about its session."""
     wanted = body.cache_hint
     if wanted is None:
         return None
     if body.session_id is None:
         raise RequestRefused(
-            "cache_hint says something of a session: give session_id", param="cache_hint"
+            "cache_hint applies to a session; send session_id with it", param="cache_hint"
         )
     if isinstance(wanted, ReturnsIn):
         return Hint(returns_in_s=wanted.returns_in_s)
@@ -125,12 +136,13 @@ def cache_hint(body: Sampling) -> Hint | None:
 
 
 def priority(body: Sampling, engine: EngineConfig | None) -> int:
-    """The request's class; asking for one where nobody looks at it is refused."""
+    """The request's priority. Raises RequestRefused when this server ignores priorities."""
     wanted = body.priority or 0
     if wanted and engine is not None and engine.scheduling_policy != "priority":
         raise RequestRefused(
-            f"priority {wanted} would change nothing: this server was started with "
-            f"--scheduling-policy {engine.scheduling_policy}, not priority",
+            f"priority {wanted} has no effect: this server was started with "
+            f"--scheduling-policy {engine.scheduling_policy}; leave priority out or start it "
+            "with --scheduling-policy priority",
             param="priority",
         )
     return wanted
@@ -144,7 +156,8 @@ def _logit_bias(body: Sampling, limits: LimitsConfig, info: EngineInfo) -> dict[
     bias = body.logit_bias or {}
     if len(bias) > limits.max_logit_bias:
         raise RequestRefused(
-            f"at most {limits.max_logit_bias} entries, got {len(bias)}", param="logit_bias"
+            f"logit_bias has {len(bias)} entries; the limit is {limits.max_logit_bias}",
+            param="logit_bias",
         )
     return {_bias_token(key, info): value for key, value in bias.items()}
 
@@ -152,7 +165,8 @@ def _logit_bias(body: Sampling, limits: LimitsConfig, info: EngineInfo) -> dict[
 def _bias_token(key: str, info: EngineInfo) -> int:
     if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < info.vocab_size):
         raise RequestRefused(
-            f"{key[:40]!r} is not a token id of this model", param="logit_bias"
+            f"logit_bias has the key {key[:40]!r}, which is not a token id of this model",
+            param="logit_bias",
         )
     return int(key)
 
@@ -161,10 +175,10 @@ def _stop_token_ids(
     ids: Sequence[int], limits: LimitsConfig, info: EngineInfo
 ) -> tuple[int, ...]:
     if len(ids) > limits.max_stop_token_ids:
-        raise RequestRefused(f"at most {limits.max_stop_token_ids} ids", param="stop_token_ids")
+        raise RequestRefused(
+            f"stop_token_ids has {len(ids)} ids; the limit is {limits.max_stop_token_ids}",
+            param="stop_token_ids",
+        )
     for token in ids:
-        if token >= info.vocab_size:
-            raise RequestRefused(
-                f"{token} is not a token id of this model", param="stop_token_ids"
-            )
+        check_token_ids(token, info, param="stop_token_ids")
     return tuple(ids)

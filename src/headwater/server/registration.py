@@ -19,7 +19,7 @@ from headwater.engine.client import EngineInfo
 from headwater.errors import ConfigError, EngineDead
 from headwater.metrics.stats import EngineStats
 from headwater.server.errors import ErrorAnswer
-from headwater.server.router.messages import (
+from headwater.server.router.protocol import (
     TOKEN_HEADER,
     VERSION,
     EventsAddress,

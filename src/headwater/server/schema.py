@@ -1,7 +1,7 @@
-"""The OpenAI wire types that requests are read into.
+"""The request bodies of the OpenAI API.
 
-Fields that are not named here are accepted and ignored. `null` means the default, as the
-OpenAI clients send it. Bounds that depend on settings are checked in `params`.
+Fields not listed here are accepted and ignored. `null` means the default, as OpenAI clients send
+it. Limits that depend on settings are checked in `params`.
 """
 
 from typing import Annotated, Any, Literal
@@ -17,18 +17,18 @@ TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 SESSION_ID = r"^[\x21-\x7e]{1,256}$"
-"""What a session may be called: printable ASCII without spaces."""
+"""Pattern of a session id: printable ASCII without spaces."""
 
 SessionId = Annotated[str, Meta(pattern=SESSION_ID)]
 Salt = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 Prompt = str | list[int | str | list[TokenId]]
-"""Text, token ids, or a list of either: looser than meant, because the reader cannot tell
-lists apart. `openapi` documents the exact shape and `completions` checks it."""
+"""Text, token ids, or a list of either. Looser than the API, because msgspec cannot distinguish
+two list types in a union; `completions` checks the exact shape and `openapi` documents it."""
 
 
 def _within(name: str) -> Meta:
-    """The bounds of a sampling field, so that the answer can name it and the document too."""
+    """The allowed range of a sampling field, for validation and for the OpenAPI document."""
     least, most = BOUNDS[name]
     return Meta(gt=least, le=most) if name == "top_p" else Meta(ge=least, le=most)
 
@@ -41,23 +41,23 @@ class StreamOptions(Struct, kw_only=True):
 
 
 class ReturnsIn(Struct, kw_only=True, forbid_unknown_fields=True):
-    """`cache_hint` of a session that is expected back after so many seconds."""
+    """`cache_hint` of a session that is expected back after a number of seconds."""
 
     returns_in_s: Annotated[float, Meta(ge=0, le=MAX_RETURNS_IN_S)]
 
 
 class ResumedChoice(Struct, kw_only=True, forbid_unknown_fields=True):
-    """One of `continue_choices`: what another instance has said of a choice."""
+    """One entry of `continue_choices`: output that another instance has generated."""
 
     token_ids: list[TokenId] = []
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
-    """The request's, for its first choice; None where nothing was said."""
+    """Seed of the request's first choice; None when nothing was generated."""
 
     has_ended: bool = False
 
 
 class Sampling(Struct, kw_only=True):
-    """The fields that completions and chat share; those of type Any are in `unsupported`."""
+    """Fields shared by completions and chat. Fields of type Any are listed in `unsupported`."""
 
     model: Name | None = None
     max_tokens: Count | None = None
@@ -114,7 +114,7 @@ class CompletionRequest(Sampling, kw_only=True):
 
 
 class TextPart(Struct, kw_only=True):
-    """One part of a message's content. Only text is served."""
+    """One part of a message's content. Only text is supported."""
 
     type: str
     text: str | None = None
@@ -171,34 +171,3 @@ class DetokenizeRequest(Struct, kw_only=True):
     tokens: list[TokenId]
     model: Name | None = None
     skip_special_tokens: bool | None = None
-
-
-class CloseSessionRequest(Struct, kw_only=True):
-    """Body of POST /cache/sessions/{session_id}, which may be empty."""
-
-    cache_salt: Salt | None = None
-
-
-class ResetRequest(Struct, kw_only=True):
-    """Body of POST /reset_prefix_cache; nothing is all that is in memory."""
-
-    tiers: Annotated[list[Literal["device", "host", "storage"]], Meta(min_length=1)] | None = (
-        None
-    )
-
-
-class AbortRequest(Struct, kw_only=True):
-    """Body of POST /v1/abort_requests: some requests, or all of them."""
-
-    request_ids: list[str] | None = None
-    abort_all: bool | None = None
-
-
-class ReloadRequest(Struct, kw_only=True):
-    """Body of POST /v1/reload_weights."""
-
-    model: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
-    """A folder beside the one given at start; null reads the same one again."""
-
-    drain_timeout_s: Annotated[float, Meta(ge=0, le=3600)] | None = None
-    """Longest wait for running requests; null is the server's `--drain-timeout`."""

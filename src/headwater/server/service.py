@@ -1,34 +1,88 @@
-"""What every endpoint works with: the engine, the tokenizer, the limits, the live requests."""
+"""What every endpoint uses: the engine, the tokenizer, the limits and the live requests."""
 
 import asyncio
 import math
+import secrets
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 from headwater.clock import Clock
 from headwater.config import EngineConfig, ServerConfig
 from headwater.engine.client import EngineClient
 from headwater.engine.tokenizer import Tokenizer
+from headwater.errors import QueueFull, RequestError
+from headwater.metrics import names
 from headwater.metrics.ledger import RequestRecord
 from headwater.metrics.recorder import Recorder
 from headwater.server.errors import RequestRefused
-from headwater.server.live import LiveRequests
+from headwater.types import RequestId
 
 T = TypeVar("T")
 
 _TOKENIZER_THREADS = 2
 
-_RECENT = 64
-"""Requests that ended and are still shown to whoever watches."""
+_MAX_RECENT = 64
+"""Finished sequences that `/stats` still shows."""
 
-_SHORT = 1 << 16
-"""Characters up to which a text is short: milliseconds of work, never behind seconds of it."""
+_SHORT_CHARS = 1 << 16
+"""A text up to this length takes milliseconds to tokenize and has threads of its own, so it
+never waits for a text that takes seconds."""
+
+
+class LiveRequests:
+    """The running sequences of each request id, and the limit on all of them.
+
+    Two requests may have the same request id; the engine's sequence ids are always unique.
+    """
+
+    def __init__(self, max_sequences: int, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._max_sequences = max_sequences
+        self._sequences: dict[str, list[RequestId]] = {}
+        self.num_sequences = 0
+
+    @contextmanager
+    def enter(self, name: str, num_sequences: int) -> Iterator[list[RequestId]]:
+        """Sequence ids for the request `name`, counted as live until the block is left.
+
+        Raises QueueFull when too many sequences are live now, RequestError when this request
+        alone is over the limit. Nothing changes then.
+        """
+        if num_sequences > self._max_sequences:
+            raise RequestError(
+                f"the request has {num_sequences} sequences; this server takes at most "
+                f"{self._max_sequences} at once. Send fewer prompts or choices (n)"
+            )
+        if self.num_sequences + num_sequences > self._max_sequences:
+            self._recorder.count(names.REFUSED)
+            raise QueueFull(
+                f"{self.num_sequences} sequences are running or waiting, the limit is "
+                f"{self._max_sequences}; retry later"
+            )
+        stem = f"{name}-{secrets.token_hex(6)}"
+        ids = [RequestId(f"{stem}-{place}") for place in range(num_sequences)]
+        self.num_sequences += num_sequences
+        self._sequences.setdefault(name, []).extend(ids)
+        try:
+            yield ids
+        finally:
+            self.num_sequences -= num_sequences
+            left = [entry for entry in self._sequences[name] if not entry.startswith(stem)]
+            if left:
+                self._sequences[name] = left
+            else:
+                del self._sequences[name]
+
+    def sequences_of(self, name: str) -> list[RequestId]:
+        """The engine's ids of the sequences that run for this request id."""
+        return list(self._sequences.get(name, ()))
 
 
 class Service:
-    """Owns nothing of the engine; `close` ends the tokenizer's threads."""
+    """Shared state of the endpoints. It does not own the engine; `close` ends its threads."""
 
     def __init__(
         self,
@@ -45,20 +99,20 @@ class Service:
         self.tokenizer = tokenizer
         self.config = config
         self.engine_config = engine_config
-        """What the engine was asked to be, where the server started it; for `/server_info`."""
+        """The engine's settings, for `/server_info`; None when another process started it."""
         self.clock = clock
         self.created = math.floor(created_s)
-        """Seconds since 1970 when serving began."""
+        """Unix time when serving began."""
         self.is_stopping = False
-        """Whether requests that are aborted now are so because the server goes away."""
+        """Set while the server drains; aborted requests can then continue elsewhere."""
         self.recorder = Recorder()
         self.live = LiveRequests(
             engine.info.max_num_seqs + config.limits.max_queued, self.recorder
         )
         self.reloading = asyncio.Lock()
-        """Held while weights are read."""
-        self.recent: deque[RequestRecord] = deque(maxlen=_RECENT)
-        """Sequences that ended lately, the last one first."""
+        """Held while weights are reloaded."""
+        self.recent: deque[RequestRecord] = deque(maxlen=_MAX_RECENT)
+        """Finished sequences, newest first."""
         self._on_end = on_end
         self._short = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="text")
         self._long = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="long-text")
@@ -74,35 +128,36 @@ class Service:
         return self.clock.now() - self._start_s
 
     def unix_s(self) -> float:
-        """Seconds since 1970, reckoned from the clock that was passed in."""
+        """Unix time, computed from the clock that was passed in."""
         return self._created_s + self.uptime_s
 
     def created_now(self) -> int:
-        """The same in whole seconds, as answers have it."""
+        """Unix time in whole seconds, as responses state it."""
         return math.floor(self.unix_s())
 
     def end(self, record: RequestRecord) -> None:
-        """A sequence ended: whoever keeps a ledger is told."""
+        """Report a finished sequence to logs and traces."""
         self.recent.appendleft(record)
-        for tell in self._on_end:
-            tell(record)
+        for report in self._on_end:
+            report(record)
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a request for another model."""
+        """Raise RequestRefused (404) for a model this server does not serve."""
         if name is not None and name not in (self.model_name, self.engine.info.model_dir):
             raise RequestRefused(
-                f"the model {name!r} is not served here; {self.model_name!r} is",
+                f"the model {name!r} does not exist here; this server serves "
+                f"{self.model_name!r}",
                 param="model",
                 status=404,
                 code="model_not_found",
             )
 
     async def in_thread(self, work: Callable[[], T], *, size: int) -> T:
-        """Run tokenizer work on `size` characters or tokens off the event loop.
+        """Run tokenizer work on `size` characters or tokens in a thread.
 
-        Long texts wait for one another; a short one never waits for a long one.
+        Long texts wait for one another; a short text never waits for a long one.
         """
-        threads = self._short if size <= _SHORT else self._long
+        threads = self._short if size <= _SHORT_CHARS else self._long
         return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Server-sent events, and the end of work whose client has gone.
+"""Server-sent events, and cancelling work whose client has disconnected.
 
-The status line is sent with the first event, so whatever fails before it is an ordinary
-error answer; whatever fails after it is an `error` event and the end of the stream.
+The status line is sent together with the first event. A failure before that is an ordinary
+error response. A failure after it is an `error` event that ends the stream.
 """
 
 import asyncio
@@ -17,22 +17,25 @@ from headwater.server.errors import error_answer, error_response
 
 T = TypeVar("T")
 
-_DONE = b"data: [DONE]\n\n"
+DONE = b"data: [DONE]\n\n"
+"""The event that ends a stream."""
+
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # proxies must not collect events
+    (b"x-accel-buffering", b"no"),  # tells proxies such as nginx not to buffer events
 ]
 
 encode = msgspec.json.Encoder().encode
 
 
 class ClientDisconnected(Exception):
-    """The client closed its connection; nobody reads an answer."""
+    """The client closed its connection before the response was complete."""
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; if the client goes first, `work` is cancelled and Gone raised."""
+    """The result of `work`. When the client disconnects first, `work` is cancelled and
+    ClientDisconnected is raised."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(receive))
     try:
@@ -49,41 +52,41 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStream:
-    """One streamed answer."""
+    """Writes one streamed response."""
 
     def __init__(
         self, send: Send, headers: list[tuple[bytes, bytes]], *, on_failure: bytes = b""
     ) -> None:
-        """`on_failure` is a comment line before the event that says that this server failed."""
+        """`on_failure` is a comment line that precedes the `error` event of a server failure."""
         self._send = send
         self._headers = _HEADERS + headers
         self._on_failure = on_failure
         self._has_begun = False
-        self._turn = asyncio.Lock()
-        """Choices write side by side, and a full connection may hold up the first of them."""
+        self._write_lock = asyncio.Lock()
+        """Choices write concurrently, and a write may wait for a slow client."""
 
     async def write(self, *events: msgspec.Struct, comment: bytes = b"") -> None:
-        """Send events in one piece; `comment`, a line, belongs to the last of them."""
+        """Send events in one piece. `comment` is a line placed before the last of them."""
         *before, last = [b"data: " + encode(event) + b"\n\n" for event in events]
         await self._write(b"".join(before) + comment + last)
 
     async def end(self) -> None:
-        """Send the last event there is."""
-        await self._write(_DONE, more=False)
+        """Send `[DONE]` and end the response."""
+        await self._write(DONE, more=False)
 
     async def fail(self, error: HeadwaterError, receive: Receive) -> None:
-        """Tell the client, in whichever way is still possible."""
+        """Send the error: as an event when the stream has begun, else as a response."""
         if self._has_begun:
             comment = b"" if isinstance(error, RequestError) else self._on_failure
             event = b"data: " + encode(error_answer(error)) + b"\n\n"
-            await self._write(comment + event + _DONE, more=False)
+            await self._write(comment + event + DONE, more=False)
         else:
             response = error_response(error)
             response.raw_headers.extend(self._headers[len(_HEADERS) :])
             await response({"type": "http"}, receive, self._send)
 
     async def _write(self, body: bytes, *, more: bool = True) -> None:
-        async with self._turn:
+        async with self._write_lock:
             if not self._has_begun:
                 self._has_begun = True
                 await self._send(
@@ -95,14 +98,14 @@ class EventStream:
 async def stream(
     events: EventStream, receive: Receive, work: Callable[[], Coroutine[Any, Any, None]]
 ) -> None:
-    """Run `work`, which writes to `events`, to its end, its failure, or the client's leaving."""
+    """Run `work`, which writes to `events`, until it ends, fails or the client disconnects."""
     try:
         await while_connected(receive, work())
         await events.end()
     except HeadwaterError as error:
         await events.fail(error, receive)
     except ClientDisconnected:
-        return  # nobody is left to tell
+        return
 
 
 async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:

@@ -1,7 +1,6 @@
-"""Fields of the API that are known here and not served: a 400 names them.
+"""Fields of the OpenAI API that this server knows but does not support: a 400 names them.
 
-Ignoring one would give a client something else than it asked for. A field moves out of this
-table on the day it works.
+Ignoring such a field would return something other than the client requested.
 """
 
 from typing import Any
@@ -34,17 +33,19 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (None, False),
     "web_search_options": (None,),
 }
-"""By field: the values that ask for nothing, and so are accepted."""
+"""For each field, the values without effect; these are accepted."""
 
 
 def check_supported(body: Struct) -> None:
-    """Raise for the first field that asks for something not served."""
+    """Raise RequestRefused for the first unsupported field that is set."""
     for name in body.__struct_fields__:
         neutral = NEUTRAL.get(name)
         if neutral is not None and not _is_neutral(getattr(body, name), neutral):
-            raise RequestRefused(f"{name!r} is not supported by this server", param=name)
+            raise RequestRefused(
+                f"{name!r} is not supported by this server; leave it out", param=name
+            )
 
 
 def _is_neutral(value: object, neutral: tuple[Any, ...]) -> bool:
-    # Compared with their types: in Python, but not in JSON, 0 equals false.
+    # Types are compared too: 0 == False in Python, but not in JSON.
     return any(type(value) is type(other) and value == other for other in neutral)

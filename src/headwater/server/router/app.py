@@ -1,4 +1,4 @@
-"""create_router_app(router): the router's own endpoints, and those it passes on."""
+"""create_router_app(router): the router's own endpoints and the forwarded ones."""
 
 import hmac
 from dataclasses import dataclass
@@ -13,27 +13,27 @@ from headwater.clock import Clock
 from headwater.config import VERSION
 from headwater.metrics.prometheus import CONTENT_TYPE
 from headwater.server import dashboard
-from headwater.server.answers import ControlDone, Health, Version
+from headwater.server.answers import Health, Version
 from headwater.server.app import EXCEPTION_HANDLERS
-from headwater.server.body import read_body
+from headwater.server.body import ASGIResponse, JsonResponse, read_body
+from headwater.server.control import ControlDone
 from headwater.server.errors import RequestRefused
-from headwater.server.reply import JsonReply, Reply
 from headwater.server.router.config import RouterConfig
 from headwater.server.router.forwarding import Forwarder
 from headwater.server.router.instance import Instance
-from headwater.server.router.messages import (
+from headwater.server.router.metrics import RouterRecorder
+from headwater.server.router.protocol import (
     MAX_BYTES,
     TOKEN_HEADER,
     Registered,
     Registration,
 )
-from headwater.server.router.recorder import RouterRecorder
 from headwater.server.router.registry import SERVING, Registry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
-    """What the endpoints work with."""
+    """What the endpoints use."""
 
     config: RouterConfig
     clock: Clock
@@ -42,23 +42,25 @@ class Router:
     recorder: RouterRecorder
 
 
-async def forward(request: Request) -> Reply:
-    """Anything an instance answers."""
+async def forward(request: Request) -> ASGIResponse:
+    """Forward to an instance."""
     return await _router(request).forwarder.forward(request)
 
 
 async def health(request: Request) -> Response:
-    """Whether somebody could serve a request."""
+    """Whether at least one instance can serve."""
     if not _router(request).registry.ready(SERVING):
         raise RequestRefused(
-            "no instance is ready to take requests", status=503, code="no_instance"
+            "no instance is ready; start one with headwater serve --router URL",
+            status=503,
+            code="no_instance",
         )
-    return JsonReply(Health())
+    return JsonResponse(Health())
 
 
 async def version(request: Request) -> Response:
-    """The version of this program."""
-    return JsonReply(Version(version=VERSION))
+    """The version of the router."""
+    return JsonResponse(Version(version=VERSION))
 
 
 async def metrics(request: Request) -> Response:
@@ -71,29 +73,29 @@ async def metrics(request: Request) -> Response:
 
 
 async def instances(request: Request) -> Response:
-    """Who is registered, and what is known of each."""
+    """The registered instances and their state."""
     router = _router(request)
     found = [_described(router, entry) for entry in router.registry.instances]
-    return JsonReply({"policy": router.config.policy, "instances": found})
+    return JsonResponse({"policy": router.config.policy, "instances": found})
 
 
 async def register(request: Request) -> Response:
-    """An instance registers, or says that it lives."""
+    """Register an instance, or record its heartbeat."""
     router = _router(request)
     _check_token(router, request)
     told = await read_body(request, Registration, max_bytes=MAX_BYTES)
     router.registry.register(told)
-    return JsonReply(Registered(heartbeat_s=router.config.heartbeat_s))
+    return JsonResponse(Registered(heartbeat_s=router.config.heartbeat_s))
 
 
 async def drain(request: Request) -> Response:
-    """An instance is about to go: it gets nothing new."""
+    """Send no new requests to an instance."""
     router = _router(request)
     _check_token(router, request)
     name = request.path_params["name"]
     if router.registry.drain(name) is None:
         raise RequestRefused(f"no instance {name[:256]!r} is registered", status=404)
-    return JsonReply(ControlDone())
+    return JsonResponse(ControlDone())
 
 
 ROUTES = [
@@ -108,7 +110,7 @@ ROUTES = [
     Route("/metrics", metrics, methods=["GET"]),
     Route("/instances", instances, methods=["GET"]),
     Route(dashboard.PATH, dashboard.router_page, methods=["GET"]),
-    Route(dashboard.PATH + "/{name}", dashboard.part, methods=["GET"]),
+    Route(dashboard.PATH + "/{name}", dashboard.static_file, methods=["GET"]),
     Route("/instances", register, methods=["POST"]),
     Route("/instances/{name:path}", drain, methods=["DELETE"]),
 ]

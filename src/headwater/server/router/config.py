@@ -1,4 +1,4 @@
-"""What an operator may set of a router, checked once."""
+"""Settings of a router, validated once."""
 
 from dataclasses import dataclass
 
@@ -9,41 +9,41 @@ from headwater.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """One router."""
+    """Settings of one router."""
 
     host: str = "127.0.0.1"
     port: int = 8100
     model: str | None = None
-    """Model directory whose tokenizer is used; None asks an instance for tokens."""
+    """Model directory whose tokenizer is used; None tokenizes on an instance."""
 
     policy: str = "cache_aware"
     api_key: str | None = None
     peer_token: str | None = None
-    """What instances must show to register, and the router shows to them."""
+    """Secret that instances present to register, and that the router presents to them."""
 
     prefill_threshold: int = 256
     """Uncached tokens up to which a decode instance prefills a prompt itself."""
 
     heartbeat_s: float = 1.0
-    """How often instances are to say that they live."""
+    """Interval between heartbeats of an instance."""
 
     stale_s: float = 3.0
-    """Without a heartbeat for so long, an instance gets no new request …"""
+    """Without a heartbeat for this time an instance gets no new requests."""
 
     forget_s: float = 10.0
-    """… and for so long, its requests are ended elsewhere and it is forgotten."""
+    """Without a heartbeat for this time it is removed and its requests continue elsewhere."""
 
     max_attempts: int = 4
-    """Instances that one request may be sent to, one after the other."""
+    """Most attempts per request."""
 
     retry_share: float = 0.2
-    """Retries, as a share of requests, that may be made in the long run."""
+    """Retries as a share of requests, in the long run."""
 
     connect_timeout_s: float = 2.0
     drain_timeout_s: float = 30.0
     max_body_bytes: int = 16 * MIB
     max_requests: int = 4096
-    """Requests in flight at once; more get a 429."""
+    """Most requests in flight; more get a 429."""
 
     max_instances: int = 1024
 
@@ -54,10 +54,13 @@ class RouterConfig:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port must be between 0 and 65535, got {self.port}")
         if not 0 < self.heartbeat_s < self.stale_s < self.forget_s:
-            raise ConfigError("heartbeats come more often than instances go stale or are lost")
+            raise ConfigError(
+                f"heartbeat_s < stale_s < forget_s is needed, got {self.heartbeat_s:g}, "
+                f"{self.stale_s:g}, {self.forget_s:g}"
+            )
         if self.prefill_threshold < 0:
             raise ConfigError(
-                f"--prefill-threshold cannot be negative, got {self.prefill_threshold}"
+                f"--prefill-threshold must not be negative, got {self.prefill_threshold}"
             )
         if self.peer_token is None and not is_loopback(self.host):
             raise ConfigError(

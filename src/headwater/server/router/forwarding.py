@@ -1,8 +1,7 @@
-"""One client request: read, routed, tried until it is answered or nobody is left to try.
+"""Forwards one client request: read, route, and try instances until one answers.
 
-A request is tried again while its client has nothing of an answer, or where the answer can go
-on elsewhere token by token. Retries come out of a budget, so that an outage is not answered with
-more load.
+A request is retried while the client has received nothing, or when its stream can be continued
+on another instance. Retries are limited by a budget, so that an outage does not add load.
 """
 
 import secrets
@@ -14,20 +13,23 @@ from starlette.types import Receive, Scope, Send
 from headwater.clock import Clock
 from headwater.errors import HeadwaterError, QueueFull
 from headwater.metrics import names
-from headwater.server.body import read_raw
+from headwater.server.body import ASGIResponse, read_raw
 from headwater.server.continuation import HEADER as CONTINUABLE_HEADER
 from headwater.server.errors import RequestRefused, error_response
-from headwater.server.reply import Reply
-from headwater.server.router.choice import RouteChoice, RouteSelector
+from headwater.server.router.attempts import Attempts, RetryBudget
 from headwater.server.router.config import RouterConfig
-from headwater.server.router.messages import FALLBACK_HEADER, PREFILL_HEADER, TOKEN_HEADER
-from headwater.server.router.progress import StreamProgress
-from headwater.server.router.prompts import UNKNOWN, PromptPath, Prompts
-from headwater.server.router.recorder import RouterRecorder
+from headwater.server.router.metrics import RouterRecorder
+from headwater.server.router.prompts import UNKNOWN, PromptPath, PromptReader
+from headwater.server.router.protocol import FALLBACK_HEADER, PREFILL_HEADER, TOKEN_HEADER
 from headwater.server.router.registry import SERVING, Registry
-from headwater.server.router.retries import RetryBudget
-from headwater.server.router.trials import Attempts
-from headwater.server.router.upstream import Attempt, AttemptFailure, Sent, end_stream
+from headwater.server.router.route_selector import RouteChoice, RouteSelector
+from headwater.server.router.stream_progress import StreamProgress
+from headwater.server.router.upstream import (
+    Attempt,
+    AttemptFailure,
+    ForwardedRequest,
+    end_stream,
+)
 from headwater.server.streaming import ClientDisconnected, while_connected
 
 _PASSED_ON = ("authorization", "content-type", "x-request-id", "user-agent", "accept")
@@ -35,14 +37,14 @@ _GENERATING = frozenset({"/v1/completions", "/v1/chat/completions"})
 
 
 class Forwarder:
-    """Answers requests with the help of instances."""
+    """Forwards requests to instances."""
 
     def __init__(
         self,
         config: RouterConfig,
         clock: Clock,
         registry: Registry,
-        prompts: Prompts,
+        prompts: PromptReader,
         session: aiohttp.ClientSession,
         recorder: RouterRecorder,
     ) -> None:
@@ -52,14 +54,17 @@ class Forwarder:
         self._prompts = prompts
         self._session = session
         self._recorder = recorder
-        self._chooser = RouteSelector(config, registry, clock)
+        self._selector = RouteSelector(config, registry, clock)
         self._budget = RetryBudget(config.retry_share)
         self.num_requests = 0
 
-    async def forward(self, request: Request) -> Reply:
-        """The endpoint: an answer that is sent as it comes."""
+    async def forward(self, request: Request) -> ASGIResponse:
+        """The endpoint: passes the response on as it arrives."""
         if self.num_requests >= self._config.max_requests:
-            raise QueueFull(f"{self.num_requests} requests are in flight; try again later")
+            raise QueueFull(
+                f"{self.num_requests} requests are in flight, the limit is "
+                f"{self._config.max_requests}; retry later"
+            )
         self.num_requests += 1
         try:
             body = await read_raw(request, self._config.max_body_bytes)
@@ -82,31 +87,33 @@ class Forwarder:
     async def _answer(self, request: Request, body: bytes, send: Send) -> None:
         self._budget.deposit()
         path = await self._read(request, body)
-        trials, progress = Attempts(self._config.max_attempts, self._budget), StreamProgress()
+        attempts, progress = Attempts(self._config.max_attempts, self._budget), StreamProgress()
         failure: AttemptFailure | None = None
-        # Every attempt of a request has one name, so that the parts of its answer have too.
+        # All attempts share one request id, so that all parts of the response have it.
         name = secrets.token_hex(12)
-        while trials.may_go_on(progress):
-            route = self._choose(path, trials)
+        while attempts.may_continue(progress):
+            route = self._choose(path, attempts)
             if route is None:
                 break
-            sent = self._sent(route, request, progress.body(body), name)
+            forwarded = self._forwarded(route, request, progress.body(body), name)
             attempt = Attempt(self._session, self._clock, route, send, progress)
-            failure = await attempt.run(sent)
+            failure = await attempt.run(forwarded)
             if failure is None:
                 self._succeeded(path, route)
                 return
             self._recorder.count(names.ROUTER_FAILURES, route.server.name, failure.reason)
-            trials.note(route, failure, progress)
+            attempts.record_failure(route, failure, progress)
         await self._give_up(failure, progress, send)
 
-    def _choose(self, path: PromptPath, trials: Attempts) -> RouteChoice | None:
-        """Somebody who was not tried; else whoever had no room, and may have some by now."""
-        route = self._chooser.choose(path, trials.tried)
-        return route or self._chooser.choose(path, trials.tried - trials.returned)
+    def _choose(self, path: PromptPath, attempts: Attempts) -> RouteChoice | None:
+        """Prefer instances not tried yet; otherwise retry one that was full."""
+        route = self._selector.choose(path, attempts.tried)
+        return route or self._selector.choose(path, attempts.tried - attempts.returned)
 
-    def _sent(self, route: RouteChoice, request: Request, body: bytes, name: str) -> Sent:
-        """The request as `route` gets it; our own headers are never a client's."""
+    def _forwarded(
+        self, route: RouteChoice, request: Request, body: bytes, name: str
+    ) -> ForwardedRequest:
+        """The request for `route`. Headwater's own headers are never taken from the client."""
         passed = {key: request.headers[key] for key in _PASSED_ON if key in request.headers}
         headers = {"x-request-id": name, **passed, CONTINUABLE_HEADER: "1"}
         if route.prefill is not None:
@@ -116,12 +123,12 @@ class Forwarder:
             if self._config.peer_token is not None:
                 headers[TOKEN_HEADER] = self._config.peer_token
         query = f"?{request.url.query}" if request.url.query else ""
-        return Sent(
+        return ForwardedRequest(
             method=request.method, path=request.url.path + query, headers=headers, body=body
         )
 
     async def _read(self, request: Request, body: bytes) -> PromptPath:
-        """The prompt, where there is one and it can matter."""
+        """The prompt's block hashes, when they matter for routing."""
         scheme, ready = self._registry.scheme, self._registry.ready(SERVING)
         if scheme is None or not ready or request.url.path not in _GENERATING:
             return UNKNOWN
@@ -141,7 +148,9 @@ class Forwarder:
         self._recorder.count(names.ROUTER_REQUESTS, "failed")
         if failure is None:
             raise RequestRefused(
-                "no instance is ready to take requests", status=503, code="no_instance"
+                "no instance is ready; check GET /instances on the router",
+                status=503,
+                code="no_instance",
             )
         if progress.has_begun:
             await end_stream(send, progress)
@@ -152,7 +161,7 @@ class Forwarder:
             await send({"type": "http.response.body", "body": failure.body})
         else:
             raise RequestRefused(
-                f"every instance that was tried failed; the last: {failure.reason}",
+                f"all attempts failed, the last one with {failure.reason!r}; retry later",
                 status=503,
                 code="instances_failed",
             )

@@ -1,14 +1,14 @@
-"""One instance as the router knows it: what it said of itself, its cache, its requests."""
+"""One registered instance: its registration, its cached blocks and its requests."""
 
 import asyncio
 
 from headwater.disagg.routing import Candidate, RecentWork, Trust
-from headwater.server.router.messages import Registration
-from headwater.server.router.view import BlockView
+from headwater.server.router.cache_view import BlockView
+from headwater.server.router.protocol import Registration
 
 
 class Instance:
-    """Belongs to the router's event loop. A restart of the real one makes a new object."""
+    """Used on the router's event loop only. A restarted instance is a new object."""
 
     def __init__(self, told: Registration, *, now: float) -> None:
         self.told = told
@@ -18,13 +18,13 @@ class Instance:
         self.outstanding_tokens = 0
         self.num_alive = 0
         self.is_draining = told.is_draining
-        """Told to go: it ends what it has, and gets nothing new."""
+        """It finishes its requests and gets no new ones."""
         self.has_failed = False
-        """A request could not reach it; until its next heartbeat nobody else tries."""
+        """A request failed on it; it gets no new requests until its next heartbeat."""
         self.num_gaps = 0
-        """Times that events were missed, and asked for."""
-        self.scopes: set[asyncio.Timeout] = set()
-        """Of the requests it has: ended early when the instance is lost."""
+        """Number of gaps in its KV events."""
+        self.timeouts: set[asyncio.Timeout] = set()
+        """Timeouts of its running requests; they expire at once when the instance is lost."""
 
     @property
     def name(self) -> str:
@@ -32,28 +32,28 @@ class Instance:
 
     @property
     def trust(self) -> Trust:
-        """How far the view of its cache can be relied on."""
+        """How reliable the view of its cache is."""
         return self.view.trust
 
     def heartbeat(self, told: Registration, *, now: float) -> None:
-        """It lives, and says how busy it is."""
+        """Record a heartbeat."""
         self.told = told
         self.seen_s = now
         self.has_failed = False
         self.is_draining |= told.is_draining
 
     def is_ready(self, *, now: float, stale_s: float) -> bool:
-        """Whether it may get a new request."""
+        """Whether it may get new requests."""
         return not (self.is_draining or self.has_failed) and now - self.seen_s <= stale_s
 
     def state(self, *, now: float, stale_s: float) -> str:
-        """One word for people."""
+        """`ready`, `draining` or `lost`, for `/instances`."""
         if self.is_draining:
             return "draining"
         return "ready" if self.is_ready(now=now, stale_s=stale_s) else "lost"
 
     def candidate(self, cached_blocks: int, *, now: float) -> Candidate:
-        """What a policy may know of it, for a prompt of which it has so many blocks."""
+        """The input of a routing policy, for a prompt with this many cached blocks."""
         return Candidate(
             name=self.name,
             cached_tokens=cached_blocks * self.told.block_tokens,
@@ -63,6 +63,6 @@ class Instance:
         )
 
     def lose(self) -> None:
-        """End every request it has: whoever waits for it learns so at once."""
-        for scope in [scope for scope in self.scopes if not scope.expired()]:
+        """End its running requests at once, so that they continue on another instance."""
+        for scope in [scope for scope in self.timeouts if not scope.expired()]:
             scope.reschedule(asyncio.get_running_loop().time())

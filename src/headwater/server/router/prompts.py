@@ -1,7 +1,7 @@
-"""What a request's prompt is, in the cluster's own names for blocks.
+"""Computes the block hashes of a request's prompt.
 
-Tokens come from the model's tokenizer, or from an instance's `/tokenize`. What cannot be read
-here is routed by load alone; the instance that gets it says what is wrong with it.
+Tokens come from the model's tokenizer or from an instance's `/tokenize`. A request that cannot
+be parsed is routed by load; the instance answers it with the error.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from headwater.cache import KeyScheme, Namespace
 from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import HeadwaterError
 from headwater.metrics.kv_events import block_hash
-from headwater.server.messages import plain_messages
+from headwater.server.chat_messages import plain_messages
 from headwater.server.router.instance import Instance
 from headwater.server.schema import ChatRequest, CompletionRequest
 from headwater.types import Tokens
@@ -29,19 +29,19 @@ _THREADS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptPath:
-    """The blocks of a prompt, as far as they are known."""
+    """The block hashes of a prompt, as far as known."""
 
     num_tokens: int = 0
     hashes: Sequence[int] = ()
-    """Of the blocks that a cache could serve: the last token is always computed."""
+    """Hashes of the blocks that can hit; the last token is always computed."""
 
 
 UNKNOWN = PromptPath()
-"""Of a request that cannot be read here."""
+"""The path of a request that could not be parsed."""
 
 
-class Prompts:
-    """Reads requests; `close` ends its threads."""
+class PromptReader:
+    """Parses and tokenizes requests; `close` ends its threads."""
 
     def __init__(self, tokenizer: Tokenizer | None, session: aiohttp.ClientSession) -> None:
         self._tokenizer = tokenizer
@@ -60,7 +60,7 @@ class Prompts:
         scheme: KeyScheme,
         asked: Instance,
     ) -> PromptPath:
-        """The path of the first prompt of a request; `asked` is who may be asked for tokens."""
+        """The path of the request's first prompt; `asked` may be asked to tokenize it."""
         body = _decode(path, raw)
         if body is None:
             return UNKNOWN
@@ -99,7 +99,7 @@ class Prompts:
     async def _ask(
         self, asked: Instance, fields: dict[str, Any], headers: Mapping[str, str]
     ) -> Tokens | None:
-        """The tokens as an instance sees them, or None where it does not say."""
+        """The tokens from an instance's `/tokenize`, or None when it fails."""
         key = {name: value for name, value in headers.items() if name == "authorization"}
         try:
             async with (
@@ -110,8 +110,8 @@ class Prompts:
             ):
                 if answer.status != 200:
                     return None
-                told = msgspec.json.decode(await answer.read())
-                return np.array(told["tokens"], dtype=np.int32)
+                body = msgspec.json.decode(await answer.read())
+                return np.array(body["tokens"], dtype=np.int32)
         except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, KeyError, ValueError):
             return None
 
@@ -126,7 +126,7 @@ def _decode(path: str, raw: bytes) -> ChatRequest | CompletionRequest | None:
 
 
 def _token_ids(body: CompletionRequest) -> list[int] | None:
-    """The ids of the first prompt, where it is given as ids."""
+    """The first prompt when it is given as token ids."""
     prompt = body.prompt
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
         return prompt[0]
@@ -137,7 +137,7 @@ def _token_ids(body: CompletionRequest) -> list[int] | None:
 
 
 def _text_fields(body: ChatRequest | CompletionRequest) -> dict[str, Any] | None:
-    """The body of a tokenize request for the first prompt."""
+    """The body of a /tokenize request for the first prompt."""
     if isinstance(body, CompletionRequest):
         prompt = (
             body.prompt[0] if isinstance(body.prompt, list) and body.prompt else body.prompt

@@ -1,7 +1,7 @@
-"""The instances of one cluster: who registered, who is alive, who may get requests.
+"""The registered instances of one router: which are alive and may get requests.
 
-All of them serve one model: the first decides which, and who has another is refused. When the
-last one has gone, the next may bring another.
+All of them serve the same model: the first one defines it, and instances of another model are
+refused. After the last one has left, an instance of another model may register.
 """
 
 from collections.abc import Callable, Collection
@@ -12,48 +12,48 @@ from headwater.clock import Clock
 from headwater.server.errors import RequestRefused
 from headwater.server.router.config import RouterConfig
 from headwater.server.router.instance import Instance
-from headwater.server.router.messages import VERSION, Registration
+from headwater.server.router.protocol import VERSION, Registration
 
 SERVING = frozenset({"mixed", "decode"})
 """Roles that take requests over HTTP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Watch:
-    """Told when the instances change, so that each is followed exactly while it is known."""
+class RegistryObserver:
+    """Called when an instance joins or leaves."""
 
     joined: Callable[[Instance], None]
     left: Callable[[Instance], None]
 
 
 class Registry:
-    """Owns the instances, by name."""
+    """Owns the instances by name."""
 
-    def __init__(self, config: RouterConfig, clock: Clock, watch: Watch) -> None:
+    def __init__(self, config: RouterConfig, clock: Clock, observer: RegistryObserver) -> None:
         self._config = config
         self._clock = clock
-        self._watch = watch
+        self._observer = observer
         self._instances: dict[str, Instance] = {}
 
     @property
     def instances(self) -> list[Instance]:
-        """Everybody who is known, oldest first."""
+        """All instances, oldest first."""
         return list(self._instances.values())
 
     @property
     def scheme(self) -> KeyScheme | None:
-        """How blocks are named in this cluster; None while there is nobody."""
-        told = next((entry.told for entry in self._instances.values()), None)
-        if told is None:
+        """The block key scheme of this cluster; None without instances."""
+        first = next((entry.told for entry in self._instances.values()), None)
+        if first is None:
             return None
         return KeyScheme(
-            block_tokens=told.block_tokens,
-            fingerprint=bytes.fromhex(told.fingerprint),
-            kv_format=told.kv_format,
+            block_tokens=first.block_tokens,
+            fingerprint=bytes.fromhex(first.fingerprint),
+            kv_format=first.kv_format,
         )
 
     def ready(self, roles: Collection[str]) -> list[Instance]:
-        """Those of these roles that may get a request now."""
+        """Instances of these roles that may get a request now."""
         now, stale_s = self._clock.now(), self._config.stale_s
         return [
             entry
@@ -62,7 +62,7 @@ class Registry:
         ]
 
     def register(self, told: Registration) -> Instance:
-        """A registration or a heartbeat; raises Refused with a sentence for what cannot join."""
+        """Register an instance or record its heartbeat. Raises RequestRefused."""
         now = self._clock.now()
         known = self._instances.get(told.instance_id)
         if known is not None and known.told.epoch == told.epoch:
@@ -71,35 +71,35 @@ class Registry:
         self._check(told, known)
         for other in self.instances:
             if other is known or other.told.url == told.url:
-                self._forget(other)
+                self._remove(other)
         joined = self._instances[told.instance_id] = Instance(told, now=now)
-        self._watch.joined(joined)
+        self._observer.joined(joined)
         return joined
 
     def drain(self, name: str) -> Instance | None:
-        """Send nothing new to this instance; None where there is none of that name."""
+        """Send no new requests to this instance; None when it is not registered."""
         known = self._instances.get(name)
         if known is not None:
             known.is_draining = True
         return known
 
     def expire(self) -> list[Instance]:
-        """Forget those who have been silent too long, and return them."""
+        """Remove the instances whose heartbeat is overdue, and return them."""
         silent_s = self._clock.now() - self._config.forget_s
-        gone = [entry for entry in self._instances.values() if entry.seen_s < silent_s]
-        for entry in gone:
-            self._forget(entry)
-        return gone
+        expired = [entry for entry in self._instances.values() if entry.seen_s < silent_s]
+        for entry in expired:
+            self._remove(entry)
+        return expired
 
     def close(self) -> None:
-        """Forget everybody."""
+        """Remove all instances."""
         for entry in self.instances:
-            self._forget(entry)
+            self._remove(entry)
 
-    def _forget(self, entry: Instance) -> None:
+    def _remove(self, entry: Instance) -> None:
         del self._instances[entry.name]
         entry.lose()
-        self._watch.left(entry)
+        self._observer.left(entry)
 
     def _check(self, told: Registration, known: Instance | None) -> None:
         if told.version != VERSION:

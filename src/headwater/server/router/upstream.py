@@ -1,8 +1,8 @@
-"""One attempt at one instance: send the request on, pass the answer back as it comes.
+"""One attempt: forward a request to one instance and pass the response back as it arrives.
 
-Nothing reaches the client before there is something whole to send, so an attempt that fails
-before its first event can be made again elsewhere, and nobody notices; one that fails later can
-go on elsewhere, where `StreamProgress` says so.
+The client gets nothing before the first whole event. An attempt that fails before that can be
+repeated on another instance unnoticed; one that fails later can be continued there when
+`StreamProgress.can_continue`.
 """
 
 import asyncio
@@ -16,21 +16,25 @@ from starlette.types import Send
 
 from headwater.clock import Clock
 from headwater.server.errors import ErrorAnswer, ErrorObject
-from headwater.server.router.choice import RouteChoice
-from headwater.server.router.events import EventSplitter
 from headwater.server.router.instance import Instance
-from headwater.server.router.progress import InstanceFailed, Returned, StreamProgress
+from headwater.server.router.route_selector import RouteChoice
+from headwater.server.router.stream_progress import (
+    EventSplitter,
+    InstanceFailed,
+    InstanceFull,
+    StreamProgress,
+)
+from headwater.server.streaming import DONE
 
 RETURNED = "returned"
-"""Why an attempt ended whose instance has no room to go on; it has not failed."""
+"""Failure reason: the KV cache of the instance is full; the instance has not failed."""
 
 PEER_REFUSED = "peer_refused"
-"""Why an attempt ended whose prefill instance did not take it, for whatever reason."""
+"""Failure reason: the prefill instance refused the hand-off."""
 
 _NO_ROOM = "no_room"
-"""What a decode instance says of itself, when a prefill instance would have had a prompt for it."""
+"""Error code of a decode instance that has no room for the blocks of a hand-off."""
 
-_DONE = b"data: [DONE]\n\n"
 _PASSED_BACK = (
     "content-type",
     "cache-control",
@@ -45,21 +49,21 @@ _MAX_ANSWER_BYTES = 1 << 28
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptFailure:
-    """An attempt that did not give the client all of an answer."""
+    """Why an attempt did not complete the response."""
 
     reason: str
-    """One word, for counting."""
+    """One word, used as a metric label."""
 
     status: int = 502
     body: bytes = b""
-    """What the instance answered, where it answered."""
+    """The instance's response body, if there was one."""
 
     headers: tuple[tuple[bytes, bytes], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
-    """A request as it goes to an instance."""
+class ForwardedRequest:
+    """A request as it is sent to an instance."""
 
     method: str
     path: str
@@ -78,34 +82,35 @@ class Attempt:
         send: Send,
         progress: StreamProgress,
     ) -> None:
-        """`progress` is how far the answer got in attempts before this one."""
+        """`progress` is shared by all attempts of the request."""
         self._session = session
         self._clock = clock
         self._route = route
         self._send = send
         self._progress = progress
-        self._seat = _Seat(route)
+        self._load = _LoadCount(route)
 
-    async def run(self, sent: Sent) -> AttemptFailure | None:
-        """None once the client has the whole answer. Cancelling ends it at the instance too."""
+    async def run(self, forwarded: ForwardedRequest) -> AttemptFailure | None:
+        """None when the client has the whole response. Cancelling closes the connection, which
+        aborts the request on the instance."""
         server = self._route.server
         route, now = self._route, self._clock.now()
         route.worker.recent.add(route.uncached_tokens, now=now)
         if route.prefill is not None:
             server.recent.add(route.moved_tokens, now=now)
         try:
-            with self._seat.taken():
+            with self._load.counted():
                 async with (
-                    _ended_with(server),
+                    _ends_with_instance(server),
                     self._session.request(
-                        sent.method,
-                        server.told.url + sent.path,
-                        data=sent.body,
-                        headers=sent.headers,
+                        forwarded.method,
+                        server.told.url + forwarded.path,
+                        data=forwarded.body,
+                        headers=forwarded.headers,
                     ) as answer,
                 ):
                     return await self._pass_back(answer)
-        except Returned:
+        except InstanceFull:
             return AttemptFailure(reason=RETURNED, status=503)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError, InstanceFailed) as exc:
             server.has_failed = True
@@ -128,17 +133,17 @@ class Attempt:
         return None
 
     async def _stream(self, answer: aiohttp.ClientResponse) -> AttemptFailure | None:
-        """Events as they come, whole ones only; a stream that just stops is a failure."""
+        """Pass on whole events; a stream without its last event is a failure."""
         splitter, is_last = EventSplitter(), False
         async for piece in answer.content.iter_any():
             whole = splitter.feed(piece)
             events = self._progress.strip(whole) if whole else b""
             if not events:
                 continue
-            self._seat.computed()
+            self._load.prefilled()
             if not self._progress.has_begun:
                 await self._begin(200, _headers(answer, self._route.server))
-            is_last = events.endswith(_DONE)
+            is_last = events.endswith(DONE)
             await self._send(
                 {"type": "http.response.body", "body": events, "more_body": not is_last}
             )
@@ -155,28 +160,29 @@ class Attempt:
 
 
 async def end_stream(send: Send, progress: StreamProgress) -> None:
-    """End a stream that broke: its client is told, unless only the end was missing."""
+    """End a broken stream with an error event, or plainly when only its end was missing."""
     error = ErrorObject(
-        message="the instance that generated this was lost",
+        message="the instance that generated this response was lost and no other could continue it; "
+        "send the request again",
         type="server_error",
         code="instance_lost",
     )
     event = b"data: " + msgspec.json.encode(ErrorAnswer(error=error)) + b"\n\n"
     if progress.is_whole:
         event = b""
-    await send({"type": "http.response.body", "body": event + _DONE, "more_body": False})
+    await send({"type": "http.response.body", "body": event + DONE, "more_body": False})
 
 
-class _Seat:
-    """A request's place in the books of the instances it uses."""
+class _LoadCount:
+    """Counts one request in the load of the instances it uses."""
 
     def __init__(self, route: RouteChoice) -> None:
         self._route = route
         self._outstanding = route.uncached_tokens
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Counted while the block lasts."""
+    def counted(self) -> Iterator[None]:
+        """Count the request while the block runs."""
         route = self._route
         entries = [entry for entry in (route.server, route.prefill) if entry is not None]
         for entry in entries:
@@ -187,23 +193,23 @@ class _Seat:
         finally:
             for entry in entries:
                 entry.num_alive -= 1
-            self.computed()
+            self.prefilled()
 
-    def computed(self) -> None:
-        """The prompt is done; once is enough."""
+    def prefilled(self) -> None:
+        """Remove its prompt tokens from the outstanding work. Safe to call twice."""
         self._route.worker.outstanding_tokens -= self._outstanding
         self._outstanding = 0
 
 
 @asynccontextmanager
-async def _ended_with(instance: Instance) -> AsyncIterator[None]:
-    """Ends the block with TimeoutError when the instance is lost."""
+async def _ends_with_instance(instance: Instance) -> AsyncIterator[None]:
+    """Raises TimeoutError in the block when the instance is lost."""
     async with asyncio.timeout(None) as scope:
-        instance.scopes.add(scope)
+        instance.timeouts.add(scope)
         try:
             yield
         finally:
-            instance.scopes.discard(scope)
+            instance.timeouts.discard(scope)
 
 
 async def _read(answer: aiohttp.ClientResponse) -> bytes:
@@ -211,7 +217,9 @@ async def _read(answer: aiohttp.ClientResponse) -> bytes:
     async for piece in answer.content.iter_any():
         num_bytes += len(piece)
         if num_bytes > _MAX_ANSWER_BYTES:
-            raise ValueError("an answer is longer than any that is served")
+            raise ValueError(
+                f"a response is longer than the limit of {_MAX_ANSWER_BYTES} bytes"
+            )
         pieces.append(piece)
     return b"".join(pieces)
 
@@ -219,7 +227,7 @@ async def _read(answer: aiohttp.ClientResponse) -> bytes:
 def _headers(
     answer: aiohttp.ClientResponse, server: Instance
 ) -> tuple[tuple[bytes, bytes], ...]:
-    """What the client gets to see of the instance's headers, and which instance it was."""
+    """The headers passed back to the client, and the name of the instance."""
     found = [
         (name.encode(), answer.headers[name].encode("latin-1"))
         for name in _PASSED_BACK
@@ -229,7 +237,7 @@ def _headers(
 
 
 def _error_code(body: bytes) -> str | None:
-    """The code of an OpenAI error object, where there is one; of a refusal, whose it is."""
+    """The code of an OpenAI error object, or PEER_REFUSED when a prefill instance refused."""
     try:
         error = msgspec.json.decode(body, type=ErrorAnswer).error
     except msgspec.DecodeError:

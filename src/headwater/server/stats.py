@@ -1,6 +1,7 @@
-"""What the page and `headwater top` look at: everything now, in one answer, and the tree.
+"""`/stats` and `/cache/tree`: what the dashboard and `headwater top` show.
 
-Counters and histograms since the start; rates are for the reader to make of two answers.
+Counters and histograms count from the start of the server; clients compute rates from two
+responses.
 """
 
 import asyncio
@@ -15,8 +16,8 @@ from headwater.metrics import names
 from headwater.metrics.recorder import Recorder
 from headwater.metrics.view import EngineView, ViewLimits
 from headwater.server.admin import cache_state
+from headwater.server.body import JsonResponse
 from headwater.server.errors import RequestRefused
-from headwater.server.reply import JsonReply
 from headwater.server.service import Service
 
 _TIMEOUT_S = 5.0
@@ -29,11 +30,11 @@ _SHOWN = {"ttft": names.TTFT, "itl": names.ITL, "e2e": names.E2E, "queue": names
 
 
 async def stats(request: Request) -> Response:
-    """Counts, latencies, tiers, links, sequences and those that ended lately."""
+    """Counters, latencies, tiers, links, running sequences and recently finished ones."""
     service: Service = request.app.state.service
     view = await _view(service, ViewLimits(max_sequences=_MAX_SEQUENCES))
     info, now = service.engine.info, view.stats
-    return JsonReply(
+    return JsonResponse(
         {
             "version": VERSION,
             "model": service.model_name,
@@ -59,14 +60,14 @@ async def stats(request: Request) -> Response:
 
 
 async def tree(request: Request) -> Response:
-    """The shape of the prefix tree: `depth` nodes down, at most `limit` of them."""
+    """The shape of the prefix tree: `depth` levels, at most `limit` nodes."""
     limits = ViewLimits(
         max_depth=_bounded(request, "depth", DEFAULT_DEPTH, MOST_DEPTH),
         max_nodes=_bounded(request, "limit", DEFAULT_NODES, MOST_NODES),
     )
     view = await _view(request.app.state.service, limits)
     assert view.tree is not None, "a view with nodes has a tree"
-    return JsonReply(asdict(view.tree))
+    return JsonResponse(asdict(view.tree))
 
 
 async def _view(service: Service, limits: ViewLimits) -> EngineView:
@@ -74,25 +75,29 @@ async def _view(service: Service, limits: ViewLimits) -> EngineView:
         async with asyncio.timeout(_TIMEOUT_S):
             return await service.engine.view(limits)
     except TimeoutError as exc:
-        raise RequestRefused("the engine is in a long step; try again", status=503) from exc
+        raise RequestRefused(
+            f"the engine did not answer within {_TIMEOUT_S:.0f} s; retry", status=503
+        ) from exc
 
 
 def _bounded(request: Request, name: str, default: int, most: int) -> int:
-    """A query parameter that is a number of something, and not too many."""
+    """A query parameter that is an integer from 1 to `most`."""
     text = request.query_params.get(name)
     if text is None:
         return default
     if not (text.isascii() and text.isdigit() and len(text) <= len(str(most))):
-        raise RequestRefused(f"{name} is a number from 1 to {most}", param=name)
+        raise RequestRefused(
+            f"{name} must be a number from 1 to {most}, got {text[:40]!r}", param=name
+        )
     if not 1 <= int(text) <= most:
         raise RequestRefused(
-            f"{name} is a number from 1 to {most}, got {int(text)}", param=name
+            f"{name} must be a number from 1 to {most}, got {int(text)}", param=name
         )
     return int(text)
 
 
 def _totals(recorder: Recorder) -> dict[str, Any]:
-    """Every counter of the server; those with a label by its value."""
+    """Every counter of the server; a labelled counter is an object by label value."""
     totals: dict[str, Any] = {}
     for metric in names.SERVER_METRICS:
         if metric.kind is not names.Kind.COUNTER:
@@ -103,7 +108,7 @@ def _totals(recorder: Recorder) -> dict[str, Any]:
 
 
 def _latencies(recorder: Recorder) -> dict[str, Any]:
-    """Histograms as they are kept: how many fell into each bucket, the last one open."""
+    """Histograms: bucket bounds, counts per bucket (the last is unbounded) and the sum."""
     return {
         name: {
             "bounds": histogram.buckets,

@@ -8,9 +8,9 @@ import zmq
 import zmq.asyncio
 
 from headwater.disagg.routing import Trust
-from headwater.server.router.follower import Follower
 from headwater.server.router.instance import Instance
-from headwater.server.router.messages import VERSION, EventsAddress, Registration
+from headwater.server.router.kv_follower import KvEventFollower
+from headwater.server.router.protocol import VERSION, EventsAddress, Registration
 
 CLEARED = {"type": "AllBlocksCleared"}
 
@@ -82,7 +82,7 @@ async def followed(wait_s=2.0):
         ),
     )
     instance = Instance(told, now=0.0)
-    follower = Follower(instance, context, wait_s=wait_s)
+    follower = KvEventFollower(instance, context, wait_s=wait_s)
     try:
         yield publisher, instance
     finally:

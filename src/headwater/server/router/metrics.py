@@ -1,4 +1,4 @@
-"""What a router counts, and its scrape."""
+"""The router's counters and its Prometheus scrape."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from headwater.server.router.instance import Instance
 
 
 class RouterRecorder:
-    """Totals since the router started; belongs to its event loop."""
+    """Totals since the router started; used on its event loop only."""
 
     def __init__(self) -> None:
         self._counts: dict[Metric, Counter[tuple[str, ...]]] = {
@@ -22,7 +22,7 @@ class RouterRecorder:
         self._counts[metric][labels] += amount
 
     def render(self, instances: Sequence[Instance], *, now: float, stale_s: float) -> bytes:
-        """One scrape: the totals, and how each instance stands."""
+        """One scrape: the totals, and the state of each instance."""
         values: dict[Metric, Values] = {
             metric: dict(counts) if metric.labels else {(): counts.get((), 0)}
             for metric, counts in self._counts.items()

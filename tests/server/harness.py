@@ -14,7 +14,7 @@ from headwater.clock import SystemClock
 from headwater.config import LimitsConfig, ServerConfig
 from headwater.engine.tokenizer import Tokenizer
 from headwater.server.app import create_app
-from headwater.server.gate import ReadinessMiddleware
+from headwater.server.middleware import ReadinessMiddleware
 from headwater.server.service import Service
 from headwater.testing.engines import EchoEngine, make_tokenizer_folder
 
@@ -25,7 +25,7 @@ def byte_tokenizer() -> Tokenizer:
         return Tokenizer(make_tokenizer_folder(Path(folder)))
 
 
-class Rig:
+class Harness:
     """A client, the application it asks, and the engine behind it."""
 
     def __init__(self, limits: LimitsConfig | None = None, **settings: Any) -> None:
@@ -76,15 +76,15 @@ class Rig:
 
 
 def run(scenario: Any, limits: LimitsConfig | None = None, **settings: Any) -> None:
-    """Run `scenario(rig)`; afterwards nothing is alive and the books balance."""
+    """Run `scenario(harness)`; afterwards nothing is alive and the books balance."""
 
     async def whole() -> None:
-        rig = Rig(limits, **settings)
-        async with rig.client:
-            await scenario(rig)
-        rig.service.close()
-        assert rig.service.live.num_sequences == 0
-        rig.engine.core.check()
+        harness = Harness(limits, **settings)
+        async with harness.client:
+            await scenario(harness)
+        harness.service.close()
+        assert harness.service.live.num_sequences == 0
+        harness.engine.core.check()
 
     asyncio.run(whole())
 

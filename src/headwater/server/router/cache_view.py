@@ -1,7 +1,7 @@
-"""What one instance has cached, as its KV events told it; never guessed.
+"""The cached blocks of one instance, from its KV events. Pure.
 
-Pure. A view belongs to one life (epoch) of an instance. It is exact while every batch was
-applied in order; a gap makes it degraded until a replay or a snapshot has closed it.
+A view belongs to one epoch (one start) of an instance. It is exact while every batch was applied
+in order. A gap makes it degraded until a replay or a snapshot has closed it.
 """
 
 from collections.abc import Sequence
@@ -21,25 +21,25 @@ _BITS: dict[Medium, int] = {"GPU": 1, "CPU": 2, "STORAGE": 4}
 
 
 class EventBatchResult(Enum):
-    """What came of one batch."""
+    """The result of one event batch."""
 
     APPLIED = auto()
     KNOWN = auto()
-    """It was applied before."""
+    """The batch was applied before."""
 
     GAP = auto()
-    """Batches before it are missing; nothing was changed but the trust."""
+    """Batches before it are missing. It was not applied; the view is degraded."""
 
 
 class BlockView:
-    """The blocks of one life of an instance: hashes, and the media each is in."""
+    """Block hashes of one instance epoch, and the media each block is in."""
 
     def __init__(self, epoch: str) -> None:
         self.epoch = epoch
         self.next = 0
-        """Sequence number of the first batch that was not applied."""
+        """Sequence number of the next batch to apply."""
         self.trust = Trust.FALLBACK
-        """Until the first batch nothing is known."""
+        """FALLBACK until the first batch."""
         self._media: dict[int, int] = {}
 
     @property
@@ -47,45 +47,45 @@ class BlockView:
         """Blocks in at least one medium."""
         return len(self._media)
 
-    def hear(self, sequence: int, batch: EventBatch) -> EventBatchResult:
-        """A batch as it was published: applied when it is the next, and then the view is exact."""
+    def apply(self, sequence: int, batch: EventBatch) -> EventBatchResult:
+        """Apply a published batch if it is the next one; the view is exact then."""
         if sequence < self.next:
             if not sequence:
-                self.doubt()  # it counts from the beginning again: another life has begun
+                self.degrade()  # numbers start at 0 again: the instance was restarted
             return EventBatchResult.KNOWN
         if sequence > self.next:
-            self.doubt()
+            self.degrade()
             return EventBatchResult.GAP
         self._apply(batch)
         self.next = sequence + 1
         self.trust = Trust.EXACT
         return EventBatchResult.APPLIED
 
-    def replay(self, sequence: int, batch: EventBatch) -> EventBatchResult:
-        """A batch that was asked for: the next one, or a snapshot, whose first event clears
-        all that came before it, whatever its number."""
+    def apply_replayed(self, sequence: int, batch: EventBatch) -> EventBatchResult:
+        """Apply a batch of a replay: the next one, or a snapshot. A snapshot begins with
+        AllBlocksCleared and is applied whatever its number."""
         is_snapshot = bool(batch.events) and isinstance(batch.events[0], AllBlocksCleared)
         if sequence > self.next and is_snapshot:
             self.next = sequence
-        return self.hear(sequence, batch)
+        return self.apply(sequence, batch)
 
-    def doubt(self) -> None:
-        """Something is missing or late; an empty view is not believed any less."""
+    def degrade(self) -> None:
+        """Mark an exact view as degraded: batches are missing or late."""
         if self.trust is Trust.EXACT:
             self.trust = Trust.DEGRADED
 
-    def assure(self) -> None:
-        """A replay had nothing more to tell: all that was heard is all there is."""
+    def confirm(self) -> None:
+        """A replay ended: every batch up to now is applied."""
         if self.next:
             self.trust = Trust.EXACT
 
     def match(self, hashes: Sequence[int]) -> int:
-        """How many leading blocks of a path are in some medium."""
+        """Number of leading blocks of a path that are cached in any medium."""
         media = self._media
         return next((at for at, known in enumerate(hashes) if known not in media), len(hashes))
 
     def blocks(self, medium: Medium) -> set[int]:
-        """The hashes in one medium. O(everything)."""
+        """The hashes in one medium. O(all blocks)."""
         bit = _BITS[medium]
         return {known for known, media in self._media.items() if media & bit}
 

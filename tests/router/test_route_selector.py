@@ -2,11 +2,11 @@
 
 from headwater.clock import VirtualClock
 from headwater.disagg.routing import BACKLOG_TOKENS
-from headwater.server.router.choice import RouteSelector
 from headwater.server.router.config import RouterConfig
-from headwater.server.router.messages import VERSION, Registration
 from headwater.server.router.prompts import PromptPath
-from headwater.server.router.registry import Registry, Watch
+from headwater.server.router.protocol import VERSION, Registration
+from headwater.server.router.registry import Registry, RegistryObserver
+from headwater.server.router.route_selector import RouteSelector
 
 LONG = PromptPath(num_tokens=1000)
 
@@ -17,7 +17,7 @@ class Known:
     def __init__(self, **roles: str) -> None:
         self.clock = VirtualClock()
         config = RouterConfig()
-        watch = Watch(joined=lambda entry: None, left=lambda entry: None)
+        watch = RegistryObserver(joined=lambda entry: None, left=lambda entry: None)
         self.registry = Registry(config, self.clock, watch)
         self.chooser = RouteSelector(config, self.registry, self.clock)
         self.entries = {name: self.add(name, role) for name, role in roles.items()}

@@ -1,18 +1,18 @@
-"""What an instance tells a router about itself, once a heartbeat. JSON, bounded, versioned."""
+"""The registration that an instance sends with each heartbeat: JSON, bounded, versioned."""
 
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
 VERSION = 1
-"""Of this message; a router refuses what it does not know."""
+"""Version of the registration; a router refuses other versions."""
 
 TOKEN_HEADER = "x-headwater-peer-token"
 PREFILL_HEADER = "x-headwater-prefill"
 FALLBACK_HEADER = "x-headwater-fallback"
 
 MAX_BYTES = 16 * 1024
-"""Longest registration."""
+"""Longest registration body."""
 
 Role = Literal["mixed", "prefill", "decode"]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -23,16 +23,16 @@ Endpoint = Annotated[str, Meta(pattern=r"^tcp://[^\s]{1,256}$", max_length=262)]
 
 
 class InstanceLoad(Struct, kw_only=True, frozen=True):
-    """How busy an instance is."""
+    """Load of an instance."""
 
     running: Count = 0
     waiting: Count = 0
     leases: Count = 0
-    """Hand-offs in flight, on either side; each holds a lease."""
+    """Hand-offs in flight in either direction; each holds a lease."""
 
 
 class EventsAddress(Struct, kw_only=True, frozen=True):
-    """Where an instance's KV events are heard."""
+    """Addresses of an instance's KV events."""
 
     endpoint: Endpoint
     replay_endpoint: Endpoint
@@ -40,12 +40,12 @@ class EventsAddress(Struct, kw_only=True, frozen=True):
 
 
 class Registration(Struct, kw_only=True, frozen=True):
-    """The body of `POST /instances`: the first one registers, the others are heartbeats."""
+    """Body of `POST /instances`: the first one registers, later ones are heartbeats."""
 
     version: int
     instance_id: Name
     epoch: Name
-    """Another after every restart: what was believed of the one before is dropped."""
+    """Changes with every restart; the router then drops what it knew of the cache."""
 
     role: Role
     url: Annotated[str, Meta(pattern=r"^https?://[^\s/]{1,256}$")]
@@ -59,10 +59,10 @@ class Registration(Struct, kw_only=True, frozen=True):
     kv_events: EventsAddress | None = None
     load: InstanceLoad = InstanceLoad()
     is_draining: bool = False
-    """It ends what it has, and wants nothing new; said again to a router that was restarted."""
+    """The instance finishes its requests and takes no new ones."""
 
 
 class Registered(Struct, kw_only=True, frozen=True):
-    """The answer: come back within so many seconds."""
+    """The response: the interval of heartbeats."""
 
     heartbeat_s: float

@@ -1,4 +1,4 @@
-"""Which instances one request goes to: one that serves it, and perhaps one that prefills it."""
+"""Selects the instances of one request: one that serves it, and optionally one that prefills."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -13,32 +13,32 @@ from headwater.server.router.registry import SERVING, Registry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteChoice:
-    """Where one attempt goes."""
+    """The instances of one attempt."""
 
     server: Instance
-    """Answers the client; a decode or a mixed instance."""
+    """The instance that answers the client; its role is decode or mixed."""
 
     prefill: Instance | None = None
-    """Computes the prompt; None where `server` does."""
+    """The instance that prefills; None when `server` does."""
 
     cached_tokens: int = 0
-    """What the instance that computes the prompt said it has of it."""
+    """Prompt tokens cached on the instance that prefills, by its KV events."""
 
     uncached_tokens: int = 0
     moved_tokens: int = 0
-    """What `prefill` hands over to `server`, as far as is known."""
+    """Tokens handed off from `prefill` to `server`, as far as known."""
 
     is_last_prefill: bool = False
-    """Nobody else could prefill it: where `prefill` refuses, `server` is to do it itself."""
+    """No other prefill instance is left: if `prefill` refuses, `server` prefills itself."""
 
     @property
     def worker(self) -> Instance:
-        """Who computes the prompt."""
+        """The instance that prefills."""
         return self.prefill or self.server
 
 
 class RouteSelector:
-    """Applies the policy to each role."""
+    """Applies the routing policy to each role."""
 
     def __init__(self, config: RouterConfig, registry: Registry, clock: Clock) -> None:
         self._registry = registry
@@ -48,7 +48,7 @@ class RouteSelector:
         self._prefilling = make_policy(config.policy)
 
     def choose(self, path: PromptPath, tried: Collection[Instance]) -> RouteChoice | None:
-        """A route around those that were tried, or None where nobody is left."""
+        """A route that excludes the `tried` instances, or None when no instance is left."""
         servers = [entry for entry in self._registry.ready(SERVING) if entry not in tried]
         if not servers:
             return None

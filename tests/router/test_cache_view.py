@@ -1,8 +1,13 @@
 """What the router believes of one instance."""
 
 from headwater.disagg.routing import Trust
-from headwater.metrics.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
-from headwater.server.router.view import BlockView, EventBatchResult
+from headwater.metrics.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+)
+from headwater.server.router.cache_view import BlockView, EventBatchResult
 
 
 def batch(*events):
@@ -26,12 +31,12 @@ def removed(*hashes, medium="GPU"):
 def test_a_match_is_the_leading_run_in_any_medium():
     """And ends at the first block that is in none."""
     view = BlockView("life")
-    view.hear(0, batch(stored(1, 2), stored(2, 3, medium="CPU"), stored(5)))
+    view.apply(0, batch(stored(1, 2), stored(2, 3, medium="CPU"), stored(5)))
 
     assert view.match([1, 2, 3, 4, 5]) == 3
-    view.hear(1, batch(removed(2)))
+    view.apply(1, batch(removed(2)))
     assert view.match([1, 2, 3]) == 3
-    view.hear(2, batch(removed(2, medium="CPU")))
+    view.apply(2, batch(removed(2, medium="CPU")))
     assert view.match([1, 2, 3]) == 1
     assert view.blocks("CPU") == {3}
     assert view.num_blocks == 3
@@ -43,30 +48,30 @@ def test_nothing_is_believed_before_the_instance_said_it():
 
     assert view.trust is Trust.FALLBACK
     assert view.match([1]) == 0
-    view.assure()
+    view.confirm()
     assert view.trust is Trust.FALLBACK
 
 
 def test_a_gap_changes_nothing_but_the_trust():
     """Lesson 71: what came after a gap is not applied until the gap is closed."""
     view = BlockView("life")
-    view.hear(0, batch(stored(1)))
+    view.apply(0, batch(stored(1)))
 
-    assert view.hear(2, batch(stored(3))) is EventBatchResult.GAP
+    assert view.apply(2, batch(stored(3))) is EventBatchResult.GAP
     assert (view.trust, view.match([3])) == (Trust.DEGRADED, 0)
-    assert view.replay(1, batch(removed(1))) is EventBatchResult.APPLIED
-    assert view.replay(2, batch(stored(3))) is EventBatchResult.APPLIED
+    assert view.apply_replayed(1, batch(removed(1))) is EventBatchResult.APPLIED
+    assert view.apply_replayed(2, batch(stored(3))) is EventBatchResult.APPLIED
     assert (view.trust, view.match([3]), view.match([1])) == (Trust.EXACT, 1, 0)
-    assert view.hear(2, batch(stored(9))) is EventBatchResult.KNOWN
+    assert view.apply(2, batch(stored(9))) is EventBatchResult.KNOWN
 
 
 def test_a_snapshot_closes_any_gap():
     """Lesson 71: it begins with a clearing, and then says all."""
     view = BlockView("life")
-    view.hear(0, batch(stored(1)))
-    view.hear(50, batch(stored(7)))
+    view.apply(0, batch(stored(1)))
+    view.apply(50, batch(stored(7)))
 
-    view.replay(50, batch(AllBlocksCleared(), stored(7, 8)))
+    view.apply_replayed(50, batch(AllBlocksCleared(), stored(7, 8)))
 
     assert (view.trust, view.next) == (Trust.EXACT, 51)
     assert view.blocks("GPU") == {7, 8}
@@ -75,8 +80,8 @@ def test_a_snapshot_closes_any_gap():
 def test_a_number_from_the_beginning_is_another_life():
     """Lesson 71: what was believed of the last life is in doubt at once."""
     view = BlockView("life")
-    view.hear(0, batch(stored(1)))
+    view.apply(0, batch(stored(1)))
 
-    view.hear(0, batch(AllBlocksCleared()))
+    view.apply(0, batch(AllBlocksCleared()))
 
     assert view.trust is Trust.DEGRADED

@@ -14,13 +14,13 @@ from headwater.engine.client import KvEventsInfo
 from headwater.launch.router import RouterProcess
 from headwater.metrics.kv_publisher import KvPublisher
 from headwater.server.app import create_app
-from headwater.server.gate import ReadinessMiddleware
 from headwater.server.http import HttpServer, bind, url_of
+from headwater.server.middleware import ReadinessMiddleware
 from headwater.server.registration import Registrar
 from headwater.server.router.config import RouterConfig
 from headwater.server.service import Service
 from headwater.testing.engines import EchoEngine, make_echo_core, make_echo_info
-from tests.server.rig import byte_tokenizer
+from tests.server.harness import byte_tokenizer
 
 TOKEN = "between-us"
 
@@ -105,7 +105,7 @@ class Instance:
         return self.engine.core.stats().num_steps
 
 
-class Rig:
+class Harness:
     """A router, a client of it, and whoever was started."""
 
     def __init__(self, tokenizer=None, **settings):
@@ -162,15 +162,15 @@ class Rig:
 
 
 def run(scenario, **settings):
-    """Run `scenario(rig)` with a router; afterwards everything has ended."""
+    """Run `scenario(harness)` with a router; afterwards everything has ended."""
 
     async def whole():
-        rig = Rig(**settings)
-        rig.start()
+        harness = Harness(**settings)
+        harness.start()
         try:
-            await scenario(rig)
+            await scenario(harness)
         finally:
-            await rig.close()
+            await harness.close()
 
     asyncio.run(whole())
 

@@ -7,8 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.server.continuation import FAILED, FIELD, RETURNED, ContinuationMark, mark_line
-from headwater.server.router.events import EventSplitter
-from headwater.server.router.progress import InstanceFailed, Returned, StreamProgress
+from headwater.server.router.stream_progress import (
+    EventSplitter,
+    InstanceFailed,
+    InstanceFull,
+    StreamProgress,
+)
 from tests.search import search
 
 SEED = 7
@@ -74,7 +78,9 @@ def test_however_often_a_stream_breaks_its_client_has_every_token_once(answer, b
         assert [t for t in heard if t.startswith(f"{index}:")] == [f"{index}:{t}" for t in said]
 
 
-@pytest.mark.parametrize(("mark", "error"), [(FAILED, InstanceFailed), (RETURNED, Returned)])
+@pytest.mark.parametrize(
+    ("mark", "error"), [(FAILED, InstanceFailed), (RETURNED, InstanceFull)]
+)
 def test_an_instance_that_cannot_go_on_has_said_nothing_of_that_piece(mark, error):
     """What came with its last word is dropped, and told again by whoever goes on."""
     progress = StreamProgress()
@@ -96,7 +102,7 @@ def test_an_instance_that_cannot_go_on_has_said_nothing_of_that_piece(mark, erro
 @pytest.mark.parametrize("index", [-1, 1])
 def test_a_choice_that_there_is_not_is_nonsense(index):
     """A broken instance is one to leave, not to believe."""
-    with pytest.raises(ValueError, match="no choice"):
+    with pytest.raises(ValueError, match="of choice"):
         StreamProgress().strip(
             mark_line(ContinuationMark(tokens=[1], index=index)) + event("a")
         )

@@ -5,17 +5,17 @@ import re
 
 import pytest
 
-from tests.server.rig import error, run
+from tests.server.harness import error, run
 
 
 def test_stats_has_what_cache_has_and_what_the_server_counted():
     """One answer for a watcher: counters, latencies, tiers, and requests that ended."""
 
-    async def scenario(rig):
-        await rig.complete(prompt="x" * 100, max_tokens=8)
-        await rig.complete(prompt="x" * 100, max_tokens=8, request_id="second")
-        body = (await rig.client.get("/stats")).json()
-        assert body["cache"] == (await rig.client.get("/cache")).json()
+    async def scenario(harness):
+        await harness.complete(prompt="x" * 100, max_tokens=8)
+        await harness.complete(prompt="x" * 100, max_tokens=8, request_id="second")
+        body = (await harness.client.get("/stats")).json()
+        assert body["cache"] == (await harness.client.get("/cache")).json()
         assert body["totals"]["generation_tokens_total"] == 16
         sources = body["totals"]["prompt_tokens_by_source_total"]
         assert (sources["computed"], sources["device"], sources["host"]) == (104, 96, 0)
@@ -32,20 +32,21 @@ def test_stats_has_what_cache_has_and_what_the_server_counted():
 def test_stats_shows_progress_and_what_a_request_waits_for():
     """A running sequence with its tokens; one behind it that waits for room."""
 
-    async def scenario(rig):
-        rig.engine.hold()
+    async def scenario(harness):
+        harness.engine.hold()
         tasks = [
-            asyncio.create_task(rig.complete(prompt="x" * 40, max_tokens=9)) for _ in range(9)
+            asyncio.create_task(harness.complete(prompt="x" * 40, max_tokens=9))
+            for _ in range(9)
         ]
-        await rig.until_waiting(9)
-        rig.engine.core.step()
-        found = (await rig.client.get("/stats")).json()["sequences"]
+        await harness.until_waiting(9)
+        harness.engine.core.step()
+        found = (await harness.client.get("/stats")).json()["sequences"]
         states = [sequence["state"] for sequence in found]
         assert states.count("waiting") == len([s for s in found if s["waits_for"]]) > 0
         running = next(s for s in found if s["state"] != "waiting")
         assert (running["prompt_tokens"], running["max_output_tokens"]) == (40, 9)
         assert running["computed_tokens"] > 0
-        rig.engine.flow()
+        harness.engine.flow()
         await asyncio.gather(*tasks)
 
     run(scenario)
@@ -54,10 +55,10 @@ def test_stats_shows_progress_and_what_a_request_waits_for():
 def test_the_tree_shows_shapes_and_of_salted_tenants_a_sum():
     """Lesson 67: sizes only; no token, no salt, no text."""
 
-    async def scenario(rig):
-        await rig.complete(prompt="a" * 64, max_tokens=1)
-        await rig.complete(prompt="secret words " * 8, max_tokens=1, cache_salt="tenant")
-        response = await rig.client.get("/cache/tree")
+    async def scenario(harness):
+        await harness.complete(prompt="a" * 64, max_tokens=1)
+        await harness.complete(prompt="secret words " * 8, max_tokens=1, cache_salt="tenant")
+        response = await harness.client.get("/cache/tree")
         body = response.json()
         assert [node["num_blocks"] for node in body["nodes"]] == [4]
         assert body["apart"]["num_namespaces"] == 1
@@ -74,8 +75,8 @@ def test_the_tree_shows_shapes_and_of_salted_tenants_a_sum():
 def test_the_tree_is_bounded(query):
     """Nobody can ask for all of a large tree."""
 
-    async def scenario(rig):
-        answer = await rig.client.get(f"/cache/tree?{query}")
+    async def scenario(harness):
+        answer = await harness.client.get(f"/cache/tree?{query}")
         assert error(answer, 400)["param"] == query.partition("=")[0]
 
     run(scenario)
@@ -84,8 +85,8 @@ def test_the_tree_is_bounded(query):
 def test_the_page_and_its_parts_need_no_key_and_ask_nobody_else():
     """Files as they are, under a policy that lets them talk to this server only."""
 
-    async def scenario(rig):
-        page = await rig.client.get("/dashboard")
+    async def scenario(harness):
+        page = await harness.client.get("/dashboard")
         assert page.status_code == 200
         policy = page.headers["content-security-policy"]
         assert "default-src 'none'" in policy
@@ -93,13 +94,16 @@ def test_the_page_and_its_parts_need_no_key_and_ask_nobody_else():
         parts = re.findall(r'(?:href|src)="(dashboard/[^"]+)"', page.text)
         assert len(set(parts)) >= 3
         for part in parts:
-            answer = await rig.client.get("/" + part)
+            answer = await harness.client.get("/" + part)
             assert answer.status_code == 200
             assert answer.headers["x-content-type-options"] == "nosniff"
             assert not re.search(r"https?://(?!www\.w3\.org)", answer.text)
         for path in ("/stats", "/cache/tree"):
-            assert (await rig.client.get(path)).status_code == 401
-        assert (await rig.client.get("/dashboard/other.js")).status_code == 404
-        assert (await rig.client.get("/dashboard/%2e%2e/admin.py")).status_code in (401, 404)
+            assert (await harness.client.get(path)).status_code == 401
+        assert (await harness.client.get("/dashboard/other.js")).status_code == 404
+        assert (await harness.client.get("/dashboard/%2e%2e/admin.py")).status_code in (
+            401,
+            404,
+        )
 
     run(scenario, api_key="hidden")

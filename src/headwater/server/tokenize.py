@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: the tokenizer alone, without the engine."""
+"""POST /tokenize and /detokenize: the tokenizer without the engine."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,10 +7,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headwater.server.answers import DetokenizeAnswer, TokenizeAnswer
-from headwater.server.body import read_body
+from headwater.server.body import JsonResponse, read_body
+from headwater.server.chat_messages import num_characters, plain_messages
 from headwater.server.errors import RequestRefused
-from headwater.server.messages import num_characters, plain_messages
-from headwater.server.reply import JsonReply
 from headwater.server.schema import DetokenizeRequest, TokenizeRequest
 from headwater.server.service import Service
 from headwater.types import Tokens
@@ -24,7 +23,7 @@ async def tokenize(request: Request) -> Response:
     )
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise RequestRefused("give either prompt or messages", param="prompt")
+        raise RequestRefused("send either prompt or messages", param="prompt")
     messages = plain_messages(body.messages or [])
     size = len(body.prompt or "") + num_characters(messages)
     encoded = await service.in_thread(lambda: _encode(service, body, messages), size=size)
@@ -38,7 +37,7 @@ async def tokenize(request: Request) -> Response:
         max_model_len=service.engine.info.max_model_len,
         token_strs=names,
     )
-    return JsonReply(answer)
+    return JsonResponse(answer)
 
 
 async def detokenize(request: Request) -> Response:
@@ -54,7 +53,7 @@ async def detokenize(request: Request) -> Response:
         ),
         size=len(body.tokens),
     )
-    return JsonReply(DetokenizeAnswer(prompt=text))
+    return JsonResponse(DetokenizeAnswer(prompt=text))
 
 
 def _encode(

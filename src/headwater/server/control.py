@@ -1,0 +1,263 @@
+"""Control of a running server: pause, resume, abort, reset, close a session, reload weights.
+
+Each verb is one entry of `CONTROL_VERBS`. Routes and the OpenAPI document are made from that
+table, so adding a verb on the server is one entry and its function.
+"""
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from headwater.engine.client import MEMORY
+from headwater.server.body import JsonResponse, read_body
+from headwater.server.errors import RequestRefused
+from headwater.server.schema import SESSION_ID, Salt
+from headwater.server.service import Service
+
+_DRAIN_POLL_S = 0.02
+
+
+class NoFields(Struct, kw_only=True):
+    """A body without fields; it may be empty."""
+
+
+class CloseSessionRequest(Struct, kw_only=True):
+    """Body of POST /cache/sessions/{session_id}; it may be empty."""
+
+    cache_salt: Salt | None = None
+
+
+class ResetRequest(Struct, kw_only=True):
+    """Body of POST /reset_prefix_cache; an empty one resets the device and host tiers."""
+
+    tiers: Annotated[list[Literal["device", "host", "storage"]], Meta(min_length=1)] | None = (
+        None
+    )
+
+
+class AbortRequest(Struct, kw_only=True):
+    """Body of POST /v1/abort_requests: some requests, or all of them."""
+
+    request_ids: list[str] | None = None
+    abort_all: bool | None = None
+
+
+class ReloadRequest(Struct, kw_only=True):
+    """Body of POST /v1/reload_weights."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
+    """A folder beside the one given at start; null reads the same one again."""
+
+    drain_timeout_s: Annotated[float, Meta(ge=0, le=3600)] | None = None
+    """Longest wait for running requests; null is the server's `--drain-timeout`."""
+
+
+class ControlDone(Struct, kw_only=True):
+    """Body of the response of a verb without a result."""
+
+    status: Literal["done"] = "done"
+
+
+class SessionClosed(Struct, kw_only=True):
+    """Response of POST /cache/sessions/{session_id}."""
+
+    known: bool
+    """Whether the session existed; otherwise there was nothing to do."""
+
+
+class ResetAnswer(Struct, kw_only=True):
+    """Response of POST /reset_prefix_cache: blocks by tier."""
+
+    removed: dict[str, int]
+    kept: dict[str, int]
+    """Blocks in use. They are removed when their last user ends, except when a single tier was
+    reset; then they stay."""
+
+    status: Literal["done"] = "done"
+
+
+class Aborted(Struct, kw_only=True):
+    """Response of POST /v1/abort_requests."""
+
+    aborted: int
+
+
+class ReloadAnswer(Struct, kw_only=True):
+    """Response of POST /v1/reload_weights."""
+
+    fingerprint: str
+    changed: bool
+    """Whether the weights differ from those before; if so, the cache is empty now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlVerb:
+    """One operation: where it is, what it takes, what it returns."""
+
+    paths: tuple[str, ...]
+    summary: str
+    run: Callable[[Service, Any, dict[str, str]], Awaitable[Struct]]
+    """Called with the service, the body and the parameters of the path."""
+
+    body: type[Struct] = NoFields
+    answer: type[Struct] = ControlDone
+    needs_body: bool = False
+
+    def routes(self) -> list[Route]:
+        """One route for each path."""
+        return [Route(path, self._endpoint, methods=["POST"]) for path in self.paths]
+
+    async def _endpoint(self, request: Request) -> Response:
+        service: Service = request.app.state.service
+        body = await read_body(
+            request,
+            self.body,
+            max_bytes=service.config.limits.max_body_bytes,
+            optional=not self.needs_body,
+        )
+        return JsonResponse(await self.run(service, body, request.path_params))
+
+
+async def _reset(service: Service, body: ResetRequest, params: dict[str, str]) -> ResetAnswer:
+    report = await service.engine.reset_cache(body.tiers or MEMORY)
+    return ResetAnswer(removed=report.removed, kept=report.kept)
+
+
+async def _close_session(
+    service: Service, body: CloseSessionRequest, params: dict[str, str]
+) -> SessionClosed:
+    name = params["session_id"]
+    if not re.match(SESSION_ID, name):
+        raise RequestRefused(
+            f"a session id has 1 to 256 printable ASCII characters without spaces, got "
+            f"{len(name)} characters",
+            param="session_id",
+        )
+    known = await service.engine.close_session(name, body.cache_salt or "")
+    return SessionClosed(known=known)
+
+
+async def _pause(service: Service, body: NoFields, params: dict[str, str]) -> ControlDone:
+    await service.engine.pause()
+    return ControlDone()
+
+
+async def _resume(service: Service, body: NoFields, params: dict[str, str]) -> ControlDone:
+    await service.engine.resume()
+    return ControlDone()
+
+
+async def _abort(service: Service, body: AbortRequest, params: dict[str, str]) -> Aborted:
+    if body.request_ids is None and not body.abort_all:
+        raise RequestRefused("send request_ids or abort_all: true", param="request_ids")
+    if body.abort_all:
+        return Aborted(aborted=await service.engine.abort(None))
+    names = {known for name in body.request_ids or [] for known in _aliases(name)}
+    ids = [entry for name in names for entry in service.live.sequences_of(name)]
+    return Aborted(aborted=await service.engine.abort(ids))
+
+
+async def _reload(
+    service: Service, body: ReloadRequest, params: dict[str, str]
+) -> ReloadAnswer:
+    """Pause, wait until nothing runs, read the weights, resume. Requests that wait meanwhile
+    are served with the new weights. A failure changes nothing."""
+    folder = _reload_folder(service, body.model)
+    before = service.engine.info.fingerprint
+    if service.reloading.locked():
+        raise RequestRefused(
+            "another reload is running; retry when it has ended", status=503, code="reloading"
+        )
+    async with service.reloading:
+        timeout_s = body.drain_timeout_s
+        await _drain(
+            service, service.config.drain_timeout_s if timeout_s is None else timeout_s
+        )
+        try:
+            info = await service.engine.reload(folder)
+        finally:
+            await service.engine.resume()
+    return ReloadAnswer(fingerprint=info.fingerprint, changed=info.fingerprint != before)
+
+
+def _reload_folder(service: Service, model: str | None) -> str | None:
+    """The folder to read. Only folders beside the one given at start are allowed."""
+    if service.config.router is not None:
+        raise RequestRefused(
+            "this instance belongs to a router, whose instances must serve the same weights; "
+            "restart it with the other model instead"
+        )
+    if model is None:
+        return None
+    started = None if service.engine_config is None else service.engine_config.model
+    if started is None or Path(model).resolve().parent != Path(started).resolve().parent:
+        raise RequestRefused(
+            "model must be a folder beside the one this server was started with", param="model"
+        )
+    return str(Path(model).resolve())
+
+
+async def _drain(service: Service, timeout_s: float) -> None:
+    """Stop admitting and wait until nothing runs. On timeout admit again and raise."""
+    await service.engine.pause()
+    end_s = service.clock.now() + timeout_s
+    while (await service.engine.stats()).num_running:
+        if service.clock.now() >= end_s:
+            await service.engine.resume()
+            raise RequestRefused(
+                f"requests were still running after {timeout_s:g} s; nothing was changed. Retry "
+                "with a longer drain_timeout_s",
+                status=503,
+                code="not_drained",
+            )
+        await asyncio.sleep(_DRAIN_POLL_S)
+
+
+def _aliases(name: str) -> tuple[str, ...]:
+    """The request ids that `name` may stand for: clients also send the id of the response."""
+    return name, name.removeprefix("chatcmpl-"), name.removeprefix("cmpl-")
+
+
+CONTROL_VERBS = (
+    ControlVerb(
+        paths=("/reset_prefix_cache", "/flush_cache"),
+        summary="Remove the cached blocks of some tiers; running requests keep theirs.",
+        run=_reset,
+        body=ResetRequest,
+        answer=ResetAnswer,
+    ),
+    ControlVerb(
+        paths=("/cache/sessions/{session_id:path}",),
+        summary="Close a session: its blocks are evicted first.",
+        run=_close_session,
+        body=CloseSessionRequest,
+        answer=SessionClosed,
+    ),
+    ControlVerb(
+        paths=("/v1/pause",), summary="Stop admitting; running requests continue.", run=_pause
+    ),
+    ControlVerb(paths=("/v1/resume",), summary="Admit requests again.", run=_resume),
+    ControlVerb(
+        paths=("/v1/abort_requests",),
+        summary="Abort requests by id, or all of them.",
+        run=_abort,
+        body=AbortRequest,
+        answer=Aborted,
+        needs_body=True,
+    ),
+    ControlVerb(
+        paths=("/v1/reload_weights",),
+        summary="Read the weights again, or those of a folder beside them.",
+        run=_reload,
+        body=ReloadRequest,
+        answer=ReloadAnswer,
+    ),
+)

@@ -1,0 +1,203 @@
+"""What the generating endpoints share: check the request, build the job, send the result.
+
+begin(request, ChatRequest) → prompt tokens → make_job(...) → respond(request, reply)
+"""
+
+import hmac
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
+
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from headwater.server import params
+from headwater.server.answers import UsageAnswer
+from headwater.server.body import (
+    ASGIResponse,
+    JsonResponse,
+    read_body,
+    request_id_of,
+    traceparent,
+)
+from headwater.server.continuation import (
+    FAILED,
+    HEADER,
+    comment_of,
+    mark_line,
+    resume_outputs,
+)
+from headwater.server.errors import RequestRefused
+from headwater.server.generation import (
+    Delta,
+    Generation,
+    GenerationJob,
+    GenerationPrompt,
+    Transcript,
+)
+from headwater.server.router.protocol import FALLBACK_HEADER, PREFILL_HEADER, TOKEN_HEADER
+from headwater.server.schema import Sampling
+from headwater.server.service import Service
+from headwater.server.streaming import EventStream, stream, while_connected
+from headwater.server.unsupported import check_supported
+from headwater.types import Tokens
+
+B = TypeVar("B", bound=Sampling)
+
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253}):[0-9]{1,5}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call(Generic[B]):
+    """One checked request to a generating endpoint."""
+
+    request: Request
+    service: Service
+    body: B
+    request_id: str
+
+
+class ReplyFormat(Protocol):
+    """How one endpoint writes its output. Called on the event loop."""
+
+    def whole(self, transcripts: Sequence[Transcript], usage: UsageAnswer) -> Struct:
+        """The body of a response that is not streamed."""
+
+    def events(self, delta: Delta, usage: UsageAnswer | None) -> list[Struct]:
+        """The events of one delta, at least one."""
+
+    def usage_event(self, usage: UsageAnswer) -> Struct:
+        """The last event of a stream with `include_usage`."""
+
+
+async def begin(request: Request, kind: type[B]) -> Call[B]:
+    """Read and check the request. Raises RequestRefused."""
+    service: Service = request.app.state.service
+    body = await read_body(request, kind, max_bytes=service.config.limits.max_body_bytes)
+    request_id = request_id_of(request, body)
+    check_supported(body)
+    service.check_model(body.model)
+    if service.engine.info.role == "prefill":
+        raise RequestRefused(
+            "this instance only prefills for other instances; send the request to the router or "
+            "to an instance with the role decode or mixed",
+            code="prefill_only",
+        )
+    return Call(request=request, service=service, body=body, request_id=request_id)
+
+
+def make_job(
+    call: Call[B],
+    prompts: Sequence[Tokens],
+    *,
+    max_tokens: int | None,
+    default_max_tokens: int | None,
+    logprobs: int | None,
+) -> GenerationJob:
+    """The job of one call, with every limit checked.
+
+    With `default_max_tokens` None, output without `max_tokens` may fill the context.
+    """
+    service, body = call.service, call.body
+    limits, info = service.config.limits, service.engine.info
+
+    def prompt_of(tokens: Tokens) -> GenerationPrompt:
+        params.check_prompt(tokens, info)
+        sampling = params.sampling_params(
+            body,
+            max_tokens=params.max_tokens(
+                max_tokens, len(tokens), info, default=default_max_tokens
+            ),
+            logprobs=logprobs,
+            limits=limits,
+            info=info,
+        )
+        return GenerationPrompt(tokens=tokens, params=sampling)
+
+    job = GenerationJob(
+        name=call.request_id,
+        prompts=[prompt_of(tokens) for tokens in prompts],
+        num_choices=params.num_choices(body, limits),
+        stops=params.stop_strings(body, limits),
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        priority=params.priority(body, service.engine_config),
+        cache_salt=body.cache_salt or "",
+        session_id=body.session_id or "",
+        cache_hint=params.cache_hint(body),
+        wants_cache_details=bool(body.cache_details),
+        load_policy=body.load_policy,
+        load_timeout_s=body.load_timeout_s,
+        traceparent=traceparent(call.request),
+        is_marked=HEADER in call.request.headers,
+    )
+    return resume_outputs(body, _with_prefill(call.request, service, job), info)
+
+
+async def respond(call: Call[B], job: GenerationJob, form: ReplyFormat) -> ASGIResponse:
+    """Run `job` and send its output in `form`: whole, or as a stream."""
+    generation = Generation(call.service, job)
+    if call.body.stream:
+        return _streamed(call, job, generation, form)
+
+    async def whole() -> Struct:
+        return form.whole(await generation.collect(), generation.usage())
+
+    body = await while_connected(call.request.receive, whole())
+    return JsonResponse(body, headers={"x-request-id": call.request_id})
+
+
+def _streamed(
+    call: Call[B], job: GenerationJob, generation: Generation, form: ReplyFormat
+) -> ASGIResponse:
+    options = call.body.stream_options
+    has_running_usage = bool(options and options.continuous_usage_stats)
+
+    async def respond_with_stream(scope: Scope, receive: Receive, send: Send) -> None:
+        events = EventStream(
+            send,
+            [(b"x-request-id", call.request_id.encode())],
+            on_failure=mark_line(FAILED) if job.is_marked else b"",
+        )
+
+        async def emit(delta: Delta) -> None:
+            usage = generation.usage() if has_running_usage else None
+            comment = comment_of(delta, job, call.service)
+            await events.write(*form.events(delta, usage), comment=comment)
+
+        async def work() -> None:
+            await generation.run(emit)
+            if options and options.include_usage:
+                await events.write(form.usage_event(generation.usage()))
+
+        await stream(events, receive, work)
+
+    return respond_with_stream
+
+
+def _with_prefill(request: Request, service: Service, job: GenerationJob) -> GenerationJob:
+    """`job`, prefilled by the instance that the router names in its headers."""
+    address = request.headers.get(PREFILL_HEADER)
+    if address is None:
+        return job
+    if not service.engine.info.peer_address:
+        raise RequestRefused(
+            f"{PREFILL_HEADER} names a prefill instance, but this instance takes no hand-offs; "
+            "start it with --splitwise-role",
+            code="no_peers",
+        )
+    token = service.config.peer_token or ""
+    given = request.headers.get(TOKEN_HEADER, "")
+    if not token or not hmac.compare_digest(given.encode(), token.encode()):
+        raise RequestRefused(
+            f"the peer token in {TOKEN_HEADER} is wrong; router and instances need the same "
+            "--peer-token",
+            status=403,
+            code="peer_token",
+        )
+    if not _ADDRESS.fullmatch(address):
+        raise RequestRefused(f"{PREFILL_HEADER} must be HOST:PORT", code="bad_address")
+    local = request.headers.get(FALLBACK_HEADER) == "local"
+    return replace(job, prefill=address, local_fallback=local)
