@@ -11,7 +11,8 @@
   + StorageError      a tier below failed; becomes a cache miss, never a 5xx
     - StorageTimeout  it did not answer in time; `quiet` says when it will touch nothing more
     - StorageCorrupt  a block could not prove what it is; `reason` says how
-    - StorageResting  it failed lately, and is not asked again yet
+    - StorageBadAnswer    a backend answered something that its interface does not allow
+    - StorageUnavailable  it failed repeatedly, and is not called for now
   + DeviceError       a call to the GPU's driver failed; a copy becomes a miss
   + PeerRefused       another instance will not take a request on; somebody else may
   + EngineDead        unrecoverable; the process exits
@@ -77,8 +78,12 @@ class StorageCorrupt(StorageError):
         """One word for counting, such as `bad_checksum`."""
 
 
-class StorageResting(StorageError):
-    """Storage failed several times in a row: it is not asked for a while, and nobody waits."""
+class StorageBadAnswer(StorageError):
+    """A backend answered something that its interface does not allow."""
+
+
+class StorageUnavailable(StorageError):
+    """Storage failed several times in a row: it is not called for a while."""
 
 
 class DeviceError(HeadwaterError):

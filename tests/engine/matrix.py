@@ -13,7 +13,8 @@ import pytest
 
 from headwater.clock import SystemClock
 from headwater.storage import Opening, StorageBackend, StorageStats, open_storage
-from headwater.storage.breaker import Breaker, BreakerConfig, GuardedStorage
+from headwater.storage.breaker import BreakerConfig
+from headwater.storage.guard import GuardedStorage
 from headwater.testing.faults import Fault, FaultyStorage, Medium
 from headwater.testing.media import FileMedium, MemoryMedium, MooncakeMedium, RedisMedium
 from headwater.testing.tiers import (
@@ -68,7 +69,7 @@ class Bench:
         breaker: BreakerConfig | None = None,
     ) -> EchoTiers:
         """An engine that writes all it computes and always loads what it finds."""
-        guarded = GuardedStorage(storage, Breaker(breaker or BreakerConfig(), SystemClock()))
+        guarded = GuardedStorage(storage, breaker or BreakerConfig(), SystemClock())
         engine = EchoTiers(
             num_blocks=64,
             host_blocks=host_blocks,

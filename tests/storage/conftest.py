@@ -84,6 +84,13 @@ class MooncakeMaster:
         )
         await_port(port, self._process)
 
+    def pause(self) -> None:
+        """Stop it with SIGSTOP: connected, and silent."""
+        stand_still(self._process.pid)
+
+    def go_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
     def stop(self) -> None:
         self._process.kill()
         self._process.wait()
@@ -103,6 +110,13 @@ class MooncakeLender:
             stderr=subprocess.DEVNULL,
         )
         await_port(port, self._process)
+
+    def pause(self) -> None:
+        """Stop it with SIGSTOP: connected, and silent."""
+        stand_still(self._process.pid)
+
+    def go_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
         self._process.kill()

@@ -1,26 +1,13 @@
-"""The circuit breaker: a dead store costs hits, not time, and comes back by itself."""
+"""The circuit breaker's state machine, on a clock that the test moves."""
 
 import pytest
 
 from headwater.clock import VirtualClock
-from headwater.errors import ConfigError, StorageError, StorageResting, StorageTimeout
-from headwater.storage import BlockRead, Breaker, BreakerConfig, GuardedStorage
-from headwater.storage.breaker import BreakerState
-from headwater.storage.memory import MemoryConfig, MemoryStorage
-from headwater.testing.faults import Fault, FaultyStorage
-from headwater.testing.storage import make_format, make_keys, read_run, write_run
+from headwater.errors import ConfigError
+from headwater.storage.breaker import Breaker, BreakerConfig, BreakerState
 
-BLOCK_BYTES = 64
 CONFIG = BreakerConfig(max_failures=3, recovery_s=5.0, max_recovery_s=12.0)
-
-
-def make_guarded(
-    script: dict[str, list[Fault | None]],
-) -> tuple[GuardedStorage, Breaker, VirtualClock]:
-    clock = VirtualClock()
-    breaker = Breaker(CONFIG, clock)
-    memory = MemoryStorage(MemoryConfig(), make_format(block_bytes=BLOCK_BYTES))
-    return GuardedStorage(FaultyStorage(memory, script), breaker), breaker, clock
+CALL_S = 1.0
 
 
 def state_of(breaker: Breaker) -> BreakerState:
@@ -29,8 +16,8 @@ def state_of(breaker: Breaker) -> BreakerState:
 
 def fail(breaker: Breaker, times: int) -> None:
     for _ in range(times):
-        assert breaker.admits()
-        breaker.failed()
+        assert breaker.admits(CALL_S)
+        breaker.fail()
 
 
 def test_failures_in_a_row_open_it() -> None:
@@ -39,86 +26,117 @@ def test_failures_in_a_row_open_it() -> None:
 
     fail(breaker, 2)
     assert state_of(breaker) is BreakerState.CLOSED
-    breaker.succeeded()
+    breaker.succeed()
     fail(breaker, 3)
     assert state_of(breaker) is BreakerState.OPEN
-    assert not breaker.admits()
+    assert not breaker.admits(CALL_S)
 
 
-def test_one_call_tries_whether_it_is_back() -> None:
-    """Only one, however many ask; its success closes the breaker for all."""
+def test_lookups_that_work_do_not_hide_reads_that_fail() -> None:
+    """Failures in a row are counted for each kind of call."""
+    breaker = Breaker(CONFIG, VirtualClock())
+
+    for _ in range(2):
+        breaker.fail("read")
+        breaker.succeed("contains")
+    assert state_of(breaker) is BreakerState.CLOSED
+    breaker.fail("read")
+    assert state_of(breaker) is BreakerState.OPEN
+
+
+def test_a_call_that_began_before_does_not_close_it() -> None:
+    """Only the trial call says that the store is back."""
+    breaker = Breaker(CONFIG, VirtualClock())
+    fail(breaker, 3)
+
+    breaker.succeed()
+
+    assert state_of(breaker) is BreakerState.OPEN
+
+
+def test_one_trial_call_at_a_time() -> None:
+    """However many callers ask; its success closes the breaker for all."""
     clock = VirtualClock()
     breaker = Breaker(CONFIG, clock)
     fail(breaker, 3)
 
     clock.advance(4.9)
-    assert not breaker.admits()
+    assert not breaker.admits(CALL_S)
     clock.advance(0.1)
-    assert [breaker.admits() for _ in range(3)] == [True, False, False]
+    assert [breaker.admits(CALL_S) for _ in range(3)] == [True, False, False]
     assert state_of(breaker) is BreakerState.HALF_OPEN
-    breaker.succeeded()
+    breaker.succeed()
     assert state_of(breaker) is BreakerState.CLOSED
 
 
-def test_each_failed_try_doubles_the_wait_up_to_a_bound() -> None:
-    """5, 10, 12, 12 seconds; after a success 5 again."""
+def test_a_trial_call_that_never_ends_opens_it_again() -> None:
+    """Lesson 76: after the trial's own timeout the breaker waits twice as long, and tries again."""
+    clock = VirtualClock()
+    breaker = Breaker(CONFIG, clock)
+    fail(breaker, 3)
+    clock.advance(5.0)
+    assert breaker.admits(CALL_S)
+
+    clock.advance(CALL_S)
+    assert not breaker.admits(CALL_S)
+    assert state_of(breaker) is BreakerState.OPEN
+    clock.advance(9.9)
+    assert not breaker.admits(CALL_S)
+    clock.advance(0.1)
+    assert breaker.admits(CALL_S)
+
+
+def test_each_failed_trial_doubles_the_wait_up_to_a_bound() -> None:
+    """5, 10, 12, 12 seconds; 5 again after it has stayed closed for the longest wait."""
     clock = VirtualClock()
     breaker = Breaker(CONFIG, clock)
     fail(breaker, 3)
 
     for wait_s in (5.0, 10.0, 12.0, 12.0):
         clock.advance(wait_s - 0.1)
-        assert not breaker.admits()
+        assert not breaker.admits(CALL_S)
         clock.advance(0.1)
         fail(breaker, 1)
     clock.advance(12.0)
-    assert breaker.admits()
-    breaker.succeeded()
+    assert breaker.admits(CALL_S)
+    breaker.succeed()
+    clock.advance(12.0)
     fail(breaker, 3)
     clock.advance(5.0)
-    assert breaker.admits()
+    assert breaker.admits(CALL_S)
 
 
-def test_an_open_breaker_answers_at_once() -> None:
-    """The backend is not asked, and what is refused is told apart from a miss (lesson 45)."""
-    guarded, breaker, clock = make_guarded({"read": [Fault.ERROR, Fault.TIMEOUT, Fault.ERROR]})
-    keys = make_keys(2)
-    write_run(guarded, keys, BLOCK_BYTES)
-    for error in (StorageError, StorageTimeout, StorageError):
-        with pytest.raises(error):
-            read_run(guarded, keys, BLOCK_BYTES)
-
-    for call in (
-        lambda: guarded.contains([keys], timeout_s=1),
-        lambda: read_run(guarded, keys, BLOCK_BYTES),
-        lambda: write_run(guarded, make_keys(1, run="new"), BLOCK_BYTES),
-        lambda: guarded.remove(keys, timeout_s=1),
-    ):
-        with pytest.raises(StorageResting):
-            call()
-    stats = guarded.stats()
-    assert stats.reasons == {"error": 2, "timeout": 1, "breaker_open": 4}
-    assert (stats.breaker, stats.recoveries) == ("open", 0)
-
+def test_a_store_that_fails_again_soon_is_left_alone_longer() -> None:
+    """A store that answers trials and fails under load does not cost three timeouts a turn."""
+    clock = VirtualClock()
+    breaker = Breaker(CONFIG, clock)
+    fail(breaker, 3)
     clock.advance(5.0)
-    assert read_run(guarded, keys, BLOCK_BYTES) == [BlockRead.READ] * 2
-    assert state_of(breaker) is BreakerState.CLOSED
-    assert (guarded.stats().breaker, guarded.stats().recoveries) == ("closed", 1)
+    assert breaker.admits(CALL_S)
+    breaker.succeed()
+
+    fail(breaker, 3)
+    clock.advance(9.9)
+    assert not breaker.admits(CALL_S)
+    clock.advance(0.1)
+    assert breaker.admits(CALL_S)
 
 
-def test_damaged_and_absent_blocks_do_not_open_it() -> None:
-    """A miss is an answer: only calls that fail count."""
-    guarded, breaker, _ = make_guarded({})
+def test_calls_that_fail_after_it_opened_change_nothing() -> None:
+    """They began before: the wait neither restarts nor doubles."""
+    clock = VirtualClock()
+    breaker = Breaker(CONFIG, clock)
+    fail(breaker, 3)
 
-    for _ in range(10):
-        read_run(guarded, make_keys(1), BLOCK_BYTES)
-
-    assert state_of(breaker) is BreakerState.CLOSED
+    clock.advance(4.0)
+    breaker.fail()
+    clock.advance(1.0)
+    assert breaker.admits(CALL_S)
 
 
 def test_impossible_settings_are_refused() -> None:
     """When they are made, not when the store dies."""
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="at least 1, got 0"):
         BreakerConfig(max_failures=0)
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=r"at most max_recovery_s, got 10.0 and 5.0"):
         BreakerConfig(recovery_s=10.0, max_recovery_s=5.0)

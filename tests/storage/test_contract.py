@@ -3,7 +3,7 @@
 import pytest
 
 from headwater.clock import VirtualClock
-from headwater.storage import BlockFormat, Breaker, BreakerConfig, GuardedStorage
+from headwater.storage import BlockFormat, BreakerConfig, GuardedStorage
 from headwater.storage.memory import MemoryConfig, MemoryStorage
 from headwater.testing.faults import FaultyStorage
 from headwater.testing.storage import check_storage_backend
@@ -42,7 +42,7 @@ def test_buffered_files_keep_the_contract(make_backend: MakeBackend) -> None:
 def test_a_guarded_backend_keeps_the_contract() -> None:
     """A closed breaker changes nothing."""
     check_storage_backend(
-        lambda form: GuardedStorage(make_memory(form), Breaker(BreakerConfig(), VirtualClock()))
+        lambda form: GuardedStorage(make_memory(form), BreakerConfig(), VirtualClock())
     )
 
 

@@ -1,11 +1,12 @@
-"""Lanes: calls that may hang, and callers that stop waiting."""
+"""I/O threads: calls that may hang, and callers that stop waiting."""
 
 from threading import Event
+from threading import enumerate as enumerate_threads
 
 import pytest
 
 from headwater.errors import StorageError, StorageTimeout
-from headwater.storage.io_threads import IoThreads
+from headwater.storage.io_threads import MAX_LOST, IoThreads
 
 
 def test_results_come_in_order() -> None:
@@ -56,22 +57,49 @@ def test_a_hung_call_ends_the_wait_not_the_call() -> None:
     threads.close()
 
 
-def test_a_call_that_never_began_is_quiet_at_once() -> None:
-    """All threads hang: the next caller's buffers were never touched."""
+def test_lost_threads_are_replaced_up_to_a_bound() -> None:
+    """Calls go on beside hung ones; beyond the bound a call never begins, and is quiet at once:
+    its caller's buffers were not touched. When the hung calls end, all is as before."""
     threads, gate = IoThreads("test", 1), Event()
-    with pytest.raises(StorageTimeout):
-        threads.run([gate.wait], timeout_s=0.01)
+    for lost in range(MAX_LOST + 1):
+        assert threads.num_lost == lost
+        with pytest.raises(StorageTimeout):
+            threads.run([gate.wait], timeout_s=0.01)
+        if lost < MAX_LOST:
+            assert threads.run([lambda: 1], timeout_s=5) == [1]
 
     with pytest.raises(StorageTimeout) as caught:
         threads.run([lambda: 1], timeout_s=0.01)
-
     assert caught.value.quiet is not None
     assert caught.value.quiet.is_set()
+    assert threads.num_lost == MAX_LOST + 1
+
     gate.set()
+    assert threads.drain(5)
+    assert threads.run([lambda: 2], timeout_s=5) == [2]
+    assert threads.num_lost == 0
     threads.close()
 
 
-def test_closed_lanes_take_no_calls() -> None:
+def test_threads_that_come_back_do_not_add_up() -> None:
+    """After hung calls have ended there are as many threads as there were."""
+    threads = IoThreads("test threads that come back", 2)
+    for _ in range(5):
+        gate = Event()
+        with pytest.raises(StorageTimeout):
+            threads.run([gate.wait, gate.wait], timeout_s=0.01)
+        threads.run([lambda: 1, lambda: 1], timeout_s=5)
+        gate.set()
+        threads.drain(5)
+    threads.run([lambda: 1], timeout_s=5)
+    threads.drain(5)
+
+    named = [t for t in enumerate_threads() if t.name == "test threads that come back"]
+    assert len(named) <= 3  # one may be on its way out
+    threads.close()
+
+
+def test_closed_threads_take_no_calls() -> None:
     """Closing twice is safe."""
     threads = IoThreads("test", 1)
     threads.close()

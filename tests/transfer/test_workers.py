@@ -8,13 +8,13 @@ import pytest
 from headwater.cache import Demotion, JobStatus, Lookup, Promotion, TokenPath
 from headwater.cache.keys import KeyScheme
 from headwater.clock import SystemClock
-from headwater.errors import StorageError, StorageResting, StorageTimeout
+from headwater.errors import StorageError, StorageTimeout, StorageUnavailable
 from headwater.storage.base import BlockWrite
 from headwater.storage.codec import BlockFormat, decode_header
 from headwater.storage.memory import MemoryConfig, MemoryStorage
 from headwater.transfer.mover import Mover, TransferConfig
 from headwater.transfer.slab import HostSlab
-from headwater.transfer.workers import StorageWorkers
+from headwater.transfer.workers import MAX_LOST, StorageWorkers
 from headwater.types import EMPTY, BlockKey, JobId, Tier
 
 FORM = BlockFormat(fingerprint=bytes(32), block_bytes=64)
@@ -182,7 +182,7 @@ def test_a_refused_write_counts_what_was_stored(rig):
     [
         (StorageError("gone"), "error"),
         (StorageTimeout("late"), "timeout"),
-        (StorageResting("later"), "breaker_open"),
+        (StorageUnavailable("later"), "breaker_open"),
         (KeyError(), "bug"),
     ],
 )
@@ -212,6 +212,83 @@ def test_a_backend_that_is_not_quiet_keeps_the_slots(rig):
     assert rig.mover.num_in_flight == 1
     quiet.set()
     assert rig.outcomes(1) == {1: (JobStatus.QUIET, 0)}
+
+
+WRONG_ANSWERS = [
+    ("contains", answer)
+    for answer in ([-1], [1.5], ["3"], [None], [10**6], [], [0, 0], None, 7, object())
+] + [("read", answer) for answer in ([], [True], ["read"], None, [None] * 5)]
+
+
+@pytest.mark.parametrize(("method", "answer"), WRONG_ANSWERS)
+def test_a_wrong_answer_of_a_plug_in_is_a_miss(rig, method, answer):
+    """Whatever a backend returns, the loop gets a job that failed, and the reason is counted."""
+    setattr(rig.storage, method, lambda *_, **__: answer)
+    plan = make_lookup(1, [1, 2]) if method == "contains" else make_read(1, [0])
+
+    rig.mover.start([plan], now=0.0)
+
+    assert rig.outcomes(1) == {1: (JobStatus.FAILED, 0)}
+    link = "lookup" if method == "contains" else "storage_to_host"
+    assert rig.mover.links[link].failures == {"error": 1}
+
+
+@pytest.mark.parametrize("answer", [[], [BlockWrite.WRITTEN] * 2, [0], ["written"], None])
+def test_a_wrong_answer_of_a_write_is_a_failed_write(rig, answer):
+    """No block counts as stored that the backend did not clearly report."""
+    rig.storage.write = lambda *_, **__: answer
+
+    rig.mover.start([make_write(1, [0])], now=0.0)
+
+    assert rig.outcomes(1) == {1: (JobStatus.FAILED, 0)}
+
+
+def hang_lookups(rig) -> threading.Event:
+    """Make every lookup wait for an event."""
+    gate = threading.Event()
+
+    def contains(runs, *, timeout_s):
+        gate.wait()
+        return [len(run) for run in runs]
+
+    rig.storage.contains = contains
+    return gate
+
+
+def test_lost_threads_are_replaced_up_to_a_bound(rig):
+    """Lesson 75: calls that never return cost threads, not lookups. At the bound, later lookups
+    fail at once instead of waiting in a queue that no thread serves."""
+    gate = hang_lookups(rig)
+    bound = 2 + MAX_LOST
+    for number in range(bound):
+        rig.mover.start([make_lookup(number, [1, 2])], now=0.0)
+        while rig.workers._queues["lookup"].qsize():
+            pass
+        rig.mover.take(now=6.0)  # past its deadline
+
+    assert rig.workers.stats().threads_lost == bound
+    rig.mover.start([make_lookup(99, [1, 2])], now=0.0)
+    assert rig.outcomes(1) == {99: (JobStatus.FAILED, 0)}
+    assert rig.mover.links["lookup"].failures["threads_lost"] == 1
+
+    gate.set()
+    while rig.workers.stats().threads_lost:
+        pass
+    rig.mover.start([make_lookup(100, [1, 2])], now=0.0)
+    assert rig.outcomes(1) == {100: (JobStatus.DONE, 0)}
+
+
+def test_a_thread_that_ends_at_its_deadline_is_not_lost(rig):
+    """Its task has ended: giving it up afterwards changes no count."""
+    rig.mover.start([make_lookup(1, [1, 2])], now=0.0)
+    task = rig.mover._running[JobId(1)].task
+    rig.outcomes(1)
+    while not task.has_ended:
+        pass
+
+    rig.workers.give_up(task)
+
+    assert rig.workers.stats().threads_lost == 0
 
 
 def test_threads_never_keep_a_process_from_ending(rig):

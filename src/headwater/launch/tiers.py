@@ -10,8 +10,9 @@ from headwater.config import EngineConfig
 from headwater.engine.core import Runner
 from headwater.errors import ConfigError
 from headwater.storage.base import Opening
-from headwater.storage.breaker import Breaker, BreakerConfig, GuardedStorage
+from headwater.storage.breaker import BreakerConfig
 from headwater.storage.codec import BlockFormat
+from headwater.storage.guard import GuardedStorage
 from headwater.storage.redis.resp import Address
 from headwater.storage.registry import open_storage
 from headwater.transfer.layout import KVLayout
@@ -134,4 +135,4 @@ def open_backend(
         environ=dict(os.environ),
     )
     backend = open_storage(config.storage_backend, config.storage_config, opening)
-    return GuardedStorage(backend, Breaker(BreakerConfig(), clock))
+    return GuardedStorage(backend, BreakerConfig(), clock)

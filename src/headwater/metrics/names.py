@@ -141,17 +141,27 @@ PD_SECONDS = Metric(
     ("part",),
 )
 STORAGE_FAULTS = Metric(
-    "storage_faults_total", Kind.COUNTER, "What went wrong in the backend.", ("reason",)
+    "storage_faults_total", Kind.COUNTER, "Failures of the storage backend.", ("reason",)
 )
-STORAGE_RESTS = Metric(
+STORAGE_READ_BREAKER = Metric(
     "storage_breaker_open",
     Kind.GAUGE,
-    "1 while storage is not asked, or tried with one call, because it failed; else 0.",
+    "1 while reads from storage are stopped because they failed or hung; else 0.",
+)
+STORAGE_WRITE_BREAKER = Metric(
+    "storage_write_breaker_open",
+    Kind.GAUGE,
+    "1 while writes to storage are stopped because they failed or hung; else 0.",
 )
 STORAGE_RECOVERIES = Metric(
     "storage_recoveries_total",
     Kind.COUNTER,
-    "Times that storage answered again after it was not asked for a while.",
+    "Times that a storage breaker closed again.",
+)
+STORAGE_THREADS_LOST = Metric(
+    "storage_threads_lost",
+    Kind.GAUGE,
+    "Threads that hang in a storage call which has passed its deadline.",
 )
 CACHE_CONFIG = Metric(
     "cache_config_info",
@@ -231,8 +241,10 @@ ENGINE_METRICS = (
     PD_BYTES,
     PD_SECONDS,
     STORAGE_FAULTS,
-    STORAGE_RESTS,
+    STORAGE_READ_BREAKER,
+    STORAGE_WRITE_BREAKER,
     STORAGE_RECOVERIES,
+    STORAGE_THREADS_LOST,
     CACHE_CONFIG,
 )
 """Read from the engine's own snapshot."""

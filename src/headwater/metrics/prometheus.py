@@ -179,12 +179,24 @@ def _transfer_values(stats: EngineStats) -> dict[Metric, Values]:
 
 def _storage_values(storage: StorageStats | None) -> dict[Metric, Values]:
     if storage is None:
-        return {names.STORAGE_FAULTS: {}, names.STORAGE_RESTS: {}, names.STORAGE_RECOVERIES: {}}
+        return {
+            names.STORAGE_FAULTS: {},
+            names.STORAGE_READ_BREAKER: {},
+            names.STORAGE_WRITE_BREAKER: {},
+            names.STORAGE_RECOVERIES: {},
+            names.STORAGE_THREADS_LOST: {},
+        }
     return {
         names.STORAGE_FAULTS: {(reason,): n for reason, n in storage.reasons.items()},
-        names.STORAGE_RESTS: {(): float(storage.breaker in ("open", "half_open"))},
+        names.STORAGE_READ_BREAKER: {(): _is_open(storage.breaker)},
+        names.STORAGE_WRITE_BREAKER: {(): _is_open(storage.write_breaker)},
         names.STORAGE_RECOVERIES: {(): storage.recoveries},
+        names.STORAGE_THREADS_LOST: {(): storage.threads_lost},
     }
+
+
+def _is_open(breaker: str) -> float:
+    return float(breaker in ("open", "half_open"))
 
 
 def _family(metric: Metric, values: Values, *, prefix: str = names.PREFIX) -> Family:

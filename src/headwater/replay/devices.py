@@ -1,4 +1,4 @@
-"""The hands of a simulated engine: nothing is computed or copied, only time passes."""
+"""Simulated devices of an engine: nothing is computed or copied, only time passes."""
 
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
@@ -212,6 +212,9 @@ class SimStorage:
             task.report(self._end(plan)._replace(busy_s=delivery.busy_s))
 
         self._links[link_of(plan)].start(plan.num_blocks * size, arrive, now=self._clock.now())
+
+    def give_up(self, task: Task) -> None:
+        """Nothing to do: a simulated call needs no thread."""
 
     def stats(self) -> StorageStats:
         """What was moved so far."""

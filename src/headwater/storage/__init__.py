@@ -11,15 +11,15 @@ from headwater.storage.base import (
     StorageBackend,
     StorageStats,
 )
-from headwater.storage.breaker import Breaker, BreakerConfig, BreakerState, GuardedStorage
+from headwater.storage.breaker import BreakerConfig, BreakerState
 from headwater.storage.codec import BlockFormat
+from headwater.storage.guard import GuardedStorage
 from headwater.storage.registry import open_storage
 
 __all__ = [
     "BlockFormat",
     "BlockRead",
     "BlockWrite",
-    "Breaker",
     "BreakerConfig",
     "BreakerState",
     "GuardedStorage",

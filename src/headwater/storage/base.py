@@ -56,10 +56,16 @@ class StorageStats:
     """Everything that went wrong, counted by reason: `bad_checksum`, `disk_full`, `timeout` …"""
 
     breaker: str = "none"
-    """`closed`, `open` or `half_open`; `none` without a breaker."""
+    """State of the breaker of reads: `closed`, `open` or `half_open`; `none` without one."""
+
+    write_breaker: str = "none"
+    """State of the breaker of writes."""
 
     recoveries: int = 0
-    """How often the breaker closed again."""
+    """How often a breaker closed again."""
+
+    threads_lost: int = 0
+    """Threads that hang in a call which has passed its deadline."""
 
 
 class StorageBackend(Protocol):

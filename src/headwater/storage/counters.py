@@ -45,6 +45,7 @@ class StorageCounters:
         num_blocks: int | None = None,
         used_bytes: int | None = None,
         capacity_bytes: int | None = None,
+        threads_lost: int = 0,
     ) -> StorageStats:
         """The counters as a value, with what the backend knows of its room."""
         with self._lock:
@@ -61,4 +62,5 @@ class StorageCounters:
                 blocks_absent=self._reads[BlockRead.ABSENT],
                 blocks_evicted=self._evicted,
                 reasons=dict(self._reasons),
+                threads_lost=threads_lost,
             )

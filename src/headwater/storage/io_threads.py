@@ -1,7 +1,8 @@
 """Threads that run calls which may hang, so that their caller can stop waiting.
 
-A call in the kernel or in a C++ library cannot be interrupted. It runs in a lane; when its
-deadline passes the caller is told so, with an event that says when the lane is out of it.
+A call in the kernel or in a C++ library cannot be interrupted. It runs in one of these threads.
+When its deadline passes, the caller gets StorageTimeout with an event that is set when the call
+has returned. Until then its thread is lost, and another takes its place, up to a bound.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,19 +14,32 @@ from headwater.errors import StorageError, StorageTimeout
 
 T = TypeVar("T")
 
+MAX_LOST = 16
+"""Lost threads of one backend that are replaced."""
+
 
 class IoThreads:
-    """A fixed number of daemon threads: a hung one never keeps the process from exiting."""
+    """Daemon threads: a hung one never keeps the process from exiting.
+
+    `num_threads` of them take calls, as long as no more than MAX_LOST hang in calls that have
+    passed their deadline.
+    """
 
     def __init__(self, name: str, num_threads: int) -> None:
         self._name = name
         self._num_threads = num_threads
-        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._lock = Lock()
-        self._threads: list[Thread] = []
+        self._queue: SimpleQueue[Callable[[], bool] | None] = SimpleQueue()
         self._closed = False
-        self._idle = Condition()
-        self._running = 0
+        self._changed = Condition()
+        """Guards the counts; told when a call ends."""
+        self._num_alive = 0
+        self._num_running = 0
+        self._num_lost = 0
+
+    @property
+    def num_lost(self) -> int:
+        """Threads that hang in a call which has passed its deadline."""
+        return max(self._num_lost, 0)
 
     def run(self, calls: Sequence[Callable[[], T]], *, timeout_s: float) -> list[T]:
         """The results of all calls, in order; the first error if one failed.
@@ -40,7 +54,7 @@ class IoThreads:
         for place in range(len(calls)):
             self._queue.put(lambda place=place: group.run(place))  # type: ignore[misc]
         if not group.quiet.wait(timeout_s):
-            group.abandon()
+            self._lose(group.abandon())
             raise StorageTimeout(
                 f"{self._name} did not answer within {timeout_s:g} s", quiet=group.quiet
             )
@@ -48,40 +62,50 @@ class IoThreads:
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until no call is running; False if one still is."""
-        with self._idle:
-            return self._idle.wait_for(lambda: not self._running, timeout_s)
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._num_running, timeout_s)
 
     def close(self) -> None:
         """Let every thread end after what it is doing; waits for none."""
-        with self._lock:
+        with self._changed:
             if not self._closed:
                 self._closed = True
-                for _ in self._threads:
+                for _ in range(self._num_alive):
                     self._queue.put(None)
 
     def _start(self) -> None:
-        with self._lock:
+        with self._changed:
             if self._closed:
                 raise StorageError(f"{self._name} is closed")
-            while len(self._threads) < self._num_threads:
-                name = f"{self._name}-{len(self._threads)}"
-                thread = Thread(target=self._work, name=name, daemon=True)
-                self._threads.append(thread)
-                thread.start()
+            while self._num_alive < self._num_wanted():
+                self._num_alive += 1
+                Thread(target=self._work, name=self._name, daemon=True).start()
+
+    def _num_wanted(self) -> int:
+        """Threads there should be, lost ones included."""
+        return self._num_threads + min(max(self._num_lost, 0), MAX_LOST)
+
+    def _lose(self, num_running: int) -> None:
+        with self._changed:
+            self._num_lost += num_running
 
     def _work(self) -> None:
         while (call := self._queue.get()) is not None:
-            with self._idle:
-                self._running += 1
-            call()
-            with self._idle:
-                self._running -= 1
-                self._idle.notify_all()
+            with self._changed:
+                self._num_running += 1
+            was_lost = call()
             del call  # it holds buffers and files, and the next one may be long in coming
+            with self._changed:
+                self._num_running -= 1
+                self._num_lost -= was_lost
+                self._changed.notify_all()
+                if self._num_alive > self._num_wanted():
+                    self._num_alive -= 1
+                    return
 
 
 class _Group(Generic[T]):
-    """The calls of one `run`: which have begun, and what came of them."""
+    """The calls of one `run`: which have begun, and their results."""
 
     def __init__(self, calls: Sequence[Callable[[], T]]) -> None:
         self.quiet = Event()
@@ -92,10 +116,11 @@ class _Group(Generic[T]):
         self._running = 0
         self._abandoned = False
 
-    def run(self, place: int) -> None:
+    def run(self, place: int) -> bool:
+        """Make one call; whether the caller had stopped waiting when it ended."""
         with self._lock:
             if self._abandoned:
-                return
+                return False
             self._waiting -= 1
             self._running += 1
         try:
@@ -105,12 +130,15 @@ class _Group(Generic[T]):
         with self._lock:
             self._running -= 1
             self._settle()
+            return self._abandoned
 
-    def abandon(self) -> None:
+    def abandon(self) -> int:
+        """Begin no further call; how many are running."""
         with self._lock:
             self._abandoned = True
             self._waiting = 0
             self._settle()
+            return self._running
 
     def results(self) -> list[T]:
         for result in self._results:

@@ -6,11 +6,12 @@ a mapping of settings and an `Opening`, and returns a `StorageBackend`.
 
 import difflib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from headwater.errors import ConfigError
+from headwater.errors import ConfigError, HeadwaterError, StorageTimeout
 from headwater.storage.base import Opening, StorageBackend
+from headwater.storage.io_threads import IoThreads
 
 _BACKENDS = {
     "file": "headwater.storage.file.backend:FileStorage",
@@ -18,6 +19,10 @@ _BACKENDS = {
     "mooncake": "headwater.storage.mooncake.backend:MooncakeStorage",
     "redis": "headwater.storage.redis.backend:RedisStorage",
 }
+
+
+OPEN_TIMEOUT_S = 60.0
+"""Longest wait for a backend to open."""
 
 
 def open_storage(name: str, settings: Mapping[str, Any], opening: Opening) -> StorageBackend:
@@ -32,8 +37,27 @@ def open_storage(name: str, settings: Mapping[str, Any], opening: Opening) -> St
         raise ConfigError(f"storage backend {name!r} cannot be imported: {error}") from error
     except AttributeError as error:
         raise ConfigError(f"module {module_name!r} has no {class_name!r}") from error
-    opened: StorageBackend = backend.open(settings, opening)
-    return opened
+    return _open_in_time(name, lambda: backend.open(settings, opening))
+
+
+def _open_in_time(name: str, open_backend: Callable[[], StorageBackend]) -> StorageBackend:
+    """Open in a thread that may be left behind: a mount or a server may never answer."""
+    try:
+        [backend] = IoThreads(f"storage backend {name!r}", 1).run(
+            [open_backend], timeout_s=OPEN_TIMEOUT_S
+        )
+    except StorageTimeout as error:
+        raise ConfigError(
+            f"storage backend {name!r} did not open within {OPEN_TIMEOUT_S:g} s; check that "
+            "its directory or server answers"
+        ) from error
+    except HeadwaterError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"storage backend {name!r} cannot be opened: {type(error).__name__}: {error}"
+        ) from error
+    return backend
 
 
 def _suggest(name: str) -> str:

@@ -113,6 +113,9 @@ class HeldWorkers(StorageWorkers):
         if not self.held:
             self.work_off()
 
+    def give_up(self, task: Task) -> None:
+        """Nothing to do: there are no threads to replace."""
+
     def work_off(self) -> None:
         """Run everything that was started and not abandoned."""
         tasks, self.tasks = self.tasks, []

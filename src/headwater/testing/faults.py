@@ -1,7 +1,8 @@
 """A storage backend that fails as a script says, and media whose bytes can be damaged.
 
-Faults of two kinds. Some are of calls: an error, a timeout, a hang, a death half-way. Some are
-of bytes, and are done to the medium below a backend, which must notice them by itself.
+There are two kinds of faults. Faults of calls: an error, a timeout, a call that hangs or never
+returns, a death half-way. Faults of bytes: they are done to the medium below a backend, which
+must notice them by itself.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,9 @@ class Fault(Enum):
 
     HANG = auto()
     """It raises StorageTimeout when its time is up, and does its work after `release()`."""
+
+    NEVER = auto()
+    """It does not return and does not raise, whatever its timeout is, before `release()`."""
 
     REFUSED = auto()
     """A write finds the medium full. Other calls are as usual."""
@@ -150,6 +154,9 @@ class FaultyStorage:
             raise StorageError(f"{name} failed, as the script says")
         if fault is Fault.TIMEOUT:
             raise StorageTimeout(f"{name} was too late, as the script says")
+        if fault is Fault.NEVER:
+            self._released.wait()
+            raise StorageError(f"{name} never answered, as the script says")
         if fault is Fault.HANG:
             return self._hang(name, timeout_s, lambda: work(len(keys)))
         if fault is Fault.DIES:

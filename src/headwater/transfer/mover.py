@@ -43,6 +43,9 @@ class StorageExecutor(Protocol):
         """Begin with all that one step wants as soon as there are hands free; the `report` of
         each is told once, at its end."""
 
+    def give_up(self, task: Task) -> None:
+        """Stop counting on the thread that runs `task`: its call has passed its deadline."""
+
     def stats(self) -> StorageStats:
         """What storage says of itself."""
 
@@ -253,6 +256,8 @@ class Mover:
                 self._leave(running)
                 if isinstance(running.plan, TransferJob):
                     outcomes.append(JobOutcome(job=running.plan.job, ending=JobStatus.QUIET))
+            elif running.task is not None and self._workers is not None:
+                self._workers.give_up(running.task)
             self._skip_ended()
         return outcomes
 

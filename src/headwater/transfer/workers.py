@@ -1,17 +1,21 @@
-"""The threads that call a storage backend, so that nobody else ever waits for one.
+"""The threads that call a storage backend, so that the engine loop never waits for one.
 
 A call blocks in the system or in C, without the interpreter's lock. The threads are daemons:
-one that hangs in a dead backend keeps neither the loop nor the end of the process waiting.
+one that hangs in a dead backend delays neither the loop nor the end of the process. A thread
+whose call passes its deadline is lost until that call returns; another takes its place, up to
+a bound.
 """
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from queue import SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 
 from headwater.cache import JobStatus, Lookup, Promotion, Removal, TransferJob
 from headwater.clock import Clock
-from headwater.errors import StorageError, StorageResting, StorageTimeout
+from headwater.errors import StorageError, StorageTimeout, StorageUnavailable
+from headwater.storage.answers import check_count, check_counts, check_outcomes
 from headwater.storage.base import BlockRead, BlockWrite, StorageBackend, StorageStats
 from headwater.transfer.completions import JobCompletion
 from headwater.transfer.slab import HostSlab
@@ -27,6 +31,9 @@ Report = Callable[[JobCompletion], None]
 _KINDS = ("lookup", "read", "write")
 """Kinds of calls have threads of their own: slow writes never delay a read."""
 
+MAX_LOST = 6
+"""Lost threads of one kind that are replaced. Each may keep the host slots of its call."""
+
 
 class Task:
     """A plan on its way to a thread. Begun by a thread or abandoned by the loop, never both."""
@@ -35,6 +42,9 @@ class Task:
         self.plan = plan
         self.report = report
         self.deadline_s = deadline_s
+        self.is_lost = False
+        """Whether its thread was given up because the call passed its deadline."""
+        self.has_ended = False
         self._unclaimed = [True]
 
     def claim(self) -> bool:
@@ -57,16 +67,40 @@ class StorageWorkers:
         self._clock = clock
         self._num_threads = num_threads
         self._queues: dict[str, SimpleQueue[Task | None]] = {}
+        self._lock = Lock()
+        self._num_alive = dict.fromkeys(_KINDS, 0)
+        """Threads that take tasks, by kind."""
+        self._num_lost = dict.fromkeys(_KINDS, 0)
         for kind in _KINDS:
-            queue = self._queues[kind] = SimpleQueue()
-            for number in range(num_threads):
-                name = f"storage-{kind}-{number}"
-                Thread(target=self._work, args=(queue,), name=name, daemon=True).start()
+            self._queues[kind] = SimpleQueue()
+            for _ in range(num_threads):
+                self._start_thread(kind)
 
     def start(self, tasks: Sequence[Task]) -> None:
         """Begin as soon as threads are free; each task's `report` is told once, at its end."""
         for task in tasks:
-            self._queues[_kind(task.plan)].put(task)
+            kind = _kind(task.plan)
+            if self._num_alive[kind]:
+                self._queues[kind].put(task)
+            elif task.claim():
+                # Queued tasks would only pile up: no thread will take them.
+                task.report(
+                    JobCompletion(task.plan.job, JobStatus.FAILED, reason="threads_lost")
+                )
+
+    def give_up(self, task: Task) -> None:
+        """Stop counting on the thread that runs `task`: its call has passed its deadline. Another
+        thread takes its place, unless MAX_LOST of this kind are lost already."""
+        kind = _kind(task.plan)
+        with self._lock:
+            if task.is_lost or task.has_ended:
+                return
+            task.is_lost = True
+            self._num_alive[kind] -= 1
+            self._num_lost[kind] += 1
+            replaced = self._num_lost[kind] <= MAX_LOST
+        if replaced:
+            self._start_thread(kind)
 
     def replace(self, backend: StorageBackend) -> None:
         """Call another backend from now on; nothing may be in flight at the old one."""
@@ -74,13 +108,15 @@ class StorageWorkers:
         old.close()
 
     def stats(self) -> StorageStats:
-        """What the backend says of itself; never blocks."""
-        return self.backend.stats()
+        """The backend's statistics, with the threads lost here; never blocks."""
+        stats = self.backend.stats()
+        lost = sum(self._num_lost.values())
+        return replace(stats, threads_lost=stats.threads_lost + lost) if lost else stats
 
     def close(self) -> None:
         """Let each thread end after what it is doing, and wait for none. Twice is safe."""
-        for queue in self._queues.values():
-            for _ in range(self._num_threads):
+        for kind, queue in self._queues.items():
+            for _ in range(self._num_alive[kind]):
                 queue.put(None)
         self.backend.close()
 
@@ -91,32 +127,54 @@ class StorageWorkers:
             ended = self._call(task.plan, max(task.deadline_s - began, 0.001))
         except StorageTimeout as error:
             if error.quiet is not None and not error.quiet.is_set():
-                # The backend gave up waiting, but something of it may still touch the slots.
+                # The backend gave up waiting, but its call may still touch the slots.
                 task.report(JobCompletion(job, JobStatus.TIMED_OUT, reason="timeout"))
+                self.give_up(task)
                 error.quiet.wait()
             ended = JobCompletion(job, JobStatus.FAILED, reason="timeout")
-        except StorageResting:  # said when it began
+        except StorageUnavailable:  # logged when the breaker opened
             ended = JobCompletion(job, JobStatus.FAILED, reason="breaker_open")
         except StorageError as error:
             log.warning("storage: %s", error)
             ended = JobCompletion(job, JobStatus.FAILED, reason="error")
         except Exception:
-            log.exception("a storage thread caught what a backend should not raise")
+            log.exception("storage backend raised an error that is not a StorageError")
             ended = JobCompletion(job, JobStatus.FAILED, reason="bug")
         task.report(ended._replace(busy_s=self._clock.now() - began))
 
-    def _work(self, queue: "SimpleQueue[Task | None]") -> None:
+    def _start_thread(self, kind: str) -> None:
+        with self._lock:
+            self._num_alive[kind] += 1
+        Thread(target=self._work, args=(kind,), name=f"storage-{kind}", daemon=True).start()
+
+    def _work(self, kind: str) -> None:
+        queue = self._queues[kind]
         while (task := queue.get()) is not None:
             if task.claim():
                 self.run(task)
+                if not self._goes_on(task, kind):
+                    return
+            del task  # it holds a plan, and the next one may be long in coming
+
+    def _goes_on(self, task: Task, kind: str) -> bool:
+        """Whether the thread that ran `task` takes another. One that was given up goes on only
+        where no thread took its place."""
+        with self._lock:
+            task.has_ended = True
+            if not task.is_lost:
+                return True
+            self._num_lost[kind] -= 1
+            goes_on = self._num_alive[kind] < self._num_threads
+            self._num_alive[kind] += goes_on
+            return goes_on
 
     def _call(self, plan: Plan, timeout_s: float) -> JobCompletion:
         if isinstance(plan, Lookup):
-            found = self.backend.contains(plan.runs(), timeout_s=timeout_s)
-            answers = tuple(n for _, n in zip(plan.questions, found, strict=True))
-            return JobCompletion(plan.job, JobStatus.DONE, found=answers)
+            runs = plan.runs()
+            found = check_counts(self.backend.contains(runs, timeout_s=timeout_s), runs)
+            return JobCompletion(plan.job, JobStatus.DONE, found=tuple(found))
         if isinstance(plan, Removal):
-            removed = self.backend.remove(None, timeout_s=timeout_s)
+            removed = check_count(self.backend.remove(None, timeout_s=timeout_s), "remove")
             return JobCompletion(plan.job, JobStatus.DONE, removed)
         if isinstance(plan, Promotion):
             return self._read(plan, timeout_s)
@@ -124,7 +182,8 @@ class StorageWorkers:
 
     def _read(self, plan: TransferJob, timeout_s: float) -> JobCompletion:
         into = self.slab.views(plan.target_slots.tolist())
-        results = self.backend.read(plan.keys, into, timeout_s=timeout_s)
+        answer = self.backend.read(plan.keys, into, timeout_s=timeout_s)
+        results = check_outcomes(answer, BlockRead, plan.num_blocks, "read")
         good = _leading(results, {BlockRead.READ})
         if good == plan.num_blocks:
             return JobCompletion(plan.job, JobStatus.DONE, good)
@@ -135,9 +194,10 @@ class StorageWorkers:
     def _write(self, plan: TransferJob, timeout_s: float) -> JobCompletion:
         blocks = self.slab.views(plan.source_slots.tolist())
         before = () if plan.parent is None else (plan.parent,)
-        results = self.backend.write(
+        answer = self.backend.write(
             plan.keys, blocks, parents=(*before, *plan.keys[:-1]), timeout_s=timeout_s
         )
+        results = check_outcomes(answer, BlockWrite, plan.num_blocks, "write")
         good = _leading(results, {BlockWrite.WRITTEN, BlockWrite.PRESENT})
         if good == plan.num_blocks:
             return JobCompletion(plan.job, JobStatus.DONE, good)

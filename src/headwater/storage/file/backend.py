@@ -157,6 +157,7 @@ class FileStorage:
             num_blocks=self._index.num_blocks,
             used_bytes=sum(slab.geometry.total_bytes for slab in self._index.slabs),
             capacity_bytes=self._config.capacity_bytes,
+            threads_lost=self._io_threads.num_lost,
         )
 
     def close(self) -> None:

@@ -94,7 +94,7 @@ class MooncakeStorage:
         return self._call(work, self._deadline(timeout_s))
 
     def stats(self) -> StorageStats:
-        return self._counters.stats()
+        return self._counters.stats(threads_lost=self._io_threads.num_lost)
 
     def close(self) -> None:
         """Leave the pool; what this process lent to it is gone from it."""

@@ -1,0 +1,285 @@
+"""Storage calls that never return, for every kind of call and every backend (lesson 75).
+
+Whatever storage does, every request ends with the tokens of an uncached run, the breaker opens,
+and every slot comes back when the lost calls end. Device slots are never held by them.
+"""
+
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from headwater.clock import SystemClock
+from headwater.engine.client import ResetReport
+from headwater.errors import ConfigError
+from headwater.storage import Opening, StorageBackend, open_storage
+from headwater.storage.breaker import BreakerConfig
+from headwater.testing.faults import Fault, FaultyStorage
+from headwater.testing.tiers import EchoTiers, echo_format
+from tests.engine.matrix import (
+    BACKENDS,
+    BLOCK_TOKENS,
+    LINKS,
+    PROMPT,
+    STUCK_S,
+    Bench,
+    finish,
+    open_bench,
+    serve,
+    storage_of,
+    stored,
+)
+from tests.storage.conftest import MooncakeLender, MooncakeMaster, RedisServer
+
+SHORT_S = 0.05
+NUM_PROMPTS = 16
+BREAKER = BreakerConfig(recovery_s=60.0)
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def bench(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Bench]:
+    yield from open_bench(request.param, tmp_path_factory.mktemp("medium"))
+
+
+@pytest.fixture(scope="module")
+def backend(bench: Bench) -> Iterator[StorageBackend]:
+    backend = bench.open()
+    yield backend
+    backend.close()
+
+
+def prompt_of(number: int) -> list[int]:
+    """Prompts that have no block in common."""
+    return [(at * 3 + number) % 50 for at in range(33)]
+
+
+def serve_many(engine: EchoTiers, salt: str) -> None:
+    """More requests than it takes to open a breaker."""
+    for number in range(NUM_PROMPTS):
+        serve(engine, salt, f"{salt} {number}", prompt_of(number))
+        engine.core.drain(2 * SHORT_S)
+
+
+def store_all(bench: Bench, backend: StorageBackend, salt: str) -> None:
+    """Have another engine write the blocks of every second prompt."""
+    writer = bench.engine(backend, timeout_s=STUCK_S)
+    for number in range(0, NUM_PROMPTS, 2):
+        serve(writer, salt, f"writer {number}", prompt_of(number))
+    finish(writer)
+
+
+def check_device_is_free(engine: EchoTiers) -> None:
+    """Lost calls hold no device slot, and nothing that admission needs."""
+    device = engine.cache.stats().device
+    assert device.free + device.cached == device.total
+
+
+@pytest.mark.parametrize("call", list(LINKS))
+def test_requests_end_and_slots_come_back(
+    bench: Bench, backend: StorageBackend, call: str
+) -> None:
+    """Every call of one kind never returns. The breaker opens after three of them."""
+    salt = f"never {call}"
+    store_all(bench, backend, salt)
+    double = FaultyStorage(backend, {call: [Fault.NEVER] * 1000})
+    engine = bench.engine(double, timeout_s=SHORT_S, breaker=BREAKER)
+
+    serve_many(engine, salt)
+
+    stats = storage_of(engine)
+    assert (stats.write_breaker if call == "write" else stats.breaker) == "open"
+    assert stats.reasons["hung"] >= 3
+    assert stats.threads_lost >= 3
+    assert engine.failures()[LINKS[call]]["timeout"] >= 3
+    check_device_is_free(engine)
+    double.release()
+    finish(engine)
+    while storage_of(engine).threads_lost:
+        pass
+
+
+def test_a_reset_of_storage_ends_though_remove_never_returns(
+    bench: Bench, backend: StorageBackend
+) -> None:
+    """Its caller is told; requests are served meanwhile and afterwards."""
+    double = FaultyStorage(backend, {"remove": [Fault.NEVER] * 10})
+    engine = bench.engine(double, timeout_s=SHORT_S, breaker=BREAKER)
+    reports: list[ResetReport] = []
+    serve(engine, "reset", "before", PROMPT)
+    engine.core.drain(1.0)
+
+    engine.core.reset_cache(("device", "host", "storage"), reports.append)
+    for number in range(3):
+        serve(engine, "reset", f"during {number}", PROMPT)
+    check_device_is_free(engine)
+    end_s = SystemClock().now() + STUCK_S
+    while not reports:
+        assert SystemClock().now() < end_s, "the reset does not end"
+        double.release()
+        engine.core.wait()
+        engine.step()
+
+    serve(engine, "reset", "after", PROMPT)
+    finish(engine)
+
+
+def test_a_backend_that_never_closes(bench: Bench, backend: StorageBackend) -> None:
+    """Shutting down waits for it for a bounded time."""
+
+    class NeverCloses(FaultyStorage):
+        def close(self) -> None:
+            self._released.wait()
+
+    double = NeverCloses(backend, {})
+    engine = bench.engine(double, breaker=BREAKER)
+    bench.engines.remove(engine)
+    serve(engine, "close", "only", PROMPT)
+    engine.core.drain(1.0)
+
+    engine.core.close()
+
+    double.release()
+
+
+class NeverOpens:
+    """A plug-in whose `open` never returns."""
+
+    @classmethod
+    def open(cls, settings: object, opening: Opening) -> StorageBackend:
+        fcntl.flock(os.open(str(settings["path"]), os.O_RDWR), fcntl.LOCK_EX)  # type: ignore[index]
+        raise AssertionError("the lock is held for as long as the test runs")
+
+
+def test_a_backend_that_never_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starting fails with a sentence instead of hanging."""
+    monkeypatch.setattr("headwater.storage.registry.OPEN_TIMEOUT_S", 0.1)
+    path = tmp_path / "lock"
+    path.touch()
+    with path.open("r+") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match=r"did not open within 0.1 s; check that"):
+            open_storage(f"{__name__}:NeverOpens", {"path": path}, make_opening())
+
+
+def make_opening() -> Opening:
+    return Opening(format=echo_format(BLOCK_TOKENS))
+
+
+def make_file_bench(folder: Path) -> Bench:
+    settings = {"path": str(folder), "slab_bytes": 8 << 20, "reserve_bytes": 0}
+    return Bench("file", settings, lambda: None)
+
+
+def test_a_directory_that_never_answers_cannot_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Opening a FIFO without a writer blocks in the kernel, as a stopped file system does."""
+    monkeypatch.setattr("headwater.storage.registry.OPEN_TIMEOUT_S", 0.1)
+    fifo = tmp_path / "stopped.table"
+    os.mkfifo(fifo)
+
+    with pytest.raises(ConfigError, match="did not open within"):
+        make_file_bench(tmp_path).open()
+
+    end_fifo(fifo)
+
+
+def end_fifo(fifo: Path) -> None:
+    """Let every open of `fifo` return."""
+    os.close(os.open(fifo, os.O_RDWR | os.O_NONBLOCK))
+    writer = os.open(fifo, os.O_RDWR)
+    fifo.unlink()
+    os.close(writer)
+
+
+def stop_lookups(folder: Path) -> Callable[[], None]:
+    """A file in the directory blocks whoever opens it: looking for other processes' blocks."""
+    fifo = folder / "stopped.table"
+    os.mkfifo(fifo)
+    return lambda: end_fifo(fifo)
+
+
+def stop_growth(folder: Path) -> Callable[[], None]:
+    """A stopped process holds the lock of the directory: no slab is made or taken over."""
+    held = os.open(folder / "lock", os.O_RDWR)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    return lambda: os.close(held)
+
+
+@pytest.mark.parametrize("stop", [stop_lookups, stop_growth])
+def test_a_file_system_that_stops_answering(
+    tmp_path: Path, stop: Callable[[Path], Callable[[], None]]
+) -> None:
+    """Real calls that block in the kernel: requests go on without storage."""
+    bench = make_file_bench(tmp_path)
+    backend = bench.open()
+    engine = bench.engine(backend, timeout_s=SHORT_S, breaker=BREAKER)
+    go_on = stop(tmp_path)
+
+    serve_many(engine, "stopped")
+
+    stats = storage_of(engine)
+    assert "open" in (stats.breaker, stats.write_breaker)
+    assert stats.threads_lost >= 1
+    check_device_is_free(engine)
+    go_on()
+    finish(engine)
+    engine.core.close()
+
+
+@pytest.mark.parametrize("call", list(LINKS))
+def test_a_stopped_redis_server(tmp_path: Path, call: str) -> None:
+    """SIGSTOP before the first call of each kind: connections stay open and nothing answers."""
+    server = RedisServer(tmp_path)
+    bench = Bench("redis", {"url": server.url}, server.stop)
+    backend = bench.open()
+    store_all(bench, backend, "stopped")
+
+    class StopsAt(FaultyStorage):
+        def _next(self, name: str) -> Fault | None:
+            if name == call:
+                server.pause()
+            return None
+
+    engine = bench.engine(StopsAt(backend, {}), timeout_s=SHORT_S, breaker=BREAKER)
+
+    serve_many(engine, "stopped")
+
+    stats = storage_of(engine)
+    assert "open" in (stats.breaker, stats.write_breaker)
+    check_device_is_free(engine)
+    server.go_on()
+    finish(engine)
+    for one in bench.engines:
+        one.core.close()
+    server.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["master", "peer"])
+def test_a_stopped_mooncake_pool(part: str) -> None:
+    """SIGSTOP of the master, or of the process whose memory holds the blocks."""
+    master = MooncakeMaster()
+    lender = MooncakeLender(master)
+    bench = Bench("mooncake", {"master": master.address, "segment_bytes": 0}, master.stop)
+    backend = bench.open()
+    stored(bench, backend, "stopped")
+    engine = bench.engine(backend, timeout_s=0.3, breaker=BREAKER)
+    stopped = master if part == "master" else lender
+
+    stopped.pause()
+    for number in range(8):
+        serve(engine, "stopped", f"request {number}", PROMPT if number % 2 else PROMPT[::-1])
+        engine.core.drain(0.3)
+
+    check_device_is_free(engine)
+    stopped.go_on()
+    finish(engine)
+    for one in bench.engines:
+        one.core.close()
+    lender.stop()
+    master.stop()
