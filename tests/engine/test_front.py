@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from headwater.engine.child import EngineChild
+from headwater.engine.client import GetStats, Pause, ResetCache, Resume
 from headwater.engine.front import AsyncEngine
 from headwater.engine.rundir import RunDir, sweep
 from headwater.errors import EngineDead, ModelError, PromptTooLong, RequestError
@@ -75,7 +76,7 @@ def test_requests_run_side_by_side_and_the_engine_ends_cleanly():
             *(tokens_of(engine, make_request(f"r{n}", 20 + n)) for n in range(20))
         )
         assert [len(tokens) for tokens in answers] == [8] * 20
-        stats = await engine.stats()
+        stats = await engine.control(GetStats())
         assert (stats.num_running, stats.num_waiting) == (0, 0)
         await engine.close()
         await engine.close()
@@ -95,7 +96,7 @@ def test_closing_the_iterator_aborts():
             await outputs.aclose()
 
             async def all_free():
-                stats = await engine.stats()
+                stats = await engine.control(GetStats())
                 device = stats.tiers["device"]
                 return stats.num_running == 0 and device.free + device.evictable == 64
 
@@ -110,7 +111,7 @@ def test_abort_tells_the_client_and_is_idempotent():
 
     async def scenario():
         async with running_engine() as engine:
-            await engine.pause()
+            await engine.control(Pause())
             waiting = asyncio.create_task(collect(engine, make_request("w")))
             await asyncio.sleep(0)
             assert await engine.abort(["w", "unknown"]) == 1
@@ -130,16 +131,16 @@ def test_pause_stops_admission_and_nothing_else():
 
     async def scenario():
         async with running_engine() as engine:
-            await engine.pause()
+            await engine.control(Pause())
             waiting = asyncio.create_task(tokens_of(engine, make_request()))
 
             async def one_waits():
-                return (await engine.stats()).num_waiting == 1
+                return (await engine.control(GetStats())).num_waiting == 1
 
             await until(one_waits)
-            assert (await engine.stats()).is_paused
-            await engine.reset_cache()
-            await engine.resume()
+            assert (await engine.control(GetStats())).is_paused
+            await engine.control(ResetCache())
+            await engine.control(Resume())
             assert len(await waiting) == 8
 
     asyncio.run(scenario())
@@ -162,12 +163,12 @@ def test_two_live_requests_cannot_share_an_id():
 
     async def scenario():
         async with running_engine() as engine:
-            await engine.pause()
+            await engine.control(Pause())
             first = asyncio.create_task(tokens_of(engine, make_request()))
             await asyncio.sleep(0)
             with pytest.raises(RequestError, match="already running"):
                 await tokens_of(engine, make_request())
-            await engine.resume()
+            await engine.control(Resume())
             assert len(await first) == 8
 
     asyncio.run(scenario())
@@ -178,7 +179,7 @@ def test_a_killed_engine_is_told_to_everyone_at_once():
 
     async def scenario():
         async with running_engine() as engine:
-            await engine.pause()
+            await engine.control(Pause())
             waiting = [
                 asyncio.create_task(tokens_of(engine, make_request(f"r{n}"))) for n in range(3)
             ]
@@ -189,7 +190,7 @@ def test_a_killed_engine_is_told_to_everyone_at_once():
             assert "signal 9" in await engine.wait_dead()
             assert engine.dead is not None
             with pytest.raises(EngineDead):
-                await engine.stats()
+                await engine.control(GetStats())
             with pytest.raises(EngineDead):
                 await tokens_of(engine, make_request("late"))
 

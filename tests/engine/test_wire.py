@@ -10,7 +10,15 @@ import pytest
 import headwater
 from headwater.cache import Hint
 from headwater.engine import wire
-from headwater.errors import EngineDead, ModelError, PromptTooLong
+from headwater.engine.client import (
+    CloseSession,
+    GetStats,
+    Pause,
+    ReloadWeights,
+    ResetCache,
+    ResetReport,
+)
+from headwater.errors import EngineDead, ModelError, PromptTooLong, RequestError
 from headwater.metrics.stats import EngineStats, TierStats
 from headwater.scheduler.output import SequenceOutput, TokenLogprobs, Usage
 from headwater.scheduler.request import Request, SamplingParams
@@ -92,23 +100,51 @@ def test_an_output_survives_the_journey():
         wire.Ready(make_echo_info("folder")),
         wire.EngineFailed("ModelError", "no such folder"),
         wire.Refusal("r", "PromptTooLong", "too long"),
-        wire.Reply(3, None, None),
-        wire.Reply(
-            4,
-            EngineStats(
-                num_running=1,
-                tiers={
-                    "device": TierStats(num_blocks=4, free=1, held=1, cached=2, evictable=2)
-                },
-                misses={"never_seen": 1},
-            ),
-            None,
-        ),
     ],
 )
 def test_every_answer_survives_the_journey(message):
     """What the engine says is what the server hears."""
     assert wire.decode_from_engine(wire.encode(message)) == message
+
+
+STATS = EngineStats(
+    num_running=1,
+    tiers={"device": TierStats(num_blocks=4, free=1, held=1, cached=2, evictable=2)},
+    misses={"never_seen": 1},
+)
+
+
+@pytest.mark.parametrize(
+    ("call", "result"),
+    [
+        (Pause(), None),
+        (GetStats(), STATS),
+        (ResetCache(frozenset(("device",))), ResetReport(removed={"device": 3})),
+        (CloseSession("s", "tenant"), True),
+        (ReloadWeights("folder"), make_echo_info("folder")),
+    ],
+)
+def test_every_control_call_and_its_reply_survive_the_journey(call, result):
+    """A call arrives with its arguments, and its reply with the type that the call declares."""
+    message = wire.decode_to_engine(wire.encode(wire.pack_call(3, call)))
+    reply = wire.decode_from_engine(wire.encode(wire.pack_reply(3, result, None)))
+
+    assert (message.number, wire.unpack_call(message)) == (3, call)
+    assert (reply.number, wire.unpack_reply(call, reply)) == (3, result)
+
+
+def test_a_refused_control_call_raises_with_its_reason():
+    """The client of a call that the engine refused gets the engine's sentence."""
+    reply = wire.decode_from_engine(wire.encode(wire.pack_reply(3, None, "drain first")))
+
+    with pytest.raises(RequestError, match="drain first"):
+        wire.unpack_reply(ReloadWeights(), reply)
+
+
+def test_an_unknown_control_call_raises():
+    """A name that is not declared is an error at the receiver, and calls nothing."""
+    with pytest.raises(msgspec.ValidationError, match="__class__"):
+        wire.unpack_call(wire.Call(3, "__class__", msgspec.Raw(wire.encode({}))))
 
 
 @pytest.mark.parametrize("frame", [b"", b"\x93", b"\x91\xa4evil", wire.encode(["add", 1])])

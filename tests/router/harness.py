@@ -28,9 +28,9 @@ TOKEN = "between-us"
 class HangingEngine(EchoEngine):
     """While it is held it answers nothing at all, as one that hangs in a step."""
 
-    async def stats(self):
+    async def control(self, call):
         await self._flowing.wait()
-        return await super().stats()
+        return await super().control(call)
 
 
 class Instance:

@@ -7,6 +7,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from headwater.engine.client import ResetCache
 from headwater.errors import ConfigError
 from headwater.server.registration import Registrar
 from headwater.server.router.protocol import TOKEN_HEADER
@@ -130,7 +131,7 @@ def test_a_wiped_cache_is_noticed():
         await harness.complete()
         await harness.until(lambda known: known[one.name]["known_blocks"] > 0)
 
-        await one.engine.reset_cache()
+        await one.engine.control(ResetCache())
 
         known = await harness.until(lambda known: known[one.name]["known_blocks"] == 0)
         assert known[one.name]["trust"] == "exact"

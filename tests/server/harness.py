@@ -12,6 +12,7 @@ import httpx
 
 from headwater.clock import SystemClock
 from headwater.config import LimitsConfig, ServerConfig
+from headwater.engine.client import GetStats
 from headwater.engine.tokenizer import Tokenizer
 from headwater.server.app import create_app
 from headwater.server.middleware import ReadinessMiddleware
@@ -71,7 +72,7 @@ class Harness:
         await self.until(lambda: not self.engine.core.has_work)
 
     async def all_free(self) -> bool:
-        device = (await self.engine.stats()).tiers["device"]
+        device = (await self.engine.control(GetStats())).tiers["device"]
         return device.held == 0 and device.free + device.evictable == device.num_blocks
 
 

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from headwater.engine.client import GetStats
 from tests.server.harness import error, events, run
 
 
@@ -101,7 +102,7 @@ def test_a_client_that_leaves_is_aborted(num_streamed):
         harness.engine.flow()
         await harness.until_idle()
         assert await harness.all_free()
-        assert (await harness.engine.stats()).num_running == 0
+        assert (await harness.engine.control(GetStats())).num_running == 0
 
     run(scenario)
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from headwater.engine.client import GetStats
 from headwater.metrics import names
 from tests.server.harness import error, run
 from tests.server.test_admin import samples
@@ -66,7 +67,7 @@ def test_the_blocks_of_a_closed_session_go_first():
         await harness.client.post("/cache/sessions/second")
         for filler in "ABCDEFGH":
             await harness.complete(prompt=filler * 160, max_tokens=1)
-            if (await harness.engine.stats()).tiers["device"].evicted:
+            if (await harness.engine.control(GetStats())).tiers["device"].evicted:
                 break
         cached = [await cached_tokens(harness, name + PROMPT) for name in ("first", "second")]
         assert cached[0] == len("first" + PROMPT) // 16 * 16

@@ -2,6 +2,7 @@
 
 import asyncio
 
+from headwater.engine.client import GetStats
 from tests.server.harness import error, run
 
 
@@ -11,7 +12,7 @@ def test_an_engine_that_cannot_says_so_and_goes_on():
     async def scenario(harness):
         found = error(await harness.post("/v1/reload_weights"), 400)
         assert "reads its weights once" in found["message"]
-        assert not (await harness.engine.stats()).is_paused
+        assert not (await harness.engine.control(GetStats())).is_paused
         assert (await harness.complete()).status_code == 200
 
     run(scenario)

@@ -1,12 +1,17 @@
-"""The seam between servers and engines: `EngineClient`, and what an engine says of itself.
+"""The seam between servers and engines: `EngineClient`, its control calls, and `EngineInfo`.
 
 Implemented by `AsyncEngine` (a process behind a socket) and by the doubles in
 `headwater.testing`. Needs neither, so a server can be built and tested without a model.
+
+A control call is an operation on a running engine that is not a request for tokens. It is a
+frozen value that names the type of its reply. To add one: define it here, handle it in
+`EngineCore.control`, and pass it to `EngineClient.control`. The socket protocol needs no change,
+because `wire` encodes every call and every reply by the types given here.
 """
 
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar, get_args
 
 from headwater.metrics.stats import EngineStats
 from headwater.metrics.view import EngineView, ViewLimits
@@ -97,6 +102,75 @@ class ResetReport:
     """Why storage was not forgotten, though memory was."""
 
 
+R = TypeVar("R")
+
+Answer = Callable[[Any, str | None], None]
+"""Receives a call's reply, or None and the reason why the call was refused. Called once."""
+
+
+@dataclass(frozen=True)
+class ControlCall(Generic[R]):
+    """One operation, with arguments; `R` is the type of its reply."""
+
+
+@dataclass(frozen=True)
+class Pause(ControlCall[None]):
+    """Stop admitting requests; running ones go on."""
+
+
+@dataclass(frozen=True)
+class Resume(ControlCall[None]):
+    """Admit requests again."""
+
+
+@dataclass(frozen=True)
+class GetStats(ControlCall[EngineStats]):
+    """Take a snapshot of all counts between two steps."""
+
+
+@dataclass(frozen=True)
+class GetView(ControlCall[EngineView]):
+    """Take a snapshot of sequences and prefix tree between two steps."""
+
+    limits: ViewLimits
+
+
+@dataclass(frozen=True)
+class ResetCache(ControlCall[ResetReport]):
+    """Remove every cached block of `tiers`. Running sequences keep theirs. The reply may come
+    many steps later; the call is refused where storage cannot be emptied."""
+
+    tiers: frozenset[str] = MEMORY
+
+
+@dataclass(frozen=True)
+class CloseSession(ControlCall[bool]):
+    """A session has ended. The reply says whether it was known."""
+
+    session_id: str
+    cache_salt: str
+
+
+@dataclass(frozen=True)
+class ReloadWeights(ControlCall[EngineInfo]):
+    """Read the weights of `folder`, or of the current folder again. Refused while a sequence
+    runs, or where the weights cannot be used; then nothing has changed."""
+
+    folder: str | None = None
+
+
+CALLS: dict[str, type[ControlCall[Any]]] = {
+    call.__name__: call for call in ControlCall.__subclasses__()
+}
+"""Every call by the name that the wire uses."""
+
+
+def reply_type(call: type[ControlCall[R]]) -> Any:  # noqa: ANN401 -- a type, for a decoder
+    """The type that `call` declares for its reply."""
+    (kind,) = get_args(call.__orig_bases__[0])  # type: ignore[attr-defined]  # of Generic
+    return kind
+
+
 class EngineClient(Protocol):
     """Asked by the server, from one event loop; every method is cancellation-safe."""
 
@@ -120,27 +194,8 @@ class EngineClient(Protocol):
     async def abort(self, request_ids: Sequence[str] | None) -> int:
         """End these requests (None: all) with finish reason `abort`; how many were alive."""
 
-    async def reset_cache(self, tiers: Collection[str] = MEMORY) -> ResetReport:
-        """Forget every cached block of `tiers`; running sequences keep theirs. RequestError
-        where that cannot be."""
+    async def control(self, call: ControlCall[R]) -> R:
+        """Carry out `call` between two steps; its reply.
 
-    async def close_session(self, session_id: str, cache_salt: str) -> bool:
-        """Nothing more of this session will come; whether it was known."""
-
-    async def reload(self, folder: str | None) -> EngineInfo:
-        """Read weights, of `folder` or of the same one again; `info` from now on.
-
-        Raises RequestError where they cannot be read now, or not be used.
+        Raises RequestError where the engine refuses it, EngineDead where it is dead.
         """
-
-    async def pause(self) -> None:
-        """Stop admitting; running sequences go on."""
-
-    async def resume(self) -> None:
-        """Admit again."""
-
-    async def stats(self) -> EngineStats:
-        """A snapshot between two steps."""
-
-    async def view(self, limits: ViewLimits) -> EngineView:
-        """A look at everything between two steps, as much of it as `limits` allow."""

@@ -7,17 +7,30 @@ and sleeps on `completions` when there is no work.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from headwater.cache import Namespace
 from headwater.cache.outline import outline
 from headwater.clock import Clock
 from headwater.disagg.handoff.controller import HandoffController
-from headwater.engine.client import MEMORY, EngineInfo, ResetReport
+from headwater.engine.client import (
+    MEMORY,
+    Answer,
+    CloseSession,
+    ControlCall,
+    EngineInfo,
+    GetStats,
+    GetView,
+    Pause,
+    ReloadWeights,
+    ResetCache,
+    ResetReport,
+    Resume,
+)
 from headwater.engine.output import EngineStats, SequenceOutput, engine_stats
 from headwater.engine.pace import RateEstimator
 from headwater.engine.reset import Resets, Then
-from headwater.errors import RequestError
+from headwater.errors import ConfigError, ModelError, RequestError, StorageError
 from headwater.events import CacheEvent
 from headwater.metrics.view import EngineView, ViewLimits
 from headwater.scheduler.batch import ScheduledBatch, StepResult
@@ -177,6 +190,17 @@ class EngineCore:
         """Nothing more of this session will come; whether it was known."""
         return self._cache.close_session(Namespace(cache_salt), session_id)
 
+    def control(self, call: ControlCall[Any], answer: Answer) -> None:
+        """Carry out `call` between two steps. `answer` is called once: at once, or some steps
+        later where the call takes longer."""
+        try:
+            if isinstance(call, ResetCache):
+                self.reset_cache(call.tiers, lambda report: answer(report, report.refusal))
+            else:
+                answer(self._carry_out(call), None)
+        except (RequestError, ModelError, ConfigError, StorageError) as exc:
+            answer(None, str(exc))
+
     def step(self) -> list[SequenceOutput]:
         """Turn the loop once: take in copies that are done, schedule and submit a step, collect
         one, say what came of it."""
@@ -267,6 +291,25 @@ class EngineCore:
             self._peers.close()
         self._mover.close()
         self._runner.close()
+
+    def _carry_out(self, call: ControlCall[Any]) -> object:
+        """The reply of a call that is answered at once."""
+        match call:
+            case Pause():
+                self.pause()
+                return None
+            case Resume():
+                self.resume()
+                return None
+            case GetStats():
+                return self.stats()
+            case GetView(limits):
+                return self.view(limits)
+            case CloseSession(session_id, cache_salt):
+                return self.close_session(session_id, cache_salt)
+            case ReloadWeights(folder):
+                return self.reload(folder)
+        raise RequestError(f"this engine does not support {type(call).__name__}")
 
     def _wakes(self) -> list[float]:
         """When something is to be done although nothing arrives."""

@@ -7,13 +7,13 @@ every mailbox and every pending call learns it at once.
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 import zmq
 
 from headwater.engine import wire
 from headwater.engine.child import EngineChild
-from headwater.engine.client import MEMORY, EngineClient, EngineInfo, ResetReport
+from headwater.engine.client import ControlCall, EngineInfo, R
 from headwater.engine.mailbox import Mailbox, abort_output
 from headwater.errors import (
     EngineDead,
@@ -22,12 +22,8 @@ from headwater.errors import (
     PeerRefused,
     RequestError,
 )
-from headwater.metrics.stats import EngineStats
-from headwater.metrics.view import EngineView, ViewLimits
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.request import Request
-
-__all__ = ["AsyncEngine", "EngineClient", "EngineInfo"]
 
 
 class AsyncEngine:
@@ -37,7 +33,7 @@ class AsyncEngine:
         """`child` belongs to this object from now on; call `start` before anything else."""
         self._child = child
         self._mailboxes: dict[str, Mailbox] = {}
-        self._calls: dict[int, asyncio.Future[wire.Answer]] = {}
+        self._calls: dict[int, asyncio.Future[wire.Reply]] = {}
         self._numbers = itertools.count()
         self._info: EngineInfo | None = None
         self._dead: str | None = None
@@ -137,64 +133,18 @@ class AsyncEngine:
             self._mailboxes.pop(name).put(abort_output(name))
         return len(alive)
 
-    async def reset_cache(self, tiers: Collection[str] = MEMORY) -> ResetReport:
-        number = next(self._numbers)
-        answer = await self._ask(number, wire.Reset(number, sorted(tiers)))
-        assert isinstance(answer, wire.ResetDone), "a reset is answered with what is forgotten"
-        if answer.report.refusal is not None:
-            raise RequestError(answer.report.refusal)
-        return answer.report
-
-    async def close_session(self, session_id: str, cache_salt: str) -> bool:
-        number = next(self._numbers)
-        closed = await self._ask(number, wire.CloseSessionCall(number, session_id, cache_salt))
-        assert isinstance(closed, wire.SessionClosedReply), "it is answered with a closed"
-        return closed.known
-
-    async def reload(self, folder: str | None) -> EngineInfo:
-        number = next(self._numbers)
-        answer = await self._ask(number, wire.Reload(number, folder))
-        assert isinstance(answer, wire.ReloadDone), "it is answered with what is served now"
-        if answer.info is None:
-            raise RequestError(answer.refusal or "the weights were not read")
-        self._info = answer.info
-        return answer.info
-
-    async def pause(self) -> None:
-        await self._call("pause")
-
-    async def resume(self) -> None:
-        await self._call("resume")
-
-    async def stats(self) -> EngineStats:
-        reply = await self._call("stats")
-        assert reply.stats is not None, "a stats call is answered with stats"
-        return reply.stats
-
-    async def view(self, limits: ViewLimits) -> EngineView:
-        number = next(self._numbers)
-        sight = await self._ask(number, wire.GetView(number, limits))
-        assert isinstance(sight, wire.ViewReply), "a look is answered with a sight"
-        return sight.view
-
-    async def _call(self, verb: wire.Verb) -> wire.Reply:
-        number = next(self._numbers)
-        reply = await self._ask(number, wire.Call(number, verb))
-        assert isinstance(reply, wire.Reply), "a call is answered with a reply"
-        if reply.refusal is not None:
-            raise RequestError(reply.refusal)
-        return reply
-
-    async def _ask(self, number: int, message: wire.ToEngine) -> wire.Answer:
-        """Send a message that is answered with one of the same number; the answer."""
+    async def control(self, call: ControlCall[R]) -> R:
         self._check_alive()
+        number = next(self._numbers)
         future = self._calls[number] = self._loop.create_future()
         try:
-            self._send(message)
-            answer: wire.Answer = await future
-            return answer
+            self._send(wire.pack_call(number, call))
+            result = wire.unpack_reply(call, await future)
         finally:
             self._calls.pop(number, None)
+        if isinstance(result, EngineInfo):
+            self._info = result  # other weights are served from now on
+        return result
 
     def _check_alive(self) -> None:
         if self._dead is not None:
@@ -217,9 +167,9 @@ class AsyncEngine:
                 frame = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._land(wire.decode_from_engine(frame))
+            self._receive(wire.decode_from_engine(frame))
 
-    def _land(self, message: wire.FromEngine) -> None:
+    def _receive(self, message: wire.FromEngine) -> None:
         match message:
             case wire.Outputs(outputs):
                 for entry in outputs:
@@ -227,13 +177,7 @@ class AsyncEngine:
             case wire.Refusal(request_id, kind, sentence):
                 if (mailbox := self._mailboxes.get(request_id)) is not None:
                     mailbox.fail(wire.rebuild_error(kind, sentence))
-            case (
-                wire.Reply(number)
-                | wire.ResetDone(number)
-                | wire.SessionClosedReply(number)
-                | wire.ReloadDone(number)
-                | wire.ViewReply(number)
-            ):
+            case wire.Reply(number):
                 future = self._calls.get(number)
                 if future is not None and not future.done():
                     future.set_result(message)

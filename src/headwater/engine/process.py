@@ -9,26 +9,16 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Collection
-from typing import Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
 
 import zmq
 
 from headwater.engine import wire
-from headwater.engine.client import MEMORY, EngineInfo, ResetReport
-from headwater.engine.reset import Then
+from headwater.engine.client import Answer, ControlCall, EngineInfo
 from headwater.engine.rundir import remove_socket_folder
-from headwater.errors import (
-    ConfigError,
-    EngineDead,
-    HeadwaterError,
-    InvariantError,
-    ModelError,
-    RequestError,
-    StorageError,
-)
-from headwater.metrics.stats import EngineStats
-from headwater.metrics.view import EngineView, ViewLimits
+from headwater.errors import EngineDead, HeadwaterError, InvariantError, RequestError
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.request import Request
 from headwater.transfer.completions import CompletionQueue
@@ -47,17 +37,9 @@ class Core(Protocol):
     def has_work(self) -> bool: ...
     def add(self, request: Request) -> None: ...
     def abort(self, request_id: RequestId) -> None: ...
-    def pause(self) -> None: ...
-    def resume(self) -> None: ...
-    def reset_cache(
-        self, tiers: Collection[str] = MEMORY, then: Then | None = None
-    ) -> None: ...
-    def close_session(self, session_id: str, cache_salt: str) -> bool: ...
+    def control(self, call: ControlCall[Any], answer: Answer) -> None: ...
     def step(self) -> list[SequenceOutput]: ...
     def publish(self) -> None: ...
-    def reload(self, folder: str | None) -> EngineInfo: ...
-    def stats(self) -> EngineStats: ...
-    def view(self, limits: ViewLimits) -> EngineView: ...
     def sleep_s(self) -> float | None: ...
     @property
     def completions(self) -> CompletionQueue: ...
@@ -135,9 +117,9 @@ class EngineLoop:
                 frame = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._land(wire.decode_to_engine(frame))
+            self._receive(wire.decode_to_engine(frame))
 
-    def _land(self, message: wire.ToEngine) -> None:
+    def _receive(self, message: wire.ToEngine) -> None:
         match message:
             case wire.Add(request_id):
                 try:
@@ -147,49 +129,13 @@ class EngineLoop:
             case wire.Abort(request_ids):
                 for request_id in request_ids:
                     self._core.abort(RequestId(request_id))
-            case wire.Call(number, verb):
-                self._answer(number, verb)
-            case wire.Reset(number, tiers):
-                self._reset(number, tiers)
-            case wire.CloseSessionCall(number, session_id, cache_salt):
-                known = self._core.close_session(session_id, cache_salt)
-                self._send(wire.SessionClosedReply(number, known))
-            case wire.Reload(number, folder):
-                self._send(self._reload(number, folder))
-            case wire.GetView(number, limits):
-                self._send(wire.ViewReply(number, self._core.view(limits)))
+            case wire.Call(number):
+                self._core.control(wire.unpack_call(message), partial(self._answer, number))
             case wire.Stop():
                 self._stopped = True
 
-    def _reload(self, number: int, folder: str | None) -> wire.ReloadDone:
-        try:
-            return wire.ReloadDone(number, self._core.reload(folder), None)
-        except (RequestError, ModelError, ConfigError, StorageError) as exc:
-            return wire.ReloadDone(number, None, str(exc))
-
-    def _reset(self, number: int, tiers: list[str]) -> None:
-        """Answered when it is done, which may be many steps later."""
-
-        def then(report: ResetReport) -> None:
-            self._send(wire.ResetDone(number, report))
-
-        try:
-            self._core.reset_cache(tiers, then)
-        except RequestError as exc:
-            then(ResetReport(refusal=str(exc)))
-
-    def _answer(self, number: int, verb: wire.Verb) -> None:
-        stats, refusal = None, None
-        try:
-            if verb == "stats":
-                stats = self._core.stats()
-            elif verb == "pause":
-                self._core.pause()
-            else:
-                self._core.resume()
-        except RequestError as exc:
-            refusal = str(exc)
-        self._send(wire.Reply(number, stats, refusal))
+    def _answer(self, number: int, result: Any, refusal: str | None) -> None:  # noqa: ANN401 -- by call
+        self._send(wire.pack_reply(number, result, refusal))
 
     def _report(self, outputs: list[SequenceOutput]) -> None:
         if outputs:

@@ -4,22 +4,18 @@ Token ids travel as little-endian int32 bytes. A message that does not fit its t
 at the receiver; nothing is guessed.
 """
 
-from typing import Literal
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from headwater import errors
 from headwater.cache import Hint
-from headwater.engine.client import EngineInfo, ResetReport
-from headwater.errors import HeadwaterError
-from headwater.metrics.stats import EngineStats
-from headwater.metrics.view import EngineView, ViewLimits
+from headwater.engine.client import CALLS, ControlCall, EngineInfo, R, reply_type
+from headwater.errors import HeadwaterError, RequestError
 from headwater.scheduler.output import SequenceOutput, TokenLogprobs, Usage
 from headwater.scheduler.request import Request, SamplingParams
 from headwater.types import LoadPolicy, RequestId
-
-Verb = Literal["pause", "resume", "stats"]
 
 _TOKEN_TYPE = np.dtype("<i4")
 
@@ -50,39 +46,11 @@ class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
 
 
 class Call(msgspec.Struct, tag="call", array_like=True, frozen=True):
-    """A control operation that wants a `Reply` of the same number."""
+    """A `ControlCall`; it is answered with a `Reply` of the same number."""
 
     number: int
-    verb: Verb
-
-
-class Reset(msgspec.Struct, tag="reset", array_like=True, frozen=True):
-    """Forget what these tiers have; wants a `ResetDone` of the same number, later."""
-
-    number: int
-    tiers: list[str]
-
-
-class CloseSessionCall(msgspec.Struct, tag="close", array_like=True, frozen=True):
-    """A session is over; wants a `SessionClosedReply` of the same number."""
-
-    number: int
-    session_id: str
-    cache_salt: str
-
-
-class Reload(msgspec.Struct, tag="reload", array_like=True, frozen=True):
-    """Read weights again, and answer with a `ReloadDone` of the same number."""
-
-    number: int
-    folder: str | None
-
-
-class GetView(msgspec.Struct, tag="look", array_like=True, frozen=True):
-    """Somebody watches, and wants a `ViewReply` of the same number."""
-
-    number: int
-    limits: ViewLimits
+    name: str
+    arguments: msgspec.Raw
 
 
 class Stop(msgspec.Struct, tag="stop", array_like=True, frozen=True):
@@ -129,45 +97,15 @@ class Refusal(msgspec.Struct, tag="refusal", array_like=True, frozen=True):
 
 
 class Reply(msgspec.Struct, tag="reply", array_like=True, frozen=True):
-    """The end of a `Call`."""
+    """The result of a `Call`, or the reason why it was refused."""
 
     number: int
-    stats: EngineStats | None
+    result: msgspec.Raw
     refusal: str | None
 
 
-class ResetDone(msgspec.Struct, tag="forgotten", array_like=True, frozen=True):
-    """The end of a `Reset`."""
-
-    number: int
-    report: ResetReport
-
-
-class SessionClosedReply(msgspec.Struct, tag="closed", array_like=True, frozen=True):
-    """The end of a `CloseSessionCall`: whether such a session was known."""
-
-    number: int
-    known: bool
-
-
-class ReloadDone(msgspec.Struct, tag="reloaded", array_like=True, frozen=True):
-    """What the engine is now, or why it stays what it was."""
-
-    number: int
-    info: EngineInfo | None
-    refusal: str | None
-
-
-class ViewReply(msgspec.Struct, tag="sight", array_like=True, frozen=True):
-    """What a `GetView` found."""
-
-    number: int
-    view: EngineView
-
-
-ToEngine = Add | Abort | Call | Reset | CloseSessionCall | Reload | GetView | Stop
-Answer = Reply | ResetDone | SessionClosedReply | ReloadDone | ViewReply
-FromEngine = Ready | EngineFailed | Outputs | Refusal | Answer
+ToEngine = Add | Abort | Call | Stop
+FromEngine = Ready | EngineFailed | Outputs | Refusal | Reply
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
@@ -238,6 +176,32 @@ def unpack_output(message: Output) -> SequenceOutput:
         usage=message.usage,
         detail=message.detail,
     )
+
+
+def pack_call(number: int, call: ControlCall[Any]) -> Call:
+    """A control call as it travels."""
+    return Call(number, type(call).__name__, msgspec.Raw(encode(call)))
+
+
+def unpack_call(message: Call) -> ControlCall[Any]:
+    """The control call again; raises where its name or its arguments are unknown."""
+    if message.name not in CALLS:
+        raise msgspec.ValidationError(f"unknown control call {message.name!r}")
+    call: ControlCall[Any] = msgspec.msgpack.decode(message.arguments, type=CALLS[message.name])
+    return call
+
+
+def pack_reply(number: int, result: Any, refusal: str | None) -> Reply:  # noqa: ANN401 -- by call
+    """The end of a control call as it travels."""
+    return Reply(number, msgspec.Raw(encode(result)), refusal)
+
+
+def unpack_reply(call: ControlCall[R], reply: Reply) -> R:
+    """The result of `call`; raises RequestError where it was refused."""
+    if reply.refusal is not None:
+        raise RequestError(reply.refusal)
+    result: R = msgspec.msgpack.decode(reply.result, type=reply_type(type(call)))
+    return result
 
 
 def rebuild_error(kind: str, sentence: str) -> HeadwaterError:

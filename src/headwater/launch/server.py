@@ -18,7 +18,8 @@ import uvloop
 from headwater.clock import SystemClock
 from headwater.config import EngineConfig, ServerConfig
 from headwater.engine.child import EngineChild
-from headwater.engine.front import AsyncEngine, EngineInfo
+from headwater.engine.client import EngineInfo, GetStats
+from headwater.engine.front import AsyncEngine
 from headwater.engine.recorded import RecordedEngine, Recording
 from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import EngineDead
@@ -213,7 +214,7 @@ class _Server:
                     await asyncio.sleep(_LOOK_S)
 
     async def _num_handoffs(self) -> int:
-        sides = (await self._engine.stats()).handoffs.values()
+        sides = (await self._engine.control(GetStats())).handoffs.values()
         return sum(side.in_flight for side in sides)
 
     async def _stay_registered(self) -> None:

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headwater.config import VERSION
-from headwater.engine.client import EngineInfo
+from headwater.engine.client import EngineInfo, GetStats
 from headwater.errors import EngineDead
 from headwater.metrics.prometheus import CONTENT_TYPE, render
 from headwater.metrics.stats import EngineStats
@@ -178,7 +178,7 @@ def _card(service: Service) -> ModelCard:
 async def _stats(service: Service) -> EngineStats:
     try:
         async with asyncio.timeout(_STATS_TIMEOUT_S):
-            return await service.engine.stats()
+            return await service.engine.control(GetStats())
     except TimeoutError as exc:
         raise RequestRefused(
             f"the engine did not answer within {_STATS_TIMEOUT_S:.0f} s; retry", status=503

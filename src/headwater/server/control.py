@@ -16,7 +16,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from headwater.engine.client import MEMORY
+from headwater.engine.client import (
+    MEMORY,
+    CloseSession,
+    GetStats,
+    Pause,
+    ReloadWeights,
+    ResetCache,
+    Resume,
+)
 from headwater.server.body import JsonResponse, read_body
 from headwater.server.errors import RequestRefused
 from headwater.server.schema import SESSION_ID, Salt
@@ -127,7 +135,7 @@ class ControlVerb:
 
 
 async def _reset(service: Service, body: ResetRequest, params: dict[str, str]) -> ResetAnswer:
-    report = await service.engine.reset_cache(body.tiers or MEMORY)
+    report = await service.engine.control(ResetCache(frozenset(body.tiers or MEMORY)))
     return ResetAnswer(removed=report.removed, kept=report.kept)
 
 
@@ -141,17 +149,17 @@ async def _close_session(
             f"{len(name)} characters",
             param="session_id",
         )
-    known = await service.engine.close_session(name, body.cache_salt or "")
+    known = await service.engine.control(CloseSession(name, body.cache_salt or ""))
     return SessionClosed(known=known)
 
 
 async def _pause(service: Service, body: NoFields, params: dict[str, str]) -> ControlDone:
-    await service.engine.pause()
+    await service.engine.control(Pause())
     return ControlDone()
 
 
 async def _resume(service: Service, body: NoFields, params: dict[str, str]) -> ControlDone:
-    await service.engine.resume()
+    await service.engine.control(Resume())
     return ControlDone()
 
 
@@ -182,9 +190,9 @@ async def _reload(
             service, service.config.drain_timeout_s if timeout_s is None else timeout_s
         )
         try:
-            info = await service.engine.reload(folder)
+            info = await service.engine.control(ReloadWeights(folder))
         finally:
-            await service.engine.resume()
+            await service.engine.control(Resume())
     return ReloadAnswer(fingerprint=info.fingerprint, changed=info.fingerprint != before)
 
 
@@ -207,11 +215,11 @@ def _reload_folder(service: Service, model: str | None) -> str | None:
 
 async def _drain(service: Service, timeout_s: float) -> None:
     """Stop admitting and wait until nothing runs. On timeout admit again and raise."""
-    await service.engine.pause()
+    await service.engine.control(Pause())
     end_s = service.clock.now() + timeout_s
-    while (await service.engine.stats()).num_running:
+    while (await service.engine.control(GetStats())).num_running:
         if service.clock.now() >= end_s:
-            await service.engine.resume()
+            await service.engine.control(Resume())
             raise RequestRefused(
                 f"requests were still running after {timeout_s:g} s; nothing was changed. Retry "
                 "with a longer drain_timeout_s",

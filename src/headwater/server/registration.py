@@ -15,7 +15,7 @@ import aiohttp
 import msgspec
 
 from headwater.config import ServerConfig
-from headwater.engine.client import EngineInfo
+from headwater.engine.client import EngineInfo, GetStats
 from headwater.errors import ConfigError, EngineDead
 from headwater.metrics.stats import EngineStats
 from headwater.server.errors import ErrorAnswer
@@ -85,7 +85,7 @@ class Registrar:
         elsewhere."""
         now = self._service.clock.now()
         if self._look is None:
-            self._look = asyncio.create_task(self._service.engine.stats())
+            self._look = asyncio.create_task(self._service.engine.control(GetStats()))
         await asyncio.wait({self._look}, timeout=_LOOK_TIMEOUT_S)
         if self._look.done():
             look, self._look = self._look, None

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headwater.config import VERSION
+from headwater.engine.client import GetView
 from headwater.metrics import names
 from headwater.metrics.recorder import Recorder
 from headwater.metrics.view import EngineView, ViewLimits
@@ -73,7 +74,7 @@ async def tree(request: Request) -> Response:
 async def _view(service: Service, limits: ViewLimits) -> EngineView:
     try:
         async with asyncio.timeout(_TIMEOUT_S):
-            return await service.engine.view(limits)
+            return await service.engine.control(GetView(limits))
     except TimeoutError as exc:
         raise RequestRefused(
             f"the engine did not answer within {_TIMEOUT_S:.0f} s; retry", status=503

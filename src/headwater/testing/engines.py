@@ -8,7 +8,7 @@ tests of the process split. Neither needs torch.
 import asyncio
 import json
 import sys
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from headwater.cache import CacheConfig, TieredCache
 from headwater.clock import Clock, SystemClock
-from headwater.engine.client import MEMORY, EngineInfo, ResetReport
+from headwater.engine.client import ControlCall, EngineInfo, R
 from headwater.engine.core import EngineCore
 from headwater.engine.mailbox import Mailbox, abort_output
 from headwater.engine.process import run_engine
 from headwater.errors import EngineDead, ModelError, RequestError
-from headwater.metrics.stats import EngineStats
-from headwater.metrics.view import EngineView, ViewLimits
 from headwater.scheduler.config import SchedulerConfig
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.request import Request
@@ -147,42 +145,21 @@ class EchoEngine:
             self._mailboxes.pop(name).put(output)
         return len(alive)
 
-    async def reset_cache(self, tiers: Collection[str] = MEMORY) -> ResetReport:
+    async def control(self, call: ControlCall[R]) -> R:
         self._check_alive()
-        reports: list[ResetReport] = []
-        self.core.reset_cache(tiers, reports.append)
+        future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+
+        def answer(result: R, refusal: str | None) -> None:
+            if refusal is None:
+                future.set_result(result)
+            else:
+                future.set_exception(RequestError(refusal))
+
+        self.core.control(call, answer)
         self.core.publish()
-        while not reports:
+        if self.core.has_work or not future.done():
             self._loop = self._loop or asyncio.create_task(self._run())
-            await asyncio.sleep(0)
-        if reports[0].refusal is not None:
-            raise RequestError(reports[0].refusal)
-        return reports[0]
-
-    async def close_session(self, session_id: str, cache_salt: str) -> bool:
-        self._check_alive()
-        return self.core.close_session(session_id, cache_salt)
-
-    async def reload(self, folder: str | None) -> EngineInfo:
-        self._check_alive()
-        return self.core.reload(folder)
-
-    async def pause(self) -> None:
-        self._check_alive()
-        self.core.pause()
-
-    async def resume(self) -> None:
-        self._check_alive()
-        self.core.resume()
-        self._loop = self._loop or asyncio.create_task(self._run())
-
-    async def stats(self) -> EngineStats:
-        self._check_alive()
-        return self.core.stats()
-
-    async def view(self, limits: ViewLimits) -> EngineView:
-        self._check_alive()
-        return self.core.view(limits)
+        return await future
 
     async def _run(self) -> None:
         while self.core.has_work and self.dead is None:
