@@ -300,7 +300,7 @@ class Interleavings(RuleBasedStateMachine):
 
     def _check_leases(self, name: str) -> None:
         """Lesson 50: no lease outlives its term, once D has looked at the clock."""
-        works = {} if name in self.dead else self._peer(name).handoffs.decode_side._works
+        works = {} if name in self.dead else self._peer(name).handoffs.decode_side._entries
         for work in works.values():
             end_s = work.machine.lease_end_s
             assert end_s is None or end_s > self.pair.clock.now()

@@ -256,4 +256,4 @@ class _sipper(_liar):
         sip = memoryview(bytearray(1 << 16))
         with contextlib.suppress(LinkBroken):
             while not self._end.wait(5e-3):
-                stream.some([sip])
+                stream.receive_some([sip])

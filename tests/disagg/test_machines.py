@@ -34,8 +34,8 @@ def test_d_computes_from_the_first_block_that_was_not_kept():
     machine.receive(Ask(1), 0.0)
     machine.reserved(0, range(4), 0.0)
     for index in (0, 1, 3):
-        machine.received(index, BLOCK_BYTES, 0.0)
-    actions = machine.closed(3 * BLOCK_BYTES, frozenset({0, 1, 3}), 0.0)
+        machine.block_received(index, BLOCK_BYTES, 0.0)
+    actions = machine.lease_closed(3 * BLOCK_BYTES, frozenset({0, 1, 3}), 0.0)
 
     assert actions == [Send(Cancel(1, Reason.BYTE_COUNT)), LocalFallback(2, Reason.BYTE_COUNT)]
     assert machine.is_released
@@ -46,10 +46,10 @@ def test_p_computes_what_it_fetched_and_could_not_keep():
     fetch = PeerRead(1, 4, HandoffConfig(), block_bytes=BLOCK_BYTES)
     fetch.begin()
     fetch.reserved(0, range(4), "held://p", 0.0)
-    fetch.told(4, 0.0)
-    fetch.received(0, BLOCK_BYTES, 0.0)
+    fetch.announced(4, 0.0)
+    fetch.block_received(0, BLOCK_BYTES, 0.0)
 
-    assert fetch.closed(frozenset({0})) == [LocalFallback(1, Reason.GONE)]
+    assert fetch.lease_closed(frozenset({0})) == [LocalFallback(1, Reason.GONE)]
     assert fetch.is_released
 
 

@@ -12,7 +12,7 @@ import pytest
 from headwater.clock import SystemClock
 from headwater.disagg.peering.handshake import HandshakeTerms, client_handshake, timeout_check
 from headwater.disagg.peering.network import PeerLost, PeerMessage
-from headwater.disagg.peering.service import PeerConfig, PeerService, _Sealed
+from headwater.disagg.peering.service import PeerConfig, PeerService, _AuthenticatedFrames
 from headwater.disagg.peering.stream import Stream
 from headwater.disagg.protocol.codec import MAX_BODY_BYTES
 from headwater.disagg.protocol.messages import Ask, HandoffDone, Reason
@@ -48,12 +48,12 @@ def dial(instance: Instance) -> Stream:
     return Stream(socket.create_connection((host, int(port)), 5))
 
 
-def let_in(instance: Instance) -> tuple[Stream, _Sealed]:
+def let_in(instance: Instance) -> tuple[Stream, _AuthenticatedFrames]:
     """A peer that has proved itself and said hello, driven by hand."""
     stream = dial(instance)
     check_wait = timeout_check(SystemClock(), 5.0)
     session = client_handshake(stream, HandshakeTerms("peer", TOKEN, 64), check_wait)
-    sealed = _Sealed(stream, session.key, is_client=True)
+    sealed = _AuthenticatedFrames(stream, session.key, is_client=True)
     sealed.send(instance.service.hello(), check_wait)
     sealed.receive(check_wait, 4096)
     return stream, sealed
@@ -108,7 +108,7 @@ def test_another_version_is_refused():
         session = client_handshake(stream, HandshakeTerms("peer", TOKEN, 64), check_wait)
         hello = json.loads(p.service.hello())
         hello["version"] += 1
-        _Sealed(stream, session.key, is_client=True).send(
+        _AuthenticatedFrames(stream, session.key, is_client=True).send(
             json.dumps(hello).encode(), check_wait
         )
         assert isinstance(p.event(), PeerLost)

@@ -39,7 +39,7 @@ from headwater.types import RequestId
 
 
 @dataclass(slots=True, eq=False)
-class _Work:
+class _Entry:
     """One hand-off, its sequence, and who computes it."""
 
     machine: DecodeHandoff
@@ -64,9 +64,9 @@ class DecodeSide:
         self._new_id = dependencies.new_id
         self._config = config
         self._read_server = read_server
-        self._works: dict[int, _Work] = {}
-        self._by_request: dict[RequestId, _Work] = {}
-        self._silent_until_s: dict[str, float] = {}
+        self._entries: dict[int, _Entry] = {}
+        self._by_request: dict[RequestId, _Entry] = {}
+        self._unresponsive_until_s: dict[str, float] = {}
         """Peers that let a request wait in vain, and until when no other one waits for them."""
         self._ended = Ended()
         self.totals = SideTotals()
@@ -79,14 +79,14 @@ class DecodeSide:
     @property
     def wake_s(self) -> float | None:
         """When a machine has something to do although nothing came."""
-        ends = [work.machine.wake_s for work in self._works.values()]
+        ends = [entry.machine.wake_s for entry in self._entries.values()]
         end = min(ends, default=float("inf"))
         return None if end == float("inf") else end
 
     def lease_end_s(self, handoff: int) -> float | None:
         """When the lease of a hand-off ends, unless renewed; None where it has none."""
-        work = self._works.get(handoff)
-        return None if work is None else work.machine.lease_end_s
+        entry = self._entries.get(handoff)
+        return None if entry is None else entry.machine.lease_end_s
 
     def add(self, request: Request, now: float) -> None:
         """Take a request whose prompt `request.prefill` computes; RequestError as ever."""
@@ -105,68 +105,70 @@ class DecodeSide:
             block_bytes=self._memory.block_bytes,
             local_fallback=request.local_fallback,
         )
-        work = _Work(machine, sequence, request.prefill)
-        self._works[start.handoff] = self._by_request[request.request_id] = work
+        entry = _Entry(machine, sequence, request.prefill)
+        self._entries[start.handoff] = self._by_request[request.request_id] = entry
         self.totals.num_started += 1
         actions = machine.begin(now)
-        if self._silent_until_s.get(work.peer, now) > now:
+        if self._unresponsive_until_s.get(entry.peer, now) > now:
             actions = machine.lost(Reason.UNREACHABLE, now)
-        self._do(work, actions, now)
+        self._do(entry, actions, now)
 
     def abort(self, request_id: RequestId, now: float) -> None:
         """The request is about to be ended here; its slots are kept until they are quiet."""
-        work = self._by_request.get(request_id)
-        if work is not None:
-            self._do(work, work.machine.abort(now), now)
+        entry = self._by_request.get(request_id)
+        if entry is not None:
+            self._do(entry, entry.machine.abort(now), now)
 
     def receive(self, peer: str, message: ToDecode, now: float) -> None:
         """A message of P."""
-        self._silent_until_s.pop(peer, None)
-        work = self._works.get(message.handoff)
-        if work is None:
+        self._unresponsive_until_s.pop(peer, None)
+        entry = self._entries.get(message.handoff)
+        if entry is None:
             self._answer_late(peer, message)
         elif isinstance(message, Pull):
-            path = work.sequence.path(work.sequence.prompt_tokens)
+            path = entry.sequence.path(entry.sequence.prompt_tokens)
             self._read_server.serve(peer, message, path, now)
-        elif work.peer == peer:  # anybody else is not who it was started at
-            self._do(work, work.machine.receive(message, now), now)
+        elif entry.peer == peer:  # anybody else is not who it was started at
+            self._do(entry, entry.machine.receive(message, now), now)
 
     def lost(self, peer: str, reason: Reason, now: float) -> None:
         """The connection to a P ended, or could not be made."""
-        self._silent_until_s.pop(peer, None)
+        self._unresponsive_until_s.pop(peer, None)
         self._read_server.lost(peer)
-        for work in list(self._by_request.values()):
-            if work.peer == peer:
-                self._do(work, work.machine.lost(reason, now), now)
+        for entry in list(self._by_request.values()):
+            if entry.peer == peer:
+                self._do(entry, entry.machine.lost(reason, now), now)
 
     def link_event(self, event: BlockReceived | LeaseClosed, now: float) -> None:
         """The link says what landed, or that nothing more will."""
-        work = self._works.get(event.lease)
-        if work is None:
+        entry = self._entries.get(event.lease)
+        if entry is None:
             return
         if isinstance(event, BlockReceived):
-            self._do(work, work.machine.received(event.index, event.num_bytes, now), now)
+            self._do(
+                entry, entry.machine.block_received(event.index, event.num_bytes, now), now
+            )
         else:
-            self._do(work, work.machine.closed(event.num_bytes, event.blocks, now), now)
+            self._do(entry, entry.machine.lease_closed(event.num_bytes, event.blocks, now), now)
 
     def tick(self, now: float) -> None:
         """Time has passed."""
-        for work in list(self._works.values()):
-            if work.machine.wake_s <= now:
-                self._do(work, work.machine.tick(now), now)
-                if work.machine.outcome in (Reason.UNREACHABLE, Reason.EXPIRED):
-                    self._silent_until_s[work.peer] = now + self._config.term_s
+        for entry in list(self._entries.values()):
+            if entry.machine.wake_s <= now:
+                self._do(entry, entry.machine.tick(now), now)
+                if entry.machine.outcome in (Reason.UNREACHABLE, Reason.EXPIRED):
+                    self._unresponsive_until_s[entry.peer] = now + self._config.term_s
 
     def start(self, now: float) -> None:
         """A step was scheduled: whoever got room is granted it."""
-        for work in list(self._by_request.values()):
-            sequence = work.sequence
-            if work.machine.state is DecodeState.RESERVING and (
+        for entry in list(self._by_request.values()):
+            sequence = entry.sequence
+            if entry.machine.state is DecodeState.RESERVING and (
                 sequence.state is SequenceState.RECEIVING
             ):
                 first = sequence.num_committed
                 slots = sequence.block_table[first:].tolist()
-                self._do(work, work.machine.reserved(first, slots, now), now)
+                self._do(entry, entry.machine.reserved(first, slots, now), now)
 
     def close(self) -> None:
         """Let nothing more land. Twice is safe."""
@@ -191,23 +193,23 @@ class DecodeSide:
             )
             self._network.send(peer, answer)
 
-    def _do(self, work: _Work, actions: list[DecodeAction], now: float) -> None:
+    def _do(self, entry: _Entry, actions: list[DecodeAction], now: float) -> None:
         for action in actions:
             if isinstance(action, Send):
-                self._network.send(work.peer, action.message)
+                self._network.send(entry.peer, action.message)
             elif isinstance(action, OpenLease):
-                self._receiver.open(work.machine.handoff, action.slots)
+                self._receiver.open(entry.machine.handoff, action.slots)
             elif isinstance(action, Fence):
-                self._receiver.fence(work.machine.handoff)
+                self._receiver.fence(entry.machine.handoff)
             else:
-                self._schedule(work, action, now)
-        if work.machine.is_over:
-            self._note_over(work)
+                self._schedule(entry, action, now)
+        if entry.machine.is_over:
+            self._note_over(entry)
 
-    def _schedule(self, work: _Work, action: DecodeAction, now: float) -> None:
+    def _schedule(self, entry: _Entry, action: DecodeAction, now: float) -> None:
         """What concerns the sequence and its slots."""
-        handoffs, sequence = self._scheduler.handoffs, work.sequence
-        handoff = work.machine.handoff
+        handoffs, sequence = self._scheduler.handoffs, entry.sequence
+        handoff = entry.machine.handoff
         match action:
             case Reserve():
                 self.totals.num_asks += 1
@@ -215,7 +217,7 @@ class DecodeSide:
             case DeliverFirstToken(first):
                 self._mark(sequence)
                 handoffs.deliver(sequence, first.token, first.logprobs, first.usage, now)
-                self._count_done(work.machine, first)
+                self._count_done(entry.machine, first)
             case LocalFallback(num_blocks):
                 self._mark(sequence)
                 handoffs.compute_here(sequence, num_blocks, now)
@@ -245,11 +247,11 @@ class DecodeSide:
         for part, seconds in parts.items():
             totals.seconds[part] = totals.seconds.get(part, 0.0) + seconds
 
-    def _note_over(self, work: _Work) -> None:
-        machine = work.machine
-        known = self._by_request.pop(work.sequence.request_id, None)
+    def _note_over(self, entry: _Entry) -> None:
+        machine = entry.machine
+        known = self._by_request.pop(entry.sequence.request_id, None)
         if known is not None and machine.outcome is not None:
             self.totals.failures[machine.outcome] += 1
         if machine.is_released:
-            self._works.pop(machine.handoff, None)
+            self._entries.pop(machine.handoff, None)
             self._ended.note(machine.handoff, machine.outcome)

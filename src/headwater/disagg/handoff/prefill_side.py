@@ -37,7 +37,7 @@ from headwater.types import RequestId
 
 
 @dataclass(slots=True, eq=False)
-class _Work:
+class _Entry:
     """One hand-off, the sequence that computes it, and where its blocks go."""
 
     machine: PrefillHandoff
@@ -67,10 +67,10 @@ class PrefillSide:
         self._reads = reads
         self._new_job = new_job
         self._accepts = accepts
-        self._works: dict[int, _Work] = {}
+        self._entries: dict[int, _Entry] = {}
         self._names: set[RequestId] = set()
         """Requests whose outputs are for a machine, not for a client of this instance."""
-        self._jobs: dict[int, _Work] = {}
+        self._jobs: dict[int, _Entry] = {}
         self._senders = SenderPool(dependencies.connect)
         self._ended = Ended()
         self.totals = SideTotals()
@@ -78,25 +78,25 @@ class PrefillSide:
     @property
     def num_active(self) -> int:
         """Hand-offs in flight: what the limit is on."""
-        return sum(not work.machine.is_over for work in self._works.values())
+        return sum(not entry.machine.is_over for entry in self._entries.values())
 
     @property
     def wake_s(self) -> float | None:
         """When a machine has something to do although nothing came."""
-        ends = [work.machine.wake_s for work in self._works.values()]
+        ends = [entry.machine.wake_s for entry in self._entries.values()]
         end = min(ends, default=float("inf"))
         return None if end == float("inf") else end
 
     def receive(self, peer: str, message: ToPrefill, now: float) -> None:
         """A message of D."""
-        work = self._works.get(message.handoff)
-        if work is not None:
-            if work.peer != peer:  # anybody else is not who it was started by
+        entry = self._entries.get(message.handoff)
+        if entry is not None:
+            if entry.peer != peer:  # anybody else is not who it was started by
                 return
             if isinstance(message, Pulled):
-                self._reads.told(message.handoff, message.num_blocks, now)
+                self._reads.announced(message.handoff, message.num_blocks, now)
             else:
-                self._do(work, work.machine.receive(message, now), now)
+                self._do(entry, entry.machine.receive(message, now), now)
         elif isinstance(message, Start):
             self._begin(peer, message, now)
         elif isinstance(message, Grant):
@@ -104,44 +104,44 @@ class PrefillSide:
 
     def lost(self, peer: str, now: float) -> None:
         """The connection to a D ended: so do its hand-offs, and the way to its memory."""
-        for work in list(self._works.values()):
-            if work.peer == peer:
-                self._do(work, work.machine.lost(now), now)
+        for entry in list(self._entries.values()):
+            if entry.peer == peer:
+                self._do(entry, entry.machine.lost(now), now)
         self._senders.close(peer)
 
     def finish_push(self, event: PushDone | PushFailed, now: float) -> None:
         """A push ended."""
-        work = self._jobs.pop(event.job, None)
-        if work is None:
+        entry = self._jobs.pop(event.job, None)
+        if entry is None:
             return
         if isinstance(event, PushDone):
             self.totals.num_bytes += event.num_bytes
-            self._do(work, work.machine.pushed(event.job, event.num_bytes, now), now)
+            self._do(entry, entry.machine.pushed(event.job, event.num_bytes, now), now)
         else:
-            self._do(work, work.machine.push_failed(event.job, now), now)
+            self._do(entry, entry.machine.push_failed(event.job, now), now)
 
     def tick(self, now: float) -> None:
         """Time has passed."""
-        for work in list(self._works.values()):
-            if work.machine.wake_s <= now:
-                self._do(work, work.machine.tick(now), now)
+        for entry in list(self._entries.values()):
+            if entry.machine.wake_s <= now:
+                self._do(entry, entry.machine.tick(now), now)
 
     def start(self, now: float) -> None:
         """A step was scheduled: whoever is in it for the first time asks D."""
-        for work in list(self._works.values()):
-            if work.sequence.is_running and not self._reads.is_reading(work.machine.handoff):
-                self._do(work, work.machine.admitted(now), now)
+        for entry in list(self._entries.values()):
+            if entry.sequence.is_running and not self._reads.is_reading(entry.machine.handoff):
+                self._do(entry, entry.machine.admitted(now), now)
 
     def settle(self, outputs: Iterable[SequenceOutput], now: float) -> list[SequenceOutput]:
         """A step was collected: what it computed travels. The outputs that are not ours."""
-        for work in list(self._works.values()):
-            sequence = work.sequence
-            if self._reads.is_reading(work.machine.handoff):
+        for entry in list(self._entries.values()):
+            sequence = entry.sequence
+            if self._reads.is_reading(entry.machine.handoff):
                 continue
-            if sequence.num_computed != work.num_computed and sequence.num_blocks:
-                work.num_computed = sequence.num_computed
+            if sequence.num_computed != entry.num_computed and sequence.num_blocks:
+                entry.num_computed = sequence.num_computed
                 table = sequence.block_table
-                self._do(work, work.machine.computed(work.num_computed, table, now), now)
+                self._do(entry, entry.machine.computed(entry.num_computed, table, now), now)
         return [output for output in outputs if not self._take(output, now)]
 
     def close(self) -> None:
@@ -164,12 +164,12 @@ class PrefillSide:
             block_bytes=self._block_bytes,
             new_job=self._new_job,
         )
-        work = _Work(machine, sequence, peer)
-        self._works[start.handoff] = work
+        entry = _Entry(machine, sequence, peer)
+        self._entries[start.handoff] = entry
         self._names.add(sequence.request_id)
         self._scheduler.handoffs.pin(sequence)
         self.totals.num_started += 1
-        self._do(work, machine.begin(now), now)
+        self._do(entry, machine.begin(now), now)
         self._reads.begin(start, sequence, peer, now)
 
     def _submit(self, peer: str, start: Start, now: float) -> Sequence | Reason:
@@ -192,14 +192,14 @@ class PrefillSide:
         """Whether `output` is of a hand-off; if so, its machine hears of it."""
         if output.request_id not in self._names:
             return False
-        works = self._works.values()
-        work = next((w for w in works if w.sequence.request_id == output.request_id), None)
-        if work is not None and output.tokens and output.usage is not None:
-            usage = self._with_peer_reads(output.usage, work.machine.handoff)
-            chosen = work.machine.chose(output.tokens[0], output.logprobs[0], usage, now)
-            self._do(work, chosen, now)
-        elif work is not None and output.finish_reason is not None:
-            self._do(work, work.machine.dropped(now), now)
+        entries = self._entries.values()
+        entry = next((w for w in entries if w.sequence.request_id == output.request_id), None)
+        if entry is not None and output.tokens and output.usage is not None:
+            usage = self._with_peer_reads(output.usage, entry.machine.handoff)
+            chosen = entry.machine.first_token(output.tokens[0], output.logprobs[0], usage, now)
+            self._do(entry, chosen, now)
+        elif entry is not None and output.finish_reason is not None:
+            self._do(entry, entry.machine.dropped(now), now)
         if output.finish_reason is not None:
             self._names.discard(output.request_id)
         return True
@@ -215,28 +215,28 @@ class PrefillSide:
         tiers["peer"] = tiers.get("peer", 0) + num_tokens
         return replace(usage, by_tier=tiers)
 
-    def _do(self, work: _Work, actions: list[PrefillAction], now: float) -> None:
-        machine = work.machine
+    def _do(self, entry: _Entry, actions: list[PrefillAction], now: float) -> None:
+        machine = entry.machine
         for action in actions:
             match action:
                 case Send(message):
                     self.totals.num_asks += isinstance(message, Ask)
-                    self._network.send(work.peer, message)
+                    self._network.send(entry.peer, message)
                 case PushBlocks(push):
-                    self._jobs[push.job] = work
-                    self._senders.get(work.peer, machine.start.link).push(push)
+                    self._jobs[push.job] = entry
+                    self._senders.get(entry.peer, machine.start.link).push(push)
                 case CancelPushes():
-                    self._senders.get(work.peer, machine.start.link).cancel(machine.handoff)
+                    self._senders.get(entry.peer, machine.start.link).cancel(machine.handoff)
                 case Withdraw():
                     self._reads.abort(machine.handoff, now)
-                    self._scheduler.abort(work.sequence.request_id, now=now)
+                    self._scheduler.abort(entry.sequence.request_id, now=now)
                 case Release():
-                    self._forget(work, now)
+                    self._forget(entry, now)
 
-    def _forget(self, work: _Work, now: float) -> None:
-        machine = work.machine
-        self._scheduler.handoffs.unpin(work.sequence, now)
-        del self._works[machine.handoff]
+    def _forget(self, entry: _Entry, now: float) -> None:
+        machine = entry.machine
+        self._scheduler.handoffs.unpin(entry.sequence, now)
+        del self._entries[machine.handoff]
         self._ended.note(machine.handoff, machine.outcome)
         if machine.outcome is None:
             self.totals.num_done += 1

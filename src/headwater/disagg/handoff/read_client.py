@@ -22,7 +22,7 @@ from headwater.transfer.meter import LinkMeter
 
 
 @dataclass(slots=True, eq=False)
-class _Work:
+class _Entry:
     machine: PeerRead
     sequence: Sequence
     peer: str
@@ -39,7 +39,7 @@ class PeerReadClient:
         self._receiver = dependencies.receiver
         self._memory = dependencies.memory
         self._config = config
-        self._works: dict[int, _Work] = {}
+        self._entries: dict[int, _Entry] = {}
         self._meter = LinkMeter()
         self._num_read: dict[int, int] = {}
         self.num_blocks = 0
@@ -48,7 +48,7 @@ class PeerReadClient:
     @property
     def wake_s(self) -> float | None:
         """When a fetch has something to do although nothing came."""
-        end = min((w.machine.wake_s for w in self._works.values()), default=float("inf"))
+        end = min((w.machine.wake_s for w in self._entries.values()), default=float("inf"))
         return None if end == float("inf") else end
 
     def begin(self, start: Start, sequence: Sequence, peer: str, now: float) -> None:
@@ -61,58 +61,60 @@ class PeerReadClient:
             self._config,
             block_bytes=self._memory.block_bytes,
         )
-        work = _Work(machine, sequence, peer)
-        self._works[start.handoff] = work
+        entry = _Entry(machine, sequence, peer)
+        self._entries[start.handoff] = entry
         self._scheduler.handoffs.expect(sequence)
-        self._do(work, machine.begin(), now)
+        self._do(entry, machine.begin(), now)
 
     def is_reading(self, handoff: int) -> bool:
         """Whether its prompt must not be computed or sent yet."""
-        work = self._works.get(handoff)
-        return work is not None and not work.machine.is_over
+        entry = self._entries.get(handoff)
+        return entry is not None and not entry.machine.is_over
 
     def take_num_read(self, handoff: int) -> int:
         """How many blocks were fetched for it; forgets that."""
         return self._num_read.pop(handoff, 0)
 
-    def told(self, handoff: int, num_blocks: int, now: float) -> None:
+    def announced(self, handoff: int, num_blocks: int, now: float) -> None:
         """D says how many blocks it sends."""
-        if (work := self._works.get(handoff)) is not None:
-            self._do(work, work.machine.told(num_blocks, now), now)
+        if (entry := self._entries.get(handoff)) is not None:
+            self._do(entry, entry.machine.announced(num_blocks, now), now)
 
     def abort(self, handoff: int, now: float) -> None:
         """The hand-off is over; its sequence is about to be ended."""
         self._num_read.pop(handoff, None)
-        if (work := self._works.get(handoff)) is not None:
-            self._do(work, work.machine.abort(), now)
+        if (entry := self._entries.get(handoff)) is not None:
+            self._do(entry, entry.machine.abort(), now)
 
     def link_event(self, event: BlockReceived | LeaseClosed, now: float) -> None:
         """The link says what landed, or that nothing more will."""
-        work = self._works.get(event.lease)
-        if work is None:
+        entry = self._entries.get(event.lease)
+        if entry is None:
             return
         if isinstance(event, BlockReceived):
-            self._do(work, work.machine.received(event.index, event.num_bytes, now), now)
+            self._do(
+                entry, entry.machine.block_received(event.index, event.num_bytes, now), now
+            )
         else:
-            self._do(work, work.machine.closed(event.blocks), now)
+            self._do(entry, entry.machine.lease_closed(event.blocks), now)
 
     def tick(self, now: float) -> None:
         """Time has passed."""
-        for work in list(self._works.values()):
-            if work.machine.wake_s <= now:
-                self._do(work, work.machine.tick(now), now)
+        for entry in list(self._entries.values()):
+            if entry.machine.wake_s <= now:
+                self._do(entry, entry.machine.tick(now), now)
 
     def start(self, now: float) -> None:
         """A step was scheduled: whoever got room asks D."""
-        for work in list(self._works.values()):
-            sequence = work.sequence
-            if work.machine.state is PeerReadState.WAITING and (
+        for entry in list(self._entries.values()):
+            sequence = entry.sequence
+            if entry.machine.state is PeerReadState.WAITING and (
                 sequence.state is SequenceState.RECEIVING
             ):
                 first = sequence.num_committed
                 slots = sequence.block_table[first:].tolist()
                 link = self._receiver.address
-                self._do(work, work.machine.reserved(first, slots, link, now), now)
+                self._do(entry, entry.machine.reserved(first, slots, link, now), now)
 
     def _is_worth(self, start: Start, sequence: Sequence, now: float) -> bool:
         """Whether D has enough that is not here, and sends it faster than it is computed."""
@@ -128,13 +130,13 @@ class PeerReadClient:
         fetch_s = rate.latency_s + missing * rate.block_s
         return fetch_s < missing * cache.block_tokens / speed
 
-    def _do(self, work: _Work, actions: list[PeerReadAction], now: float) -> None:
-        handoffs, sequence = self._scheduler.handoffs, work.sequence
-        handoff = work.machine.handoff
+    def _do(self, entry: _Entry, actions: list[PeerReadAction], now: float) -> None:
+        handoffs, sequence = self._scheduler.handoffs, entry.sequence
+        handoff = entry.machine.handoff
         for action in actions:
             match action:
                 case Send(message):
-                    self._network.send(work.peer, message)
+                    self._network.send(entry.peer, message)
                 case Reserve():
                     handoffs.invite(sequence)
                 case OpenLease(slots):
@@ -142,18 +144,18 @@ class PeerReadClient:
                 case Fence():
                     self._receiver.fence(handoff)
                 case LocalFallback(num_blocks):
-                    self._count(work, num_blocks, now)
+                    self._count(entry, num_blocks, now)
                     self._memory.mark_written(sequence.block_table[sequence.num_committed :])
                     handoffs.compute_here(sequence, num_blocks, now)
                 case Quarantine():
                     handoffs.quarantine(sequence, handoff, now)
                 case FreeQuarantined():
                     handoffs.free_quarantined(handoff)
-        if work.machine.is_released:
-            self._works.pop(handoff, None)
+        if entry.machine.is_released:
+            self._entries.pop(handoff, None)
 
-    def _count(self, work: _Work, num_blocks: int, now: float) -> None:
+    def _count(self, entry: _Entry, num_blocks: int, now: float) -> None:
         if num_blocks:
             self.num_blocks += num_blocks
-            self._num_read[work.machine.handoff] = num_blocks
-            self._meter.observe(num_blocks, now - work.machine.asked_s, now=now)
+            self._num_read[entry.machine.handoff] = num_blocks
+            self._meter.observe(num_blocks, now - entry.machine.asked_s, now=now)

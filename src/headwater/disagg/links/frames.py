@@ -37,7 +37,7 @@ _MAGIC = b"HWF1"
 _FRAME = struct.Struct("<4sHHQQQQ")
 _PIECE = struct.Struct("<IIQ16s")
 _ANSWER = struct.Struct("<QB7x")
-_SEAL_BYTES = 16
+_MAC_BYTES = 16
 
 _OUTCOMES: tuple[PushFailure | None, ...] = (
     None,
@@ -97,7 +97,7 @@ def encode_frame(frame: Frame, key: bytes) -> bytes:
         _MAGIC, len(frame.pieces), 0, frame.number, frame.lease, frame.cell, frame.payload_bytes
     )
     table = b"".join(_PIECE.pack(*piece) for piece in frame.pieces)
-    return fields + _seal(fields, table, key) + table
+    return fields + _mac(fields, table, key) + table
 
 
 def table_bytes(head: memoryview | bytes) -> int:
@@ -113,7 +113,7 @@ def table_bytes(head: memoryview | bytes) -> int:
 def decode_frame(head: bytes, table: bytes, key: bytes, *, block_bytes: int) -> Frame:
     """The frame, or Malformed; nothing of it is believed before its seal is."""
     fields = head[: _FRAME.size]
-    if _seal(fields, table, key) != head[_FRAME.size :]:
+    if _mac(fields, table, key) != head[_FRAME.size :]:
         raise Malformed("a frame whose seal is not ours")
     _, _, _, number, lease, cell, payload_bytes = _FRAME.unpack(fields)
     pieces = tuple(map(SentPiece._make, _PIECE.iter_unpack(table)))
@@ -140,7 +140,7 @@ def decode_answers(raw: memoryview) -> Sequence[tuple[int, PushFailure | None]]:
     return answers
 
 
-def _seal(fields: bytes, table: bytes, key: bytes) -> bytes:
-    digest = hashlib.blake2b(fields, digest_size=_SEAL_BYTES, key=key)
+def _mac(fields: bytes, table: bytes, key: bytes) -> bytes:
+    digest = hashlib.blake2b(fields, digest_size=_MAC_BYTES, key=key)
     digest.update(table)
     return digest.digest()

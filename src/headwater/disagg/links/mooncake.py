@@ -53,7 +53,7 @@ _GRANT = struct.Struct("<QQQ")
 _DIRECT_BYTES = 256 << 10
 """Blocks of this size and more are written from their slots, where those are registered."""
 
-_NAP_S = 3e-4
+_POLL_S = 3e-4
 """Between two looks at a write that is under way."""
 
 
@@ -73,7 +73,7 @@ class TransferEngine:
         self._idle: dict[int, list[memoryview]] = {}
         self._all: list[memoryview] = []
 
-    def lend(self, num_bytes: int) -> memoryview:
+    def allocate(self, num_bytes: int) -> memoryview:
         """Registered memory for staging, as long as the engine lives: never anything else.
 
         A late write may be on its way to it at any time.
@@ -98,7 +98,7 @@ class TransferEngine:
         if self._engine.register_memory(address_of(memory), len(memory)) != 0:
             raise ConfigError("Mooncake cannot register the memory of the blocks")
 
-    def give_back(self, memory: memoryview) -> None:
+    def free(self, memory: memoryview) -> None:
         """Memory that the next one may have for staging."""
         with self._lock:
             self._idle.setdefault(len(memory), []).append(memory)
@@ -130,7 +130,7 @@ class MooncakeAcceptor:
         self._cell_bytes = config.cell_bytes(block_bytes)
         self._num_cells = config.num_cells
         part_bytes = self._cell_bytes * self._num_cells
-        self._memory = engine.lend(part_bytes * config.max_senders)
+        self._memory = engine.allocate(part_bytes * config.max_senders)
         parts = range(0, len(self._memory), part_bytes)
         self._lock = Lock()
         self._free = deque(self._memory[at : at + part_bytes] for at in parts)
@@ -154,13 +154,13 @@ class MooncakeAcceptor:
             inbound.close()
             raise
 
-    def give_back(self, part: memoryview) -> None:
+    def free(self, part: memoryview) -> None:
         """A sender has gone."""
         with self._lock:
             self._free.append(part)
 
     def close(self) -> None:
-        self._engine.give_back(self._memory)
+        self._engine.free(self._memory)
 
 
 class MooncakeInbound(CellInbound):
@@ -172,7 +172,7 @@ class MooncakeInbound(CellInbound):
         self._acceptor = acceptor
 
     def close(self) -> None:
-        self._acceptor.give_back(self._part)
+        self._acceptor.free(self._part)
 
 
 class MooncakeDialer:
@@ -184,7 +184,7 @@ class MooncakeDialer:
         self, address: str, config: LinkConfig, engine: TransferEngine, *, direct: bool = False
     ) -> None:
         """`direct` where the engine has registered the slots themselves."""
-        self._least_bytes = _DIRECT_BYTES if direct else sys.maxsize
+        self._min_direct_bytes = _DIRECT_BYTES if direct else sys.maxsize
         self._target = parse_host_port(address)
         self._config = config
         self.frame_bytes = config.frame_bytes
@@ -195,19 +195,21 @@ class MooncakeDialer:
     def dial(self, terms: HandshakeTerms, check_wait: WaitCheck) -> "MooncakeOutbound":
         cell_bytes = self._config.cell_bytes(terms.block_bytes)
         if self._memory is None:
-            self._memory = self._engine.lend(cell_bytes * self._config.num_cells)
+            self._memory = self._engine.allocate(cell_bytes * self._config.num_cells)
         stream = connect(self._target, self._config.connect_timeout_s)
         try:
             session = client_handshake(stream, terms, check_wait)
             cells = StagingCells(self._memory, cell_bytes)
-            return MooncakeOutbound(stream, session, self._engine, cells, self._least_bytes)
+            return MooncakeOutbound(
+                stream, session, self._engine, cells, self._min_direct_bytes
+            )
         except BaseException:
             stream.close()
             raise
 
     def close(self) -> None:
         if self._memory is not None:
-            self._engine.give_back(self._memory)
+            self._engine.free(self._memory)
 
 
 class MooncakeOutbound:
@@ -222,9 +224,9 @@ class MooncakeOutbound:
         session: LinkSession,
         engine: TransferEngine,
         cells: StagingCells,
-        least_bytes: int,
+        min_direct_bytes: int,
     ) -> None:
-        """Blocks of `least_bytes` or more are written from their slots."""
+        """Blocks of `min_direct_bytes` or more are written from their slots."""
         if len(session.grant) <= _GRANT.size:
             raise Malformed("a receiver that lends no memory", PushFailure.REFUSED)
         self._target, their_bytes, num_cells = _GRANT.unpack_from(session.grant)
@@ -237,13 +239,13 @@ class MooncakeOutbound:
         self._name = session.grant[_GRANT.size :].decode(errors="replace")
         self._engine = engine
         self._cells = cells
-        self._least_bytes = least_bytes
+        self._min_direct_bytes = min_direct_bytes
         self._queue: SimpleQueue[tuple[Frame, list[int], WaitCheck] | None] = SimpleQueue()
         self._closed = Event()
         self._thread = Thread(target=self._write, name="mooncake-write", daemon=True)
         self._thread.start()
 
-    def carry(
+    def send_frame(
         self,
         number: int,
         lease: int,
@@ -252,7 +254,7 @@ class MooncakeOutbound:
         check_wait: WaitCheck,
     ) -> None:
         cell = self._cells.take(number, check_wait)
-        if pieces[0].num_bytes >= self._least_bytes:
+        if pieces[0].num_bytes >= self._min_direct_bytes:
             sent = tuple(map(describe, pieces, views))
             sources = [address_of(view) for view in views]
         else:
@@ -285,7 +287,7 @@ class MooncakeOutbound:
                 while numbers and self._engine.poll(numbers[0]):
                     numbers.pop(0)
                 if numbers:
-                    self._closed.wait(_NAP_S)
+                    self._closed.wait(_POLL_S)
                 else:
                     under_way.popleft()
                     self.stream.send([encode_frame(frame, self._key)], check_wait)

@@ -135,7 +135,9 @@ class StreamReceiver:
                     log.warning("%s: a connection is not accepted: %s", self.address, error)
                 continue
             name = f"{self._acceptor.link}-receive"
-            thread = Thread(target=self._attend, args=(stream,), name=name, daemon=True)
+            thread = Thread(
+                target=self._serve_connection, args=(stream,), name=name, daemon=True
+            )
             with self._lock:
                 unauthenticated = len(self._streams) - self._num_served
                 if self._closed.is_set() or unauthenticated >= _MAX_UNAUTHENTICATED:
@@ -144,7 +146,7 @@ class StreamReceiver:
                 self._streams[stream] = thread
             thread.start()
 
-    def _attend(self, stream: Stream) -> None:
+    def _serve_connection(self, stream: Stream) -> None:
         """All of one connection."""
         try:
             self._handshake(stream)
@@ -194,7 +196,7 @@ class _Connection:
         """Frames, each with its answer, until the connection breaks."""
         number = 0
         while True:
-            begun = self._stream.some([self._head])
+            begun = self._stream.receive_some([self._head])
             if not begun:
                 self._stream.await_readable()
                 continue

@@ -37,7 +37,7 @@ class Outbound(Protocol):
 
     stream: Stream
 
-    def carry(
+    def send_frame(
         self,
         number: int,
         lease: int,
@@ -190,9 +190,9 @@ class StreamSender:
                     return None
                 if self._queue:
                     return self._queue.popleft()
-                self._changed.wait(self._nap_s())
+                self._changed.wait(self._wait_s())
 
-    def _nap_s(self) -> float | None:
+    def _wait_s(self) -> float | None:
         """How long until the first deadline of what waits for answers."""
         if not self._sent:
             return None
@@ -266,7 +266,7 @@ class StreamSender:
             connection.next_number += 1
             connection.waiting[number] = pending
             pending.unanswered.add(number)
-        connection.outbound.carry(
+        connection.outbound.send_frame(
             number, push.lease, pieces, views, self._wait_check(push, connection)
         )
 
@@ -308,7 +308,7 @@ class StreamSender:
         have = 0
         try:
             while True:
-                got = stream.some([buffer[have:]], 0)
+                got = stream.receive_some([buffer[have:]], 0)
                 if not got:
                     stream.await_readable()
                 have += got

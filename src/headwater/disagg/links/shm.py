@@ -178,7 +178,7 @@ class ShmOutbound:
         self._key = key
         self._validity = validity
 
-    def carry(
+    def send_frame(
         self,
         number: int,
         lease: int,

@@ -96,7 +96,7 @@ class TcpInbound:
         """Fill the views unless it is stopped; how many bytes of them have come."""
         num_bytes = 0
         while views and not arriving.stopped:
-            got = self._stream.some(views)
+            got = self._stream.receive_some(views)
             if not got:
                 check_wait()
             views = advance(views, got)
@@ -134,7 +134,7 @@ class TcpOutbound:
         self.stream = stream
         self._key = key
 
-    def carry(
+    def send_frame(
         self,
         number: int,
         lease: int,

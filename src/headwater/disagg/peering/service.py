@@ -249,15 +249,15 @@ class _Connection:
         if self._shut:
             stream.shut()
         session = self._handshake(stream, is_client=is_client)
-        sealed = _Sealed(stream, session.key, is_client=is_client)
-        sealed.send(service.hello(), service.check_wait())
-        service.check_hello(sealed.receive(service.check_wait(), _MAX_HELLO_BYTES))
+        frames = _AuthenticatedFrames(stream, session.key, is_client=is_client)
+        frames.send(service.hello(), service.check_wait())
+        service.check_hello(frames.receive(service.check_wait(), _MAX_HELLO_BYTES))
         name = f"peer {self.name} out"
-        self._writer = Thread(target=self._write, args=(sealed,), name=name, daemon=True)
+        self._writer = Thread(target=self._write, args=(frames,), name=name, daemon=True)
         self._writer.start()
         while True:
             stream.await_readable()
-            body = sealed.receive(service.stall_check(), MAX_BODY_BYTES)
+            body = frames.receive(service.stall_check(), MAX_BODY_BYTES)
             service.deliver(self, decode(body))
 
     def _handshake(self, stream: Stream, *, is_client: bool) -> LinkSession:
@@ -266,19 +266,19 @@ class _Connection:
             return client_handshake(stream, terms, check_wait)
         return ServerHandshake(stream, terms, check_wait).accept()
 
-    def _write(self, sealed: "_Sealed") -> None:
+    def _write(self, frames: "_AuthenticatedFrames") -> None:
         try:
             while (body := self._unsent.get()) is not _CLOSE:
-                sealed.send(body, self._service.stall_check())
+                frames.send(body, self._service.stall_check())
                 with self._lock:
                     self._num_unsent_bytes -= len(body)
         except LinkBroken as exc:
             log.debug("%s: cannot send: %s", self.name, exc)
         finally:
-            sealed.stream.shut()
+            frames.stream.shut()
 
 
-class _Sealed:
+class _AuthenticatedFrames:
     """Frames that only the two ends of this connection can make, in the order they were sent."""
 
     def __init__(self, stream: Stream, key: bytes, *, is_client: bool) -> None:
@@ -289,26 +289,26 @@ class _Sealed:
 
     def send(self, body: bytes, check_wait: WaitCheck) -> None:
         """One frame."""
-        seal = self._seal(self._directions[0], self._num_sent, body)
+        mac = self._mac(self._directions[0], self._num_sent, body)
         self._num_sent += 1
-        self.stream.send([_HEAD.pack(len(body), seal), body], check_wait)
+        self.stream.send([_HEAD.pack(len(body), mac), body], check_wait)
 
     def receive(self, check_wait: WaitCheck, max_bytes: int) -> bytes:
         """The body of the next frame, of which the first byte is there; else Malformed."""
         head = bytearray(_HEAD.size)
         self.stream.fill(memoryview(head), check_wait)
-        num_bytes, seal = _HEAD.unpack(head)
+        num_bytes, mac = _HEAD.unpack(head)
         if num_bytes > max_bytes:
             raise Malformed(f"a message of {num_bytes} bytes")
         body = bytearray(num_bytes)
         self.stream.fill(memoryview(body), check_wait)
-        own = self._seal(self._directions[1], self._num_received, body)
-        if not hmac.compare_digest(seal, own):
+        own = self._mac(self._directions[1], self._num_received, body)
+        if not hmac.compare_digest(mac, own):
             raise Malformed("a message whose seal is not ours")
         self._num_received += 1
         return bytes(body)
 
-    def _seal(self, way: bytes, number: int, body: bytes | bytearray) -> bytes:
+    def _mac(self, way: bytes, number: int, body: bytes | bytearray) -> bytes:
         said = way + struct.pack("<Q", number)
         digest = hashlib.blake2b(said, key=self._key[:64], digest_size=16)
         digest.update(body)

@@ -53,7 +53,7 @@ class Stream:
             if views:
                 check_wait()
 
-    def some(self, views: Sequence[memoryview], flags: int = socket.MSG_WAITALL) -> int:
+    def receive_some(self, views: Sequence[memoryview], flags: int = socket.MSG_WAITALL) -> int:
         """Fill the views from their beginning; how many bytes came within a tick."""
         try:
             if len(views) == 1:
@@ -72,7 +72,7 @@ class Stream:
     def fill(self, view: memoryview, check_wait: WaitCheck) -> None:
         """The next len(view) bytes."""
         while view:
-            got = self.some([view])
+            got = self.receive_some([view])
             if not got:
                 check_wait()
             view = view[got:]

@@ -132,7 +132,7 @@ class DecodeHandoff:
             return self._answer_late(message)
         match message:
             case Accepted(sent_s=sent_s) | Renew(sent_s=sent_s):
-                self._hear(now)
+                self._heartbeat(now)
                 return [Send(Renewed(self.handoff, sent_s))]
             case Ask():
                 return self._asked(now)
@@ -165,14 +165,14 @@ class DecodeHandoff:
             self._lease_is_closed = True  # nothing is to come, so nothing is to be fenced
         return [*actions, Send(self._grant)]
 
-    def received(self, index: int, num_bytes: int, now: float) -> Actions:
+    def block_received(self, index: int, num_bytes: int, now: float) -> Actions:
         """The link says that a block is in its slot."""
         if self._tracker is None:
             return []
         self._tracker.add(index, num_bytes)
         return self._close_if_whole(now)
 
-    def closed(self, num_bytes: int, blocks: frozenset[int], now: float) -> Actions:
+    def lease_closed(self, num_bytes: int, blocks: frozenset[int], now: float) -> Actions:
         """The link says that nothing more will land: the final account."""
         if self._tracker is None or self._lease_is_closed:
             return []
@@ -238,7 +238,7 @@ class DecodeHandoff:
             return [Send(self.start)] if starting else []
         return []
 
-    def _hear(self, now: float) -> None:
+    def _heartbeat(self, now: float) -> None:
         """A heartbeat: the term starts over."""
         self._expires_s = now + self._config.term_s
         if self.state is DecodeState.STARTING:
@@ -248,7 +248,7 @@ class DecodeHandoff:
 
     def _asked(self, now: float) -> Actions:
         """The same answer, however often it is asked."""
-        self._hear(now)
+        self._heartbeat(now)
         if self.state is DecodeState.QUEUED:
             self.state = DecodeState.RESERVING
             self._reserve_end_s = now + self._config.reserve_timeout_s
@@ -258,7 +258,7 @@ class DecodeHandoff:
     def _take_first(self, first: First, now: float) -> Actions:
         if self.state is not DecodeState.RECEIVING or self.first is not None:
             return []
-        self._hear(now)
+        self._heartbeat(now)
         self.first = first
         self.first_s = now
         return self._close_if_whole(now)
@@ -280,9 +280,9 @@ class DecodeHandoff:
         assert self._tracker is not None, "closing follows receiving"
         assert self.first is not None, "closing follows the first token"
         self.num_bytes = num_bytes
-        told = (self.first.num_blocks, self.first.num_bytes)
+        announced = (self.first.num_blocks, self.first.num_bytes)
         due = (self._tracker.num_blocks, self._tracker.num_bytes)
-        if self._tracker.is_exact(num_bytes, blocks) and told == due:
+        if self._tracker.is_exact(num_bytes, blocks) and announced == due:
             return self._over(
                 now, [DeliverFirstToken(self.first), Send(HandoffDone(self.handoff))]
             )

@@ -55,7 +55,7 @@ class PeerRead:
         self._config = config
         self._block_bytes = block_bytes
         self._tracker: ReceiveTracker | None = None
-        self._num_told: int | None = None
+        self._num_announced: int | None = None
         self._is_quarantined = False
         self._end_s = _NEVER
 
@@ -93,19 +93,19 @@ class PeerRead:
         pull = Pull(handoff=self.handoff, link=link, start_block=start_block, num_blocks=wanted)
         return [OpenLease(slots[:wanted]), Send(pull)]
 
-    def told(self, num_blocks: int, now: float) -> Actions:
+    def announced(self, num_blocks: int, now: float) -> Actions:
         """D says how many it sends."""
-        self._num_told = num_blocks
+        self._num_announced = num_blocks
         return self._fence_if_whole(now)
 
-    def received(self, index: int, num_bytes: int, now: float) -> Actions:
+    def block_received(self, index: int, num_bytes: int, now: float) -> Actions:
         """The link says that a block is in its slot."""
         if self._tracker is None:
             return []
         self._tracker.add(index, num_bytes)
         return self._fence_if_whole(now)
 
-    def closed(self, blocks: frozenset[int]) -> Actions:
+    def lease_closed(self, blocks: frozenset[int]) -> Actions:
         """The link says that nothing more will land."""
         if self._is_quarantined:
             self._is_quarantined = False
@@ -140,10 +140,10 @@ class PeerRead:
         if (
             self.state is not PeerReadState.RECEIVING
             or tracker is None
-            or self._num_told is None
+            or self._num_announced is None
         ):
             return []
-        return self._fence(now) if tracker.num_received >= self._num_told else []
+        return self._fence(now) if tracker.num_received >= self._num_announced else []
 
     def _fence(self, now: float) -> Actions:
         self.state = PeerReadState.FENCING

@@ -148,7 +148,7 @@ class PrefillHandoff:
         self._num_computed, self._table = num_tokens, table
         return self._push(now)
 
-    def chose(
+    def first_token(
         self, token: int, logprobs: TokenLogprobs | None, usage: Usage, now: float
     ) -> Actions:
         """All is computed, and this is the first token; the partial last block travels too."""

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 OpenCopier: TypeAlias = Callable[[HostSlab], DeviceCopier]
 """Makes the copier between the device and a slab."""
 
-Then: TypeAlias = Callable[[bool], None]
+OnCopied: TypeAlias = Callable[[bool], None]
 """Told once, from any thread, whether all bytes of a copy are there."""
 
 _Place: TypeAlias = tuple[Tier, Sequence[int]]
@@ -66,20 +66,20 @@ class Buffers:
             self._free.extend(buffers)
             self._changed.notify_all()
 
-    def load(self, slots: Sequence[int], buffers: Sequence[int], then: Then) -> None:
+    def load(self, slots: Sequence[int], buffers: Sequence[int], on_copied: OnCopied) -> None:
         """Copy blocks of the device into buffers."""
-        self._copy(Demotion, (Tier.DEVICE, slots), (Tier.HOST, buffers), then)
+        self._copy(Demotion, (Tier.DEVICE, slots), (Tier.HOST, buffers), on_copied)
 
-    def store(self, buffers: Sequence[int], slots: Sequence[int], then: Then) -> None:
+    def store(self, buffers: Sequence[int], slots: Sequence[int], on_copied: OnCopied) -> None:
         """Copy buffers into the device's slots."""
-        self._copy(Promotion, (Tier.HOST, buffers), (Tier.DEVICE, slots), then)
+        self._copy(Promotion, (Tier.HOST, buffers), (Tier.DEVICE, slots), on_copied)
 
     def close(self) -> None:
         """Nothing is copied any more. Twice is safe."""
         self._copier.close()
 
     def _copy(
-        self, kind: type[TransferJob], source: _Place, target: _Place, then: Then
+        self, kind: type[TransferJob], source: _Place, target: _Place, on_copied: OnCopied
     ) -> None:
         transfer = kind(
             job=JobId(next(self._jobs)),
@@ -90,10 +90,10 @@ class Buffers:
         )
 
         def report(completion: JobCompletion) -> None:
-            then(completion.ending is JobStatus.DONE)
+            on_copied(completion.ending is JobStatus.DONE)
 
         try:
             self._copier.start(transfer, report)
         except Exception:
             log.exception("a copy could not begin")
-            then(False)
+            on_copied(False)

@@ -152,9 +152,9 @@ class StagedSender:
                         part = self._queue.popleft()
                         part.pending.has_begun = self._is_copying = True
                         return part, buffers
-                self._changed.wait(self._nap_s())
+                self._changed.wait(self._wait_s())
 
-    def _nap_s(self) -> float | None:
+    def _wait_s(self) -> float | None:
         """How long until the first deadline of what waits for its turn."""
         if not self._queue:
             return None
