@@ -26,6 +26,12 @@ def matched(peer: EchoPeer, tokens: list[int]) -> int:
     return peer.cache.match(TokenPath(tokens)).device_blocks
 
 
+def lease_end_s(peer: EchoPeer, handoff: int) -> float | None:
+    """When the lease of a hand-off ends on `peer` unless it is renewed; None without one."""
+    entry = peer.handoffs.decode_side._entries.get(handoff)
+    return None if entry is None else entry.machine.lease_end_s
+
+
 def until(pair: EchoPair, done: object, **held: bool) -> None:
     """Turn until `done()`; blocks or fences may be held."""
     for _ in range(200):

@@ -15,6 +15,7 @@ from headwater.scheduler.request import Request
 from headwater.testing.peers import EchoPair, EchoPeer
 from headwater.testing.tiers import make_echo_request, uncached_tokens
 from headwater.types import RequestId
+from tests.disagg.pairs import lease_end_s
 from tests.disagg.requests import make_handoff, make_prompt, make_storage
 from tests.search import search
 
@@ -227,7 +228,7 @@ class Interleavings(RuleBasedStateMachine):
         if "d" in self.dead:
             return
         for transfer in self.pair.fabric.transfers:
-            end_s = self.pair.decode.handoffs.decode_side.lease_end_s(transfer.push.lease)
+            end_s = lease_end_s(self.pair.decode, transfer.push.lease)
             if end_s is not None and not transfer.is_late:
                 assert transfer.push.deadline_s <= end_s
 

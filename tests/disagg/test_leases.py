@@ -4,7 +4,7 @@ from headwater.disagg.protocol.config import HandoffConfig
 from headwater.disagg.protocol.messages import Ask, Failed, Grant, Reason
 from headwater.testing.peers import EchoPair
 from headwater.testing.tiers import make_echo_request
-from tests.disagg.pairs import expected, until
+from tests.disagg.pairs import expected, lease_end_s, until
 from tests.disagg.requests import make_handoff, make_prompt
 
 PROMPT = make_prompt(30)
@@ -38,7 +38,7 @@ def test_p_stops_pushing_before_its_term_ends():
     pair = EchoPair()
     pair.decode.add(make_handoff("a", PROMPT))
     until(pair, lambda: len(pair.fabric.transfers) > 0, blocks=False)
-    end_s = pair.decode.handoffs.decode_side.lease_end_s(pair.fabric.transfers[0].push.lease)
+    end_s = lease_end_s(pair.decode, pair.fabric.transfers[0].push.lease)
     assert end_s is not None
     while pair.prefill.handoffs.prefill_side.num_active:
         pair.fabric.packets.clear()
@@ -95,7 +95,7 @@ def test_a_restarted_peer_sees_nothing_that_was_said_to_the_one_before():
     pair.prefill = pair.make("p")
     pair.run("a")
 
-    assert pair.prefill.handoffs.prefill_side.totals.num_started == 0
+    assert pair.prefill.handoffs.prefill_side.totals.num_asks == 0
     assert pair.decode.outputs["a"] == expected(make_handoff("a", PROMPT))
 
 

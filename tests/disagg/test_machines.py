@@ -6,10 +6,19 @@ from headwater.cache import JobStatus, Promotion
 from headwater.clock import SystemClock
 from headwater.disagg.protocol.actions import LocalFallback, Send
 from headwater.disagg.protocol.config import HandoffConfig
-from headwater.disagg.protocol.decode import DecodeHandoff
-from headwater.disagg.protocol.messages import Accepted, Ask, Cancel, Reason, Start
+from headwater.disagg.protocol.decode import DecodeHandoff, DecodeState
+from headwater.disagg.protocol.messages import (
+    Accepted,
+    Ask,
+    Cancel,
+    First,
+    Reason,
+    Start,
+    Timings,
+)
 from headwater.disagg.protocol.peer_read import PeerRead
 from headwater.launch import peers
+from headwater.scheduler.output import Usage
 from headwater.transfer.completions import JobCompletion
 from tests.disagg.real import TOKEN, RealPair, make_real_request
 from tests.disagg.requests import make_handoff, make_prompt
@@ -17,8 +26,8 @@ from tests.disagg.requests import make_handoff, make_prompt
 BLOCK_BYTES = 32
 
 
-def test_d_computes_from_the_first_block_that_was_not_kept():
-    """P believes that all is well, so it is told (lesson 53)."""
+def make_receiving(config: HandoffConfig) -> DecodeHandoff:
+    """A hand-off that waits for four blocks, at time 0."""
     start = Start(
         handoff=1,
         request=make_handoff("a", make_prompt(16)),
@@ -26,19 +35,67 @@ def test_d_computes_from_the_first_block_that_was_not_kept():
         num_found=0,
         within_s=60.0,
     )
-    machine = DecodeHandoff(
-        start, HandoffConfig(), block_bytes=BLOCK_BYTES, local_fallback=True
-    )
+    machine = DecodeHandoff(start, config, block_bytes=BLOCK_BYTES, local_fallback=True)
     machine.begin(0.0)
     machine.receive(Accepted(1, 0.0), 0.0)
     machine.receive(Ask(1), 0.0)
     machine.reserved(0, range(4), 0.0)
+    return machine
+
+
+def make_first(num_blocks: int) -> First:
+    """The first token of that hand-off, after so many blocks."""
+    usage = Usage(
+        prompt_tokens=16,
+        cached_tokens=0,
+        by_tier={},
+        computed=16,
+        miss_reason=None,
+        queued_s=0.0,
+    )
+    return First(
+        handoff=1,
+        token=7,
+        logprobs=None,
+        usage=usage,
+        num_blocks=num_blocks,
+        num_bytes=num_blocks * BLOCK_BYTES,
+        timings=Timings(),
+    )
+
+
+def test_d_computes_from_the_first_block_that_was_not_kept():
+    """P believes that all is well, so it is told (lesson 53)."""
+    machine = make_receiving(HandoffConfig())
     for index in (0, 1, 3):
         machine.block_received(index, BLOCK_BYTES, 0.0)
     actions = machine.lease_closed(3 * BLOCK_BYTES, frozenset({0, 1, 3}), 0.0)
 
     assert actions == [Send(Cancel(1, Reason.BYTE_COUNT)), LocalFallback(2, Reason.BYTE_COUNT)]
     assert machine.is_released
+
+
+def test_a_failing_hand_off_sleeps_until_its_fence_has_ended():
+    """Its lease has expired, and that deadline is not waited for again (lesson 78)."""
+    config = HandoffConfig()
+    machine = make_receiving(config)
+    expired_s = config.term_s + 0.5
+    machine.tick(expired_s)
+
+    assert machine.state is DecodeState.FAILING
+    assert machine.wake_s == expired_s + config.fence_wait_s
+
+
+def test_a_closing_hand_off_sleeps_until_its_fence_has_ended():
+    """Its blocks are complete; no other deadline makes the loop turn (lesson 78)."""
+    config = HandoffConfig()
+    machine = make_receiving(config)
+    for index in range(4):
+        machine.block_received(index, BLOCK_BYTES, 1.0)
+    machine.receive(make_first(num_blocks=4), 1.0)
+
+    assert machine.state is DecodeState.CLOSING
+    assert machine.wake_s == 1.0 + config.fence_wait_s
 
 
 def test_p_computes_what_it_fetched_and_could_not_keep():

@@ -38,7 +38,7 @@ def test_a_preempted_request_on_d_resumes_from_its_tree():
     pair.run("a", "b")
 
     assert pair.decode.core.stats().num_preemptions > 0
-    assert pair.prefill.handoffs.prefill_side.totals.num_started == 2
+    assert pair.prefill.handoffs.prefill_side.totals.num_asks == 2
     for request in requests:
         assert pair.decode.outputs[request.request_id] == expected(request)
 

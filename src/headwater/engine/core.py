@@ -214,7 +214,7 @@ class EngineCore:
         self._pace.note(batch, decided, result, collected)
         outputs = self._scheduler.advance(result, now=collected)
         if self._peers is not None:
-            outputs = self._peers.settle(outputs, collected)
+            outputs = self._peers.step_finished(outputs, collected)
         ended = self._clock.now()
         self._decide_s += decided - began + ended - collected
         self._step_s += ended - began
@@ -321,7 +321,7 @@ class EngineCore:
         """Have copies begun, and peers told who was scheduled."""
         self._mover.start(self._scheduler.take_copies(now), now=now)
         if self._peers is not None:
-            self._peers.start(now)
+            self._peers.step_scheduled(now)
 
     def _land(self, now: float) -> None:
         """Take in what the executors report, and what they tell about their speed."""

@@ -260,6 +260,7 @@ class Admission:
         sequence.is_counted = True
         if not sequence.num_preemptions:
             sequence.usage = self._blocks.usage(sequence, match, now)
+        self._table.note_admitted(sequence)
         if sequence.receives:
             self._table.move(sequence, SequenceState.RECEIVING)
             return AdmissionResult.ADMITTED
@@ -280,6 +281,7 @@ class Admission:
             return AdmissionResult.LOADING
         if not self._blocks.begin_overlapped(sequence, match, promotion, now):
             return AdmissionResult.LOADING
+        self._table.note_admitted(sequence)
         self._table.move(sequence, SequenceState.PREFILL)
         return AdmissionResult.ADMITTED
 

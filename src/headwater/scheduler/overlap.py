@@ -79,6 +79,7 @@ class OverlappedLoads:
             self._totals.count_admission(sequence.usage)
         sequence.is_counted = True
         sequence.num_computed += overlap.num_tokens
+        self._table.note_computed(sequence)
         if overlap.token is None:
             self._table.move(sequence, SequenceState.PREFILL)
             if sequence.num_computed >= sequence.commit_at:

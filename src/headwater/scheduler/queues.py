@@ -101,6 +101,8 @@ class SequenceTable:
         self.preempting: list[Sequence] = []
         self.departing: list[Sequence] = []
         """Finished, with slots that a step in flight or somebody outside still uses."""
+        self._admitted: dict[RequestId, Sequence] = {}
+        self._computed: dict[RequestId, Sequence] = {}
         self._running = {
             SequenceState.REMOTE: self.remote,
             SequenceState.RECEIVING: self.receiving,
@@ -133,6 +135,28 @@ class SequenceTable:
         return chain(
             self.decoding, self.prefilling, self.preempting, self.receiving, self.overlapping
         )
+
+    def note_admitted(self, sequence: Sequence) -> None:
+        """`sequence` got its blocks, and the KV of its cached prefix is in them. Reported where
+        a hand-off takes part in it."""
+        if sequence.receives or sequence.num_pins:
+            self._admitted[sequence.request_id] = sequence
+        self.note_computed(sequence)
+
+    def note_computed(self, sequence: Sequence) -> None:
+        """More KV of `sequence` is in its blocks. Reported where a hand-off sends them."""
+        if sequence.num_pins:
+            self._computed[sequence.request_id] = sequence
+
+    def take_admitted(self) -> list[Sequence]:
+        """Sequences of hand-offs that were admitted since the last call, each once."""
+        admitted, self._admitted = self._admitted, {}
+        return list(admitted.values())
+
+    def take_computed(self) -> list[Sequence]:
+        """Sequences of hand-offs with more KV than at the last call, each once."""
+        computed, self._computed = self._computed, {}
+        return list(computed.values())
 
     def with_slots(self) -> list[Sequence]:
         """Those that have slots, finished ones included."""

@@ -64,6 +64,16 @@ class Handoffs:
         ]
         return min(ends, default=None)
 
+    def take_admitted(self) -> list[Sequence]:
+        """Sequences of hand-offs that were admitted since the last call: on D they receive from
+        now on, on P they are computed. Each is reported once."""
+        return self._table.take_admitted()
+
+    def take_computed(self) -> list[Sequence]:
+        """Pinned sequences with more KV in their blocks than at the last call. Each is reported
+        once, with its newest state."""
+        return self._table.take_computed()
+
     def expect(self, sequence: Sequence) -> None:
         """A new sequence is computed elsewhere; it waits for that and for nothing here."""
         self._table.move(sequence, SequenceState.REMOTE)

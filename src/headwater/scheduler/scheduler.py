@@ -342,9 +342,11 @@ class Scheduler:
                     self.finish_job(outcome, now=now)
             elif chooses:
                 sequence.finish_chunk_with_token(num_tokens, tokens[at])
+                self._table.note_computed(sequence)
                 outputs.append(self._take_in(sequence, tokens[at], logprobs[at], now))
             else:
                 sequence.finish_chunk(num_tokens)
+                self._table.note_computed(sequence)
                 if sequence.num_computed >= sequence.commit_at:
                     self._blocks.commit(sequence, now)
             at += chooses

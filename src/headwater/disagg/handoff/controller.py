@@ -29,6 +29,7 @@ from headwater.disagg.protocol.push import BlockReceived, LeaseClosed, PushDone,
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.request import Request
 from headwater.scheduler.scheduler import Scheduler
+from headwater.scheduler.sequence import SequenceState
 from headwater.types import RequestId
 
 _TO_DECODE = (Accepted, StartRefused, Ask, Renew, First, Failed, Pull)
@@ -105,16 +106,20 @@ class HandoffController:
         self.reads.tick(now)
         self.decode_side.tick(now)
 
-    def start(self, now: float) -> None:
-        """A step was scheduled, and is about to be computed."""
-        self.reads.start(now)
-        self.prefill_side.start(now)
-        self.decode_side.start(now)
+    def step_scheduled(self, now: float) -> None:
+        """A step was scheduled: act on the sequences that it admitted."""
+        for sequence in self._handoffs.take_admitted():
+            if sequence.state is not SequenceState.RECEIVING:
+                self.prefill_side.admitted(sequence, now)
+            elif not self.decode_side.reserved(sequence, now):
+                self.reads.reserved(sequence, now)
         self._handoffs.give_back(self._return_after_s, now)
 
-    def settle(self, outputs: list[SequenceOutput], now: float) -> list[SequenceOutput]:
-        """A step was collected. The outputs for this instance's own clients."""
-        return self.prefill_side.settle(outputs, now)
+    def step_finished(self, outputs: list[SequenceOutput], now: float) -> list[SequenceOutput]:
+        """A step was computed: send its KV. Returns the outputs for this instance's clients."""
+        for sequence in self._handoffs.take_computed():
+            self.prefill_side.computed(sequence, now)
+        return [output for output in outputs if not self.prefill_side.take(output, now)]
 
     def stats(self) -> HandoffCounts:
         """A snapshot."""

@@ -18,7 +18,7 @@ from headwater.disagg.protocol.actions import (
     Send,
 )
 from headwater.disagg.protocol.config import HandoffConfig
-from headwater.disagg.protocol.decode import DecodeHandoff, DecodeState
+from headwater.disagg.protocol.decode import DecodeHandoff
 from headwater.disagg.protocol.messages import (
     Cancel,
     Failed,
@@ -83,11 +83,6 @@ class DecodeSide:
         end = min(ends, default=float("inf"))
         return None if end == float("inf") else end
 
-    def lease_end_s(self, handoff: int) -> float | None:
-        """When the lease of a hand-off ends, unless renewed; None where it has none."""
-        entry = self._entries.get(handoff)
-        return None if entry is None else entry.machine.lease_end_s
-
     def add(self, request: Request, now: float) -> None:
         """Take a request whose prompt `request.prefill` computes; RequestError as ever."""
         sequence = self._scheduler.add(request)
@@ -107,7 +102,6 @@ class DecodeSide:
         )
         entry = _Entry(machine, sequence, request.prefill)
         self._entries[start.handoff] = self._by_request[request.request_id] = entry
-        self.totals.num_started += 1
         actions = machine.begin(now)
         if self._unresponsive_until_s.get(entry.peer, now) > now:
             actions = machine.lost(Reason.UNREACHABLE, now)
@@ -157,23 +151,30 @@ class DecodeSide:
             if entry.machine.wake_s <= now:
                 self._do(entry, entry.machine.tick(now), now)
                 if entry.machine.outcome in (Reason.UNREACHABLE, Reason.EXPIRED):
-                    self._unresponsive_until_s[entry.peer] = now + self._config.term_s
+                    self._note_unresponsive(entry.peer, now)
 
-    def start(self, now: float) -> None:
-        """A step was scheduled: whoever got room is granted it."""
-        for entry in list(self._by_request.values()):
-            sequence = entry.sequence
-            if entry.machine.state is DecodeState.RESERVING and (
-                sequence.state is SequenceState.RECEIVING
-            ):
-                first = sequence.num_committed
-                slots = sequence.block_table[first:].tolist()
-                self._do(entry, entry.machine.reserved(first, slots, now), now)
+    def reserved(self, sequence: Sequence, now: float) -> bool:
+        """The scheduler gave `sequence` its slots. False where it is not of a hand-off here."""
+        entry = self._by_request.get(sequence.request_id)
+        if entry is None:
+            return False
+        first = sequence.num_committed
+        slots = sequence.block_table[first:].tolist()
+        self._do(entry, entry.machine.reserved(first, slots, now), now)
+        return True
 
     def close(self) -> None:
         """Let nothing more land. Twice is safe."""
         self._read_server.close()
         self._receiver.close()
+
+    def _note_unresponsive(self, peer: str, now: float) -> None:
+        """Refuse hand-offs to `peer` for a term. Entries that have expired are dropped, so the
+        table has no more entries than peers that failed within one term."""
+        until_s = self._unresponsive_until_s
+        for expired in [name for name, end_s in until_s.items() if end_s <= now]:
+            del until_s[expired]
+        until_s[peer] = now + self._config.term_s
 
     def _num_found(self, sequence: Sequence) -> int:
         """Blocks of its prompt that are here, and that P could have for the asking."""

@@ -1,7 +1,7 @@
 """Every hand-off that is prefilled on this instance: the machines, and the hands they need."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from headwater.disagg.handoff.dependencies import HandoffDependencies
 from headwater.disagg.handoff.read_client import PeerReadClient
@@ -43,7 +43,6 @@ class _Entry:
     machine: PrefillHandoff
     sequence: Sequence
     peer: str
-    num_computed: int = field(default=-1)
 
 
 class PrefillSide:
@@ -68,8 +67,9 @@ class PrefillSide:
         self._new_job = new_job
         self._accepts = accepts
         self._entries: dict[int, _Entry] = {}
-        self._names: set[RequestId] = set()
-        """Requests whose outputs are for a machine, not for a client of this instance."""
+        self._by_request: dict[RequestId, _Entry] = {}
+        """Requests whose outputs are for a state machine, not for a client of this instance.
+        An entry stays until the scheduler has reported the end of its request."""
         self._jobs: dict[int, _Entry] = {}
         self._senders = SenderPool(dependencies.connect)
         self._ended = Ended()
@@ -126,23 +126,32 @@ class PrefillSide:
             if entry.machine.wake_s <= now:
                 self._do(entry, entry.machine.tick(now), now)
 
-    def start(self, now: float) -> None:
-        """A step was scheduled: whoever is in it for the first time asks D."""
-        for entry in list(self._entries.values()):
-            if entry.sequence.is_running and not self._reads.is_reading(entry.machine.handoff):
-                self._do(entry, entry.machine.admitted(now), now)
+    def admitted(self, sequence: Sequence, now: float) -> None:
+        """The scheduler begins to compute `sequence`: ask D where its blocks go."""
+        if (entry := self._by_request.get(sequence.request_id)) is not None:
+            self._do(entry, entry.machine.admitted(now), now)
 
-    def settle(self, outputs: Iterable[SequenceOutput], now: float) -> list[SequenceOutput]:
-        """A step was collected: what it computed travels. The outputs that are not ours."""
-        for entry in list(self._entries.values()):
-            sequence = entry.sequence
-            if self._reads.is_reading(entry.machine.handoff):
-                continue
-            if sequence.num_computed != entry.num_computed and sequence.num_blocks:
-                entry.num_computed = sequence.num_computed
-                table = sequence.block_table
-                self._do(entry, entry.machine.computed(entry.num_computed, table, now), now)
-        return [output for output in outputs if not self._take(output, now)]
+    def computed(self, sequence: Sequence, now: float) -> None:
+        """More KV of `sequence` is in its blocks: push the blocks that are full."""
+        entry = self._by_request.get(sequence.request_id)
+        if entry is not None and sequence.num_blocks:
+            tokens, table = sequence.num_computed, sequence.block_table
+            self._do(entry, entry.machine.computed(tokens, table, now), now)
+
+    def take(self, output: SequenceOutput, now: float) -> bool:
+        """Take the first token of a hand-off. False where `output` is for a client."""
+        entry = self._by_request.get(output.request_id)
+        if entry is None:
+            return False
+        if output.tokens and output.usage is not None:
+            usage = self._with_peer_reads(output.usage, entry.machine.handoff)
+            token, logprobs = output.tokens[0], output.logprobs[0]
+            self._do(entry, entry.machine.first_token(token, logprobs, usage, now), now)
+        elif output.finish_reason is not None:
+            self._do(entry, entry.machine.dropped(now), now)
+        if output.finish_reason is not None:
+            del self._by_request[output.request_id]
+        return True
 
     def close(self) -> None:
         """Give up every push. Twice is safe."""
@@ -166,9 +175,8 @@ class PrefillSide:
         )
         entry = _Entry(machine, sequence, peer)
         self._entries[start.handoff] = entry
-        self._names.add(sequence.request_id)
+        self._by_request[sequence.request_id] = entry
         self._scheduler.handoffs.pin(sequence)
-        self.totals.num_started += 1
         self._do(entry, machine.begin(now), now)
         self._reads.begin(start, sequence, peer, now)
 
@@ -187,22 +195,6 @@ class PrefillSide:
             return Reason.TOO_LONG
         except (RequestError, ConfigError):
             return Reason.INVALID
-
-    def _take(self, output: SequenceOutput, now: float) -> bool:
-        """Whether `output` is of a hand-off; if so, its machine hears of it."""
-        if output.request_id not in self._names:
-            return False
-        entries = self._entries.values()
-        entry = next((w for w in entries if w.sequence.request_id == output.request_id), None)
-        if entry is not None and output.tokens and output.usage is not None:
-            usage = self._with_peer_reads(output.usage, entry.machine.handoff)
-            chosen = entry.machine.first_token(output.tokens[0], output.logprobs[0], usage, now)
-            self._do(entry, chosen, now)
-        elif entry is not None and output.finish_reason is not None:
-            self._do(entry, entry.machine.dropped(now), now)
-        if output.finish_reason is not None:
-            self._names.discard(output.request_id)
-        return True
 
     def _with_peer_reads(self, usage: Usage, handoff: int) -> Usage:
         """What was fetched was found on the device, and came from a peer."""

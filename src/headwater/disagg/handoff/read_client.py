@@ -14,11 +14,12 @@ from headwater.disagg.protocol.actions import (
 )
 from headwater.disagg.protocol.config import HandoffConfig
 from headwater.disagg.protocol.messages import Start
-from headwater.disagg.protocol.peer_read import PeerRead, PeerReadAction, PeerReadState
+from headwater.disagg.protocol.peer_read import PeerRead, PeerReadAction
 from headwater.disagg.protocol.push import BlockReceived, LeaseClosed
 from headwater.scheduler.scheduler import Scheduler
-from headwater.scheduler.sequence import Sequence, SequenceState
+from headwater.scheduler.sequence import Sequence
 from headwater.transfer.meter import LinkMeter
+from headwater.types import RequestId
 
 
 @dataclass(slots=True, eq=False)
@@ -40,10 +41,9 @@ class PeerReadClient:
         self._memory = dependencies.memory
         self._config = config
         self._entries: dict[int, _Entry] = {}
+        self._by_request: dict[RequestId, _Entry] = {}
         self._meter = LinkMeter()
         self._num_read: dict[int, int] = {}
-        self.num_blocks = 0
-        """Fetched since the instance started."""
 
     @property
     def wake_s(self) -> float | None:
@@ -62,14 +62,9 @@ class PeerReadClient:
             block_bytes=self._memory.block_bytes,
         )
         entry = _Entry(machine, sequence, peer)
-        self._entries[start.handoff] = entry
+        self._entries[start.handoff] = self._by_request[sequence.request_id] = entry
         self._scheduler.handoffs.expect(sequence)
         self._do(entry, machine.begin(), now)
-
-    def is_reading(self, handoff: int) -> bool:
-        """Whether its prompt must not be computed or sent yet."""
-        entry = self._entries.get(handoff)
-        return entry is not None and not entry.machine.is_over
 
     def take_num_read(self, handoff: int) -> int:
         """How many blocks were fetched for it; forgets that."""
@@ -104,17 +99,14 @@ class PeerReadClient:
             if entry.machine.wake_s <= now:
                 self._do(entry, entry.machine.tick(now), now)
 
-    def start(self, now: float) -> None:
-        """A step was scheduled: whoever got room asks D."""
-        for entry in list(self._entries.values()):
-            sequence = entry.sequence
-            if entry.machine.state is PeerReadState.WAITING and (
-                sequence.state is SequenceState.RECEIVING
-            ):
-                first = sequence.num_committed
-                slots = sequence.block_table[first:].tolist()
-                link = self._receiver.address
-                self._do(entry, entry.machine.reserved(first, slots, link, now), now)
+    def reserved(self, sequence: Sequence, now: float) -> None:
+        """The scheduler gave `sequence` its slots: ask D for the blocks that are missing."""
+        entry = self._by_request.get(sequence.request_id)
+        if entry is not None:
+            first = sequence.num_committed
+            slots = sequence.block_table[first:].tolist()
+            link = self._receiver.address
+            self._do(entry, entry.machine.reserved(first, slots, link, now), now)
 
     def _is_worth(self, start: Start, sequence: Sequence, now: float) -> bool:
         """Whether D has enough that is not here, and sends it faster than it is computed."""
@@ -151,11 +143,12 @@ class PeerReadClient:
                     handoffs.quarantine(sequence, handoff, now)
                 case FreeQuarantined():
                     handoffs.free_quarantined(handoff)
+        if entry.machine.is_over:
+            self._by_request.pop(sequence.request_id, None)
         if entry.machine.is_released:
             self._entries.pop(handoff, None)
 
     def _count(self, entry: _Entry, num_blocks: int, now: float) -> None:
         if num_blocks:
-            self.num_blocks += num_blocks
             self._num_read[entry.machine.handoff] = num_blocks
             self._meter.observe(num_blocks, now - entry.machine.asked_s, now=now)

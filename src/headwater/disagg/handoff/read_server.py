@@ -31,8 +31,6 @@ class PeerReadServer:
         self._new_job = new_job
         self._jobs: dict[int, Lease] = {}
         self._senders = SenderPool(dependencies.connect)
-        self.num_bytes = 0
-        """Lent since the instance started."""
 
     def serve(self, peer: str, pull: Pull, path: TokenPath, now: float) -> None:
         """Send what of the asked blocks is here, and say how many those are."""
@@ -66,8 +64,6 @@ class PeerReadServer:
         if lease is None:
             return False
         self._cache.release(lease, now=now)
-        if isinstance(event, PushDone):
-            self.num_bytes += event.num_bytes
         return True
 
     def lost(self, peer: str) -> None:

@@ -12,7 +12,6 @@ _REMEMBERED = 4096
 class SideTotals:
     """One side's counts since the instance started."""
 
-    num_started: int = 0
     num_asks: int = 0
     """Asks that were sent (P), or led to a search for room (D)."""
 

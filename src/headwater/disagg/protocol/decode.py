@@ -109,6 +109,10 @@ class DecodeHandoff:
         """When `tick` has something to do."""
         if self.is_over:
             return _NEVER
+        if self.state in (DecodeState.CLOSING, DecodeState.FAILING):
+            # Only the fence is waited for. The other deadlines may have passed: with one of
+            # them here, the loop would not sleep until the fence has ended.
+            return self._fence_end_s
         return min(
             self._expires_s,
             self._end_s,

@@ -89,11 +89,6 @@ class PrefillHandoff:
         return self.is_over and not self._pushing
 
     @property
-    def wants_grant(self) -> bool:
-        """Whether D has not said yet where the blocks go."""
-        return self._grant is None
-
-    @property
     def wake_s(self) -> float:
         """When `tick` has something to do."""
         if self.is_over:
