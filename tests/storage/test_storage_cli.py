@@ -83,7 +83,10 @@ def test_verify_reads_everything_and_names_what_is_damaged(
     [finding] = result["findings"]
     assert (finding["key"], finding["reason"]) == (key.hex(), "bad_checksum")
     assert main(["storage", "verify", str(directory)]) == 1
-    assert "8 blocks are whole, 1 are not" in capsys.readouterr().out
+    assert (
+        "8 blocks are whole, 1 are damaged, 0 slots hold second copies"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("suffix", [".table", ".slab"])

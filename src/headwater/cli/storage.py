@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from headwater.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headwater.storage.file.inspector import SlabSummary, StorageInspector
+    from headwater.storage.file.inspector import Finding, SlabSummary, StorageInspector
 
 _ABOUT = """\
 Look into a directory of the file backend (--kvcache-storage-backend file). All of it can be
@@ -20,6 +20,7 @@ done while servers use the directory: nothing that a living process owns is chan
   headwater storage stats DIR               how much is in it, by model
   headwater storage ls DIR                  the slabs; with --blocks every block
   headwater storage verify DIR              read every block and check its header and checksum
+  headwater storage verify DIR --repair     and free slots with damaged or duplicate blocks
   headwater storage prune DIR --to 10GiB    delete the oldest slabs that no process owns
 """
 
@@ -37,7 +38,7 @@ def add_storage(commands: "_SubParsersAction[ArgumentParser]") -> None:
     texts = {
         "ls": "list slabs, oldest first",
         "stats": "sums over the directory, by model",
-        "verify": "read and check every block; exit 1 if something is damaged",
+        "verify": "read and check every block; exit 1 if a slot is damaged or duplicate",
         "prune": "delete slabs that no living process owns, oldest first",
     }
     for name, text in texts.items():
@@ -46,6 +47,12 @@ def add_storage(commands: "_SubParsersAction[ArgumentParser]") -> None:
         action.add_argument("--json", action="store_true", help="print JSON")
         if name == "ls":
             action.add_argument("--blocks", action="store_true", help="list every block")
+        if name == "verify":
+            action.add_argument(
+                "--repair",
+                action="store_true",
+                help="free slots with damaged or duplicate blocks, in slabs that no process owns",
+            )
         if name == "prune":
             _add_prune(action)
         flags = [flag for entry in action._actions for flag in entry.option_strings]
@@ -122,19 +129,26 @@ def _stats(inspector: "StorageInspector", options: Namespace) -> int:
 
 
 def _verify(inspector: "StorageInspector", options: Namespace) -> int:
-    result = inspector.verify()
-    slabs = [bad for bad in result.findings if bad.slot is None]
+    result = inspector.verify(repair=options.repair)
+    lines = [_finding(bad) for bad in result.findings]
     blocks = [bad for bad in result.findings if bad.slot is not None]
-    lines = [
-        f"damaged: slab {bad.slab[:8]} cannot be read, nothing in it is found" for bad in slabs
-    ]
-    lines += [
-        f"damaged: block {bad.key[:16]} in slot {bad.slot} of {bad.slab[:8]} ({bad.reason})"
-        for bad in blocks
-    ]
-    total = f"{result.blocks_good} blocks are whole, {len(blocks)} are not"
+    num_copies = sum(bad.reason == "duplicate" for bad in blocks)
+    total = (
+        f"{result.blocks_good} blocks are whole, {len(blocks) - num_copies} are damaged, "
+        f"{num_copies} slots hold second copies"
+    )
+    if options.repair:
+        total += f"; {sum(bad.is_repaired for bad in blocks)} slots freed"
     _print(options, dataclasses.asdict(result), [*lines, total])
-    return 1 if result.findings else 0
+    return 1 if any(not bad.is_repaired for bad in result.findings) else 0
+
+
+def _finding(bad: "Finding") -> str:
+    if bad.slot is None:
+        return f"damaged: slab {bad.slab[:8]} cannot be read, no block in it is found"
+    what = "duplicate" if bad.reason == "duplicate" else f"damaged ({bad.reason})"
+    freed = ", slot freed" if bad.is_repaired else ""
+    return f"{what}: block {bad.key[:16]} in slot {bad.slot} of slab {bad.slab[:8]}{freed}"
 
 
 def _prune(inspector: "StorageInspector", options: Namespace) -> int:

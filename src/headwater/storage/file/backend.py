@@ -239,8 +239,14 @@ class FileStorage:
         except OSError:
             self._index.abandon(place)
             raise
-        self._index.commit(place)
+        if not self._index.commit(place):
+            self._drop_copy(place)
         return None
+
+    def _drop_copy(self, copy: SlotEntry) -> None:
+        """Free a slot whose block is in another slot too."""
+        copy.slab.table.clear(copy.entry.slot)
+        self._index.abandon(copy)
 
     def _take(self, key: BlockKey, parent: BlockKey) -> SlotEntry | None:
         """A slot: a free one, one of a new slab, or the least recently used."""
@@ -310,4 +316,5 @@ class FileStorage:
     def _adopt(self) -> None:
         """Become the owner of slabs that have none."""
         for slab in self._directory.adopt(self._form, known=self._index.names):
-            self._index.add_slab(slab)
+            for copy in self._index.add_slab(slab):
+                self._drop_copy(copy)

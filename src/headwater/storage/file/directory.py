@@ -17,7 +17,7 @@ from headwater.errors import ConfigError, StorageCorrupt
 from headwater.storage.codec import BlockFormat
 from headwater.storage.file.descriptor import OpenFile
 from headwater.storage.file.slab import Slab, slab_path
-from headwater.storage.file.table import Geometry, Table, lock_file
+from headwater.storage.file.table import Entry, Geometry, Table, lock_file
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors that mean that there is no room."""
@@ -105,6 +105,18 @@ class SlabDirectory:
         """Delete a slab that has no owner; False if a living process owns it."""
         with self._locked():
             return self._delete_dead(name)
+
+    def free_slot(self, name: str, entry: Entry) -> bool:
+        """Forget a block of a slab that has no owner; False if a living process owns it."""
+        with self._locked():
+            try:
+                table = Table(self.path / f"{name}.table", writable=True)
+            except (OSError, StorageCorrupt):
+                return False
+            if not table.own() or table.at(entry.slot) != entry:
+                return False
+            table.clear(entry.slot)
+            return True
 
     def _make_room(self, wanted_bytes: int, capacity_bytes: int) -> bool:
         """Whether there is room; dead slabs, which nobody of their model took over, give way."""

@@ -59,22 +59,32 @@ class SlotIndex:
         """Slabs of ours."""
         return list(self._slabs)
 
-    def add_slab(self, slab: Slab) -> None:
-        """A slab of ours, made or taken over: its blocks can be found, its room be used."""
-        entries = list(slab.table.entries())
+    def add_slab(self, slab: Slab) -> list[SlotEntry]:
+        """A slab of ours, made or taken over: its blocks can be found, its room can be used.
+
+        Another process may have written blocks that we have too. Those copies are returned: the
+        caller clears them in the table, so that they are not found again, and then calls
+        `abandon`. In the other order another thread could write to the slot before it is cleared.
+        """
+        entries = sorted(slab.table.entries(), key=lambda entry: entry.sequence)
         used = {entry.slot for entry in entries}
+        copies = []
         with self._lock:
             self._slabs.append(slab)
             self._free.extend(
                 (slab, slot) for slot in range(slab.geometry.num_slots) if slot not in used
             )
-            for entry in sorted(entries, key=lambda entry: entry.sequence):
-                self._ours[entry.key] = SlotEntry(slab, entry)
+            for entry in entries:
                 self._sequence = max(self._sequence, entry.sequence)
+                if entry.key in self._ours:
+                    copies.append(SlotEntry(slab, entry))
+                else:
+                    self._ours[entry.key] = SlotEntry(slab, entry)
             parents = {entry.parent for entry in entries}
-            for entry in sorted(entries, key=lambda entry: entry.sequence):
+            for entry in entries:
                 if entry.key not in parents:
                     self._touch(entry.key)
+        return copies
 
     def learn(self, slab: Slab, changes: Iterable[tuple[int, Entry | None]]) -> None:
         """What changed in another process's slab."""
@@ -149,13 +159,17 @@ class SlotIndex:
             self._sequence += 1
             return SlotEntry(slab, Entry(slot, key, parent, self._sequence)), evicted
 
-    def commit(self, place: SlotEntry) -> None:
-        """The slot is whole: the block can be found."""
+    def commit(self, place: SlotEntry) -> bool:
+        """The slot is whole: the block can be found. False if a slab that was taken over meanwhile
+        brought the same block: then this copy is to be cleared and abandoned."""
         with self._lock:
+            if place.entry.key in self._ours:
+                return False
             self._ours[place.entry.key] = place
+            return True
 
     def abandon(self, place: SlotEntry) -> None:
-        """The block will not come; its slot is free."""
+        """The block will not be found in this slot; the slot is free."""
         with self._lock:
             self._free.append((place.slab, place.entry.slot))
 

@@ -1,6 +1,7 @@
 """What a storage directory holds, without being a backend: for the command line.
 
-Looks at every slab of every model, living or not, and changes nothing unless told to.
+Reads every slab of every model, whether a process owns it or not. Only `prune` and a repairing
+`verify` change anything, and only in slabs that no living process owns.
 """
 
 from collections.abc import Iterator
@@ -37,7 +38,7 @@ class SlabSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A block that is not what the table says, or a whole slab that cannot be read."""
+    """A slot that is of no use, or a whole slab that cannot be read."""
 
     slab: str
     slot: int | None
@@ -45,6 +46,11 @@ class Finding:
 
     key: str
     reason: str
+    """`unreadable` of a slab; `duplicate` of a block that another slot has too; else why the block
+    is not what the table says."""
+
+    is_repaired: bool = False
+    """Whether the slot was freed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,27 +91,35 @@ class StorageInspector:
             for entry in sorted(slab.table.entries(), key=lambda entry: entry.sequence):
                 yield name, slab, entry
 
-    def verify(self) -> Verification:
-        """Read every block and have it prove what it is."""
+    def verify(self, *, repair: bool = False) -> Verification:
+        """Read every block and check it. With `repair`, slots with damaged blocks and with second
+        copies are freed, in slabs that no living process owns."""
         good, num_bytes = 0, 0
         findings = [
             Finding(slab=slab.name, slot=None, key="", reason="unreadable")
             for slab in self.slabs()
             if not slab.readable
         ]
+        seen: set[tuple[bytes, bytes]] = set()
         for name, slab, entry in self.blocks():
             form = slab.geometry.form
-            try:
-                slab.read(entry, memoryview(bytearray(form.block_bytes)))
-            except (StorageCorrupt, OSError) as error:
-                if slab.table.at(entry.slot) == entry:
-                    reason = error.reason if isinstance(error, StorageCorrupt) else "io_error"
-                    findings.append(
-                        Finding(slab=name, slot=entry.slot, key=entry.key.hex(), reason=reason)
-                    )
-            else:
+            reason = _fault_of(slab, entry)
+            if reason is None and (form.fingerprint, entry.key) in seen:
+                reason = "duplicate"
+            if reason is None:
+                seen.add((form.fingerprint, entry.key))
                 good += 1
                 num_bytes += form.block_bytes
+            elif slab.table.at(entry.slot) == entry:  # its owner did not reuse it meanwhile
+                freed = repair and self._directory.free_slot(name, entry)
+                found = Finding(
+                    slab=name,
+                    slot=entry.slot,
+                    key=entry.key.hex(),
+                    reason=reason,
+                    is_repaired=freed,
+                )
+                findings.append(found)
         return Verification(blocks_good=good, bytes_read=num_bytes, findings=findings)
 
     def prune(
@@ -143,3 +157,14 @@ class StorageInspector:
             written_at_s=self._directory.written_at_s(name),
             readable=slab is not None,
         )
+
+
+def _fault_of(slab: Slab, entry: Entry) -> str | None:
+    """Why a block is not what the table says; None where it is."""
+    try:
+        slab.read(entry, memoryview(bytearray(slab.geometry.form.block_bytes)))
+    except StorageCorrupt as error:
+        return error.reason
+    except OSError:
+        return "io_error"
+    return None
