@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models
 
-from headwater.engine.detokenizer import Detokenizer, StopFilter
-from headwater.engine.text import TextStream
+from headwater.engine.detokenizer import Detokenizer, StopFilter, TextStream
 from headwater.engine.tokenizer import Tokenizer
 from headwater.scheduler.output import SequenceOutput
 from headwater.testing.engines import make_tokenizer_folder
@@ -194,7 +193,7 @@ def test_a_stop_string_ends_the_text(include, text):
     """The finish reason is `stop`, and the string itself is shown only when asked for."""
     stream = TextStream(byte_tokenizer(), stops=["STOP"], include_stop=include)
 
-    pieces = [stream.land(make_output([byte])) for byte in b"abSTOP"]
+    pieces = [stream.append_output(make_output([byte])) for byte in b"abSTOP"]
 
     assert "".join(piece.text for piece in pieces) == text
     assert (pieces[-1].finish_reason, pieces[-1].stop_reason) == ("stop", "STOP")
@@ -205,7 +204,7 @@ def test_stop_strings_wait_for_min_tokens():
     """A stop string within the first `min_tokens` tokens is text like any other."""
     stream = TextStream(byte_tokenizer(), stops=["a"], min_tokens=3)
 
-    pieces = [stream.land(make_output([byte])) for byte in b"aaxa"]
+    pieces = [stream.append_output(make_output([byte])) for byte in b"aaxa"]
 
     assert [piece.finish_reason for piece in pieces] == [None, None, None, "stop"]
     assert "".join(piece.text for piece in pieces) == "aax"
@@ -215,7 +214,7 @@ def test_a_stop_token_is_no_part_of_the_text():
     """A token that stops is named as the reason, and its text is left out."""
     stream = TextStream(byte_tokenizer())
 
-    piece = stream.land(make_output(b"ab!", "stop", stop_token=ord("!")))
+    piece = stream.append_output(make_output(b"ab!", "stop", stop_token=ord("!")))
 
     assert piece == ("ab", "stop", ord("!"))
 
@@ -224,5 +223,5 @@ def test_what_is_held_back_is_shown_at_the_end():
     """Neither half a character nor half a stop string is lost when the output ends."""
     stream = TextStream(byte_tokenizer(), stops=["abc"])
 
-    assert stream.land(make_output(b"xab")).text == "x"
-    assert stream.land(make_output(b"\xe2", "length")) == ("ab\ufffd", "length", None)
+    assert stream.append_output(make_output(b"xab")).text == "x"
+    assert stream.append_output(make_output(b"\xe2", "length")) == ("ab\ufffd", "length", None)

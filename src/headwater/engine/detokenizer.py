@@ -1,15 +1,17 @@
-"""Token ids to text as they arrive: never half a character, never part of a stop string.
+"""Token ids to text as they arrive: no incomplete character, no part of a stop string.
 
     tokens    [ 0xE2 ]  [ 0x82 ]  [ 0xAC ]  [ "a" ]
     emitted      ""        ""        "€"       "a"
 
-Text is held back while it may still change (an unfinished character) or may still turn out
-to be the beginning of a stop string. What is held is emitted at the end, or cut by the stop.
+Text is held back while it may still change (an incomplete character) or may be the beginning
+of a stop string. Held text is emitted at the end of the sequence, or removed by the stop string.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from headwater.engine.tokenizer import Tokenizer
+from headwater.scheduler.output import SequenceOutput
 
 _REPLACEMENT = "\ufffd"
 
@@ -178,3 +180,55 @@ def _num_unfinished(text: str) -> int:
     while count < _MAX_UNFINISHED and text.endswith(_REPLACEMENT, 0, len(text) - count):
         count += 1
     return count
+
+
+class TextDelta(NamedTuple):
+    """The text that one output added."""
+
+    text: str
+    finish_reason: str | None
+    """Set once. After a stop string the sequence may still run in the engine."""
+
+    stop_reason: int | str | None
+    """The stop string or stop token that ended the text, if any."""
+
+
+class TextStream:
+    """Detokenises one sequence and looks for its stop strings."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        prompt: Sequence[int] = (),
+        stops: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+    ) -> None:
+        self.num_tokens = 0
+        self._min_tokens = min_tokens
+        self._include_stop = include_stop
+        self._text = Detokenizer(
+            tokenizer, prompt=prompt, skip_special_tokens=skip_special_tokens
+        )
+        self._stop = StopFilter(stops, include_stop=include_stop)
+
+    def append_output(self, output: SequenceOutput) -> TextDelta:
+        """Return the text that can no longer change after this output."""
+        self.num_tokens += len(output.tokens)
+        shown = output.tokens
+        if output.stop_token is not None and not self._include_stop:
+            shown = shown[:-1]  # a stop token is not part of the text
+        text, stop = self._show(self._text.push(shown))
+        if stop is None and output.finish_reason is not None:
+            rest, stop = self._show(self._text.flush())
+            text += rest if stop is not None else rest + self._stop.flush()
+        if stop is not None:
+            return TextDelta(text, "stop", stop)
+        return TextDelta(text, output.finish_reason, output.stop_token)
+
+    def _show(self, text: str) -> tuple[str, str | None]:
+        if self.num_tokens < self._min_tokens:
+            return text, None
+        return self._stop.push(text)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from headwater.clock import Clock
 from headwater.engine.core import EngineCore
+from headwater.engine.detokenizer import TextStream
 from headwater.engine.interrupts import Interrupts
 from headwater.engine.output import SequenceOutput, Usage
 from headwater.engine.progress import Progress, SilentProgress, show_progress
@@ -24,7 +25,6 @@ from headwater.engine.prompts import (
     read_salt,
     read_stops,
 )
-from headwater.engine.text import TextStream
 from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import HeadwaterError, RequestError
 from headwater.scheduler.output import TokenLogprobs
@@ -200,7 +200,7 @@ class _Pending:
 
     def land(self, output: SequenceOutput) -> bool:
         """Add one output; whether the answer is complete."""
-        answer, piece = self._answer, self._stream.land(output)
+        answer, piece = self._answer, self._stream.append_output(output)
         answer.text += piece.text
         answer.tokens += output.tokens
         answer.logprobs += output.logprobs

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from headwater.cache import Hint
-from headwater.engine.text import TextStream
+from headwater.engine.detokenizer import TextStream
 from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import HeadwaterError
 from headwater.metrics.recorder import RequestTimer, SequenceProgress
@@ -172,12 +172,12 @@ class ChoiceProgress:
         `min_tokens` on, so the tokens before and after that are fed separately."""
         early, tokens = max(min_tokens - 1, 0), self.resumed.tokens
         for part in (tokens[:early], tokens[early:]):
-            self._stream.land(_output_of(part))
+            self._stream.append_output(_output_of(part))
 
     def append(self, output: SequenceOutput) -> Delta:
         """The delta of one engine output; `finish_reason` is set when the choice has ended."""
         self.usage = self.usage or output.usage
-        piece = self._stream.land(output)
+        piece = self._stream.append_output(output)
         self.finish_reason = piece.finish_reason
         is_first, self._is_first = self._is_first, False
         return Delta(
