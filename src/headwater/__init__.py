@@ -1,7 +1,7 @@
 """Headwater: an OpenAI-compatible serving engine built around a tiered prefix KV cache.
 
 Importing the package imports neither torch nor a server library; `headwater.LLM` does when
-it is first used.
+it is first used, and `headwater.StructuredOutput` imports the grammar library.
 """
 
 from typing import TYPE_CHECKING
@@ -11,11 +11,12 @@ from headwater.errors import HeadwaterError
 from headwater.scheduler.request import SamplingParams
 
 if TYPE_CHECKING:
+    from headwater.engine.structured import StructuredOutput
     from headwater.launch.llm import LLM
 
 __version__ = VERSION
 
-__all__ = ["LLM", "HeadwaterError", "SamplingParams", "__version__"]
+__all__ = ["LLM", "HeadwaterError", "SamplingParams", "StructuredOutput", "__version__"]
 
 
 def __getattr__(name: str) -> object:
@@ -23,4 +24,8 @@ def __getattr__(name: str) -> object:
         from headwater.launch.llm import LLM
 
         return LLM
+    if name == "StructuredOutput":
+        from headwater.engine.structured import StructuredOutput
+
+        return StructuredOutput
     raise AttributeError(f"module 'headwater' has no attribute {name!r}")

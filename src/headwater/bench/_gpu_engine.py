@@ -140,7 +140,7 @@ class MarkingRunner(CudaRunner):
     `last_mark` is the end of the step that was collected last.
     """
 
-    def __init__(self, model: LoadedModel, **limits: int) -> None:
+    def __init__(self, model: LoadedModel, **limits: Any) -> None:  # noqa: ANN401 -- passed on
         super().__init__(model, **limits)
         self._marks: deque[torch.cuda.Event] = deque()
         self.last_mark: torch.cuda.Event | None = None

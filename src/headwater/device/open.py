@@ -3,12 +3,15 @@
 Triton and cuda-python are imported only where the model is on a GPU.
 """
 
+from typing import Any
+
 from headwater.clock import Clock
 from headwater.device.copier import CpuCopier
 from headwater.device.kv import KVPool
 from headwater.device.model import LoadedModel
 from headwater.device.runner import TorchRunner
 from headwater.engine.core import Runner
+from headwater.engine.masks import MaskWorkers
 from headwater.errors import ConfigError
 from headwater.transfer.mover import DeviceCopier
 from headwater.transfer.slab import HostSlab
@@ -22,19 +25,20 @@ def open_runner(
     max_num_seqs: int,
     max_batched_tokens: int,
     shared: bool = False,
+    masks: MaskWorkers | None = None,
 ) -> tuple[Runner, KVPool]:
     """A runner and its pool; on a GPU with its graphs captured, which takes some seconds.
 
     A pool in main memory may be `shared`: peers on this machine can be let read it.
     """
-    sizes = {
+    sizes: dict[str, Any] = {
         "num_blocks": num_blocks,
         "block_tokens": block_tokens,
         "max_num_seqs": max_num_seqs,
         "max_batched_tokens": max_batched_tokens,
     }
     if model.device.type == "cpu":
-        runner = TorchRunner(model, **sizes, shared=shared)
+        runner = TorchRunner(model, **sizes, shared=shared, masks=masks)
         return runner, runner.pool
     try:
         from headwater.device.gpu.runner import CudaRunner
@@ -43,7 +47,7 @@ def open_runner(
             f"device '{model.device}' needs the package {exc.name!r}; "
             "try: pip install 'headwater[gpu]'"
         ) from exc
-    on_gpu = CudaRunner(model, **sizes)
+    on_gpu = CudaRunner(model, **sizes, masks=masks)
     on_gpu.warm()
     return on_gpu, on_gpu.pool
 

@@ -74,6 +74,30 @@ def forbid(logits: Tensor, tokens: Sequence[tuple[int, Sequence[int]]]) -> None:
         logits.view(-1)[put(np.array(places), logits.device)] = float("-inf")
 
 
+def keep_allowed(logits: Tensor, rows: Sequence[int], words: NDArray[np.int32]) -> Tensor:
+    """The logits, with every token impossible that the mask of its row does not have.
+
+    `words` has one bit a token, the lowest first, in a row for each of `rows`. The logits
+    given are left alone.
+    """
+    vocab = logits.shape[1]
+    if logits.device.type == "cpu":
+        unpacked = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
+        bits = torch.from_numpy(unpacked).bool()
+    else:
+        shifts = torch.arange(32, device=logits.device, dtype=torch.int32)
+        packed = put(words, logits.device)
+        bits = ((packed[:, :, None] >> shifts) & 1).bool().view(len(words), -1)
+    allowed = torch.zeros((len(words), vocab), dtype=torch.bool, device=logits.device)
+    width = min(vocab, bits.shape[1])
+    allowed[:, :width] = bits[:, :width]
+    if len(rows) == len(logits) and list(rows) == list(range(len(rows))):
+        return torch.where(allowed, logits, -torch.inf)
+    at = put(np.array(rows), logits.device)
+    masked = torch.where(allowed, logits.index_select(0, at), -torch.inf)
+    return logits.index_copy(0, at, masked)
+
+
 def _counted(tokens: list[Tokens], rows: list[int], vocab: int) -> tuple[Ints, Ints]:
     """Distinct (row, token) pairs as `row * vocab + token`, and how often each occurs."""
     counts = [len(row_tokens) for row_tokens in tokens]

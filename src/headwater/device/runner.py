@@ -12,8 +12,9 @@ from headwater.device.kv import KVPool
 from headwater.device.model import LoadedModel
 from headwater.device.penalties import History, is_penalised
 from headwater.device.sampler import SampledRows, Sampler
+from headwater.engine.masks import MaskedRow, MaskWorkers, PendingMasks, StepMasks
 from headwater.errors import ConfigError, InvariantError
-from headwater.scheduler.batch import ScheduledBatch, StepResult
+from headwater.scheduler.batch import NO_TOKEN, ScheduledBatch, StepResult
 from headwater.types import Tokens
 
 CONTIGUOUS_SHARE = 1.0
@@ -40,7 +41,9 @@ class TorchRunner:
         depth: int = 1,
         contiguous_bytes: int | None = None,
         shared: bool = False,
+        masks: MaskWorkers | None = None,
     ) -> None:
+        """Without `masks`, rows with a grammar cannot be run."""
         if depth not in (1, 2):
             raise ConfigError(f"a runner has 1 or 2 steps in flight, not {depth}")
         self.depth = depth
@@ -56,6 +59,7 @@ class TorchRunner:
             self.pool, max_buffers=max_buffers, max_bytes=contiguous_bytes
         )
         self._sampler = Sampler(model.eos_token_ids)
+        self._masks = masks
         self._results: deque[StepResult] = deque()
         self._last: tuple[ScheduledBatch, StepResult] | None = None
 
@@ -66,13 +70,17 @@ class TorchRunner:
         if carried:
             tokens = tokens.copy()
             rows = np.fromiter(carried, dtype=np.int64)
-            tokens[batch.query_start[rows]] = np.fromiter(carried.values(), dtype=np.int32)
+            known = np.fromiter(carried.values(), dtype=np.int32)
+            tokens[batch.query_start[rows]] = known.clip(min=0)  # a void row computes anything
+        pending = begin_masks(self._masks, batch, carried)
         with torch.inference_mode():
             logits = self._logits(batch, tokens)
+            masks = None if pending is None else pending.take(is_alone=is_masked(batch))
             chosen, logprobs = self._sampler.choose(
-                logits[: len(batch.sampled)], _sampled_rows(batch, carried)
+                logits[: len(batch.sampled)], _sampled_rows(batch, carried, masks)
             )
         result = StepResult(step=batch.step, tokens=chosen, logprobs=logprobs)
+        void_unmasked(result, batch, carried, masks)
         self._results.append(result)
         self._last = batch, result
 
@@ -85,7 +93,9 @@ class TorchRunner:
         self._model = model
 
     def close(self) -> None:
-        """Forget what was not collected."""
+        """Forget what was not collected, and end the masks' threads."""
+        if self._masks is not None:
+            self._masks.close()
         self._results.clear()
         self._last = None
 
@@ -121,7 +131,57 @@ class TorchRunner:
         return dict(zip(rows.tolist(), result.tokens[places].tolist(), strict=True))
 
 
-def _sampled_rows(batch: ScheduledBatch, carried: dict[int, int]) -> SampledRows:
+def is_masked(batch: ScheduledBatch) -> bool:
+    """Whether every row of the step chooses a token by a grammar."""
+    return len(batch.params) == batch.num_rows and all(p.grammar for p in batch.params)
+
+
+def begin_masks(
+    masks: MaskWorkers | None, batch: ScheduledBatch, carried: dict[int, int]
+) -> PendingMasks | None:
+    """Have masks made for the rows with a grammar; None where there are none.
+
+    A row that continues from a token which was not chosen gets none.
+    """
+    rows = []
+    for i, params in enumerate(batch.params):
+        if not params.grammar:
+            continue
+        tokens, prompt_len = batch.histories[i]
+        token = carried.get(int(batch.sampled[i]))
+        if token == NO_TOKEN:
+            continue
+        output = tokens[prompt_len:]
+        if token is not None:
+            output = np.append(output, np.int32(token))
+        request_id = batch.request_ids[int(batch.sampled[i])]
+        rows.append(MaskedRow(i, request_id, params.grammar, output))
+    if not rows:
+        return None
+    if masks is None:
+        raise InvariantError("a row has a grammar, and this runner has no masks")
+    return masks.begin(rows)
+
+
+def void_unmasked(
+    result: StepResult,
+    batch: ScheduledBatch,
+    carried: dict[int, int],
+    masks: StepMasks | None,
+) -> None:
+    """Take back what rows with a grammar chose without a mask."""
+    if masks is not None:
+        for i in (*masks.late, *masks.failed):
+            result.tokens[i] = NO_TOKEN
+        result.failures.update(masks.failed)
+    for i, row in enumerate(batch.sampled.tolist()):
+        if carried.get(row) == NO_TOKEN:
+            result.tokens[i] = NO_TOKEN
+
+
+def _sampled_rows(
+    batch: ScheduledBatch, carried: dict[int, int], masks: StepMasks | None
+) -> SampledRows:
     histories: dict[int, History] = {}
     for i, params in enumerate(batch.params):
         if is_penalised(params):
@@ -135,4 +195,5 @@ def _sampled_rows(batch: ScheduledBatch, carried: dict[int, int]) -> SampledRows
         positions=batch.context_lens[batch.sampled].astype(np.int64),
         prompt_lens=[prompt_len for _, prompt_len in batch.histories],
         histories=histories,
+        masks=masks,
     )

@@ -18,8 +18,16 @@ from torch import Tensor
 
 from headwater.device.counter_random import uniform
 from headwater.device.kv import Ints
-from headwater.device.penalties import History, bias, forbid, is_penalised, penalise
+from headwater.device.penalties import (
+    History,
+    bias,
+    forbid,
+    is_penalised,
+    keep_allowed,
+    penalise,
+)
 from headwater.device.upload import fetch, put
+from headwater.engine.masks import StepMasks
 from headwater.scheduler.output import TokenLogprobs
 from headwater.scheduler.request import SamplingParams
 from headwater.types import Tokens
@@ -36,6 +44,9 @@ class SampledRows:
     prompt_lens: Sequence[int]
     histories: dict[int, History]
     """Of the penalised rows."""
+
+    masks: StepMasks | None = None
+    """Of the rows with a grammar; None where there are none."""
 
 
 class Sampler:
@@ -57,6 +68,9 @@ class Sampler:
         """The token of each row, where the logits are; waits for no device."""
         if is_plain(rows.params):
             return _greedy(logits, logits)
+        if rows.masks is not None and rows.masks.rows:
+            # First, and what the choice falls back to: nothing else may allow a token again.
+            logits = keep_allowed(logits.float(), rows.masks.rows, rows.masks.words)
         edited = self._edited(logits.float(), rows)
         chosen = _greedy(edited, logits)
         random = [row for row, params in enumerate(rows.params) if not params.is_greedy]
@@ -145,6 +159,7 @@ def is_plain(params: Sequence[SamplingParams]) -> bool:
         and p.logprobs is None
         and p.min_tokens == 0
         and not p.logit_bias
+        and not p.grammar
         and not is_penalised(p)
         for p in params
     )

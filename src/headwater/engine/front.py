@@ -115,6 +115,8 @@ class AsyncEngine:
                 has_ended = output.finish_reason is not None
                 if output.finish_reason == "refused":
                     raise PeerRefused(output.detail)
+                if output.finish_reason == "failed":
+                    raise RequestError(output.detail)
                 yield output
         except HeadwaterError:
             has_ended = True

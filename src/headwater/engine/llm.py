@@ -25,6 +25,7 @@ from headwater.engine.prompts import (
     read_salt,
     read_stops,
 )
+from headwater.engine.structured import StructuredOutput
 from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import HeadwaterError, RequestError
 from headwater.scheduler.output import TokenLogprobs
@@ -77,17 +78,19 @@ class OfflineEngine:
         n: int = 1,
         stop: str | Sequence[str] = (),
         cache_salt: str = "",
+        structured: StructuredOutput | None = None,
         show: bool | None = None,
     ) -> list[Completion]:
         """Completions in the order of `prompts`: texts, or lists of token ids.
 
         Each prompt gets `n`, one after the other, and they differ by their seeds. `params` is
-        one for all, or one each. `show` is whether progress is shown; None is when standard
+        one for all, or one each. `structured` is what every answer must look like. `show` is whether progress is shown; None is when standard
         error is a terminal. Raises RequestError for what cannot be served, after ending the
         others; Ctrl-C ends them all too, and the engine is ready for more.
         """
         tokens = [self._encode(prompt) for prompt in read_prompts(prompts)]
-        return self._run(tokens, params, n=n, stop=stop, cache_salt=cache_salt, show=show)
+        all_params = read_params(params, len(tokens), structured)
+        return self._run(tokens, all_params, n=n, stop=stop, cache_salt=cache_salt, show=show)
 
     def chat(
         self,
@@ -97,12 +100,14 @@ class OfflineEngine:
         n: int = 1,
         stop: str | Sequence[str] = (),
         cache_salt: str = "",
+        structured: StructuredOutput | None = None,
         show: bool | None = None,
     ) -> list[Completion]:
         """The next turn of each conversation, `n` times, through the model's chat template."""
         batch = read_conversations(conversations)
         tokens = [self.tokenizer.encode_chat(messages) for messages in batch]
-        return self._run(tokens, params, n=n, stop=stop, cache_salt=cache_salt, show=show)
+        all_params = read_params(params, len(tokens), structured)
+        return self._run(tokens, all_params, n=n, stop=stop, cache_salt=cache_salt, show=show)
 
     def close(self) -> None:
         """End writes to lower tiers, within bounds, and release the device. Twice is safe."""
@@ -117,7 +122,7 @@ class OfflineEngine:
     def _run(
         self,
         prompts: list[Tokens],
-        params: SamplingParams | Sequence[SamplingParams] | None,
+        params: Sequence[SamplingParams],
         *,
         n: int,
         stop: str | Sequence[str],
@@ -127,7 +132,7 @@ class OfflineEngine:
         stops, salt, choices = read_stops(stop), read_salt(cache_salt), range(read_count(n))
         asked = [
             (Completion(prompt_tokens=tokens, index=choice), params_of_choice(one, choice))
-            for tokens, one in zip(prompts, read_params(params, len(prompts)), strict=True)
+            for tokens, one in zip(prompts, params, strict=True)
             for choice in choices
         ]
         shown = sys.stderr.isatty() if show is None else show
@@ -199,7 +204,10 @@ class _Pending:
         )
 
     def land(self, output: SequenceOutput) -> bool:
-        """Add one output; whether the answer is complete."""
+        """Add one output; whether the answer is complete. Raises RequestError where its grammar
+        cannot be followed."""
+        if output.finish_reason == "failed":
+            raise RequestError(output.detail)
         answer, piece = self._answer, self._stream.append_output(output)
         answer.text += piece.text
         answer.tokens += output.tokens

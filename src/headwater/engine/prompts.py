@@ -1,10 +1,12 @@
 """What callers of the offline engine hand over, read once and refused where it makes no sense."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from headwater.engine.structured import StructuredOutput
 from headwater.errors import RequestError
 from headwater.scheduler.request import SamplingParams, is_whole
 from headwater.types import Tokens
@@ -80,9 +82,15 @@ def read_count(n: int) -> int:
 
 
 def read_params(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    count: int,
+    structured: StructuredOutput | None = None,
 ) -> list[SamplingParams]:
-    """One for each of `count` prompts, of one for all or of one each."""
+    """One for each of `count` prompts, of one for all or of one each, with the grammar of
+    `structured` where that is given."""
+    if structured is not None:
+        grammar = structured.to_grammar()
+        return [replace(one, grammar=grammar) for one in read_params(params, count)]
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if not _are_params(params):

@@ -57,6 +57,10 @@ class Tokenizer:
         text: str = self._fast.decode(tokens, skip_special_tokens=skip_special_tokens)
         return text
 
+    def to_json(self) -> str:
+        """The vocabulary as `tokenizer.json` has it."""
+        return str(self._fast.to_str())
+
     def _find_byte_tokens(self) -> dict[int, int]:
         """By token, the byte; empty where `<0xE2>` is text like any other, or not there."""
         named = {byte: self._fast.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwater.cache import CacheConfig, TieredCache
-from headwater.clock import SystemClock
+from headwater.clock import Clock, SystemClock
 from headwater.config import EngineConfig
 from headwater.engine.client import EngineInfo
 from headwater.engine.core import EngineCore
+from headwater.engine.grammar import GrammarCompiler
+from headwater.engine.masks import MaskWorkers
+from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import ConfigError
 from headwater.launch.events import open_events
 from headwater.launch.peers import open_peers, shares_blocks
@@ -52,6 +55,7 @@ def build_core(
     layout = model.layout(config.block_tokens)
     num_host_blocks = host_blocks(config, layout)
     scheduler = _scheduler(config, model, layout, num_blocks, num_host_blocks)
+    clock = SystemClock()
     runner, pool = open_runner(
         model,
         num_blocks=num_blocks,
@@ -59,6 +63,7 @@ def build_core(
         max_num_seqs=config.max_num_seqs,
         max_batched_tokens=config.max_batched_tokens,
         shared=shares_blocks(config),
+        masks=_masks(config, model, clock),
     )
     info = EngineInfo(
         model_name=Path(config.model).resolve().name if config.model else BUILT_IN_NAME,
@@ -78,7 +83,6 @@ def build_core(
         epoch=secrets.token_hex(8),
         kv_format=layout.kv_format,
     )
-    clock = SystemClock()
     mover = open_mover(config, scheduler.cache, pool, runner, clock)
     core = EngineCore(scheduler, runner, clock, mover)
     info = open_peers(config, core, scheduler, pool, info, clock)
@@ -87,6 +91,15 @@ def build_core(
         parts = Parts(model=model, runner=runner, cache=scheduler.cache, mover=mover)
         core.allow_reload(Reloader(config, parts, info, clock).reload)
     return core, info
+
+
+def _masks(config: EngineConfig, model: "LoadedModel", clock: Clock) -> MaskWorkers:
+    compiler = GrammarCompiler(
+        lambda: Tokenizer(model.model_dir).to_json(),
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+    )
+    return MaskWorkers(compiler, clock, max_states=2 * config.max_num_seqs)
 
 
 def _scheduler(

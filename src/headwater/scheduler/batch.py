@@ -25,6 +25,9 @@ from headwater.types import JobId, RequestId, Slots, Tokens
 
 IntArray = NDArray[np.int32]
 
+NO_TOKEN = -1
+"""Stands for the token of a row that could not choose one."""
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ScheduledBatch:
@@ -81,8 +84,13 @@ class StepResult:
 
     step: int
     tokens: Tokens
+    """NO_TOKEN for a row with a grammar whose mask was late; such a row tries again."""
+
     logprobs: list[TokenLogprobs | None]
     """Per sampled row; None where none were asked for."""
+
+    failures: dict[int, str] = field(default_factory=dict)
+    """By sampled row: why no token can ever be chosen for it."""
 
 
 class Chunk(NamedTuple):

@@ -289,7 +289,9 @@ class KVLoader:
 
     def _carries(self, plan: Promotion, sequence: Sequence, *, whole: bool) -> bool:
         """Whether `sequence` may compute over `plan`: it brings all that is to be loaded."""
-        return self.layerwise and whole and plan.source is Tier.HOST and not sequence.receives
+        if sequence.receives or sequence.params.grammar:
+            return False  # a late mask would void the chunk that is held back
+        return self.layerwise and whole and plan.source is Tier.HOST
 
 
 def _expects_answer(load: SequenceLoad, now: float) -> bool:

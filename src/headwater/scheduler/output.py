@@ -88,7 +88,8 @@ class SequenceOutput:
     """One entry a token; None where none were asked for."""
 
     finish_reason: str | None = None
-    """`stop`, `length`, `abort`, `refused` or `returned` on the last output, None before."""
+    """`stop`, `length`, `abort`, `refused`, `returned` or `failed` on the last output, None
+    before."""
 
     stop_token: int | None = None
     """The token that ended the output, where one did."""
@@ -97,4 +98,4 @@ class SequenceOutput:
     """On the first output that has tokens, and on no other."""
 
     detail: str = ""
-    """Where it was refused: the reason, a word."""
+    """Where it was refused or failed: the reason."""

@@ -70,6 +70,9 @@ class SamplingParams:
     """Tokens that end the output; the model's end-of-sequence ids are added unless ignored."""
 
     ignore_eos: bool = False
+    grammar: str = ""
+    """What the output must look like, in llguidance's format; empty allows everything. It ends
+    the output where nothing more may follow, whatever `min_tokens` and `ignore_eos` say."""
 
     def __post_init__(self) -> None:
         check_kinds(self)
@@ -212,6 +215,10 @@ def _are_ids(value: object) -> bool:
     return isinstance(value, tuple) and all(is_whole(token) for token in value)
 
 
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
 def _is_bool(value: object) -> bool:
     return isinstance(value, bool)
 
@@ -235,6 +242,7 @@ _KINDS: Mapping[str, _Kind] = {
     "logprobs": (_is_whole_or_none, "a whole number or None"),
     "stop_token_ids": (_are_ids, "a tuple of token ids"),
     "ignore_eos": (_is_bool, "True or False"),
+    "grammar": (_is_text, "a text"),
 }
 
 

@@ -121,7 +121,7 @@ class Scheduler:
             raise RequestError(f"a request named {request.request_id!r} is running already")
         end = length_end(request, self.max_model_len)
         config, stops = self.config, request.params.stop_token_ids
-        if not request.params.ignore_eos:
+        if not request.params.ignore_eos or request.params.grammar:
             stops += config.eos_token_ids
         cacheable = end if config.output_caching else len(request.tokens)
         priority = request.priority if config.policy == "priority" else 0
@@ -189,7 +189,9 @@ class Scheduler:
             return None  # what is waited for is only begun in this turn
         is_settled = self._grow_decodes(now)
         table, config = self._table, self.config
-        decodes = [s for s in table.decoding if s.num_scheduled < s.schedulable_end]
+        decodes = [
+            s for s in table.decoding if s.num_scheduled < s.schedulable_end and not s.is_held
+        ]
         budget = StepBudget(
             num_tokens=config.max_batched_tokens - len(decodes),
             num_places=config.max_num_seqs - table.num_running,
@@ -329,6 +331,9 @@ class Scheduler:
         for sequence, token, chosen in zip(step.decodes, tokens, logprobs, strict=False):
             if sequence.state is _FINISHED:
                 self._drop(sequence, 1, now)
+            elif token < 0:
+                failure = result.failures.get(step.decodes.index(sequence))
+                outputs += self._go_without_token(sequence, 1, failure, now)
             else:
                 sequence.finish_chunk_with_token(1, token)
                 outputs.append(self._take_in(sequence, token, chosen, now))
@@ -340,6 +345,9 @@ class Scheduler:
                 held = (tokens[at], logprobs[at]) if chooses else (None, None)
                 for outcome in self._overlaps.collect(sequence, num_tokens, *held):
                     self.finish_job(outcome, now=now)
+            elif chooses and tokens[at] < 0:
+                failure = result.failures.get(at)
+                outputs += self._go_without_token(sequence, num_tokens, failure, now)
             elif chooses:
                 sequence.finish_chunk_with_token(num_tokens, tokens[at])
                 self._table.note_computed(sequence)
@@ -371,6 +379,20 @@ class Scheduler:
         return SequenceOutput(
             sequence.request_id, [token], [logprobs], reason, stop_token, usage
         )
+
+    def _go_without_token(
+        self, sequence: Sequence, num_tokens: int, failure: str | None, now: float
+    ) -> list[SequenceOutput]:
+        """Its mask was late: it tries again in a later step. With a `failure` it ends."""
+        sequence.finish_chunk_without_token(num_tokens)
+        if sequence.num_computed >= sequence.commit_at:
+            self._blocks.commit(sequence, now)
+        if failure is not None:
+            self._finish(sequence, "failed", now)
+            return [SequenceOutput(sequence.request_id, [], [], "failed", detail=failure)]
+        if sequence.state is _PREEMPTING:
+            self._vacate(sequence, now)
+        return []
 
     def _drop(self, sequence: Sequence, num_tokens: int, now: float) -> None:
         """A row of a finished sequence was computed: its result is nobody's."""

@@ -66,6 +66,7 @@ class Sequence:
         "block_table",
         "commit_at",
         "is_counted",
+        "is_held",
         "last_token",
         "lease",
         "load",
@@ -143,6 +144,13 @@ class Sequence:
     is_counted: bool
     """Whether its prompt was looked up before, and is in the ledger."""
 
+    is_held: bool
+    """Whether a step in flight continues from a token that was not chosen: its result is void,
+    and no further step has a row of the sequence until it is collected."""
+
+    row: int
+    """Its row in the batch scheduled last, for `carry`."""
+
     num_pins: int
     """Readers outside the engine, which keep its blocks even when it has finished."""
 
@@ -167,7 +175,9 @@ class Sequence:
         self.prompt_tokens = len(request.tokens)
         self.num_tokens_end = num_tokens_end
         """With this many tokens it has reached its length."""
-        self.min_stop = self.answer_start + request.params.min_tokens
+        # A grammar alone says when an output is complete.
+        min_tokens = 0 if request.params.grammar else request.params.min_tokens
+        self.min_stop = self.answer_start + min_tokens
         """With fewer tokens than this, a stop token does not end it."""
         self.max_computed = num_tokens_end - 1
         """KV is never needed for more: the last token is chosen, not computed."""
@@ -195,10 +205,8 @@ class Sequence:
         """What it found below the device while it waits; None when that is nothing."""
         self.usage: Usage | None = None
         """What the first output will report; None before admission and after that output."""
-        self.receives = self.is_counted = False
-        self.num_in_flight = self.num_pins = 0
-        self.row = 0
-        """Its row in the batch scheduled last, for `carry`."""
+        self.receives = self.is_counted = self.is_held = False
+        self.num_in_flight = self.num_pins = self.row = 0
         self._start_over()
 
     @property
@@ -297,6 +305,14 @@ class Sequence:
         self.num_in_flight -= 1
         self.num_computed += num_tokens
         self.append(token)
+
+    def finish_chunk_without_token(self, num_tokens: int) -> None:
+        """A step computed `num_tokens` of it and chose no token: its mask was late. The last of
+        them is computed again, and until then does not count."""
+        self.num_in_flight -= 1
+        self.num_scheduled -= 1
+        self.num_computed += num_tokens - 1
+        self.is_held = self.num_in_flight > 0
 
     def receive(self, token: int) -> None:
         """All its prompt's KV was written from outside, and `token` was chosen there."""

@@ -12,7 +12,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.scheduler.batch import ScheduledBatch, StepResult
+from headwater.scheduler.batch import NO_TOKEN, ScheduledBatch, StepResult
 from headwater.scheduler.output import TokenLogprobs
 from headwater.scheduler.request import SamplingParams
 from headwater.types import JobId, Slots, Tokens
@@ -58,6 +58,8 @@ class EchoRunner:
         self.depth = depth
         self.layerwise = layerwise
         self.arrive: Callable[[JobId], None] | None = None
+        self.is_late: Callable[[], bool] | None = None
+        """Asked for each row with a grammar whether its mask is late; None makes none late."""
         self.vocab_size = vocab_size
         self._block_tokens = block_tokens
         kv = np.full((num_blocks, 2, block_tokens), _UNWRITTEN, dtype=np.int32)
@@ -67,6 +69,8 @@ class EchoRunner:
         self._submitted: deque[ScheduledBatch] = deque()
         self._previous: dict[int, int] = {}
         """The token that each row of the batch before chose."""
+        self._before: dict[int, int] = {}
+        """The same, while the tokens of the next batch are chosen."""
         self.num_steps = 0
         self.num_tokens = 0
         """Computed so far; what a cache saves is missing here."""
@@ -95,8 +99,11 @@ class EchoRunner:
             for job in batch.awaits.values():
                 self.arrive(job)
         tokens = self._write(batch)
+        self._before = self._previous
         chosen = [
-            self._choose(batch, row, params, history)
+            NO_TOKEN
+            if self._is_void(batch, row, params)
+            else self._choose(batch, row, params, history)
             for row, params, history in zip(
                 batch.sampled.tolist(), batch.params, batch.histories, strict=True
             )
@@ -149,6 +156,13 @@ class EchoRunner:
             self._tokens[slots, offsets] = tokens[mine]
             self._positions[slots, offsets] = positions
         return tokens
+
+    def _is_void(self, batch: ScheduledBatch, row: int, params: SamplingParams) -> bool:
+        """Whether the row goes without a token: its mask is late, or so was the one before."""
+        source = int(batch.carry[row])
+        if source >= 0 and self._before.get(source) == NO_TOKEN:
+            return True
+        return bool(params.grammar) and self.is_late is not None and self.is_late()
 
     def _choose(
         self,

@@ -25,8 +25,10 @@ from headwater.device.kernels.ints import copy_ints
 from headwater.device.kv import KVPool
 from headwater.device.model import LoadedModel
 from headwater.device.penalties import History, is_penalised
+from headwater.device.runner import begin_masks, is_masked, void_unmasked
 from headwater.device.sampler import LogprobTable, SampledRows, Sampler, is_plain
 from headwater.device.upload import put
+from headwater.engine.masks import MaskWorkers, StepMasks
 from headwater.errors import InvariantError
 from headwater.scheduler.batch import IntArray, ScheduledBatch, StepResult
 from headwater.scheduler.output import TokenLogprobs
@@ -34,6 +36,10 @@ from headwater.types import Tokens
 
 _RING = 3
 """Steps whose pinned memory is kept apart: one more than may be in flight."""
+
+
+_MASK_GRACE_S = 0.005
+"""Longest wait for masks: about as long as a decode step takes."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -47,6 +53,21 @@ class _SubmittedStep:
     host: Tensor
     done: torch.cuda.Event
     logprobs: LogprobTable | None
+    masks: StepMasks | None
+    """Of the rows with a grammar; None where there are none."""
+
+    carried: dict[int, int]
+    """By row with a grammar: the token that it continues from."""
+
+    def result(self) -> StepResult:
+        """What the step chose; waits for it."""
+        tokens = self.tokens()
+        logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
+        if self.logprobs is not None:
+            logprobs = self.logprobs.read()
+        result = StepResult(step=self.batch.step, tokens=tokens, logprobs=logprobs)
+        void_unmasked(result, self.batch, self.carried, self.masks)
+        return result
 
     def tokens(self) -> Tokens:
         """What was chosen, per sampled row; waits for the step."""
@@ -69,7 +90,9 @@ class CudaRunner:
         block_tokens: int,
         max_num_seqs: int,
         max_batched_tokens: int,
+        masks: MaskWorkers | None = None,
     ) -> None:
+        """Without `masks`, rows with a grammar cannot be run."""
         if model.device.index is not None:  # events and kernels go to this thread's device
             torch.cuda.set_device(model.device)
         self._model = model
@@ -81,6 +104,7 @@ class CudaRunner:
         self._host = torch.zeros((_RING, self._max_rows), dtype=torch.int32, pin_memory=True)
         self._staging = Staging(4 * max_batched_tokens + (1 << 16), num_buffers=_RING)
         self._sampler = Sampler(model.eos_token_ids)
+        self._masks = masks
         with torch.inference_mode():
             fused = fused_decoder(model.module, model.max_model_len)
         self._decoder: FusedDecoder | ModuleDecoder = fused or ModuleDecoder(model)
@@ -129,19 +153,26 @@ class CudaRunner:
                 logits = self._run_packed(layout, carry)
                 places = np.arange(len(batch.sampled), dtype=np.int32)
                 is_greedy = False
-            logprobs = None
+            logprobs, masks = None, None
+            carried = self._carried_tokens(batch)
             if not is_greedy and len(batch.sampled):
-                logprobs = self._choose(batch, logits, places)
-            self._finish_submit(batch, places, logprobs)
+                masks = self._take_masks(batch, carried)
+                logprobs = self._choose(batch, logits, places, masks)
+            self._finish_submit(
+                _SubmittedStep(
+                    batch=batch,
+                    places=places,
+                    host=self._host[self._num_steps % _RING],
+                    done=torch.cuda.Event(),  # not `blocking`: sleepers woke up to 5 ms late
+                    logprobs=logprobs,
+                    masks=masks,
+                    carried=carried,
+                )
+            )
 
     def collect(self) -> StepResult:
         """The result of the oldest step not yet collected; waits for it without a lock."""
-        submitted = self._submitted.popleft()
-        tokens = submitted.tokens()
-        logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
-        if submitted.logprobs is not None:
-            logprobs = submitted.logprobs.read()
-        return StepResult(step=submitted.batch.step, tokens=tokens, logprobs=logprobs)
+        return self._submitted.popleft().result()
 
     def close(self) -> None:
         """Forget what was not collected, once the device is done with it."""
@@ -149,6 +180,8 @@ class CudaRunner:
             submitted.done.synchronize()
         self._submitted.clear()
         self._last = None
+        if self._masks is not None:
+            self._masks.close()
 
     def _run_packed(self, layout: Layout, carry: IntArray) -> Tensor:
         """Logits of the sampled rows of a step with chunks of prompts in it."""
@@ -189,7 +222,11 @@ class CudaRunner:
         return gate
 
     def _choose(
-        self, batch: ScheduledBatch, logits: Tensor, places: IntArray
+        self,
+        batch: ScheduledBatch,
+        logits: Tensor,
+        places: IntArray,
+        masks: StepMasks | None,
     ) -> LogprobTable | None:
         """Put the tokens of the sampled rows where `places` says, from `logits` there."""
         at = None
@@ -199,27 +236,43 @@ class CudaRunner:
         elif is_plain(batch.params):
             choose_greedy(logits, self._chosen)
             return None
-        chosen = self._sampler.pick(logits, self._sampled_rows(batch))
+        chosen = self._sampler.pick(logits, self._sampled_rows(batch, masks))
         if at is None:
             self._chosen[: len(chosen)] = chosen
         else:
             self._chosen[at] = chosen.int()
         return LogprobTable(logits, chosen, batch.params)
 
-    def _finish_submit(
-        self, batch: ScheduledBatch, places: IntArray, logprobs: LogprobTable | None
-    ) -> None:
-        host = self._host[self._num_steps % _RING]
-        count = batch.num_rows
-        copy_ints(self._chosen[:count], host)
-        done = torch.cuda.Event()  # not `blocking`: sleepers were woken up to 5 ms late
-        done.record()
-        submitted = _SubmittedStep(
-            batch=batch, places=places, host=host, done=done, logprobs=logprobs
-        )
+    def _finish_submit(self, submitted: _SubmittedStep) -> None:
+        """Have the chosen tokens copied to the host, and note the step."""
+        copy_ints(self._chosen[: submitted.batch.num_rows], submitted.host)
+        submitted.done.record()
         self._num_steps += 1
         self._submitted.append(submitted)
         self._last = submitted
+
+    def _take_masks(self, batch: ScheduledBatch, carried: dict[int, int]) -> StepMasks | None:
+        """Masks of the rows with a grammar. They are made while the device computes the step,
+        which was queued before: waiting for them here delays no other row."""
+        pending = begin_masks(self._masks, batch, carried)
+        if pending is None:
+            return None
+        return pending.take(is_alone=is_masked(batch), grace_s=_MASK_GRACE_S)
+
+    def _carried_tokens(self, batch: ScheduledBatch) -> dict[int, int]:
+        """By row with a grammar: the token it continues from, once the step before has chosen
+        it. The device is at work on this step meanwhile."""
+        wanted = [
+            row
+            for row, params in zip(batch.sampled.tolist(), batch.params, strict=True)
+            if params.grammar and batch.carry[row] >= 0
+        ]
+        if not wanted or self._last is None:
+            return {}
+        before = self._last.result()
+        rows = self._last.batch.sampled.tolist()
+        tokens = dict(zip(rows, before.tokens.tolist(), strict=True))
+        return {row: tokens[int(batch.carry[row])] for row in wanted}
 
     def _carry(self, batch: ScheduledBatch) -> IntArray:
         """Per row: where the token it waits for is among the chosen; -1 where none is."""
@@ -237,12 +290,13 @@ class CudaRunner:
             raise InvariantError("a carry names a row that chose no token")
         return carry
 
-    def _sampled_rows(self, batch: ScheduledBatch) -> SampledRows:
+    def _sampled_rows(self, batch: ScheduledBatch, masks: StepMasks | None) -> SampledRows:
         return SampledRows(
             params=batch.params,
             positions=batch.context_lens[batch.sampled].astype(np.int64),
             prompt_lens=[prompt_len for _, prompt_len in batch.histories],
             histories=self._histories(batch),
+            masks=masks,
         )
 
     def _histories(self, batch: ScheduledBatch) -> dict[int, History]:

@@ -172,6 +172,7 @@ _PARAMS: Mapping[str, Callable[[Json], object]] = {
     "logprobs": _optional(_count),
     "stop_token_ids": _many(_integer),
     "ignore_eos": _flag,
+    "grammar": _text,
 }
 _PLAIN: Mapping[str, Callable[[Json], object]] = {
     "handoff": _count,

@@ -1,0 +1,100 @@
+"""The adapter to llguidance: grammars compiled for one vocabulary, cached by content.
+
+Compiling is bounded: the library stops where a grammar needs more states, symbols or work than
+the limits allow, and says so. Safe to call from several threads.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+
+from headwater.errors import RequestError
+
+_LIMITS = LLParserLimits(
+    max_items_in_row=2000,
+    initial_lexer_fuel=2_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+"""About 40 ms to build a grammar's lexer and 20 ms for one mask, at most."""
+
+_MAX_CACHED = 256
+"""Grammars that are kept compiled."""
+
+_MAX_SENTENCE = 600
+"""Characters of the library's words that an error quotes."""
+
+
+class GrammarCompiler:
+    """Compiles grammars for the vocabulary of one model."""
+
+    def __init__(
+        self,
+        tokenizer_json: Callable[[], str],
+        *,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        """`tokenizer_json` is asked once, when the first grammar is compiled."""
+        self.vocab_size = vocab_size
+        self._tokenizer_json = tokenizer_json
+        self._eos_token_ids = list(eos_token_ids)
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+        """Held for the two structures above, never while a grammar is compiled."""
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._compiled)
+
+    def check(self, grammar: str) -> None:
+        """Raise RequestError, in the library's words, for a grammar that cannot be used."""
+        self._prototype(grammar)
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        """A matcher at the beginning of `grammar`. Raises RequestError like `check`."""
+        return self._prototype(grammar).deep_copy()
+
+    def _prototype(self, grammar: str) -> LLMatcher:
+        with self._lock:
+            found = self._compiled.get(grammar)
+            if found is not None:
+                self._compiled.move_to_end(grammar)
+                return found
+        made = LLMatcher(self._vocabulary(), grammar, log_level=0, limits=_LIMITS)
+        if made.is_error():
+            raise RequestError(_describe(made.get_error()))
+        with self._lock:
+            self._compiled[grammar] = made
+            if len(self._compiled) > _MAX_CACHED:
+                self._compiled.popitem(last=False)
+        return made
+
+    def _vocabulary(self) -> LLTokenizer:
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = LLTokenizer(
+                    self._tokenizer_json(),
+                    n_vocab=self.vocab_size,
+                    eos_token=self._eos_token_ids or None,
+                )
+            return self._tokenizer
+
+
+def to_lark(grammar: str) -> str:
+    """A grammar in GBNF as one in Lark's syntax; one in Lark's is left alone."""
+    try:
+        return any_to_lark(grammar)
+    except Exception as exc:
+        raise RequestError(f"the grammar cannot be read: {str(exc)[:_MAX_SENTENCE]}") from exc
+
+
+def _describe(error: str) -> str:
+    return f"the grammar cannot be compiled: {' '.join(error.split())[:_MAX_SENTENCE]}"

@@ -1,0 +1,262 @@
+"""Masks of allowed tokens for rows with a grammar, made by threads while a step is computed.
+
+The runner calls `begin` when it knows a step's rows, computes the step, and then takes the
+masks that are ready. A row whose mask is late chooses no token in that step; the scheduler
+lets it try again, and no other row waits for it.
+
+A state is only a shortcut: it is rebuilt from the output tokens whenever they do not continue
+what it has seen, after a preemption, a hand-off or a continuation from elsewhere.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher
+from numpy.typing import NDArray
+
+from headwater.clock import Clock
+from headwater.engine.grammar import GrammarCompiler
+from headwater.errors import RequestError
+from headwater.types import RequestId, Tokens
+
+MaskWords = NDArray[np.int32]
+"""One bit a token, 32 of them in a word, the lowest bit first."""
+
+_SLOW_S = 0.003
+"""A mask that takes longer is made apart from the others from then on."""
+
+_SLOW_GROUP_S = 0.010
+"""A group that takes longer has a slow mask in it: each is timed alone the next time."""
+
+_GRACE_S = 0.002
+"""Longest wait for masks when the step itself is done and other rows wait."""
+
+_ALONE_S = 0.050
+"""Longest wait when no row of the step could choose a token."""
+
+
+class MaskedRow(NamedTuple):
+    """A row that chooses a token by a grammar."""
+
+    row: int
+    request_id: RequestId
+    grammar: str
+    output: Tokens
+    """Output tokens so far; the mask is for the next one."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StepMasks:
+    """What there is when tokens are chosen. Rows are those of `MaskedRow`."""
+
+    rows: list[int] = field(default_factory=list)
+    words: MaskWords
+    """One row of words for each of `rows`."""
+
+    late: list[int] = field(default_factory=list)
+    failed: dict[int, str] = field(default_factory=dict)
+    """Rows whose grammar needs more than its limits allow, and the reason."""
+
+
+class MaskState:
+    """Where one request is in its grammar. A worker owns it while its future is pending."""
+
+    __slots__ = ("error", "future", "grammar", "is_slow", "matcher", "seen", "words")
+
+    def __init__(self, grammar: str, num_words: int) -> None:
+        self.grammar = grammar
+        self.matcher: LLMatcher | None = None
+        self.seen: Tokens | None = None
+        """Output tokens that the matcher has consumed; None before the first mask."""
+        self.words: MaskWords = np.zeros(num_words, dtype=np.int32)
+        self.error: str | None = None
+        self.is_slow = True
+        """Until it was fast once: compiling may take long."""
+        self.future: Future[None] | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        return self.future is not None and not self.future.done()
+
+    def failure(self) -> str | None:
+        """Why there will be no mask. Asked while no worker owns the state."""
+        if self.future is not None and (bug := self.future.exception()) is not None:
+            return f"the mask could not be made: {bug}"
+        return self.error
+
+    def continues(self, output: Tokens) -> bool:
+        """Whether `output` begins with what was seen."""
+        seen = self.seen
+        return seen is not None and np.array_equal(seen, output[: len(seen)])
+
+    def is_for(self, output: Tokens) -> bool:
+        """Whether its words are the mask after `output`."""
+        return (
+            self.seen is not None and len(self.seen) == len(output) and self.continues(output)
+        )
+
+
+class MaskWorkers:
+    """Owns the states and the threads. `begin` and `PendingMasks.take` are one thread's."""
+
+    def __init__(
+        self, compiler: GrammarCompiler, clock: Clock, *, max_states: int, num_threads: int = 2
+    ) -> None:
+        self._compiler = compiler
+        self._clock = clock
+        self._max_states = max_states
+        self._num_words = -(-compiler.vocab_size // 32)
+        self._states: OrderedDict[RequestId, MaskState] = OrderedDict()
+        self._group = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._alone = ThreadPoolExecutor(num_threads, thread_name_prefix="slow-masks")
+        self._executor: LLExecutor | None = None
+
+    @property
+    def num_states(self) -> int:
+        return len(self._states)
+
+    def begin(self, rows: Sequence[MaskedRow]) -> "PendingMasks":
+        """Have the masks of `rows` made."""
+        together: list[tuple[MaskedRow, MaskState]] = []
+        apart: list[tuple[MaskedRow, MaskState]] = []
+        begun: set[Future[None]] = set()
+        for row in rows:
+            state = self._state(row)
+            if state.is_busy or state.is_slow or not state.continues(row.output):
+                begun |= self._begin_alone(row, state)
+                apart.append((row, state))
+            else:
+                together.append((row, state))
+        words = np.zeros((len(together), self._num_words), dtype=np.int32)
+        if together:
+            future = self._group.submit(self._make_group, together, words)
+            begun.add(future)
+            for _, state in together:
+                state.future = future
+        return PendingMasks(together, apart, words, begun)
+
+    def close(self) -> None:
+        """End the threads. Twice is safe."""
+        for threads in (self._group, self._alone):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _state(self, row: MaskedRow) -> MaskState:
+        state = self._states.get(row.request_id)
+        if state is None or state.grammar != row.grammar:
+            state = self._states[row.request_id] = MaskState(row.grammar, self._num_words)
+        self._states.move_to_end(row.request_id)
+        while len(self._states) > self._max_states:
+            self._states.popitem(last=False)
+        return state
+
+    def _begin_alone(self, row: MaskedRow, state: MaskState) -> set[Future[None]]:
+        """What was begun: nothing where the mask is there, or is being made."""
+        if state.is_busy or state.error is not None or state.is_for(row.output):
+            return set()
+        state.future = self._alone.submit(self._make_alone, state, row.output)
+        return {state.future}
+
+    def _make_alone(self, state: MaskState, output: Tokens) -> None:
+        """On a thread: compile or rebuild where it must be, then the mask."""
+        began = self._clock.now()
+        is_new = state.matcher is None
+        self._consume(state, output)
+        matcher = state.matcher
+        if matcher is not None and state.error is None:
+            matcher.unsafe_compute_mask_ptr(state.words.ctypes.data, state.words.nbytes)
+            _note_error(state, matcher)
+        state.is_slow = is_new or self._clock.now() - began > _SLOW_S
+
+    def _make_group(
+        self, rows: Sequence[tuple[MaskedRow, MaskState]], words: MaskWords
+    ) -> None:
+        """On a thread: one token consumed and one mask made for each, side by side."""
+        began = self._clock.now()
+        matchers: list[tuple[LLMatcher, int]] = []
+        for at, (row, state) in enumerate(rows):
+            self._consume(state, row.output)
+            if state.matcher is not None and state.error is None:
+                matchers.append((state.matcher, at))
+        if self._executor is None:
+            self._executor = LLExecutor()
+        if not matchers:
+            return
+        self._executor.unsafe_compute_mask_ptr(
+            matchers, words.ctypes.data, words.strides[0], len(words)
+        )
+        for at, (_, state) in enumerate(rows):
+            if state.matcher is not None:
+                _note_error(state, state.matcher)
+            state.words = words[at]
+        if self._clock.now() - began > _SLOW_GROUP_S:
+            for _, state in rows:
+                state.is_slow = True
+
+    def _consume(self, state: MaskState, output: Tokens) -> None:
+        """Bring the matcher to the end of `output`, from its beginning where it must be."""
+        if not state.continues(output):
+            try:
+                state.matcher = self._compiler.matcher(state.grammar)
+            except RequestError as exc:
+                state.error = str(exc)
+                return
+            state.seen = output[:0]
+        assert state.matcher is not None, "it is made before anything is seen"
+        assert state.seen is not None, "it is made before anything is seen"
+        fresh = output[len(state.seen) :].tolist()
+        if fresh and not state.matcher.consume_tokens(fresh):
+            state.error = f"the output does not fit its grammar: {state.matcher.get_error()}"
+        state.seen = output
+
+
+class PendingMasks:
+    """Masks that are being made for one step."""
+
+    def __init__(
+        self,
+        together: Sequence[tuple[MaskedRow, MaskState]],
+        apart: Sequence[tuple[MaskedRow, MaskState]],
+        words: MaskWords,
+        begun: set[Future[None]],
+    ) -> None:
+        self._together = together
+        self._apart = apart
+        self._words = words
+        self._begun = begun
+
+    def take(self, *, is_alone: bool, grace_s: float = _GRACE_S) -> StepMasks:
+        """What is ready now, or within `grace_s`; `is_alone` says that every row of the step
+        has a grammar, so that nothing else is delayed by waiting longer."""
+        if is_alone and not self._together:
+            futures = {state.future for _, state in self._apart if state.future is not None}
+            wait(futures, timeout=_ALONE_S, return_when=FIRST_COMPLETED)
+        else:
+            # Masks that were late in an earlier step are not waited for again.
+            wait(self._begun, timeout=grace_s)
+        found = StepMasks(words=self._words)
+        pieces: list[MaskWords] = []
+        for row, state in (*self._together, *self._apart):
+            if state.is_busy:
+                found.late.append(row.row)
+            elif (error := state.failure()) is not None:
+                found.failed[row.row] = error
+            elif not state.is_for(row.output):
+                found.late.append(row.row)
+            else:
+                found.rows.append(row.row)
+                pieces.append(state.words)
+        if len(pieces) != len(self._words):
+            shape = (len(pieces), self._words.shape[1])
+            found.words = np.array(pieces, dtype=np.int32).reshape(shape)
+        elif self._apart:
+            found.words = np.stack(pieces) if pieces else self._words
+        return found
+
+
+def _note_error(state: MaskState, matcher: LLMatcher) -> None:
+    if matcher.is_error():
+        state.error = f"the grammar became too complex: {matcher.get_error()[:200]}"

@@ -1,0 +1,147 @@
+"""Structured output: what an answer must look like, as a grammar.
+
+A request asks for JSON, a schema, a pattern, one of some texts, or a grammar. All become one
+text in llguidance's format, which travels with the sampling parameters; it is compiled where
+masks are made. Nothing is compiled here.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headwater.engine.grammar import to_lark
+from headwater.errors import RequestError
+
+MAX_GRAMMAR_BYTES = 1 << 17
+"""Longest grammar, schemas included."""
+
+MAX_SCHEMA_DEPTH = 64
+"""Deepest nesting of a schema."""
+
+MAX_CHOICES = 1024
+
+_WHITESPACE = r"[ \n\r\t]{0,20}"
+"""Between the parts of JSON. Bounded: some models would write white space for ever."""
+
+_ANY_OBJECT = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutput:
+    """What an answer must look like: exactly one of the fields.
+
+    Raises RequestError, naming the field, for what cannot become a grammar. Whether a schema
+    or a pattern is supported is known when it is compiled.
+    """
+
+    json: str | Mapping[str, Any] | bool | None = None
+    """A JSON schema, as an object or as text; `True` is any JSON value."""
+
+    json_object: bool = False
+    """Any JSON object."""
+
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    """In Lark's syntax, or in GBNF."""
+
+    def __post_init__(self) -> None:
+        given = [name for name in _FIELDS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            names = ", ".join(_FIELDS)
+            raise RequestError(f"give exactly one of {names}; got {', '.join(given) or 'none'}")
+
+    def to_grammar(self) -> str:
+        """The grammar as text. The same content gives the same text."""
+        text = json.dumps({"grammars": [self._part()]}, ensure_ascii=False)
+        if len(text.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
+            raise RequestError(
+                f"the grammar is longer than {MAX_GRAMMAR_BYTES} bytes; simplify the schema"
+            )
+        return text
+
+    def _part(self) -> dict[str, Any]:
+        if self.json_object:
+            return _schema_part(_ANY_OBJECT)
+        if self.json is not None:
+            return _schema_part(_read_schema(self.json))
+        if self.choice is not None:
+            return {"lark_grammar": "start: " + _alternatives(self.choice)}
+        if self.regex is not None:
+            _check_text("regex", self.regex)
+            return {"lark_grammar": f"start: /{_slashes_escaped(self.regex)}/"}
+        assert self.grammar is not None, "one of the fields is given"
+        _check_text("grammar", self.grammar)
+        return {"lark_grammar": to_lark(self.grammar)}
+
+
+_FIELDS = ("json", "json_object", "regex", "choice", "grammar")
+
+
+def lark_grammar(rules: str) -> str:
+    """Lark rules with a `start` as a grammar."""
+    return json.dumps({"grammars": [{"lark_grammar": rules}]}, ensure_ascii=False)
+
+
+def with_prefix(grammar: str, prefix: str, rules: str = "") -> str:
+    """`grammar` after `prefix`, which is terms of Lark that may use `rules`."""
+    parts = json.loads(grammar)["grammars"]
+    parts[0] = {"name": "answer", **parts[0]}
+    lark = f"start: {prefix} @answer\n{rules}"
+    return json.dumps({"grammars": [{"lark_grammar": lark}, *parts]}, ensure_ascii=False)
+
+
+def _schema_part(schema: object) -> dict[str, Any]:
+    if isinstance(schema, Mapping):
+        options = {"whitespace_pattern": _WHITESPACE}
+        schema = {**schema, "x-guidance": options}
+    return {"json_schema": schema}
+
+
+def _read_schema(schema: object) -> object:
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as exc:
+            raise RequestError(f"the JSON schema is not JSON: {exc}") from exc
+    if schema is True:
+        return {}
+    if not isinstance(schema, Mapping):
+        raise RequestError("a JSON schema is an object")
+    _check_depth(schema, MAX_SCHEMA_DEPTH)
+    return schema
+
+
+def _check_depth(value: object, left: int) -> None:
+    if left == 0:
+        raise RequestError(f"the JSON schema is nested more than {MAX_SCHEMA_DEPTH} deep")
+    if isinstance(value, Mapping):
+        for inner in value.values():
+            _check_depth(inner, left - 1)
+    elif isinstance(value, list):
+        for inner in value:
+            _check_depth(inner, left - 1)
+
+
+def _alternatives(choice: Sequence[str]) -> str:
+    if isinstance(choice, str) or not all(isinstance(text, str) for text in choice):
+        raise RequestError("choice is a list of texts")
+    if not 1 <= len(choice) <= MAX_CHOICES or not all(choice):
+        raise RequestError(f"choice has 1 to {MAX_CHOICES} texts, none of them empty")
+    return " | ".join(json.dumps(text, ensure_ascii=False) for text in choice)
+
+
+def _check_text(name: str, text: object) -> None:
+    if not isinstance(text, str) or not text:
+        raise RequestError(f"{name} is a text that is not empty")
+
+
+def _slashes_escaped(pattern: str) -> str:
+    """`/` ends a pattern in Lark."""
+    escaped: list[str] = []
+    is_escape = False
+    for sign in pattern:
+        escaped.append("\\/" if sign == "/" and not is_escape else sign)
+        is_escape = sign == "\\" and not is_escape
+    return "".join(escaped)
