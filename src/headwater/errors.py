@@ -14,7 +14,7 @@
     - StorageBadAnswer    a backend answered something that its interface does not allow
     - StorageUnavailable  it failed repeatedly, and is not called for now
   + DeviceError       a call to the GPU's driver failed; a copy becomes a miss
-  + PeerRefused       another instance will not take a request on; somebody else may
+  + PeerRefused       another instance refuses a request; a third one may accept it
   + EngineDead        unrecoverable; the process exits
 
 A broken invariant is not in this tree: it is an `InvariantError`, an AssertionError,
@@ -61,7 +61,7 @@ class StorageError(HeadwaterError):
 
 
 class StorageTimeout(StorageError):
-    """A storage call did not end in time. Nobody waits for it, but it may still be running."""
+    """A storage call missed its deadline. Its caller has stopped waiting; the call may still run."""
 
     def __init__(self, message: str, *, quiet: Event | None = None) -> None:
         super().__init__(message)

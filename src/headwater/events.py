@@ -1,6 +1,6 @@
 """Facts about the cache, as frozen values: what became findable where, and what went.
 
-Recorded by `cache.kv_event_log` when somebody asked for them, told to the outside by `metrics`.
+Recorded by `cache.kv_event_log` when KV events are enabled, and published by `metrics`.
 """
 
 from dataclasses import dataclass

@@ -1,11 +1,11 @@
-"""What was probably meant by a name that nobody knows."""
+"""Suggests the known name that is most similar to an unknown one."""
 
 import difflib
 from collections.abc import Iterable
 
 
 def suggest(given: str, known: Iterable[str]) -> str:
-    """The end of a sentence about `given`: the name that is like it, or all there are."""
+    """The end of an error message about `given`: the most similar name, or all known names."""
     known = sorted(known)
     close = difflib.get_close_matches(given, known, n=1, cutoff=0.6)
     if close:

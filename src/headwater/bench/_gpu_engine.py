@@ -285,12 +285,12 @@ class GpuEngine:
         self.core.drain(120.0)
 
     def await_pinned(self) -> None:
-        """Until all of the slab is pinned, which takes the device's time from whoever serves."""
+        """Wait until the whole slab is pinned; pinning slows serving meanwhile."""
         while self.copier is not None and self.copier.pinned_share < 1.0:
             self.core.completions.wait(_POLL_S)
 
     def clear_device(self) -> None:
-        """Evict every block that nobody uses from the device, and from nothing else."""
+        """Evict every unused block from the device, and from no other tier."""
         slots = self.cache.take(self.cache.num_available, now=self.clock.now())
         if slots is not None:
             self.cache.free(slots)

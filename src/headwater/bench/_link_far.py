@@ -55,7 +55,7 @@ def main(link: str, num_blocks: int, block_bytes: int, num_leases: int) -> None:
         engine = bare_engine(bare.memory)
         told |= {"engine": f"127.0.0.1:{engine.get_rpc_port()}"}
         told |= {"memory": address_of(bare.memory)}
-    if link != "shm":  # whose ceiling needs nobody
+    if link != "shm":  # the reference for shm needs no second process
         Thread(target=_serve, args=(listener, bare, link), daemon=True).start()
     print(MARK + json.dumps(told), flush=True)
     sys.stdin.read()

@@ -121,7 +121,7 @@ def running(
 
 
 def free_port() -> int:
-    """A port nobody listens on now."""
+    """A port that no process listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Traffic of different shapes, made from a seed: to see a policy on what nobody tuned it for."""
+"""Traffic of different shapes, made from a seed: to test a policy on traffic that it was not tuned for."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -47,7 +47,7 @@ def _agents(rng: np.random.Generator, number: Iterator[int]) -> Iterator[TraceRe
 
 
 def _documents(rng: np.random.Generator, number: Iterator[int]) -> Iterator[TraceRequest]:
-    """Everybody asks about one of sixty documents, a few questions each."""
+    """Each session asks a few questions about one of sixty documents."""
     starts = range(100, 100 + 60 * 60, 60)
     documents = [range(start, start + int(rng.integers(8, 60))) for start in starts]
     habit = _Habit(every_s=0.8, think_s=30.0, leaves=0.5, opens=1.5, beginnings=documents)

@@ -107,7 +107,7 @@ class EchoRound:
         self.counts["resets refused"] += report.refusal is not None
 
     def _abort(self) -> None:
-        """End somebody who waits, loads or runs."""
+        """Abort one request that waits, loads or runs."""
         alive = [r for r in self._added if r.request_id not in self._engine.reasons]
         if alive:
             victim = self._dice.choice(alive).request_id

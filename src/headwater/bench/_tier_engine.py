@@ -40,7 +40,7 @@ class TierRun:
     """Microseconds of deciding of the median turn with tokens, which takes in no prompt."""
 
     decide_cpu_us: float = 0.0
-    """The same in processor time of the loop's thread, which nobody else can stretch."""
+    """The same in processor time of the loop's thread, which other processes do not change."""
 
     found: dict[str, int] = field(default_factory=dict)
     """Prompt tokens that were found, by tier."""
@@ -132,14 +132,14 @@ class TierEngine:
         self.core.drain(_DRAIN_S)
 
     def clear_device(self) -> None:
-        """Evict every block that nobody uses from the device, and from nothing else."""
+        """Evict every unused block from the device, and from no other tier."""
         cache = self.core._cache  # nothing in production empties one tier alone
         slots = cache.take(cache.num_available, now=self._clock.now())
         if slots is not None:
             cache.free(slots)
 
     def close(self) -> None:
-        """After the last write, so that nobody writes to a folder that is being removed."""
+        """Close after the last write, so that no write reaches a folder that is being removed."""
         self.drain()
         self.core.close()
 

@@ -48,7 +48,7 @@ def make_sessions(limit: int, seed: int = 1) -> list[TraceRequest]:
 def _session(
     rng: np.random.Generator, begins_s: float, next_id: int
 ) -> tuple[list[TraceRequest], int]:
-    """The requests of one session, and the next id that nobody has."""
+    """The requests of one session, and the next unused id."""
     role = int(rng.choice(3, p=(0.5, 0.35, 0.15)))
     think_s, leaves, first = ((60.0, 0.5, 4), (25.0, 0.35, 40), (4.0, 0.12, 12))[role]
     ids = [role]

@@ -131,7 +131,7 @@ def _serve(cache: TieredCache, owner: RequestId, prompt: Tokens, whole: Tokens) 
 
 
 def _insert(cache: TieredCache, path: TokenPath) -> None:
-    """Publish a prompt that nobody has sent before."""
+    """Publish a new prompt."""
     lease = cache.lease(cache.match(path), owner=RequestId(""), now=0.0)
     slots = _taken(cache, path.num_blocks(cache.block_tokens) - lease.num_blocks)
     cache.commit(lease, path, slots, now=0.0)

@@ -178,7 +178,7 @@ class _Cluster:
         return True
 
     def _watch(self, router: Child) -> int:
-        """Until told to stop, or nobody is left."""
+        """Run until told to stop, or until no process is left."""
         while True:
             child, line = self._told.get()
             if child is None:

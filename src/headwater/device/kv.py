@@ -53,7 +53,7 @@ class KVPool:
         return self.data.nbytes
 
     def mark_written(self, slots: Ints) -> None:
-        """Whoever writes to slots says so first: copies of their KV elsewhere are stale."""
+        """Call before writing to slots: it invalidates copies of their KV elsewhere."""
         self.writes[slots] += 1
 
     def rows_of(self, slots: Ints, offsets: Ints) -> Tensor:

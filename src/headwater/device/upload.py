@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def put(values: NDArray[np.generic], device: torch.device) -> Tensor:
-    """`values` on `device`; on a GPU in the order of its work, and nobody waits."""
+    """`values` on `device`; on a GPU in stream order, without waiting."""
     whole = torch.from_numpy(values)
     if device.type == "cpu":
         return whole

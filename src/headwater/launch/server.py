@@ -84,7 +84,7 @@ def serve(
     """
     recording = None if record is None else Recording(record, SystemClock())
     if server_config.peer_token is not None:
-        # The engine process inherits it; settings are shown to whoever asks.
+        # Passed by environment: the engine process inherits it, and `/server_info` shows settings.
         os.environ["HEADWATER_PEER_TOKEN"] = server_config.peer_token
     child = EngineChild(
         ["headwater.launch.engine", server_config.log_format],
@@ -173,7 +173,7 @@ class _Server:
         )
 
     def _ledgers(self, model: str) -> list[Callable[[RequestRecord], None]]:
-        """Whoever is told of each request that ended."""
+        """The functions to call with the record of each finished request."""
         told: list[Callable[[RequestRecord], None]] = []
         if self._config.log_format == "json":
             told.append(log_record)

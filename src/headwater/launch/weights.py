@@ -1,6 +1,6 @@
 """Weights of the session policy in files: those that are shipped, and an operator's own.
 
-A file is JSON that names the traces its weights were learned from, so that nobody reports
+A file is JSON that names the traces its weights were learned from, so that no benchmark reports
 what they find on one of those as if it were news.
 """
 

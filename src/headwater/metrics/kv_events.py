@@ -55,7 +55,7 @@ KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(msgspec.Struct, array_like=True, frozen=True):
-    """What one step changed."""
+    """The cache changes of one step."""
 
     ts: float
     """Seconds since 1970."""

@@ -1,6 +1,6 @@
 """Publishes KV events: a PUB socket for what happens, a ROUTER socket for what was missed.
 
-    the loop ── publish(facts) ──▶ queue ──▶ thread ──▶ PUB      to whoever listens
+    the loop ── publish(facts) ──▶ queue ──▶ thread ──▶ PUB      to all subscribers
     the loop ◀── snapshot_wanted ────────── thread ◀──▶ ROUTER   (empty, start) ▶ (…, batches, end)
 
 The loop only puts facts into a queue; encoding and sockets are the thread's. A replay from

@@ -1,6 +1,6 @@
 """Every metric once: its name, kind, labels and meaning.
 
-Counters only go up; a ratio is computed by whoever reads them. Names follow the field's, so
+Counters only go up; compute ratios in queries. Names follow the field's, so
 that existing dashboards need only the prefix changed.
 """
 

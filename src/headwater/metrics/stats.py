@@ -24,7 +24,7 @@ class TierStats:
     """Findable; shared blocks are counted once."""
 
     evictable: int
-    """Cached and leased by nobody."""
+    """Cached and not leased."""
 
     evicted: int = 0
     """Blocks that were evicted from it, ever."""

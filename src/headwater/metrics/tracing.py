@@ -2,7 +2,7 @@
 
 A sequence is a span from its arrival to its end, with one below it for each thing it did:
 waiting, being prefilled, decoding. Made when it has ended, so nothing is kept meanwhile, and
-sent by a thread of the exporter's own: nobody waits for a collector.
+sent by a thread of the exporter's own: no request waits for a collector.
 """
 
 from collections.abc import Mapping

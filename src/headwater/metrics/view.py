@@ -1,4 +1,4 @@
-"""What somebody who watches an engine sees at one moment: counts, sequences, the tree's shape."""
+"""A snapshot of an engine for the dashboard: counts, sequences, the shape of the tree."""
 
 from dataclasses import dataclass, field
 

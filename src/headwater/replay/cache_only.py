@@ -67,7 +67,7 @@ class CacheOnly:
                 write_policy=WritePolicy.NONE,
                 eviction=eviction,
                 weights=weights,
-                hint_share=1.0,  # there is one tenant, and nobody to protect from it
+                hint_share=1.0,  # a trace is one tenant, so there is no other tenant to protect
                 record_events=record_events,
             )
         )

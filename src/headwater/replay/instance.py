@@ -1,4 +1,4 @@
-"""One simulated engine: the real loop, scheduler, cache and mover, with hands that only wait."""
+"""One simulated engine: the real loop, scheduler, cache and mover, with simulated executors."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence

@@ -62,7 +62,7 @@ class SharedLink:
             self._begin(num_bytes, arrive)
 
     def next_s(self) -> float:
-        """When the next copy arrives if no other is started; never is infinite."""
+        """When the next copy ends if no other starts; infinity when there is none."""
         landing = self._landing[0][0] if self._landing else inf
         if not self._moving:
             return landing

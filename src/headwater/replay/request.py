@@ -25,7 +25,7 @@ class SimRequest:
     """Which other instance computes its prompt; empty is none."""
 
     uncached_tokens: int = 0
-    """What it was expected to cost whoever computes its prompt."""
+    """Expected cost for the instance that computes its prompt."""
 
     work: Work | None = None
     """Where that is counted until its first token."""

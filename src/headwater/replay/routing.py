@@ -14,7 +14,7 @@ from headwater.replay.trace import TraceRequest
 
 @dataclass(frozen=True, slots=True)
 class SimRoute:
-    """Who serves a request, and who computes its prompt: somebody else, or None."""
+    """The instance that serves a request, and the one that computes its prompt if it is another."""
 
     server: SimInstance
     prefill: SimInstance | None

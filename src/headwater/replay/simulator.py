@@ -24,7 +24,7 @@ from headwater.replay.trace import TraceRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationRun:
-    """A replay that has ended, for whoever reports on it."""
+    """The result of a finished replay, for reports."""
 
     config: SimConfig
     instances: Sequence[SimInstance]

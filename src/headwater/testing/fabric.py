@@ -1,4 +1,4 @@
-"""Everything between instances, held until somebody lets it go: messages, bytes, fences.
+"""Everything between instances, held until the test releases it: messages, bytes, fences.
 
 A double of control connections and links for one process and a virtual clock. Whoever drives
 it chooses what arrives next, twice, late or never. It watches one thing itself: bytes may
@@ -99,7 +99,7 @@ class HeldFabric:
         self._addresses: dict[str, str] = {}
         self._leases: dict[str, dict[int, FabricLease]] = {}
         self._closed: set[str] = set()
-        """Addresses where nobody receives any more."""
+        """Addresses whose receiver is closed."""
         self._connections: list[FabricConnection] = []
         self._num_connections = 0
         self.packets: list[Packet] = []
@@ -219,7 +219,7 @@ class HeldFabric:
                 self.fail(transfer, PushFailure.TIMEOUT)
 
     def push(self, source: str, link: str, push: Push) -> None:
-        """A sender begins; to an address where nobody is, it fails."""
+        """Start a push; it fails when no receiver has that address."""
         if link in self._addresses and link not in self._closed:
             self.transfers.append(FabricPush(source, link, push))
         else:
@@ -244,7 +244,7 @@ class HeldFabric:
                 self.fail(transfer, PushFailure.CLOSED)
 
     def close_receiver(self, link: str) -> None:
-        """Nobody is there any more; the leases end as by fences."""
+        """Close a receiver; its leases end as after a fence."""
         self._closed.add(link)
         for number in list(self._leases.get(link, {})):
             self.fence(link, number)
@@ -272,7 +272,7 @@ class HeldFabric:
             return
         host, slot = self._hosts[owner], lease.slots[index]
         held = host.pool.owned(SlotState.HELD)
-        assert slot in held, f"bytes land in slot {slot}, which is nobody's"
+        assert slot in held, f"bytes arrive in slot {slot}, which no lease holds"
         if index not in lease.received:
             host.rows[slot][:num_bytes] = carried[:num_bytes]
             self.num_bytes += num_bytes

@@ -157,7 +157,7 @@ def check_a_block_lands_once(harness: LinkHarness) -> None:
 
 
 def check_after_a_fence_nothing_lands(harness: LinkHarness) -> None:
-    """The sender is held up, so that its bytes come when the slots belong to somebody else."""
+    """The sender is delayed until its target slots belong to another lease."""
     harness.receiver.open(1, [0, 1, 2])
     sender = harness.sender()
     sender.push(harness.push(1, 1, [0]))
@@ -264,7 +264,7 @@ def check_nobody_there_is_an_outcome(harness: LinkHarness) -> None:
     sender.push(harness.push(1, 1, [0]))
 
     gone = (PushFailure.UNREACHABLE, PushFailure.LOST)
-    assert harness.failure(1) in gone, "a push to nobody fails"
+    assert harness.failure(1) in gone, "a push to an address without a receiver fails"
 
 
 CHECKS: tuple[Callable[[LinkHarness], None], ...] = (

@@ -32,14 +32,14 @@ _WAIT_S = 30.0
 
 
 class BlockArray:
-    """Block memory in one piece; `gate` holds up whoever asks for a view."""
+    """Block memory in one piece; `gate` blocks callers that ask for a view."""
 
     def __init__(self, num_slots: int, block_bytes: int, *, seed: int | None = None) -> None:
         """Zeros, or random bytes of a seed."""
         self.block_bytes = block_bytes
         pages = SharedPages(num_slots * block_bytes)
         self.memory = pages.memory
-        """All of it, for whoever has to register it."""
+        """The whole memory, for links that register it."""
 
         self.file: int | None = pages.file
         self._pages = pages
@@ -126,7 +126,7 @@ class LocalNetwork:
 
         self.books: dict[str, LeaseBook] = {}
         self.cut: set[str] = set()
-        """Addresses that nobody reaches: a push to them fails when it would move."""
+        """Unreachable addresses: a push to them fails when it would move."""
 
         self.lock = RLock()
         self._num_receivers = 0

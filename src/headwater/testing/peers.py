@@ -240,7 +240,7 @@ class EchoPair:
             self.clock.advance(step_s)
 
     def drain(self, within_s: float = 60.0, step_s: float = 0.5) -> None:
-        """Until nothing is on its way and nobody has anything to do."""
+        """Run until nothing is in flight and no instance has work."""
         end_s = self.clock.now() + within_s
         while self.clock.now() < end_s:
             self.turn()

@@ -32,13 +32,13 @@ class Arrival:
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Nothing more will be recorded: all of it is, or the copy has failed."""
+        """No more layers follow: the copy is complete or has failed."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
 
     def order(self, layer: int, stream: torch.cuda.Stream) -> None:
-        """Have `stream` wait for `layer`; what was never copied is waited for by nobody."""
+        """Make `stream` wait for `layer`; layers that are not copied need no wait."""
         if layer % self.group_layers:
             return
         group = layer // self.group_layers
@@ -64,7 +64,7 @@ class Arrivals:
         return arrival
 
     def forget(self, job: JobId) -> None:
-        """A promotion has ended: nobody has to wait for it any more."""
+        """A load has ended: no stream has to wait for it any more."""
         self._by_job.pop(job, None)
 
     def of(self, jobs: Iterable[JobId]) -> list[Arrival]:

@@ -79,7 +79,7 @@ class PagedAttention:
         return out.view(len(packed), -1)
 
     def _attend_whole(self, whole: WholePrompt, packed: Tensor, variant: Variant) -> Tensor:
-        """Causal, so that what pads the end is seen by nobody but itself."""
+        """Causal attention, so that no real token sees the padding at the end."""
         kv_heads, dim = self.pool.shape[4:]
         mine = pad(packed[whole.start :], (0, 0, 0, -whole.num_tokens % _WHOLE_UNIT))
         split = mine.view(len(mine), -1, dim).transpose(0, 1)[None]

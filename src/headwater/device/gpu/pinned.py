@@ -74,7 +74,7 @@ class PinnedSlab:
                 raise DeviceError(self._failed)
 
     def close(self) -> None:
-        """Unpin, once the threads have ended what they are doing. Twice is safe."""
+        """Wait for the threads, then unpin. Safe to call twice."""
         self._closing.set()
         with self._changed:
             self._waiting.clear()

@@ -101,7 +101,7 @@ class HandoffController:
                     self.decode_side.link_event(event, now)
                     self.reads.link_event(event, now)
                 case _:
-                    raise TypeError(f"no event for hand-offs: {event!r}")
+                    raise TypeError(f"unknown hand-off event {event!r}")
         self.prefill_side.tick(now)
         self.reads.tick(now)
         self.decode_side.tick(now)

@@ -1,4 +1,4 @@
-"""Every hand-off that is prefilled on this instance: the machines, and the hands they need."""
+"""Every hand-off that is prefilled on this instance: the state machines, and their connection to scheduler and links."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -168,7 +168,7 @@ class Table:
 
 
 def lock_file(file: OpenFile) -> bool:
-    """Own a table until it is closed, unless a living process does."""
+    """Lock a table until it is closed; False when a running process holds the lock."""
     try:
         fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -63,7 +63,9 @@ class RedisConfig:
         if self.ttl_s is not None and self.ttl_s <= 0:
             raise ConfigError(f"ttl_s must be positive, got {self.ttl_s}")
         if self.connect_timeout_s <= 0:
-            raise ConfigError("connect_timeout_s must be positive")
+            raise ConfigError(
+                f"connect_timeout_s must be positive, got {self.connect_timeout_s}"
+            )
 
 
 class RedisStorage:
