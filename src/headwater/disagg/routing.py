@@ -3,7 +3,7 @@
 `cache_aware` is load-capped affinity by uncached work: the cost of an instance is the work it
 would have to do before the first token, plus a little for the work it got lately; one that
 got much more than its share is not asked at all. Affinity alone would send everything to
-whoever has the system prompt.
+the instance that has the system prompt.
 """
 
 import math

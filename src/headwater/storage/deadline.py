@@ -22,5 +22,5 @@ class Deadline:
         return left
 
     def passed(self) -> StorageTimeout:
-        """The error that says that it is over. Whoever raises it has let go of the buffers."""
+        """The timeout error. Raise it only when the call no longer uses its buffers."""
         return StorageTimeout(f"{self._what} did not answer in time")

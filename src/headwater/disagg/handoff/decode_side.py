@@ -122,7 +122,7 @@ class DecodeSide:
         elif isinstance(message, Pull):
             path = entry.sequence.path(entry.sequence.prompt_tokens)
             self._read_server.serve(peer, message, path, now)
-        elif entry.peer == peer:  # anybody else is not who it was started at
+        elif entry.peer == peer:  # only the instance that it was started at may answer
             self._do(entry, entry.machine.receive(message, now), now)
 
     def lost(self, peer: str, reason: Reason, now: float) -> None:

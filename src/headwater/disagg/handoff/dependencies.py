@@ -31,4 +31,4 @@ class HandoffDependencies:
 
     memory: Memory
     new_id: Callable[[], int]
-    """Random numbers of 63 bits, which nobody can guess."""
+    """Returns random numbers of 63 bits, which cannot be guessed."""

@@ -91,7 +91,7 @@ class PrefillSide:
         """A message of D."""
         entry = self._entries.get(message.handoff)
         if entry is not None:
-            if entry.peer != peer:  # anybody else is not who it was started by
+            if entry.peer != peer:  # only the instance that started it may send messages for it
                 return
             if isinstance(message, Pulled):
                 self._reads.announced(message.handoff, message.num_blocks, now)

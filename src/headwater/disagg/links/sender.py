@@ -246,7 +246,7 @@ class StreamSender:
             self._drop(pending.connection, PushFailure.LOST)
 
     def _end(self, pending: _PendingPush) -> None:
-        """Deliver the outcome of a push that nobody else can reach any more."""
+        """Deliver the outcome of a push that is in no table any more."""
         with self._changed:
             unanswered = list(pending.unanswered)
         for number in unanswered:
@@ -353,7 +353,7 @@ class StreamSender:
 
 
 def _retire(connection: _Connection) -> None:
-    """Release a connection; by the thread that sends, so nobody sends on a closed one."""
+    """Release a connection; by the sending thread, so that nothing is sent on a closed connection."""
     connection.outbound.stream.shut()
     if connection.listener is not None:
         connection.listener.join(_JOIN_S)

@@ -136,7 +136,7 @@ class PeerService:
         return timeout_check(self._clock, _STALL_S)
 
     def dial(self, address: str) -> Stream:
-        """Connect to a peer; LinkBroken where nobody is."""
+        """Connect to a peer; raises LinkBroken when it is unreachable."""
         host, _, port = address.rpartition(":")
         try:
             number = int(port)

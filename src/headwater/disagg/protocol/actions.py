@@ -1,7 +1,7 @@
 """What the two sides of a hand-off share: their settings, and what they want done.
 
 `PrefillHandoff` and `DecodeHandoff` decide; they take messages, ticks and answers and return
-these values. Whoever drives them carries the values out, in order.
+these values. The caller carries the values out, in order.
 """
 
 from collections.abc import Sequence
@@ -75,19 +75,19 @@ class LocalFallback:
 
 @dataclass(frozen=True, slots=True)
 class Decline:
-    """D: end the request with a refusal, so that somebody else can try."""
+    """D: end the request with a refusal, so that another instance can try."""
 
     reason: Reason
 
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """Keep the slots of the lease from everybody, the request included, until it is quiet."""
+    """Quarantine the slots of the lease until it is quiet; the request may not use them either."""
 
 
 @dataclass(frozen=True, slots=True)
 class FreeQuarantined:
-    """The lease is quiet: its quarantined slots are anybody's again."""
+    """The lease is quiet: free its quarantined slots."""
 
 
 PrefillAction: TypeAlias = Send | PushBlocks | CancelPushes | Withdraw | Release

@@ -202,7 +202,7 @@ class DecodeHandoff:
         return self._fail(Reason.LOST, now, tell=False)
 
     def abort(self, now: float) -> Actions:
-        """Nobody wants the request any more."""
+        """Abort the hand-off: the request was aborted."""
         if self.is_over:
             return []
         actions: Actions = [Send(Cancel(self.handoff, Reason.ABORTED))]
@@ -311,7 +311,7 @@ class DecodeHandoff:
         return self._fail(reason, now, tell=False)
 
     def _decline(self, reason: Reason, now: float) -> Actions:
-        """Nothing has begun: somebody else may try, or this side computes."""
+        """Nothing has begun: another instance may try, or this side computes."""
         self.outcome = reason
         here = LocalFallback(0, reason) if self._local_fallback else Decline(reason)
         return self._over(now, [here])

@@ -39,7 +39,7 @@ class Reason(StrEnum):
     TIMEOUT = "timeout"  # the whole took too long
     PUSH = "push"  # bytes could not be sent
     BYTE_COUNT = "account"  # other bytes landed than were sent
-    ABORTED = "aborted"  # nobody wants it any more
+    ABORTED = "aborted"  # the request was aborted
     GONE = "gone"  # the hand-off is not known here, or no longer
 
 

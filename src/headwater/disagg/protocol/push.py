@@ -27,7 +27,7 @@ class Push:
     """The caller's number for it, in its outcome; unique among the pushes of one sender."""
 
     lease: int
-    """Which lease of the receiver: 63 random bits, so nobody guesses another's."""
+    """Which lease of the receiver: 63 random bits, so that leases of others cannot be guessed."""
 
     pieces: tuple[BlockPiece, ...]
     """Sent in this order."""

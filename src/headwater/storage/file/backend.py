@@ -1,6 +1,6 @@
 """Blocks in slab files of one directory: the embedded default, with nothing to install.
 
-Each process writes only to slabs that it owns and reads everybody's. What it reads it verifies
+Each process writes only to slabs that it owns and reads all slabs. What it reads it verifies
 afterwards, because another owner may reuse a slot while it is being read. A process may be
 killed at any instant: a block is found only when it is whole, and the next process that opens
 the directory takes the slabs over. There is no `fsync`: after a power cut a block may be lost
@@ -205,7 +205,7 @@ class FileStorage:
         return BlockRead.READ
 
     def _give_up(self, place: SlotEntry, reason: str) -> None:
-        """Count a block that cannot be used, and let nobody find it again."""
+        """Count an unusable block and remove it from the index."""
         self._counters.count_failure(reason)
         if place.slab.owned:
             place.slab.table.clear(place.entry.slot)

@@ -1,4 +1,4 @@
-"""A file descriptor that closes when nobody refers to it any more.
+"""A file descriptor that closes with its last reference.
 
 A read or write in progress keeps its file open, and with it the lock that says who owns it:
 another thread that lets go of a slab can neither close a descriptor under it nor let a third

@@ -119,7 +119,7 @@ class SlabDirectory:
             return True
 
     def _make_room(self, wanted_bytes: int, capacity_bytes: int) -> bool:
-        """Whether there is room; dead slabs, which nobody of their model took over, give way."""
+        """Whether there is room; slabs without an owner are deleted to make room."""
         used = self.used_bytes()
         dead = sorted(self.names(), key=self.written_at_s)
         while used + wanted_bytes > capacity_bytes and dead:

@@ -179,7 +179,7 @@ class SlotIndex:
             self._claimed.discard(key)
 
     def forget(self, place: SlotEntry) -> bool:
-        """A block cannot be found any more; its slot is free once nobody reads it."""
+        """A block cannot be found any more; its slot is free when no reader is left."""
         key, name = place.entry.key, _name(place)
         with self._lock:
             if self._theirs.get(key) == place:

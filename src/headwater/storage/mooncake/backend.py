@@ -32,7 +32,7 @@ W = TypeVar("W")
 
 _BATCH_BLOCKS = 16
 _ABSENT = frozenset({-704, -703})
-"""Codes of a key that is not there, or that somebody is writing right now."""
+"""Codes of a key that is absent or is being written."""
 
 _NO_ROOM = -200
 
@@ -122,7 +122,7 @@ class MooncakeStorage:
             config.rdma_devices,
             config.master,
         )
-        code: int | str = "nobody listens there"
+        code: int | str = "no process listens there"
         if self._master_listens():  # `setup` would try for minutes, and stop every thread
             try:
                 [code] = self._io_threads.run([join], timeout_s=config.join_timeout_s)

@@ -56,7 +56,7 @@ class Buffers:
             return self._free.pop() if self._free and not is_over() else None
 
     def wake(self) -> None:
-        """Whoever waits for one may have to wait no longer."""
+        """Wake the threads that wait for a buffer."""
         with self._changed:
             self._changed.notify_all()
 

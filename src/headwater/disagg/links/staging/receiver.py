@@ -42,7 +42,7 @@ class StagingMemory:
         return self._buffers.view(buffer)
 
     def stop_waiting(self, virtual_slots: Iterable[int]) -> None:
-        """Whoever waits for a buffer with one of these does not wait any longer."""
+        """Blocks of these leases stop waiting for a buffer."""
         self._stopped.update(virtual_slots)
         self._buffers.wake()
 

@@ -3,7 +3,7 @@
     push ── cut into parts ──▶ one at a time into buffers ──▶ pushed by the link ──▶ outcome
                                             └── while the part before travels
 
-Every way to a peer has buffers of its own, so one that stalls holds up nobody else. One thread
+Every way to a peer has buffers of its own, so a stalled peer does not delay the others. One thread
 begins each copy, and looks after the deadlines of what waits for its turn.
 """
 
