@@ -39,7 +39,7 @@ def test_a_peer_does_not_make_us_open_as_many_as_it_likes(senders):
     for number in range(4):
         senders.get("d", f"local://{number}")
 
-    with pytest.raises(ConfigError, match="more than 4 places"):
+    with pytest.raises(ConfigError, match="more than 4 link addresses"):
         senders.get("d", "local://5")
     assert senders.get("d", "local://3")
     assert senders.get("another", "local://5")

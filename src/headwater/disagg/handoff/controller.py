@@ -1,7 +1,7 @@
-"""An instance's hand-offs, both ways: events in, messages, pushes and scheduling out.
+"""All hand-offs of one instance, in both roles: events in; messages, pushes and scheduling out.
 
-Belongs to the loop's thread. Everything from outside arrives as an event that was posted to
-the loop's one inbox: peers' messages, lost connections, the ends of pushes, landed blocks.
+Used by the engine loop's thread only. Everything from outside arrives as an event in the loop's
+one inbox: messages of peers, lost connections, ends of pushes, received blocks.
 """
 
 from collections.abc import Iterable
@@ -37,7 +37,7 @@ _TO_DECODE = (Accepted, StartRefused, Ask, Renew, First, Failed, Pull)
 
 @dataclass(frozen=True, slots=True)
 class HandoffCounts:
-    """Both sides' counts, and what is in flight now."""
+    """Counts of both sides, and the hand-offs in flight now."""
 
     prefill: SideTotals
     decode: SideTotals
@@ -46,7 +46,7 @@ class HandoffCounts:
 
 
 class HandoffController:
-    """What the engine loop knows of peers."""
+    """The engine loop's interface to hand-offs."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class HandoffController:
         *,
         accepts: bool = True,
     ) -> None:
-        """`dependencies` belong to it from now on. With `accepts` it computes prompts for others."""
+        """Takes ownership of `dependencies`. With `accepts` it computes prompts for peers."""
         self._handoffs = scheduler.handoffs
         self._return_after_s = config.return_after_s
         new_job = count(1).__next__
@@ -70,20 +70,20 @@ class HandoffController:
 
     @property
     def wake_s(self) -> float | None:
-        """When there is something to do although nothing came."""
+        """The next deadline; None where there is none."""
         ends = (self.prefill_side.wake_s, self.decode_side.wake_s, self.reads.wake_s)
         return min((end for end in ends if end is not None), default=None)
 
     def add(self, request: Request, now: float) -> None:
-        """Take a request whose prompt is computed elsewhere."""
+        """Take a request whose prompt another instance computes."""
         self.decode_side.add(request, now)
 
     def abort(self, request_id: RequestId, now: float) -> None:
-        """A request of this instance is about to be ended. Others are ignored."""
+        """A request of this instance is about to be aborted. Unknown requests are ignored."""
         self.decode_side.abort(request_id, now)
 
     def receive(self, events: Iterable[object], now: float) -> None:
-        """Take in what was posted, and what is due by now."""
+        """Process posted events, then deadlines that have passed."""
         for event in events:
             match event:
                 case PeerMessage(peer, message):
@@ -101,7 +101,7 @@ class HandoffController:
                     self.decode_side.link_event(event, now)
                     self.reads.link_event(event, now)
                 case _:
-                    raise TypeError(f"unknown hand-off event {event!r}")
+                    raise TypeError(f"not an event of hand-offs: {event!r}")
         self.prefill_side.tick(now)
         self.reads.tick(now)
         self.decode_side.tick(now)
@@ -122,7 +122,7 @@ class HandoffController:
         return [output for output in outputs if not self.prefill_side.take(output, now)]
 
     def stats(self) -> HandoffCounts:
-        """A snapshot."""
+        """A snapshot of the counts."""
         return HandoffCounts(
             prefill=self.prefill_side.totals,
             decode=self.decode_side.totals,
@@ -131,7 +131,7 @@ class HandoffController:
         )
 
     def close(self) -> None:
-        """Give up what is in flight, and every connection. Twice is safe."""
+        """Cancel everything in flight and close every connection. Calling it twice is safe."""
         self._network.close()
         self.prefill_side.close()
         self.decode_side.close()

@@ -1,4 +1,4 @@
-"""Every hand-off that is decoded on this instance: the machines, and the hands they need."""
+"""Hand-offs that this instance decodes: carries out what their state machines decide."""
 
 from dataclasses import dataclass
 
@@ -40,7 +40,7 @@ from headwater.types import RequestId
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """One hand-off, its sequence, and who computes it."""
+    """One hand-off, its sequence, and the peer that computes the prompt."""
 
     machine: DecodeHandoff
     sequence: Sequence
@@ -48,7 +48,7 @@ class _Entry:
 
 
 class DecodeSide:
-    """Requests of this instance whose prompts other instances compute."""
+    """Requests of this instance whose prompts are computed by other instances."""
 
     def __init__(
         self,
@@ -67,24 +67,25 @@ class DecodeSide:
         self._entries: dict[int, _Entry] = {}
         self._by_request: dict[RequestId, _Entry] = {}
         self._unresponsive_until_s: dict[str, float] = {}
-        """Peers that let a request wait in vain, and until when no other one waits for them."""
+        """Peers that did not answer in time. Until then, new hand-offs to them fail at once."""
         self._ended = Ended()
         self.totals = SideTotals()
 
     @property
     def num_active(self) -> int:
-        """Hand-offs that have not ended."""
+        """Number of hand-offs that have not ended."""
         return len(self._by_request)
 
     @property
     def wake_s(self) -> float | None:
-        """When a machine has something to do although nothing came."""
+        """The next deadline of a state machine; None where there is none."""
         ends = [entry.machine.wake_s for entry in self._entries.values()]
         end = min(ends, default=float("inf"))
         return None if end == float("inf") else end
 
     def add(self, request: Request, now: float) -> None:
-        """Take a request whose prompt `request.prefill` computes; RequestError as ever."""
+        """Start a hand-off to `request.prefill`. RequestError where the request cannot be
+        served."""
         sequence = self._scheduler.add(request)
         self._scheduler.handoffs.expect(sequence)
         start = Start(
@@ -108,13 +109,14 @@ class DecodeSide:
         self._do(entry, actions, now)
 
     def abort(self, request_id: RequestId, now: float) -> None:
-        """The request is about to be ended here; its slots are kept until they are quiet."""
+        """The request is about to be aborted. Slots that a peer may still write stay
+        quarantined."""
         entry = self._by_request.get(request_id)
         if entry is not None:
             self._do(entry, entry.machine.abort(now), now)
 
     def receive(self, peer: str, message: ToDecode, now: float) -> None:
-        """A message of P."""
+        """Process a message of a prefill instance."""
         self._unresponsive_until_s.pop(peer, None)
         entry = self._entries.get(message.handoff)
         if entry is None:
@@ -122,11 +124,13 @@ class DecodeSide:
         elif isinstance(message, Pull):
             path = entry.sequence.path(entry.sequence.prompt_tokens)
             self._read_server.serve(peer, message, path, now)
-        elif entry.peer == peer:  # only the instance that it was started at may answer
+        elif (
+            entry.peer == peer
+        ):  # only the peer that the hand-off was started with may speak about it
             self._do(entry, entry.machine.receive(message, now), now)
 
     def lost(self, peer: str, reason: Reason, now: float) -> None:
-        """The connection to a P ended, or could not be made."""
+        """The connection to a prefill instance ended, or could not be made."""
         self._unresponsive_until_s.pop(peer, None)
         self._read_server.lost(peer)
         for entry in list(self._by_request.values()):
@@ -134,7 +138,7 @@ class DecodeSide:
                 self._do(entry, entry.machine.lost(reason, now), now)
 
     def link_event(self, event: BlockReceived | LeaseClosed, now: float) -> None:
-        """The link says what landed, or that nothing more will."""
+        """A block was received, or the lease of a hand-off is closed."""
         entry = self._entries.get(event.lease)
         if entry is None:
             return
@@ -146,7 +150,7 @@ class DecodeSide:
             self._do(entry, entry.machine.lease_closed(event.num_bytes, event.blocks, now), now)
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
+        """Process deadlines that have passed."""
         for entry in list(self._entries.values()):
             if entry.machine.wake_s <= now:
                 self._do(entry, entry.machine.tick(now), now)
@@ -164,7 +168,7 @@ class DecodeSide:
         return True
 
     def close(self) -> None:
-        """Let nothing more land. Twice is safe."""
+        """Close the receiver and stop serving peer reads. Calling it twice is safe."""
         self._read_server.close()
         self._receiver.close()
 
@@ -177,14 +181,15 @@ class DecodeSide:
         until_s[peer] = now + self._config.term_s
 
     def _num_found(self, sequence: Sequence) -> int:
-        """Blocks of its prompt that are here, and that P could have for the asking."""
+        """Leading blocks of the prompt that this instance has cached, and that P may read from
+        it."""
         if not self._scheduler.config.prefix_caching:
             return 0
         longest = (sequence.num_tokens - 1) // self._scheduler.cache.block_tokens
         return self._scheduler.cache.match(sequence.path(), max_blocks=longest).device_blocks
 
     def _answer_late(self, peer: str, message: ToDecode) -> None:
-        """P is still at what ended here: it hears how."""
+        """Tell P how a hand-off ended that is no longer known here."""
         if isinstance(message, Pull):
             self._network.send(peer, Pulled(message.handoff, 0))
         elif not isinstance(message, Failed | StartRefused):
@@ -208,7 +213,7 @@ class DecodeSide:
             self._note_over(entry)
 
     def _schedule(self, entry: _Entry, action: DecodeAction, now: float) -> None:
-        """What concerns the sequence and its slots."""
+        """Carry out an action on the sequence and its slots."""
         handoffs, sequence = self._scheduler.handoffs, entry.sequence
         handoff = entry.machine.handoff
         match action:

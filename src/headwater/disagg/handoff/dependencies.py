@@ -1,4 +1,4 @@
-"""What carries out the decisions about hand-offs; others are given in tests and simulations."""
+"""What hand-offs need from outside. Tests and the simulator pass their own implementations."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,25 +10,25 @@ from headwater.types import Slots
 
 
 class Memory(Protocol):
-    """The device's blocks, which a link writes to behind the runner's back."""
+    """Device blocks that a link may write while the runner does not know it."""
 
     @property
     def block_bytes(self) -> int: ...
 
     def mark_written(self, slots: Slots) -> None:
-        """Bytes have landed in `slots`: whatever was derived from them is stale."""
+        """A link wrote to `slots`: data derived from them is stale."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffDependencies:
-    """All that one instance's hand-offs need from outside."""
+    """Everything that the hand-offs of one instance need from outside."""
 
     network: Network
     receiver: Receiver
     connect: Callable[[str], Sender]
-    """A way to the receiver at an address, made without waiting for it; ConfigError where that
-    is no address."""
+    """Makes a sender to the receiver at an address, without waiting for a connection. Raises
+    ConfigError where the address is not valid."""
 
     memory: Memory
     new_id: Callable[[], int]
-    """Returns random numbers of 63 bits, which cannot be guessed."""
+    """Makes a random number of 63 bits. It must not be guessable: it names a lease."""

@@ -1,4 +1,4 @@
-"""Every hand-off that is prefilled on this instance: the state machines, and their connection to scheduler and links."""
+"""Hand-offs that this instance prefills: carries out what their state machines decide."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ from headwater.types import RequestId
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """One hand-off, the sequence that computes it, and where its blocks go."""
+    """One hand-off, the sequence that computes it, and the peer that receives its blocks."""
 
     machine: PrefillHandoff
     sequence: Sequence
@@ -46,7 +46,7 @@ class _Entry:
 
 
 class PrefillSide:
-    """Takes on prompts of peers, up to a limit, each as an ordinary request of one token."""
+    """Computes prompts for peers, each as an ordinary request that generates one token."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class PrefillSide:
         new_job: Callable[[], int],
         accepts: bool = True,
     ) -> None:
-        """Where it does not `accept` any, this instance's role is another."""
+        """Without `accepts`, every Start is refused: this instance has another role."""
         self._scheduler = scheduler
         self._network = dependencies.network
         self._block_bytes = dependencies.memory.block_bytes
@@ -77,21 +77,21 @@ class PrefillSide:
 
     @property
     def num_active(self) -> int:
-        """Hand-offs in flight: what the limit is on."""
+        """Number of hand-offs in flight. `max_inflight` limits it."""
         return sum(not entry.machine.is_over for entry in self._entries.values())
 
     @property
     def wake_s(self) -> float | None:
-        """When a machine has something to do although nothing came."""
+        """The next deadline of a state machine; None where there is none."""
         ends = [entry.machine.wake_s for entry in self._entries.values()]
         end = min(ends, default=float("inf"))
         return None if end == float("inf") else end
 
     def receive(self, peer: str, message: ToPrefill, now: float) -> None:
-        """A message of D."""
+        """Process a message of a decode instance."""
         entry = self._entries.get(message.handoff)
         if entry is not None:
-            if entry.peer != peer:  # only the instance that started it may send messages for it
+            if entry.peer != peer:  # only the peer that started the hand-off may speak about it
                 return
             if isinstance(message, Pulled):
                 self._reads.announced(message.handoff, message.num_blocks, now)
@@ -103,7 +103,7 @@ class PrefillSide:
             self._network.send(peer, Failed(message.handoff, Reason.GONE))
 
     def lost(self, peer: str, now: float) -> None:
-        """The connection to a D ended: so do its hand-offs, and the way to its memory."""
+        """The connection to a decode instance ended: end its hand-offs and close its senders."""
         for entry in list(self._entries.values()):
             if entry.peer == peer:
                 self._do(entry, entry.machine.lost(now), now)
@@ -121,7 +121,7 @@ class PrefillSide:
             self._do(entry, entry.machine.push_failed(event.job, now), now)
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
+        """Process deadlines that have passed."""
         for entry in list(self._entries.values()):
             if entry.machine.wake_s <= now:
                 self._do(entry, entry.machine.tick(now), now)
@@ -154,7 +154,7 @@ class PrefillSide:
         return True
 
     def close(self) -> None:
-        """Give up every push. Twice is safe."""
+        """Cancel every push. Calling it twice is safe."""
         self._senders.close_all()
 
     def _begin(self, peer: str, start: Start, now: float) -> None:
@@ -181,7 +181,7 @@ class PrefillSide:
         self._reads.begin(start, sequence, peer, now)
 
     def _submit(self, peer: str, start: Start, now: float) -> Sequence | Reason:
-        """Let it wait for its turn, or say why not."""
+        """Add the request to the scheduler's queue, or return the reason for refusing it."""
         if not self._accepts:
             return Reason.ROLE
         if self._scheduler.stats().is_paused:
@@ -197,7 +197,7 @@ class PrefillSide:
             return Reason.INVALID
 
     def _with_peer_reads(self, usage: Usage, handoff: int) -> Usage:
-        """What was fetched was found on the device, and came from a peer."""
+        """Blocks read from a peer were found on the device; report them as found at the peer."""
         num_tokens = self._reads.take_num_read(handoff) * self._scheduler.cache.block_tokens
         num_tokens = min(num_tokens, usage.by_tier.get("device", 0))
         if not num_tokens:
@@ -237,7 +237,7 @@ class PrefillSide:
 
 
 def _own_request(start: Start, now: float) -> Request:
-    """The same prompt, to be computed up to its next token, under a name of our own."""
+    """The same prompt as a local request with its own name, which generates one token."""
     request = start.request
     params, most = request.params, request.num_resumed_tokens + 1
     return replace(

@@ -1,4 +1,4 @@
-"""Every fetch of this instance, as the one that prefills: priced, begun, landed, given up."""
+"""Peer reads of a prefill instance: blocks of a prompt that only the decode instance has."""
 
 from dataclasses import dataclass
 
@@ -30,7 +30,7 @@ class _Entry:
 
 
 class PeerReadClient:
-    """Asks D for what only D has, when that is cheaper than computing it."""
+    """Reads blocks from the decode instance where that is faster than computing them."""
 
     def __init__(
         self, scheduler: Scheduler, dependencies: HandoffDependencies, config: HandoffConfig
@@ -47,12 +47,13 @@ class PeerReadClient:
 
     @property
     def wake_s(self) -> float | None:
-        """When a fetch has something to do although nothing came."""
+        """The next deadline of a peer read; None where there is none."""
         end = min((w.machine.wake_s for w in self._entries.values()), default=float("inf"))
         return None if end == float("inf") else end
 
     def begin(self, start: Start, sequence: Sequence, peer: str, now: float) -> None:
-        """Begin to fetch what D has and `sequence` lacks, if that is worth it."""
+        """Read the blocks that D has and `sequence` lacks, if that is faster than computing
+        them."""
         if not self._is_worth(start, sequence, now):
             return
         machine = PeerRead(
@@ -67,7 +68,7 @@ class PeerReadClient:
         self._do(entry, machine.begin(), now)
 
     def take_num_read(self, handoff: int) -> int:
-        """How many blocks were fetched for it; forgets that."""
+        """Number of blocks read for a hand-off. The number is forgotten afterwards."""
         return self._num_read.pop(handoff, 0)
 
     def announced(self, handoff: int, num_blocks: int, now: float) -> None:
@@ -76,13 +77,13 @@ class PeerReadClient:
             self._do(entry, entry.machine.announced(num_blocks, now), now)
 
     def abort(self, handoff: int, now: float) -> None:
-        """The hand-off is over; its sequence is about to be ended."""
+        """The hand-off is over, and its sequence is about to be aborted."""
         self._num_read.pop(handoff, None)
         if (entry := self._entries.get(handoff)) is not None:
             self._do(entry, entry.machine.abort(), now)
 
     def link_event(self, event: BlockReceived | LeaseClosed, now: float) -> None:
-        """The link says what landed, or that nothing more will."""
+        """A block was received, or the lease of a peer read is closed."""
         entry = self._entries.get(event.lease)
         if entry is None:
             return
@@ -94,7 +95,7 @@ class PeerReadClient:
             self._do(entry, entry.machine.lease_closed(event.blocks), now)
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
+        """Process deadlines that have passed."""
         for entry in list(self._entries.values()):
             if entry.machine.wake_s <= now:
                 self._do(entry, entry.machine.tick(now), now)
@@ -109,7 +110,8 @@ class PeerReadClient:
             self._do(entry, entry.machine.reserved(first, slots, link, now), now)
 
     def _is_worth(self, start: Start, sequence: Sequence, now: float) -> bool:
-        """Whether D has enough that is not here, and sends it faster than it is computed."""
+        """Whether D has enough blocks that are missing here, and sends them faster than they
+        are computed."""
         cache = self._scheduler.cache
         longest = (sequence.num_tokens - 1) // cache.block_tokens
         here = cache.match(sequence.path(), max_blocks=longest).num_blocks
@@ -118,7 +120,7 @@ class PeerReadClient:
             return False
         rate, speed = self._meter.rate(now=now), self._scheduler.stats().rates.prefill_tokens_s
         if rate is None or not speed:
-            return True  # what was never measured is tried: that is how it gets measured
+            return True  # no measurement yet: read once, to get one
         fetch_s = rate.latency_s + missing * rate.block_s
         return fetch_s < missing * cache.block_tokens / speed
 

@@ -1,4 +1,4 @@
-"""Blocks that D sends to P, because P asked for a prefix that only D has."""
+"""Peer reads, seen from the decode instance: sends cached blocks that P asked for."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ from headwater.types import RequestId
 
 
 class PeerReadServer:
-    """Pins what is asked for, pushes it, and lets go when the push has ended."""
+    """Pins the requested blocks, pushes them, and releases them when the push has ended."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class PeerReadServer:
         self._senders = SenderPool(dependencies.connect)
 
     def serve(self, peer: str, pull: Pull, path: TokenPath, now: float) -> None:
-        """Send what of the asked blocks is here, and say how many those are."""
+        """Push the requested blocks that are cached here, and tell P how many they are."""
         end = min(pull.start_block + pull.num_blocks, path.num_blocks(self._cache.block_tokens))
         match = self._cache.match(path, max_blocks=max(end, 0))
         count = max(match.device_blocks - pull.start_block, 0)
@@ -59,7 +59,7 @@ class PeerReadServer:
         )
 
     def finish_push(self, event: PushDone | PushFailed, now: float) -> bool:
-        """A push ended; whether it was one of these."""
+        """A push ended. False where it was not a push of a peer read."""
         lease = self._jobs.pop(event.job, None)
         if lease is None:
             return False
@@ -67,15 +67,15 @@ class PeerReadServer:
         return True
 
     def lost(self, peer: str) -> None:
-        """The connection to a P ended: so does the way to its memory."""
+        """The connection to a prefill instance ended: close its senders."""
         self._senders.close(peer)
 
     def close(self) -> None:
-        """Give up every push. Twice is safe."""
+        """Cancel every push. Calling it twice is safe."""
         self._senders.close_all()
 
     def _sender(self, peer: str, link: str) -> Sender | None:
-        """The way to `link`; None where that is no address."""
+        """The sender to `link`; None where that is not a valid address."""
         try:
             return self._senders.get(peer, link)
         except ConfigError:

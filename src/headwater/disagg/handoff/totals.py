@@ -1,4 +1,4 @@
-"""What became of hand-offs, counted; and the ones that ended lately, remembered."""
+"""Counts of hand-offs by outcome, and the outcomes of recent hand-offs."""
 
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
@@ -10,32 +10,32 @@ _REMEMBERED = 4096
 
 @dataclass(slots=True)
 class SideTotals:
-    """One side's counts since the instance started."""
+    """Counts of one side since the instance started."""
 
     num_asks: int = 0
-    """Asks that were sent (P), or led to a search for room (D)."""
+    """P: Ask messages sent. D: Ask messages that made it look for free blocks."""
 
     num_done: int = 0
-    """Hand-offs that ended well."""
+    """Hand-offs that succeeded."""
 
     failures: Counter[str] = field(default_factory=Counter)
-    """Those that did not, by reason."""
+    """Hand-offs that failed, by reason."""
 
     num_bytes: int = 0
-    """Pushed (P), or landed and accounted for (D)."""
+    """P: bytes pushed. D: bytes received in hand-offs that succeeded."""
 
     seconds: dict[str, float] = field(default_factory=dict)
-    """Summed over hand-offs that ended well, by part."""
+    """Time spent by successful hand-offs, in total, by phase."""
 
 
 class Ended:
-    """The outcomes of the last hand-offs, so that a late message gets the right answer."""
+    """Outcomes of the latest hand-offs, so that a late message gets the right answer."""
 
     def __init__(self) -> None:
         self._outcomes: OrderedDict[int, Reason | None] = OrderedDict()
 
     def note(self, handoff: int, outcome: Reason | None) -> None:
-        """`handoff` is over; None is well."""
+        """Note the outcome of `handoff`; None is success."""
         self._outcomes[handoff] = outcome
         if len(self._outcomes) > _REMEMBERED:
             self._outcomes.popitem(last=False)
@@ -44,5 +44,5 @@ class Ended:
         return handoff in self._outcomes
 
     def was_done(self, handoff: int) -> bool:
-        """Whether it is remembered, and ended well."""
+        """Whether the hand-off is remembered and succeeded."""
         return self._outcomes.get(handoff, Reason.GONE) is None

@@ -1,7 +1,7 @@
-"""What the two sides of a hand-off share: their settings, and what they want done.
+"""Actions that the state machines of a hand-off ask for.
 
-`PrefillHandoff` and `DecodeHandoff` decide; they take messages, ticks and answers and return
-these values. The caller carries the values out, in order.
+`PrefillHandoff`, `DecodeHandoff` and `PeerRead` decide: they take messages, deadlines and events
+and return these values. The caller carries them out in order.
 """
 
 from collections.abc import Sequence
@@ -14,60 +14,60 @@ from headwater.disagg.protocol.push import Push
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Tell the peer."""
+    """Send a message to the peer."""
 
     message: Message
 
 
 @dataclass(frozen=True, slots=True)
 class PushBlocks:
-    """P: hand these blocks to the link."""
+    """P: give these blocks to the link."""
 
     push: Push
 
 
 @dataclass(frozen=True, slots=True)
 class CancelPushes:
-    """P: push nothing more; what has begun still ends."""
+    """P: cancel pushes that have not begun. A push that has begun ends by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """P: the request is not to be computed any further."""
+    """P: stop computing the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """P: nothing reads its blocks any more."""
+    """P: no push reads the blocks any more; release them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """D: find room for the request, in its turn."""
+    """Find free blocks for the request, in its turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenLease:
-    """D: let bytes land in these slots."""
+    """Let the peer write to these slots."""
 
     slots: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """Let nothing more land."""
+    """Let the peer write nothing more."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeliverFirstToken:
-    """D: the prompt is here; go on from its first token."""
+    """D: the prompt's KV is complete; decode from its first token."""
 
     first: First
 
 
 @dataclass(frozen=True, slots=True)
 class LocalFallback:
-    """D: the first `num_blocks` blocks of the lease are whole; compute the rest."""
+    """The first `num_blocks` blocks of the lease are complete; compute the rest here."""
 
     num_blocks: int
     reason: Reason
@@ -75,19 +75,19 @@ class LocalFallback:
 
 @dataclass(frozen=True, slots=True)
 class Decline:
-    """D: end the request with a refusal, so that another instance can try."""
+    """D: end the request with a refusal, so that another instance can serve it."""
 
     reason: Reason
 
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """Quarantine the slots of the lease until it is quiet; the request may not use them either."""
+    """Let nothing use the slots of the lease, not even the request, until the lease is closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class FreeQuarantined:
-    """The lease is quiet: free its quarantined slots."""
+    """The lease is closed: its quarantined slots are free."""
 
 
 PrefillAction: TypeAlias = Send | PushBlocks | CancelPushes | Withdraw | Release

@@ -1,9 +1,9 @@
-"""Control messages as bytes: JSON with a fixed set of typed fields, then raw token ids.
+"""Encoding of control messages: JSON with a fixed set of typed fields, then raw token ids.
 
     body   json bytes 4 · json · tokens as little-endian int32 (in a Start only)
 
-Whatever does not fit its type, and every field that is missing or unknown, is `Malformed`;
-nothing is guessed, and no object is built that the message does not name.
+A field that is missing, unknown or of the wrong type makes the message `Malformed`. Decoding
+guesses nothing and builds no object that the message does not name.
 """
 
 import json
@@ -24,7 +24,7 @@ from headwater.scheduler.request import Request, SamplingParams
 from headwater.types import RequestId
 
 MAX_BODY_BYTES = 32 << 20
-"""Longer is no message: four million tokens, and what goes with them."""
+"""Longest message: four million tokens and their fields."""
 
 MAX_JSON_BYTES = 1 << 20
 _MAX_TEXT = 4096
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def encode(message: Message) -> bytes:
-    """The body of a frame."""
+    """The bytes of a message."""
     tokens = b""
     if isinstance(message, Start):
         tokens = message.request.tokens.astype(_TOKENS, copy=False).tobytes()
@@ -46,39 +46,39 @@ def encode(message: Message) -> bytes:
 
 
 def decode(body: bytes) -> Message:
-    """The message, or Malformed."""
+    """The message. Raises Malformed where the bytes are not one."""
     if len(body) < _LENGTH.size:
-        raise Malformed("a message that is too short")
+        raise Malformed(f"message of {len(body)} bytes is too short")
     (json_bytes,) = _LENGTH.unpack_from(body)
     end = _LENGTH.size + json_bytes
     if json_bytes > MAX_JSON_BYTES or end > len(body):
-        raise Malformed("a message whose length is wrong")
+        raise Malformed(f"message length {json_bytes} is wrong")
     shape = load_object(body[_LENGTH.size : end])
     kind, tokens = shape.pop("kind", None), body[end:]
     read = _READERS.get(kind) if isinstance(kind, str) else None
     if read is None:
-        raise Malformed("a message of an unknown kind")
+        raise Malformed("message of an unknown kind")
     if tokens and kind != "Start":
-        raise Malformed("a message with tokens that are not its own")
+        raise Malformed(f"{kind} must not carry tokens")
     try:
         return read(shape, tokens)
     except (RequestError, ValueError, TypeError, OverflowError) as exc:
-        raise Malformed(f"a {kind} that says what cannot be: {exc}") from exc
+        raise Malformed(f"invalid {kind}: {exc}") from exc
 
 
 def load_object(text: bytes) -> dict[str, Json]:
-    """A JSON object, or Malformed."""
+    """A JSON object. Raises Malformed where the bytes are not one."""
     try:
         shape = json.loads(text)
     except (ValueError, RecursionError) as exc:
-        raise Malformed("a message that is not JSON") from exc
+        raise Malformed("message is not JSON") from exc
     if not isinstance(shape, dict):
-        raise Malformed("a message that is no object")
+        raise Malformed("message is not a JSON object")
     return shape
 
 
 class _Shape:
-    """The fields of one message, each taken once; what is left over is too much."""
+    """Fields of one message, each taken once. Fields that are left over are an error."""
 
     def __init__(self, shape: Json) -> None:
         if not isinstance(shape, dict):
@@ -92,7 +92,7 @@ class _Shape:
 
     def end(self) -> None:
         if self._left:
-            raise ValueError("unknown fields")
+            raise ValueError(f"unknown fields: {', '.join(sorted(self._left))[:200]}")
 
 
 def _integer(value: Json) -> int:
@@ -103,7 +103,7 @@ def _integer(value: Json) -> int:
 
 def _count(value: Json) -> int:
     if _integer(value) < 0:
-        raise ValueError("a negative count")
+        raise ValueError("negative count")
     return int(value)
 
 
@@ -115,19 +115,19 @@ def _number(value: Json) -> float:
 
 def _seconds(value: Json) -> float:
     if not math.isfinite(_number(value)):
-        raise ValueError("not a time")
+        raise ValueError("not a finite time")
     return float(value)
 
 
 def _text(value: Json) -> str:
     if not isinstance(value, str) or len(value) > _MAX_TEXT:
-        raise ValueError("not a text")
+        raise ValueError(f"not a string of at most {_MAX_TEXT} characters")
     return value
 
 
 def _flag(value: Json) -> bool:
     if not isinstance(value, bool):
-        raise ValueError("not a flag")
+        raise ValueError("not a boolean")
     return value
 
 
@@ -195,7 +195,7 @@ def _read_params(value: Json) -> SamplingParams:
 
 def _read_start(value: Json, tokens: bytes) -> Start:
     if len(tokens) % _TOKENS.itemsize:
-        raise ValueError("half a token")
+        raise ValueError(f"{len(tokens)} bytes are not a whole number of tokens")
     shape = _Shape(value)
     request = Request(
         request_id=RequestId(shape.take("request_id", _text)),

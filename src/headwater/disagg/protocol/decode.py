@@ -1,15 +1,15 @@
-"""The decode side of one hand-off: start it, reserve, receive, prove it whole, go on.
+"""State machine of one hand-off on the decode side (D).
 
-Pure: messages, ticks and answers in, actions out; `now` is passed in.
+Pure: messages, deadlines and events in, actions out; `now` is passed in.
 
-    begin ─▶ STARTING ── Accepted ─▶ QUEUED ── Ask ─▶ RESERVING ── room ─▶ RECEIVING
-                │                      │                  │                    │ First, all landed
-             decline                 compute here       decline             CLOSING ── quiet ─▶ deliver
-                                                                               │ anything else
-                                                                            FAILING ── quiet ─▶ compute here
+    begin ─▶ STARTING ── Accepted ─▶ QUEUED ── Ask ─▶ RESERVING ── slots ─▶ RECEIVING
+                │                      │                  │                     │ First, all blocks
+             decline              local fallback       decline              CLOSING ── closed ─▶ deliver
+                                                                                │ any failure
+                                                                            FAILING ── closed ─▶ local fallback
 
-Slots leave this side's hands only when the link is quiet: delivered, given back, or left in
-quarantine until then.
+Slots are delivered, freed or reused only after the link has closed the lease. Until then the
+peer could still write to them, so they stay quarantined.
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ _NEVER = float("inf")
 
 
 class DecodeState(Enum):
-    """How far a hand-off is, seen from D."""
+    """Progress of a hand-off, seen from D."""
 
     STARTING = auto()
     QUEUED = auto()
@@ -65,19 +65,20 @@ class DecodeState(Enum):
 
 
 class DecodeHandoff:
-    """One request whose prompt a peer computes. Ends once, however it ends."""
+    """One request whose prompt a peer computes. It ends exactly once."""
 
     def __init__(
         self, start: Start, config: HandoffConfig, *, block_bytes: int, local_fallback: bool
     ) -> None:
-        """`local_fallback` says what follows a refusal: computing, or declining the request."""
+        """After a refusal, `local_fallback` decides: compute the prompt here, or decline the
+        request."""
         self.start = start
         self.handoff = start.handoff
         self.state = DecodeState.STARTING
         self.outcome: Reason | None = None
-        """Why it ended, where it did not end well."""
+        """Why it failed; None where it succeeded or has not ended."""
         self.num_bytes = 0
-        """Landed, by the final account."""
+        """Bytes received, by the link's final count."""
         self.began_s = self.accepted_s = self.first_s = self.ended_s = 0.0
         self.first: First | None = None
         self._config = config
@@ -96,12 +97,12 @@ class DecodeHandoff:
 
     @property
     def is_released(self) -> bool:
-        """Whether it is over and holds nothing back any more."""
+        """Whether it is over and no slot of it is quarantined."""
         return self.is_over and not self._is_quarantined
 
     @property
     def lease_end_s(self) -> float | None:
-        """When the lease that P has ends, unless renewed; None where it has none."""
+        """When P's lease ends unless it is renewed; None where P has no lease."""
         return self._expires_s if self.state is DecodeState.RECEIVING else None
 
     @property
@@ -122,7 +123,7 @@ class DecodeHandoff:
         )
 
     def begin(self, now: float) -> Actions:
-        """Ask P to take it on."""
+        """Ask P to compute the prompt."""
         config = self._config
         self.began_s = now
         self._expires_s = now + config.start_timeout_s
@@ -131,7 +132,7 @@ class DecodeHandoff:
         return [Send(self.start)]
 
     def receive(self, message: ToDecode, now: float) -> Actions:
-        """What P says. Repeated and late messages change nothing."""
+        """Process a message of P. Repeated and late messages change nothing."""
         if self.is_over:
             return self._answer_late(message)
         match message:
@@ -150,7 +151,7 @@ class DecodeHandoff:
                 return []
 
     def reserved(self, start_block: int, slots: Sequence[int], now: float) -> Actions:
-        """The scheduler has found room: blocks from `start_block` on go to `slots`."""
+        """The scheduler found room: blocks from `start_block` on go to `slots`."""
         if self.state is not DecodeState.RESERVING:
             return []
         self.state = DecodeState.RECEIVING
@@ -166,18 +167,18 @@ class DecodeHandoff:
         if slots:
             actions.append(OpenLease(slots))
         else:
-            self._lease_is_closed = True  # nothing is to come, so nothing is to be fenced
+            self._lease_is_closed = True  # no block is expected, so there is nothing to fence
         return [*actions, Send(self._grant)]
 
     def block_received(self, index: int, num_bytes: int, now: float) -> Actions:
-        """The link says that a block is in its slot."""
+        """The link wrote a block to its slot."""
         if self._tracker is None:
             return []
         self._tracker.add(index, num_bytes)
-        return self._close_if_whole(now)
+        return self._close_if_complete(now)
 
     def lease_closed(self, num_bytes: int, blocks: frozenset[int], now: float) -> Actions:
-        """The link says that nothing more will land: the final account."""
+        """The link writes nothing more to the slots, and reports what it received."""
         if self._tracker is None or self._lease_is_closed:
             return []
         self._lease_is_closed = True
@@ -188,7 +189,7 @@ class DecodeHandoff:
             return self._settle(num_bytes, blocks, now)
         if (
             self.state is DecodeState.RECEIVING
-        ):  # nobody fenced it: something came, and is not here
+        ):  # closed without a fence: the receiver could not keep a block that had arrived
             return self._recompute(blocks, now)
         if self.state is not DecodeState.FAILING:
             return []
@@ -202,7 +203,7 @@ class DecodeHandoff:
         return self._fail(Reason.LOST, now, tell=False)
 
     def abort(self, now: float) -> Actions:
-        """Abort the hand-off: the request was aborted."""
+        """The client has gone, or the request was aborted."""
         if self.is_over:
             return []
         actions: Actions = [Send(Cancel(self.handoff, Reason.ABORTED))]
@@ -213,7 +214,7 @@ class DecodeHandoff:
         return self._over(now, actions)
 
     def tick(self, now: float) -> Actions:
-        """Time has passed: ask again, or give up on what did not come."""
+        """Send again, or fail, where a deadline has passed."""
         if self.is_over:
             return []
         if now >= self._fence_end_s:
@@ -243,7 +244,7 @@ class DecodeHandoff:
         return []
 
     def _heartbeat(self, now: float) -> None:
-        """A heartbeat: the term starts over."""
+        """P is alive: the lease is valid for a full term from now."""
         self._expires_s = now + self._config.term_s
         if self.state is DecodeState.STARTING:
             self.state = DecodeState.QUEUED
@@ -251,7 +252,7 @@ class DecodeHandoff:
             self._resend_at_s = _NEVER
 
     def _asked(self, now: float) -> Actions:
-        """The same answer, however often it is asked."""
+        """Reserve slots on the first Ask; repeat the Grant on further ones."""
         self._heartbeat(now)
         if self.state is DecodeState.QUEUED:
             self.state = DecodeState.RESERVING
@@ -265,10 +266,11 @@ class DecodeHandoff:
         self._heartbeat(now)
         self.first = first
         self.first_s = now
-        return self._close_if_whole(now)
+        return self._close_if_complete(now)
 
-    def _close_if_whole(self, now: float) -> Actions:
-        """Everything seems to be here: fence, and let the link's final account decide."""
+    def _close_if_complete(self, now: float) -> Actions:
+        """All blocks and the first token are here: fence, then compare the link's final byte
+        count."""
         tracker = self._tracker
         if self.state is not DecodeState.RECEIVING or self.first is None or tracker is None:
             return []
@@ -280,7 +282,7 @@ class DecodeHandoff:
         return self._fence(now)
 
     def _settle(self, num_bytes: int, blocks: frozenset[int], now: float) -> Actions:
-        """Quiet: deliver what is exact, compute from the first block that is not."""
+        """The lease is closed: deliver the prompt if the byte count is exact, else recompute."""
         assert self._tracker is not None, "closing follows receiving"
         assert self.first is not None, "closing follows the first token"
         self.num_bytes = num_bytes
@@ -293,8 +295,9 @@ class DecodeHandoff:
         return self._recompute(blocks, now)
 
     def _recompute(self, blocks: frozenset[int], now: float) -> Actions:
-        """The account is not what it should be: keep the leading blocks that landed."""
-        assert self._tracker is not None, "an account follows receiving"
+        """The byte count is wrong: keep the leading blocks that were received, compute the
+        rest."""
+        assert self._tracker is not None, "a byte count follows receiving"
         self.outcome = Reason.BYTE_COUNT
         leading = self._tracker.num_leading(blocks)
         return self._over(
@@ -311,13 +314,13 @@ class DecodeHandoff:
         return self._fail(reason, now, tell=False)
 
     def _decline(self, reason: Reason, now: float) -> Actions:
-        """Nothing has begun: another instance may try, or this side computes."""
+        """Nothing was received: compute here, or let another instance try."""
         self.outcome = reason
         here = LocalFallback(0, reason) if self._local_fallback else Decline(reason)
         return self._over(now, [here])
 
     def _fail(self, reason: Reason, now: float, *, tell: bool) -> Actions:
-        """P is out: fence what may still land, then compute what is missing."""
+        """P failed: fence the slots it may still write, then compute the missing blocks."""
         if self.state in (DecodeState.FAILING, DecodeState.CLOSING, DecodeState.OVER):
             return []
         self.outcome = reason
@@ -340,7 +343,7 @@ class DecodeHandoff:
         return actions
 
     def _answer_late(self, message: ToDecode) -> Actions:
-        """P is still at it: say how it ended."""
+        """P does not know yet that the hand-off is over: tell it how it ended."""
         if isinstance(message, Failed | StartRefused | Pull):
             return []
         if self.outcome is None:

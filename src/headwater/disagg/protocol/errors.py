@@ -1,4 +1,4 @@
-"""How a connection to a peer fails."""
+"""Errors of connections to peers."""
 
 from headwater.disagg.protocol.push import PushFailure
 from headwater.errors import HeadwaterError
@@ -10,8 +10,8 @@ class LinkBroken(HeadwaterError):
     def __init__(self, message: str, reason: PushFailure = PushFailure.LOST) -> None:
         super().__init__(message)
         self.reason = reason
-        """What it means for a push that was under way."""
+        """How a push ends that was in flight on this connection."""
 
 
 class Malformed(LinkBroken):
-    """A peer sent what no peer of ours sends."""
+    """A peer sent bytes that do not follow the protocol."""

@@ -1,17 +1,17 @@
-"""What two instances say to one another about one hand-off. Values; how they travel is `codec`.
+"""Messages between the two instances of a hand-off. `codec` encodes them.
 
     D ── Start ──────────────▶ P      D owns the request, P computes its prompt
     D ◀── Accepted | Refused ─ P
-    D ◀── Ask ──────────────── P      P has reserved and begun
-    D ── Grant | Refuse ─────▶ P      D has reserved what it lacks, for a term
+    D ◀── Ask ──────────────── P      P has allocated blocks and begun to compute
+    D ── Grant | Refuse ─────▶ P      D has allocated the blocks it lacks, under a lease
     D ◀── First ────────────── P      the first token, and what was sent
-    D ── Done ───────────────▶ P      D has committed; P lets go
-       Pull, Pulled                   a prefix that only D has, if P wants it
+    D ── Done ───────────────▶ P      D has committed the blocks; P releases its own
+       Pull, Pulled                   P reads a prefix that only D has
        Renew, Renewed                 P's heartbeat and its echo, from Accepted to the end
-       Cancel, Failed                 a drop, told to the other side at once
+       Cancel, Failed                 one side gave up, and tells the other at once
 
-Every message names its hand-off, a random number that D chose. Any of them may be repeated,
-and an answer to a question asked twice is the same answer.
+Each message carries the number of its hand-off, a random number that D chose. Each message may
+be repeated; a repeated question gets the same answer.
 """
 
 from dataclasses import dataclass
@@ -23,24 +23,24 @@ from headwater.scheduler.request import Request
 
 
 class Reason(StrEnum):
-    """Why a hand-off did not happen, or ended early. Words for counting and for routers."""
+    """Why a hand-off did not happen, or ended early. Used in metrics and by routers."""
 
-    BUSY = "busy"  # P has as many hand-offs in flight as it may
-    DRAINING = "draining"  # the peer admits nothing new
-    ROLE = "role"  # the peer computes no prompts for others
-    TOO_LONG = "too_long"  # the prompt does not fit there, ever
-    INVALID = "invalid"  # the peer cannot serve such a request
-    NO_ROOM = "no_room"  # D found no room in time
-    FINGERPRINT = "fingerprint"  # another model, layout or block size
+    BUSY = "busy"  # P has reached its limit of hand-offs in flight
+    DRAINING = "draining"  # the peer admits no new requests
+    ROLE = "role"  # the peer does not compute prompts for others
+    TOO_LONG = "too_long"  # the prompt can never fit there
+    INVALID = "invalid"  # the peer cannot serve this request
+    NO_ROOM = "no_room"  # D did not find free blocks in time
+    FINGERPRINT = "fingerprint"  # the peer has another model, KV layout or block size
     UNREACHABLE = "unreachable"  # no connection could be made
-    DENIED = "denied"  # the shared token is not the same
+    DENIED = "denied"  # the peer has another token
     LOST = "lost"  # the connection ended
-    EXPIRED = "expired"  # no heartbeat for a term
-    TIMEOUT = "timeout"  # the whole took too long
-    PUSH = "push"  # bytes could not be sent
-    BYTE_COUNT = "account"  # other bytes landed than were sent
+    EXPIRED = "expired"  # no heartbeat within the lease term
+    TIMEOUT = "timeout"  # the hand-off took longer than its limit
+    PUSH = "push"  # a push failed
+    BYTE_COUNT = "account"  # the received bytes are not those that were sent
     ABORTED = "aborted"  # the request was aborted
-    GONE = "gone"  # the hand-off is not known here, or no longer
+    GONE = "gone"  # the hand-off is unknown here, or has ended
 
 
 REFUSALS = frozenset(
@@ -49,18 +49,19 @@ REFUSALS = frozenset(
         *(Reason.NO_ROOM, Reason.FINGERPRINT, Reason.UNREACHABLE, Reason.DENIED),
     }
 )
-"""Reasons for which a hand-off does not begin: another pair may be tried."""
+"""Reasons with which a hand-off ends before it began: another pair may be tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """Where the time went on P, in seconds."""
+    """Where P spent the time, in seconds."""
 
     queue_s: float = 0.0
     """From Start to admission."""
 
     ask_s: float = 0.0
-    """Without a Grant, while there were blocks to send: what of asking was not hidden."""
+    """Time without a Grant while blocks were ready to be sent: the part of asking that was not
+    hidden by computing."""
 
     compute_s: float = 0.0
     """From admission to the first token."""
@@ -72,21 +73,21 @@ class Start:
 
     handoff: int
     request: Request
-    """As the client asked; P computes its prompt and one token."""
+    """The client's request. P computes its prompt and one token."""
 
     link: str
-    """Where blocks are to be pushed to."""
+    """Address of D's block receiver."""
 
     num_found: int
-    """Leading blocks that D has already, and P may have for the asking."""
+    """Leading blocks that D has cached, and that P may read."""
 
     within_s: float
-    """D gives up after so long."""
+    """D gives up after this time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """P to D: it waits in my queue. Counts as a heartbeat."""
+    """P to D: the request is in my queue. Counts as a heartbeat."""
 
     handoff: int
     sent_s: float
@@ -94,7 +95,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class StartRefused:
-    """P to D: not here, not now."""
+    """P to D: I do not take this request now."""
 
     handoff: int
     reason: Reason
@@ -102,7 +103,7 @@ class StartRefused:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """P to D: what do you lack, and where does it go?"""
+    """P to D: which blocks do you lack?"""
 
     handoff: int
 
@@ -111,7 +112,7 @@ class Ask:
 class Grant:
     """D to P: push blocks [start_block, start_block + num_blocks) of the prompt to this lease.
 
-    The lease has the hand-off's number. It ends `term_s` after the last heartbeat that D got.
+    The lease has the hand-off's number. It ends `term_s` after the last heartbeat that D received.
     """
 
     handoff: int
@@ -122,7 +123,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """D to P: I have no room for it; forget it."""
+    """D to P: I have no free blocks for it; give up."""
 
     handoff: int
     reason: Reason
@@ -130,16 +131,16 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Renew:
-    """P to D: still at it."""
+    """P to D: I am alive and still working on it."""
 
     handoff: int
     sent_s: float
-    """On P's clock; only P reads it again."""
+    """On P's clock. Only P reads it again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Renewed:
-    """D to P: the term runs from the heartbeat that you sent then."""
+    """D to P: the lease term is counted from the heartbeat sent at this time."""
 
     handoff: int
     sent_s: float
@@ -147,7 +148,7 @@ class Renewed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class First:
-    """P to D: the first token, and the account of what was handed to the link."""
+    """P to D: the first token, and how many blocks and bytes were given to the link."""
 
     handoff: int
     token: int
@@ -160,14 +161,14 @@ class First:
 
 @dataclass(frozen=True, slots=True)
 class HandoffDone:
-    """D to P: all of it is here and committed."""
+    """D to P: all blocks are here and committed."""
 
     handoff: int
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """D to P: I do not want it any more."""
+    """D to P: I do not need it any more."""
 
     handoff: int
     reason: Reason
@@ -193,7 +194,7 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """D to P: so many of the blocks that you asked for are on their way."""
+    """D to P: I send this many of the blocks that you asked for."""
 
     handoff: int
     num_blocks: int

@@ -1,8 +1,8 @@
-"""Bringing to P a prefix that only D has, before P computes the rest. Pure, as the hand-off is.
+"""State machine of a peer read: P gets a prefix from D before it computes the rest. Pure.
 
-    begin ─▶ WAITING ── room ─▶ RECEIVING ── all landed · late · lost ─▶ FENCING ── quiet ─▶ over
+    begin ─▶ WAITING ── slots ─▶ RECEIVING ── complete · late · lost ─▶ FENCING ── closed ─▶ over
 
-Whatever happens, it ends in computing from the first block that did not arrive.
+However it ends, P computes from the first block that did not arrive.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ _NEVER = float("inf")
 
 
 class PeerReadState(Enum):
-    """How far a fetch is."""
+    """Progress of a peer read."""
 
     WAITING = auto()
     RECEIVING = auto()
@@ -40,16 +40,16 @@ class PeerReadState(Enum):
 
 
 class PeerRead:
-    """Blocks that D has and P asks for. Ends once, with as many as arrived."""
+    """Blocks that P reads from D. It ends exactly once, with the blocks that arrived."""
 
     def __init__(
         self, handoff: int, num_found: int, config: HandoffConfig, *, block_bytes: int
     ) -> None:
-        """D has said that it has the first `num_found` blocks."""
+        """D said that it has the first `num_found` blocks."""
         self.handoff = handoff
         self.state = PeerReadState.WAITING
         self.num_read = 0
-        """Blocks that arrived whole, once it is over."""
+        """Leading blocks that arrived complete; set when it is over."""
         self.asked_s = 0.0
         self._num_found = num_found
         self._config = config
@@ -65,7 +65,7 @@ class PeerRead:
 
     @property
     def is_released(self) -> bool:
-        """Whether it is over and holds nothing back any more."""
+        """Whether it is over and no slot of it is quarantined."""
         return self.is_over and not self._is_quarantined
 
     @property
@@ -74,13 +74,13 @@ class PeerRead:
         return _NEVER if self.is_over else self._end_s
 
     def begin(self) -> Actions:
-        """Find room for the prompt first."""
+        """Ask for slots for the whole prompt first."""
         return [Reserve()]
 
     def reserved(
         self, start_block: int, slots: Sequence[int], link: str, now: float
     ) -> Actions:
-        """There is room, and what P has by now reaches up to `start_block`."""
+        """The scheduler found room. P itself has the blocks before `start_block`."""
         if self.state is not PeerReadState.WAITING:
             return []
         wanted = min(self._num_found - start_block, len(slots))
@@ -94,19 +94,19 @@ class PeerRead:
         return [OpenLease(slots[:wanted]), Send(pull)]
 
     def announced(self, num_blocks: int, now: float) -> Actions:
-        """D says how many it sends."""
+        """D says how many blocks it sends."""
         self._num_announced = num_blocks
         return self._fence_if_whole(now)
 
     def block_received(self, index: int, num_bytes: int, now: float) -> Actions:
-        """The link says that a block is in its slot."""
+        """The link wrote a block to its slot."""
         if self._tracker is None:
             return []
         self._tracker.add(index, num_bytes)
         return self._fence_if_whole(now)
 
     def lease_closed(self, blocks: frozenset[int]) -> Actions:
-        """The link says that nothing more will land."""
+        """The link writes nothing more to the slots."""
         if self._is_quarantined:
             self._is_quarantined = False
             return [FreeQuarantined()]
@@ -116,7 +116,7 @@ class PeerRead:
         return self._over([LocalFallback(self.num_read, Reason.GONE)])
 
     def abort(self) -> Actions:
-        """The hand-off is over: its slots are kept until they are quiet."""
+        """The hand-off is over. Its slots stay quarantined until the lease is closed."""
         if self.state in (PeerReadState.WAITING, PeerReadState.OVER):
             self.state = PeerReadState.OVER
             return []
@@ -125,7 +125,7 @@ class PeerRead:
         return self._over([*fence, Quarantine()])
 
     def tick(self, now: float) -> Actions:
-        """Time has passed: what did not come by now is computed."""
+        """Give up on blocks that did not arrive in time."""
         if now < self._end_s:
             return []
         if self.state is PeerReadState.RECEIVING:

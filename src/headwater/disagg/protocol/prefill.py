@@ -1,12 +1,13 @@
-"""The prefill side of one hand-off: ask, push while computing, give the first token, let go.
+"""State machine of one hand-off on the prefill side (P).
 
-Pure: messages, ticks and the scheduler's progress in, actions out; `now` is passed in.
+Pure: messages, deadlines and the scheduler's progress in, actions out; `now` is passed in.
 
     begin ─▶ queued ── admitted ─▶ asked ── Grant ─▶ pushing ── token ─▶ First ── Done ─▶ over
-                └──────── Cancel · Refuse · lost · push failed · term over ────────────────┘
+                └──────── Cancel · Refuse · lost · push failed · lease over ───────────────┘
 
-The term that P reckons with starts at the moment P *sent* the last heartbeat that D has
-confirmed, less a margin. D's starts when that heartbeat arrived, so P always stops first.
+P stops writing before D reuses a slot. P counts the lease term from the moment it *sent* the
+last heartbeat that D confirmed, less a margin. D counts it from the later moment at which that
+heartbeat arrived. So P's lease always ends first, and no two clocks are compared.
 """
 
 from collections.abc import Callable
@@ -47,7 +48,7 @@ _NEVER = float("inf")
 
 
 class PrefillHandoff:
-    """One request that is prefilled here for a peer. Ends once, however it ends."""
+    """One request that is prefilled here for a peer. It ends exactly once."""
 
     def __init__(
         self,
@@ -61,10 +62,10 @@ class PrefillHandoff:
         self.start = start
         self.handoff = start.handoff
         self.outcome: Reason | None = None
-        """Why it ended, where it did not end well."""
+        """Why it failed; None where it succeeded or has not ended."""
         self.is_over = False
         self.num_bytes = 0
-        """Pushed, and confirmed."""
+        """Bytes pushed and confirmed."""
         self._config = config
         self._num_tokens = len(start.request.tokens)
         self._block_tokens = block_tokens
@@ -79,13 +80,13 @@ class PrefillHandoff:
         self._is_admitted = False
         self._began_s = self._admitted_s = self._ask_s = 0.0
         self._ready_s = _NEVER
-        """Since when there is something to send."""
+        """Since when a block has been ready to be sent."""
         self._valid_s = self._end_s = _NEVER
         self._renew_at_s = self._ask_at_s = self._first_at_s = _NEVER
 
     @property
     def is_released(self) -> bool:
-        """Whether it is over and no push reads its blocks any more."""
+        """Whether it is over and no push reads its blocks."""
         return self.is_over and not self._pushing
 
     @property
@@ -98,7 +99,7 @@ class PrefillHandoff:
         )
 
     def begin(self, now: float) -> Actions:
-        """Take it on: it waits here, and D hears of it from now on."""
+        """Accept the request: it waits in the scheduler's queue, and D receives heartbeats."""
         config = self._config
         self._began_s = now
         self._valid_s = now + config.term_s - config.margin_s
@@ -107,9 +108,9 @@ class PrefillHandoff:
         return [Send(Accepted(self.handoff, now))]
 
     def receive(self, message: ToPrefill, now: float) -> Actions:
-        """What D says. Repeated and late messages change nothing."""
+        """Process a message of D. Repeated and late messages change nothing."""
         if self.is_over:
-            # A grant that comes too late holds slots there: give it back at once.
+            # A late grant holds slots on D: return it at once.
             late = isinstance(message, Grant)
             return [Send(Failed(self.handoff, self.outcome or Reason.GONE))] if late else []
         match message:
@@ -130,7 +131,7 @@ class PrefillHandoff:
                 return []
 
     def admitted(self, now: float) -> Actions:
-        """The scheduler has given it its blocks: computing begins, and D is asked."""
+        """The scheduler began to compute the request: ask D where its blocks go."""
         if self.is_over or self._is_admitted:
             return []
         self._is_admitted = True
@@ -139,14 +140,14 @@ class PrefillHandoff:
         return [Send(Ask(self.handoff))]
 
     def computed(self, num_tokens: int, table: Slots, now: float) -> Actions:
-        """The KV of `num_tokens` is in the blocks of `table`; what is whole can travel."""
+        """The KV of `num_tokens` is in the blocks of `table`: push the full blocks."""
         self._num_computed, self._table = num_tokens, table
         return self._push(now)
 
     def first_token(
         self, token: int, logprobs: TokenLogprobs | None, usage: Usage, now: float
     ) -> Actions:
-        """All is computed, and this is the first token; the partial last block travels too."""
+        """The prompt is computed and this is its first token: push the partial last block, too."""
         if self.is_over:
             return []
         self._first = First(
@@ -163,14 +164,14 @@ class PrefillHandoff:
         return self._push(now)
 
     def pushed(self, job: int, num_bytes: int, now: float) -> Actions:
-        """A push ended well."""
+        """A push succeeded."""
         if self._pushing.pop(job, None) is None:
             return []
         self.num_bytes += num_bytes
         return [Release()] if self.is_released else []
 
     def push_failed(self, job: int, now: float) -> Actions:
-        """A push ended badly: D hears of it at once."""
+        """A push failed: tell D at once."""
         if self._pushing.pop(job, None) is None:
             return []
         if self.is_over:
@@ -178,7 +179,7 @@ class PrefillHandoff:
         return self._end(Reason.PUSH, tell=True)
 
     def dropped(self, now: float) -> Actions:
-        """The scheduler has ended the request, for whatever reason of its own."""
+        """The scheduler ended the request."""
         return [] if self.is_over else self._end(Reason.ABORTED, tell=True)
 
     def lost(self, now: float) -> Actions:
@@ -186,7 +187,7 @@ class PrefillHandoff:
         return [] if self.is_over else self._end(Reason.LOST)
 
     def tick(self, now: float) -> Actions:
-        """Time has passed: a heartbeat, a question again, or the end of the term."""
+        """Send a heartbeat, send a message again, or end, where a deadline has passed."""
         if self.is_over:
             return []
         if now >= self._valid_s:
@@ -221,7 +222,7 @@ class PrefillHandoff:
         return self._push(now)
 
     def _push(self, now: float) -> Actions:
-        """Hand over what is whole and not handed over yet; after the last, the first token."""
+        """Push full blocks that were not pushed yet; after the last one, send the first token."""
         grant = self._grant
         whole = self._num_computed // self._block_tokens
         if whole or self._first is not None:
@@ -271,7 +272,7 @@ class PrefillHandoff:
         )
 
     def _end(self, reason: Reason | None, *, tell: bool = False) -> Actions:
-        """The one end. What was handed to the link still reads the blocks until it is quiet."""
+        """End the hand-off. Blocks stay pinned while a push reads them."""
         self.is_over = True
         self.outcome = reason
         actions: Actions = []

@@ -1,4 +1,4 @@
-"""What a push of blocks is, and how it ends: values that state machines and links share."""
+"""Pushes of blocks and their outcomes: values that state machines and links share."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -7,60 +7,60 @@ from typing import NamedTuple, TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class BlockPiece:
-    """One block on its way."""
+    """One block of a push."""
 
     slot: int
-    """Where it is in the sender's memory."""
+    """Slot in the sender's memory."""
 
     index: int
-    """Which block of the lease it is; the receiver knows that block's slot."""
+    """Index of the block in the lease. The receiver knows the slot of each index."""
 
     num_bytes: int
-    """Leading bytes of the slot that travel: all of a block, or as much as is written."""
+    """Leading bytes of the slot to send: a whole block, or the part that is written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
-    """Blocks for one lease of the receiver; ends in exactly one `PushDone` or `PushFailed`."""
+    """Blocks for one lease of the receiver. It ends in exactly one `PushDone` or `PushFailed`."""
 
     job: int
-    """The caller's number for it, in its outcome; unique among the pushes of one sender."""
+    """The caller's number for it, unique among the pushes of one sender."""
 
     lease: int
-    """Which lease of the receiver: 63 random bits, so that leases of others cannot be guessed."""
+    """Lease of the receiver: 63 random bits, so that no peer can guess another peer's lease."""
 
     pieces: tuple[BlockPiece, ...]
-    """Sent in this order."""
+    """Blocks, in the order in which they are sent."""
 
     deadline_s: float
-    """The moment, on the sender's clock, after which the outcome is a failure."""
+    """Time on the sender's clock after which the push fails. `Sender.extend` makes it later."""
 
 
 class PushFailure(StrEnum):
-    """Why a push did not end well. What of it landed, the receiver knows."""
+    """Why a push failed. The receiver knows which of its blocks arrived."""
 
     UNREACHABLE = "unreachable"  # no connection could be made
-    REFUSED = "refused"  # the peer does not let us in: token, version, block size, too many
-    FENCED = "fenced"  # the lease is fenced, or never was
-    OUTSIDE = "outside"  # an index or a length that the lease does not have
-    TWICE = "twice"  # a block that is arriving by another push right now
-    DAMAGED = "damaged"  # bytes arrived that are not those that were sent
-    LOST = "lost"  # the connection ended before the peer said that the bytes landed
-    TIMEOUT = "timeout"  # the deadline came first
+    REFUSED = "refused"  # the peer refused the connection: token, version, block size, too many senders
+    FENCED = "fenced"  # the lease is fenced, or was never opened
+    OUTSIDE = "outside"  # an index or a length outside the lease
+    TWICE = "twice"  # another push is sending the same block now
+    DAMAGED = "damaged"  # the checksum of a received block is wrong
+    LOST = "lost"  # the connection ended before the peer confirmed the bytes
+    TIMEOUT = "timeout"  # the deadline has passed
     CANCELLED = "cancelled"  # by `cancel`, before it began
     CLOSED = "closed"  # by `close`
 
 
 class PushDone(NamedTuple):
-    """Every byte of a push is with the receiver, and known to be right; `BlockReceived` there says that
-    it is in its slot."""
+    """The receiver has every byte and has verified it. `BlockReceived` says when a block is in
+    its slot."""
 
     job: int
     num_bytes: int
 
 
 class PushFailed(NamedTuple):
-    """A push ended without that; whatever becomes of the sender's slots cannot land now."""
+    """The push failed. From now on, changes of the sender's slots cannot reach the receiver."""
 
     job: int
     reason: PushFailure
@@ -68,7 +68,7 @@ class PushFailed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockReceived:
-    """A block is in its slot, whole and right. Said once a block of a lease."""
+    """A block is in its slot, complete and verified. Reported once for each block of a lease."""
 
     lease: int
     index: int
@@ -76,17 +76,17 @@ class BlockReceived:
 
 
 class LeaseClosed(NamedTuple):
-    """A fence holds: no byte of this lease lands from now on. The last event of a lease.
+    """The lease is closed: no byte is written to its slots from now on. The last event of a lease.
 
-    It comes without a fence where the receiver could not keep a block that had arrived.
+    It follows a fence, or comes by itself where the receiver could not keep a block that had arrived.
     """
 
     lease: int
     num_bytes: int
-    """Bytes that landed in all."""
+    """Bytes received in total."""
 
     blocks: frozenset[int]
-    """Indices of the blocks that landed."""
+    """Indices of the blocks received."""
 
 
 SenderEvent: TypeAlias = PushDone | PushFailed
