@@ -230,7 +230,7 @@ class Interleavings(RuleBasedStateMachine):
         for transfer in self.pair.fabric.transfers:
             end_s = lease_end_s(self.pair.decode, transfer.push.lease)
             if end_s is not None and not transfer.is_late:
-                assert transfer.push.deadline_s <= end_s
+                assert transfer.deadline_s <= end_s
 
     def teardown(self):
         if not hasattr(self, "pair"):

@@ -82,6 +82,7 @@ class _Unhurried:
     def __init__(self, sender: Sender) -> None:
         self._sender = sender
         self.push = sender.push
+        self.extend = sender.extend
         self.cancel = sender.cancel
 
     def close(self) -> None:

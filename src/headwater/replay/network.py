@@ -144,6 +144,9 @@ class SimSender:
         num_bytes = sum(piece.num_bytes for piece in push.pieces)
         endpoint.link.start(num_bytes, arrive, now=endpoint.clock.now())
 
+    def extend(self, lease: int, deadline_s: float) -> None:
+        """Simulated pushes have no deadline."""
+
     def cancel(self, lease: int) -> None:
         """What has begun arrives, and is refused if its lease is fenced by then."""
 

@@ -76,6 +76,10 @@ class FabricPush:
 
     num_sent: int = 0
     num_bytes: int = 0
+    deadline_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.deadline_s = self.push.deadline_s
 
     @property
     def is_late(self) -> bool:
@@ -215,7 +219,7 @@ class HeldFabric:
     def expire(self, now: float) -> None:
         """Pushes whose deadline has come have failed."""
         for transfer in list(self.transfers):
-            if not transfer.is_late and transfer.push.deadline_s <= now:
+            if not transfer.is_late and transfer.deadline_s <= now:
                 self.fail(transfer, PushFailure.TIMEOUT)
 
     def push(self, source: str, link: str, push: Push) -> None:
@@ -224,6 +228,13 @@ class HeldFabric:
             self.transfers.append(FabricPush(source, link, push))
         else:
             self.refuse(source, push, PushFailure.UNREACHABLE)
+
+    def extend(self, source: str, link: str, lease: int, deadline_s: float) -> None:
+        """Pushes of `lease` that have not ended may take until `deadline_s`."""
+        for transfer in self.transfers:
+            mine = (transfer.source, transfer.target, transfer.push.lease)
+            if mine == (source, link, lease):
+                transfer.deadline_s = max(transfer.deadline_s, deadline_s)
 
     def cancel(self, source: str, link: str, lease: int) -> None:
         """Pushes of `lease` that have not begun have failed, and arrive nowhere."""

@@ -7,6 +7,7 @@ Free of pytest. Every rule is an assertion with a sentence; see `docs/links.md`.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import Event
 
 import numpy as np
 
@@ -209,6 +210,22 @@ def check_a_late_push_fails_at_its_deadline(harness: LinkHarness) -> None:
     assert harness.untouched([0]), "a late push has written"
 
 
+def check_a_deadline_can_be_extended(harness: LinkHarness) -> None:
+    harness.receiver.open(1, [0, 1])
+    harness.target.gate.clear()
+    sender = harness.sender()
+    push = harness.push(1, 1, [0, 1], wait_s=0.3)
+    sender.push(push)
+    sender.extend(1, push.deadline_s + _WAIT_S)
+    sender.extend(1, push.deadline_s)
+    clock, pause = SystemClock(), Event()
+    while clock.now() < push.deadline_s + 0.1:
+        pause.wait(0.02)
+    harness.target.gate.set()
+
+    assert harness.done(1), "a push goes on until its extended deadline"
+
+
 def check_many_leases_at_once(harness: LinkHarness) -> None:
     senders = [harness.sender() for _ in range(3)]
     for lease in range(1, 9):
@@ -276,6 +293,7 @@ CHECKS: tuple[Callable[[LinkHarness], None], ...] = (
     check_a_fence_answers_without_any_sender,
     check_cancel_gives_up_what_has_not_begun,
     check_a_late_push_fails_at_its_deadline,
+    check_a_deadline_can_be_extended,
     check_many_leases_at_once,
     check_closing_a_sender_ends_every_push,
     check_closing_a_receiver_ends_everything,

@@ -114,6 +114,10 @@ class HeldPush:
     """Pieces that have not moved."""
 
     failure: PushFailure | None = None
+    deadline_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.deadline_s = self.push.deadline_s
 
 
 class LocalNetwork:
@@ -197,7 +201,7 @@ class LocalNetwork:
             return address
 
     def _obstacle(self, held: HeldPush) -> PushFailure | None:
-        if self.clock.now() >= held.push.deadline_s:
+        if self.clock.now() >= held.deadline_s:
             return PushFailure.TIMEOUT
         address = held.sender.address
         if address in self.cut or address not in self.books:
@@ -279,6 +283,12 @@ class LocalSender:
             self.end(held)
         else:
             self._network.add(held)
+
+    def extend(self, lease: int, deadline_s: float) -> None:
+        with self._network.lock:
+            for held in self._network.pushes:
+                if held.sender is self and held.push.lease == lease:
+                    held.deadline_s = max(held.deadline_s, deadline_s)
 
     def cancel(self, lease: int) -> None:
         self._network.give_up(

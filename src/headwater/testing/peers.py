@@ -59,6 +59,9 @@ class HeldSender:
         else:
             self._fabric.push(self._name, self._link, push)
 
+    def extend(self, lease: int, deadline_s: float) -> None:
+        self._fabric.extend(self._name, self._link, lease, deadline_s)
+
     def cancel(self, lease: int) -> None:
         self._fabric.cancel(self._name, self._link, lease)
 

@@ -9,6 +9,7 @@ from headwater.disagg.handoff.sender_pool import SenderPool
 from headwater.disagg.handoff.totals import Ended, SideTotals
 from headwater.disagg.protocol.actions import (
     CancelPushes,
+    ExtendPushes,
     PrefillAction,
     PushBlocks,
     Release,
@@ -217,6 +218,9 @@ class PrefillSide:
                 case PushBlocks(push):
                     self._jobs[push.job] = entry
                     self._senders.get(entry.peer, machine.start.link).push(push)
+                case ExtendPushes(deadline_s):
+                    sender = self._senders.get(entry.peer, machine.start.link)
+                    sender.extend(machine.handoff, deadline_s)
                 case CancelPushes():
                     self._senders.get(entry.peer, machine.start.link).cancel(machine.handoff)
                 case Withdraw():

@@ -51,6 +51,10 @@ class Sender(Protocol):
     def push(self, push: Push) -> None:
         """Begin; the slots of its pieces stay pinned and unchanged until the outcome."""
 
+    def extend(self, lease: int, deadline_s: float) -> None:
+        """Let pushes of this lease that have not ended go on until `deadline_s`, if that is
+        later than their deadline. A peer that renews its lease can be slow, not dead."""
+
     def cancel(self, lease: int) -> None:
         """Give up what of this lease has not begun; the outcomes still come."""
 

@@ -79,10 +79,11 @@ class Dialer(Protocol):
 class _PendingPush:
     """A push on its way."""
 
-    __slots__ = ("connection", "failure", "push", "sending", "unanswered")
+    __slots__ = ("connection", "deadline_s", "failure", "push", "sending", "unanswered")
 
     def __init__(self, push: Push) -> None:
         self.push = push
+        self.deadline_s = push.deadline_s
         self.connection: _Connection | None = None
         """What its frames are sent on; it stays with that one."""
 
@@ -134,6 +135,9 @@ class StreamSender:
         self._sent: dict[int, _PendingPush] = {}
         """By job: everything of them is sent, and not everything answered."""
 
+        self._sending: _PendingPush | None = None
+        """The push that the sending thread is working on."""
+
         self._connection: _Connection | None = None
         self._closed = False
         self._thread = Thread(target=self._run, name=f"{dialer.link}-send", daemon=True)
@@ -146,6 +150,12 @@ class StreamSender:
                 self._changed.notify_all()
                 return
         self._deliver(PushFailed(push.job, PushFailure.CLOSED))
+
+    def extend(self, lease: int, deadline_s: float) -> None:
+        with self._changed:
+            for pending in (*self._queue, *self._sent.values(), self._sending):
+                if pending is not None and pending.push.lease == lease:
+                    pending.deadline_s = max(pending.deadline_s, deadline_s)
 
     def cancel(self, lease: int) -> None:
         with self._changed:
@@ -189,26 +199,25 @@ class StreamSender:
                 if self._closed:
                     return None
                 if self._queue:
-                    return self._queue.popleft()
+                    self._sending = self._queue.popleft()
+                    return self._sending
                 self._changed.wait(self._wait_s())
 
     def _wait_s(self) -> float | None:
         """How long until the first deadline of what waits for answers."""
         if not self._sent:
             return None
-        first = min(pending.push.deadline_s for pending in self._sent.values())
+        first = min(pending.deadline_s for pending in self._sent.values())
         return max(first - self._clock.now(), 0.0) + 1e-3
 
     def _expire(self) -> None:
         """Fail what is late, unless its slots are being read."""
         now = self._clock.now()
         with self._changed:
-            late = [pending for pending in self._queue if pending.push.deadline_s <= now]
+            late = [pending for pending in self._queue if pending.deadline_s <= now]
             for pending in late:
                 self._queue.remove(pending)
-            sent = [
-                pending for pending in self._sent.values() if pending.push.deadline_s <= now
-            ]
+            sent = [pending for pending in self._sent.values() if pending.deadline_s <= now]
             for pending in sent:
                 del self._sent[pending.push.job]
             for pending in late + sent:
@@ -220,7 +229,7 @@ class StreamSender:
         """Send all of a push, or note why not; then its slots are not read any more."""
         push = pending.push
         try:
-            connection = pending.connection = self._connected(self._wait_check(push))
+            connection = pending.connection = self._connected(self._wait_check(pending))
             for pieces in _frames(push.pieces, self._first_bytes, self._frame_bytes):
                 if pending.failure is not None:
                     break
@@ -233,6 +242,7 @@ class StreamSender:
             self._give_up(pending, PushFailure.LOST)
         with self._changed:
             pending.sending = False
+            self._sending = None
             if not pending.has_ended:
                 self._sent[push.job] = pending
                 return
@@ -267,10 +277,12 @@ class StreamSender:
             connection.waiting[number] = pending
             pending.unanswered.add(number)
         connection.outbound.send_frame(
-            number, push.lease, pieces, views, self._wait_check(push, connection)
+            number, push.lease, pieces, views, self._wait_check(pending, connection)
         )
 
-    def _wait_check(self, push: Push, connection: _Connection | None = None) -> WaitCheck:
+    def _wait_check(
+        self, pending: _PendingPush, connection: _Connection | None = None
+    ) -> WaitCheck:
         """How long a push may be waited for: its deadline, our end, or its connection's."""
 
         def check_wait() -> None:
@@ -278,7 +290,7 @@ class StreamSender:
                 raise LinkBroken("the connection is gone")
             if self._closed:
                 raise LinkBroken("the sender was closed", PushFailure.CLOSED)
-            if self._clock.now() >= push.deadline_s:
+            if self._clock.now() >= pending.deadline_s:
                 raise LinkBroken("the peer is too slow", PushFailure.TIMEOUT)
             self._expire()
 

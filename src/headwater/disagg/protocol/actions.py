@@ -27,6 +27,13 @@ class PushBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class ExtendPushes:
+    """P: the lease was renewed; pushes in flight may go on until `deadline_s`."""
+
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class CancelPushes:
     """P: cancel pushes that have not begun. A push that has begun ends by itself."""
 
@@ -90,7 +97,7 @@ class FreeQuarantined:
     """The lease is closed: its quarantined slots are free."""
 
 
-PrefillAction: TypeAlias = Send | PushBlocks | CancelPushes | Withdraw | Release
+PrefillAction: TypeAlias = Send | PushBlocks | ExtendPushes | CancelPushes | Withdraw | Release
 DecodeAction: TypeAlias = (
     Send
     | Reserve

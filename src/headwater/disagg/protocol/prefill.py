@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from headwater.disagg.protocol.actions import (
     CancelPushes,
+    ExtendPushes,
     PrefillAction,
     PushBlocks,
     Release,
@@ -119,10 +120,7 @@ class PrefillHandoff:
             case Grant():
                 return self._granted(message, now)
             case Renewed(sent_s=sent_s):
-                config = self._config
-                if sent_s <= now:
-                    self._valid_s = max(self._valid_s, sent_s + config.term_s - config.margin_s)
-                return []
+                return self._renewed(sent_s, now)
             case HandoffDone():
                 return self._end(None)
             case Refuse(reason=reason) | Cancel(reason=reason):
@@ -206,6 +204,14 @@ class PrefillHandoff:
             self._first_at_s = now + config.resend_s
             actions.append(Send(self._first))
         return actions
+
+    def _renewed(self, sent_s: float, now: float) -> Actions:
+        """D confirmed the heartbeat sent at `sent_s`: pushes in flight may take longer."""
+        valid_s = sent_s + self._config.term_s - self._config.margin_s
+        if sent_s > now or valid_s <= self._valid_s:
+            return []
+        self._valid_s = valid_s
+        return [ExtendPushes(valid_s)] if self._pushing else []
 
     def _granted(self, grant: Grant, now: float) -> Actions:
         if self._grant is not None:

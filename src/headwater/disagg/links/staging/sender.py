@@ -39,6 +39,7 @@ class _PendingPush:
 
     def __init__(self, push: Push) -> None:
         self.push = push
+        self.deadline_s = push.deadline_s
         self.num_left = 0
         """Parts that have not ended."""
 
@@ -85,8 +86,8 @@ class StagedSender:
         """What the link is pushing, and from which buffers, by its job."""
 
         self._jobs = count()
-        self._num_pending = 0
-        """Whose outcome has not been delivered."""
+        self._pending: set[_PendingPush] = set()
+        """Pushes whose outcome has not been delivered."""
 
         self._closed = False
         # The link does not hold us, so the buffers go with whoever closes this sender and not
@@ -98,13 +99,20 @@ class StagedSender:
         pending = _PendingPush(push)
         parts = [_Part(pending, pieces) for pieces in self._cut(push.pieces)]
         with self._changed:
-            self._num_pending += 1
+            self._pending.add(pending)
             closed = self._closed
             if not closed:
                 pending.num_left = len(parts)
                 self._queue.extend(parts)
                 self._changed.notify_all()
         self._settle(pending, PushFailure.CLOSED if closed else None)
+
+    def extend(self, lease: int, deadline_s: float) -> None:
+        with self._changed:
+            for pending in self._pending:
+                if pending.push.lease == lease:
+                    pending.deadline_s = max(pending.deadline_s, deadline_s)
+        self._sender.extend(lease, deadline_s)
 
     def cancel(self, lease: int) -> None:
         with self._changed:
@@ -125,7 +133,7 @@ class StagedSender:
             self._settle(pending, PushFailure.CLOSED)
         self._sender.close()
         with self._changed:
-            self._changed.wait_for(lambda: not self._num_pending, _CLOSE_S)
+            self._changed.wait_for(lambda: not self._pending, _CLOSE_S)
         self._buffers.close()
 
     def _cut(self, pieces: Sequence[BlockPiece]) -> Iterator[Sequence[BlockPiece]]:
@@ -158,7 +166,7 @@ class StagedSender:
         """How long until the first deadline of what waits for its turn."""
         if not self._queue:
             return None
-        first = min(part.pending.push.deadline_s for part in self._queue)
+        first = min(part.pending.deadline_s for part in self._queue)
         return max(first - self._clock.now(), 0.0) + 1e-3
 
     def _expire(self) -> None:
@@ -167,7 +175,7 @@ class StagedSender:
         with self._changed:
             waiting = dict.fromkeys(part.pending for part in self._queue)
         for pending in waiting:
-            if pending.push.deadline_s <= now:
+            if pending.deadline_s <= now:
                 self._settle(pending, PushFailure.TIMEOUT)
 
     def _loaded(self, part: _Part, buffers: list[int], is_there: bool) -> None:
@@ -178,7 +186,10 @@ class StagedSender:
             if failure is None:
                 self._travelling[job] = part, buffers
         if failure is None:
-            self._sender.push(_from_buffers(job, part, buffers))
+            push = _from_buffers(job, part, buffers)
+            self._sender.push(push)
+            # The lease may have been extended between making the push and handing it over.
+            self._sender.extend(push.lease, part.pending.deadline_s)
         else:
             self._end(part, buffers, failure)
         with self._changed:
@@ -192,7 +203,7 @@ class StagedSender:
             return pending.failure
         if self._closed:
             return PushFailure.CLOSED
-        if self._clock.now() >= pending.push.deadline_s:
+        if self._clock.now() >= pending.deadline_s:
             return PushFailure.TIMEOUT
         return None if is_there else PushFailure.LOST
 
@@ -228,7 +239,7 @@ class StagedSender:
             pending.has_ended = True
         self._deliver(pending.outcome)
         with self._changed:
-            self._num_pending -= 1
+            self._pending.discard(pending)
             self._changed.notify_all()
 
 
@@ -244,4 +255,4 @@ def _from_buffers(job: int, part: _Part, buffers: list[int]) -> Push:
         BlockPiece(buffer, piece.index, piece.num_bytes)
         for buffer, piece in zip(buffers, part.pieces, strict=True)
     )
-    return Push(job=job, lease=push.lease, pieces=pieces, deadline_s=push.deadline_s)
+    return Push(job=job, lease=push.lease, pieces=pieces, deadline_s=part.pending.deadline_s)
