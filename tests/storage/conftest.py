@@ -25,7 +25,8 @@ FILE_BLOCK_BYTES = 4096
 class RedisServer:
     """A redis-server of our own."""
 
-    def __init__(self, folder: Path, *more: str) -> None:
+    def __init__(self, folder: Path, *more: str, config: Path | None = None) -> None:
+        self._config = [] if config is None else [str(config)]
         self._program = shutil.which("redis-server") or shutil.which("valkey-server")
         if self._program is None:
             pytest.skip("redis-server is not installed (Debian: apt-get install redis-server)")
@@ -43,7 +44,7 @@ class RedisServer:
         flags = f"--bind 127.0.0.1 --port {self.port} --appendonly no --save".split()
         flags += ["", "--dir", str(self._folder)]
         self._process = subprocess.Popen(
-            [self._program, *flags, *self._more],
+            [self._program, *self._config, *flags, *self._more],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )

@@ -1,8 +1,7 @@
-"""The redis backend against a real server: logging in, TLS, bounds, restarts, time."""
+"""The redis backend against a real server: logging in, bounds, restarts, time."""
 
 import contextlib
 import socket
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +9,13 @@ from threading import Event, Thread
 
 import pytest
 
+from headwater.clock import SystemClock
 from headwater.errors import ConfigError, StorageError, StorageTimeout
 from headwater.storage import BlockRead, BlockWrite, Opening, open_storage
 from headwater.storage.codec import HEADER_BYTES
 from headwater.storage.deadline import Deadline
 from headwater.storage.redis.backend import RedisStorage
+from headwater.storage.redis.config import RedisConfig
 from headwater.storage.redis.resp import RespConnection, command
 from headwater.testing.media import RedisMedium
 from headwater.testing.storage import (
@@ -24,7 +25,7 @@ from headwater.testing.storage import (
     read_run,
     write_run,
 )
-from tests.ports import await_port, free_port
+from tests.ports import free_port
 from tests.storage.conftest import RedisServer
 
 BLOCK_BYTES = 8192
@@ -213,6 +214,12 @@ def test_a_block_lives_for_its_time_after_it_was_last_read(redis_server: RedisSe
     storage.close()
 
 
+def connect(listener: socket.socket) -> RedisStorage:
+    """A backend on a server that is not one: without the check at start."""
+    url = f"redis://127.0.0.1:{listener.getsockname()[1]}"
+    return RedisStorage(RedisConfig(url=url), FORM, SystemClock())
+
+
 def test_a_server_that_does_not_answer_costs_the_timeout_only() -> None:
     """And the buffer is quiet: a late answer has nowhere to go (lessons 18, 38)."""
     listener = socket.create_server(("127.0.0.1", 0))
@@ -227,7 +234,7 @@ def test_a_server_that_does_not_answer_costs_the_timeout_only() -> None:
 
     server = Thread(target=greet_and_hang, daemon=True)
     server.start()
-    storage = open_redis(f"redis://127.0.0.1:{listener.getsockname()[1]}")
+    storage = connect(listener)
 
     with pytest.raises(StorageTimeout) as caught:
         read_run_within(storage, 0.05)
@@ -270,7 +277,7 @@ def test_what_is_no_redis_is_an_error(
 
     server = Thread(target=talk, daemon=True)
     server.start()
-    storage = open_redis(f"redis://127.0.0.1:{listener.getsockname()[1]}")
+    storage = connect(listener)
 
     with pytest.raises(StorageError):
         call(storage)
@@ -295,48 +302,6 @@ def test_large_batches_do_not_flood_the_server(redis_server: RedisServer) -> Non
     assert outcomes == [BlockRead.READ] * 20 + [BlockRead.ABSENT] * 4
     storage.remove(keys, timeout_s=5)
     storage.close()
-
-
-@pytest.mark.slow
-def test_blocks_travel_over_tls(tmp_path: Path) -> None:
-    """rediss:// with an authority of one's own and a password; without the one the server is not
-    trusted, without the other we are not."""
-    words = [
-        "req",
-        "-x509",
-        "-newkey",
-        "rsa:2048",
-        "-nodes",
-        "-days",
-        "2",
-        "-subj",
-        "/CN=127.0.0.1",
-    ]
-    words += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(tmp_path / "key.pem")]
-    words += ["-out", str(tmp_path / "cert.pem")]
-    openssl = subprocess.run(["openssl", *words], capture_output=True, check=False)
-    if openssl.returncode:
-        pytest.skip("openssl cannot make a certificate here")
-    port = free_port()
-    tls = ["--tls-port", str(port), "--tls-auth-clients", "no"]
-    tls += ["--tls-cert-file", str(tmp_path / "cert.pem")]
-    tls += ["--tls-key-file", str(tmp_path / "key.pem")]
-    tls += ["--tls-ca-cert-file", str(tmp_path / "cert.pem")]
-    server = RedisServer(tmp_path, *tls, "--requirepass", "open sesame")
-    try:
-        await_port(port, server._process)
-        authority, keys = {"tls_ca_file": str(tmp_path / "cert.pem")}, make_keys(3)
-        url = f"rediss://:open%20sesame@127.0.0.1:{port}"
-        storage = open_redis(url, **authority)
-        assert write_run(storage, keys, BLOCK_BYTES) == [BlockWrite.WRITTEN] * 3
-        assert read_run(storage, keys, BLOCK_BYTES) == [BlockRead.READ] * 3
-        storage.close()
-        with pytest.raises(ConfigError, match="CERTIFICATE_VERIFY_FAILED"):
-            open_redis(url)
-        with pytest.raises(ConfigError, match="wants a password"):
-            open_redis(f"rediss://127.0.0.1:{port}", **authority)
-    finally:
-        server.stop()
 
 
 def test_a_closed_backend_opens_no_connection(redis_server: RedisServer) -> None:

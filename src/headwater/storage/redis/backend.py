@@ -5,10 +5,10 @@ live that every read renews. Batches are pipelined over one connection a thread;
 that broke since its last use is replaced and the batch asked again, once.
 """
 
+import contextlib
+import logging
 import re
-import ssl
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Self, TypeVar
 
@@ -24,11 +24,15 @@ from headwater.storage.codec import (
 )
 from headwater.storage.counters import StorageCounters
 from headwater.storage.deadline import Deadline
+from headwater.storage.redis.config import RedisConfig, tls_context
+from headwater.storage.redis.probe import check_server
 from headwater.storage.redis.resp import Address, ReplyError, RespConnection, command
 from headwater.storage.settings import read_settings
 from headwater.types import BlockKey
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 _WINDOW_BYTES = 4 << 20
 """Payload that is asked for and not read yet: what the server must buffer for us. Of blocks of
@@ -37,35 +41,9 @@ more than a processor's cache holds is written and read from memory once more.""
 
 _MAX_IDLE = 32
 _DRAIN_BYTES = 1 << 16
-_MOST_VALUE_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RedisConfig:
-    """Settings of the `redis` backend."""
-
-    url: str = "redis://127.0.0.1:6379/0"
-    """redis://[user:password@]host[:port][/db]; rediss:// for TLS."""
-
-    ttl_s: float | None = None
-    """Seconds a block lives after it was last read or written; None leaves it to the server."""
-
-    key_prefix: str = "headwater:"
-    """What the names of blocks on the server begin with."""
-
-    connect_timeout_s: float = 1.0
-    """Longest wait for a connection."""
-
-    tls_ca_file: str | None = None
-    """Certificate authorities that rediss:// trusts; None is the system's."""
-
-    def __post_init__(self) -> None:
-        if self.ttl_s is not None and self.ttl_s <= 0:
-            raise ConfigError(f"ttl_s must be positive, got {self.ttl_s}")
-        if self.connect_timeout_s <= 0:
-            raise ConfigError(
-                f"connect_timeout_s must be positive, got {self.connect_timeout_s}"
-            )
+_CHECK_TIMEOUT_S = 5.0
+_MAX_VALUE_BYTES = 1 << 30
+"""Longest value of another program under our name that is read to its end and dropped."""
 
 
 class RedisStorage:
@@ -77,7 +55,7 @@ class RedisStorage:
         self._form = form
         self._clock = clock
         self._address = Address.parse(config.url)
-        self._tls = _tls_context(config) if self._address.tls else None
+        self._tls = tls_context(config) if self._address.tls else None
         self._prefix = config.key_prefix.encode()
         self._ttl = [b"PX", b"%d" % (config.ttl_s * 1e3)] if config.ttl_s is not None else []
         self._value_bytes = HEADER_BYTES + form.block_bytes
@@ -93,8 +71,16 @@ class RedisStorage:
 
     @classmethod
     def open(cls, settings: Mapping[str, Any], opening: Opening) -> Self:
+        """Connect and check the server: ConfigError where it cannot work, a log line for each
+        thing that limits it."""
         config = read_settings(RedisConfig, settings, "redis")
-        return cls(config, opening.format, opening.clock)
+        storage = cls(config, opening.format, opening.clock)
+        try:
+            storage._check_server()
+        except BaseException:
+            storage.close()
+            raise
+        return storage
 
     def contains(self, runs: Sequence[Sequence[BlockKey]], *, timeout_s: float) -> list[int]:
         deadline = self._deadline(timeout_s)
@@ -150,6 +136,20 @@ class RedisStorage:
         for link in idle:
             link.close()
 
+    def _check_server(self) -> None:
+        deadline = self._deadline(_CHECK_TIMEOUT_S)
+        try:
+            warnings = self._with_connection(
+                lambda link: check_server(
+                    link, prefix=self._prefix, has_ttl=bool(self._ttl), deadline=deadline
+                ),
+                deadline,
+            )
+        except StorageError as error:
+            raise ConfigError(f"storage backend 'redis': {error}") from error
+        for warning in warnings:
+            log.warning("redis storage %s: %s", self._address, warning)
+
     def _read(
         self,
         link: RespConnection,
@@ -171,8 +171,10 @@ class RedisStorage:
             outcomes.append(self._verified(key, header, view, there))
         damaged = [k for k, o in zip(keys, outcomes, strict=True) if o is BlockRead.DAMAGED]
         if damaged:
-            # A key is never rewritten, so what is damaged has to go first.
-            self._ask(link, b"UNLINK", damaged, deadline)
+            # A key is never rewritten, so a damaged value has to go first.
+            link.send([command(b"UNLINK", *map(self._name, damaged))], deadline)
+            with contextlib.suppress(ReplyError):  # a replica refuses; reading goes on
+                link.reply(deadline)
         return outcomes
 
     def _receive(
@@ -181,9 +183,17 @@ class RedisStorage:
         """Take one reply to a GET, whatever it is; READ is not verified yet."""
         # No further than the header, so that the payload goes to its place by one call, and
         # to where it begins there: a copy in the kernel to an odd address is slower.
-        value_bytes = link.bulk(deadline, ahead=self._head_bytes)
+        try:
+            value_bytes = link.bulk(deadline, ahead=self._head_bytes)
+        except ReplyError as error:
+            if ": WRONGTYPE " not in str(error):
+                raise
+            self._counters.count_failure("wrong_type")
+            return BlockRead.DAMAGED
         if value_bytes is None:
             return BlockRead.ABSENT
+        if value_bytes > _MAX_VALUE_BYTES:
+            raise StorageError(f"{self._address} announced a value of {value_bytes} bytes")
         if value_bytes != HEADER_BYTES + len(view):
             _drain(link, value_bytes + 2, deadline)
             self._counters.count_failure("bad_length")
@@ -232,6 +242,8 @@ class RedisStorage:
                 raise
             self._counters.count_failure("no_room")
             return BlockWrite.REFUSED
+        if reply not in (b"+OK", b"$-1"):
+            raise StorageError(f"{self._address} answered SET with {reply[:40]!r}")
         return BlockWrite.WRITTEN if reply == b"+OK" else BlockWrite.PRESENT
 
     def _remove_all(self, link: RespConnection, deadline: Deadline) -> int:
@@ -241,15 +253,12 @@ class RedisStorage:
         start, end = FINGERPRINT_BYTES
         while True:
             words = (b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"1000")
-            link.send([command(*words)], deadline)
-            link.reply(deadline)  # of two: the cursor, and the names
-            cursor = _value(link, deadline)
-            names = [_value(link, deadline) for _ in range(link.number(deadline))]
+            cursor, names = link.scan(words, deadline)
             asks = [
                 command(b"GETRANGE", name, b"%d" % start, b"%d" % (end - 1)) for name in names
             ]
             link.send([b"".join(asks)], deadline)
-            ours = [name for name in names if _value(link, deadline) == self._form.fingerprint]
+            ours = [name for name in names if _string(link, deadline) == self._form.fingerprint]
             if ours:
                 link.send([command(b"UNLINK", *ours)], deadline)
                 removed += link.number(deadline)
@@ -259,7 +268,11 @@ class RedisStorage:
     def _exists(
         self, link: RespConnection, keys: Sequence[BlockKey], deadline: Deadline
     ) -> list[bool]:
-        return [reply == b":1" for reply in self._ask(link, b"EXISTS", keys, deadline)]
+        replies = self._ask(link, b"EXISTS", keys, deadline)
+        for reply in replies:
+            if reply not in (b":0", b":1"):
+                raise StorageError(f"{self._address} answered EXISTS with {reply[:40]!r}")
+        return [reply == b":1" for reply in replies]
 
     def _ask(
         self, link: RespConnection, verb: bytes, keys: Sequence[BlockKey], deadline: Deadline
@@ -279,6 +292,8 @@ class RedisStorage:
         if link is not None:
             try:
                 return self._finish(link, work)
+            except (ReplyError, ConfigError):
+                raise  # the server answered: another connection would get the same
             except StorageError:
                 deadline.left_s()
                 self._drop_idle()
@@ -318,14 +333,14 @@ class RedisStorage:
         return Deadline(self._clock, timeout_s, str(self._address))
 
 
-def _value(link: RespConnection, deadline: Deadline) -> bytes:
-    """A small value."""
-    num_bytes = link.bulk(deadline) or 0
-    if num_bytes > _MOST_VALUE_BYTES:
-        raise StorageError(f"a name or a cursor of {num_bytes} bytes")
-    view = memoryview(bytearray(num_bytes + 2))
-    link.fill([view], deadline)
-    return bytes(view[:-2])
+def _string(link: RespConnection, deadline: Deadline) -> bytes:
+    """A small string; empty where the value is of another type, which is another program's."""
+    try:
+        return link.value(deadline)
+    except ReplyError as error:
+        if ": WRONGTYPE " not in str(error):
+            raise
+        return b""
 
 
 def _drain(link: RespConnection, num_bytes: int, deadline: Deadline) -> None:
@@ -335,10 +350,3 @@ def _drain(link: RespConnection, num_bytes: int, deadline: Deadline) -> None:
         piece = scratch[: min(num_bytes, len(scratch))]
         link.fill([piece], deadline)
         num_bytes -= len(piece)
-
-
-def _tls_context(config: RedisConfig) -> ssl.SSLContext:
-    try:
-        return ssl.create_default_context(cafile=config.tls_ca_file)
-    except OSError as error:
-        raise ConfigError(f"tls_ca_file {config.tls_ca_file!r}: {error}") from error

@@ -6,6 +6,7 @@ error of any kind a connection is out of step and must be closed.
 """
 
 import contextlib
+import re
 import socket
 import ssl
 import struct
@@ -19,6 +20,12 @@ from headwater.storage.deadline import Deadline
 Part = bytes | bytearray | memoryview
 
 _LINE_BYTES = 1024
+_MAX_SMALL_BYTES = 1 << 20
+"""Longest value that is read into memory of its own: a name, a cursor, a description."""
+
+_LENGTH = re.compile(rb"\d{1,10}")
+"""Of a value, an array or a count. Longer ones are nonsense, and `int` would take them."""
+
 _MAX_PARTS = 512  # of one sendmsg; the kernel allows 1024
 _TICK_S = 0.05  # longest time in one call of the kernel; the deadline is looked at in between
 
@@ -41,6 +48,11 @@ class Address:
             parts = urlsplit(url)
         except ValueError as error:
             raise _no_url(url) from error
+        if "sentinel" in parts.scheme or "cluster" in parts.scheme:
+            raise ConfigError(
+                f"{_masked(url)!r}: Redis Sentinel and cluster mode are not supported; give the "
+                "address of one server: redis://[user:password@]host[:port][/db]"
+            )
         if parts.scheme not in ("redis", "rediss") or not parts.hostname:
             raise _no_url(url)
         db = parts.path.strip("/")
@@ -50,6 +62,10 @@ class Address:
             port = parts.port or 6379
         except ValueError as error:
             raise ConfigError(f"{_masked(url)!r} has no usable port") from error
+        if parts.username and not parts.password:
+            raise ConfigError(
+                f"{_masked(url)!r} has a user and no password; write redis://user:password@host"
+            )
         return cls(
             host=parts.hostname,
             port=port,
@@ -79,7 +95,7 @@ class RespConnection:
         self, address: Address, tls: ssl.SSLContext | None, connect_s: float, deadline: Deadline
     ) -> None:
         """Connect within `connect_s` and the deadline; StorageError if that fails."""
-        self._address = address
+        self.address = address
         self._line = bytearray(_LINE_BYTES)
         self._start = self._end = 0
         self._bounds: dict[int, float] = {}
@@ -106,7 +122,7 @@ class RespConnection:
         except (TimeoutError, BlockingIOError) as error:
             raise self._late() from error
         except OSError as error:
-            raise _lost(self._address, error) from error
+            raise _lost(self.address, error) from error
 
     def reply(self, deadline: Deadline, *, ahead: int = _LINE_BYTES) -> bytes:
         """One reply line, such as b"+OK", b":1" or b"$-1". ReplyError where it is an error.
@@ -118,22 +134,52 @@ class RespConnection:
         line = bytes(self._line[self._start : at])
         self._start = at + 2
         if line.startswith(b"-"):
-            raise ReplyError(f"{self._address}: {line[1:].decode(errors='replace')}")
+            raise ReplyError(f"{self.address}: {line[1:].decode(errors='replace')}")
         return line
 
     def bulk(self, deadline: Deadline, *, ahead: int = _LINE_BYTES) -> int | None:
         """The number of bytes that follow as a value, before their CR LF; None for no value."""
         line = self.reply(deadline, ahead=ahead)
-        if line[:1] != b"$" or not line[1:].lstrip(b"-").isdigit():
-            raise StorageError(f"{self._address} sent {line[:40]!r} in place of a value")
-        num_bytes = int(line[1:])
-        return None if num_bytes < 0 else num_bytes
+        if line == b"$-1":
+            return None
+        return self._length(line, b"$", "a value")
 
     def number(self, deadline: Deadline) -> int:
-        """A count, as an integer or as the length of what follows."""
+        """A count, as an integer or as the length of the array that follows."""
+        return self._length(self.reply(deadline), b":*", "a number")
+
+    def value(self, deadline: Deadline) -> bytes:
+        """A small value; empty where there is none."""
+        num_bytes = self.bulk(deadline) or 0
+        if num_bytes > _MAX_SMALL_BYTES:
+            raise StorageError(
+                f"{self.address} sent {num_bytes} bytes in place of a small value"
+            )
+        view = memoryview(bytearray(num_bytes + 2))
+        self.fill([view], deadline)
+        return bytes(view[:-2])
+
+    def scan(self, words: Sequence[bytes], deadline: Deadline) -> tuple[bytes, list[bytes]]:
+        """Send a SCAN command; the next cursor, and the names it found."""
+        self.send([command(*words)], deadline)
+        if self.number(deadline) != 2:
+            raise StorageError(f"{self.address} answered SCAN with a reply of another shape")
+        cursor = self.value(deadline)
+        return cursor, [self.value(deadline) for _ in range(self.number(deadline))]
+
+    def skip_reply(self, deadline: Deadline) -> None:
+        """One reply of any shape that a command sends; ReplyError where it is an error."""
         line = self.reply(deadline)
-        if line[:1] not in (b":", b"*") or not line[1:].isdigit():
-            raise StorageError(f"{self._address} sent {line[:40]!r} in place of a number")
+        if line[:1] == b"$" and line != b"$-1":
+            num_bytes = self._length(line, b"$", "a value")
+            self.fill([memoryview(bytearray(min(num_bytes, _MAX_SMALL_BYTES) + 2))], deadline)
+        elif line[:1] == b"*":
+            for _ in range(self._length(line, b"*", "a number")):
+                self.skip_reply(deadline)
+
+    def _length(self, line: bytes, kinds: bytes, what: str) -> int:
+        if line[:1] not in kinds or not _LENGTH.fullmatch(line[1:]):
+            raise StorageError(f"{self.address} sent {line[:40]!r} in place of {what}")
         return int(line[1:])
 
     def fill(self, views: Sequence[memoryview], deadline: Deadline) -> None:
@@ -156,7 +202,7 @@ class RespConnection:
             self._socket.close()
 
     def _log_in(self, deadline: Deadline) -> None:
-        address = self._address
+        address = self.address
         if address.password is not None:
             user = [address.user.encode()] if address.user else []
             self.send([command(b"AUTH", *user, address.password.encode())], deadline)
@@ -165,15 +211,17 @@ class RespConnection:
             except ReplyError as error:
                 who = f"user {address.user!r}" if address.user else "the default user"
                 raise AuthError(f"{address} refused the password of {who}") from error
-        if address.db or address.password is None:
-            self.send([command(b"SELECT", b"%d" % address.db)], deadline)
-            try:
-                self.reply(deadline)
-            except ReplyError as error:
-                if "NOAUTH" in str(error):
-                    raise AuthError(
-                        f"{address} wants a password; write redis://user:password@host"
-                    ) from error
+        # PING only finds out whether a password is wanted: a Sentinel does not know SELECT.
+        words = (b"SELECT", b"%d" % address.db) if address.db else (b"PING",)
+        self.send([command(*words)], deadline)
+        try:
+            self.reply(deadline)
+        except ReplyError as error:
+            if "NOAUTH" in str(error):
+                raise AuthError(
+                    f"{address} wants a password; write redis://user:password@host"
+                ) from error
+            if address.db:
                 raise
 
     def _send_parts(self, views: list[memoryview], deadline: Deadline) -> None:
@@ -193,7 +241,7 @@ class RespConnection:
         """Read on into the line buffer, which keeps only what is not consumed."""
         rest = self._end - self._start
         if rest == _LINE_BYTES:
-            raise StorageError(f"{self._address} sent a line that is no reply")
+            raise StorageError(f"{self.address} sent a line that is no reply")
         self._line[:rest] = self._line[self._start : self._end]
         self._start, self._end = 0, rest
         self._end += self._receive([memoryview(self._line)[rest : rest + ahead]], deadline, 0)
@@ -209,9 +257,9 @@ class RespConnection:
             except TimeoutError as error:
                 raise self._late() from error
             except OSError as error:
-                raise _lost(self._address, error) from error
+                raise _lost(self.address, error) from error
         if not got:
-            raise StorageError(f"{self._address} closed the connection")
+            raise StorageError(f"{self.address} closed the connection")
         return got
 
     def _receive_some(self, views: list[memoryview], deadline: Deadline, flags: int) -> int:
@@ -235,7 +283,7 @@ class RespConnection:
             self._bounds[option] = bound_s
 
     def _late(self) -> StorageTimeout:
-        return StorageTimeout(f"{self._address} did not answer in time")
+        return StorageTimeout(f"{self.address} did not answer in time")
 
 
 def _advance(views: list[memoryview], num_bytes: int) -> list[memoryview]:
@@ -272,12 +320,19 @@ def _connect(address: Address, tls: ssl.SSLContext | None, timeout_s: float) -> 
 def _lost(address: Address, error: OSError) -> StorageError:
     if isinstance(error, TimeoutError):
         return StorageTimeout(f"{address} did not answer in time")
+    if isinstance(error, ssl.SSLEOFError) or (
+        address.tls and isinstance(error, ConnectionError)
+    ):
+        return StorageError(
+            f"{address} closed the TLS connection; it may want a client certificate of its own "
+            "authority (tls_cert_file, tls_key_file)"
+        )
     return StorageError(f"{address}: {error}")
 
 
 def _no_url(url: str) -> ConfigError:
     return ConfigError(
-        f"{_masked(url)!r} is no Redis URL; write redis://[user:password@]host[:port][/db]"
+        f"{_masked(url)!r} is not a Redis URL; write redis://[user:password@]host[:port][/db]"
     )
 
 
