@@ -15,9 +15,9 @@ from tokenizers import Tokenizer
 from headwater.device import builtin
 from headwater.device.builtin import LlamaShape, ensure, ensure_model, make_llama
 from headwater.device.fingerprint import fingerprint
-from headwater.device.folder import cache_folder, filled_whole
 from headwater.device.model import load
 from headwater.errors import ModelError
+from headwater.native.folder import cache_folder, filled_whole
 from tests.device.driver import Driver
 from tests.device.families import Reference, assert_same_tokens
 

@@ -10,12 +10,13 @@ import hashlib
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwater.errors import CacheUseError
+from headwater.native import block_keys
 from headwater.types import BlockKey, Tokens
 
 _DOMAIN = b"headwater/block-key/1"
@@ -120,13 +121,15 @@ class KeyScheme:
 
         `media` is by block index within `tokens`.
         """
-        keys: list[BlockKey] = []
         stride = self.block_tokens * 4
+        if not media:
+            return cast("list[BlockKey]", block_keys.chain(parent, tokens, stride))
+        keys: list[BlockKey] = []
         key: bytes = parent
         for number, at in enumerate(range(0, len(tokens) - stride + 1, stride)):
             digest = hashlib.sha256(key)
             digest.update(tokens[at : at + stride])
-            if media is not None and number in media:
+            if number in media:
                 digest.update(media[number])
             key = digest.digest()
             keys.append(BlockKey(key))

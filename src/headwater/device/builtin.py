@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from headwater.device.folder import cache_folder, filled_whole
+from headwater.native.folder import cache_folder, filled_whole
 
 SPECIALS = (
     "<|begin|>",

@@ -11,8 +11,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from headwater.device.folder import cache_folder, write_whole
 from headwater.errors import ModelError
+from headwater.native.folder import cache_folder, write_whole
 
 _DOMAIN = b"headwater model fingerprint 1\0"
 

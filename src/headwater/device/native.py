@@ -4,29 +4,23 @@ Without a compiler everything works as before, only slower: `load` says so and r
 """
 
 import ctypes
-import hashlib
 import logging
 import math
-import os
-import platform
-import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from headwater.device.folder import cache_folder
 from headwater.device.spans import SpanLengths
+from headwater.native.compiler import compile_library
 
 _SOURCE = Path(__file__).with_name("native.c")
 _FLAGS = (
-    *("-O3", "-march=native", "-shared", "-fPIC"),
+    *("-O3", "-march=native"),
     # What vectorising a sum needs, and no more: infinities and NaN keep their meaning.
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"),
 )
-_COMPILE_S = 60.0
 _WIDEST = 256
 """Numbers in a head, at most, for sums on C's stack."""
 
@@ -121,7 +115,7 @@ def _buffers(spans: SpanLengths, held: Tensor, scores: Tensor) -> _Lanes:
 def load() -> NativeOps | None:
     """The compiled operations, compiled now if need be; None where that does not work."""
     try:
-        return NativeOps(ctypes.CDLL(str(_compiled())))
+        return NativeOps(ctypes.CDLL(str(compile_library(_SOURCE, _FLAGS))))
     except (OSError, subprocess.SubprocessError) as exc:
         _log.warning("small operations run in torch, more slowly: %s", exc)
         return None
@@ -131,36 +125,3 @@ def _function(library: ctypes.CDLL, name: str, *types: type) -> "ctypes._NamedFu
     function = getattr(library, name)
     function.argtypes, function.restype = types, None
     return function  # type: ignore[no-any-return]  # what a CDLL has
-
-
-def _compiled() -> Path:
-    """The library for this source, compiler and processor; others' are left alone."""
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        raise FileNotFoundError("there is no C compiler (cc)")
-    about = (_SOURCE.read_text(encoding="utf-8"), compiler, *_FLAGS, _processor())
-    name = hashlib.sha256("\0".join(about).encode()).hexdigest()[:16]
-    target = cache_folder() / "native" / f"{name}.so"
-    if not target.is_file():
-        _compile(compiler, target)
-    return target
-
-
-def _compile(compiler: str, target: Path) -> None:
-    """Compile beside `target`, then rename: two processes may do so at once."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        made = Path(folder) / "native.so"
-        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(made), "-lm"]
-        subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_S)
-        made.replace(target)
-
-
-def _processor() -> str:
-    """What `-march=native` depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    kinds = ("flags", "Features", "model name", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.startswith(kinds)}))

@@ -22,6 +22,7 @@ from headwater.launch.peers import open_peers, shares_blocks
 from headwater.launch.reload import Parts, Reloader
 from headwater.launch.tiers import describe_tiers, host_blocks, open_mover
 from headwater.launch.weights import load_weights
+from headwater.native import block_keys
 from headwater.scheduler.config import SchedulerConfig
 from headwater.scheduler.scheduler import Scheduler
 from headwater.transfer.layout import KVLayout
@@ -44,6 +45,7 @@ def build_core(
     from headwater.device.open import open_runner
     from headwater.device.runner import TorchRunner
 
+    block_keys.prepare()
     model = model or load(config.model, dtype=config.dtype, device=config.device)
     num_blocks = num_blocks_that_fit(
         model,

@@ -14,6 +14,7 @@ from starlette.types import Scope
 from headwater.clock import Clock, SystemClock
 from headwater.engine.tokenizer import Tokenizer
 from headwater.launch.server import StopSignals
+from headwater.native import block_keys
 from headwater.server.http import HttpServer, bind, url_of
 from headwater.server.middleware import ReadinessMiddleware, is_public
 from headwater.server.router.app import Router, create_router_app
@@ -35,6 +36,7 @@ def route(config: RouterConfig, announce: Callable[[str], None], signals: StopSi
     """
     with contextlib.closing(bind(config.host, config.port)) as listener:
         tokenizer = None if config.model is None else Tokenizer(config.model)
+        block_keys.prepare()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(RouterProcess(config, listener, tokenizer, announce).run(signals))
 
