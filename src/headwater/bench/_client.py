@@ -27,7 +27,7 @@ class Answer:
     reads: list[tuple[float, bytes]]
 
     def event_times_s(self) -> list[float]:
-        """When each token's event had begun to arrive; the one that tells usage is no token."""
+        """Arrival time of each token's event; the usage event is left out."""
         times, seen = [], b""
         for at_s, data in self.reads:
             joined = seen[-len(_EVENT) + 1 :] + data

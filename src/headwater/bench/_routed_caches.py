@@ -66,7 +66,7 @@ class RoutedCache:
         """What the cache gained and lost, as an event batch; the tokens are of no use here."""
         facts = self._cache.cache.events
         if facts is None:
-            raise InvariantError("an instance without facts cannot be followed")
+            raise InvariantError("the cache of a routed instance must record KV events")
         bare = [
             replace(fact, tokens=b"") if isinstance(fact, BlocksStored) else fact
             for fact in facts.take()

@@ -45,7 +45,7 @@ class Signals(Protocol):
     """What tells a process to stop; `StopSignals` is the real one."""
 
     def attach(self, stop: Callable[[], None]) -> None:
-        """Call `stop`, in the running event loop, when it is to stop."""
+        """Call `stop` in the running event loop when the process is told to stop."""
 
 
 class RouterProcess:

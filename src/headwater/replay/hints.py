@@ -12,7 +12,7 @@ HINTS = ("none", "perfect")
 
 
 class SessionHint(NamedTuple):
-    """With one request: the session it belongs to, and whether that goes on."""
+    """The session of one request, and the client's hint about it."""
 
     session: str = ""
     hint: Hint | None = None

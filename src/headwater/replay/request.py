@@ -1,4 +1,4 @@
-"""What became of each request of a replay, as it would have been seen by its client."""
+"""The result of each request of a replay, as its client would see it."""
 
 from array import array
 from dataclasses import dataclass, field

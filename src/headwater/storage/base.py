@@ -127,8 +127,9 @@ class Opening:
 
 
 def leading(runs: Sequence[Sequence[BlockKey]], present: Sequence[bool]) -> list[int]:
-    """Of each run, how many keys from the first on are present; `present` is of all keys of all
-    runs, one after the other."""
+    """Count the leading present keys of each run.
+
+    `present` has one entry per key, for all runs in order."""
     counts, at = [], 0
     for run in runs:
         found = present[at : at + len(run)]

@@ -151,9 +151,9 @@ class FaultyStorage:
     ) -> T:
         fault = self._next(name)
         if self._dead or fault is Fault.ERROR:
-            raise StorageError(f"{name} failed, as the script says")
+            raise StorageError(f"{name} failed (scripted fault)")
         if fault is Fault.TIMEOUT:
-            raise StorageTimeout(f"{name} was too late, as the script says")
+            raise StorageTimeout(f"{name} timed out (scripted fault)")
         if fault is Fault.NEVER:
             self._released.wait()
             raise StorageError(f"{name} never answered, as the script says")

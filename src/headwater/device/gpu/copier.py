@@ -1,15 +1,15 @@
 """Copies blocks between the KV pool on a GPU and the host slab, beside the model's own work.
 
-The copy engines do it: batched memory copies of whole blocks on a stream a direction, which
-take no processor from the model. Two threads a direction queue a job and then wait for its
-event in C, so that the engine has the next job when it ends one.
+The copy engines do it: batched memory copies of whole blocks, on one stream per direction. They
+use no multiprocessor of the model. Two threads per direction queue a job and wait for its event
+in C, so that the copy engine has the next job when it finishes one.
 
     compute   ── write block ──●(recorded by start)              ╭─ wait ── attend in layer 8
                                 ╲                                ╱
     copies                       ╰── wait ── copy, copy, copy ──●── copy … ──●(waited for in C)
 
-A promotion is copied in groups of layers, so that a step may begin before the last has come.
-Otherwise blocks that lie side by side in both tiers are one copy.
+A load is copied in groups of layers, so that a step may begin before the last group arrives.
+Otherwise, blocks that are adjacent in both tiers are one copy.
 """
 
 import logging

@@ -7,7 +7,7 @@ from headwater.errors import ConfigError, DeviceError
 
 
 class Runtime:
-    """Pinned memory and batched copies. Every call may block in C, without the interpreter."""
+    """Pinned memory and batched copies. Calls may block; they release the interpreter lock."""
 
     def __init__(self, device: int) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Kernels compiled before they are needed: a prompt should not wait for a compiler."""
+"""Compiles kernels at start, so that no prompt waits for a compiler."""
 
 import torch
 

@@ -1,11 +1,11 @@
-"""The same as `decode`, for Hopper and later: the processors' own copy engines bring the keys.
+"""Decode attention as in `decode`, for Hopper and later: TMA loads keys and values.
 
-Keys and values go from shared memory straight into products that are transposed, scores
-being `[keys, queries]`: eight queries at a time instead of sixteen, nothing moved by threads,
-and so less power, which is what a busy device is short of. Heads of several KV heads may be
-taken together: `q` is then zero where a query is not of the head, and so is what comes of it.
+Keys and values go from shared memory directly into transposed products; scores are
+`[keys, queries]`. This takes eight queries at a time instead of sixteen, and no thread moves
+data, so it needs less power, which limits a busy device. Queries of several KV heads may be
+computed together: `q` is zero where a query does not belong to the head, and so is its result.
 
-     k of 2 heads        q of 8 queries          v of 2 heads, turned      weights
+     k of 2 heads        q of 8 queries          v of 2 heads, transposed  weights
     [64, 256]      @     [256, 8]               [256, 64]            @    [64, 8]
                           x x x x 0 0 0 0
                           0 0 0 0 x x x x

@@ -158,7 +158,7 @@ def _load_tile(pool, line, line_2, column, ring, done):
 
 @gluon.jit
 def _softmax_tile(scores, highest, total, key, at, scale, MASKED: gl.constexpr):
-    """Scores of a tile to weights; what was summed before is to be multiplied by `decay`."""
+    """Online softmax: weights of one tile, and the factor `decay` for the sums so far."""
     if MASKED:
         scores = gl.where(key[None, :] <= at[:, None], scores, float("-inf"))
     higher = gl.maximum(highest, gl.max(scores, 1))

@@ -42,7 +42,7 @@ class StagingMemory:
         return self._buffers.view(buffer)
 
     def stop_waiting(self, virtual_slots: Iterable[int]) -> None:
-        """Blocks of these leases stop waiting for a buffer."""
+        """Blocks with these virtual slots stop waiting for a buffer."""
         self._stopped.update(virtual_slots)
         self._buffers.wake()
 
