@@ -156,13 +156,13 @@ class FaultyStorage:
             raise StorageTimeout(f"{name} timed out (scripted fault)")
         if fault is Fault.NEVER:
             self._released.wait()
-            raise StorageError(f"{name} never answered, as the script says")
+            raise StorageError(f"{name} never answered (scripted fault)")
         if fault is Fault.HANG:
             return self._hang(name, timeout_s, lambda: work(len(keys)))
         if fault is Fault.DIES:
             self._dead = True
             work(len(keys) // 2)
-            raise StorageError(f"{name} died half-way, as the script says")
+            raise StorageError(f"{name} died half-way (scripted fault)")
         if fault in BYTE_FAULTS:
             assert self._medium is not None, f"{fault} needs the medium below"
             damage(self._medium, keys, fault)
@@ -181,7 +181,7 @@ class FaultyStorage:
 
         Thread(target=late, daemon=True).start()
         if not quiet.wait(timeout_s):
-            raise StorageTimeout(f"{name} hangs, as the script says", quiet=quiet)
+            raise StorageTimeout(f"{name} hangs (scripted fault)", quiet=quiet)
         return answers[0]
 
     def _next(self, name: str) -> Fault | None:
