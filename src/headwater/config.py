@@ -291,6 +291,14 @@ class ServerConfig:
     peer_token: str | None = None
     """What instances and the router of one cluster show each other."""
 
+    tool_call_parser: str = "auto"
+    """Format of the model's tool calls: a name, `module:Class`, `auto` for what its chat template
+    speaks, or `none`."""
+
+    reasoning_parser: str = "auto"
+    """Tags around the model's reasoning: a name, `auto` for those of its chat template, or
+    `none`."""
+
     log_format: Literal["text", "json"] = "text"
     """How log lines look; with `json`, each request that ends is a line with its ledger."""
 

@@ -123,9 +123,9 @@ def test_errors_are_the_clients_own_types(client, model):
         client.chat.completions.create(
             model=model,
             messages=MESSAGES,
-            tools=[{"type": "function", "function": {"name": "f"}}],
+            functions=[{"name": "f"}],
         )
-    assert bad.value.param == "tools"
+    assert bad.value.param == "functions"
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="other", prompt="a")
     with pytest.raises(openai.BadRequestError) as long:

@@ -128,7 +128,13 @@ def test_prompt_and_reply_ids_are_returned_when_asked():
     ("fields", "param"),
     [
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f"}}] * 2},
+            "tools",
+        ),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"function_call": "auto"}, "function_call"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
@@ -139,7 +145,22 @@ def test_prompt_and_reply_ids_are_returned_when_asked():
         ({"continue_final_message": True}, "continue_final_message"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"documents": [{"text": "a"}]}, "documents"),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_grammar": "start: nothing"}, "guided_grammar"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": {"type": "object", "if": {}}},
+                }
+            },
+            "response_format",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages"),

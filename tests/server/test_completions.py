@@ -24,6 +24,7 @@ def test_an_answer_has_the_shape_of_openai():
             "completion_tokens": 6,
             "total_tokens": 11,
             "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         }
 
     run(scenario)

@@ -28,8 +28,6 @@ def test_fields_it_does_not_know_are_ignored():
         ({"best_of": 2}, "best_of"),
         ({"suffix": "end"}, "suffix"),
         ({"prompt_logprobs": 0}, "prompt_logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"guided_regex": "a+"}, "guided_regex"),
         ({"use_beam_search": True}, "use_beam_search"),
     ],
 )

@@ -79,6 +79,24 @@ def _add_http(parser: ArgumentParser) -> None:
         "--served-model-name", metavar="NAME", help="name clients use for the model"
     )
     group.add_argument(
+        "--tool-call-parser",
+        metavar="NAME",
+        default=_SERVER.tool_call_parser,
+        help=_help(
+            "format of the model's tool calls: auto (what its chat template speaks), none, "
+            "deepseek, glm, harmony, hermes, kimi, llama3, mistral, qwen_coder or module:Class"
+        ),
+    )
+    group.add_argument(
+        "--reasoning-parser",
+        metavar="NAME",
+        default=_SERVER.reasoning_parser,
+        help=_help(
+            "tags around the model's reasoning: auto (those of its chat template), none, "
+            "think, mistral, kimi or seed"
+        ),
+    )
+    group.add_argument(
         "--api-key",
         metavar="KEY",
         help="key that every request but GET /health must carry (or HEADWATER_API_KEY)",

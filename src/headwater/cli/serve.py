@@ -98,6 +98,8 @@ def server_config(options: Namespace) -> ServerConfig:
         port=options.port,
         served_model_name=options.served_model_name,
         api_key=options.api_key if options.api_key is not None else api_key_from_environment(),
+        tool_call_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
         drain_timeout_s=options.drain_timeout,
         exit_with_engine=options.exit_with_engine,
         vllm_metric_names=options.vllm_metric_names,

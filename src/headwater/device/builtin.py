@@ -28,13 +28,22 @@ SPECIALS = (
 """Ids 256 and up; the ids below are the bytes themselves."""
 
 CHAT_TEMPLATE = (
+    "{% if tools %}<|system|>You may call these functions:\n"
+    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    'Write a call as <tool_call>\n{"name": …, "arguments": …}\n</tool_call><|end|>{% endif %}'
     "{% for message in messages %}"
-    "<|{{ message['role'] }}|>{{ message['content'] }}<|end|>"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "<|{{ message['role'] }}|>{{ message['content'] }}"
+    "{% for call in message.tool_calls or [] %}"
+    "{% if message.content or not loop.first %}{{ '\n' }}{% endif %}"
+    "<tool_call>\n"
+    '{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>"
+    "{% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking %}<think>{% endif %}{% endif %}"
 )
+"""Tools, calls and reasoning in the way of Hermes. `</think>` ends the reasoning."""
 
-_VERSION = 1  # part of the folder's name: a changed recipe must not find the old files
+_VERSION = 2  # part of the folder's name: a changed recipe must not find the old files
 _BYTES = 256
 _BEGIN, _END, _PAD = 256, 257, 262
 

@@ -204,9 +204,15 @@ class TextStream:
         stops: Sequence[str] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        shown_ids: frozenset[int] = frozenset(),
         min_tokens: int = 0,
     ) -> None:
+        """`shown_ids` are special tokens that are part of the text although others are not."""
         self.num_tokens = 0
+        self._hidden: frozenset[int] = frozenset()
+        if skip_special_tokens and shown_ids:
+            self._hidden = frozenset(tokenizer.special_ids.values()) - shown_ids
+            skip_special_tokens = False
         self._min_tokens = min_tokens
         self._include_stop = include_stop
         self._text = Detokenizer(
@@ -220,6 +226,8 @@ class TextStream:
         shown = output.tokens
         if output.stop_token is not None and not self._include_stop:
             shown = shown[:-1]  # a stop token is not part of the text
+        if self._hidden:
+            shown = [token for token in shown if token not in self._hidden]
         text, stop = self._show(self._text.push(shown))
         if stop is None and output.finish_reason is not None:
             rest, stop = self._show(self._text.flush())

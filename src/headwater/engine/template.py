@@ -23,6 +23,7 @@ class ChatTemplate:
     """One compiled template; rendering changes nothing."""
 
     def __init__(self, source: str) -> None:
+        self.source = source
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,

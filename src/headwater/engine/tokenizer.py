@@ -32,6 +32,11 @@ class Tokenizer:
         self._template = ChatTemplate.find(folder, settings)
         self._bytes_of_char = _byte_alphabet()
         self._longest = max((len(piece) for piece in self._fast.get_vocab()), default=1)
+        added = self._fast.get_added_tokens_decoder()
+        self.special_ids = {
+            token.content: number for number, token in added.items() if token.special
+        }
+        """Ids of the special tokens by their text."""
         self.byte_tokens = self._find_byte_tokens()
         """Tokens that stand for one byte each where a vocabulary has no better one. Decoders
         show a run of them as text only while the whole run is whole characters."""
@@ -56,6 +61,11 @@ class Tokenizer:
         """Text of `tokens`; ids outside the vocabulary have none."""
         text: str = self._fast.decode(tokens, skip_special_tokens=skip_special_tokens)
         return text
+
+    @property
+    def template_source(self) -> str:
+        """The text of the chat template; empty where the model has none."""
+        return "" if self._template is None else self._template.source
 
     def to_json(self) -> str:
         """The vocabulary as `tokenizer.json` has it."""
@@ -100,6 +110,7 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         settings: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The prompt that the model's own template makes of a conversation."""
         if self._template is None:
@@ -108,7 +119,7 @@ class Tokenizer:
             messages,
             add_generation_prompt=add_generation_prompt,
             special_tokens=self._special,
-            settings=settings or {},
+            settings={**(settings or {}), "tools": tools} if tools else settings or {},
         )
 
     def encode_chat(
@@ -117,11 +128,15 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         settings: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         max_tokens: int | None = None,
     ) -> Tokens:
         """Token ids of a conversation; the template writes its special tokens itself."""
         text = self.chat_text(
-            messages, add_generation_prompt=add_generation_prompt, settings=settings
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            settings=settings,
+            tools=tools,
         )
         return self.encode(text, add_special_tokens=False, max_tokens=max_tokens)
 

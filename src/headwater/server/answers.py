@@ -57,6 +57,12 @@ class PromptTokensDetails(Struct, kw_only=True):
     cache: CacheDetails | UnsetType = UNSET
 
 
+class CompletionTokensDetails(Struct, kw_only=True):
+    """What the output tokens were used for."""
+
+    reasoning_tokens: int = 0
+
+
 class UsageAnswer(Struct, kw_only=True):
     """Token counts."""
 
@@ -64,6 +70,7 @@ class UsageAnswer(Struct, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class CompletionLogprobs(Struct, kw_only=True):
@@ -118,11 +125,36 @@ class ChatLogprobs(Struct, kw_only=True):
     content: list[TokenLogprob]
 
 
-class ChatMessage(Struct, kw_only=True):
-    """The generated message."""
+class FunctionCall(Struct, kw_only=True):
+    """A function and its arguments, a JSON object as text."""
 
-    content: str
+    name: str
+    arguments: str
+
+
+class ChatToolCall(Struct, kw_only=True):
+    """A call that the model made."""
+
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+
+
+class ChatMessage(Struct, kw_only=True):
+    """What the model said."""
+
+    content: str | None
+    """Null where there are calls and nothing else."""
+
     role: Literal["assistant"] = "assistant"
+    refusal: None = None
+    tool_calls: list[ChatToolCall] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    """The same as `reasoning_content`."""
+
+    malformed_tool_calls: int | UnsetType = UNSET
+    """Calls that could not be read; their text is in `content`."""
 
 
 class ChatChoice(Struct, kw_only=True):
@@ -148,11 +180,21 @@ class ChatAnswer(Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class ChatToolCallDelta(ChatToolCall, kw_only=True):
+    """A call in a stream. It comes in one piece, when it is whole."""
+
+    index: int
+
+
 class ChatDelta(Struct, kw_only=True, omit_defaults=True):
     """What a chunk adds to a message."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ChatToolCallDelta] | None = None
+    malformed_tool_calls: int = 0
 
 
 class ChatChunkChoice(Struct, kw_only=True):

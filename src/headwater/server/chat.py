@@ -13,30 +13,39 @@ from headwater.server.answers import (
     ChatDelta,
     ChatLogprobs,
     ChatMessage,
+    ChatToolCall,
+    ChatToolCallDelta,
+    FunctionCall,
     UsageAnswer,
 )
 from headwater.server.body import ASGIResponse
-from headwater.server.chat_messages import num_characters, plain_messages
+from headwater.server.chat_messages import plain_messages, template_settings
+from headwater.server.conversation import Conversation, prepare
 from headwater.server.endpoint import Call, begin, make_job, respond
 from headwater.server.errors import RequestRefused
 from headwater.server.generation import Delta, GenerationJob, Transcript
 from headwater.server.logprobs import chat_logprobs
 from headwater.server.params import num_logprobs
+from headwater.server.parsing.base import ToolCall
+from headwater.server.response_format import constraint_param, structured_output
 from headwater.server.schema import ChatRequest
 from headwater.server.service import Service
-from headwater.types import Tokens
+from headwater.server.tools import tool_use
 
 
 async def chat_completions(request: Request) -> ASGIResponse:
     """The endpoint."""
     call = await begin(request, ChatRequest)
     body, service = call.body, call.service
+    prompt = await prepare(service, _conversation(body))
     job = make_job(
         call,
-        [await _prompt_tokens(service, body)],
+        [prompt.tokens],
         max_tokens=body.max_completion_tokens or body.max_tokens,
         default_max_tokens=None,
         logprobs=_num_logprobs(body, service),
+        grammar=prompt.grammar,
+        parsing=prompt.parsing,
     )
     return await respond(call, job, _ChatFormat(call, job))
 
@@ -49,18 +58,15 @@ def _num_logprobs(body: ChatRequest, service: Service) -> int | None:
     return num_logprobs(body.top_logprobs or 0, service.config.limits, param="top_logprobs")
 
 
-async def _prompt_tokens(service: Service, body: ChatRequest) -> Tokens:
-    messages = plain_messages(body.messages)
-
-    def encode() -> Tokens:
-        return service.tokenizer.encode_chat(
-            messages,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            settings=body.chat_template_kwargs,
-            max_tokens=service.engine.info.max_model_len,
-        )
-
-    return await service.in_thread(encode, size=num_characters(messages))
+def _conversation(body: ChatRequest) -> Conversation:
+    return Conversation(
+        messages=plain_messages(body.messages),
+        tools=tool_use(body),
+        structured=structured_output(body),
+        structured_param=constraint_param(body),
+        settings=template_settings(body),
+        add_generation_prompt=body.add_generation_prompt is not False,
+    )
 
 
 class _ChatFormat:
@@ -72,6 +78,8 @@ class _ChatFormat:
         self._id = f"chatcmpl-{call.request_id}"
         self._job = job
         self._created = call.service.created_now()
+        self._shows_reasoning = call.body.include_reasoning is not False
+        self._num_calls = [0] * job.num_sequences
 
     def whole(self, transcripts: Sequence[Transcript], usage: UsageAnswer) -> Struct:
         return ChatAnswer(
@@ -109,9 +117,9 @@ class _ChatFormat:
     def _choice(self, index: int, entry: Transcript) -> ChatChoice:
         return ChatChoice(
             index=index,
-            message=ChatMessage(content=entry.text),
+            message=self._message(entry),
             logprobs=self._logprobs(entry),
-            finish_reason=entry.finish_reason,
+            finish_reason=_finish_reason(entry.finish_reason, bool(entry.parsed.calls)),
             stop_reason=entry.stop_reason,
             token_ids=entry.tokens if self._body.return_token_ids else UNSET,
         )
@@ -119,12 +127,43 @@ class _ChatFormat:
     def _delta(self, delta: Delta) -> ChatChunkChoice:
         return ChatChunkChoice(
             index=delta.index,
-            delta=ChatDelta(content=delta.text),
+            delta=self._delta_fields(delta),
             logprobs=self._logprobs(delta),
-            finish_reason=delta.finish_reason,
+            finish_reason=_finish_reason(delta.finish_reason, self._num_calls[delta.index] > 0),
             stop_reason=delta.stop_reason,
             token_ids=delta.tokens if self._body.return_token_ids else UNSET,
         )
+
+    def _message(self, entry: Transcript) -> ChatMessage:
+        parsed = entry.parsed
+        message = ChatMessage(content=parsed.content)
+        if parsed.calls:
+            message.tool_calls = [
+                ChatToolCall(id=call.id, function=_function(call)) for call in parsed.calls
+            ]
+            message.content = parsed.content or None
+        if parsed.reasoning and self._shows_reasoning:
+            message.reasoning_content = message.reasoning = parsed.reasoning
+        if entry.num_malformed:
+            message.malformed_tool_calls = entry.num_malformed
+        return message
+
+    def _delta_fields(self, delta: Delta) -> ChatDelta:
+        parsed, fields = delta.parsed, ChatDelta()
+        if parsed.content or not self._job.parsing.make:
+            fields.content = parsed.content
+        if parsed.reasoning and self._shows_reasoning:
+            fields.reasoning_content = fields.reasoning = parsed.reasoning
+        if parsed.calls:
+            fields.tool_calls = [self._call_delta(delta.index, call) for call in parsed.calls]
+        if delta.finish_reason is not None:
+            fields.malformed_tool_calls = delta.num_malformed
+        return fields
+
+    def _call_delta(self, index: int, call: ToolCall) -> ChatToolCallDelta:
+        number = self._num_calls[index]
+        self._num_calls[index] += 1
+        return ChatToolCallDelta(index=number, id=call.id, function=_function(call))
 
     def _logprobs(self, part: Delta | Transcript) -> ChatLogprobs | None:
         if not self._body.logprobs:
@@ -133,3 +172,11 @@ class _ChatFormat:
 
     def _prompt_ids(self) -> list[int] | UnsetType:
         return self._job.prompts[0].tokens.tolist() if self._body.return_token_ids else UNSET
+
+
+def _finish_reason(reason: str | None, has_calls: bool) -> str | None:
+    return "tool_calls" if reason == "stop" and has_calls else reason
+
+
+def _function(call: ToolCall) -> FunctionCall:
+    return FunctionCall(name=call.name, arguments=call.arguments)

@@ -1,10 +1,12 @@
 """Chat messages as the chat template takes them: plain dicts whose content is text."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 from headwater.server.errors import RequestRefused
-from headwater.server.schema import Message
+from headwater.server.parsing.base import read_json
+from headwater.server.schema import ChatRequest, Message, MessageToolCall
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -12,22 +14,46 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [_plain(message) for message in messages]
 
 
+def template_settings(body: ChatRequest) -> dict[str, Any]:
+    """Variables of the chat template that the client sets."""
+    settings = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        settings.setdefault("reasoning_effort", body.reasoning_effort)
+    return settings
+
+
 def num_characters(messages: Sequence[dict[str, Any]]) -> int:
     """Characters of all messages, before the template adds to them."""
     return sum(len(message["content"]) for message in messages)
 
 
+def plain_call(name: str, arguments: str, call_id: str | None) -> dict[str, Any]:
+    """A call in the history. Templates write arguments as JSON, so they are given as values."""
+    value: object = arguments
+    with contextlib.suppress(ValueError):  # what is no JSON is shown as it came
+        value = read_json(arguments)
+    call: dict[str, Any] = {
+        "type": "function",
+        "function": {"name": name, "arguments": value},
+    }
+    return call if call_id is None else {"id": call_id, **call}
+
+
 def _plain(message: Message) -> dict[str, Any]:
-    if message.tool_calls not in (None, []):
-        raise RequestRefused(
-            "a message has tool_calls, which this server does not support", param="messages"
-        )
     plain: dict[str, Any] = {"role": message.role, "content": _text(message)}
     if message.name is not None:
         plain["name"] = message.name
     if message.tool_call_id is not None:
         plain["tool_call_id"] = message.tool_call_id
+    if message.reasoning_content is not None:
+        plain["reasoning_content"] = message.reasoning_content
+    if message.tool_calls:
+        plain["tool_calls"] = [_plain_tool_call(call) for call in message.tool_calls]
     return plain
+
+
+def _plain_tool_call(call: MessageToolCall) -> dict[str, Any]:
+    return plain_call(call.function.name, call.function.arguments, call.id)
 
 
 def _text(message: Message) -> str:

@@ -6,6 +6,7 @@ import numpy as np
 from msgspec import UNSET, Struct
 from starlette.requests import Request
 
+from headwater.errors import RequestError
 from headwater.server.answers import CompletionAnswer, CompletionChoice, UsageAnswer
 from headwater.server.body import ASGIResponse
 from headwater.server.endpoint import Call, begin, make_job, respond
@@ -13,6 +14,7 @@ from headwater.server.errors import RequestRefused
 from headwater.server.generation import Delta, GenerationJob, Transcript
 from headwater.server.logprobs import completion_logprobs, num_characters
 from headwater.server.params import num_logprobs
+from headwater.server.response_format import constraint_param, structured_output
 from headwater.server.schema import CompletionRequest
 from headwater.server.service import Service
 from headwater.types import Tokens
@@ -29,9 +31,24 @@ async def completions(request: Request) -> ASGIResponse:
         await _prompt_tokens(service, body),
         max_tokens=body.max_tokens,
         default_max_tokens=_DEFAULT_MAX_TOKENS,
+        grammar=await _grammar(call),
         logprobs=num_logprobs(body.logprobs, service.config.limits, param="logprobs"),
     )
     return await respond(call, job, _CompletionFormat(call, job))
+
+
+async def _grammar(call: Call[CompletionRequest]) -> str:
+    """The grammar of the answer; empty where anything may be said."""
+    wanted = structured_output(call.body)
+    if wanted is None:
+        return ""
+    param = constraint_param(call.body)
+    try:
+        grammar = wanted.to_grammar()
+    except RequestError as exc:
+        raise RequestRefused(str(exc), param=param) from exc
+    await call.service.check_grammar(grammar, param=param)
+    return grammar
 
 
 async def _prompt_tokens(service: Service, body: CompletionRequest) -> list[Tokens]:

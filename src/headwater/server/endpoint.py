@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from headwater.server import params
+from headwater.server.answer_reader import PLAIN_TEXT, AnswerParsing
 from headwater.server.answers import UsageAnswer
 from headwater.server.body import (
     ASGIResponse,
@@ -95,6 +96,8 @@ def make_job(
     max_tokens: int | None,
     default_max_tokens: int | None,
     logprobs: int | None,
+    grammar: str = "",
+    parsing: AnswerParsing = PLAIN_TEXT,
 ) -> GenerationJob:
     """The job of one call, with every limit checked.
 
@@ -114,6 +117,8 @@ def make_job(
             limits=limits,
             info=info,
         )
+        if grammar:
+            sampling = replace(sampling, grammar=grammar)
         return GenerationPrompt(tokens=tokens, params=sampling)
 
     job = GenerationJob(
@@ -123,6 +128,7 @@ def make_job(
         stops=params.stop_strings(body, limits),
         include_stop=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
+        parsing=parsing,
         priority=params.priority(body, service.engine_config),
         cache_salt=body.cache_salt or "",
         session_id=body.session_id or "",

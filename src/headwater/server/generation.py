@@ -17,13 +17,16 @@ from headwater.errors import HeadwaterError
 from headwater.metrics.recorder import RequestTimer, SequenceProgress
 from headwater.scheduler.output import SequenceOutput, TokenLogprobs, Usage
 from headwater.scheduler.request import Request, SamplingParams, params_of_choice
+from headwater.server.answer_reader import PLAIN_TEXT, AnswerParsing, AnswerReader
 from headwater.server.answers import (
     CacheDetails,
+    CompletionTokensDetails,
     LoadDetails,
     PromptTokensDetails,
     UsageAnswer,
 )
 from headwater.server.errors import RequestRefused
+from headwater.server.parsing.base import ParsedOutput
 from headwater.server.service import Service
 from headwater.types import LoadPolicy, RequestId, Tokens
 
@@ -66,6 +69,9 @@ class GenerationJob:
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
+    parsing: AnswerParsing = PLAIN_TEXT
+    """How reasoning and tool calls are read from the text."""
+
     priority: int = 0
     cache_salt: str = ""
     session_id: str = ""
@@ -113,6 +119,11 @@ class Delta:
     logprobs: list[TokenLogprobs | None]
     finish_reason: str | None
     stop_reason: int | str | None
+    parsed: ParsedOutput
+    """The same text as content, reasoning and calls."""
+
+    num_malformed: int = 0
+    """Calls of the choice so far that could not be read; their text is content."""
 
 
 _CONTEXT_TOKENS = 16
@@ -130,6 +141,8 @@ class Transcript:
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    parsed: ParsedOutput = field(default_factory=ParsedOutput)
+    num_malformed: int = 0
 
     @property
     def text(self) -> str:
@@ -141,6 +154,8 @@ class Transcript:
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+        self.parsed.add(delta.parsed)
+        self.num_malformed = delta.num_malformed
 
 
 class ChoiceProgress:
@@ -157,8 +172,10 @@ class ChoiceProgress:
             stops=job.stops,
             include_stop=job.include_stop,
             skip_special_tokens=job.skip_special_tokens,
+            shown_ids=job.parsing.shown_ids,
             min_tokens=prompt.params.min_tokens,
         )
+        self._answer = AnswerReader(job.parsing, f"{job.name}:{index}")
         self._is_first = not self.resumed.tokens
         if self.resumed.tokens:
             self._replay_resumed(prompt.params.min_tokens)
@@ -167,12 +184,17 @@ class ChoiceProgress:
     def num_tokens(self) -> int:
         return self._stream.num_tokens
 
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return self._answer.num_reasoning_tokens
+
     def _replay_resumed(self, min_tokens: int) -> None:
         """Feed the existing output to the detokenizer. Stop strings are checked from
         `min_tokens` on, so the tokens before and after that are fed separately."""
         early, tokens = max(min_tokens - 1, 0), self.resumed.tokens
         for part in (tokens[:early], tokens[early:]):
-            self._stream.append_output(_output_of(part))
+            piece = self._stream.append_output(_output_of(part))
+            self._answer.read(piece.text, len(part), is_end=False)
 
     def append(self, output: SequenceOutput) -> Delta:
         """The delta of one engine output; `finish_reason` is set when the choice has ended."""
@@ -180,6 +202,8 @@ class ChoiceProgress:
         piece = self._stream.append_output(output)
         self.finish_reason = piece.finish_reason
         is_first, self._is_first = self._is_first, False
+        is_end = piece.finish_reason is not None
+        parsed = self._answer.read(piece.text, len(output.tokens), is_end=is_end)
         return Delta(
             index=self.index,
             is_first=is_first,
@@ -188,6 +212,8 @@ class ChoiceProgress:
             logprobs=output.logprobs,
             finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason,
+            parsed=parsed,
+            num_malformed=self._answer.num_malformed,
         )
 
 
@@ -303,6 +329,9 @@ class Generation:
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
             prompt_tokens_details=details,
+            completion_tokens_details=CompletionTokensDetails(
+                reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self._choices)
+            ),
         )
 
     def _usages(self) -> list[Usage]:

@@ -56,6 +56,33 @@ class ResumedChoice(Struct, kw_only=True, forbid_unknown_fields=True):
     has_ended: bool = False
 
 
+class JsonSchemaFormat(Struct, kw_only=True):
+    """`json_schema` of a response format."""
+
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    """Accepted and without effect: output always follows the schema."""
+
+
+class ResponseFormat(Struct, kw_only=True):
+    """`response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredFields(Struct, kw_only=True):
+    """`structured_outputs`: exactly one of the fields."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
 class Sampling(Struct, kw_only=True):
     """Fields shared by completions and chat. Fields of type Any are listed in `unsupported`."""
 
@@ -81,12 +108,12 @@ class Sampling(Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     user: str | None = None
 
-    response_format: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredFields | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     echo: Any = None
     best_of: Any = None
     prompt_logprobs: Any = None
@@ -120,14 +147,63 @@ class TextPart(Struct, kw_only=True):
     text: str | None = None
 
 
+ToolName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+
+
+class CalledFunction(Struct, kw_only=True):
+    """The function of a call in the history."""
+
+    name: Name
+    arguments: str = "{}"
+
+
+class MessageToolCall(Struct, kw_only=True):
+    """A call in the history."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: Literal["function"] = "function"
+
+
 class Message(Struct, kw_only=True):
     """One turn of a conversation."""
 
     role: Name
     content: str | list[TextPart] | None = None
     name: str | None = None
-    tool_calls: Any = None
+    tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    """Passed to the chat template, which decides whether the model sees it again."""
+
+
+class FunctionFields(Struct, kw_only=True):
+    """A function that the model may call."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolFields(Struct, kw_only=True):
+    """One of `tools`."""
+
+    function: FunctionFields
+    type: Literal["function"] = "function"
+
+
+class FunctionName(Struct, kw_only=True):
+    """The function that `tool_choice` names."""
+
+    name: ToolName
+
+
+class NamedToolChoice(Struct, kw_only=True):
+    """`tool_choice` of one function."""
+
+    function: FunctionName
+    type: Literal["function"] = "function"
 
 
 class ChatRequest(Sampling, kw_only=True):
@@ -140,8 +216,15 @@ class ChatRequest(Sampling, kw_only=True):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    tools: Any = None
-    tool_choice: Any = None
+    tools: Annotated[list[ToolFields], Meta(max_length=512)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Name | None = None
+    """Passed to the chat template."""
+
+    include_reasoning: bool | None = None
+    """Whether the answer has `reasoning_content`; the default is yes."""
+
     functions: Any = None
     function_call: Any = None
     modalities: Any = None
@@ -162,6 +245,7 @@ class TokenizeRequest(Struct, kw_only=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[ToolFields], Meta(max_length=512)] | None = None
     return_token_strs: bool | None = None
 
 

@@ -12,17 +12,22 @@ from typing import TypeVar
 from headwater.clock import Clock
 from headwater.config import EngineConfig, ServerConfig
 from headwater.engine.client import EngineClient
+from headwater.engine.grammar import GrammarCompiler
 from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import QueueFull, RequestError
 from headwater.metrics import names
 from headwater.metrics.ledger import RequestRecord
 from headwater.metrics.recorder import Recorder
 from headwater.server.errors import RequestRefused
+from headwater.server.parsing.model_output import ModelOutput
 from headwater.types import RequestId
 
 T = TypeVar("T")
 
 _TOKENIZER_THREADS = 2
+
+_GRAMMAR_THREADS = 2
+_COMPILE_TIMEOUT_S = 10.0
 
 _MAX_RECENT = 64
 """Finished sequences that `/stats` still shows."""
@@ -116,6 +121,16 @@ class Service:
         self._on_end = on_end
         self._short = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="text")
         self._long = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="long-text")
+        self._compilers = ThreadPoolExecutor(_GRAMMAR_THREADS, thread_name_prefix="grammar")
+        self._grammars = GrammarCompiler(
+            tokenizer.to_json,
+            vocab_size=engine.info.vocab_size,
+            eos_token_ids=engine.info.eos_token_ids,
+        )
+        self.model_output = ModelOutput.choose(
+            config.tool_call_parser, config.reasoning_parser, tokenizer
+        )
+        """How the model writes tool calls and reasoning."""
         self._created_s = created_s
         self._start_s = clock.now()
 
@@ -160,7 +175,22 @@ class Service:
         threads = self._short if size <= _SHORT_CHARS else self._long
         return await asyncio.get_running_loop().run_in_executor(threads, work)
 
+    async def check_grammar(self, grammar: str, *, param: str) -> None:
+        """Compile a grammar in a thread. Raises RequestRefused, naming `param`, where it is
+        wrong, unsupported or takes too long."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(_COMPILE_TIMEOUT_S):
+                await loop.run_in_executor(self._compilers, self._grammars.check, grammar)
+        except TimeoutError as exc:
+            raise RequestRefused(
+                f"the grammar was not compiled within {_COMPILE_TIMEOUT_S:g} s; simplify it",
+                param=param,
+            ) from exc
+        except RequestError as exc:
+            raise RequestRefused(str(exc), param=param) from exc
+
     def close(self) -> None:
         """End the threads. Safe to call twice."""
-        for threads in (self._short, self._long):
+        for threads in (self._short, self._long, self._compilers):
             threads.shutdown(wait=False, cancel_futures=True)

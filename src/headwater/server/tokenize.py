@@ -12,6 +12,7 @@ from headwater.server.chat_messages import num_characters, plain_messages
 from headwater.server.errors import RequestRefused
 from headwater.server.schema import DetokenizeRequest, TokenizeRequest
 from headwater.server.service import Service
+from headwater.server.tools import template_tools
 from headwater.types import Tokens
 
 
@@ -65,6 +66,7 @@ def _encode(
             messages,
             add_generation_prompt=body.add_generation_prompt is not False,
             settings=body.chat_template_kwargs,
+            tools=template_tools(body.tools),
             max_tokens=max_tokens,
         )
     return service.tokenizer.encode(

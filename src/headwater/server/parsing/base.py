@@ -53,6 +53,10 @@ class OutputParser(Protocol):
     def num_malformed(self) -> int:
         """Calls that could not be read and were given out as content."""
 
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the stream is inside the reasoning."""
+
     def feed(self, text: str) -> ParsedOutput:
         """What is certain after `text`."""
 
@@ -66,6 +70,10 @@ class ToolFormat(Protocol):
     markers: Sequence[str]
     """Texts that must reach the parser although the tokenizer calls them special tokens."""
 
+    writes_reasoning: bool
+    """Whether every answer is written in this format, with calls or without, and its parser
+    splits off the reasoning too."""
+
     def parser(self, tools: Sequence[ToolSpec]) -> OutputParser:
         """A parser for one choice."""
 
@@ -76,6 +84,10 @@ class ToolFormat(Protocol):
 
         None where the format cannot be forced.
         """
+
+    def answer_prefix(self, terminal: Terminal) -> tuple[str, str]:
+        """Terms that come before a constrained answer, and the rules they use; asked only where
+        it `writes_reasoning`."""
 
     def new_id(self, random_hex: str) -> str:
         """An id for a call whose format has none, made of 32 random hexadecimal digits."""

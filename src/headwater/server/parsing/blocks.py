@@ -58,6 +58,10 @@ class BlockParser:
     def num_malformed(self) -> int:
         return self._num_malformed
 
+    @property
+    def is_reasoning(self) -> bool:
+        return False
+
     def feed(self, text: str) -> ParsedOutput:
         out = ParsedOutput()
         for piece, is_marker in self._scanner.feed(text):

@@ -38,6 +38,7 @@ class HermesFormat:
     """`<tool_call>{"name": …, "arguments": …}</tool_call>`: Hermes, Qwen 2.5 and 3, built-in."""
 
     markers: Sequence[str] = ("<tool_call>", "</tool_call>")
+    writes_reasoning = False
 
     def parser(self, tools: Sequence[ToolSpec]) -> OutputParser:
         markers = BlockMarkers(opening="<tool_call>", closing="</tool_call>")
@@ -54,6 +55,9 @@ class HermesFormat:
 
         return calls_grammar(tools, write, parallel=parallel, separator='"\\n"')
 
+    def answer_prefix(self, terminal: Terminal) -> tuple[str, str]:
+        return "", ""
+
     def new_id(self, random_hex: str) -> str:
         return openai_id(random_hex)
 
@@ -62,6 +66,7 @@ class Llama3Format:
     """`{"name": …, "parameters": …}` and nothing else, several with `;` between them."""
 
     markers: Sequence[str] = ("<|python_tag|>",)
+    writes_reasoning = False
 
     def parser(self, tools: Sequence[ToolSpec]) -> OutputParser:
         markers = BlockMarkers(opening="<|python_tag|>", opens_at_brace=True)
@@ -75,6 +80,9 @@ class Llama3Format:
 
         return calls_grammar(tools, write, parallel=parallel, separator='"; "')
 
+    def answer_prefix(self, terminal: Terminal) -> tuple[str, str]:
+        return "", ""
+
     def new_id(self, random_hex: str) -> str:
         return openai_id(random_hex)
 
@@ -83,6 +91,7 @@ class MistralFormat:
     """`[TOOL_CALLS]` and a list of calls, or before each call its name and `[ARGS]`."""
 
     markers: Sequence[str] = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+    writes_reasoning = False
 
     def parser(self, tools: Sequence[ToolSpec]) -> OutputParser:
         return BlockParser(BlockMarkers(opening="[TOOL_CALLS]"), _read_mistral)
@@ -95,6 +104,9 @@ class MistralFormat:
 
         around = (f'{terminal("[TOOL_CALLS]")} "["', '"]"')
         return calls_grammar(tools, write, parallel=parallel, separator='", "', around=around)
+
+    def answer_prefix(self, terminal: Terminal) -> tuple[str, str]:
+        return "", ""
 
     def new_id(self, random_hex: str) -> str:
         return random_hex[:9]  # its chat templates refuse any other length
@@ -110,6 +122,7 @@ class DeepSeekFormat:
         "<｜tool▁call▁end｜>",
         "<｜tool▁sep｜>",
     )
+    writes_reasoning = False
 
     def parser(self, tools: Sequence[ToolSpec]) -> OutputParser:
         first, last, opening, closing, _ = self.markers
@@ -128,6 +141,9 @@ class DeepSeekFormat:
 
         return calls_grammar(tools, write, parallel=parallel, around=(first, last))
 
+    def answer_prefix(self, terminal: Terminal) -> tuple[str, str]:
+        return "", ""
+
     def new_id(self, random_hex: str) -> str:
         return openai_id(random_hex)
 
@@ -142,6 +158,7 @@ class KimiFormat:
         "<|tool_call_end|>",
         "<|tool_call_argument_begin|>",
     )
+    writes_reasoning = False
 
     def parser(self, tools: Sequence[ToolSpec]) -> OutputParser:
         first, last, opening, closing, _ = self.markers
@@ -159,6 +176,9 @@ class KimiFormat:
             return f"{opening} {name} {between} args_{index} {closing}", [rule]
 
         return calls_grammar(tools, write, parallel=parallel, around=(first, last))
+
+    def answer_prefix(self, terminal: Terminal) -> tuple[str, str]:
+        return "", ""
 
     def new_id(self, random_hex: str) -> str:
         return openai_id(random_hex)

@@ -34,6 +34,7 @@ class HarmonyFormat:
     """Reads channels, and forces calls in the commentary channel."""
 
     markers: Sequence[str] = _MARKERS
+    writes_reasoning = True
 
     def parser(self, tools: Sequence[ToolSpec]) -> OutputParser:
         return HarmonyParser()
@@ -49,10 +50,23 @@ class HarmonyFormat:
             rule = arguments_rule(f"args_{index}", tool.parameters)
             return f'{channel} {head} {constrain} "json" {message} args_{index}', [rule]
 
-        return calls_grammar(tools, write, parallel=False)  # a call ends the turn
+        # A call ends the turn, so there is one.
+        rules = calls_grammar(tools, write, parallel=False, around=("analysis?", ""))
+        return f"{rules}\n{_analysis(terminal)}"
+
+    def answer_prefix(self, terminal: Terminal) -> tuple[str, str]:
+        channel, message = terminal(_CHANNEL), terminal(_MESSAGE)
+        return f'analysis? {channel} "final" {message}', _analysis(terminal)
 
     def new_id(self, random_hex: str) -> str:
         return openai_id(random_hex)
+
+
+def _analysis(terminal: Terminal) -> str:
+    """The rule of a reasoning message before the answer."""
+    head = f'{terminal(_CHANNEL)} "analysis" {terminal(_MESSAGE)}'
+    end = f'{terminal("<|end|>")} {terminal(_START)} "assistant"'
+    return f"analysis: {head} thought {end}\nthought: /[^<]*/"
 
 
 class HarmonyParser:
@@ -71,6 +85,10 @@ class HarmonyParser:
     @property
     def num_malformed(self) -> int:
         return self._num_malformed
+
+    @property
+    def is_reasoning(self) -> bool:
+        return self._header is None and self._call is None and self._channel == "analysis"
 
     def feed(self, text: str) -> ParsedOutput:
         out = ParsedOutput()

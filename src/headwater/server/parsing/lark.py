@@ -16,8 +16,6 @@ _TEMPLATE_JSON = {
     "key_separator": ": ",
 }
 
-_ANY_OBJECT: dict[str, Any] = {"type": "object"}
-
 
 def quoted(text: str) -> str:
     """A string literal of a grammar."""
@@ -26,8 +24,9 @@ def quoted(text: str) -> str:
 
 def arguments_rule(name: str, parameters: Mapping[str, Any]) -> str:
     """A rule that is an arguments object as text."""
-    schema = {**(parameters or _ANY_OBJECT), "x-guidance": _TEMPLATE_JSON}
-    schema.setdefault("type", "object")
+    schema = {"type": "object", **parameters, "x-guidance": _TEMPLATE_JSON}
+    if not schema.get("patternProperties"):
+        schema.setdefault("additionalProperties", False)  # no argument that was not asked for
     return f"{name}: %json {json.dumps(schema)}"
 
 

@@ -72,9 +72,7 @@ def tool_format(name: str, template: str) -> ToolFormat | None:
 def reasoning_tags(name: str, template: str) -> ReasoningTags | None:
     """The tags called `name`; `auto` is the template's, None where it has none."""
     if name == AUTO:
-        return next(
-            (tags for tags in REASONING_TAGS.values() if tags.closing in template), None
-        )
+        return next((tags for tags in REASONING_TAGS.values() if _speaks(template, tags)), None)
     if name == NONE:
         return None
     if name in REASONING_TAGS:
@@ -82,6 +80,10 @@ def reasoning_tags(name: str, template: str) -> ReasoningTags | None:
     raise ConfigError(
         f"--reasoning-parser {name} is unknown; use auto, none or {', '.join(REASONING_TAGS)}"
     )
+
+
+def _speaks(template: str, tags: ReasoningTags) -> bool:
+    return tags.opening in template or tags.closing in template
 
 
 def detect_format(template: str) -> str | None:

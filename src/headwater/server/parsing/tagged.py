@@ -36,6 +36,7 @@ class GlmFormat:
         "<arg_value>",
         "</arg_value>",
     )
+    writes_reasoning = False
 
     def parser(self, tools: Sequence[ToolSpec]) -> OutputParser:
         return BlockParser(_BLOCK, lambda text: _read(text, tools, _GLM_CALL, _GLM_ARGUMENT))
@@ -59,6 +60,9 @@ class GlmFormat:
             return None  # tags that are special tokens cannot stand inside quoted text
         return calls_grammar(tools, write, parallel=parallel, separator='"\\n"')
 
+    def answer_prefix(self, terminal: Terminal) -> tuple[str, str]:
+        return "", ""
+
     def new_id(self, random_hex: str) -> str:
         return openai_id(random_hex)
 
@@ -67,6 +71,7 @@ class QwenCoderFormat:
     """Qwen 3 Coder: `<function=…>` around `<parameter=…>` for each argument."""
 
     markers: Sequence[str] = ("<tool_call>", "</tool_call>")
+    writes_reasoning = False
 
     def parser(self, tools: Sequence[ToolSpec]) -> OutputParser:
         return BlockParser(_BLOCK, lambda text: _read(text, tools, _QWEN_CALL, _QWEN_ARGUMENT))
@@ -88,6 +93,9 @@ class QwenCoderFormat:
             return f'{opening} {head} {arguments} "</function>\\n" {closing}', rules
 
         return calls_grammar(tools, write, parallel=parallel, separator='"\\n"')
+
+    def answer_prefix(self, terminal: Terminal) -> tuple[str, str]:
+        return "", ""
 
     def new_id(self, random_hex: str) -> str:
         return openai_id(random_hex)

@@ -27,6 +27,7 @@ class PlainParser:
     """Content and nothing else."""
 
     num_malformed = 0
+    is_reasoning = False
 
     def feed(self, text: str) -> ParsedOutput:
         return ParsedOutput(content=text)
@@ -58,6 +59,10 @@ class ThinkingParser:
     @property
     def num_malformed(self) -> int:
         return self._inner.num_malformed
+
+    @property
+    def is_reasoning(self) -> bool:
+        return self._is_open and not self._is_answer
 
     def feed(self, text: str) -> ParsedOutput:
         out = ParsedOutput()

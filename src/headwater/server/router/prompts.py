@@ -18,9 +18,10 @@ from headwater.cache import KeyScheme, Namespace
 from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import HeadwaterError
 from headwater.metrics.kv_events import block_hash
-from headwater.server.chat_messages import plain_messages
+from headwater.server.chat_messages import plain_messages, template_settings
 from headwater.server.router.instance import Instance
 from headwater.server.schema import ChatRequest, CompletionRequest
+from headwater.server.tools import template_tools
 from headwater.types import Tokens
 
 _ASK_TIMEOUT_S = 5.0
@@ -91,7 +92,7 @@ class PromptReader:
         max_tokens = asked.told.max_model_len or None
         try:
             return await asyncio.get_running_loop().run_in_executor(
-                self._threads, lambda: _encode(tokenizer, fields, max_tokens)
+                self._threads, lambda: _encode(tokenizer, body, fields, max_tokens)
             )
         except HeadwaterError:
             return None
@@ -145,23 +146,26 @@ def _text_fields(body: ChatRequest | CompletionRequest) -> dict[str, Any] | None
         if not isinstance(prompt, str):
             return None
         return {"prompt": prompt, "add_special_tokens": body.add_special_tokens is not False}
-    try:
-        messages = plain_messages(body.messages)
-    except HeadwaterError:
-        return None
     return {
-        "messages": messages,
+        "messages": msgspec.to_builtins(body.messages),
         "add_generation_prompt": body.add_generation_prompt is not False,
-        "chat_template_kwargs": body.chat_template_kwargs,
+        "chat_template_kwargs": template_settings(body),
+        "tools": None if body.tools is None else msgspec.to_builtins(body.tools),
     }
 
 
-def _encode(tokenizer: Tokenizer, fields: dict[str, Any], max_tokens: int | None) -> Tokens:
-    if "messages" in fields:
+def _encode(
+    tokenizer: Tokenizer,
+    body: ChatRequest | CompletionRequest,
+    fields: dict[str, Any],
+    max_tokens: int | None,
+) -> Tokens:
+    if isinstance(body, ChatRequest):
         return tokenizer.encode_chat(
-            fields["messages"],
+            plain_messages(body.messages),
             add_generation_prompt=fields["add_generation_prompt"],
             settings=fields["chat_template_kwargs"],
+            tools=template_tools(body.tools),
             max_tokens=max_tokens,
         )
     return tokenizer.encode(
