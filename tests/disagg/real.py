@@ -10,8 +10,8 @@ import numpy as np
 from headwater.clock import SystemClock
 from headwater.config import EngineConfig, PeersConfig
 from headwater.engine.core import EngineCore
-from headwater.engine.output import Usage
 from headwater.launch.core import build_core
+from headwater.scheduler.output import Usage
 from headwater.scheduler.request import Request, SamplingParams
 from headwater.types import RequestId
 

@@ -106,7 +106,9 @@ def test_a_write_that_never_ends_refuses_the_reset():
     rig.step()
 
     (report,) = reports
-    assert report.refusal == "storage was not forgotten: 1 writes to it do not end"
+    assert report.refusal == (
+        "storage was not emptied: 1 earlier writes did not end within 5 s"
+    )
     assert report.removed == {"device": 8, "host": 8}
     assert report.kept == {"device": 8, "host": 8}, "what is being written stays where it is"
     rig.workers.run(task)
@@ -137,7 +139,7 @@ def test_storage_that_fails_refuses_the_reset():
     [
         (("storage",), True, "together with device and host only"),
         (EVERYTHING, False, "there is no storage"),
-        (("attic",), True, "tiers are device, host, storage"),
+        (("attic",), True, "give some of device, host, storage"),
         ((), True, "tiers are"),
     ],
 )

@@ -10,9 +10,9 @@ from headwater.cache import CacheConfig, TieredCache
 from headwater.cache.pool import SlotState
 from headwater.clock import VirtualClock
 from headwater.engine.core import EngineCore
-from headwater.engine.output import SequenceOutput, Usage
 from headwater.scheduler.batch import ScheduledBatch, StepResult
 from headwater.scheduler.config import SchedulerConfig
+from headwater.scheduler.output import SequenceOutput, Usage
 from headwater.scheduler.request import Request, SamplingParams
 from headwater.scheduler.scheduler import Scheduler
 from headwater.storage.base import StorageBackend

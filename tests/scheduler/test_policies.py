@@ -66,7 +66,7 @@ def test_removing_takes_exactly_that_sequence() -> None:
 
     assert list(queue) == [sequences[1], sequences[0], sequences[4]]
     assert queue.num_preempted == 1
-    with pytest.raises(ValueError, match="s2 does not wait"):
+    with pytest.raises(ValueError, match="s2 is not in the waiting queue"):
         queue.remove(sequences[2])
 
 

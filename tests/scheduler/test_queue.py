@@ -48,7 +48,7 @@ def test_the_order_is_class_then_preempted_then_arrival(places, data) -> None:
         assert queue.num_preempted == sum(s.num_preemptions for s in model)
     for sequence in model:
         queue.remove(sequence)
-        with pytest.raises(ValueError, match="does not wait"):
+        with pytest.raises(ValueError, match="is not in the waiting queue"):
             queue.remove(sequence)
 
 

@@ -128,7 +128,7 @@ class Handoffs:
         """End what was preempted and has waited `after_s` to resume, where somebody can have it
         continued elsewhere: its tokens so far are with whoever that is."""
         for sequence in self._table.waiting.preempted():
-            if now - sequence.vacated_s >= after_s and sequence.request.can_return:
+            if now - sequence.preempted_s >= after_s and sequence.request.can_return:
                 name = sequence.request_id
                 self.outputs.append(SequenceOutput(name, [], [], finish_reason="returned"))
                 self._finish(sequence, "returned", now)

@@ -16,8 +16,8 @@ from headwater.disagg.protocol.config import HandoffConfig
 from headwater.disagg.protocol.messages import Message
 from headwater.disagg.protocol.push import Push, PushFailure
 from headwater.engine.core import EngineCore
-from headwater.engine.output import Usage
 from headwater.scheduler.config import SchedulerConfig
+from headwater.scheduler.output import Usage
 from headwater.scheduler.request import Request
 from headwater.scheduler.scheduler import Scheduler
 from headwater.storage.base import StorageBackend
