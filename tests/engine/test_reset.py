@@ -137,10 +137,10 @@ def test_storage_that_fails_refuses_the_reset():
 @pytest.mark.parametrize(
     ("tiers", "stored", "why"),
     [
-        (("storage",), True, "together with device and host only"),
-        (EVERYTHING, False, "there is no storage"),
+        (("storage",), True, "only be emptied together with device and host"),
+        (EVERYTHING, False, "has no storage tier"),
         (("attic",), True, "give some of device, host, storage"),
-        ((), True, "tiers are"),
+        ((), True, "missing tiers"),
     ],
 )
 def test_what_cannot_be_is_refused_with_a_reason(tiers, stored, why):
