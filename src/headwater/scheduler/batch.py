@@ -31,7 +31,7 @@ NO_TOKEN = -1
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ScheduledBatch:
-    """What one step computes. Built by the scheduler, read by the runner, changed by neither."""
+    """What one step computes. Built by the scheduler, read by the runner, never modified."""
 
     step: int
     """Number of this step, counting up from 0 without gaps over the submitted batches."""
@@ -55,7 +55,7 @@ class ScheduledBatch:
     """Per row: device slots in position order, covering at least `context_lens` tokens."""
 
     sampled: IntArray
-    """Rows that choose a token after this step: decodes, and last chunks of prompts."""
+    """Rows that sample a token after this step: decodes, and last chunks of prompts."""
 
     params: list[SamplingParams]
     """Per *sampled* row."""
@@ -80,7 +80,7 @@ class ScheduledBatch:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class StepResult:
-    """What one step chose. Entries follow `ScheduledBatch.sampled`."""
+    """What one step sampled. Entries follow `ScheduledBatch.sampled`."""
 
     step: int
     tokens: Tokens

@@ -18,10 +18,10 @@ from headwater.types import JobId, LinkRate, LoadPolicy, Slots
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRates:
-    """What the loop measured lately. None is unknown, and then worth finding out."""
+    """Rates that the engine loop measured lately. None is not measured yet."""
 
     prefill_tokens_s: float | None = None
-    """Prompt tokens computed in a second."""
+    """Prompt tokens computed per second."""
 
     host: LinkRate | None = None
     """From host to device."""
@@ -31,7 +31,7 @@ class MeasuredRates:
 
 
 class LowerTierMatch(NamedTuple):
-    """Blocks below the device, in position order: first those on the host."""
+    """Cached blocks below the device, in position order: first those on the host."""
 
     host: int = 0
     storage: int = 0
@@ -43,10 +43,10 @@ class LowerTierMatch(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadDecision:
-    """How many of the blocks found below the device are loaded, and what that was based on."""
+    """How many of the blocks below the device are loaded, with the expected times."""
 
     num_blocks: int
-    """Leading ones; 0 is to compute them all."""
+    """Leading blocks to load; 0 recomputes all of them."""
 
     reason: str
     load_s: float | None = None
@@ -136,7 +136,7 @@ answers are faster, and looking costs a match."""
 
 
 class SequenceLoad:
-    """One a sequence that has anything to load or to ask for; changed by `Loads` only."""
+    """State of a sequence that loads from a lower tier or asks storage; changed by `KVLoader`."""
 
     __slots__ = (
         "asked_s",
@@ -214,21 +214,21 @@ class SequenceLoad:
 
 
 class OverlappedLoad:
-    """One promotion, and what was computed over it."""
+    """One load in flight, and the chunk that was computed before it was done."""
 
     __slots__ = ("job", "logprobs", "num_tokens", "outcomes", "slots", "token")
 
     def __init__(self, promotion: Promotion) -> None:
         self.job: JobId = promotion.job
         self.slots: Slots = promotion.target_slots
-        """They are the job's, and the cache's once it has landed; never the sequence's."""
+        """They belong to the job, and to the cache once it is done; never to the sequence."""
         self.num_tokens = 0
-        """Computed over it by its chunk, once that is collected."""
+        """Tokens that the chunk computed; set when it is collected."""
         self.token: int | None = None
-        """Chosen by that chunk, and told to nobody."""
+        """Sampled by that chunk, and not emitted before the load is done."""
         self.logprobs: TokenLogprobs | None = None
         self.outcomes: list[JobOutcome] = []
-        """Ends that came while a step in flight read the targets."""
+        """Outcomes that arrived while a step in flight read the target slots."""
 
     def hold(self, num_tokens: int, token: int | None, logprobs: TokenLogprobs | None) -> None:
         """The chunk was collected."""

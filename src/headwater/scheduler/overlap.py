@@ -20,27 +20,27 @@ from headwater.scheduler.queues import SequenceTable
 from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.scheduler.stats import Totals
 
-TakeIn = Callable[[Sequence, int, TokenLogprobs | None, float], SequenceOutput]
-"""Takes in a token whose KV counts, and says what came of it."""
+ApplyToken = Callable[[Sequence, int, TokenLogprobs | None, float], SequenceOutput]
+"""Applies a sampled token to its sequence; the output."""
 
 
 class OverlappedLoads:
-    """Confirms or rewinds a riding sequence when its promotion has ended."""
+    """Confirms or restarts an overlapping sequence when its load has ended."""
 
     def __init__(
         self,
         table: SequenceTable,
         blocks: BlockAllocator,
         totals: Totals,
-        take_in: TakeIn,
+        apply_token: ApplyToken,
     ) -> None:
         self._table = table
         self._blocks = blocks
         self._totals = totals
-        self._take_in = take_in
+        self._apply_token = apply_token
 
     def defer(self, outcome: JobOutcome) -> bool:
-        """Whether a step in flight reads what this job moves: its end is kept for later."""
+        """Whether `outcome` is kept for later, because a step in flight reads the target slots."""
         sequence = self._find(outcome, chain(self._table.overlapping, self._table.departing))
         if sequence is None or sequence.overlap is None or not sequence.num_in_flight:
             return False
@@ -54,16 +54,16 @@ class OverlappedLoads:
         token: int | None,
         chosen: TokenLogprobs | None,
     ) -> list[JobOutcome]:
-        """The chunk was computed; the ends of its promotion that had to wait for that."""
+        """The chunk was collected; the outcomes of its load that were deferred until now."""
         overlap = sequence.overlap
-        assert overlap is not None, "a riding sequence has a ride"
+        assert overlap is not None, "an overlapping sequence has an overlapped load"
         sequence.num_in_flight -= 1
         overlap.hold(num_tokens, token, chosen)
         return overlap.outcomes
 
     def finish_job(self, outcome: JobOutcome, now: float) -> list[SequenceOutput]:
-        """A job has landed in the cache. Whoever rode on it goes on, or starts over; the output
-        that was held back until now, if there is one."""
+        """The cache has applied `outcome`. The sequence that overlapped this load continues or
+        starts over; the output that was held back, if there is one."""
         sequence = self._find(outcome, self._table.overlapping)
         if sequence is None or sequence.overlap is None:
             return []
@@ -87,7 +87,7 @@ class OverlappedLoads:
             return []
         self._table.move(sequence, SequenceState.DECODE)
         sequence.append(overlap.token)
-        return [self._take_in(sequence, overlap.token, overlap.logprobs, now)]
+        return [self._apply_token(sequence, overlap.token, overlap.logprobs, now)]
 
     def _find(self, outcome: JobOutcome, sequences: Iterable[Sequence]) -> Sequence | None:
         for sequence in sequences:
