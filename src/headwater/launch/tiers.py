@@ -41,7 +41,7 @@ _LOADED = {
 
 
 def host_blocks(config: EngineConfig, layout: KVLayout) -> int:
-    """Blocks of the host tier; 0 without one, or ConfigError where it cannot be."""
+    """Number of host blocks; 0 without a host tier. Raises ConfigError when it does not fit."""
     if not config.swap_space_gib:
         return 0
     # Beside torch, which is imported by the time there is a layout.

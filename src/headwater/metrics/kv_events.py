@@ -86,7 +86,7 @@ def pack_sequence(number: int) -> bytes:
 
 
 def unpack_sequence(frame: bytes) -> int:
-    """The number in a frame, or ValueError where that is not one."""
+    """The sequence number in a frame; raises ValueError when the length is wrong."""
     if len(frame) != _SEQUENCE_BYTES:
         raise ValueError(f"a sequence number has {_SEQUENCE_BYTES} bytes, not {len(frame)}")
     return int.from_bytes(frame, "big", signed=True)

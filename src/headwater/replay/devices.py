@@ -114,7 +114,7 @@ class SimRunner:
         return 1.0 + sum(link.cost.step_share for link in self._dragging if link.is_busy)
 
     def _choose(self, num_steps: int, rows: int) -> Tokens:
-        """New tokens, below all that prompts have."""
+        """Choose new tokens, with ids below those of all prompts."""
         start = -1 - self._num_chosen
         self._num_chosen += num_steps * rows
         flat = np.arange(start, start - num_steps * rows, -1, dtype=np.int32)

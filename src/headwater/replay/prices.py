@@ -21,7 +21,7 @@ class Prices:
     by_name: Mapping[str, float]
 
     def of(self, config: SimConfig) -> float:
-        """What `config` costs: tiers of every instance, the storage once."""
+        """The price of `config`: the tiers of every instance, and storage once."""
         cache, count = config.cache(), config.num_instances
         gib = config.block_bytes / GIB
         return (

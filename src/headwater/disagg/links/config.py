@@ -46,7 +46,10 @@ class LinkConfig:
         if min(self.frame_bytes, self.num_cells, self.max_senders) < 1:
             raise ConfigError("frame_bytes, num_cells and max_senders must be positive")
         if min(self.connect_timeout_s, self.stall_timeout_s) <= 0:
-            raise ConfigError("the timeouts of a link must be positive")
+            raise ConfigError(
+                "connect_timeout_s and stall_timeout_s must be positive, got "
+                f"{self.connect_timeout_s} and {self.stall_timeout_s}"
+            )
 
     def cell_bytes(self, block_bytes: int) -> int:
         """The largest payload of a frame: never less than a block."""

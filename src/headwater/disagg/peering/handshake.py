@@ -87,7 +87,7 @@ def timeout_check(clock: Clock, timeout_s: float) -> WaitCheck:
 def client_handshake(
     stream: Stream, mine: HandshakeTerms, check_wait: WaitCheck
 ) -> LinkSession:
-    """The sender's part; LinkBroken where it is not let in."""
+    """Run the sender's part; raises LinkBroken when the receiver refuses."""
     challenge = _take(stream, _CHALLENGE.size, check_wait)
     magic, version, _, _ = _CHALLENGE.unpack(challenge)
     if magic != _MAGIC or version != VERSION:
@@ -99,7 +99,7 @@ def client_handshake(
     code, grant_bytes, theirs = _WELCOME.unpack(_take(stream, _WELCOME.size, check_wait))
     if code != HandshakeResult.WELCOME:
         why = _SENTENCES[HandshakeResult(code)] if code in _SENTENCES else "it does not say why"
-        raise LinkBroken(f"the receiver refuses us: {why}", PushFailure.REFUSED)
+        raise LinkBroken(f"the receiver refused the connection: {why}", PushFailure.REFUSED)
     if grant_bytes > MAX_GRANT_BYTES:
         raise Malformed("a grant that is too large", PushFailure.REFUSED)
     grant = _take(stream, grant_bytes, check_wait) if grant_bytes else b""
@@ -126,7 +126,7 @@ class ServerHandshake:
             self.refuse(result)
 
     def accept(self, grant: bytes = b"") -> LinkSession:
-        """Let it in."""
+        """Accept the peer."""
         token = self._mine.token
         proof = _prove(token, b"receiver", self._challenge, self._answer, grant)
         self._stream.send(
