@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from headwater.bench._cache_parts import measure_parts
 from headwater.bench._flags import read_flags
 from headwater.bench._report import print_report
 from headwater.bench._workload import make_workload
@@ -48,6 +49,12 @@ def main(argv: Sequence[str]) -> int:
     result = min(replays, key=lambda one: one["mean_us"])
     result |= measure_long(options.block)
     result["take_us"] = {str(n): measure_takes(n) for n in LEAVES}
+    result["parts_us"] = measure_parts(
+        requests,
+        capacity_blocks=options.capacity_tokens // options.block,
+        block=options.block,
+        repeats=max(options.repeats // 3, 1),
+    )
     print_report("headwater bench cache", result, as_json=options.json)
     return 0
 
