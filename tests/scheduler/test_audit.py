@@ -6,17 +6,17 @@ import pytest
 
 from headwater.errors import InvariantError
 from headwater.scheduler.sequence import Sequence
-from tests.scheduler.rig import Rig, make_prompt, make_request
+from tests.scheduler.harness import Harness, make_prompt, make_request
 
-Damage = Callable[[Rig, Sequence], object]
-
-
-def _lose(rig: Rig, sequence: Sequence) -> None:
-    rig.scheduler._table.decoding.remove(sequence)
+Damage = Callable[[Harness, Sequence], object]
 
 
-def _steal(rig: Rig, sequence: Sequence) -> None:
-    rig.cache.take(1, now=0.0)
+def _lose(harness: Harness, sequence: Sequence) -> None:
+    harness.scheduler._table.decoding.remove(sequence)
+
+
+def _steal(harness: Harness, sequence: Sequence) -> None:
+    harness.cache.take(1, now=0.0)
 
 
 @pytest.mark.parametrize(
@@ -38,12 +38,12 @@ def _steal(rig: Rig, sequence: Sequence) -> None:
 )
 def test_check_finds_damage(damage: Damage, complaint: str) -> None:
     """`check()` detects the violation of each invariant that it names."""
-    rig = Rig()
-    rig.add(make_request("a", make_prompt(10)))
-    rig.steps(2)
-    (sequence,) = rig.scheduler._table.decoding
+    harness = Harness()
+    harness.add(make_request("a", make_prompt(10)))
+    harness.steps(2)
+    (sequence,) = harness.scheduler._table.decoding
 
-    damage(rig, sequence)
+    damage(harness, sequence)
 
     with pytest.raises(InvariantError, match=complaint):
-        rig.scheduler.check()
+        harness.scheduler.check()

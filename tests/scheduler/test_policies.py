@@ -11,7 +11,7 @@ from headwater.scheduler.blocks import GrowthEstimate
 from headwater.scheduler.config import SchedulerConfig
 from headwater.scheduler.queues import SequenceTable, WaitingQueue
 from headwater.scheduler.sequence import Sequence, SequenceState
-from tests.scheduler.rig import make_prompt, make_request
+from tests.scheduler.harness import make_prompt, make_request
 
 
 def make_sequence(

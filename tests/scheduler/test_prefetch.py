@@ -8,7 +8,7 @@ from headwater.cache import Hint, Promotion
 from headwater.clock import VirtualClock
 from headwater.testing.tiers import EchoTiers, make_echo_request
 from headwater.types import WritePolicy
-from tests.scheduler.rig import make_storage
+from tests.scheduler.harness import make_storage
 
 PROMPT = list(range(1, 25))
 """Six blocks."""

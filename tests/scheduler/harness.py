@@ -100,7 +100,7 @@ class NotingRunner(EchoRunner):
 
 
 @dataclass
-class Rig:
+class Harness:
     """An engine, and what came out of it so far."""
 
     num_blocks: int = 64
