@@ -115,7 +115,7 @@ def test_p_hears_that_d_knows_nothing_of_its_hand_off(message):
     """Lesson 53: whatever P says of a hand-off that is over is answered with how it ended."""
     pair = EchoPair()
     run(pair, make_handoff("a", PROMPT))
-    pair.decode.handoffs.decode_side.receive("p", message, 0.0)
+    pair.decode.handoffs.decode_side.receive("p", 1, message, 0.0)
 
     assert pair.fabric.packets[-1].message == Cancel(5, Reason.GONE)
 
@@ -135,3 +135,20 @@ def test_a_first_token_that_is_repeated_is_answered_with_done():
 
     assert len(seen) > 1
     assert len(set(seen)) == 1
+
+
+def test_a_late_report_of_a_lost_connection_ends_nothing_on_the_next_one():
+    """The report waits in D's inbox while another hand-off starts on a new connection."""
+    pair = EchoPair()
+    first, second = make_handoff("a", PROMPT), make_handoff("b", make_prompt(22, family=2))
+    pair.decode.add(first)
+    pair.turn()
+    (connection,) = pair.fabric.connections()
+    pair.fabric.cut(connection)
+    pair.decode.add(second)
+    pair.run("a", "b")
+
+    assert pair.decode.outputs["a"] == expected(first)
+    assert pair.decode.outputs["b"] == expected(second)
+    assert pair.decode.handoffs.decode_side.totals.failures == {Reason.LOST: 1}
+    assert pair.decode.handoffs.decode_side.totals.num_done == 1

@@ -6,13 +6,15 @@ import struct
 from contextlib import closing
 from queue import Empty, SimpleQueue
 from threading import enumerate as threads
+from typing import Any
 
 import pytest
 
 from headwater.clock import SystemClock
+from headwater.disagg.peering.authenticated import AuthenticatedFrames
 from headwater.disagg.peering.handshake import HandshakeTerms, client_handshake, timeout_check
 from headwater.disagg.peering.network import PeerLost, PeerMessage
-from headwater.disagg.peering.service import PeerConfig, PeerService, _AuthenticatedFrames
+from headwater.disagg.peering.service import PeerConfig, PeerService
 from headwater.disagg.peering.stream import Stream
 from headwater.disagg.protocol.codec import MAX_BODY_BYTES
 from headwater.disagg.protocol.messages import Ask, HandoffDone, Reason
@@ -24,13 +26,27 @@ TOKEN = b"open sesame"
 class Instance:
     """A service, and the events it posted."""
 
-    def __init__(self, *, token: bytes = TOKEN, identity: bytes = b"i" * 32, block: int = 64):
+    def __init__(
+        self,
+        *,
+        token: bytes = TOKEN,
+        identity: bytes = b"i" * 32,
+        block: int = 64,
+        **settings: Any,
+    ):
         self.events: SimpleQueue[object] = SimpleQueue()
-        config = PeerConfig(token=token, identity=identity, block_bytes=block)
+        config = PeerConfig(token=token, identity=identity, block_bytes=block, **settings)
         self.service = PeerService(config, self.events.put, SystemClock())
 
     def event(self) -> object:
         return self.events.get(timeout=10)
+
+    def all_events(self) -> list[object]:
+        """Events so far."""
+        events = []
+        while not self.events.empty():
+            events.append(self.events.get())
+        return events
 
     def has_event(self) -> bool:
         try:
@@ -48,15 +64,27 @@ def dial(instance: Instance) -> Stream:
     return Stream(socket.create_connection((host, int(port)), 5))
 
 
-def let_in(instance: Instance) -> tuple[Stream, _AuthenticatedFrames]:
+def let_in(instance: Instance) -> tuple[Stream, AuthenticatedFrames]:
     """A peer that has proved itself and said hello, driven by hand."""
     stream = dial(instance)
     check_wait = timeout_check(SystemClock(), 5.0)
     session = client_handshake(stream, HandshakeTerms("peer", TOKEN, 64), check_wait)
-    sealed = _AuthenticatedFrames(stream, session.key, is_client=True)
+    sealed = AuthenticatedFrames(stream, session.key, is_client=True)
     sealed.send(instance.service.hello(), check_wait)
     sealed.receive(check_wait, 4096)
     return stream, sealed
+
+
+def was_closed(stream: Stream) -> bool:
+    """Whether the other end closed the connection; waits for it."""
+    try:
+        while stream.socket.recv(64):
+            pass
+    except BlockingIOError:
+        return was_closed(stream)
+    except OSError:
+        pass
+    return True
 
 
 def test_messages_go_both_ways_on_one_connection():
@@ -68,7 +96,9 @@ def test_messages_go_both_ways_on_one_connection():
         p.service.send(arrived.peer, HandoffDone(1))
 
         assert arrived.message == Ask(1)
-        assert d.event() == PeerMessage(p.service.address, HandoffDone(1))
+        answered = d.event()
+        assert isinstance(answered, PeerMessage)
+        assert answered[:2] == (p.service.address, HandoffDone(1))
 
 
 def test_messages_arrive_in_the_order_they_were_sent():
@@ -92,11 +122,10 @@ def test_messages_arrive_in_the_order_they_were_sent():
 def test_who_is_not_one_of_us_is_refused(other, reason):
     """Another token, another size of blocks, another model; and nothing that it said counts."""
     with closing(Instance()) as p, closing(Instance(**other)) as d:
-        d.service.send(p.service.address, Ask(1))
+        number = d.service.send(p.service.address, Ask(1))
 
-        assert d.event() == PeerLost(p.service.address, reason)
-        lost = p.event()
-        assert isinstance(lost, PeerLost)
+        assert d.event() == PeerLost(p.service.address, reason, number)
+        assert not any(isinstance(event, PeerMessage) for event in p.all_events())
 
 
 def test_another_version_is_refused():
@@ -108,7 +137,7 @@ def test_another_version_is_refused():
         session = client_handshake(stream, HandshakeTerms("peer", TOKEN, 64), check_wait)
         hello = json.loads(p.service.hello())
         hello["version"] += 1
-        _AuthenticatedFrames(stream, session.key, is_client=True).send(
+        AuthenticatedFrames(stream, session.key, is_client=True).send(
             json.dumps(hello).encode(), check_wait
         )
         assert isinstance(p.event(), PeerLost)
@@ -122,9 +151,9 @@ def test_another_version_is_refused():
 def test_an_address_where_nobody_is_is_lost_at_once(address):
     """One event, and no exception."""
     with closing(Instance()) as d:
-        d.service.send(address, Ask(1))
+        number = d.service.send(address, Ask(1))
 
-        assert d.event() == PeerLost(address, Reason.UNREACHABLE)
+        assert d.event() == PeerLost(address, Reason.UNREACHABLE, number)
         assert not d.has_event()
 
 
@@ -133,12 +162,13 @@ def test_both_ends_learn_that_a_connection_ended_and_the_next_one_is_another():
     with closing(Instance()) as d:
         with closing(Instance()) as p:
             address = p.service.address
-            d.service.send(address, Ask(1))
+            first = d.service.send(address, Ask(1))
             p.event()
-        assert d.event() == PeerLost(address, Reason.LOST)
+        assert d.event() == PeerLost(address, Reason.LOST, first)
 
-        d.service.send(address, Ask(2))
-        assert d.event() == PeerLost(address, Reason.UNREACHABLE)
+        second = d.service.send(address, Ask(2))
+        assert d.event() == PeerLost(address, Reason.UNREACHABLE, second)
+        assert second != first
 
 
 @pytest.mark.parametrize(
@@ -154,8 +184,9 @@ def test_strangers_are_dropped_and_others_served(garbage):
     with closing(Instance()) as p, closing(Instance()) as d:
         stream = dial(p)
         stream.socket.sendall(garbage)
-        assert isinstance(p.event(), PeerLost)
+        assert was_closed(stream)
         stream.close()
+        assert p.all_events() == [], "a stranger is no peer that could be lost"
 
         d.service.send(p.service.address, Ask(1))
         assert isinstance(p.event(), PeerMessage)
@@ -208,3 +239,52 @@ def test_closing_ends_the_threads():
         thread.join(5)
 
     assert not any(thread.is_alive() for thread in mine)
+
+
+def test_connections_without_the_token_do_not_count_as_peers():
+    """More strangers than `max_peers` are connected and silent; a peer still gets in."""
+    with closing(Instance(max_peers=2)) as p, closing(Instance()) as d:
+        strangers = [dial(p) for _ in range(10)]
+        d.service.send(p.service.address, Ask(1))
+
+        assert isinstance(p.event(), PeerMessage)
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_stranger_that_keeps_many_connections_open_keeps_no_peer_out():
+    """The oldest connection without the token is closed for the newest one."""
+    crowded = Instance(max_unauthenticated=4, greeting_timeout_s=60.0)
+    with closing(crowded) as p, closing(Instance()) as d:
+        strangers = [dial(p) for _ in range(8)]
+        d.service.send(p.service.address, Ask(1))
+
+        assert isinstance(p.event(), PeerMessage)
+        assert all(was_closed(stranger) for stranger in strangers[:4])
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_silent_connection_is_closed_after_the_greeting_timeout():
+    """Also one that sends a byte now and then."""
+    with closing(Instance(greeting_timeout_s=0.2)) as p:
+        stranger = dial(p)
+        stranger.socket.sendall(b"H")
+
+        assert was_closed(stranger)
+        stranger.close()
+        assert p.all_events() == []
+
+
+def test_more_peers_than_max_peers_are_refused_with_a_reason():
+    """They have the token, so they are told."""
+    with (
+        closing(Instance(max_peers=1)) as p,
+        closing(Instance()) as a,
+        closing(Instance()) as b,
+    ):
+        a.service.send(p.service.address, Ask(1))
+        assert isinstance(p.event(), PeerMessage)
+        number = b.service.send(p.service.address, Ask(2))
+
+        assert b.event() == PeerLost(p.service.address, Reason.DENIED, number)

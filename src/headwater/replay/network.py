@@ -30,6 +30,9 @@ from headwater.types import Slots
 
 Post = Callable[[object], None]
 
+_CONNECTION = 1
+"""Number of every connection: none ever ends."""
+
 MESSAGE_S = 1e-4
 """How long a message is on its way."""
 
@@ -76,7 +79,7 @@ class SimFabric:
     def send(self, sender: str, to: str, message: Message, now: float) -> None:
         """Let a message arrive in a moment, after those that were sent before it."""
         self._num_sent += 1
-        envelope = PeerMessage(sender, message)
+        envelope = PeerMessage(sender, message, _CONNECTION)
         heappush(self._messages, (now + MESSAGE_S, self._num_sent, to, envelope))
 
     def open(self, host: str, lease: int) -> None:
@@ -120,9 +123,10 @@ class SimNetwork:
 
     endpoint: _Endpoint
 
-    def send(self, peer: str, message: Message) -> None:
+    def send(self, peer: str, message: Message) -> int:
         endpoint = self.endpoint
         endpoint.fabric.send(endpoint.name, peer, message, endpoint.clock.now())
+        return _CONNECTION
 
     def close(self) -> None:
         return None

@@ -146,16 +146,19 @@ class HeldFabric:
         for name in (connection.client, connection.server):
             if name in self._hosts:
                 peer = connection.name_at(name)
-                self._hosts[name].post(PeerLost(peer, Reason.LOST))
+                self._hosts[name].post(PeerLost(peer, Reason.LOST, connection.number))
 
-    def send(self, source: str, peer: str, message: Message) -> None:
-        """From `source` to the end that it calls `peer`."""
+    def send(self, source: str, peer: str, message: Message) -> int:
+        """From `source` to the end that it calls `peer`; the number of the connection."""
         connection = self._connection(source, peer)
         if connection is None:
-            self._hosts[source].post(PeerLost(peer, Reason.UNREACHABLE))
-            return
+            self._num_connections += 1
+            lost = PeerLost(peer, Reason.UNREACHABLE, self._num_connections)
+            self._hosts[source].post(lost)
+            return lost.connection
         target = connection.server if source == connection.client else connection.client
         self.packets.append(Packet(connection, target, message))
+        return connection.number
 
     def deliver(self, packet: Packet, *, again: bool = False) -> None:
         """Let a message arrive; with `again` it will arrive once more."""
@@ -163,7 +166,7 @@ class HeldFabric:
             self.packets.remove(packet)
         host = self._hosts[packet.target]
         peer = packet.connection.name_at(packet.target)
-        host.post(PeerMessage(peer, packet.message))
+        host.post(PeerMessage(peer, packet.message, packet.connection.number))
 
     def drop(self, packet: Packet) -> None:
         """Lose a message."""

@@ -37,8 +37,8 @@ class HeldNetwork:
         self._fabric = fabric
         self._name = name
 
-    def send(self, peer: str, message: Message) -> None:
-        self._fabric.send(self._name, peer, message)
+    def send(self, peer: str, message: Message) -> int:
+        return self._fabric.send(self._name, peer, message)
 
     def close(self) -> None:
         return None

@@ -86,14 +86,15 @@ class HandoffController:
         """Process posted events, then deadlines that have passed."""
         for event in events:
             match event:
-                case PeerMessage(peer, message):
+                case PeerMessage(peer, message, connection):
                     if isinstance(message, _TO_DECODE):
-                        self.decode_side.receive(peer, message, now)
+                        self.decode_side.receive(peer, connection, message, now)
                     else:
                         self.prefill_side.receive(peer, message, now)
-                case PeerLost(peer, reason):
-                    self.decode_side.lost(peer, reason, now)
+                case PeerLost(peer, reason, connection):
+                    self.decode_side.lost(peer, connection, reason, now)
                     self.prefill_side.lost(peer, now)
+                    self.reads.lost(peer)
                 case PushDone() | PushFailed():
                     if not self.read_server.finish_push(event, now):
                         self.prefill_side.finish_push(event, now)

@@ -21,12 +21,24 @@ from headwater.scheduler.sequence import Sequence
 from headwater.transfer.meter import LinkMeter
 from headwater.types import RequestId
 
+_FIRST_PAUSE_S = 10.0
+_LONGEST_PAUSE_S = 300.0
+"""After a failed read its peer is not asked for so long; doubled with each further failure."""
+
 
 @dataclass(slots=True, eq=False)
 class _Entry:
     machine: PeerRead
     sequence: Sequence
     peer: str
+
+
+@dataclass(slots=True)
+class _Pause:
+    """Time without reads from a peer, after one failed."""
+
+    until_s: float = 0.0
+    next_s: float = _FIRST_PAUSE_S
 
 
 class PeerReadClient:
@@ -44,6 +56,8 @@ class PeerReadClient:
         self._by_request: dict[RequestId, _Entry] = {}
         self._meter = LinkMeter()
         self._num_read: dict[int, int] = {}
+        self._pauses: dict[str, _Pause] = {}
+        """By peer, until the next read that succeeds or the end of the connection."""
 
     @property
     def wake_s(self) -> float | None:
@@ -54,6 +68,9 @@ class PeerReadClient:
     def begin(self, start: Start, sequence: Sequence, peer: str, now: float) -> None:
         """Read the blocks that D has and `sequence` lacks, if that is faster than computing
         them."""
+        pause = self._pauses.get(peer)
+        if pause is not None and now < pause.until_s:
+            return
         if not self._is_worth(start, sequence, now):
             return
         machine = PeerRead(
@@ -81,6 +98,10 @@ class PeerReadClient:
         self._num_read.pop(handoff, None)
         if (entry := self._entries.get(handoff)) is not None:
             self._do(entry, entry.machine.abort(), now)
+
+    def lost(self, peer: str) -> None:
+        """The connection to a decode instance ended."""
+        self._pauses.pop(peer, None)
 
     def link_event(self, event: BlockReceived | LeaseClosed, now: float) -> None:
         """A block was received, or the lease of a peer read is closed."""
@@ -145,10 +166,22 @@ class PeerReadClient:
                     handoffs.quarantine(sequence, handoff, now)
                 case FreeQuarantined():
                     handoffs.free_quarantined(handoff)
-        if entry.machine.is_over:
-            self._by_request.pop(sequence.request_id, None)
+        if entry.machine.is_over and sequence.request_id in self._by_request:
+            del self._by_request[sequence.request_id]
+            self._note_outcome(entry, now)
         if entry.machine.is_released:
             self._entries.pop(handoff, None)
+
+    def _note_outcome(self, entry: _Entry, now: float) -> None:
+        """Pause reads from a peer that failed to send blocks: a link that does not work in this
+        direction would otherwise delay each prompt by the time that the failure takes."""
+        machine, peer = entry.machine, entry.peer
+        if machine.num_read:
+            self._pauses.pop(peer, None)
+        elif machine.has_failed:
+            pause = self._pauses.setdefault(peer, _Pause())
+            pause.until_s = now + pause.next_s
+            pause.next_s = min(2 * pause.next_s, _LONGEST_PAUSE_S)
 
     def _count(self, entry: _Entry, num_blocks: int, now: float) -> None:
         if num_blocks:

@@ -1,6 +1,7 @@
 """Peer reads, seen from the decode instance: sends cached blocks that P asked for."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from headwater.cache import Lease, TokenPath
 from headwater.disagg.handoff.dependencies import HandoffDependencies
@@ -12,6 +13,14 @@ from headwater.disagg.protocol.push import BlockPiece, Push, PushDone, PushFaile
 from headwater.errors import ConfigError
 from headwater.scheduler.scheduler import Scheduler
 from headwater.types import RequestId
+
+
+class _Job(NamedTuple):
+    """A push of a peer read."""
+
+    lease: Lease
+    peer: str
+    handoff: int
 
 
 class PeerReadServer:
@@ -29,15 +38,17 @@ class PeerReadServer:
         self._config = config
         self._block_bytes = dependencies.memory.block_bytes
         self._new_job = new_job
-        self._jobs: dict[int, Lease] = {}
+        self._jobs: dict[int, _Job] = {}
         self._senders = SenderPool(dependencies.connect)
 
-    def serve(self, peer: str, pull: Pull, path: TokenPath, now: float) -> None:
+    def serve(
+        self, peer: str, connection: int, pull: Pull, path: TokenPath, now: float
+    ) -> None:
         """Push the requested blocks that are cached here, and tell P how many they are."""
         end = min(pull.start_block + pull.num_blocks, path.num_blocks(self._cache.block_tokens))
         match = self._cache.match(path, max_blocks=max(end, 0))
         count = max(match.device_blocks - pull.start_block, 0)
-        sender = self._sender(peer, pull.link) if count else None
+        sender = self._sender(_key(peer, connection), pull.link) if count else None
         count = 0 if sender is None else count
         self._network.send(peer, Pulled(pull.handoff, count))
         if sender is None:
@@ -45,7 +56,7 @@ class PeerReadServer:
         owner = RequestId(f"peer-read-{pull.handoff:016x}")
         lease = self._cache.lease(match, owner=owner, now=now, counted=False)
         job = self._new_job()
-        self._jobs[job] = lease
+        self._jobs[job] = _Job(lease, peer, pull.handoff)
         slots = lease.slots[pull.start_block :].tolist()
         sender.push(
             Push(
@@ -60,23 +71,31 @@ class PeerReadServer:
 
     def finish_push(self, event: PushDone | PushFailed, now: float) -> bool:
         """A push ended. False where it was not a push of a peer read."""
-        lease = self._jobs.pop(event.job, None)
-        if lease is None:
+        ended = self._jobs.pop(event.job, None)
+        if ended is None:
             return False
-        self._cache.release(lease, now=now)
+        self._cache.release(ended.lease, now=now)
+        if isinstance(event, PushFailed):
+            # P computes the blocks at once, instead of waiting for its own timeout.
+            self._network.send(ended.peer, Pulled(ended.handoff, 0))
         return True
 
-    def lost(self, peer: str) -> None:
+    def lost(self, peer: str, connection: int) -> None:
         """The connection to a prefill instance ended: close its senders."""
-        self._senders.close(peer)
+        self._senders.close(_key(peer, connection))
 
     def close(self) -> None:
         """Cancel every push. Calling it twice is safe."""
         self._senders.close_all()
 
-    def _sender(self, peer: str, link: str) -> Sender | None:
+    def _sender(self, key: str, link: str) -> Sender | None:
         """The sender to `link`; None where that is not a valid address."""
         try:
-            return self._senders.get(peer, link)
+            return self._senders.get(key, link)
         except ConfigError:
             return None
+
+
+def _key(peer: str, connection: int) -> str:
+    """Names one connection to a peer: its senders are closed when it ends, and only then."""
+    return f"{peer}#{connection}"

@@ -13,10 +13,17 @@ class LinkConfig:
     """The secret that all instances of a deployment share."""
 
     host: str = "127.0.0.1"
-    """Where receivers listen, and the name under which peers reach them."""
-
     port: int = 0
-    """Of the `tcp` receiver; 0 takes a free one."""
+    """Address that the receiver listens on; port 0 takes a free one."""
+
+    advertised_host: str | None = None
+    advertised_port: int | None = None
+    """Address that senders are given, where it differs from the one to listen on."""
+
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_ca_certs: str | None = None
+    """PEM files for mutual TLS on the `tcp` link; without them blocks are not encrypted."""
 
     frame_bytes: int = 4 << 20
     """Payload that a Transfer Engine writes in one go, where blocks are smaller: small transfers
@@ -50,6 +57,11 @@ class LinkConfig:
                 "connect_timeout_s and stall_timeout_s must be positive, got "
                 f"{self.connect_timeout_s} and {self.stall_timeout_s}"
             )
+
+    @property
+    def reachable_host(self) -> str:
+        """Host that senders connect to."""
+        return self.advertised_host or self.host
 
     def cell_bytes(self, block_bytes: int) -> int:
         """The largest payload of a frame: never less than a block."""

@@ -26,6 +26,7 @@ from typing import Any
 from headwater.disagg.links.config import LinkConfig
 from headwater.disagg.links.frames import FIRST_BYTES, Frame, describe, encode_frame, make_frame
 from headwater.disagg.links.staging_cells import CellInbound, StagingCells
+from headwater.disagg.links.tcp import link_address
 from headwater.disagg.peering.handshake import (
     HandshakeResult,
     HandshakeTerms,
@@ -37,10 +38,10 @@ from headwater.disagg.peering.stream import (
     Stream,
     WaitCheck,
     connect,
-    host_port,
     listen,
     parse_host_port,
 )
+from headwater.disagg.peering.tls import Tls
 from headwater.disagg.protocol.errors import LinkBroken, Malformed
 from headwater.disagg.protocol.push import BlockPiece, PushFailure
 from headwater.errors import ConfigError
@@ -63,11 +64,14 @@ class TransferEngine:
     def __init__(self, config: LinkConfig) -> None:
         self._engine = _import_engine()()
         code = self._engine.initialize(
-            config.host, "P2PHANDSHAKE", config.mooncake_protocol, config.mooncake_devices
+            config.reachable_host,
+            "P2PHANDSHAKE",
+            config.mooncake_protocol,
+            config.mooncake_devices,
         )
         if code != 0:
             raise ConfigError(f"the Mooncake Transfer Engine does not start ({code})")
-        self.name = f"{config.host}:{self._engine.get_rpc_port()}"
+        self.name = f"{config.reachable_host}:{self._engine.get_rpc_port()}"
 
         self._lock = Lock()
         self._idle: dict[int, list[memoryview]] = {}
@@ -124,6 +128,8 @@ class MooncakeAcceptor:
     """Listens on a port, and lends each sender a part of its staging memory."""
 
     link = "mooncake"
+    tls: Tls | None = None
+    """The engine does not encrypt blocks, so their frames are not encrypted either."""
 
     def __init__(self, config: LinkConfig, block_bytes: int, engine: TransferEngine) -> None:
         self._engine = engine
@@ -136,8 +142,8 @@ class MooncakeAcceptor:
         self._free = deque(self._memory[at : at + part_bytes] for at in parts)
         """The part that was used last is lent last."""
 
-        self.listener = listen(config.host, 0)
-        self.address = f"mooncake://{host_port(config.host, self.listener)}"
+        self.listener = listen(config.host, config.port)
+        self.address = f"mooncake://{link_address(config, self.listener)}"
 
     def admit(
         self, handshake: ServerHandshake, stream: Stream, check_wait: WaitCheck

@@ -31,14 +31,16 @@ from headwater.disagg.peering.handshake import (
     timeout_check,
 )
 from headwater.disagg.peering.stream import TICK_S, Stream, WaitCheck
+from headwater.disagg.peering.tls import Tls
 from headwater.disagg.protocol.errors import LinkBroken, Malformed
 from headwater.disagg.protocol.push import PushFailure
 
 log = logging.getLogger(__name__)
 
 _SCRATCH_BYTES = 1 << 18
-_MAX_UNAUTHENTICATED = 16
-"""Connections that have not greeted yet."""
+_MAX_UNAUTHENTICATED = 64
+"""Most connections whose handshake has not ended. Each has a thread for at most
+`connect_timeout_s`."""
 
 
 class Inbound(Protocol):
@@ -67,6 +69,8 @@ class LinkAcceptor(Protocol):
     link: str
     address: str
     listener: socket.socket
+    tls: Tls | None
+    """Encrypts connections, where that is configured."""
 
     def admit(
         self, handshake: ServerHandshake, stream: Stream, check_wait: WaitCheck
@@ -96,6 +100,9 @@ class StreamReceiver:
         self._book = LeaseBook(memory, deliver)
         self._lock = Lock()
         self._streams: dict[Stream, Thread] = {}
+        self._unauthenticated: dict[Stream, Stream] = {}
+        """Connections during their handshake, oldest first."""
+
         self._num_served = 0
         self._closed = Event()
         self._accept_thread = Thread(
@@ -138,13 +145,20 @@ class StreamReceiver:
             thread = Thread(
                 target=self._serve_connection, args=(stream,), name=name, daemon=True
             )
+            oldest = None
             with self._lock:
-                unauthenticated = len(self._streams) - self._num_served
-                if self._closed.is_set() or unauthenticated >= _MAX_UNAUTHENTICATED:
+                if self._closed.is_set():
                     stream.close()
                     continue
+                # Closing the oldest one, and not this one: a stranger that keeps many
+                # connections open must not keep senders out.
+                if len(self._unauthenticated) >= _MAX_UNAUTHENTICATED:
+                    oldest = self._unauthenticated.pop(next(iter(self._unauthenticated)))
+                self._unauthenticated[stream] = stream
                 self._streams[stream] = thread
             thread.start()
+            if oldest is not None:
+                oldest.shut()
 
     def _serve_connection(self, stream: Stream) -> None:
         """All of one connection."""
@@ -158,13 +172,17 @@ class StreamReceiver:
         finally:
             with self._lock:
                 self._streams.pop(stream, None)
+                self._unauthenticated.pop(stream, None)
             stream.shut()
             stream.close()
 
-    def _handshake(self, stream: Stream) -> None:
+    def _handshake(self, connected: Stream) -> None:
         check_wait = timeout_check(self._clock, self._config.connect_timeout_s)
+        tls = self._acceptor.tls
+        stream = connected if tls is None else tls.accept(connected, check_wait)
         handshake = ServerHandshake(stream, self._terms, check_wait)
         with self._lock:
+            self._unauthenticated.pop(connected, None)
             full = self._num_served >= self._config.max_senders
             self._num_served += not full
         if full:

@@ -8,6 +8,7 @@ from headwater.disagg.links.receiver import LinkAcceptor, StreamReceiver
 from headwater.disagg.links.sender import Dialer, StreamSender
 from headwater.disagg.links.shm import ShmAcceptor, ShmDialer
 from headwater.disagg.links.tcp import TcpAcceptor, TcpDialer
+from headwater.disagg.peering.tls import open_tls
 from headwater.errors import ConfigError
 
 _KNOWN = ("tcp", "shm", "mooncake")
@@ -30,6 +31,7 @@ class Links:
         self._deliver = deliver
         self._clock = clock or SystemClock()
         self._engine = engine
+        self._tls = open_tls(config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs)
 
     def listen(self, link: str) -> Receiver:
         """A receiver of this kind, reachable at its `address`."""
@@ -50,7 +52,7 @@ class Links:
         config, block_bytes = self._config, self._memory.block_bytes
         match link:
             case "tcp":
-                return TcpAcceptor(config, block_bytes)
+                return TcpAcceptor(config, block_bytes, self._tls)
             case "shm":
                 return ShmAcceptor(block_bytes)
             case "mooncake":
@@ -60,7 +62,7 @@ class Links:
     def _dialer(self, address: str) -> Dialer:
         match address.partition("://")[:2]:
             case ("tcp", "://"):
-                return TcpDialer(address, self._config)
+                return TcpDialer(address, self._config, self._tls)
             case ("shm", "://"):
                 return ShmDialer(address, self._config, self._memory)
             case ("mooncake", "://"):

@@ -34,6 +34,7 @@ from headwater.disagg.peering.handshake import (
     client_handshake,
 )
 from headwater.disagg.peering.stream import Stream, WaitCheck
+from headwater.disagg.peering.tls import Tls
 from headwater.disagg.protocol.errors import LinkBroken, Malformed
 from headwater.disagg.protocol.push import BlockPiece, PushFailure
 from headwater.errors import ConfigError
@@ -58,6 +59,8 @@ class ShmAcceptor:
     """Listens on a Unix socket without a file: its name goes with the process."""
 
     link = "shm"
+    tls: Tls | None = None
+    """Bytes on a Unix socket do not leave the machine."""
 
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes

@@ -5,6 +5,7 @@ byte passes through a Python object, and neither call holds the interpreter's lo
 followed by its checksum: while the peer receives a stride of blocks, the next one is read.
 """
 
+import socket
 from collections.abc import Iterator, Sequence
 
 from headwater.disagg.links.config import LinkConfig
@@ -27,11 +28,12 @@ from headwater.disagg.peering.stream import (
     Stream,
     WaitCheck,
     advance,
+    advertised_address,
     connect,
-    host_port,
     listen,
     parse_host_port,
 )
+from headwater.disagg.peering.tls import Tls
 from headwater.disagg.protocol.push import BlockPiece
 from headwater.storage.codec import checksum
 
@@ -47,10 +49,11 @@ class TcpAcceptor:
 
     link = "tcp"
 
-    def __init__(self, config: LinkConfig, block_bytes: int) -> None:
+    def __init__(self, config: LinkConfig, block_bytes: int, tls: Tls | None) -> None:
         self._max_bytes = max(_FRAME_BYTES, block_bytes)
         self.listener = listen(config.host, config.port)
-        self.address = f"tcp://{host_port(config.host, self.listener)}"
+        self.address = f"tcp://{link_address(config, self.listener)}"
+        self.tls = tls
 
     def admit(
         self, handshake: ServerHandshake, stream: Stream, check_wait: WaitCheck
@@ -109,15 +112,18 @@ class TcpDialer:
 
     link = "tcp"
 
-    def __init__(self, address: str, config: LinkConfig) -> None:
+    def __init__(self, address: str, config: LinkConfig, tls: Tls | None = None) -> None:
         self.frame_bytes = _FRAME_BYTES
         self.first_bytes = FIRST_BYTES
         self._target = parse_host_port(address)
         self._timeout_s = config.connect_timeout_s
+        self._tls = tls
 
     def dial(self, terms: HandshakeTerms, check_wait: WaitCheck) -> "TcpOutbound":
         stream = connect(self._target, self._timeout_s)
         try:
+            if self._tls is not None:
+                stream = self._tls.connect(stream, check_wait)
             return TcpOutbound(stream, client_handshake(stream, terms, check_wait).key)
         except BaseException:
             stream.close()
@@ -158,6 +164,13 @@ class TcpOutbound:
 
     def close(self) -> None:
         """The stream is its connection's."""
+
+
+def link_address(config: LinkConfig, listener: socket.socket) -> str:
+    """HOST:PORT that senders are given."""
+    return advertised_address(
+        listener, config.host, config.advertised_host, config.advertised_port
+    )
 
 
 def _strides(views: Sequence[memoryview]) -> Iterator[tuple[int, int]]:

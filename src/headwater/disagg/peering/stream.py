@@ -17,6 +17,8 @@ from headwater.errors import ConfigError
 TICK_S = 0.02
 """Longest time in one call of the kernel, and so until a fence or a deadline is noticed."""
 
+_WILDCARDS = frozenset({"", "*", "0.0.0.0", "::"})
+
 _MAX_PARTS = 512  # of one call; the kernel allows 1024
 
 WaitCheck = Callable[[], None]
@@ -134,9 +136,17 @@ def connect(target: tuple[str, int], timeout_s: float) -> Stream:
         raise LinkBroken(f"{target[0]} port {target[1]}: {error}", reason) from error
 
 
-def host_port(host: str, listener: socket.socket) -> str:
-    """Where a listener is, as it stands in an address."""
-    port: int = listener.getsockname()[1]
+def advertised_address(
+    listener: socket.socket, host: str, advertised_host: str | None, advertised_port: int | None
+) -> str:
+    """HOST:PORT that peers are given: where `listener` is bound, unless told otherwise."""
+    host = advertised_host or host
+    port: int = advertised_port or listener.getsockname()[1]
+    if host in _WILDCARDS:
+        raise ConfigError(
+            f"{host} means every address of this machine, so peers cannot connect to it; set "
+            "--peer-advertise-host to the address at which peers reach this instance"
+        )
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
