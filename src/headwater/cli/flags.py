@@ -7,6 +7,7 @@ from argparse import (
     ArgumentTypeError,
     BooleanOptionalAction,
     RawDescriptionHelpFormatter,
+    _ArgumentGroup,
     _SubParsersAction,
 )
 from pathlib import Path
@@ -290,15 +291,29 @@ def _add_cluster(parser: ArgumentParser) -> None:
         "--peer-host",
         metavar="ADDRESS",
         default=_PEERS.host,
-        help=_help("where peers reach this instance"),
+        help=_help("address to listen on for control messages of peers"),
     )
     group.add_argument(
         "--peer-port",
         type=int,
         metavar="PORT",
         default=_PEERS.port,
-        help=_help("port for them; 0 is any free one"),
+        help=_help("port for control messages; 0 takes a free one"),
     )
+    _add_address(group, "--peer-advertise", "control messages", "--peer-host and --peer-port")
+    group.add_argument(
+        "--link-host",
+        metavar="ADDRESS",
+        help="address to listen on for KV blocks of peers (default: that of --peer-host)",
+    )
+    group.add_argument(
+        "--link-port",
+        type=int,
+        metavar="PORT",
+        default=_PEERS.link_port,
+        help=_help("port for KV blocks; 0 takes a free one"),
+    )
+    _add_address(group, "--link-advertise", "KV blocks", "--link-host and --link-port")
     group.add_argument(
         "--peer-lease",
         type=_number,
@@ -331,6 +346,13 @@ def _add_cluster(parser: ArgumentParser) -> None:
         metavar="JSON",
         help="tell others over ZMQ what is cached; {} is with the defaults of docs/routing.md",
     )
+
+
+def _add_address(group: _ArgumentGroup, prefix: str, what: str, default: str) -> None:
+    """Two flags for an address that peers are given."""
+    text = f"address that peers are given for {what}, behind NAT (default: {default})"
+    group.add_argument(f"{prefix}-host", metavar="ADDRESS", help=text)
+    group.add_argument(f"{prefix}-port", metavar="PORT", type=int, help=f"its port for {what}")
 
 
 def _add_later(parser: ArgumentParser) -> None:

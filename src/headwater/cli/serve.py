@@ -13,6 +13,7 @@ import msgspec
 
 from headwater import __version__
 from headwater.cli.flags import PREFILL_TOKENS
+from headwater.cli.idle_flags import idle_settings
 from headwater.config import (
     MIB,
     EngineConfig,
@@ -22,7 +23,6 @@ from headwater.config import (
     ServerConfig,
     api_key_from_environment,
     check_secret,
-    idle_settings,
     peer_token_from_environment,
 )
 from headwater.errors import ConfigError
@@ -141,6 +141,12 @@ def _peers(options: Namespace) -> PeersConfig | None:
         link=options.cache_transfer_protocol,
         host=options.peer_host,
         port=options.peer_port,
+        advertise_host=options.peer_advertise_host,
+        advertise_port=options.peer_advertise_port,
+        link_host=options.link_host,
+        link_port=options.link_port,
+        link_advertise_host=options.link_advertise_host,
+        link_advertise_port=options.link_advertise_port,
         lease_s=options.peer_lease,
         max_inflight=options.max_inflight_prefill,
     )

@@ -143,6 +143,7 @@ def advertised_address(
     host = advertised_host or host
     port: int = advertised_port or listener.getsockname()[1]
     if host in _WILDCARDS:
+        listener.close()
         raise ConfigError(
             f"{host} means every address of this machine, so peers cannot connect to it; set "
             "--peer-advertise-host to the address at which peers reach this instance"
