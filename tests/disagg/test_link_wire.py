@@ -255,7 +255,7 @@ def test_the_sender_takes_no_more_room_than_it_was_given(harness, peer):
         RawSender(harness.receiver.address, BLOCK_BYTES) for _ in range(CONFIG.max_senders - 1)
     ]
 
-    with pytest.raises(LinkBroken, match="as many senders"):
+    with pytest.raises(LinkBroken, match="limit of connections"):
         RawSender(harness.receiver.address, BLOCK_BYTES)
     for other in others:
         other.close()

@@ -1,8 +1,8 @@
 """The receiving end of every link: connections, frames, verification, answers.
 
-One thread accepts, one serves each connection. What differs between links is where a frame's
-payload is, and that is an `Inbound`. A peer that breaks the rules loses its connection; nobody
-else notices.
+One thread accepts connections, and one serves each connection. Links differ in where a frame's
+payload is; that part is an `Inbound`. A peer that breaks the protocol is disconnected, and no
+other peer is affected.
 """
 
 import contextlib
@@ -44,27 +44,26 @@ _MAX_UNAUTHENTICATED = 64
 
 
 class Inbound(Protocol):
-    """Brings the payloads of one connection into slots."""
+    """Writes the payloads of one connection to slots."""
 
     max_bytes: int
-    """Of the payload of one frame."""
+    """Largest payload of a frame."""
 
     def receive(self, frame: Frame, arriving: ArrivingBlocks, check_wait: WaitCheck) -> int:
-        """Fill the landing's views and see that they are good; how many bytes are still to be
-        skipped.
+        """Fill the targets of `arriving` and verify them; returns the number of bytes left to skip.
 
-        Returns within a tick once the landing is `stopped`, whatever the peer does.
+        It returns within a tick once `arriving` is `stopped`, whatever the peer does.
         """
 
     def num_following(self, frame: Frame) -> int:
-        """How many bytes follow a frame on the connection."""
+        """Number of payload bytes that follow a frame on the connection."""
 
     def close(self) -> None:
         """The connection has ended."""
 
 
 class LinkAcceptor(Protocol):
-    """One kind of link, seen from the receiver."""
+    """The receiver's part of one kind of link."""
 
     link: str
     address: str
@@ -75,14 +74,14 @@ class LinkAcceptor(Protocol):
     def admit(
         self, handshake: ServerHandshake, stream: Stream, check_wait: WaitCheck
     ) -> tuple[LinkSession, Inbound]:
-        """Accept or refuse a sender that has proved itself."""
+        """Accept or refuse a sender that has proved the token."""
 
     def close(self) -> None:
-        """Release what belongs to no connection."""
+        """Release what does not belong to a connection."""
 
 
 class StreamReceiver:
-    """A `Receiver` behind a listening socket."""
+    """A `Receiver` with a listening socket."""
 
     def __init__(
         self,
@@ -139,7 +138,11 @@ class StreamReceiver:
                 stream = Stream(connected)
             except OSError as error:
                 if not self._closed.wait(TICK_S):
-                    log.warning("%s: a connection is not accepted: %s", self.address, error)
+                    log.warning(
+                        "cannot accept a link connection: address=%s error=%s",
+                        self.address,
+                        error,
+                    )
                 continue
             name = f"{self._acceptor.link}-receive"
             thread = Thread(
@@ -161,14 +164,14 @@ class StreamReceiver:
                 oldest.shut()
 
     def _serve_connection(self, stream: Stream) -> None:
-        """All of one connection."""
+        """Serve one connection from its handshake to its end."""
         try:
             self._handshake(stream)
         except LinkBroken as error:
             level = logging.WARNING if isinstance(error, Malformed) else logging.DEBUG
-            log.log(level, "%s: connection dropped: %s", self.address, error)
+            log.log(level, "link connection ended: address=%s reason=%s", self.address, error)
         except Exception:
-            log.exception("%s: a connection ended by a fault of ours", self.address)
+            log.exception("link connection ended by a bug: address=%s", self.address)
         finally:
             with self._lock:
                 self._streams.pop(stream, None)
@@ -200,7 +203,7 @@ class StreamReceiver:
 
 
 class _Connection:
-    """One sender that was let in."""
+    """One authenticated sender."""
 
     def __init__(self, book: LeaseBook, stream: Stream, key: bytes, inbound: Inbound) -> None:
         self._book = book
@@ -211,7 +214,7 @@ class _Connection:
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
 
     def serve(self, config: LinkConfig, clock: Clock) -> None:
-        """Frames, each with its answer, until the connection breaks."""
+        """Receive frames and answer each, until the connection ends."""
         number = 0
         while True:
             begun = self._stream.receive_some([self._head])
@@ -221,7 +224,7 @@ class _Connection:
             check_wait = _stall(self._stream, clock, config.stall_timeout_s)
             frame = self._frame(begun, check_wait)
             if frame.number != number or frame.payload_bytes > self._inbound.max_bytes:
-                raise Malformed("a frame out of order, or larger than frames are")
+                raise Malformed("frame out of order or too large")
             number += 1
             answer = encode_answer(frame.number, self._receive(frame, check_wait))
             self._stream.send([answer], check_wait)
@@ -249,7 +252,7 @@ class _Connection:
         return PushFailure.FENCED if arriving.stopped else PushFailure.DAMAGED
 
     def _skip(self, num_bytes: int, check_wait: WaitCheck) -> None:
-        """Pass over payload that goes nowhere."""
+        """Discard payload of a refused frame."""
         while num_bytes:
             part = self._scratch[:num_bytes]
             self._stream.fill(part, check_wait)
@@ -257,7 +260,7 @@ class _Connection:
 
 
 def _stall(stream: Stream, clock: Clock, timeout_s: float) -> WaitCheck:
-    """Patience with a peer in the middle of a frame: so long, from when it last sent a byte."""
+    """Limits how long a peer may send no byte in the middle of a frame."""
     end_s, seen = clock.now() + timeout_s, stream.num_received
 
     def check_wait() -> None:
@@ -265,6 +268,8 @@ def _stall(stream: Stream, clock: Clock, timeout_s: float) -> WaitCheck:
         if seen != stream.num_received:
             end_s, seen = clock.now() + timeout_s, stream.num_received
         elif clock.now() > end_s:
-            raise LinkBroken("a peer that stopped in the middle of a frame")
+            raise LinkBroken(
+                f"the peer sent nothing for {timeout_s:g} s in the middle of a frame"
+            )
 
     return check_wait

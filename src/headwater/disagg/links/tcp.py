@@ -1,8 +1,8 @@
 """The `tcp` link, the reference: payloads follow their frames, from slots and into slots.
 
-`sendmsg` gathers from the sender's slots and `recvmsg_into` scatters into the receiver's; no
-byte passes through a Python object, and neither call holds the interpreter's lock. Each block is
-followed by its checksum: while the peer receives a stride of blocks, the next one is read.
+`sendmsg` gathers from the sender's slots, and `recvmsg_into` scatters into the receiver's slots.
+No byte is copied into a Python object, and neither call holds the interpreter lock. Each block is
+followed by its checksum: while the peer receives one group of blocks, the sender reads the next.
 """
 
 import socket
@@ -38,10 +38,11 @@ from headwater.disagg.protocol.push import BlockPiece
 from headwater.storage.codec import checksum
 
 _STRIDE_BYTES = 1 << 19
-"""Read and sent, or received and verified, in turns: the kernel's buffers keep both ends busy."""
+"""Size of a group of blocks that is sent, or received and verified, at once. The kernel's
+socket buffers keep both ends busy meanwhile."""
 
 _FRAME_BYTES = 16 << 20
-"""So much that the costs of a frame, some 70 µs of the receiver, are small beside it."""
+"""Large enough that the fixed cost of a frame, about 70 µs at the receiver, is small."""
 
 
 class TcpAcceptor:
@@ -96,7 +97,7 @@ class TcpInbound:
     def _fill(
         self, views: list[memoryview], arriving: ArrivingBlocks, check_wait: WaitCheck
     ) -> int:
-        """Fill the views unless it is stopped; how many bytes of them have come."""
+        """Fill the views unless the lease is fenced; returns the number of bytes received."""
         num_bytes = 0
         while views and not arriving.stopped:
             got = self._stream.receive_some(views)
@@ -157,10 +158,10 @@ class TcpOutbound:
             parts = []
 
     def answered(self, number: int) -> None:
-        """Nothing was kept for it."""
+        """Nothing to do: no memory is held for a frame."""
 
     def withdraw(self, number: int) -> None:
-        """Its bytes have left."""
+        """Nothing to do: the bytes have been sent."""
 
     def close(self) -> None:
         """The stream is its connection's."""
@@ -174,7 +175,7 @@ def link_address(config: LinkConfig, listener: socket.socket) -> str:
 
 
 def _strides(views: Sequence[memoryview]) -> Iterator[tuple[int, int]]:
-    """From which view to which: as many at a time as make a stride."""
+    """Ranges of views that are sent or received at once."""
     start = num_bytes = 0
     for end, view in enumerate(views, 1):
         num_bytes += len(view)

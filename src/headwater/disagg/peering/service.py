@@ -99,7 +99,9 @@ class PeerService:
 
     def __init__(self, config: PeerConfig, post: Post, clock: Clock) -> None:
         if not config.token:
-            raise ConfigError("peers need a token that all instances share")
+            raise ConfigError(
+                "peers need a token that all instances share; set HEADWATER_PEER_TOKEN"
+            )
         self._config = config
         self._post = post
         self._clock = clock
