@@ -1,4 +1,4 @@
-"""Control connections: who is let in, what ends one, and what never ends the process."""
+"""Control connections: which peers are accepted, what ends a connection, and limits."""
 
 import json
 import socket
@@ -65,7 +65,7 @@ def dial(instance: Instance) -> Stream:
 
 
 def let_in(instance: Instance) -> tuple[Stream, AuthenticatedFrames]:
-    """A peer that has proved itself and said hello, driven by hand."""
+    """A peer that has proved the token and sent its hello, driven by the test."""
     stream = dial(instance)
     check_wait = timeout_check(SystemClock(), 5.0)
     session = client_handshake(stream, HandshakeTerms("peer", TOKEN, 64), check_wait)
@@ -88,7 +88,7 @@ def was_closed(stream: Stream) -> bool:
 
 
 def test_messages_go_both_ways_on_one_connection():
-    """One end dials; the other answers on the name that the connection got."""
+    """One end connects; the other one answers on the same connection."""
     with closing(Instance()) as p, closing(Instance()) as d:
         d.service.send(p.service.address, Ask(1))
         arrived = p.event()
@@ -102,7 +102,7 @@ def test_messages_go_both_ways_on_one_connection():
 
 
 def test_messages_arrive_in_the_order_they_were_sent():
-    """Those that were sent before the connection was made, too."""
+    """Also those that were sent before the connection was made."""
     with closing(Instance()) as p, closing(Instance()) as d:
         for number in range(50):
             d.service.send(p.service.address, Ask(number))
@@ -119,8 +119,8 @@ def test_messages_arrive_in_the_order_they_were_sent():
         ({"identity": b"j" * 32}, Reason.FINGERPRINT),
     ],
 )
-def test_who_is_not_one_of_us_is_refused(other, reason):
-    """Another token, another size of blocks, another model; and nothing that it said counts."""
+def test_a_peer_with_another_token_size_or_model_is_refused(other, reason):
+    """Another token, block size or model; its messages are not processed."""
     with closing(Instance()) as p, closing(Instance(**other)) as d:
         number = d.service.send(p.service.address, Ask(1))
 
@@ -129,8 +129,7 @@ def test_who_is_not_one_of_us_is_refused(other, reason):
 
 
 def test_another_version_is_refused():
-    """Who speaks another version is told so by the end of the connection, and nobody else is
-    harmed."""
+    """Its connection is closed, and other peers are served."""
     with closing(Instance()) as p, closing(Instance()) as d:
         check_wait = timeout_check(SystemClock(), 5.0)
         stream = dial(p)
@@ -148,7 +147,7 @@ def test_another_version_is_refused():
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere", "", "host:99999", "a:b:c"])
-def test_an_address_where_nobody_is_is_lost_at_once(address):
+def test_an_address_where_nothing_listens_is_lost_at_once(address):
     """One event, and no exception."""
     with closing(Instance()) as d:
         number = d.service.send(address, Ask(1))
@@ -158,7 +157,7 @@ def test_an_address_where_nobody_is_is_lost_at_once(address):
 
 
 def test_both_ends_learn_that_a_connection_ended_and_the_next_one_is_another():
-    """Lesson 51: what was sent on the old one is not seen on the new one."""
+    """Lesson 51: messages of the old connection are not delivered on the new one."""
     with closing(Instance()) as d:
         with closing(Instance()) as p:
             address = p.service.address
@@ -180,7 +179,7 @@ def test_both_ends_learn_that_a_connection_ended_and_the_next_one_is_another():
     ],
 )
 def test_strangers_are_dropped_and_others_served(garbage):
-    """Bytes that are no greeting end their connection and nothing else."""
+    """Bytes that are not a handshake end their connection and nothing else."""
     with closing(Instance()) as p, closing(Instance()) as d:
         stream = dial(p)
         stream.socket.sendall(garbage)
@@ -194,7 +193,7 @@ def test_strangers_are_dropped_and_others_served(garbage):
 
 @pytest.mark.parametrize("what", ["seal", "body", "size"])
 def test_a_malformed_message_drops_its_connection_only(what):
-    """From a peer that was let in, even."""
+    """Also from an authenticated peer."""
     with closing(Instance()) as p, closing(Instance()) as d:
         d.service.send(p.service.address, Ask(1))
         p.event()
@@ -213,7 +212,7 @@ def test_a_malformed_message_drops_its_connection_only(what):
 
 
 def test_a_repeated_frame_is_malformed():
-    """Frames are numbered: who records and repeats one is not who sent it."""
+    """Frames are numbered, so a recorded frame cannot be replayed."""
     with closing(Instance()) as p:
         stream, sealed = let_in(p)
         sealed._num_sent -= 1
@@ -224,7 +223,7 @@ def test_a_repeated_frame_is_malformed():
 
 
 def test_a_token_is_needed():
-    """No instance listens to everybody."""
+    """No instance listens without one."""
     with pytest.raises(ConfigError, match="token"):
         Instance(token=b"")
 
@@ -242,7 +241,7 @@ def test_closing_ends_the_threads():
 
 
 def test_connections_without_the_token_do_not_count_as_peers():
-    """More strangers than `max_peers` are connected and silent; a peer still gets in."""
+    """More strangers than `max_peers` are connected and silent; a peer is still accepted."""
     with closing(Instance(max_peers=2)) as p, closing(Instance()) as d:
         strangers = [dial(p) for _ in range(10)]
         d.service.send(p.service.address, Ask(1))
@@ -266,7 +265,7 @@ def test_a_stranger_that_keeps_many_connections_open_keeps_no_peer_out():
 
 
 def test_a_silent_connection_is_closed_after_the_greeting_timeout():
-    """Also one that sends a byte now and then."""
+    """Also one that has sent a byte."""
     with closing(Instance(greeting_timeout_s=0.2)) as p:
         stranger = dial(p)
         stranger.socket.sendall(b"H")
@@ -277,7 +276,7 @@ def test_a_silent_connection_is_closed_after_the_greeting_timeout():
 
 
 def test_more_peers_than_max_peers_are_refused_with_a_reason():
-    """They have the token, so they are told."""
+    """It has the token, so it is told the reason."""
     with (
         closing(Instance(max_peers=1)) as p,
         closing(Instance()) as a,
