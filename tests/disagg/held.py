@@ -6,7 +6,6 @@ from threading import Event, RLock, Thread
 
 import numpy as np
 
-from headwater.cache.pool import SlotPool
 from headwater.clock import SystemClock
 from headwater.testing.fabric import HeldFabric
 from headwater.testing.peers import HeldReceiver, HeldSender
@@ -30,9 +29,10 @@ class MemoryHost:
     def __init__(self, name, memory, deliver) -> None:
         self.name = name
         self.rows = Rows(memory)
-        self.pool = SlotPool(NUM_SLOTS)
-        self.pool.take(NUM_SLOTS)
         self.post = deliver
+
+    def held_slots(self):
+        return np.arange(NUM_SLOTS)
 
 
 class Locked:

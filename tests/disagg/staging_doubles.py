@@ -4,7 +4,7 @@ from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any
 
-from headwater.cache import JobStatus, Promotion
+from headwater.cache import JobStatus, LoadJob
 from headwater.disagg.links.staging.buffers import Buffers
 from headwater.disagg.links.staging.registry import StagedLinks
 from headwater.testing.links import BlockArray
@@ -45,7 +45,7 @@ class ArrayCopier:
             self.gate.wait(30.0)
             pairs = zip(transfer.source_slots, transfer.target_slots, strict=True)
             for source, target in pairs:
-                self._copy(int(source), int(target), up=isinstance(transfer, Promotion))
+                self._copy(int(source), int(target), up=isinstance(transfer, LoadJob))
             ending = JobStatus.FAILED if self.fails else JobStatus.DONE
             report(JobCompletion(transfer.job, ending, transfer.num_blocks))
 

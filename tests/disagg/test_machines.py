@@ -3,7 +3,7 @@ awaited."""
 
 import pytest
 
-from headwater.cache import JobStatus, Promotion
+from headwater.cache import JobStatus, LoadJob
 from headwater.clock import SystemClock
 from headwater.disagg.protocol.actions import LocalFallback, Send
 from headwater.disagg.protocol.config import HandoffConfig
@@ -119,7 +119,7 @@ class OneFails:
         self._num_promoted = 0
 
     def start(self, transfer, report) -> None:
-        self._num_promoted += isinstance(transfer, Promotion)
+        self._num_promoted += isinstance(transfer, LoadJob)
         if self._num_promoted == 3:
             report(JobCompletion(transfer.job, JobStatus.FAILED))
         else:

@@ -1,7 +1,7 @@
-"""A first chunk that starts with its promotion: it counts when that has landed, and never was
+"""A first chunk that starts with its load: it counts when that has landed, and never was
 when that has failed.
 
-The runner reads the very bytes that are copied. A row over a promotion that fails sees garbage,
+The runner reads the very bytes that are copied. A row over a load that fails sees garbage,
 so a token or a block of it that got out would be a wrong one.
 """
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headwater.cache import Promotion
+from headwater.cache import LoadJob
 from tests.scheduler.harness import Harness, expected_tokens, make_prompt, make_request
 
 PROMPT = make_prompt(43)
@@ -31,12 +31,12 @@ def make_harness(depth: int, **options: Any) -> Harness:
     return harness
 
 
-def begin(harness: Harness, max_tokens: int = 4) -> Promotion:
-    """Let a request for PROMPT in; the promotion it rides on."""
+def begin(harness: Harness, max_tokens: int = 4) -> LoadJob:
+    """Let a request for PROMPT in; the load it rides on."""
     before = len(harness.copier.started)
     harness.add(make_request("rides", PROMPT, max_tokens=max_tokens))
     harness.step()
-    (plan,) = [p for p in harness.copier.started[before:] if isinstance(p, Promotion)]
+    (plan,) = [p for p in harness.copier.started[before:] if isinstance(p, LoadJob)]
     return plan
 
 
@@ -99,7 +99,7 @@ def test_a_promotion_that_fails_never_was(depth: int, num_blocks: int) -> None:
     """Lessons 20, 22: failed or cut short, what was computed over it is discarded, and computed
     again from the first missing block."""
     harness = make_harness(depth)
-    harness.copier.dooms = lambda transfer: isinstance(transfer, Promotion)
+    harness.copier.dooms = lambda transfer: isinstance(transfer, LoadJob)
     plan = begin(harness)
     for _ in range(3):
         harness.step()
@@ -121,7 +121,7 @@ def test_a_promotion_that_fails_never_was(depth: int, num_blocks: int) -> None:
 def test_an_executor_that_is_late_writes_where_nobody_reads(depth: int) -> None:
     """Lesson 50: after the deadline it is computed elsewhere; the targets wait until it is quiet."""
     harness = make_harness(depth, timeouts={"copy_timeout_s": 0.2})
-    harness.copier.dooms = lambda transfer: isinstance(transfer, Promotion)
+    harness.copier.dooms = lambda transfer: isinstance(transfer, LoadJob)
     plan = begin(harness)
     harness.steps(3)
     harness.sleep()
@@ -190,8 +190,8 @@ def test_others_wait_for_the_same_promotion_and_run_meanwhile(depth: int) -> Non
     finish_all(harness)
     assert harness.outputs["same"] == expected_tokens(same)
     assert harness.usages["same"].by_tier["host"] == 32
-    promotions = [p for p in harness.copier.started if isinstance(p, Promotion)]
-    assert promotions == [plan]
+    loads = [p for p in harness.copier.started if isinstance(p, LoadJob)]
+    assert loads == [plan]
 
 
 @DEPTHS
@@ -227,7 +227,7 @@ def test_a_loop_whose_requests_only_ride_sleeps(depth: int) -> None:
 
 
 def test_a_runner_that_waits_for_whole_promotions_is_never_given_one() -> None:
-    """Without `layerwise` a request waits for its promotion before it holds anything."""
+    """Without `layerwise` a request waits for its load before it holds anything."""
     harness = make_harness(1)
     harness.scheduler._loader.layerwise = False
     begin(harness)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headwater.cache import Lookup, Promotion, TokenPath
+from headwater.cache import LoadJob, Lookup, TokenPath
 from headwater.storage.codec import BlockFormat
 from headwater.storage.memory import MemoryConfig, MemoryStorage
 from tests.engine.tier_harness import (
@@ -68,9 +68,9 @@ def test_fifty_requests_for_one_stored_prefix_share_one_load() -> None:
 
     harness.run(*requests)
 
-    promotions = [p for p in harness.copier.started if isinstance(p, Promotion)]
-    reads = [p for p in harness.workers.started if isinstance(p, Promotion)]
-    assert (len(promotions), len(reads)) == (1, 1)
+    loads = [p for p in harness.copier.started if isinstance(p, LoadJob)]
+    reads = [p for p in harness.workers.started if isinstance(p, LoadJob)]
+    assert (len(loads), len(reads)) == (1, 1)
     assert all(harness.outputs[r.request_id] == expected_tokens(r) for r in requests)
     assert all(usage.by_tier["storage"] == 32 for usage in harness.usages.values())
 

@@ -6,7 +6,7 @@ copied, landed or reused wrongly yields other tokens.
 
 import pytest
 
-from headwater.cache import Promotion, TokenPath
+from headwater.cache import LoadJob, TokenPath
 from headwater.scheduler.request import Request
 from headwater.types import WritePolicy
 from tests.engine.tier_harness import (
@@ -72,7 +72,7 @@ def test_preemption_saves_and_resumes_from_the_host() -> None:
     harness.run(*requests)
 
     assert harness.scheduler.stats().num_preemptions > 0
-    assert any(isinstance(plan, Promotion) for plan in harness.copier.started)
+    assert any(isinstance(plan, LoadJob) for plan in harness.copier.started)
     for request, prompt in zip(requests, prompts, strict=True):
         assert harness.outputs[request.request_id] == expected_tokens(request)
         assert (request.tokens == prompt).all()

@@ -55,9 +55,9 @@ class Instance:
         )
 
     def turn(self):
-        self.publisher.publish(self.cache.events.take())
+        self.publisher.publish(self.cache.take_events())
         if self.publisher.snapshot_wanted:
-            self.publisher.publish_snapshot(list(self.cache.events.snapshot()))
+            self.publisher.publish_snapshot(list(self.cache.snapshot_events()))
 
     def truth(self):
         tiers = cached(self.cache)

@@ -222,7 +222,7 @@ class Harness:
     def check(self) -> None:
         """Every book balances, and no slot is free that a step in flight still uses."""
         self.core.check()
-        free = self.cache.device.pool.owned(SlotState.FREE)
+        free = self.cache._device.pool.owned(SlotState.FREE)
         early = np.intersect1d(free, self.runner.in_flight_slots())
         assert not len(early), f"slots {early} were freed with a step in flight"
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from headwater.cache import Demotion, Lookup, Promotion
+from headwater.cache import LoadJob, Lookup, OffloadJob
 from headwater.errors import ConfigError, RequestError
 from headwater.scheduler.config import SchedulerConfig
 from headwater.types import WritePolicy
@@ -67,7 +67,7 @@ def test_cheaper_to_compute_is_computed_and_said():
     assert usage.load is not None
     assert 0 < (usage.load.recompute_s or 0) < 1e-3
     assert usage.load.load_s == pytest.approx(8.0)
-    assert not any(isinstance(plan, Promotion) for plan in harness.copier.started)
+    assert not any(isinstance(plan, LoadJob) for plan in harness.copier.started)
     assert harness.core.stats().load_choices == {"unmeasured": 1, "recompute_cheaper": 1}
     assert harness.core.stats().misses["recompute_cheaper"] == 1
 
@@ -283,7 +283,7 @@ def test_best_effort_does_not_wait_for_a_read():
 
     harness.run_until("a", max_steps=3)
 
-    assert isinstance(task.plan, Promotion)
+    assert isinstance(task.plan, LoadJob)
     assert harness.usages["a"].cached_tokens == 0
     assert harness.outputs["a"] == expected_tokens(make_request("x", PROMPT, max_tokens=1))
     harness.workers.work_off()
@@ -316,7 +316,7 @@ def test_without_room_on_the_host_storage_is_a_miss():
     other = make_request("other", make_prompt(9, family=3), max_tokens=4)
     harness.run_until("other", replace(other, load_policy="best_effort"))
     harness.steps(3)
-    (write,) = [task for task in harness.workers.tasks if isinstance(task.plan, Demotion)]
+    (write,) = [task for task in harness.workers.tasks if isinstance(task.plan, OffloadJob)]
     assert write.claim()
     harness.workers.held = False
     harness.workers.tasks.clear()
@@ -361,7 +361,7 @@ def test_a_load_takes_device_slots_only_for_whoever_fits():
     harness.add(make_request("blocked", PROMPT, max_tokens=1))
     harness.step()
 
-    ups = [plan for plan in harness.copier.started[started:] if isinstance(plan, Promotion)]
+    ups = [plan for plan in harness.copier.started[started:] if isinstance(plan, LoadJob)]
     assert ups == []
     harness.run()
     assert harness.outputs["blocked"] == expected_tokens(
@@ -381,7 +381,7 @@ def test_resumed_sequences_may_load_and_are_counted_once():
     stats = harness.scheduler.stats()
     assert stats.num_preemptions > 0
     assert stats.num_admitted == 4
-    assert any(isinstance(plan, Promotion) for plan in harness.copier.started)
+    assert any(isinstance(plan, LoadJob) for plan in harness.copier.started)
     for request in requests:
         assert harness.outputs[request.request_id] == expected_tokens(request)
 

@@ -87,8 +87,7 @@ def _replay(
         if host_blocks:
             times.offloaded_blocks += _offload(cache)
         offloaded = time.perf_counter_ns()
-        if cache.events is not None:
-            cache.events.take()
+        cache.take_events()
         times.events_ns += time.perf_counter_ns() - offloaded
         times.offload_ns += offloaded - served
         times.request_ns += served - began
@@ -132,11 +131,11 @@ def _serve(
 def _offload(cache: TieredCache) -> int:
     """Plan the offloads that are wanted now, and let each end well; how many blocks."""
     count = 0
-    for plan in cache.demote(
+    for plan in cache.plan_offloads(
         limit_blocks=_MAX_OFFLOAD_BLOCKS, limit_stored=_MAX_OFFLOAD_BLOCKS, now=0.0
     ):
         count += plan.num_blocks
-        cache.land(JobOutcome(job=plan.job, ending=JobStatus.DONE), now=0.0)
+        cache.finish_job(JobOutcome(job=plan.job, status=JobStatus.DONE), now=0.0)
     return count
 
 

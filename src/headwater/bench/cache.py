@@ -5,7 +5,6 @@ release. Tokens are made just before each request and outside the timing, as a t
 would have made them.
 """
 
-import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
@@ -110,12 +109,7 @@ def measure_takes(leaves: int) -> dict[str, float]:
 
 def metadata_bytes(cache: TieredCache) -> int:
     """Bytes the core keeps about its blocks: nodes, tokens, slots, and the pool's arrays."""
-    total = 0
-    for node in cache.tree.nodes():
-        parts = (node, node.children, node.tokens, node.first, node.device, node.host)
-        total += sum(sys.getsizeof(part) for part in parts)
-    pool = cache.device.pool
-    return total + pool._free.nbytes + pool._state.nbytes + pool._mark.nbytes
+    return cache.metadata_bytes()
 
 
 def _serve(cache: TieredCache, owner: RequestId, prompt: Tokens, whole: Tokens) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from headwater.cache import Namespace
-from headwater.cache.outline import outline
 from headwater.clock import Clock
 from headwater.disagg.handoff.controller import HandoffController
 from headwater.engine.client import (
@@ -257,13 +256,7 @@ class EngineCore:
         """A snapshot of sequences and prefix tree, within `limits`."""
         tree = None
         if limits.max_nodes:
-            tree = outline(
-                self._cache.tree,
-                tick=self._cache.pins.tick,
-                generation=self._cache.generation,
-                max_depth=limits.max_depth,
-                max_nodes=limits.max_nodes,
-            )
+            tree = self._cache.outline(max_depth=limits.max_depth, max_nodes=limits.max_nodes)
         return EngineView(
             stats=self.stats(),
             sequences=self._scheduler.view(
@@ -282,12 +275,12 @@ class EngineCore:
 
     def publish(self) -> None:
         """Publish what changed in the cache since the last call."""
-        feed, facts = self._feed, self._cache.events
-        if feed is None or facts is None:
+        feed = self._feed
+        if feed is None or not self._cache.config.record_events:
             return
-        feed.publish(facts.take())
+        feed.publish(self._cache.take_events())
         if feed.snapshot_wanted:
-            feed.publish_snapshot(list(facts.snapshot()))
+            feed.publish_snapshot(list(self._cache.snapshot_events()))
 
     def check(self) -> None:
         """Raise InvariantError if an invariant of scheduler or cache is broken. O(everything)."""
@@ -353,8 +346,7 @@ class EngineCore:
     def _finish_jobs(self, now: float) -> None:
         """Hand every finished transfer job to its owner."""
         for outcome in self._mover.take(now=now):
-            if self._resets.is_idle or not self._resets.finish_job(outcome):
-                self._scheduler.finish_job(outcome, now=now)
+            self._scheduler.finish_job(outcome, now=now)
 
     def _learn(self, now: float) -> None:
         """Give the scheduler the rates that were measured lately."""

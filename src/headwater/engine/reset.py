@@ -9,11 +9,11 @@ nothing waits for a storage call that does not return.
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
-from headwater.cache import JobOutcome, JobStatus, Removal, TieredCache
+from headwater.cache import Job, JobOutcome, JobStatus, TieredCache
 from headwater.engine.client import MEMORY, TIERS, ResetReport
 from headwater.errors import RequestError
 from headwater.transfer.mover import Mover
-from headwater.types import JobId
+from headwater.types import JobId, Tier
 
 _DRAIN_S = 5.0
 """Longest wait for writes to storage that began before the reset."""
@@ -59,28 +59,25 @@ class Resets:
         if "storage" not in tiers:
             then(report)
             return
-        writes = self._mover.jobs_on("host_to_storage")
+        writes = self._cache.storage_writes()
         self._pending.append(_Pending(report, then, now + _DRAIN_S, writes))
         self.advance(now)
 
-    def finish_job(self, outcome: JobOutcome) -> bool:
-        """Whether `outcome` belongs to a reset; if so, that reset ends."""
+    def finish_job(self, job: Job, outcome: JobOutcome, now: float) -> None:
+        """A removal ended; report it to the caller of the reset."""
         for pending in self._pending:
-            if pending.removal == outcome.job:
+            if pending.removal == job.job:
                 self._end(pending, outcome)
-                return True
-        for pending in self._pending:
-            if outcome.ending is not JobStatus.TIMED_OUT:
-                pending.writes.discard(outcome.job)
-        return False
+                return
 
     def advance(self, now: float) -> None:
         """Empty storage where no earlier write is left; refuse where one takes too long."""
         for pending in list(self._pending):
             if pending.removal is not None:
                 continue
+            pending.writes &= self._cache.storage_writes()
             if not pending.writes:
-                plan = Removal(job=self._cache.transfers.jobs.new_id())
+                plan = self._cache.plan_removal(owner=self)
                 pending.removal = plan.job
                 self._mover.start([plan], now=now)
             elif now >= pending.until_s:
@@ -90,7 +87,7 @@ class Resets:
                 )
 
     def _end(self, pending: _Pending, outcome: JobOutcome) -> None:
-        if outcome.ending is not JobStatus.DONE:
+        if outcome.status is not JobStatus.DONE:
             self._refuse(
                 pending, "it failed, or did not answer in time; see the log, and try again"
             )
@@ -105,15 +102,15 @@ class Resets:
 
     def _empty_memory(self, tiers: Collection[str]) -> ResetReport:
         cache = self._cache
-        pools = {"device": cache.device.pool, "host": cache.host.pool}
-        before = {name: pools[name].stats().cached for name in pools if name in tiers}
+        pools = {"device": Tier.DEVICE, "host": Tier.HOST}
+        before = {name: cache.pool_stats(pools[name]).cached for name in pools if name in tiers}
         if set(tiers) >= MEMORY:
             cache.reset()
         elif "device" in tiers:
             cache.trim(0)
         else:
             cache.trim_host()
-        kept = {name: pools[name].stats().cached for name in before}
+        kept = {name: cache.pool_stats(pools[name]).cached for name in before}
         return ResetReport(
             removed={name: before[name] - kept[name] for name in before}, kept=kept
         )

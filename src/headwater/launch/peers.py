@@ -130,7 +130,7 @@ def _join_peers(
         opened.callback(receiver.close)
         require_reachable_link(receiver.address, link_config, memory.block_bytes, clock)
         # The key that all of a deployment's keys are chained to says what its bytes are.
-        identity = scheduler.cache.tree.scheme.root(Namespace())
+        identity = scheduler.cache.scheme.root(Namespace())
         peer_config = _peer_config(peers, token.encode(), identity, memory.block_bytes)
         network = PeerService(peer_config, core.completions.post, clock)
         opened.callback(network.close)

@@ -116,7 +116,7 @@ def _open_workers(
 ) -> StorageWorkers | None:
     if config.storage_backend is None:
         return None
-    return StorageWorkers(open_backend(config, cache.tree.scheme, slab, clock), slab, clock)
+    return StorageWorkers(open_backend(config, cache.scheme, slab, clock), slab, clock)
 
 
 def open_backend(

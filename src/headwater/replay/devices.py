@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.cache import JobStatus, Lookup, Promotion, Removal, TransferJob
+from headwater.cache import JobStatus, LoadJob, Lookup, Removal, TransferJob
 from headwater.clock import VirtualClock
 from headwater.errors import InvariantError
 from headwater.replay.cost import OWN_LINKS, StepCost
@@ -242,7 +242,7 @@ class SimStorage:
         if isinstance(plan, Lookup):
             found = tuple(self._store.leading(keys) for keys in plan.runs())
             return JobCompletion(plan.job, JobStatus.DONE, found=found)
-        if isinstance(plan, Promotion):
+        if isinstance(plan, LoadJob):
             num_read = self._store.read(plan.keys)
             if num_read < plan.num_blocks:
                 return JobCompletion(plan.job, JobStatus.ABSENT, num_read, reason="absent")

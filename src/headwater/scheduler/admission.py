@@ -279,13 +279,11 @@ class Admission:
     ) -> _AdmissionResult:
         """Start `sequence` while its load is in flight, where the runner supports that; else wait
         for the load."""
-        promotion = self._loader.overlappable
+        load = self._loader.overlappable
         # The step takes as long as the load, and so do the tokens of all its other rows.
-        if promotion is None or (
-            self._table.decoding and promotion.num_blocks > _MAX_OVERLAPPED_BLOCKS
-        ):
+        if load is None or (self._table.decoding and load.num_blocks > _MAX_OVERLAPPED_BLOCKS):
             return _AdmissionResult.LOADING
-        if not self._blocks.begin_overlapped(sequence, match, promotion, now):
+        if not self._blocks.begin_overlapped(sequence, match, load, now):
             return _AdmissionResult.LOADING
         self._table.note_admitted(sequence)
         self._table.move(sequence, SequenceState.PREFILL)

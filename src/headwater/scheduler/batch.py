@@ -65,8 +65,8 @@ class ScheduledBatch:
     Read for penalties, min_tokens, and the position that seeds randomness."""
 
     awaits: dict[int, JobId] = field(default_factory=dict)
-    """Rows that read the targets of a promotion which has not landed, and its job: layer l of
-    such a row is computed when layer l of the promotion is there, or has failed. Empty unless
+    """Rows that read the targets of a load which has not landed, and its job: layer l of
+    such a row is computed when layer l of the load is there, or has failed. Empty unless
     the runner is `layerwise`."""
 
     carry: IntArray

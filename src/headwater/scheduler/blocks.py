@@ -10,8 +10,7 @@ from collections.abc import Sequence as Listed
 
 import numpy as np
 
-from headwater.cache import FinishedRequest, Lease, Match, Promotion, TieredCache
-from headwater.cache.pool import SlotState
+from headwater.cache import FinishedRequest, Lease, LoadJob, Match, TieredCache
 from headwater.errors import InvariantError
 from headwater.scheduler.load_state import OverlappedLoad
 from headwater.scheduler.output import Usage
@@ -45,7 +44,7 @@ class BlockAllocator:
     @property
     def version(self) -> tuple[int, int]:
         """Changes whenever a match may find other blocks, or more or fewer blocks can be taken."""
-        return self._cache.tree.version, self._cache.num_available
+        return self._cache.version, self._cache.num_available
 
     def match(self, sequence: Sequence) -> Match | None:
         """The cached prefix of its tokens; None without prefix caching.
@@ -90,19 +89,19 @@ class BlockAllocator:
         return True
 
     def begin_overlapped(
-        self, sequence: Sequence, match: Match, promotion: Promotion, now: float
+        self, sequence: Sequence, match: Match, load: LoadJob, now: float
     ) -> bool:
-        """Lease the blocks on the device, append the target slots of `promotion`, which loads the
+        """Lease the blocks on the device, append the target slots of `load`, which loads the
         following blocks, and take all others; or change nothing and return False."""
         lease = self._cache.lease(match, owner=sequence.request_id, now=now, counted=False)
-        found = lease.num_blocks + promotion.num_blocks
+        found = lease.num_blocks + load.num_blocks
         slots = None
         if lease.num_blocks == match.device_blocks:
             slots = self._cache.take(sequence.num_blocks_wanted - found, now=now)
         if slots is None:
             self._cache.release(lease, now=now)
             return False
-        sequence.begin(lease, slots, OverlappedLoad(promotion))
+        sequence.begin(lease, slots, OverlappedLoad(load))
         return True
 
     def confirm(self, sequence: Sequence, now: float) -> bool:
@@ -172,16 +171,16 @@ class BlockAllocator:
         lease = sequence.lease
         held = sequence.drop_blocks()
         if lease is not None:
-            turn = None
+            finished = None
             if sequence.state is SequenceState.FINISHED:
                 request = sequence.request
-                turn = FinishedRequest(
+                finished = FinishedRequest(
                     sequence.prompt_tokens,
                     sequence.num_output,
                     request.session_id,
                     request.cache_hint,
                 )
-            self._cache.release(lease, now=now, slots=held, turn=turn)
+            self._cache.release(lease, now=now, slots=held, finished=finished)
         elif len(held):
             self._cache.free(held)
 
@@ -219,7 +218,7 @@ class BlockAllocator:
         is one of `detached`."""
         parts = [*(sequence.held_slots() for sequence in sequences), *detached]
         ours = np.sort(np.concatenate(parts)) if parts else np.empty(0, dtype=np.int64)
-        theirs = self._cache.device.pool.owned(SlotState.HELD)
+        theirs = self._cache.held_slots()
         if not np.array_equal(ours, theirs):
             raise InvariantError(
                 f"held slots differ: sequences have {ours.tolist()}, the pool {theirs.tolist()}"

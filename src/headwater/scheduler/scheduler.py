@@ -8,7 +8,7 @@ step grows with the number of sequences, never with the number of blocks.
 
 from collections import deque
 
-from headwater.cache import Demotion, JobOutcome, Lookup, TieredCache, TransferJob
+from headwater.cache import JobEffect, JobOutcome, Lookup, OffloadJob, TieredCache, TransferJob
 from headwater.errors import InvariantError
 from headwater.scheduler.admission import Admission
 from headwater.scheduler.audit import audit
@@ -25,7 +25,7 @@ from headwater.scheduler.config import SchedulerConfig
 from headwater.scheduler.fast_forward import DecodeOnly, decode_only_steps, fast_forward
 from headwater.scheduler.load_state import MeasuredRates
 from headwater.scheduler.loading import KVLoader
-from headwater.scheduler.offload import OffloadJobs, Prefetch
+from headwater.scheduler.offload import OffloadPlanner, Prefetch
 from headwater.scheduler.output import SequenceOutput, TokenLogprobs
 from headwater.scheduler.overlap import OverlappedLoads
 from headwater.scheduler.preemption import Preemption
@@ -70,7 +70,7 @@ class Scheduler:
             self._table, self._blocks, self._growth, self._totals, save=config.save_preempted
         )
         self._loader = KVLoader(config, cache)
-        self._offloads = OffloadJobs(cache, config.max_write_blocks)
+        self._offloads = OffloadPlanner(cache, config.max_write_blocks)
         self._prefetch = Prefetch(config, cache, self._table, self._growth, self._loader)
         self._admission = Admission(
             config, self._table, self._blocks, self._growth, self._loader, self._totals
@@ -78,8 +78,9 @@ class Scheduler:
         owners = (self._table, self._blocks, self._totals)
         callbacks = (self._apply_token, self._finish, self._reschedule)
         self.handoffs = Handoffs(*owners, *callbacks)
-        self._overlaps = OverlappedLoads(*owners, self._apply_token)
-        self._writes: list[Demotion] = []
+        self._overlaps = OverlappedLoads(*owners, cache, self._apply_token)
+        self._loader.finish_overlapped = self._finish_overlapped
+        self._writes: list[OffloadJob] = []
         """Offloads that are planned and not taken by the loop yet."""
         self._is_stalled = False
         """Whether nothing can be scheduled before a transfer ends or a wait times out."""
@@ -95,7 +96,7 @@ class Scheduler:
     @property
     def num_copies(self) -> int:
         """Transfers and lookups that are planned and have not ended."""
-        return self._loader.num_in_flight + self._offloads.num_in_flight
+        return self.cache.num_jobs + self._loader.num_questions
 
     @property
     def has_waiting(self) -> bool:
@@ -154,23 +155,16 @@ class Scheduler:
         self._loader.rates = rates
 
     def finish_job(self, outcome: JobOutcome, *, now: float) -> None:
-        """A transfer or a lookup ended. Late and duplicate outcomes change nothing."""
-        if not self._loader.finish_lookup(outcome, now=now):
-            if self._overlaps.defer(outcome):
-                return
-            self._offloads.finish_job(outcome)
-            self._prefetch.finish_job(outcome)
-            self._loader.finish_job(outcome, now=now)
-            self._outputs += self._overlaps.finish_job(outcome, now)
-        self._reschedule()
+        """A job ended: the cache applies the outcome and tells the owner of the job."""
+        if self.cache.finish_job(outcome, now=now) is not JobEffect.DEFERRED:
+            self._reschedule()
 
     def take_copies(self, now: float) -> list[TransferJob | Lookup]:
         """Transfers and lookups to start now; each is returned once."""
         if not self._has_lower_tiers:
             return []
-        copies: list[TransferJob | Lookup] = [*self._loader.take_plans(now), *self._writes]
-        self._writes = []
-        return copies
+        writes, self._writes = self._writes, []
+        return [*self._loader.take_plans(now), *writes]
 
     def schedule(self, *, now: float) -> ScheduledBatch | None:
         """The next step, or None when nothing can be computed before a step is collected."""
@@ -277,7 +271,7 @@ class Scheduler:
         for row, (sequence, num_tokens) in enumerate(chunks, len(decodes)):
             sequence.schedule(num_tokens, row)
             if sequence.overlap is not None:
-                self._table.move(sequence, SequenceState.OVERLAPPING)
+                self._overlaps.begin(sequence)
             elif sequence.num_scheduled == sequence.num_tokens:
                 self._table.move(sequence, SequenceState.DECODE)
         self._in_flight.append(InFlightStep(step, decodes, chunks, choosing))
@@ -317,8 +311,8 @@ class Scheduler:
                 self._discard_row(sequence, num_tokens, now)
             elif sequence.overlap is not None:
                 held = (tokens[at], logprobs[at]) if chooses else (None, None)
-                for outcome in self._overlaps.collect(sequence, num_tokens, *held):
-                    self.finish_job(outcome, now=now)
+                self._overlaps.collect(sequence, num_tokens, *held)
+                self.cache.resume_job(sequence.overlap.job, now=now)
             elif chooses and tokens[at] < 0:
                 failure = result.failures.get(at)
                 outputs += self._apply_missing_token(sequence, num_tokens, failure, now)
@@ -375,8 +369,8 @@ class Scheduler:
         if not sequence.is_kept:
             self._table.departing.remove(sequence)
             self._blocks.release(sequence, now)
-        for outcome in () if overlap is None or sequence.num_in_flight else overlap.outcomes:
-            self.finish_job(outcome, now=now)
+        if overlap is not None and not sequence.num_in_flight:
+            self.cache.resume_job(overlap.job, now=now)
 
     def _finish(self, sequence: Sequence, reason: str, now: float) -> None:
         """End a sequence. Its slots are freed now, or when nothing uses them any more."""
@@ -386,6 +380,10 @@ class Scheduler:
         self._table.move(sequence, SequenceState.FINISHED)
         if not sequence.is_kept:
             self._blocks.release(sequence, now)
+
+    def _finish_overlapped(self, sequence: Sequence, outcome: JobOutcome, now: float) -> None:
+        self._outputs += self._overlaps.finish(sequence, outcome, now)
+        self._reschedule()
 
     def _plan_background(self, now: float) -> None:
         """Plan copies that no sequence waits for; prefetches are handed to the loader."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.cache import JobStatus, Promotion, TransferJob
+from headwater.cache import JobStatus, LoadJob, TransferJob
 from headwater.clock import Clock
 from headwater.storage.base import StorageBackend
 from headwater.testing.runners import EchoRunner
@@ -90,7 +90,7 @@ class EchoCopier:
         self.closed = True
 
     def _sides(self, transfer: TransferJob) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        up = isinstance(transfer, Promotion)
+        up = isinstance(transfer, LoadJob)
         return (self._host, self._device) if up else (self._device, self._host)
 
 

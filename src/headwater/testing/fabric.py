@@ -12,7 +12,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.cache.pool import SlotPool, SlotState
 from headwater.disagg.peering.network import PeerLost, PeerMessage
 from headwater.disagg.protocol.messages import Message, Reason
 from headwater.disagg.protocol.push import (
@@ -24,6 +23,7 @@ from headwater.disagg.protocol.push import (
     PushFailed,
     PushFailure,
 )
+from headwater.types import Slots
 
 Rows = NDArray[np.uint8]
 Post = Callable[[object], None]
@@ -34,7 +34,9 @@ class Host(Protocol):
 
     name: str
     rows: Rows
-    pool: SlotPool
+
+    def held_slots(self) -> Slots:
+        """Slots that sequences of the instance hold."""
 
     @property
     def post(self) -> Post:
@@ -285,7 +287,7 @@ class HeldFabric:
             self.fail(transfer, PushFailure.OUTSIDE if outside else PushFailure.FENCED)
             return
         host, slot = self._hosts[owner], lease.slots[index]
-        held = host.pool.owned(SlotState.HELD)
+        held = host.held_slots()
         assert slot in held, f"bytes arrive in slot {slot}, which no lease holds"
         if index not in lease.received:
             host.rows[slot][:num_bytes] = carried[:num_bytes]

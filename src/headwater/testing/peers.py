@@ -127,7 +127,6 @@ class EchoPeer:
             write_policy=WritePolicy.WRITE_THROUGH,
         )
         self.cache = TieredCache(cache)
-        self.pool = self.cache.device.pool
         limits: dict[str, object] = {
             "max_model_len": MAX_MODEL_LEN,
             "expected_output_tokens": 1,  # eager: small pools preempt
@@ -156,6 +155,9 @@ class EchoPeer:
     @property
     def post(self) -> Post:
         return self.core.completions.post
+
+    def held_slots(self) -> Slots:
+        return self.cache.held_slots()
 
     def step(self) -> None:
         """Turn the loop once, if there is something to do, and note what came out."""

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from headwater.cache import Demotion, JobStatus, Promotion, TransferJob
+from headwater.cache import JobStatus, LoadJob, OffloadJob, TransferJob
 from headwater.transfer.completions import JobCompletion
 from headwater.transfer.mover import DeviceCopier
 from headwater.transfer.slab import HostSlab
@@ -68,11 +68,11 @@ class Buffers:
 
     def load(self, slots: Sequence[int], buffers: Sequence[int], on_copied: OnCopied) -> None:
         """Copy device blocks into buffers."""
-        self._copy(Demotion, (Tier.DEVICE, slots), (Tier.HOST, buffers), on_copied)
+        self._copy(OffloadJob, (Tier.DEVICE, slots), (Tier.HOST, buffers), on_copied)
 
     def store(self, buffers: Sequence[int], slots: Sequence[int], on_copied: OnCopied) -> None:
         """Copy buffers into device slots."""
-        self._copy(Promotion, (Tier.HOST, buffers), (Tier.DEVICE, slots), on_copied)
+        self._copy(LoadJob, (Tier.HOST, buffers), (Tier.DEVICE, slots), on_copied)
 
     def close(self) -> None:
         """Stop copying. Calling it twice is safe."""
@@ -90,7 +90,7 @@ class Buffers:
         )
 
         def report(completion: JobCompletion) -> None:
-            on_copied(completion.ending is JobStatus.DONE)
+            on_copied(completion.status is JobStatus.DONE)
 
         try:
             self._copier.start(transfer, report)
