@@ -115,8 +115,10 @@ def test_a_write_that_never_ends_refuses_the_reset():
     assert report.refusal == (
         "storage was not emptied: 1 earlier writes did not end within 5 s"
     )
-    assert report.removed == {"device": 8, "host": 8}
-    assert report.kept == {"device": 8, "host": 8}, "what is being written stays where it is"
+    assert report.removed == {"device": 16, "host": 16}
+    assert report.kept == {"device": 0, "host": 0}
+    quarantined = harness.cache.stats().host.quarantined
+    assert quarantined == 8, "the lost write may still read its slots"
     harness.workers.run(task)
     harness.workers.held = False
     harness.run()

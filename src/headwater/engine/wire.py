@@ -97,7 +97,7 @@ class Refusal(msgspec.Struct, tag="refusal", array_like=True, frozen=True):
 
 
 class Reply(msgspec.Struct, tag="reply", array_like=True, frozen=True):
-    """The result of a `Call`, or the reason why it was refused."""
+    """The result of a `PackedCall`, or the reason why it was refused."""
 
     number: int
     result: msgspec.Raw
