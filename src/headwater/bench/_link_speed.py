@@ -104,7 +104,7 @@ class _Near:
         self._ceiling = self._make_ceiling(link, told)
 
     def turn(self, number: int) -> tuple[float, float]:
-        """Seconds of the link and of its ceiling; who is first changes."""
+        """Seconds of the link and of its ceiling; the order alternates."""
         if number % 2:
             bare = self._time(self._ceiling)
             return self._time(lambda: self._push(number)), bare

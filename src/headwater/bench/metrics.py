@@ -56,7 +56,7 @@ def measure(batch: int, steps: int, *, repeats: int) -> dict[str, Any]:
 
     def record() -> None:
         for timer, output in zip(timers, outputs, strict=True):
-            timer.land(output)
+            timer.record(output)
 
     record_us = _time(record, repeats)
     stats = core.stats()

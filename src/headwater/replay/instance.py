@@ -85,7 +85,7 @@ class SimInstance:
         return (match.device_blocks + match.host_blocks) * self.cache.block_tokens
 
     def give(self, number: int, request: TraceRequest, now: float, served: SimRequest) -> None:
-        """A request arrives at `now`, its prompt to be computed by whom `served` says."""
+        """A request arrives at `now`, its prompt is computed by the instance that `served` names."""
         if not self.core.has_work:
             self.wake(now)
         name = RequestId(str(number))

@@ -39,7 +39,7 @@ MESSAGE_S = 1e-4
 
 @dataclass(slots=True)
 class _Lease:
-    """What has landed of one lease of a receiver."""
+    """Blocks and bytes that have arrived for one lease."""
 
     num_bytes: int = 0
     blocks: set[int] = field(default_factory=set)
@@ -83,11 +83,11 @@ class SimFabric:
         heappush(self._messages, (now + MESSAGE_S, self._num_sent, to, envelope))
 
     def open(self, host: str, lease: int) -> None:
-        """Let blocks land."""
+        """Accept blocks of a lease."""
         self._hosts[host].leases[lease] = _Lease()
 
     def fence(self, host: str, lease: int) -> None:
-        """Let no more land."""
+        """Accept no more blocks of a lease."""
         received = self._hosts[host].leases.pop(lease, None) or _Lease()
         closed = LeaseClosed(lease, received.num_bytes, frozenset(received.blocks))
         self._hosts[host].post(closed)

@@ -10,7 +10,7 @@ from headwater.replay.settings import SimConfig
 PRICED = ("instance", "device", "host", "storage")
 
 DEFAULT_PRICES = {"instance": 2000.0, "device": 0.0, "host": 3.0, "storage": 0.1}
-"""Of nobody in particular: an accelerator with its server, and GiB of memory and of disk, a
+"""Example prices: an accelerator with its server, and GiB of memory and of disk, a
 month. They only give the order of things; yours are what counts."""
 
 

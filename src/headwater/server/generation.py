@@ -275,7 +275,7 @@ class Generation:
         try:
             async with aclosing(self._service.engine.generate(request)) as outputs:
                 async for output in outputs:
-                    timer.land(output)
+                    timer.record(output)
                     delta = choice.append(output)
                     await emit(delta)
                     if delta.finish_reason is not None:

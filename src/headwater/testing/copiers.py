@@ -73,7 +73,7 @@ class EchoCopier:
         report(JobCompletion(job, ending, count, busy_s=count * self.block_s, reason=reason))
 
     def arrive(self, job: JobId) -> None:
-        """A runner waits for the layers of `job`: they are there, though nobody was told yet.
+        """A runner waits for the layers of `job`: they have arrived, though the loop was not told yet.
         Of one that is doomed they never are, and the runner goes on."""
         if job in self.pending and job not in self.doomed:
             transfer, _ = self.pending[job]

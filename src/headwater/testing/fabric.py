@@ -1,6 +1,6 @@
 """Everything between instances, held until the test releases it: messages, bytes, fences.
 
-A double of control connections and links for one process and a virtual clock. Whoever drives
+A double of control connections and links for one process and a virtual clock. The test that drives
 it chooses what arrives next, twice, late or never. It watches one thing itself: bytes may
 land only in slots that are held for them. Its links keep the contract of `link_contract`.
 """
@@ -204,7 +204,7 @@ class HeldFabric:
             copy = FabricPush(
                 transfer.source, transfer.target, transfer.push, transfer.bytes_of
             )
-            # A late one carries what its sender had, who may be another by now.
+            # A late message carries the sender it came from, which may have been replaced.
             if not copy.is_late:
                 self._make_late(copy, self._hosts[transfer.source])
             self.transfers.append(copy)

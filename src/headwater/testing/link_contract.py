@@ -299,4 +299,4 @@ CHECKS: tuple[Callable[[LinkHarness], None], ...] = (
     check_closing_a_receiver_ends_everything,
     check_nobody_there_is_an_outcome,
 )
-"""Every rule, for those who want to run them one by one."""
+"""Every rule, to be run one by one."""
