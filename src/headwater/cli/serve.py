@@ -149,7 +149,15 @@ def _peers(options: Namespace) -> PeersConfig | None:
         link_advertise_port=options.link_advertise_port,
         lease_s=options.peer_lease,
         max_inflight=options.max_inflight_prefill,
+        **_peer_tls(options),
     )
+
+
+def _peer_tls(options: Namespace) -> dict[str, str]:
+    """Files of mutual TLS with peers. Without a CA there is nothing to check peers with."""
+    names = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
+    files = {name: getattr(options, name, None) for name in names}
+    return {name: path for name, path in files.items() if path and files["ssl_ca_certs"]}
 
 
 def refuse_later_features(options: Namespace) -> None:
