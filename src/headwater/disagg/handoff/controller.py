@@ -11,8 +11,7 @@ from itertools import count
 from headwater.disagg.handoff.decode_side import DecodeSide
 from headwater.disagg.handoff.dependencies import HandoffDependencies
 from headwater.disagg.handoff.prefill_side import PrefillSide
-from headwater.disagg.handoff.read_client import PeerReadClient
-from headwater.disagg.handoff.read_server import PeerReadServer
+from headwater.disagg.handoff.reads import PeerReadClient, PeerReadServer
 from headwater.disagg.handoff.totals import SideTotals
 from headwater.disagg.peering.network import PeerLost, PeerMessage
 from headwater.disagg.protocol.config import HandoffConfig

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from headwater.disagg.handoff.dependencies import HandoffDependencies
-from headwater.disagg.handoff.read_server import PeerReadServer
+from headwater.disagg.handoff.reads import PeerReadServer
 from headwater.disagg.handoff.totals import Ended, SideTotals
 from headwater.disagg.protocol.actions import (
     Decline,

@@ -1,8 +1,16 @@
-"""Peer reads of a prefill instance: blocks of a prompt that only the decode instance has."""
+"""Peer reads: a prefill instance (P) gets blocks of a prompt that only the decode instance has.
 
+`PeerReadClient` runs on P and asks for the blocks. `PeerReadServer` runs on D and sends them.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from headwater.cache import Lease, TokenPath
 from headwater.disagg.handoff.dependencies import HandoffDependencies
+from headwater.disagg.handoff.sender_pool import SenderPool
+from headwater.disagg.links.interface import Sender
 from headwater.disagg.protocol.actions import (
     Fence,
     FreeQuarantined,
@@ -13,9 +21,17 @@ from headwater.disagg.protocol.actions import (
     Send,
 )
 from headwater.disagg.protocol.config import HandoffConfig
-from headwater.disagg.protocol.messages import Start
+from headwater.disagg.protocol.messages import Pull, Pulled, Start
 from headwater.disagg.protocol.peer_read import PeerRead, PeerReadAction
-from headwater.disagg.protocol.push import BlockReceived, LeaseClosed
+from headwater.disagg.protocol.push import (
+    BlockPiece,
+    BlockReceived,
+    LeaseClosed,
+    Push,
+    PushDone,
+    PushFailed,
+)
+from headwater.errors import ConfigError
 from headwater.scheduler.scheduler import Scheduler
 from headwater.scheduler.sequence import Sequence
 from headwater.transfer.meter import LinkMeter
@@ -187,3 +203,89 @@ class PeerReadClient:
         if num_blocks:
             self._num_read[entry.machine.handoff] = num_blocks
             self._meter.observe(num_blocks, now - entry.machine.asked_s, now=now)
+
+
+class _Job(NamedTuple):
+    """A push of a peer read."""
+
+    lease: Lease
+    peer: str
+    handoff: int
+
+
+class PeerReadServer:
+    """Pins the requested blocks, pushes them, and releases them when the push has ended."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        dependencies: HandoffDependencies,
+        config: HandoffConfig,
+        new_job: Callable[[], int],
+    ) -> None:
+        self._cache = scheduler.cache
+        self._network = dependencies.network
+        self._config = config
+        self._block_bytes = dependencies.memory.block_bytes
+        self._new_job = new_job
+        self._jobs: dict[int, _Job] = {}
+        self._senders = SenderPool(dependencies.connect)
+
+    def serve(
+        self, peer: str, connection: int, pull: Pull, path: TokenPath, now: float
+    ) -> None:
+        """Push the requested blocks that are cached here, and tell P how many they are."""
+        end = min(pull.start_block + pull.num_blocks, path.num_blocks(self._cache.block_tokens))
+        match = self._cache.match(path, max_blocks=max(end, 0))
+        count = max(match.device_blocks - pull.start_block, 0)
+        sender = self._sender(_key(peer, connection), pull.link) if count else None
+        count = 0 if sender is None else count
+        self._network.send(peer, Pulled(pull.handoff, count))
+        if sender is None:
+            return
+        owner = RequestId(f"peer-read-{pull.handoff:016x}")
+        lease = self._cache.lease(match, owner=owner, now=now, counted=False)
+        job = self._new_job()
+        self._jobs[job] = _Job(lease, peer, pull.handoff)
+        slots = lease.slots[pull.start_block :].tolist()
+        sender.push(
+            Push(
+                job=job,
+                lease=pull.handoff,
+                pieces=tuple(
+                    BlockPiece(slot, at, self._block_bytes) for at, slot in enumerate(slots)
+                ),
+                deadline_s=now + self._config.pull_timeout_s,
+            )
+        )
+
+    def finish_push(self, event: PushDone | PushFailed, now: float) -> bool:
+        """A push ended. False where it was not a push of a peer read."""
+        ended = self._jobs.pop(event.job, None)
+        if ended is None:
+            return False
+        self._cache.release(ended.lease, now=now)
+        if isinstance(event, PushFailed):
+            # P computes the blocks at once, instead of waiting for its own timeout.
+            self._network.send(ended.peer, Pulled(ended.handoff, 0))
+        return True
+
+    def lost(self, peer: str, connection: int) -> None:
+        """The connection to a prefill instance ended: close its senders."""
+        self._senders.close(_key(peer, connection))
+
+    def close(self) -> None:
+        """Cancel every push. Calling it twice is safe."""
+        self._senders.close_all()
+
+    def _sender(self, key: str, link: str) -> Sender | None:
+        """The sender to `link`; None where that is not a valid address."""
+        try:
+            return self._senders.get(key, link)
+        except ConfigError:
+            return None
+
+
+def _key(peer: str, connection: int) -> str:
+    """Names one connection to a peer: its senders are closed when it ends, and only then."""
+    return f"{peer}#{connection}"
