@@ -25,8 +25,9 @@ from headwater.types import JobId, RequestId, Slots, Tokens
 
 IntArray = NDArray[np.int32]
 
-NO_TOKEN = -1
-"""Stands for the token of a row that could not choose one."""
+NO_TOKEN = -(1 << 31)
+"""Stands for the token of a row that could not choose one. No other negative number does: traces in
+a simulator use those as tokens that no model has."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -13,6 +13,7 @@ from headwater.errors import InvariantError
 from headwater.scheduler.admission import Admission
 from headwater.scheduler.audit import audit
 from headwater.scheduler.batch import (
+    NO_TOKEN,
     Chunk,
     InFlightStep,
     ScheduledBatch,
@@ -291,7 +292,7 @@ class Scheduler:
         for sequence, token, chosen in zip(step.decodes, tokens, logprobs, strict=False):
             if sequence.state is _FINISHED:
                 self._discard_row(sequence, 1, now)
-            elif token < 0:
+            elif token == NO_TOKEN:
                 failure = result.failures.get(step.decodes.index(sequence))
                 outputs += self._apply_missing_token(sequence, 1, failure, now)
             else:
@@ -313,7 +314,7 @@ class Scheduler:
                 held = (tokens[at], logprobs[at]) if chooses else (None, None)
                 self._overlaps.collect(sequence, num_tokens, *held)
                 self.cache.resume_job(sequence.overlap.job, now=now)
-            elif chooses and tokens[at] < 0:
+            elif chooses and tokens[at] == NO_TOKEN:
                 failure = result.failures.get(at)
                 outputs += self._apply_missing_token(sequence, num_tokens, failure, now)
             elif chooses:
