@@ -93,6 +93,11 @@ class CacheParts:
         """Jobs in flight, including timed-out transfers whose executor is still at work."""
         return len(self._jobs.by_id)
 
+    @property
+    def num_live_jobs(self) -> int:
+        """Jobs in flight that have not timed out: each will end or time out."""
+        return sum(not record.timed_out for record in self._jobs.by_id.values())
+
     def storage_writes(self) -> set[JobId]:
         """Writes to storage in flight, including timed-out ones."""
         return self._jobs.to_storage()

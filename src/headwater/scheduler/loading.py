@@ -98,6 +98,11 @@ class KVLoader:
         """Priced choices, by reason."""
 
     @property
+    def awaits_end(self) -> bool:
+        """Whether a copy or a lookup is in flight that will end. One that has timed out may not."""
+        return bool(self._cache.num_live_jobs or self._questions)
+
+    @property
     def num_questions(self) -> int:
         """Questions to storage that were not handed over yet."""
         return len(self._questions)

@@ -56,8 +56,7 @@ class Scheduler:
     """
 
     def __init__(self, config: SchedulerConfig, cache: TieredCache) -> None:
-        self.config = config
-        self.cache = cache
+        self.config, self.cache = config, cache
         self._block_tokens = cache.block_tokens
         pool_tokens = cache.config.device_blocks * cache.block_tokens
         self.max_model_len = min(config.max_model_len, pool_tokens + 1)
@@ -77,13 +76,12 @@ class Scheduler:
             config, self._table, self._blocks, self._growth, self._loader, self._totals
         )
         owners = (self._table, self._blocks, self._totals)
-        callbacks = (self._apply_token, self._finish, self._reschedule)
-        self.handoffs = Handoffs(*owners, *callbacks)
+        self.handoffs = Handoffs(*owners, self._apply_token, self._finish, self._reschedule)
         self._overlaps = OverlappedLoads(*owners, cache, self._apply_token)
         self._loader.finish_overlapped = self._finish_overlapped
         self._writes: list[OffloadJob] = []
         """Offloads that are planned and not taken by the loop yet."""
-        self._is_stalled = False
+        self._is_stalled = self._was_idle = False
         """Whether nothing can be scheduled before a transfer ends or a wait times out."""
         self._in_flight: deque[InFlightStep] = deque()
         self._outputs: list[SequenceOutput] = []
@@ -192,7 +190,10 @@ class Scheduler:
             self._plan_background(now)  # blocks of preempted sequences, before they are evicted
         if not decodes and not chunks:
             idle = not table.num_computing and not self._in_flight
-            self._is_stalled = idle and (self.num_copies > 0 or self.handoffs.holds_back)
+            # A lost copy never ends: beside it alone, retry once what this turn may have freed.
+            awaited = self._loader.awaits_end or self.handoffs.holds_back
+            self._is_stalled = idle and (awaited or (self.num_copies > 0 and self._was_idle))
+            self._was_idle = idle
             return None
         return self._start_step(decodes, chunks)
 
@@ -264,7 +265,7 @@ class Scheduler:
 
     def _start_step(self, decodes: list[Sequence], chunks: list[Chunk]) -> ScheduledBatch:
         """Build the batch, and record what it will have computed."""
-        step = self._totals.num_steps
+        step, self._was_idle = self._totals.num_steps, False
         batch = build_batch(step, decodes, chunks, carries=bool(self._in_flight))
         choosing = [chunk.is_last for chunk in chunks]
         for row, sequence in enumerate(decodes):
@@ -396,4 +397,4 @@ class Scheduler:
     def _reschedule(self) -> None:
         """Look at the waiting queue again: a sequence may start that could not before."""
         self._admission.look_again()
-        self._is_stalled = False
+        self._is_stalled = self._was_idle = False
