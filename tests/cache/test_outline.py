@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from headwater.cache import CacheConfig, Namespace, TieredCache, TokenPath
+from headwater.cache.outline import outline
 from headwater.types import RequestId
 
 BLOCK = 4
@@ -19,7 +20,13 @@ def fill(cache, tokens, salt=""):
 
 
 def look(cache, *, max_depth=8, max_nodes=64):
-    return cache.outline(max_depth=max_depth, max_nodes=max_nodes)
+    return outline(
+        cache.tree,
+        tick=cache.pins.tick,
+        generation=cache.generation,
+        max_depth=max_depth,
+        max_nodes=max_nodes,
+    )
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Any order of messages, blocks, fences, deaths and time: no wrong token, no lost slot, an end.
 
-Whole engines on a virtual clock, joined by a fabric. The search chooses what arrives next, twice,
-late or never. Lessons 46, 50 to 54, 56, 58.
+Whole engines on a virtual clock, joined by a fabric in which the search chooses what arrives
+next, twice, late or never. Lessons 46, 50 to 54, 56, 58.
 """
 
 from dataclasses import replace
@@ -23,11 +23,11 @@ CONFIG = HandoffConfig(
     handoff_timeout_s=30.0, max_inflight=3, pull_min_blocks=1, return_after_s=2.0
 )
 BOUND_S = 90.0
-"""Every request has ended this long after the fabric works again."""
+"""Every request has ended so long after the wires work again."""
 
 
 class Interleavings(RuleBasedStateMachine):
-    """Two instances and every event between them."""
+    """Two instances and everything that can happen between them."""
 
     @initialize(
         depth=sampled_from((1, 2)),
@@ -52,7 +52,7 @@ class Interleavings(RuleBasedStateMachine):
         self.owners: dict[str, str] = {}
         self.ended: dict[str, list[int]] = {}
         self.broken: dict[str, tuple[Request, list[int]]] = {}
-        """Requests that ended before their last token, and the tokens they had."""
+        """Requests that ended before their last token, and what came of each."""
         self.number = 0
 
     @rule(
@@ -63,20 +63,19 @@ class Interleavings(RuleBasedStateMachine):
         back=booleans(),
     )
     def hand_off(self, num, family, out, here, back):
-        """A prompt for P, of two families that share prefixes; some requests may be returned."""
+        """A prompt for P, of two families that share prefixes; some may be given back."""
         tokens, out = make_prompt(num, family=family), min(out, 32 - num)
         request = make_handoff(self._name(), tokens, max_tokens=out, local_fallback=here)
         self._add("d", replace(request, can_return=back))
 
     @rule(data=data(), handed_off=booleans())
     def take_up(self, data, handed_off):
-        """A request that was returned, or lost with its instance, continues after its last
-        token."""
+        """What was given back, or lost with its instance, goes on after its last token."""
         if self.broken:
             name = data.draw(sampled_from(sorted(self.broken)))
             request, said = self.broken.pop(name)
             if request.num_resumed_tokens + len(said) == request.params.max_tokens:
-                return  # only the report of its end was lost
+                return  # only its end was not heard of
             tokens = np.concatenate((request.tokens, np.array(said, dtype=np.int32)))
             again = replace(
                 request,
@@ -89,7 +88,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(data=data(), more=integers(1, 5), out=integers(1, 4))
     def next_turn(self, data, more, out):
-        """A prompt that continues an answer."""
+        """A prompt that goes on where an answer ended."""
         known = [name for name in self.ended if self.ended[name]]
         if known:
             name = data.draw(sampled_from(known))
@@ -104,7 +103,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(out=integers(8, 14), turns=integers(2, 10), seconds=sampled_from((0.0, 2.5)))
     def crowd(self, out, turns, seconds):
-        """D decodes more than it has room for, for a while or for long."""
+        """More than D has room for decodes there, for a while or for long."""
         for family in (1, 2, 3):
             request = make_echo_request(
                 self._name(), make_prompt(14, family=family), max_tokens=out
@@ -115,7 +114,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(data=data())
     def miscount(self, data):
-        """The byte count of a link is wrong by one byte."""
+        """The account of a link is short of a byte."""
         leases = [
             lease
             for leases in self.pair.fabric._leases.values()
@@ -128,7 +127,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(name=sampled_from("pd"), times=integers(1, 4))
     def step(self, name, times):
-        """Turn one loop."""
+        """Turn a loop."""
         for _ in range(times):
             if name not in self.dead:
                 self._peer(name).step()
@@ -137,7 +136,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(turns=integers(1, 8), blocks=booleans(), fences=booleans())
     def flow(self, turns, blocks, fences):
-        """Everything works for a while; blocks or fences may be held."""
+        """For a while all goes well, but that blocks or fences may be held up."""
         for _ in range(turns):
             if not self.dead:
                 self.pair.turn(blocks=blocks, fences=fences)
@@ -146,7 +145,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(data=data(), again=booleans())
     def deliver(self, data, again):
-        """Deliver any message, in any order; some are delivered again later."""
+        """Any message, in any order; some stay to arrive again."""
         if self.pair.fabric.packets:
             packet = data.draw(sampled_from(self.pair.fabric.packets))
             self.pair.fabric.deliver(packet, again=again)
@@ -159,7 +158,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(data=data(), times=integers(1, 8))
     def move(self, data, times):
-        """Move blocks, one by one."""
+        """Blocks arrive, one by one."""
         fabric = self.pair.fabric
         for _ in range(times):
             if fabric.transfers:
@@ -167,14 +166,14 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(data=data())
     def repeat(self, data):
-        """Blocks of a push that have arrived are sent once more."""
+        """What arrived of a push is on its way once more."""
         fabric = self.pair.fabric
         if fabric.transfers:
             fabric.repeat(data.draw(sampled_from(fabric.transfers)))
 
     @rule(data=data(), vanishes=booleans())
     def break_push(self, data, vanishes):
-        """A push fails; its blocks in flight arrive late, or never."""
+        """A push fails; what is on its way arrives late, or never."""
         fabric = self.pair.fabric
         if fabric.transfers:
             transfer = data.draw(sampled_from(fabric.transfers))
@@ -184,7 +183,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(data=data())
     def settle_fence(self, data):
-        """A fence ends, and its lease is closed."""
+        """A fence begins to hold."""
         if self.pair.fabric.fences:
             self.pair.fabric.settle_fence(data.draw(sampled_from(self.pair.fabric.fences)))
 
@@ -196,7 +195,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(data=data())
     def abort(self, data):
-        """A client disconnects."""
+        """A client goes away."""
         alive = [name for name in self.requests if name not in self.ended]
         if alive and "d" not in self.dead:
             self.pair.decode.core.abort(
@@ -205,7 +204,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(name=sampled_from("pd"), what=sampled_from(("crash", "restart", "reset", "cut")))
     def trouble(self, name, what):
-        """An instance dies, restarts empty, or resets its cache; connections end."""
+        """An instance dies, is back knowing nothing, forgets its cache; connections end."""
         if name in self.dead:
             self._restart(name)
         elif what == "crash":
@@ -218,7 +217,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @invariant()
     def books_balance(self):
-        """The invariants hold after every event."""
+        """After anything that may happen."""
         for name in "pd":
             if name not in self.dead:
                 self._peer(name).core.check()
@@ -262,7 +261,7 @@ class Interleavings(RuleBasedStateMachine):
             self._peer(name).add(request)
 
     def _crash(self, name: str) -> None:
-        """The requests of a crashed instance end with it."""
+        """The requests that an instance owned end with it."""
         self.dead.add(name)
         self.pair.fabric.crash(name)
         for request in list(self.requests):
@@ -281,7 +280,7 @@ class Interleavings(RuleBasedStateMachine):
             self.pair.decode = fresh
 
     def _note(self) -> None:
-        """Check the tokens of requests that have ended."""
+        """What has ended, with the tokens it had to have."""
         for peer in self.pair.peers:
             if peer.name in self.dead:
                 continue

@@ -313,7 +313,7 @@ class GpuEngine:
             return None
         opening = Opening(
             format=BlockFormat(
-                fingerprint=self.cache.scheme.root(Namespace()),
+                fingerprint=self.cache.tree.scheme.root(Namespace()),
                 block_bytes=self.slab.block_bytes,
             ),
             clock=self.clock,

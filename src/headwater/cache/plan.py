@@ -1,11 +1,11 @@
-"""Values that the cache returns or receives: matches, planned jobs, and how a job ended.
+"""The cache's answers, as values: how far a match reaches, what to copy, how a copy ended.
 
-Building a value has no effect, so the receiver may print, compare or replay it.
+Building one has no effect; whoever receives it may print, compare or replay it.
 """
 
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple
 
 from headwater.cache.keys import KeyScheme, TokenPath
 from headwater.cache.node import Node
@@ -13,10 +13,9 @@ from headwater.types import BlockKey, JobId, RequestId, Slots, Tier
 
 
 class MissReason(Enum):
-    """Why a match ended before the last requested block.
+    """Why a match ended before the last block that was asked for.
 
-    A reason is looked up in the namespace of the request, so it reveals nothing about other
-    tenants.
+    A reason is found in the asker's own namespace: it says nothing about other tenants.
     """
 
     NEVER_SEEN = "never_seen"
@@ -27,12 +26,20 @@ class MissReason(Enum):
     EVICTED_HOST = "evicted_host"
     EVICTED_STORAGE = "evicted_storage"
     DAMAGED = "damaged"
-    """Storage had the block, but its checksum or header did not match."""
+    """It was found in storage, and could not prove what it is."""
 
     IN_FLIGHT = "in_flight"
-    """Another sequence is computing the block now."""
+    """Another sequence is computing it right now."""
 
     __hash__ = object.__hash__  # Enum's own is a Python function, three times as slow
+
+
+class TierRange(NamedTuple):
+    """Blocks [start, end) of a path are in `tier`."""
+
+    tier: Tier
+    start: int
+    end: int
 
 
 class InFlight(NamedTuple):
@@ -48,8 +55,8 @@ class Match:
     blocks  |<-- device -->|<-- host -->|<-- storage -->|<-- to compute -->|
             0       device_blocks   + host_blocks   + storage_blocks    max_blocks
 
-    A match pins nothing. It is not a frozen dataclass, because one is made per request and a
-    frozen dataclass would cost more than the walk through the tree.
+    A value: nothing is pinned by it. Not a frozen dataclass, because one is made a request
+    and that would cost more than the walk.
     """
 
     __slots__ = (
@@ -76,37 +83,34 @@ class Match:
         self.host_blocks = 0
         self.storage_blocks = 0
         self.reason: MissReason | None = None
-        """Why the match ended; None when every requested block is in some tier."""
+        """Why it ended; None when every block that was asked for is in some tier."""
         self.in_flight: InFlight | None = None
-        self.loading: LoadJob | None = None
-        """The job that is copying the first block after the device part to a higher tier."""
+        self.loading: JobId | None = None
+        """The job that is bringing the first block beyond the device part one tier up."""
 
     @property
     def num_blocks(self) -> int:
         """Blocks found in any tier."""
         return self.device_blocks + self.host_blocks + self.storage_blocks
 
-
-class JobOwner(Protocol):
-    """The part of the scheduler or engine that asked for a job and is told how it ended.
-
-    `TieredCache.finish_job` calls it on the engine loop's thread.
-    """
-
-    def finish_job(self, job: "Job", outcome: "JobOutcome", now: float) -> None:
-        """`job` ended, and the cache has applied `outcome` already.
-
-        Called once per job. After TIMED_OUT a transfer is reported a second time, when its
-        executor can no longer touch its slots.
-        """
+    @property
+    def extents(self) -> tuple[TierRange, ...]:
+        """The same as runs in position order; empty ones left out."""
+        host_end = self.device_blocks + self.host_blocks
+        runs = (
+            TierRange(Tier.DEVICE, 0, self.device_blocks),
+            TierRange(Tier.HOST, self.device_blocks, host_end),
+            TierRange(Tier.STORAGE, host_end, host_end + self.storage_blocks),
+        )
+        return tuple(run for run in runs if run.start < run.end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TransferJob:
-    """Copy consecutive blocks from one tier to the next: one job per run, never one per block.
+    """Copy a run of blocks from one tier to the next; one value a run, never one a block.
 
-    Device and host are addressed by slots, storage by keys; the unused field is empty. The
-    cache keeps the slots of both sides from other use until the job ends.
+    A tier of slots is addressed by slots, storage by keys; the unused one is empty. Source and
+    target stay pinned until the job has landed and its executor is quiet.
     """
 
     job: JobId
@@ -116,47 +120,39 @@ class TransferJob:
     target_slots: Slots
     keys: tuple[BlockKey, ...] = ()
     parent: BlockKey | None = None
-    """For a write to storage: key of the block before the first of `keys`."""
-
-    owner: JobOwner | None = None
-    """Told when the job ends; None when nothing depends on its end."""
+    """Key of the block before the first of `keys`, for a write to storage."""
 
     @property
     def num_blocks(self) -> int:
         return max(len(self.source_slots), len(self.target_slots))
 
 
-class LoadJob(TransferJob):
-    """To a higher tier: host to device, or storage to host."""
+class Promotion(TransferJob):
+    """Up a tier: host to device, or storage to host."""
 
 
-class OffloadJob(TransferJob):
-    """To a lower tier: device to host, or host to storage."""
+class Demotion(TransferJob):
+    """Down a tier: device to host, or host to storage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Lookup:
-    """Ask storage how many leading blocks of each of several paths it has.
+    """Ask storage, of each of some paths, how many of its first so many blocks it has.
 
-    Its outcome is DONE with `found`: the number of leading blocks of each path. It holds no
-    slots.
+    Its outcome is DONE with the number of leading blocks found of each. It holds nothing.
     """
 
     job: JobId
     questions: tuple[tuple[TokenPath, int], ...]
-    """Each path, and how many of its leading blocks to ask for."""
-
     scheme: KeyScheme
-    owner: JobOwner | None = None
 
     @property
     def num_blocks(self) -> int:
-        """Blocks asked for, over all paths."""
+        """Blocks that are asked for, of all paths."""
         return sum(num_blocks for _, num_blocks in self.questions)
 
     def runs(self) -> list[list[BlockKey]]:
-        """The keys to ask for, by path. Hashing is slow, so the executor calls this in its
-        own thread."""
+        """What to ask for, by path. Pure and slow, so made by whoever asks, in whatever thread."""
         stride, chain = self.scheme.block_tokens * 4, self.scheme.chain
         return [
             chain(
@@ -168,23 +164,18 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Removal:
-    """Remove every block of this deployment from storage.
+    """Have storage forget every block of this deployment.
 
-    Its outcome is DONE with the number of blocks removed. It holds no slots.
+    Its outcome is DONE with the number of blocks there were. It holds nothing.
     """
 
     job: JobId
-    owner: JobOwner | None = None
     num_blocks: int = 0
-    """Always 0: the number of blocks is not known in advance."""
-
-
-Job: TypeAlias = TransferJob | Lookup | Removal
-"""Everything that can be started and ends with an outcome."""
+    """How many there are is not known before."""
 
 
 class JobStatus(Enum):
-    """How a job ended, as its executor reports it."""
+    """How a job ended, as its executor tells it."""
 
     DONE = auto()
     PARTIAL = auto()
@@ -192,29 +183,29 @@ class JobStatus(Enum):
 
     FAILED = auto()
     DAMAGED = auto()
-    """The leading `num_blocks` are good; what storage has after them must not be used."""
+    """The leading `num_blocks` are good; what storage has after them is not to be used."""
 
     ABSENT = auto()
-    """The leading `num_blocks` are good; storage no longer has the blocks after them."""
+    """The leading `num_blocks` are good; storage no longer has what follows them."""
 
     TIMED_OUT = auto()
-    """The deadline passed. The executor may still touch the slots."""
+    """Nobody waits any longer, but the executor may still touch the slots."""
 
     QUIET = auto()
-    """The executor of a timed-out job has stopped and cannot touch the slots any more."""
+    """The executor of a timed-out job will touch nothing more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOutcome:
-    """The end of a job. A transfer that was TIMED_OUT has a second outcome when it is quiet."""
+    """The one end of a job; after TIMED_OUT a second one says that it is quiet."""
 
     job: JobId
-    status: JobStatus
+    ending: JobStatus
     num_blocks: int = 0
-    """For PARTIAL, DAMAGED and ABSENT: leading blocks that were copied completely."""
+    """For PARTIAL, DAMAGED and ABSENT: leading blocks that arrived whole."""
 
     found: tuple[int, ...] = ()
-    """For a lookup: leading blocks that storage has, by path."""
+    """Of a lookup: leading blocks that storage has, by path."""
 
 
 class JobEffect(Enum):
@@ -224,13 +215,10 @@ class JobEffect(Enum):
     """At least one block is findable in its new tier."""
 
     NOTHING = auto()
-    """No block became findable; what the job held is free again."""
+    """Nothing became findable; what the job held is free again."""
 
     QUARANTINED = auto()
-    """The job timed out; the slots it may still touch stay unused until it is quiet."""
-
-    DEFERRED = auto()
-    """A step in flight uses the job's slots; `resume_job` will apply the outcome."""
+    """The job timed out; its slots wait until its executor is quiet."""
 
     UNKNOWN = auto()
     """No such job is in flight: a duplicate, or later than its end. Nothing changed."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from headwater.cache import CacheConfig, FinishedRequest, TieredCache, TokenPath
+from headwater.cache.policy.session import SessionPolicy
 from headwater.cache.policy.weights import Weights
 from headwater.errors import ConfigError, InvariantError
 from headwater.replay.hints import NOTHING, SessionHint, hints_of
@@ -73,7 +74,8 @@ class CacheOnly:
 
     def learned(self) -> Weights | None:
         """What the session policy has learned so far; None for one that learns nothing."""
-        return self.cache.learned_weights()
+        order = self.cache.device.order
+        return order.learned() if isinstance(order, SessionPolicy) else None
 
     def serve(self, request: TraceRequest, prompt: Tokens, hint: SessionHint = NOTHING) -> int:
         """Send one request, whose whole blocks are `prompt`; how many of them were found."""
@@ -85,8 +87,8 @@ class CacheOnly:
         if slots is None:
             raise InvariantError("an idle cache has no room for a request")
         cache.commit(lease, path, slots, now=now)
-        finished = FinishedRequest(request.input_length, request.output_length, *hint)
-        cache.release(lease, now=now, finished=finished)
+        turn = FinishedRequest(request.input_length, request.output_length, *hint)
+        cache.release(lease, now=now, turn=turn)
         cache.trim(self._capacity)
         return found
 

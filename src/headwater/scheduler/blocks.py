@@ -1,8 +1,7 @@
-"""Block allocation for sequences: the one place where their slots and leases change.
+"""What running sequences have of the cache: the one place where slots and leases change hands.
 
-Nothing here decides whether or when a sequence gets blocks. `BlockAllocator` keeps sequence and
-cache in agreement about which sequence has which block, and is the only place that commits a
-sequence's blocks. `GrowthEstimate` predicts how many more blocks running sequences will need.
+Nothing here decides whether or when; it keeps sequence and cache in agreement about who has
+which block. A sequence's blocks are published here and nowhere else.
 """
 
 from collections.abc import Iterable
@@ -10,31 +9,32 @@ from collections.abc import Sequence as Listed
 
 import numpy as np
 
-from headwater.cache import FinishedRequest, Lease, LoadJob, Match, TieredCache
+from headwater.cache import FinishedRequest, Lease, Match, Promotion, TieredCache
+from headwater.cache.pool import SlotState
 from headwater.errors import InvariantError
 from headwater.scheduler.load_state import OverlappedLoad
 from headwater.scheduler.output import Usage
 from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.types import Slots
 
-_MIN_WEIGHT = 1 / 64
+_SHORTEST_MEMORY = 1 / 64
 """Weight of one observed length once there are many; the first ones weigh more."""
 
-_MIN_CAUTION, _MAX_CAUTION = 0.5, 4.0
-"""Bounds of `caution`. The lower bound reserves half of the expected growth: sequences do not
-all end at once, and those that end first make room for the others."""
+_CALM, _ALARMED = 0.5, 4.0
+"""Bounds of `caution`. Calm reserves half of what is expected: sequences do not all end at
+once, and those that end first make room for the others."""
 
-_RAISE_FACTOR, _LOWER_FACTOR = 2.0, 0.99
-"""Factors applied to `caution` by each preemption, and by each step without one."""
+_ALARM, _CALMING = 2.0, 0.99
+"""Factors on `caution`: for each preemption, and for each step without one."""
 
-_OVERDUE_SHARE = 0.25
-"""A sequence longer than the mean is expected to grow by this share of the mean."""
+_OVERDUE = 0.25
+"""A sequence that outlived the mean is expected to take this share of the mean again."""
 
 
 class BlockAllocator:
-    """Takes, commits and releases blocks on behalf of sequences.
+    """Takes, commits and gives back blocks on behalf of sequences.
 
-    Without `prefix_caching` nothing is matched, leased or committed; a sequence only holds slots.
+    With `prefix_caching` off nothing is matched, leased or committed: a sequence only holds.
     """
 
     def __init__(self, cache: TieredCache, *, prefix_caching: bool) -> None:
@@ -43,14 +43,14 @@ class BlockAllocator:
 
     @property
     def version(self) -> tuple[int, int]:
-        """Changes whenever a match may find other blocks, or more or fewer blocks can be taken."""
-        return self._cache.version, self._cache.num_available
+        """Another value whenever other blocks are found, or more or fewer can be taken."""
+        return self._cache.tree.version, self._cache.num_available
 
     def match(self, sequence: Sequence) -> Match | None:
-        """The cached prefix of its tokens; None without prefix caching.
+        """How much of its tokens is found; None when nothing is looked for.
 
-        The last token is left out: it must be computed so that the next one can be sampled,
-        unless another instance does that.
+        The last token is left out: it must be computed for the next one to be chosen, unless
+        another instance does that.
         """
         if not self._prefix_caching:
             return None
@@ -59,7 +59,7 @@ class BlockAllocator:
         return self._cache.match(sequence.path(), max_blocks=longest)
 
     def renew(self, sequence: Sequence, match: Match | None) -> Match | None:
-        """`match`, or a new one if the tree has changed since."""
+        """`match` again, if the tree has changed since it was made."""
         if match is None or self._cache.is_current(match):
             return match
         return self.match(sequence)
@@ -71,7 +71,7 @@ class BlockAllocator:
         )
 
     def begin(self, sequence: Sequence, match: Match | None, now: float) -> bool:
-        """Lease the cached blocks and take all others, or change nothing and return False."""
+        """Lease what was found and hold all the rest, or change nothing and return False."""
         if match is None:
             slots = self._cache.take(sequence.num_blocks_wanted, now=now)
             if slots is None:
@@ -89,27 +89,27 @@ class BlockAllocator:
         return True
 
     def begin_overlapped(
-        self, sequence: Sequence, match: Match, load: LoadJob, now: float
+        self, sequence: Sequence, match: Match, promotion: Promotion, now: float
     ) -> bool:
-        """Lease the blocks on the device, append the target slots of `load`, which loads the
-        following blocks, and take all others; or change nothing and return False."""
+        """Lease what the device has, put the targets of `promotion`, which brings what follows,
+        behind it, and hold all the rest; or change nothing and return False."""
         lease = self._cache.lease(match, owner=sequence.request_id, now=now, counted=False)
-        found = lease.num_blocks + load.num_blocks
+        found = lease.num_blocks + promotion.num_blocks
         slots = None
         if lease.num_blocks == match.device_blocks:
             slots = self._cache.take(sequence.num_blocks_wanted - found, now=now)
         if slots is None:
             self._cache.release(lease, now=now)
             return False
-        sequence.begin(lease, slots, OverlappedLoad(load))
+        sequence.begin(lease, slots, OverlappedLoad(promotion))
         return True
 
     def confirm(self, sequence: Sequence, now: float) -> bool:
-        """Lease the loaded blocks that the first chunk of `sequence` has read. Returns False, with
-        nothing changed, where the cache now has other slots for them."""
+        """Lease what `sequence` rode on, which has landed just now; or change nothing and return
+        False where it is not what the sequence has read."""
         overlap, old = sequence.overlap, sequence.lease
-        assert overlap is not None, "only a sequence with an overlapped load is confirmed"
-        assert old is not None, "an overlapping sequence has a lease, possibly of no block"
+        assert overlap is not None, "only a riding sequence is confirmed"
+        assert old is not None, "it has a lease, if of nothing"
         start, end = old.num_blocks, old.num_blocks + len(overlap.slots)
         match = self._cache.match(sequence.path(), max_blocks=end)
         slots = np.concatenate([node.device for node in match.nodes] or [overlap.slots])
@@ -123,7 +123,7 @@ class BlockAllocator:
         return True
 
     def grow(self, sequences: Listed[Sequence], now: float) -> bool:
-        """Take one more block for each, or change nothing and return False."""
+        """One more block for each, or change nothing and return False."""
         slots = self._cache.take(len(sequences), now=now)
         if slots is None:
             return False
@@ -132,15 +132,15 @@ class BlockAllocator:
         return True
 
     def commit(self, sequence: Sequence, now: float) -> None:
-        """Commit the blocks that collected steps have filled.
+        """Publish the blocks that collected steps have filled.
 
-        Only tokens with written KV count, so the token sampled last is never included.
+        Only tokens with written KV count, so the token chosen last is never in them.
         """
         if sequence.lease is None:
             return
         block_tokens = self._cache.block_tokens
         end = min(sequence.num_computed // block_tokens, sequence.max_committed)
-        # A copy: the tree keeps the array, and a view would keep the whole block table alive.
+        # A copy: the tree keeps what it is given, and a view would keep the whole table alive.
         slots = sequence.block_table[sequence.num_committed : end].copy()
         path = sequence.path(end * block_tokens)
         surplus = self._cache.commit(sequence.lease, path, slots, now=now)
@@ -149,48 +149,48 @@ class BlockAllocator:
         sequence.note_committed(end)
 
     def commit_received(self, sequence: Sequence, num_received: int, now: float) -> None:
-        """Commit the first `num_received` blocks after its lease, which a peer sent completely."""
+        """Publish the first `num_received` blocks after its lease, which were received whole."""
         end = (sequence.num_committed + num_received) * self._cache.block_tokens
         sequence.num_scheduled = sequence.num_computed = min(end, sequence.num_tokens)
         self.commit(sequence, now)
 
     def detach(self, sequence: Sequence, now: float) -> Slots:
-        """Release its lease and return the slots it holds; they belong to the caller."""
+        """Release its lease, and take from it the slots that it holds; the caller has them."""
         lease = sequence.lease
-        held = sequence.drop_blocks()
+        held = sequence.vacate()
         if lease is not None:
             self._cache.release(lease, now=now)
         return held
 
     def free(self, slots: Slots) -> None:
-        """Free slots that were detached."""
+        """Give back slots that were detached."""
         self._cache.free(slots)
 
     def release(self, sequence: Sequence, now: float) -> None:
-        """Release everything it has. No step in flight may use its slots."""
+        """Give back everything it has. Nothing of it may be in flight."""
         lease = sequence.lease
-        held = sequence.drop_blocks()
+        held = sequence.vacate()
         if lease is not None:
-            finished = None
+            turn = None
             if sequence.state is SequenceState.FINISHED:
                 request = sequence.request
-                finished = FinishedRequest(
+                turn = FinishedRequest(
                     sequence.prompt_tokens,
                     sequence.num_output,
                     request.session_id,
                     request.cache_hint,
                 )
-            self._cache.release(lease, now=now, slots=held, finished=finished)
+            self._cache.release(lease, now=now, slots=held, turn=turn)
         elif len(held):
             self._cache.free(held)
 
     def save(self, sequence: Sequence) -> None:
-        """Offload its committed blocks to a lower tier, if there is one."""
+        """Ask for its committed blocks to be kept in a lower tier, if there is one."""
         if sequence.lease is not None:
             self._cache.save(sequence.lease)
 
     def usage(self, sequence: Sequence, match: Match | None, now: float) -> Usage:
-        """How much of its prompt was cached, and where; taken at its first admission."""
+        """What its prompt costs; asked as it begins for the first time."""
         found = sequence.num_computed
         block_tokens, load = self._cache.block_tokens, sequence.load
         tiers = (sequence.num_committed, 0, 0)
@@ -215,22 +215,21 @@ class BlockAllocator:
 
     def check(self, sequences: Listed[Sequence], detached: Iterable[Slots]) -> None:
         """Raise InvariantError unless each held slot belongs to exactly one of `sequences`, or
-        is one of `detached`."""
+        is `detached`."""
         parts = [*(sequence.held_slots() for sequence in sequences), *detached]
         ours = np.sort(np.concatenate(parts)) if parts else np.empty(0, dtype=np.int64)
-        theirs = self._cache.held_slots()
+        theirs = self._cache.device.pool.owned(SlotState.HELD)
         if not np.array_equal(ours, theirs):
             raise InvariantError(
-                f"held slots differ: sequences have {ours.tolist()}, the pool {theirs.tolist()}"
+                f"sequences hold {ours.tolist()}, the pool says {theirs.tolist()}"
             )
 
 
 class GrowthEstimate:
-    """Expected remaining output of sequences, in blocks.
+    """Expected remaining output of a sequence.
 
-    Learned from the lengths of finished sequences, and multiplied by `caution`. A preemption
-    raises the caution and each step lowers it, so that admission leaves more room after it
-    admitted too many.
+    Learned from the lengths of finished ones; multiplied by a caution that each preemption
+    raises and each step lowers, so that admission backs off exactly when it was too eager.
     """
 
     def __init__(self, block_tokens: int, first_guess_tokens: int) -> None:
@@ -242,36 +241,36 @@ class GrowthEstimate:
     def observe(self, num_output: int) -> None:
         """A sequence ended with `num_output` tokens."""
         self._num_observed += 1
-        weight = max(1 / self._num_observed, _MIN_WEIGHT)
+        weight = max(1 / self._num_observed, _SHORTEST_MEMORY)
         self.mean_tokens += (num_output - self.mean_tokens) * weight
 
     def raise_caution(self) -> None:
-        """A sequence was preempted: too little room was left for growth."""
-        self.caution = min(self.caution * _RAISE_FACTOR, _MAX_CAUTION)
+        """A sequence had to be preempted: too little was left for growth."""
+        self.caution = min(self.caution * _ALARM, _ALARMED)
 
     def lower_caution(self, num_steps: int = 1) -> None:
-        """`num_steps` steps passed without a preemption."""
+        """So many steps passed."""
         for _ in range(num_steps):
-            if self.caution == _MIN_CAUTION:
+            if self.caution == _CALM:
                 return
-            self.caution = max(self.caution * _LOWER_FACTOR, _MIN_CAUTION)
+            self.caution = max(self.caution * _CALMING, _CALM)
 
     @property
-    def is_steady(self) -> bool:
-        """Whether caution is at its lower bound. It stays there until the next preemption, so
-        the expected growth of running sequences does not fall before they get the blocks."""
-        return self.caution == _MIN_CAUTION
+    def is_calm(self) -> bool:
+        """Whether caution is as low as it gets; until the next preemption it stays there, and
+        what running sequences are expected to need does not fall before they get it."""
+        return self.caution == _CALM
 
     def num_blocks(self, sequences: Iterable[Sequence]) -> int:
         """Blocks that `sequences` are expected to need beyond what they have or ask for.
 
-        Never more than their maximum length needs. One plain loop, because it runs over all
-        running sequences in every step that examines the queue.
+        Never more than they may need. Written out in one loop, because it runs over all
+        running sequences in every step that looks at the queue.
         """
         blocks = 0
         block_tokens = self._block_tokens
         mean = self.mean_tokens * self.caution
-        least = mean * _OVERDUE_SHARE
+        least = mean * _OVERDUE
         for sequence in sequences:
             num_tokens = sequence.num_tokens
             left = mean - (num_tokens - sequence.prompt_tokens) * self.caution
@@ -285,7 +284,7 @@ class GrowthEstimate:
 
 
 def _miss_reason(sequence: Sequence, match: Match | None) -> str | None:
-    """Why not more of the prompt was cached, or why cached blocks were not used."""
+    """Why no more of the prompt was found, or was found and not used."""
     if match is None:
         return "caching_off"
     load = sequence.load

@@ -33,7 +33,7 @@ Attend = Callable[[int, Tensor, Variant], Tensor]
 
 
 class RowsToCompute(NamedTuple):
-    """The rows that are sampled; for all others the last layer computes only K and V."""
+    """The rows whose result is wanted: of others the last layer computes K and V alone."""
 
     rows: Tensor
     attend: Attend

@@ -1,4 +1,4 @@
-"""Settings of links, and limits on what a peer can make a link do."""
+"""What every link needs to know, and the limits of what a peer may make it do."""
 
 from dataclasses import dataclass
 
@@ -13,58 +13,41 @@ class LinkConfig:
     """The secret that all instances of a deployment share."""
 
     host: str = "127.0.0.1"
+    """Where receivers listen, and the name under which peers reach them."""
+
     port: int = 0
-    """Address that the receiver listens on; port 0 takes a free one."""
-
-    advertised_host: str | None = None
-    advertised_port: int | None = None
-    """Address that senders are given, where it differs from the one to listen on."""
-
-    ssl_certfile: str | None = None
-    ssl_keyfile: str | None = None
-    ssl_ca_certs: str | None = None
-    """PEM files for mutual TLS on the `tcp` link; without them blocks are not encrypted."""
+    """Of the `tcp` receiver; 0 takes a free one."""
 
     frame_bytes: int = 4 << 20
-    """Bytes that the Transfer Engine writes at once where blocks are smaller, because small
-    transfers are slow. The other links have their own sizes."""
+    """Payload that a Transfer Engine writes in one go, where blocks are smaller: small transfers
+    are slow ones. The other links have sizes of their own."""
 
     num_cells: int = 4
-    """Frames that may be in flight between two Transfer Engines."""
+    """Frames that may be on their way between two Transfer Engines at once."""
 
     max_senders: int = 16
-    """Most authenticated connections of a receiver."""
+    """Connections that a receiver serves at once."""
 
     connect_timeout_s: float = 2.0
-    """Longest wait for a connection, and for its handshake."""
+    """Longest wait for a connection, and for each word of its greeting."""
 
     stall_timeout_s: float = 10.0
-    """A peer that sends no byte for this long in the middle of a frame is disconnected."""
+    """How long a peer may stop in the middle of a frame before it is cut off."""
 
     mooncake_protocol: str = "tcp"
     """`tcp` or `rdma`, for the Transfer Engine."""
 
     mooncake_devices: str = ""
-    """RDMA devices, separated by commas; empty lets Mooncake choose."""
+    """RDMA devices, with commas between; empty lets Mooncake choose."""
 
     def __post_init__(self) -> None:
         if not self.token:
-            raise ConfigError(
-                "links need a token that all instances share; set HEADWATER_PEER_TOKEN"
-            )
+            raise ConfigError("links need a token that all instances share")
         if min(self.frame_bytes, self.num_cells, self.max_senders) < 1:
-            raise ConfigError("frame_bytes, num_cells and max_senders must be at least 1")
+            raise ConfigError("frame_bytes, num_cells and max_senders must be positive")
         if min(self.connect_timeout_s, self.stall_timeout_s) <= 0:
-            raise ConfigError(
-                "connect_timeout_s and stall_timeout_s must be positive, got "
-                f"{self.connect_timeout_s} and {self.stall_timeout_s}"
-            )
-
-    @property
-    def reachable_host(self) -> str:
-        """Host that senders connect to."""
-        return self.advertised_host or self.host
+            raise ConfigError("the timeouts of a link must be positive")
 
     def cell_bytes(self, block_bytes: int) -> int:
-        """Size of a staging cell, which is the largest payload of a frame: at least one block."""
+        """The largest payload of a frame: never less than a block."""
         return max(self.frame_bytes, block_bytes)

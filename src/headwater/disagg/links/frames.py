@@ -1,18 +1,17 @@
-"""Frames from sender to receiver, and the answers to them.
+"""What travels on a connection once the peers know each other: frames one way, answers back.
 
-    frame    magic 4 · pieces 2 · zero 2 · number 8 · lease 8 · cell 8 · payload bytes 8 · MAC 16
+    frame    magic 4 · pieces 2 · zero 2 · number 8 · lease 8 · cell 8 · payload bytes 8 · seal 16
     piece    index 4 · slot 4 · bytes 8 · checksum 16                      (once for each piece)
-    payload  for each piece its bytes, then their checksum 16              (on the `tcp` link)
+    payload  of each piece, one after the other, its bytes and their checksum 16
+
+In its table a piece has a checksum only where the payload is in staging memory. Where the peers
+share memory there is neither payload nor checksum, and the cell is the word that pledges them.
 
     answer   number 8 · outcome 1 · zero 7
 
-All fields are little-endian. Frames are numbered from 0 without gaps. The MAC is a keyed hash of
-the frame's other fields and its pieces. Its key comes from the handshake, so a frame of another
-connection is not accepted.
-
-Where the checksum of a block is depends on the link. On `tcp` it follows the block. With staging
-memory (`mooncake`) it is in the piece. On `shm` there is none: nothing is transmitted, and the
-cell is the word in `frame_validity` instead. Checksums are those of the storage codec.
+All little-endian. Frames are numbered from 0 on, without a gap. The seal is a keyed hash of the
+frame's other fields and its pieces; the key is made by the greeting, so a frame of another
+connection is no frame of this one. A block's checksum is that of the storage codec.
 """
 
 import hashlib
@@ -32,7 +31,7 @@ ANSWER_BYTES = 16
 CHECKSUM_BYTES = 16
 
 FIRST_BYTES = 1 << 20
-"""Payload of the first frame of a push: small, so that the receiver begins early."""
+"""Of a push whose payload travels, in its first frame: so the peer begins early."""
 
 _MAGIC = b"HWF1"
 _FRAME = struct.Struct("<4sHHQQQQ")
@@ -47,42 +46,42 @@ _OUTCOMES: tuple[PushFailure | None, ...] = (
     PushFailure.TWICE,
     PushFailure.DAMAGED,
 )
-"""Outcomes by their number on the wire; None is success."""
+"""By their number on the wire; none is good news."""
 
 
 class SentPiece(NamedTuple):
     """One block of a frame."""
 
     block: int
-    """Index of the block in the lease."""
+    """Which block of the lease."""
 
     slot: int
-    """Slot in the sender's memory, for a receiver that reads it there."""
+    """Where in the sender's memory it is, for a receiver that reads it there."""
 
     num_bytes: int
     checksum: bytes
 
 
 class Frame(NamedTuple):
-    """Blocks of one lease that are sent together."""
+    """Blocks of one lease that travel together."""
 
     number: int
     lease: int
     cell: int
-    """Index of the staging cell, or of the word in `frame_validity`; else 0."""
+    """Where in the staging memory the payload is, or which word pledges it; else 0."""
 
     pieces: tuple[SentPiece, ...]
     payload_bytes: int
-    """Bytes of all pieces."""
+    """Of all pieces together."""
 
 
 def announce(piece: BlockPiece) -> SentPiece:
-    """The piece of a block, without a checksum."""
+    """What a frame says of a block that it has no checksum of."""
     return SentPiece(piece.index, piece.slot, piece.num_bytes, bytes(CHECKSUM_BYTES))
 
 
 def describe(piece: BlockPiece, view: memoryview) -> SentPiece:
-    """The piece of a block with its checksum, for which it reads the block once."""
+    """What a frame says of a block; reads it once, for its checksum."""
     return SentPiece(piece.index, piece.slot, piece.num_bytes, checksum(view))
 
 
@@ -93,7 +92,7 @@ def make_frame(number: int, lease: int, cell: int, pieces: tuple[SentPiece, ...]
 
 
 def encode_frame(frame: Frame, key: bytes) -> bytes:
-    """The bytes of a frame without its payload."""
+    """Everything of a frame but its payload."""
     fields = _FRAME.pack(
         _MAGIC, len(frame.pieces), 0, frame.number, frame.lease, frame.cell, frame.payload_bytes
     )
@@ -102,42 +101,41 @@ def encode_frame(frame: Frame, key: bytes) -> bytes:
 
 
 def table_bytes(head: memoryview | bytes) -> int:
-    """Number of bytes of pieces that follow a frame's first `FRAME_BYTES`."""
+    """How many bytes of pieces follow a frame's first `FRAME_BYTES`."""
     magic: bytes
     num_pieces: int
     magic, num_pieces, *_ = _FRAME.unpack_from(head)
     if magic != _MAGIC or not 1 <= num_pieces <= MAX_PIECES:
-        raise Malformed("frame with a wrong magic number or number of pieces")
+        raise Malformed("bytes that begin no frame")
     return num_pieces * PIECE_BYTES
 
 
 def decode_frame(head: bytes, table: bytes, key: bytes, *, block_bytes: int) -> Frame:
-    """The frame. Malformed where its MAC is wrong, which is checked before anything else is
-    used."""
+    """The frame, or Malformed; nothing of it is believed before its seal is."""
     fields = head[: _FRAME.size]
     if _mac(fields, table, key) != head[_FRAME.size :]:
-        raise Malformed("frame with a wrong MAC")
+        raise Malformed("a frame whose seal is not ours")
     _, _, _, number, lease, cell, payload_bytes = _FRAME.unpack(fields)
     pieces = tuple(map(SentPiece._make, _PIECE.iter_unpack(table)))
     sizes = [piece.num_bytes for piece in pieces]
     if min(sizes) < 1 or max(sizes) > block_bytes:
-        raise Malformed("piece that is empty or larger than a block")
+        raise Malformed("a piece that is empty or larger than a block")
     if sum(sizes) != payload_bytes:
-        raise Malformed("frame whose pieces do not add up to its payload")
+        raise Malformed("a frame whose pieces do not add up")
     return Frame(number, lease, cell, pieces, payload_bytes)
 
 
 def encode_answer(number: int, failure: PushFailure | None) -> bytes:
-    """The bytes of an answer."""
+    """What became of a frame."""
     return _ANSWER.pack(number, _OUTCOMES.index(failure))
 
 
 def decode_answers(raw: memoryview) -> Sequence[tuple[int, PushFailure | None]]:
-    """All answers in `raw`, which holds only complete ones."""
+    """Every answer in `raw`, which holds only whole ones."""
     answers = []
     for number, outcome in _ANSWER.iter_unpack(raw):
         if outcome >= len(_OUTCOMES):
-            raise Malformed(f"answer with unknown outcome {outcome}")
+            raise Malformed("an answer that means nothing")
         answers.append((number, _OUTCOMES[outcome]))
     return answers
 

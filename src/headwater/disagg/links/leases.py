@@ -1,10 +1,10 @@
-"""Leases of a receiver: which bytes may be written to which slots, and until when.
+"""Which bytes may land where: the leases of a receiver, and the fence that ends each.
 
-    open ── begin_write … end_write ──▶ fenced ── the last write ends ──▶ closed
+    open ── land … settle ──▶ fenced ── the last landing settles ──▶ quiet
 
-A write is the blocks of one frame on their way into slots. A lease is not closed while a write is
-in progress. A write checks `stopped` at least once a tick and then writes no more. A block that
-has been received is never written again.
+A landing is one frame's blocks on their way into slots. While one is under way its lease is not
+quiet; it looks at `stopped` at least once a tick and then writes no more. A block that landed
+is never written again.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ Bytes: TypeAlias = NDArray[np.uint8]
 
 
 class _Lease:
-    """State of one lease."""
+    """What is known of one lease."""
 
     def __init__(self, slots: Sequence[int]) -> None:
         self.slots = list(slots)
@@ -36,43 +36,43 @@ class _Lease:
 
 
 class ArrivingBlocks:
-    """Blocks of one frame while they are written to their slots."""
+    """Blocks of one lease that are arriving."""
 
     def __init__(
         self, number: int, lease: _Lease, views: list[memoryview | None], new: list[int]
     ) -> None:
         self.lease_number = number
         self.views = views
-        """The target of each piece; None for a block that was received before."""
+        """Where each piece goes; None for a block that is there already."""
 
         self.new = new
-        """Pieces that have a target, in order."""
+        """Which pieces have a view, in order."""
 
         self.good: set[int] = set()
-        """Pieces that are complete and verified."""
+        """Which of those are in their slots, and are what was sent."""
 
         self.lease = lease
 
     @property
     def stopped(self) -> bool:
-        """Whether the lease was fenced: not one more byte may be written."""
+        """Whether the lease has been fenced: not one more byte may be written."""
         return self.lease.fenced
 
     def copy(self, at: int, source: Bytes) -> None:
-        """Copy `source` to the target of piece `at`, which must have one."""
+        """Fill the view of piece `at`, which has one."""
         view = self.views[at]
         assert view is not None
         np.copyto(np.frombuffer(view, dtype=np.uint8), source)
 
     def verify(self, at: int, expected: bytes) -> None:
-        """Piece `at` is complete: compare its checksum."""
+        """All bytes of piece `at` have arrived: see whether they are those that were sent."""
         view = self.views[at]
         if view is not None and checksum(view) == expected:
             self.good.add(at)
 
 
 class LeaseBook:
-    """All leases of a receiver. Its owner calls `open` and `fence`; connections call the rest."""
+    """Every lease of a receiver. `open` and `fence` by its owner, the rest by connections."""
 
     def __init__(self, memory: BlockMemory, deliver: Deliver) -> None:
         self.block_bytes = memory.block_bytes
@@ -82,15 +82,14 @@ class LeaseBook:
         self._leases: dict[int, _Lease] = {}
 
     def open(self, number: int, slots: Sequence[int]) -> None:
-        """Let blocks of this lease be written."""
+        """Let blocks of this lease land."""
         with self._lock:
             if number in self._leases:
                 raise InvariantError(f"lease {number} is open already")
             self._leases[number] = _Lease(slots)
 
     def fence(self, number: int) -> None:
-        """Let nothing more be written. LeaseClosed is delivered now, or by the last write in
-        progress."""
+        """Let nothing more land; Quiet now, or by the last landing that is under way."""
         with self._lock:
             lease = self._leases.get(number)
             if lease is None or lease.fenced:
@@ -101,7 +100,7 @@ class LeaseBook:
             self._deliver(closed)
 
     def fence_all(self) -> None:
-        """Fence every open lease."""
+        """Fence every lease there is."""
         with self._lock:
             numbers = list(self._leases)
         for number in numbers:
@@ -110,8 +109,7 @@ class LeaseBook:
     def begin_write(
         self, number: int, pieces: Sequence[SentPiece]
     ) -> ArrivingBlocks | PushFailure:
-        """Begin to write the blocks of a frame; `end_write` must follow. Returns the reason
-        where the frame is refused."""
+        """Begin to land; `end_write` has to follow. Or why not one byte of it may."""
         indices = [piece.block for piece in pieces]
         with self._lock:
             lease = self._leases.get(number)
@@ -138,7 +136,7 @@ class LeaseBook:
         return arriving
 
     def end_write(self, arriving: ArrivingBlocks, pieces: Sequence[SentPiece]) -> None:
-        """The write is over. Its `good` blocks have been received."""
+        """A landing writes no more, and its `good` blocks have landed."""
         lease, number = arriving.lease, arriving.lease_number
         events = []
         with self._lock:
@@ -157,7 +155,7 @@ class LeaseBook:
             self._deliver(closed)
 
     def _close_if_done(self, number: int, lease: _Lease) -> LeaseClosed | None:
-        """The final event of a lease, if it is fenced and no write is in progress."""
+        """The last word on a lease, if it is time for it."""
         if not lease.fenced or lease.num_writing:
             return None
         del self._leases[number]

@@ -1,12 +1,12 @@
-"""The `shm` link, for peers on one machine: the receiver copies from the sender's block memory.
+"""The `shm` link, for peers on one machine: the receiver copies from where the blocks lie.
 
-    sender's slots ── mapped by the receiver ──▶ one copy ──▶ receiver's slots
+    sender's slots ── a mapping of the same memory ──▶ one copy ──▶ receiver's slots
 
-After the handshake on a Unix socket, the sender passes a descriptor of its whole block memory, a
-sealed memfd. It has no name, so nothing is left behind when a process dies. The seals prevent
-that a peer shrinks it during a copy or writes to it. A frame names the slots of its blocks. The
-sender does not reuse them before it has the answer or has invalidated the frame
-(`frame_validity`). There is no checksum: no bytes are transmitted that could be damaged.
+A sender hands over a descriptor of its whole block memory, on a Unix socket, once both have
+proved the token. It is a sealed memfd: it has no name, so nothing is left behind when a process
+dies; no peer can pull it away under a copy, nor write to it. A frame says in which slots of the
+sender its blocks are; those stay as they are until it is answered, or the sender has withdrawn
+what it pledged. So nobody computes a checksum: there is no wire that could turn a bit over.
 """
 
 import os
@@ -34,33 +34,30 @@ from headwater.disagg.peering.handshake import (
     client_handshake,
 )
 from headwater.disagg.peering.stream import Stream, WaitCheck
-from headwater.disagg.peering.tls import Tls
 from headwater.disagg.protocol.errors import LinkBroken, Malformed
 from headwater.disagg.protocol.push import BlockPiece, PushFailure
 from headwater.errors import ConfigError
 from headwater.transfer.shared import map_shared
 
 _OFFER = struct.Struct("<Q")
-"""Size of the memory whose descriptor is passed with it."""
+"""Bytes of the memory that is handed over with it."""
 
 _NUM_FILES = 2
 _CREDENTIALS = struct.Struct("3i")
 _NUM_FRAMES = 4
-"""Frames in flight: the next frame is there before the peer has copied the last one."""
+"""Under way at once: the next one is there before the peer has copied the last."""
 
 _SHARED_BYTES = 4 << 20
-"""From this payload on, two threads copy a frame; each takes the next block."""
+"""From here on two threads share the copying of a frame: each takes the next block."""
 
 FRAME_BYTES = 32 << 20
-"""Only the table of a frame is sent, so frames are large to make their cost per block small."""
+"""Only its table travels, so a frame is as large as makes its own costs small."""
 
 
 class ShmAcceptor:
-    """Listens on an abstract Unix socket, whose name disappears with the process."""
+    """Listens on a Unix socket without a file: its name goes with the process."""
 
     link = "shm"
-    tls: Tls | None = None
-    """Bytes on a Unix socket do not leave the machine."""
 
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
@@ -79,8 +76,7 @@ class ShmAcceptor:
         return session, ShmInbound(memory, validity, self._block_bytes)
 
     def close(self) -> None:
-        """Copies blocks from the sender's memory into slots. It is the only writer of those
-        slots."""
+        """There is nothing but the listener."""
 
 
 class ShmInbound:
@@ -98,7 +94,7 @@ class ShmInbound:
 
     def receive(self, frame: Frame, arriving: ArrivingBlocks, check_wait: WaitCheck) -> int:
         if max(piece.slot for piece in frame.pieces) >= self._num_slots:
-            raise Malformed("block outside the sender's memory")
+            raise Malformed("a block that is outside the sender's memory")
         indices, copied = iter(arriving.new), set[int]()
         if frame.payload_bytes < _SHARED_BYTES:
             self._copy(frame, arriving, indices, copied)
@@ -106,7 +102,7 @@ class ShmInbound:
             helping = self._helper.submit(self._copy, frame, arriving, indices, copied)
             try:
                 self._copy(frame, arriving, indices, copied)
-            finally:  # also after an error: nothing is written once this returns
+            finally:  # whatever happened here, nothing is written once this returns
                 if not helping.cancel():
                     helping.result()
         if self._validity.is_valid(frame):
@@ -116,7 +112,7 @@ class ShmInbound:
     def _copy(
         self, frame: Frame, arriving: ArrivingBlocks, indices: Iterator[int], copied: set[int]
     ) -> None:
-        """Copy blocks until none is left or the lease is fenced."""
+        """Copy block after block, until none is left or it is stopped."""
         for index in indices:
             if arriving.stopped:
                 return
@@ -140,11 +136,11 @@ class ShmDialer:
     def __init__(self, address: str, config: LinkConfig, memory: BlockMemory) -> None:
         self._name = address.partition("://")[2]
         if not self._name:
-            raise ConfigError(f"{address!r} is not a link address; write shm://name")
+            raise ConfigError(f"{address!r} is no address of a link")
         if not isinstance(memory, OneMemory) or memory.file is None:
             raise ConfigError(
-                "the blocks of this instance are not in shared memory; start all peers with "
-                "--cache-transfer-protocol shm"
+                "the blocks of this instance are not in shared memory: "
+                "all peers of a link 'shm' have to be started with it"
             )
         self._file = memory.file
         self._num_bytes = len(memory.memory)
@@ -175,7 +171,7 @@ class ShmDialer:
 
 
 class ShmOutbound:
-    """Sends frames; payloads stay in the sender's memory."""
+    """Payloads that stay where they are."""
 
     def __init__(self, stream: Stream, key: bytes, validity: FrameValidity) -> None:
         self.stream = stream
@@ -205,26 +201,23 @@ class ShmOutbound:
 
 
 def _check_user(stream: Stream) -> None:
-    """Share memory only with processes of the same user or of root."""
+    """Only processes of our own user, or the system's, share memory with us."""
     raw = stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(raw)
     if user not in (os.getuid(), 0):
-        raise Malformed(
-            f"the peer runs as user {user}; the shm link needs the same user",
-            PushFailure.REFUSED,
-        )
+        raise Malformed(f"a peer of user {user}", PushFailure.REFUSED)
 
 
 def _take_memory(stream: Stream, check_wait: WaitCheck) -> tuple[memoryview, PeerFrameValidity]:
-    """Map the memory of a sender, and its frame validity words."""
+    """The memory that a sender hands over, and what it pledges of it, mapped."""
     raw, files = _receive_files(stream, check_wait)
     try:
         if len(raw) != _OFFER.size or len(files) != _NUM_FILES:
-            raise Malformed("the peer passed no memory descriptors")
+            raise Malformed("no memory where it should be handed over")
         memory = map_shared(files[0], _OFFER.unpack(raw)[0])
         return memory, PeerFrameValidity(map_shared(files[1], VALIDITY_BYTES))
     except (OSError, ValueError, OverflowError) as error:
-        raise Malformed(f"cannot map the peer's memory: {error}") from error
+        raise Malformed(f"something that is no memory to share: {error}") from error
     finally:
         for file in files:
             os.close(file)
@@ -239,6 +232,6 @@ def _receive_files(stream: Stream, check_wait: WaitCheck) -> tuple[bytes, list[i
         except BlockingIOError:
             check_wait()
         except OSError as error:
-            raise LinkBroken(f"connection lost: {error}") from error
+            raise LinkBroken(f"the peer is gone: {error}") from error
         else:
             return raw, files

@@ -43,7 +43,7 @@ class RedisConfig:
 
 
 def tls_context(config: RedisConfig) -> ssl.SSLContext:
-    """TLS for rediss://: trusted authorities, and the client certificate."""
+    """For rediss://: whom we trust, and the certificate that we show."""
     try:
         context = ssl.create_default_context(cafile=config.tls_ca_file)
     except OSError as error:

@@ -32,7 +32,7 @@ _TICK_S = 0.05  # longest time in one call of the kernel; the deadline is looked
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Address of a server, and the user to log in as."""
+    """Where a server is and who we are to it."""
 
     host: str
     port: int
