@@ -37,7 +37,7 @@ def measure_decode(
     """Tokens a second at each batch size, and the share of the memory roofline."""
     found = {}
     for batch in batches:
-        served = _serve(engine, batch, seed=batch)
+        served = serve_batch(engine, batch, seed=batch)
         steps = np.array(served.steps_s[_SKIPPED:])
         context = PROMPT + OUTPUT // 2
         num_bytes = weight_bytes(model) + batch * context * model.token_bytes
@@ -161,9 +161,12 @@ class Traffic:
         self._mover.start([plan], now=0.0)
 
 
-def _serve(engine: GpuEngine, batch: int, *, seed: int) -> GpuRun:
+def serve_batch(
+    engine: GpuEngine, batch: int, *, seed: int, max_tokens: int = OUTPUT
+) -> GpuRun:
+    """So many requests with a context of about 1 k, all at once."""
     engine.runner.warm(batch)
-    return engine.serve(_prompts(engine, batch, seed=seed), max_tokens=OUTPUT)
+    return engine.serve(_prompts(engine, batch, seed=seed), max_tokens=max_tokens)
 
 
 def _serve_again(

@@ -3,7 +3,7 @@
 import gc
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
-from transformers import LlamaConfig as _LlamaConfig
-from transformers import Qwen3Config as _Qwen3Config
 
+from headwater.bench._gpu_shapes import SHAPES
 from headwater.cache import CacheConfig, Namespace, TieredCache
 from headwater.clock import SystemClock
 from headwater.device.attention.base import ATTENTION, register
@@ -39,33 +38,6 @@ BLOCK_TOKENS = 64
 DEVICE = torch.device("cuda", 0)
 _POLL_S = 0.02
 
-_LLAMA: dict[str, Any] = {
-    "rope_theta": 500000.0,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 131072,
-}
-
-LlamaConfig: Any = _LlamaConfig
-Qwen3Config: Any = _Qwen3Config
-
-SHAPES: dict[str, Any] = {
-    "8b": lambda: LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, vocab_size=128256, tie_word_embeddings=False,
-        **_LLAMA,
-    ),
-    "1b": lambda: LlamaConfig(
-        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=64, vocab_size=128256, tie_word_embeddings=True, **_LLAMA,
-    ),
-    "qwen3-8b": lambda: Qwen3Config(
-        hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=False,
-        rope_theta=1e6, max_position_embeddings=40960,
-    ),
-}  # fmt: skip
-"""Llama-3.1-8B, Llama-3.2-1B and Qwen3-8B, as their configurations say."""
-
 
 def require_gpu() -> None:
     """A ConfigError where there is none."""
@@ -90,6 +62,12 @@ def random_model(config: Any, dtype: torch.dtype = torch.bfloat16) -> LoadedMode
     with torch.no_grad():
         for weight in module.parameters():
             weight.normal_(std=0.02) if weight.dim() > 1 else weight.fill_(1.0)
+    for name, values in module.named_buffers():
+        # Buffers that are computed, not loaded, are lost on the way over the meta device.
+        if name.endswith("embed_scale"):
+            values.fill_(config.hidden_size**0.5)
+        elif name.endswith("correction_bias"):
+            values.zero_()
     rotary = type(module.model.rotary_emb)
     module.model.rotary_emb = rotary(config).to(DEVICE)
     return LoadedModel(
@@ -100,11 +78,18 @@ def random_model(config: Any, dtype: torch.dtype = torch.bfloat16) -> LoadedMode
         dtype=dtype,
         num_layers=config.num_hidden_layers,
         kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
+        head_dim=getattr(config, "head_dim", None)
+        or config.hidden_size // config.num_attention_heads,
         vocab_size=config.vocab_size,
         max_model_len=config.max_position_embeddings,
         eos_token_ids=(),
     )
+
+
+def release_memory() -> None:
+    """Give back the device memory of what is no longer used."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def weight_bytes(model: LoadedModel) -> int:
@@ -217,10 +202,11 @@ class GpuEngine:
         random = np.random.default_rng(seed)
         return random.integers(0, self._vocab, num_tokens).astype(np.int32)
 
-    def add(self, prompt: Tokens, max_tokens: int) -> RequestId:
-        """One more request, from now on."""
+    def add(self, prompt: Tokens, max_tokens: int, **sampling: Any) -> RequestId:  # noqa: ANN401
+        """One more request, from now on; greedy unless `sampling` says otherwise."""
         name = RequestId(f"bench-{next(self._numbers)}")
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
+        asked = {"temperature": 0.0, **sampling}
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **asked)
         self.core.add(
             Request(request_id=name, tokens=prompt, params=params, arrival_s=self.clock.now())
         )
@@ -232,11 +218,16 @@ class GpuEngine:
         *,
         max_tokens: int,
         between: Callable[[], None] | None = None,
+        sampling: Sequence[Mapping[str, Any]] = (),
     ) -> GpuRun:
-        """All at once, until the last has ended; `between` is called after each step."""
+        """All at once, until the last has ended; `between` is called after each step.
+
+        `sampling` is taken in turn by the requests; without it all are greedy.
+        """
         served, began_s = GpuRun(), self.clock.now()
-        for prompt in prompts:
-            self.add(prompt, max_tokens)
+        for number, prompt in enumerate(prompts):
+            asked = sampling[number % len(sampling)] if sampling else {}
+            self.add(prompt, max_tokens, **asked)
         waiting, last_s, last_mark = len(prompts), 0.0, self.runner.last_mark
         found, marks = dict.fromkeys(("device", "host", "storage"), 0), []
         while waiting:
@@ -305,8 +296,7 @@ class GpuEngine:
         self.core.close()
         del self.runner, self.core, self.slab, self.copier
         gc.unfreeze()
-        gc.collect()
-        torch.cuda.empty_cache()
+        release_memory()
 
     def _workers(self, folder: Path | None) -> StorageWorkers | None:
         if folder is None:

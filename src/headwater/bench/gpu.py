@@ -18,7 +18,20 @@ from headwater.bench._report import print_report
 from headwater.clock import SystemClock
 from headwater.errors import ConfigError
 
-PARTS = ("copies", "decode", "prefill", "first_token", "start", "all_miss", "trace")
+PARTS = (
+    "copies",
+    "decode",
+    "prefill",
+    "first_token",
+    "start",
+    "all_miss",
+    "trace",
+    "sampling",
+    "moe",
+    "families",
+)
+_MOE_SHAPES = ("qwen3-30b-a3b", "qwen3-30b-a3b-12")
+_FAMILY_SHAPES = ("gemma-3-4b", "phi-4-mini", "olmo-2-7b", "1b")
 _BATCHES = (1, 32, 128, 256)
 
 
@@ -41,17 +54,33 @@ class _Run:
     """The parts, in the order they are asked for; what one leaves the next may use."""
 
     def __init__(self, options: Namespace) -> None:
-        from headwater.bench import _gpu_ceilings, _gpu_engine
+        from headwater.bench import _gpu_ceilings
 
         self._options = options
         self._clock = SystemClock()
-        self._model = _gpu_engine.make_model(options.model)
+        self._made: Any = None
         self._ceilings = _gpu_ceilings.measure()
         self.result: dict[str, Any] = {
             "model": options.model,
             "ceilings": self._ceilings,
             "failed": [],
         }
+
+    @property
+    def _model(self) -> Any:  # noqa: ANN401 -- a LoadedModel, which needs torch
+        """The model of most parts; made when the first of them runs."""
+        from headwater.bench import _gpu_engine
+
+        if self._made is None:
+            self._made = _gpu_engine.make_model(self._options.model)
+        return self._made
+
+    def _release_model(self) -> None:
+        """Make room for another model."""
+        from headwater.bench import _gpu_engine
+
+        self._made = None
+        _gpu_engine.release_memory()
 
     def attempt(self, part: str) -> None:
         """Run one part; a failure is reported and does not stop the others."""
@@ -63,6 +92,9 @@ class _Run:
             "start": self._start,
             "all_miss": self._all_miss,
             "trace": self._trace,
+            "sampling": self._sampling,
+            "moe": self._moe,
+            "families": self._families,
         }
         if part not in parts:
             raise ConfigError(f"no part {part!r}; known: {', '.join(PARTS)}")
@@ -163,11 +195,60 @@ class _Run:
             blocks=2400,
         )
 
+    def _sampling(self) -> dict[str, Any]:
+        from headwater.bench import _gpu_engine, _gpu_sampling
+
+        found = {}
+        for batch in (32,) if self._options.quick else (128, 512):
+            engine = _gpu_engine.GpuEngine(
+                self._model, num_blocks=_gpu_sampling.blocks_for(batch), max_num_seqs=batch
+            )
+            found[str(batch)] = _gpu_sampling.measure_sampling(engine, batch)
+            engine.close()
+        return found
+
+    def _moe(self) -> dict[str, Any]:
+        from headwater.bench import _gpu_decode, _gpu_engine, _gpu_moe
+
+        self._release_model()
+        found = {}
+        for shape in _MOE_SHAPES[1:] if self._options.quick else _MOE_SHAPES:
+            model = _gpu_engine.make_model(shape)
+            engine = _gpu_engine.GpuEngine(
+                model, num_blocks=_gpu_decode.blocks_for(128) + 256, max_num_seqs=128
+            )
+            found[shape] = _gpu_moe.measure_moe(model, engine, [1, 32, 128], self._ceilings)
+            found[shape]["is_fused"] = engine.runner.is_fused
+            engine.close()
+            del engine, model
+            self._release_model()
+        return found
+
+    def _families(self) -> dict[str, Any]:
+        from headwater.bench import _gpu_decode, _gpu_engine
+
+        self._release_model()
+        found = {}
+        for shape in _FAMILY_SHAPES:
+            model = _gpu_engine.make_model(shape)
+            engine = _gpu_engine.GpuEngine(
+                model, num_blocks=_gpu_decode.blocks_for(32), max_num_seqs=32
+            )
+            ceiling = self._ceilings["memory_gb_s"]
+            found[shape] = _gpu_decode.measure_decode(model, engine, [1, 32], ceiling)
+            found[shape]["is_fused"] = engine.runner.is_fused
+            engine.close()
+            del engine, model
+            self._release_model()
+        return found
+
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog="headwater bench gpu", description=__doc__, allow_abbrev=False)
     parser.add_argument("--parts", default=",".join(PARTS), help="which, with commas (all)")
-    parser.add_argument("--model", default="8b", help="8b, 1b or qwen3-8b (8b)")
+    parser.add_argument(
+        "--model", default="8b", help="shape of the model, such as 8b, 1b or qwen3-8b (8b)"
+    )
     parser.add_argument("--trace", type=Path, help="a trace in the Mooncake format")
     parser.add_argument("--folder", type=Path, help="where files are written (temporary)")
     parser.add_argument("--pairs", type=int, default=6, help="pairs of the all-miss runs (6)")

@@ -1,4 +1,4 @@
-"""Chance as a pure function of (seed, position): no state, so batching cannot change it."""
+"""Random numbers as a pure function of (seed, position): batching cannot change them."""
 
 from collections.abc import Sequence
 
@@ -13,9 +13,13 @@ _MASK = (1 << 64) - 1
 
 def uniform(seeds: Sequence[int], positions: NDArray[np.int64]) -> NDArray[np.float32]:
     """A number in [0, 1) for each seed and position; any integer is a seed."""
-    seed = np.array([seed & _MASK for seed in seeds], dtype=np.uint64)
+    return uniform_of(np.array([seed & _MASK for seed in seeds], dtype=np.uint64), positions)
+
+
+def uniform_of(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float32]:
+    """The same for seeds of 64 bits in an array."""
     with np.errstate(over="ignore"):
-        stream = _mixed(seed + _GOLDEN)
+        stream = _mixed(seeds + _GOLDEN)
         drawn = _mixed(stream + positions.astype(np.uint64) * _GOLDEN)
     # The upper 24 bits, which a float32 holds exactly: 1.0 cannot come out.
     return (drawn >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)

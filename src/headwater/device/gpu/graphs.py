@@ -85,7 +85,7 @@ class DecodeGraphs:
         self._inputs = torch.zeros(num_ints, dtype=torch.int32, device=pool.device)
         self._staging = Staging(num_ints, num_buffers=3)
         vocab = decoder.head.shape[0]
-        self._logits = torch.empty((max_rows, vocab), dtype=pool.data.dtype, device=pool.device)
+        self.logits = torch.empty((max_rows, vocab), dtype=pool.data.dtype, device=pool.device)
         self._partials = partials(entries, decoder.heads, pool)
         self._arrived = arrived(max_rows, pool)
 
@@ -111,7 +111,7 @@ class DecodeGraphs:
         self.warm([size])
         self._fill(layout, carry, size)
         self._graphs[size].replay()
-        return self._logits[:num_rows]
+        return self.logits[:num_rows]
 
     def _add(self, name: str, size: int) -> None:
         self._sections[name] = _Section(self._header, size)
@@ -183,7 +183,7 @@ class DecodeGraphs:
         tokens, carry = self._view("tokens", size), self._view("carry", size)
         hidden = decoder.embed(tokens, carry, self._chosen)
         hidden = decoder.run(hidden, places, self._pool.data, attention.attend)
-        logits = decoder.logits(hidden, out=self._logits[:size])
+        logits = decoder.logits(hidden, out=self.logits[:size])
         choose_greedy(logits, self._chosen)
 
     def _view(self, name: str, size: int) -> Tensor:

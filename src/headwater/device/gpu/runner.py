@@ -13,11 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headwater.device.attention.base import Variant
 from headwater.device.gpu.arrivals import Arrivals
-from headwater.device.gpu.decoder import FusedDecoder, RowsToCompute, fused_decoder
+from headwater.device.gpu.decoder import FusedDecoder, RowsToCompute
+from headwater.device.gpu.fused_check import fused_decoder
 from headwater.device.gpu.graphs import DecodeGraphs
 from headwater.device.gpu.inputs import Layout, PackedStep, pack
 from headwater.device.gpu.module import ModuleDecoder
+from headwater.device.gpu.sampling import DeviceSampler, PendingLogprobs
 from headwater.device.gpu.staging import Staging
 from headwater.device.gpu.warm import warm_chunks
 from headwater.device.kernels.greedy import choose_greedy
@@ -26,7 +29,7 @@ from headwater.device.kv import KVPool
 from headwater.device.model import LoadedModel
 from headwater.device.penalties import History, is_penalised
 from headwater.device.runner import begin_masks, is_masked, void_unmasked
-from headwater.device.sampler import LogprobTable, SampledRows, Sampler, is_plain
+from headwater.device.sampler import LogprobTable, SampledRows, Sampler
 from headwater.device.upload import put
 from headwater.engine.masks import MaskWorkers, StepMasks
 from headwater.errors import InvariantError
@@ -52,7 +55,7 @@ class _SubmittedStep:
 
     host: Tensor
     done: torch.cuda.Event
-    logprobs: LogprobTable | None
+    logprobs: PendingLogprobs | LogprobTable | None
     masks: StepMasks | None
     """Of the rows with a grammar; None where there are none."""
 
@@ -104,6 +107,9 @@ class CudaRunner:
         self._host = torch.zeros((_RING, self._max_rows), dtype=torch.int32, pin_memory=True)
         self._staging = Staging(4 * max_batched_tokens + (1 << 16), num_buffers=_RING)
         self._sampler = Sampler(model.eos_token_ids)
+        self._sampling = DeviceSampler(
+            self._chosen, model.vocab_size, model.eos_token_ids, dtype=model.dtype
+        )
         self._masks = masks
         with torch.inference_mode():
             fused = fused_decoder(model.module, model.max_model_len)
@@ -130,14 +136,13 @@ class CudaRunner:
         if self.graphs is None or not isinstance(decoder, FusedDecoder):
             return
         with torch.inference_mode():
+            self._sampling.capture(self.graphs.logits)
             if num_rows is not None:
                 self.graphs.warm_up_to(num_rows)
                 return
             self.graphs.warm()
             decoder.warm(self.pool.data)
-            for variant in {
-                layer.variant.window: layer.variant for layer in decoder.layers
-            }.values():
+            for variant in _distinct([layer.variant for layer in decoder.layers]):
                 warm_chunks(self.pool, decoder.heads, variant)
 
     def submit(self, batch: ScheduledBatch) -> None:
@@ -145,17 +150,18 @@ class CudaRunner:
         layout = Layout(batch, self.pool.block_tokens)
         carry = self._carry(batch)
         with torch.inference_mode():
-            if self.graphs is not None and layout.is_decode and not batch.awaits:
+            is_captured = self.graphs is not None and layout.is_decode and not batch.awaits
+            if self.graphs is not None and is_captured:
                 logits = self.graphs.run(layout, carry)
                 places = batch.sampled.astype(np.int32)
-                is_greedy = is_plain(batch.params)
             else:
                 logits = self._run_packed(layout, carry)
                 places = np.arange(len(batch.sampled), dtype=np.int32)
-                is_greedy = False
+                if len(places):
+                    choose_greedy(logits, self._chosen)
             logprobs, masks = None, None
             carried = self._carried_tokens(batch)
-            if not is_greedy and len(batch.sampled):
+            if len(places) and not self._sampling.is_plain(batch.params):
                 masks = self._take_masks(batch, carried)
                 logprobs = self._choose(batch, logits, places, masks)
             self._finish_submit(
@@ -227,21 +233,27 @@ class CudaRunner:
         logits: Tensor,
         places: IntArray,
         masks: StepMasks | None,
-    ) -> LogprobTable | None:
-        """Put the tokens of the sampled rows where `places` says, from `logits` there."""
-        at = None
-        if len(logits) != len(batch.sampled):
-            at = put(places, logits.device)
-            logits = logits.index_select(0, at)
-        elif is_plain(batch.params):
-            choose_greedy(logits, self._chosen)
-            return None
+    ) -> PendingLogprobs | LogprobTable:
+        """Put the tokens of the sampled rows where `places` says, from `logits` there.
+
+        The most likely tokens are there already.
+        """
+        if self._sampling.takes(batch.params):
+            return self._sampling.run(batch, logits, places, masks, self._last_token)
+        # More than the kernels have room for: torch sorts, and waits for the step before where a
+        # row has penalties.
+        at = put(places, logits.device)
+        logits = logits.index_select(0, at)
         chosen = self._sampler.pick(logits, self._sampled_rows(batch, masks))
-        if at is None:
-            self._chosen[: len(chosen)] = chosen
-        else:
-            self._chosen[at] = chosen.int()
+        self._chosen[at] = chosen.int()
         return LogprobTable(logits, chosen, batch.params)
+
+    def _last_token(self, row: int) -> Tokens:
+        """What the step before chose for one of its rows; waits for it."""
+        if self._last is None:
+            raise InvariantError("a first batch has nothing to carry")
+        at = np.flatnonzero(self._last.batch.sampled == row)
+        return self._last.tokens()[at].astype(np.int32)
 
     def _finish_submit(self, submitted: _SubmittedStep) -> None:
         """Have the chosen tokens copied to the host, and note the step."""
@@ -302,16 +314,20 @@ class CudaRunner:
     def _histories(self, batch: ScheduledBatch) -> dict[int, History]:
         """Of penalised rows, which need every token: their steps wait for the one before."""
         histories: dict[int, History] = {}
-        before: Tokens | None = None
         for i, params in enumerate(batch.params):
             if not is_penalised(params):
                 continue
             tokens, prompt_len = batch.histories[i]
             source = int(batch.carry[batch.sampled[i]])
-            if source >= 0 and self._last is not None:
-                if before is None:
-                    before = self._last.tokens()
-                at = np.flatnonzero(self._last.batch.sampled == source)
-                tokens = np.append(tokens, before[at].astype(np.int32))
+            if source >= 0:
+                tokens = np.append(tokens, self._last_token(source))
             histories[i] = tokens, prompt_len
         return histories
+
+
+def _distinct(variants: list[Variant]) -> list[Variant]:
+    """One of each kind that a kernel of its own is compiled for."""
+    kinds = {
+        (v.window is not None, v.softcap is not None, v.sinks is not None): v for v in variants
+    }
+    return list(kinds.values())

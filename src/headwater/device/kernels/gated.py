@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from headwater.device.kernels.activation import GateActivation, activate
 from headwater.device.kernels.rows import gate
 
 _TILE_ROWS, _OUTPUTS, _INPUTS = 128, 128, 64
@@ -32,14 +33,9 @@ _MAX_PADDING = 1.15
 """Rows of tiles over rows: more of what is not there costs more than the activation."""
 
 
-@triton.jit
-def _activate(gate, up):
-    return gate * tl.sigmoid(gate) * up
-
-
 @triton.jit(do_not_specialize=["rows"])  # or each new number could stop a step to compile
 def _gated(x, weight, out, rows, OUTPUTS: tl.constexpr, SIZE: tl.constexpr, M: tl.constexpr,
-           N: tl.constexpr, K: tl.constexpr, BAND: tl.constexpr):  # fmt: skip
+           N: tl.constexpr, K: tl.constexpr, BAND: tl.constexpr, ACTIVATION: tl.constexpr):  # fmt: skip
     tiles_down = tl.cdiv(rows, M)
     tiles_across: tl.constexpr = OUTPUTS // N
     for tile in range(tl.program_id(0), tiles_down * tiles_across, tl.num_programs(0)):
@@ -52,12 +48,13 @@ def _gated(x, weight, out, rows, OUTPUTS: tl.constexpr, SIZE: tl.constexpr, M: t
         for at in range(0, SIZE, K):
             both = tl.dot(x.load([first_row, at]), weight.load([2 * first, at]).T, both)
         gate, up = tl.split(tl.reshape(both, (M, N, 2)))
-        out.store([first_row, first], _activate(gate, up).to(out.dtype))
+        result = activate(gate, up, 0.0, 0.0, ACTIVATION)
+        out.store([first_row, first], result.to(out.dtype))
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _transposed(x, weight, out, rows, OUTPUTS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
-            N: tl.constexpr, K: tl.constexpr):  # fmt: skip
+            N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr):  # fmt: skip
     first = tl.program_id(0) * N
     both = tl.zeros([2 * N, ROWS], tl.float32)
     for at in range(0, SIZE, K):
@@ -65,12 +62,18 @@ def _transposed(x, weight, out, rows, OUTPUTS: tl.constexpr, SIZE: tl.constexpr,
     gate, up = tl.split(tl.permute(tl.reshape(both, (N, 2, ROWS)), (0, 2, 1)))
     row = tl.arange(0, ROWS)
     place = row[None, :].to(tl.int64) * OUTPUTS + (first + tl.arange(0, N))[:, None]
-    result = _activate(gate, up).to(out.dtype.element_ty)
+    result = activate(gate, up, 0.0, 0.0, ACTIVATION).to(out.dtype.element_ty)
     tl.store(out + place, result, mask=(row < rows)[None, :])
 
 
-def gate_up(x: Tensor, weight: Tensor, *, is_eager: bool) -> Tensor:
-    """`silu(x @ gate.T) * (x @ up.T)` with `weight` the rows of gate and up in turn.
+def gate_up(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    is_eager: bool,
+    activation: GateActivation = GateActivation.SILU,
+) -> Tensor:
+    """`activation(x @ gate.T) * (x @ up.T)` with `weight` the rows of gate and up in turn.
 
     `is_eager` says that this is no part of a graph.
     """
@@ -78,13 +81,13 @@ def gate_up(x: Tensor, weight: Tensor, *, is_eager: bool) -> Tensor:
     is_small = is_eager and rows < MIN_EAGER_ROWS
     if not is_small and _fits(weight):
         if rows <= _MAX_TRANSPOSED_ROWS:
-            return _gate_up_transposed(x, weight)
+            return _gate_up_transposed(x, weight, activation)
         if triton.cdiv(rows, _TILE_ROWS) * _TILE_ROWS <= rows * _MAX_PADDING:
-            return _gate_up_tiled(x, weight)
-    return gate(torch.mm(x, weight.T))
+            return _gate_up_tiled(x, weight, activation)
+    return gate(torch.mm(x, weight.T), activation)
 
 
-def _gate_up_transposed(x: Tensor, weight: Tensor) -> Tensor:
+def _gate_up_transposed(x: Tensor, weight: Tensor, activation: GateActivation) -> Tensor:
     """The same in one kernel, transposed."""
     rows, size = x.shape
     outputs = weight.shape[0] // 2
@@ -100,13 +103,14 @@ def _gate_up_transposed(x: Tensor, weight: Tensor) -> Tensor:
         ROWS=tile,
         N=_TRANSPOSED_OUTPUTS,
         K=_INPUTS,
+        ACTIVATION=int(activation),
         num_warps=4,
         num_stages=4,
     )
     return out
 
 
-def _gate_up_tiled(x: Tensor, weight: Tensor) -> Tensor:
+def _gate_up_tiled(x: Tensor, weight: Tensor, activation: GateActivation) -> Tensor:
     """The same in one kernel, tile after tile."""
     rows, size = x.shape
     outputs = weight.shape[0] // 2
@@ -123,6 +127,7 @@ def _gate_up_tiled(x: Tensor, weight: Tensor) -> Tensor:
         M=_TILE_ROWS,
         N=_OUTPUTS,
         K=_INPUTS,
+        ACTIVATION=int(activation),
         BAND=_BAND,
         num_warps=8,
         num_stages=3 if rows >= MIN_EAGER_ROWS else 4,

@@ -36,49 +36,70 @@ def _rotate(
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     HALF: tl.constexpr,
+    WIDTH: tl.constexpr,
+    REST_WIDTH: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     NORMED: tl.constexpr,
     GROUP: tl.constexpr,
 ):
+    """`HALF` pairs of numbers of a head are rotated; what follows them is left as it is."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
-    at = tl.arange(0, HALF)
+    at = tl.arange(0, WIDTH)
+    rest_at = 2 * HALF + tl.arange(0, REST_WIDTH)
     all_heads: tl.constexpr = HEADS + 2 * KV_HEADS
-    inside = (head < all_heads)[:, None] & (at < DIM // 2)[None, :]
-    row = packed + token * all_heads * DIM + head[:, None] * DIM + at[None, :]
-    left = tl.load(row, mask=inside, other=0.0).to(tl.float32)
-    right = tl.load(row + DIM // 2, mask=inside, other=0.0).to(tl.float32)
+    has_rest: tl.constexpr = 2 * HALF < DIM
+    inside = (head < all_heads)[:, None] & (at < HALF)[None, :]
+    row = packed + token * all_heads * DIM + head[:, None] * DIM
+    left = tl.load(row + at[None, :], mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(row + HALF + at[None, :], mask=inside, other=0.0).to(tl.float32)
     rotated = (head < HEADS + KV_HEADS)[:, None]
+    is_query = (head < HEADS)[:, None]
+    in_rest = (head < all_heads)[:, None] & (rest_at < DIM)[None, :]
+    if has_rest:
+        rest = tl.load(row + rest_at[None, :], mask=in_rest, other=0.0).to(tl.float32)
     if NORMED:
-        is_query = (head < HEADS)[:, None]
-        squares = (tl.sum(left * left, 1) + tl.sum(right * right, 1)) / DIM
-        scale = tl.rsqrt(squares + epsilon)[:, None]
-        half_in = at < DIM // 2
-        query_left = tl.load(query_norm + at, mask=half_in).to(tl.float32)[None, :]
-        query_right = tl.load(query_norm + DIM // 2 + at, mask=half_in).to(tl.float32)[None, :]
-        key_left = tl.load(key_norm + at, mask=half_in).to(tl.float32)[None, :]
-        key_right = tl.load(key_norm + DIM // 2 + at, mask=half_in).to(tl.float32)[None, :]
-        normed_left = left * scale * tl.where(is_query, query_left, key_left)
-        normed_right = right * scale * tl.where(is_query, query_right, key_right)
-        left = tl.where(rotated, normed_left, left)
-        right = tl.where(rotated, normed_right, right)
+        squares = tl.sum(left * left, 1) + tl.sum(right * right, 1)
+        if has_rest:
+            squares += tl.sum(rest * rest, 1)
+        scale = tl.rsqrt(squares / DIM + epsilon)[:, None]
+        left = _normed(left, scale, query_norm, key_norm, at, at < HALF, is_query, rotated)
+        right = _normed(
+            right, scale, query_norm, key_norm, HALF + at, at < HALF, is_query, rotated
+        )
+        if has_rest:
+            rest = _normed(
+                rest, scale, query_norm, key_norm, rest_at, rest_at < DIM, is_query, rotated
+            )
+            tl.store(row + rest_at[None, :], rest, mask=in_rest & rotated)
     position = tl.load(positions + token)
-    angle = position.to(tl.int64) * (DIM // 2) + at
-    cosine = tl.load(cosines + angle, mask=at < DIM // 2, other=0.0)[None, :]
-    sine = tl.load(sines + angle, mask=at < DIM // 2, other=0.0)[None, :]
+    angle = position.to(tl.int64) * HALF + at
+    cosine = tl.load(cosines + angle, mask=at < HALF, other=0.0)[None, :]
+    sine = tl.load(sines + angle, mask=at < HALF, other=0.0)[None, :]
     rotated_left = tl.where(rotated, left * cosine - right * sine, left)
     rotated_right = tl.where(rotated, right * cosine + left * sine, right)
-    tl.store(row, rotated_left, mask=inside & rotated)
-    tl.store(row + DIM // 2, rotated_right, mask=inside & rotated)
+    tl.store(row + at[None, :], rotated_left, mask=inside & rotated)
+    tl.store(row + HALF + at[None, :], rotated_right, mask=inside & rotated)
     slot = tl.load(slots + token).to(tl.int64)
     plane = tl.where(head < HEADS + KV_HEADS, 0, 1)
     kv_head = tl.where(plane == 0, head - HEADS, head - HEADS - KV_HEADS)
     in_block = plane * BLOCK_TOKENS + position % BLOCK_TOKENS
     target = slot * block_stride + layer_at + (in_block * KV_HEADS + kv_head) * DIM
-    stored = inside & (head >= HEADS)[:, None] & (slot >= 0)
-    place = pool + target[:, None] + at[None, :]
-    tl.store(place, rotated_left, mask=stored)
-    tl.store(place + DIM // 2, rotated_right, mask=stored)
+    is_stored = (head >= HEADS)[:, None] & (slot >= 0)
+    place = pool + target[:, None]
+    tl.store(place + at[None, :], rotated_left, mask=inside & is_stored)
+    tl.store(place + HALF + at[None, :], rotated_right, mask=inside & is_stored)
+    if has_rest:
+        tl.store(place + rest_at[None, :], rest, mask=in_rest & is_stored)
+
+
+@triton.jit
+def _normed(values, scale, query_norm, key_norm, at, known, is_query, is_normed):
+    """Numbers `at` of heads of Q and K times their norm's weights; those of V as they are."""
+    of_query = tl.load(query_norm + at, mask=known, other=0.0).to(tl.float32)[None, :]
+    of_key = tl.load(key_norm + at, mask=known, other=0.0).to(tl.float32)[None, :]
+    result = values * scale * tl.where(is_query, of_query, of_key)
+    return tl.where(is_normed, result, values)
 
 
 def rotate(
@@ -90,13 +111,15 @@ def rotate(
     layer: int,
     norms: HeadNorms | None,
 ) -> None:
-    """Turn Q and K of `packed`, `[tokens, (heads + 2 kv_heads) * dim]`; store K and V.
+    """Rotate Q and K of `packed`, `[tokens, (heads + 2 kv_heads) * dim]`; store K and V.
 
-    A token whose slot is -1 is stored nowhere. `table` is cosines and sines by position.
+    A token whose slot is -1 is stored nowhere. `table` is cosines and sines by position, of half
+    as many numbers as are rotated.
     """
     block_tokens, kv_heads, dim = pool.shape[3:]
     heads = packed.shape[1] // dim - 2 * kv_heads
     group = min(16, triton.next_power_of_2(heads + 2 * kv_heads))
+    half = table[0].shape[1]
     query_norm, key_norm, epsilon = norms or (packed, packed, 0.0)
     grid = (len(packed), triton.cdiv(heads + 2 * kv_heads, group))
     _rotate[grid](
@@ -113,7 +136,9 @@ def rotate(
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=dim,
-        HALF=triton.next_power_of_2(dim // 2),
+        HALF=half,
+        WIDTH=triton.next_power_of_2(half),
+        REST_WIDTH=triton.next_power_of_2(max(dim - 2 * half, 1)),
         BLOCK_TOKENS=block_tokens,
         NORMED=norms is not None,
         GROUP=group,

@@ -5,9 +5,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headwater.device.kernels.activation import GateActivation, activate
+
 
 @triton.jit
-def _embed(tokens, carry, chosen, table, out, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
+def _embed(tokens, carry, chosen, table, out, scale, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
+           SCALED: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
     token = tl.load(tokens + row).to(tl.int64)
     source = tl.load(carry + row)
@@ -16,54 +19,97 @@ def _embed(tokens, carry, chosen, table, out, HIDDEN: tl.constexpr, BLOCK: tl.co
     at = tl.arange(0, BLOCK)
     inside = at < HIDDEN
     values = tl.load(table + token * HIDDEN + at, mask=inside)
+    if SCALED:
+        values = values.to(tl.float32) * scale
     tl.store(out + row.to(tl.int64) * HIDDEN + at, values, mask=inside)
 
 
-def embed(tokens: Tensor, carry: Tensor, chosen: Tensor, table: Tensor) -> Tensor:
-    """Rows of `table` for `tokens`; where `carry` is not -1, for that entry of `chosen`."""
+def embed(
+    tokens: Tensor, carry: Tensor, chosen: Tensor, table: Tensor, scale: float = 1.0
+) -> Tensor:
+    """Rows of `table` for `tokens`, times `scale`; where `carry` is not -1, for that entry of
+    `chosen`."""
     hidden = table.shape[1]
     out = torch.empty((len(tokens), hidden), dtype=table.dtype, device=table.device)
     block = triton.next_power_of_2(hidden)
-    _embed[(len(tokens),)](tokens, carry, chosen, table, out, HIDDEN=hidden, BLOCK=block)
+    _embed[(len(tokens),)](
+        tokens, carry, chosen, table, out, scale, HIDDEN=hidden, BLOCK=block,
+        SCALED=scale != 1.0,
+    )  # fmt: skip
     return out
 
 
 @triton.jit
-def _norm(x, weight, out, epsilon, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _norm(x, weight, out, epsilon, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < SIZE
+    values = tl.load(x + row * stride + at, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, 0) / SIZE + epsilon)
+    weights = tl.load(weight + at, mask=inside).to(tl.float32)
+    tl.store(out + row * stride + at, values * scale * weights, mask=inside)
+
+
+def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Root-mean-square norm of each row of `x`, `[rows, size]`."""
+    out = torch.empty_like(x)
+    _launch_norm(x, weight, epsilon, out)
+    return out
+
+
+def norm_columns(x: Tensor, weight: Tensor, epsilon: float) -> None:
+    """The same in place, for a `x` that is some columns of a wider tensor."""
+    _launch_norm(x, weight, epsilon, x)
+
+
+def _launch_norm(x: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
+    size = x.shape[1]
+    block = triton.next_power_of_2(size)
+    warps = 4 if block <= 2048 else 8
+    _norm[(len(x),)](
+        x, weight, out, epsilon, x.stride(0), SIZE=size, BLOCK=block, num_warps=warps
+    )
+
+
+@triton.jit
+def _add_normed(x, weight, hidden, epsilon, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < SIZE
     values = tl.load(x + row * SIZE + at, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 0) / SIZE + epsilon)
     weights = tl.load(weight + at, mask=inside).to(tl.float32)
-    tl.store(out + row * SIZE + at, values * scale * weights, mask=inside)
+    place = hidden + row * SIZE + at
+    residual = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(place, residual + values * scale * weights, mask=inside)
 
 
-def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Root-mean-square norm of each row of `x`, `[rows, size]`."""
+def add_normed(x: Tensor, weight: Tensor, epsilon: float, hidden: Tensor) -> None:
+    """Add the root-mean-square norm of each row of `x` to `hidden`, in place."""
     size = x.shape[1]
-    out = torch.empty_like(x)
     block = triton.next_power_of_2(size)
     warps = 4 if block <= 2048 else 8
-    _norm[(len(x),)](x, weight, out, epsilon, SIZE=size, BLOCK=block, num_warps=warps)
-    return out
+    _add_normed[(len(x),)](x, weight, hidden, epsilon, SIZE=size, BLOCK=block, num_warps=warps)
 
 
 @triton.jit
-def _gate(x, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _gate(x, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK
     both_at = 2 * first + tl.arange(0, 2 * BLOCK)
     both = tl.load(x + row * 2 * SIZE + both_at, mask=both_at < 2 * SIZE, other=0.0)
     gate, up = tl.split(tl.reshape(both.to(tl.float32), (BLOCK, 2)))
     at = first + tl.arange(0, BLOCK)
-    tl.store(out + row * SIZE + at, gate * tl.sigmoid(gate) * up, mask=at < SIZE)
+    result = activate(gate, up, 0.0, 0.0, ACTIVATION)
+    tl.store(out + row * SIZE + at, result, mask=at < SIZE)
 
 
-def gate(x: Tensor) -> Tensor:
-    """`silu(gate) * up` of each row, whose numbers are those of gate and up in turn."""
+def gate(x: Tensor, activation: GateActivation = GateActivation.SILU) -> Tensor:
+    """`activation(gate) * up` of each row, whose numbers are those of gate and up in turn."""
     rows, size = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     block = min(triton.next_power_of_2(size), 1024)
-    _gate[(rows, triton.cdiv(size, block))](x, out, SIZE=size, BLOCK=block)
+    _gate[(rows, triton.cdiv(size, block))](
+        x, out, SIZE=size, BLOCK=block, ACTIVATION=int(activation)
+    )
     return out

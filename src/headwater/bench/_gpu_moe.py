@@ -1,0 +1,128 @@
+"""Mixtures of experts: decode and prefill as shares of what memory and tensor cores allow."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headwater.bench._gpu_decode import OUTPUT, PROMPT, serve_batch
+from headwater.bench._gpu_engine import GpuEngine, weight_bytes
+from headwater.device.gpu import moe
+from headwater.device.model import LoadedModel
+
+_SKIPPED = 4
+_PREFILL = 8192
+
+
+def measure_moe(
+    model: LoadedModel, engine: GpuEngine, batches: list[int], ceilings: dict[str, float]
+) -> dict[str, Any]:
+    """Decode at each batch size, with experts counted as touched; and a prompt of 8,192."""
+    result: dict[str, Any] = {
+        str(batch): _measure_decode(model, engine, batch, ceilings["memory_gb_s"])
+        for batch in batches
+    }
+    result["prefill"] = _measure_prefill(model, engine, ceilings["product_tflop_s"])
+    return result
+
+
+def _measure_decode(
+    model: LoadedModel, engine: GpuEngine, batch: int, ceiling_gb_s: float
+) -> dict[str, float]:
+    steps = np.array(serve_batch(engine, batch, seed=batch).steps_s[_SKIPPED:])
+    touched = _touched_experts(engine, batch)
+    per_expert, num_layers, num_experts = _expert_bytes(model)
+    resting = weight_bytes(model) - per_expert * num_experts * num_layers
+    context = PROMPT + OUTPUT // 2
+    num_bytes = resting + per_expert * touched * num_layers
+    num_bytes += batch * context * model.token_bytes
+    step_ms = float(np.median(steps)) * 1e3
+    roofline_ms = num_bytes / ceiling_gb_s / 1e6
+    return {
+        "tokens_s": batch / step_ms * 1e3,
+        "step_ms": step_ms,
+        "roofline_ms": roofline_ms,
+        "experts_touched": touched,
+        "share": roofline_ms / step_ms,
+    }
+
+
+def _measure_prefill(
+    model: LoadedModel, engine: GpuEngine, product_tflop_s: float
+) -> dict[str, float]:
+    taken = [
+        engine.serve([engine.prompt(_PREFILL, seed=90 + n)], max_tokens=1).first_s[0]
+        for n in range(4)
+    ][1:]
+    config: Any = model.module.config
+    per_expert, num_layers, num_experts = _expert_bytes(model)
+    width = model.dtype.itemsize
+    head = config.vocab_size * config.hidden_size
+    routed = per_expert * num_experts * num_layers / width
+    resting = weight_bytes(model) / width - routed - head
+    active = resting + per_expert * config.num_experts_per_tok * num_layers / width
+    heads = config.num_attention_heads * model.head_dim
+    flop = 2 * _PREFILL * active + 2 * _PREFILL**2 * heads * num_layers
+    bound_ms = flop / product_tflop_s / 1e9
+    seconds = median(taken)
+    return {
+        "tokens_s": _PREFILL / seconds,
+        "first_token_ms": seconds * 1e3,
+        "bound_ms": bound_ms,
+        "share": bound_ms / seconds / 1e3,
+    }
+
+
+def _expert_bytes(model: LoadedModel) -> tuple[int, int, int]:
+    """Bytes of one expert, layers with experts, and experts of a layer."""
+    found = [
+        module.experts
+        for module in model.module.modules()
+        if hasattr(module, "experts") and hasattr(module.experts, "down_proj")
+    ]
+    first: Any = found[0]
+    experts = len(first.down_proj)
+    whole = first.gate_up_proj.nbytes + first.down_proj.nbytes
+    return whole // experts, len(found), experts
+
+
+def _touched_experts(engine: GpuEngine, batch: int) -> float:
+    """Experts of a layer that a decode step of so many rows reads, on the average.
+
+    Counted in steps outside graphs, where the choice of experts can be looked at.
+    """
+    graphs, engine.runner.graphs = engine.runner.graphs, None
+    with _recorded(batch) as counts:
+        serve_batch(engine, batch, seed=batch, max_tokens=6)
+    engine.runner.graphs = graphs
+    return float(np.mean([int(count) for count in counts]))
+
+
+@contextmanager
+def _recorded(batch: int) -> Iterator[list[Tensor]]:
+    """Collects the number of distinct experts of each layer of steps of `batch` rows."""
+    counts: list[Tensor] = []
+    watched: Any = moe
+    choose, route = watched.choose_experts, watched.route
+
+    def chosen(logits: Tensor, rule: Any) -> Any:  # noqa: ANN401 -- as the kernels' own
+        ids, weights = choose(logits, rule)
+        if len(ids) == batch:
+            counts.append(torch.tensor(torch.unique(ids).numel()))
+        return ids, weights
+
+    def routed(logits: Tensor, rule: Any) -> Any:  # noqa: ANN401
+        routing = route(logits, rule)
+        if len(routing.ids) == batch:
+            counts.append(torch.tensor(torch.unique(routing.ids).numel()))
+        return routing
+
+    watched.choose_experts, watched.route = chosen, routed
+    try:
+        yield counts
+    finally:
+        watched.choose_experts, watched.route = choose, route

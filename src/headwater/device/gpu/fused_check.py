@@ -1,0 +1,160 @@
+"""Makes a fused decoder from a transformers model, if it provably computes the same.
+
+Every layer is run by its own code and by ours, over an attention that shows in its output what it
+was given. So is the model without layers, which covers embeddings, the last norm and logits.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from headwater.device.attention.base import Variant
+from headwater.device.gpu.decoder import FusedDecoder, OutputScaling, TokenSlots
+from headwater.device.gpu.layers import (
+    RotaryTable,
+    fused_weights,
+    has_layer_types,
+    norm_of,
+    rotary_table,
+)
+from headwater.device.gpu.mlp import DenseMLP
+
+_TOKENS = 16
+_MOST_ROUTED_APART = 0.3
+"""Share of tokens that may differ in a layer with experts. Rounding sends a few of them to
+another expert; a wrong form would change nearly all."""
+
+
+def fused_decoder(module: nn.Module, max_positions: int) -> FusedDecoder | None:
+    """A fused form of this model; None if it has parts we do not know, or would differ."""
+    parts: Any = module
+    model: Any = getattr(module, "model", None)
+    layers, norm = getattr(model, "layers", None), norm_of(getattr(model, "norm", None))
+    if layers is None or norm is None or not hasattr(model, "rotary_emb"):
+        return None
+    if "dynamic" in str(getattr(model.rotary_emb, "rope_type", "")):
+        return None
+    if getattr(getattr(parts, "lm_head", None), "bias", None) is not None:
+        return None
+    tables = _Tables(model, max_positions)
+    fused = []
+    for number, layer in enumerate(layers):
+        weights = fused_weights(layer, tables.of(number))
+        if weights is None:
+            return None
+        probe = _LayerProbe(layer, tables, number)
+        if probe.variant is None:
+            return None
+        fused.append(weights.with_variant(probe.variant))
+        if not probe.agrees(FusedDecoder(module, fused[-1:], norm, OutputScaling())):
+            return None
+    decoder = FusedDecoder(module, fused, norm, _scaling(module))
+    return decoder if _ends_agree(module, decoder) else None
+
+
+class _Tables:
+    """Rotary tables of a model's layers; one for each kind of layer where these differ."""
+
+    def __init__(self, model: Any, max_positions: int) -> None:  # noqa: ANN401 - transformers'
+        self.rotary = model.rotary_emb
+        self._types = getattr(model.config, "layer_types", None)
+        self._differ = has_layer_types(model.rotary_emb)
+        self._max_positions = max_positions
+        self._made: dict[str | None, RotaryTable] = {}
+
+    def kind(self, number: int) -> dict[str, str]:
+        """What the rotary module is told about a layer, beside positions."""
+        return {"layer_type": self._types[number]} if self._differ and self._types else {}
+
+    def of(self, number: int) -> RotaryTable:
+        kind = self.kind(number).get("layer_type")
+        if kind not in self._made:
+            self._made[kind] = rotary_table(self.rotary, self._max_positions, kind)
+        return self._made[kind]
+
+
+class _LayerProbe:
+    """One layer run by its own code, with an attention that shows what it was given."""
+
+    def __init__(self, layer: nn.Module, tables: _Tables, number: int) -> None:
+        weight = next(layer.parameters())
+        size = int(cast(Any, layer).self_attn.o_proj.weight.shape[0])
+        self.variant: Variant | None = None
+        self.hidden = torch.randn(_TOKENS, size, dtype=weight.dtype, device=weight.device)
+        positions = torch.arange(_TOKENS, device=weight.device)[None]
+        rotary = tables.rotary(self.hidden, position_ids=positions, **tables.kind(number))
+        out = layer(self.hidden[None], position_embeddings=rotary, attention_step=self)
+        self.expected: Tensor = (out[0] if isinstance(out, tuple) else out).view(_TOKENS, -1)
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant
+    ) -> Tensor:
+        """As `AttentionStep`: queries with keys and values mixed in."""
+        self.variant = variant
+        groups = query.shape[1] // key.shape[1]
+        return query + (key * 0.5 + value * 0.25).repeat_interleave(groups, dim=1)
+
+    def agrees(self, decoder: FusedDecoder) -> bool:
+        """Whether `decoder`, which has this layer alone, computes the same but for rounding."""
+        layer = decoder.layers[0]
+        dim = layer.output.shape[1] // decoder.heads
+        kv_heads = (len(layer.qkv) // dim - decoder.heads) // 2
+        hidden = self.hidden
+        pool = hidden.new_zeros((1, 1, 2, _TOKENS, kv_heads, dim))
+        positions = torch.arange(_TOKENS, dtype=torch.int32, device=hidden.device)
+        places = TokenSlots(positions, torch.zeros_like(positions))
+
+        def attend(layer: int, packed: Tensor, variant: Variant) -> Tensor:
+            heads = packed.view(_TOKENS, -1, dim)
+            query, key, value = heads.split((decoder.heads, kv_heads, kv_heads), dim=1)
+            return self.attend(layer, query, key, value, variant).reshape(_TOKENS, -1)
+
+        ours = decoder.run(hidden.clone(), places, pool, attend)
+        apart = _differs(ours, self.expected)
+        allowed = 0.0 if isinstance(layer.mlp, DenseMLP) else _MOST_ROUTED_APART
+        return float(apart.float().mean()) <= allowed
+
+
+def _scaling(module: nn.Module) -> OutputScaling:
+    """What the family does to embeddings and logits."""
+    parts: Any = module
+    config, embedding = parts.config, parts.model.embed_tokens
+    scale = getattr(embedding, "embed_scale", None)
+    by_token = (
+        1.0 if scale is None else float(torch.as_tensor(scale).to(embedding.weight.dtype))
+    )
+    return OutputScaling(
+        embedding=by_token * float(getattr(parts.model, "embedding_multiplier", 1.0)),
+        logits=float(getattr(config, "logits_scaling", 1.0)),
+        softcap=getattr(config, "final_logit_softcapping", None),
+    )
+
+
+def _ends_agree(module: nn.Module, decoder: FusedDecoder) -> bool:
+    """Whether logits of a model without layers are the same."""
+    parts: Any = module
+    device = decoder.embedding.device
+    tokens = torch.arange(_TOKENS, device=device)
+    layers = parts.model.layers
+    parts.model.layers = nn.ModuleList()
+    try:
+        out = module(
+            input_ids=tokens[None],
+            position_ids=tokens[None],
+            attention_mask=None,
+            use_cache=False,
+        )
+    finally:
+        parts.model.layers = layers
+    tokens = tokens.int()
+    ours = decoder.logits(decoder.embed(tokens, torch.full_like(tokens, -1), tokens))
+    return not bool(_differs(ours, out.logits[0]).any())
+
+
+def _differs(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Per row: whether they are further apart than rounding explains."""
+    allowed = 1e-4 if ours.element_size() == 4 else 3e-2
+    wrong = (ours.float() - theirs.float()).norm(dim=-1)
+    close: Tensor = wrong < allowed * theirs.float().norm(dim=-1)
+    return ~close

@@ -1,0 +1,145 @@
+"""The part of a decoder layer after attention, where it is a mixture of experts.
+
+The router, the choice of experts and the experts' GEMMs are queued without asking the device for
+anything, so they can be captured. Weights are read where the transformers module has them.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwater.device.gpu.mlp import MAX_GEMM_ROWS, DenseMLP, RmsNorm, dense
+from headwater.device.kernels import rows
+from headwater.device.kernels.activation import GateActivation
+from headwater.device.kernels.experts import (
+    MAX_PAIR_ROWS,
+    ExpertWeights,
+    add_grouped,
+    add_pairs,
+)
+from headwater.device.kernels.gemv import fits, gemv
+from headwater.device.kernels.routing import RouterScore, RoutingRule, choose_experts, route
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MoeBlock:
+    """A router, its experts, and experts that every token goes to."""
+
+    router: Tensor
+    """`[experts, size]`; in float32 where the model computes its scores in float32."""
+
+    router_bias: Tensor | None
+    rule: RoutingRule
+    experts: ExpertWeights
+    shared: DenseMLP | None
+    shared_gate: Tensor | None
+    """`[1, size]`: its sigmoid is the shared experts' weight."""
+
+
+def add_moe(block: MoeBlock, hidden: Tensor, norm: RmsNorm, *, is_eager: bool) -> None:
+    """Add the experts' results for rows of `hidden`, normed, to `hidden` in place."""
+    for part in hidden.split(MAX_GEMM_ROWS):
+        _add(block, part, norm, is_eager=is_eager)
+
+
+def _add(block: MoeBlock, hidden: Tensor, norm: RmsNorm, *, is_eager: bool) -> None:
+    num_rows = len(hidden)
+    if block.shared is None and block.router_bias is None and fits(block.router, num_rows):
+        # One row: its norm is computed inside the products that read it.
+        logits = gemv(hidden, block.router, norm=norm)
+        ids, weights = choose_experts(logits, block.rule)
+        add_pairs(hidden, hidden, block.experts, ids, weights, norm)
+        return
+    normed = rows.norm(hidden, *norm)
+    logits = torch.mm(normed.to(block.router.dtype), block.router.T)
+    if block.router_bias is not None:
+        logits += block.router_bias
+    if num_rows <= MAX_PAIR_ROWS:
+        ids, weights = choose_experts(logits, block.rule)
+        add_pairs(normed, hidden, block.experts, ids, weights)
+    else:
+        add_grouped(normed, hidden, block.experts, route(logits, block.rule))
+    if block.shared is not None:
+        result = dense(block.shared, normed, is_eager=is_eager)
+        if block.shared_gate is not None:
+            result *= torch.mm(normed, block.shared_gate.T).sigmoid_()
+        hidden += result
+
+
+def moe_block(module: nn.Module, shared: DenseMLP | None) -> MoeBlock | None:
+    """The weights of a module with `experts`; None if its parts are not known."""
+    parts: Any = module
+    router = getattr(parts, "gate", getattr(parts, "router", None))
+    experts = _experts(parts.experts)
+    weight = getattr(router, "weight", None)
+    if experts is None or not isinstance(weight, Tensor) or weight.dim() != 2:
+        return None
+    rule = _rule(parts, router, len(weight))
+    if rule is None:
+        return None
+    bias = getattr(router, "bias", None)
+    gate = getattr(parts, "shared_expert_gate", None)
+    is_exact = rule.score is RouterScore.SIGMOID
+    return MoeBlock(
+        router=weight.data.float() if is_exact else weight.data,
+        router_bias=None if bias is None else bias.data,
+        rule=rule,
+        experts=experts,
+        shared=shared,
+        shared_gate=None if gate is None else gate.weight.data,
+    )
+
+
+def _rule(block: Any, router: Any, num_experts: int) -> RoutingRule | None:  # noqa: ANN401 - modules of transformers'
+    def told(name: str, default: Any) -> Any:  # noqa: ANN401 - a number or a tensor
+        return getattr(router, name, getattr(block, name, default))
+
+    top = told("top_k", None)
+    if not isinstance(top, int) or not 1 <= top <= num_experts:
+        return None
+    correction = told("e_score_correction_bias", None)
+    if correction is not None:
+        return RoutingRule(
+            top=top,
+            score=RouterScore.SIGMOID,
+            renormalise=bool(told("norm_topk_prob", True)),
+            scale=float(told("routed_scaling_factor", 1.0)),
+            correction=correction.data,
+            num_groups=int(told("num_group", told("n_group", 1)) or 1),
+            top_groups=int(told("topk_group", 1) or 1),
+        )
+    if getattr(router, "bias", None) is not None:
+        return RoutingRule(top=top, score=RouterScore.SOFTMAX_OF_TOP)
+    return RoutingRule(top=top, renormalise=bool(told("norm_topk_prob", True)))
+
+
+def _experts(module: Any) -> ExpertWeights | None:  # noqa: ANN401 - a module of transformers'
+    gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
+    if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor) or gate_up.dim() != 3:
+        return None
+    bias = getattr(module, "gate_up_proj_bias", None)
+    if bias is not None:  # GPT-OSS: inputs first, gate and up in turn, a clamped activation
+        return ExpertWeights(
+            gate_up=_outputs_first(gate_up),
+            down=_outputs_first(down),
+            gate_up_bias=bias.data,
+            down_bias=module.down_proj_bias.data,
+            is_interleaved=True,
+            activation=GateActivation.CLAMPED,
+            alpha=float(module.alpha),
+            limit=float(module.limit),
+        )
+    if "SiLU" not in type(getattr(module, "act_fn", None)).__name__:
+        return None
+    return ExpertWeights(gate_up=gate_up.data, down=down.data)
+
+
+def _outputs_first(weight: Tensor) -> Tensor:
+    """`[experts, outputs, inputs]` in memory, of which the parameter becomes a view."""
+    turned = weight.data.transpose(1, 2)
+    if not turned.is_contiguous():
+        turned = turned.contiguous()
+        weight.data = turned.transpose(1, 2)
+    return turned

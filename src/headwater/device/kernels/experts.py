@@ -1,0 +1,368 @@
+"""GEMMs of tokens with the weights of the experts they were routed to.
+
+Few rows are a matter of reading weights: `_pair_gate_up` and `_pair_down` take each pair of a
+row and an expert by itself. With more rows `_grouped` takes the rows of an expert together, in
+tiles. Below 64 rows a tile is computed transposed, `[outputs, rows]`, because the tensor cores'
+longer side is 64 and rows that are not there cost little on the other.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headwater.device.kernels.activation import GateActivation, activate
+from headwater.device.kernels.routing import Routing
+
+MAX_PAIR_ROWS = 4
+"""Largest batch for which each pair is computed by itself."""
+
+_SHAPES = {
+    16: (64, 128, 3, 4),
+    32: (64, 64, 4, 4),
+    64: (64, 64, 4, 4),
+    128: (128, 64, 4, 8),
+}
+"""By rows of a tile: its outputs, inputs read in a turn, turns read ahead, and warps."""
+
+_EXACT_SHAPE = 64, 32, 2, 4
+"""The same for float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExpertWeights:
+    """Weights of all experts of a layer."""
+
+    gate_up: Tensor
+    """`[experts, 2 * inner, size]`: rows of gate, then of up, or both in turn."""
+
+    down: Tensor
+    """`[experts, size, inner]`."""
+
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    is_interleaved: bool = False
+    """Rows of gate and up are in turn."""
+
+    activation: GateActivation = GateActivation.SILU
+    alpha: float = 1.702
+    limit: float = 7.0
+    """Of the clamped activation."""
+
+
+@triton.jit
+def _dot(weights, rows, acc, FEW: tl.constexpr, EXACT: tl.constexpr):
+    if FEW:
+        if EXACT:
+            acc = tl.dot(weights, tl.trans(rows), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(weights, tl.trans(rows), acc)
+    elif EXACT:
+        acc = tl.dot(rows, tl.trans(weights), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(rows, tl.trans(weights), acc)
+    return acc
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def _grouped(x, weight, bias, scales, lists, counts, out, capacity, alpha, limit,
+             SIZE: tl.constexpr, OUTPUTS: tl.constexpr, TOP: tl.constexpr, M: tl.constexpr,
+             N: tl.constexpr, K: tl.constexpr, FEW: tl.constexpr, GATED: tl.constexpr,
+             INTERLEAVED: tl.constexpr, BIASED: tl.constexpr, ACTIVATION: tl.constexpr,
+             EXACT: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """A tile of outputs of one expert, for all rows routed to it.
+
+    `GATED`: rows of `x` are tokens, and `weight` has gate and up. Otherwise rows of `x` are
+    pairs, and results are multiplied by the pair's routing weight.
+    """
+    expert = tl.program_id(1)
+    count = tl.load(counts + expert)
+    if count == 0:
+        return
+    output = tl.program_id(0) * N + tl.arange(0, N)
+    inside = output < OUTPUTS
+    lines: tl.constexpr = OUTPUTS * 2 if GATED else OUTPUTS
+    line = output
+    other = output
+    if GATED:
+        if INTERLEAVED:
+            line = output * 2
+            other = output * 2 + 1
+        else:
+            other = output + OUTPUTS
+    whole = weight + expert.to(tl.int64) * lines * SIZE
+    left = whole + line[:, None] * SIZE
+    right = whole + other[:, None] * SIZE
+    for first in range(0, count, M):
+        member = first + tl.arange(0, M)
+        there = member < count
+        pair = tl.load(lists + expert * capacity + member, mask=there, other=0)
+        source = pair
+        if GATED:
+            source = pair // TOP
+        rows = x + source.to(tl.int64)[:, None] * SIZE
+        if FEW:
+            acc = tl.zeros([N, M], tl.float32)
+            acc_up = tl.zeros([N, M], tl.float32)
+        else:
+            acc = tl.zeros([M, N], tl.float32)
+            acc_up = tl.zeros([M, N], tl.float32)
+        for at in tl.range(0, SIZE, K, num_stages=STAGES):
+            k = at + tl.arange(0, K)
+            if SIZE % K == 0:
+                values = tl.load(rows + k[None, :], mask=there[:, None], other=0.0)
+                w = tl.load(left + k[None, :], mask=inside[:, None], other=0.0)
+            else:
+                within = (k < SIZE)[None, :]
+                values = tl.load(rows + k[None, :], mask=there[:, None] & within, other=0.0)
+                w = tl.load(left + k[None, :], mask=inside[:, None] & within, other=0.0)
+            acc = _dot(w, values, acc, FEW, EXACT)
+            if GATED:
+                if SIZE % K == 0:
+                    up = tl.load(right + k[None, :], mask=inside[:, None], other=0.0)
+                else:
+                    up = tl.load(
+                        right + k[None, :],
+                        mask=inside[:, None] & (k < SIZE)[None, :],
+                        other=0.0,
+                    )
+                acc_up = _dot(up, values, acc_up, FEW, EXACT)
+        if BIASED:
+            of_line = tl.load(bias + expert * lines + line, mask=inside, other=0.0).to(
+                tl.float32
+            )
+            acc += of_line[:, None] if FEW else of_line[None, :]
+            if GATED:
+                of_up = tl.load(bias + expert * lines + other, mask=inside, other=0.0)
+                of_up = of_up.to(tl.float32)
+                acc_up += of_up[:, None] if FEW else of_up[None, :]
+        if GATED:
+            acc = activate(acc, acc_up, alpha, limit, ACTIVATION)
+        else:
+            share = tl.load(scales + pair, mask=there, other=0.0)
+            acc = acc * (share[None, :] if FEW else share[:, None])
+        target = out + pair.to(tl.int64) * OUTPUTS
+        if FEW:
+            tl.store(
+                target[None, :] + output[:, None], acc, mask=inside[:, None] & there[None, :]
+            )
+        else:
+            tl.store(
+                target[:, None] + output[None, :], acc, mask=there[:, None] & inside[None, :]
+            )
+
+
+@triton.jit
+def _pair_gate_up(x, weight, bias, norm_weight, ids, out, epsilon, alpha, limit,
+                  SIZE: tl.constexpr, OUTPUTS: tl.constexpr, TOP: tl.constexpr, N: tl.constexpr,
+                  K: tl.constexpr, NORMED: tl.constexpr, INTERLEAVED: tl.constexpr,
+                  BIASED: tl.constexpr, ACTIVATION: tl.constexpr):  # fmt: skip
+    pair = tl.program_id(1)
+    expert = tl.load(ids + pair).to(tl.int64)
+    output = tl.program_id(0) * N + tl.arange(0, N)
+    inside = output < OUTPUTS
+    output = tl.where(inside, output, 0)
+    line = output
+    other = output + OUTPUTS
+    if INTERLEAVED:
+        line = output * 2
+        other = output * 2 + 1
+    whole = weight + expert * (2 * OUTPUTS * SIZE)
+    left = tl.zeros([N, K], tl.float32)
+    right = tl.zeros([N, K], tl.float32)
+    squares = tl.zeros([K], tl.float32)
+    for first in range(0, SIZE, K):
+        at = first + tl.arange(0, K)
+        within = at < SIZE
+        gate = tl.load(
+            whole + line[:, None] * SIZE + at[None, :], mask=within[None, :], other=0.0
+        )
+        up = tl.load(
+            whole + other[:, None] * SIZE + at[None, :], mask=within[None, :], other=0.0
+        )
+        values = tl.load(x + (pair // TOP) * SIZE + at, mask=within, other=0.0).to(tl.float32)
+        if NORMED:
+            squares += values * values
+            values = values * tl.load(norm_weight + at, mask=within, other=0.0).to(tl.float32)
+        left += gate.to(tl.float32) * values[None, :]
+        right += up.to(tl.float32) * values[None, :]
+    gated = tl.sum(left, 1)
+    raised = tl.sum(right, 1)
+    if NORMED:
+        scale = tl.rsqrt(tl.sum(squares, 0) / SIZE + epsilon)
+        gated = gated * scale
+        raised = raised * scale
+    if BIASED:
+        gated += tl.load(bias + expert * (2 * OUTPUTS) + line).to(tl.float32)
+        raised += tl.load(bias + expert * (2 * OUTPUTS) + other).to(tl.float32)
+    result = activate(gated, raised, alpha, limit, ACTIVATION)
+    tl.store(out + pair * OUTPUTS + output, result, mask=inside)
+
+
+@triton.jit
+def _pair_down(x, weight, bias, ids, scales, hidden, SIZE: tl.constexpr, OUTPUTS: tl.constexpr,
+               TOP: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BIASED: tl.constexpr,
+               STAGES: tl.constexpr):  # fmt: skip
+    """All experts of one row, added to the residual: no pass over partial results."""
+    row = tl.program_id(1)
+    output = tl.program_id(0) * N + tl.arange(0, N)
+    inside = output < OUTPUTS
+    output = tl.where(inside, output, 0)
+    acc = tl.zeros([N, K], tl.float32)
+    biases = tl.zeros([N], tl.float32)
+    turns: tl.constexpr = (SIZE + K - 1) // K
+    # One loop over experts and inputs together: the loads of the next expert begin early.
+    for turn in tl.range(0, TOP * turns, num_stages=STAGES):
+        pair = row * TOP + turn // turns
+        at = (turn % turns) * K + tl.arange(0, K)
+        within = at < SIZE
+        expert = tl.load(ids + pair).to(tl.int64)
+        share = tl.load(scales + pair)
+        w = tl.load(
+            weight + (expert * OUTPUTS + output[:, None]) * SIZE + at[None, :],
+            mask=within[None, :],
+            other=0.0,
+        )
+        values = tl.load(x + pair * SIZE + at, mask=within, other=0.0).to(tl.float32) * share
+        acc += w.to(tl.float32) * values[None, :]
+        if BIASED:
+            # Once an expert: with the first of its inputs.
+            share = tl.where(turn % turns == 0, share, 0.0)
+            biases += share * tl.load(bias + expert * OUTPUTS + output).to(tl.float32)
+    place = hidden + row * OUTPUTS + output
+    result = tl.load(place, mask=inside, other=0.0).to(tl.float32) + tl.sum(acc, 1) + biases
+    tl.store(place, result, mask=inside)
+
+
+@triton.jit
+def _combine(pairs, hidden, SIZE: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr):
+    """Add the results of a row's pairs, in order, to the residual."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < SIZE
+    total = tl.load(hidden + row * SIZE + at, mask=inside, other=0.0).to(tl.float32)
+    for number in tl.static_range(TOP):
+        place = pairs + (row * TOP + number) * SIZE + at
+        total += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(hidden + row * SIZE + at, total, mask=inside)
+
+
+def add_pairs(
+    x: Tensor,
+    hidden: Tensor,
+    weights: ExpertWeights,
+    ids: Tensor,
+    scales: Tensor,
+    norm: tuple[Tensor, float] | None = None,
+) -> None:
+    """Add the experts' results for few rows to `hidden`; `x` is normed first if `norm` is given."""
+    rows, size = x.shape
+    top, inner = ids.shape[1], weights.down.shape[2]
+    narrow = torch.empty((rows * top, inner), dtype=x.dtype, device=x.device)
+    norm_weight, epsilon = norm or (x, 0.0)
+    k = min(1024, triton.next_power_of_2(size))
+    _pair_gate_up[(triton.cdiv(inner, 4), rows * top)](
+        x,
+        weights.gate_up,
+        x if weights.gate_up_bias is None else weights.gate_up_bias,
+        norm_weight,
+        ids,
+        narrow,
+        epsilon,
+        weights.alpha,
+        weights.limit,
+        SIZE=size,
+        OUTPUTS=inner,
+        TOP=top,
+        N=4,
+        K=k,
+        NORMED=norm is not None,
+        INTERLEAVED=weights.is_interleaved,
+        BIASED=weights.gate_up_bias is not None,
+        ACTIVATION=int(weights.activation),
+        num_warps=4,
+    )
+    _pair_down[(triton.cdiv(size, 4), rows)](
+        narrow,
+        weights.down,
+        x if weights.down_bias is None else weights.down_bias,
+        ids,
+        scales,
+        hidden,
+        SIZE=inner,
+        OUTPUTS=size,
+        TOP=top,
+        N=4,
+        K=min(1024, triton.next_power_of_2(inner)),
+        BIASED=weights.down_bias is not None,
+        STAGES=3,
+        num_warps=4,
+    )
+
+
+def add_grouped(
+    normed: Tensor, hidden: Tensor, weights: ExpertWeights, routing: Routing
+) -> None:
+    """Add the experts' results for rows of `normed` to `hidden`."""
+    rows, size = normed.shape
+    experts, _, inner = weights.down.shape
+    top = routing.ids.shape[1]
+    narrow = normed.new_empty((rows * top, inner))
+    wide = normed.new_empty((rows * top, size))
+    tile = _tile(rows * top, experts)
+    common = {"TOP": top, "EXACT": normed.element_size() == 4}
+    _launch(normed, weights.gate_up, weights.gate_up_bias, narrow, routing, tile, weights,
+            GATED=True, **common)  # fmt: skip
+    _launch(narrow, weights.down, weights.down_bias, wide, routing, tile, weights,
+            GATED=False, **common)  # fmt: skip
+    block = min(1024, triton.next_power_of_2(size))
+    _combine[(rows, triton.cdiv(size, block))](wide, hidden, SIZE=size, TOP=top, BLOCK=block)
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    routing: Routing,
+    tile: int,
+    weights: ExpertWeights,
+    **flags: int,
+) -> None:
+    size, outputs = x.shape[1], out.shape[1]
+    shape = _EXACT_SHAPE if x.element_size() == 4 else _SHAPES[tile]
+    n, k, stages, warps = shape
+    _grouped[(triton.cdiv(outputs, n), len(weight))](
+        x,
+        weight,
+        x if bias is None else bias,
+        routing.weights,
+        routing.lists,
+        routing.counts,
+        out,
+        routing.lists.shape[1],
+        weights.alpha,
+        weights.limit,
+        SIZE=size,
+        OUTPUTS=outputs,
+        M=tile,
+        N=n,
+        K=k,
+        FEW=tile < 64,
+        INTERLEAVED=weights.is_interleaved,
+        BIASED=bias is not None,
+        ACTIVATION=int(weights.activation),
+        STAGES=stages,
+        num_warps=warps,
+        **flags,
+    )
+
+
+def _tile(num_pairs: int, experts: int) -> int:
+    """Rows of a tile: about what an expert gets on average."""
+    for tile, most in ((16, 12), (32, 24), (64, 96)):
+        if num_pairs <= most * experts:
+            return tile
+    return 128

@@ -1,0 +1,174 @@
+"""Which experts each token goes to, and which tokens each expert gets; all on the device.
+
+Lists have room for every token at every expert, so nothing has to be sorted or summed over
+experts, and no size is needed on the host.
+
+    ids      row 0: e3 e7   row 1: e7 e1        pair = row * top + position
+    lists    e1: 3 . .   e3: 0 . .   e7: 1 2 .  pairs of each expert, in the order of rows
+"""
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 1024
+
+
+class RouterScore(IntEnum):
+    """How router logits become scores."""
+
+    SOFTMAX = 0
+    """Softmax over all experts."""
+
+    SIGMOID = 1
+    """Sigmoid of each; a correction is added for the choice, and not to the weights."""
+
+    SOFTMAX_OF_TOP = 2
+    """Softmax over the chosen experts' logits."""
+
+
+class RoutingRule(NamedTuple):
+    """How experts are chosen from a row of router logits."""
+
+    top: int
+    score: RouterScore = RouterScore.SOFTMAX
+    renormalise: bool = False
+    """Divide the weights of the chosen experts by their sum."""
+
+    scale: float = 1.0
+    correction: Tensor | None = None
+    num_groups: int = 1
+    top_groups: int = 1
+    """Only experts of the best groups are chosen; a group's score is the sum of its best two."""
+
+
+class Routing(NamedTuple):
+    """The experts of each row, and the pairs of each expert."""
+
+    ids: Tensor
+    """`[rows, top]`, int32."""
+
+    weights: Tensor
+    """`[rows, top]`, float32."""
+
+    lists: Tensor
+    """`[experts, rows]`, int32: pairs `row * top + position`."""
+
+    counts: Tensor
+    """`[experts]`, int32: length of each list."""
+
+
+@triton.jit
+def _best_groups(choice, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr):
+    """`choice` with negative infinity outside the best groups."""
+    size: tl.constexpr = EXPERTS // GROUPS
+    grouped = tl.reshape(choice, (GROUPS, size))
+    member = tl.arange(0, size)[None, :]
+    first = tl.max(grouped, 1)
+    at_first = tl.min(tl.where(grouped == first[:, None], member, size), 1)
+    second = tl.max(tl.where(member == at_first[:, None], float("-inf"), grouped), 1)
+    scores = first + second
+    group = tl.arange(0, GROUPS)
+    taken = tl.zeros([GROUPS], tl.int32)
+    for _ in tl.static_range(TOP_GROUPS):
+        best = tl.max(tl.where(taken == 0, scores, float("-inf")), 0)
+        at = tl.min(tl.where((scores == best) & (taken == 0), group, GROUPS), 0)
+        taken = tl.where(group == at, 1, taken)
+    kept = tl.where((taken == 1)[:, None], grouped, float("-inf"))
+    return tl.reshape(kept, (EXPERTS,))
+
+
+@triton.jit
+def _choose(logits, correction, ids, weights, scale, EXPERTS: tl.constexpr, WIDTH: tl.constexpr,
+            TOP: tl.constexpr, TOP_WIDTH: tl.constexpr, SCORE: tl.constexpr,
+            CORRECTED: tl.constexpr, RENORMALISED: tl.constexpr, GROUPS: tl.constexpr,
+            TOP_GROUPS: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0)
+    expert = tl.arange(0, WIDTH)
+    known = expert < EXPERTS
+    values = tl.load(logits + row * EXPERTS + expert, mask=known, other=float("-inf"))
+    values = values.to(tl.float32)
+    scores = values
+    if SCORE == 0:
+        powers = tl.exp(values - tl.max(values, 0))
+        scores = powers / tl.sum(powers, 0)
+    if SCORE == 1:
+        scores = tl.where(known, tl.sigmoid(values), float("-inf"))
+    choice = scores
+    if CORRECTED:
+        choice += tl.load(correction + expert, mask=known, other=0.0)
+    # Rows that only pad a captured step may hold NaN. They too get distinct experts, or a list
+    # of pairs would overflow.
+    choice = tl.where(known & (choice == choice), choice, float("-inf"))
+    if GROUPS > 1:
+        choice = _best_groups(choice, WIDTH, GROUPS, TOP_GROUPS)
+    position = tl.arange(0, TOP_WIDTH)
+    found = tl.full([TOP_WIDTH], float("-inf"), tl.float32)
+    for number in tl.static_range(TOP):
+        best = tl.max(choice, 0)
+        at = tl.min(tl.where((choice == best) & known, expert, EXPERTS - 1), 0)
+        tl.store(ids + row * TOP + number, at)
+        score = tl.max(tl.where(expert == at, scores, float("-inf")), 0)
+        found = tl.where(position == number, score, found)
+        choice = tl.where(expert == at, float("-inf"), choice)
+        known = known & (expert != at)
+    if SCORE == 2:
+        powers = tl.exp(found - tl.max(found, 0))
+        found = powers / tl.sum(powers, 0)
+    inside = position < TOP
+    if RENORMALISED:
+        found = found / (tl.sum(tl.where(inside, found, 0.0), 0) + 1e-20)
+    tl.store(weights + row * TOP + position, found * scale, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "capacity"])
+def _list_pairs(ids, lists, counts, num_pairs, capacity, BLOCK: tl.constexpr):
+    expert = tl.program_id(0)
+    count = 0
+    for first in range(0, num_pairs, BLOCK):
+        pair = first + tl.arange(0, BLOCK)
+        mine = tl.load(ids + pair, mask=pair < num_pairs, other=-1) == expert
+        place = count + tl.cumsum(mine.to(tl.int32), 0) - 1
+        tl.store(lists + expert * capacity + place, pair, mask=mine)
+        count += tl.sum(mine.to(tl.int32), 0)
+    tl.store(counts + expert, count)
+
+
+def choose_experts(logits: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
+    """Ids and weights of the experts of each row of router logits, `[rows, experts]`."""
+    rows, experts = logits.shape
+    ids = torch.empty((rows, rule.top), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((rows, rule.top), dtype=torch.float32, device=logits.device)
+    _choose[(rows,)](
+        logits,
+        logits if rule.correction is None else rule.correction,
+        ids,
+        weights,
+        rule.scale,
+        EXPERTS=experts,
+        WIDTH=triton.next_power_of_2(experts),
+        TOP=rule.top,
+        TOP_WIDTH=triton.next_power_of_2(rule.top),
+        SCORE=int(rule.score),
+        CORRECTED=rule.correction is not None,
+        RENORMALISED=rule.renormalise,
+        GROUPS=rule.num_groups,
+        TOP_GROUPS=rule.top_groups,
+        num_warps=1,
+    )
+    return ids, weights
+
+
+def route(logits: Tensor, rule: RoutingRule) -> Routing:
+    """The experts of each row, and the pairs of each expert."""
+    ids, weights = choose_experts(logits, rule)
+    rows, experts = logits.shape
+    lists = torch.empty((experts, rows), dtype=torch.int32, device=logits.device)
+    counts = torch.empty(experts, dtype=torch.int32, device=logits.device)
+    block = min(_BLOCK, max(16, triton.next_power_of_2(ids.numel())))
+    _list_pairs[(experts,)](ids, lists, counts, ids.numel(), rows, BLOCK=block)
+    return Routing(ids, weights, lists, counts)
