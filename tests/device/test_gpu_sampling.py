@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headwater.device.sampler import LogprobTable, SampledRows, Sampler
+from headwater.engine.masks import StepMasks
 from headwater.scheduler.batch import ScheduledBatch
 from headwater.scheduler.request import SamplingParams
 from headwater.types import RequestId, Tokens
@@ -250,3 +251,31 @@ def test_a_sequence_that_skipped_a_step_is_counted_anew() -> None:
     sampler.run(batch_of([params], [prompt], step=2), logits.cuda(), place, None, never)
 
     assert (first, chosen.tolist()) == ([7], [7])
+
+
+def test_masked_tokens_are_never_chosen() -> None:
+    """Rows with a mask choose what the CPU sampler chooses under it, whatever else they ask."""
+    vocab, count = 1000, 64
+    random = np.random.default_rng(5)
+    logits = torch.randn(count, vocab, generator=torch.Generator().manual_seed(5)) * 3
+    params = [
+        replace(random_params(random, vocab), grammar="g" if row % 2 else "", logprobs=None)
+        for row in range(count)
+    ]
+    histories = [random.integers(0, vocab, 24).astype(np.int32) for _ in range(count)]
+    words = random.integers(-(2**31), 2**31, (count // 2, 32)).astype(np.int32)
+    masks = StepMasks(rows=list(range(1, count, 2)), words=words)
+    chosen = logits.argmax(-1).int().cuda()
+    sampler = DeviceSampler(chosen, vocab, EOS, dtype=logits.dtype)
+
+    batch, places = batch_of(params, histories), np.arange(count, dtype=np.int32)
+    sampler.run(batch, logits.cuda(), places, masks, never)
+
+    rows = SampledRows(
+        params=params,
+        positions=np.array([24] * count),
+        prompt_lens=[PROMPT] * count,
+        histories={row: (history, PROMPT) for row, history in enumerate(histories)},
+        masks=masks,
+    )
+    assert chosen.tolist() == Sampler(EOS).pick(logits, rows).tolist()

@@ -106,7 +106,9 @@ class DeviceSampler:
         self._masks = torch.zeros(shape, dtype=torch.int32, device=device)
         self._mask_staging = Staging(_MASKED_ROWS * shape[1], num_buffers=_RING)
         self._logprobs = LogprobBuffers(self._max_rows, device)
-        self._host = torch.zeros((_RING, *self._logprobs.out.shape), dtype=torch.int32, pin_memory=True)
+        self._host = torch.zeros(
+            (_RING, *self._logprobs.out.shape), dtype=torch.int32, pin_memory=True
+        )
         self._num_steps = 0
         self._graphs: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None = None
         self._captured: Tensor | None = None
