@@ -7,6 +7,7 @@ from threading import Thread
 import pytest
 
 from headwater.clock import SystemClock
+from headwater.disagg.links import receiver as receiver_module
 from headwater.disagg.links.config import LinkConfig
 from headwater.disagg.links.registry import Links
 from headwater.disagg.peering import handshake
@@ -158,6 +159,22 @@ def test_strangers_that_say_nothing_are_dropped():
         harness.sender().push(harness.push(1, 1, [0]))
 
         assert harness.done(1) == 4096
+
+
+def test_a_stranger_that_keeps_many_connections_open_keeps_no_sender_out(monkeypatch):
+    """The oldest connection without a handshake is closed for the newest one."""
+    monkeypatch.setattr(receiver_module, "_MAX_UNAUTHENTICATED", 4)
+    patient = dataclasses.replace(CONFIG, connect_timeout_s=60.0)
+    make = lambda memory, deliver: Links(patient, memory, deliver)  # noqa: E731
+    with open_harness(make, "tcp", 4096) as harness:
+        host, _, port = harness.receiver.address.removeprefix("tcp://").rpartition(":")
+        strangers = [socket.create_connection((host, int(port)), 5.0) for _ in range(8)]
+        harness.receiver.open(1, [0])
+        harness.sender().push(harness.push(1, 1, [0]))
+
+        assert harness.done(1) == 4096
+        for stranger in strangers:
+            stranger.close()
 
 
 def test_mistakes_of_the_operator_are_told_at_once():

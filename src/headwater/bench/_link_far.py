@@ -1,4 +1,4 @@
-"""The far end of `bench/_links.py`, a process of its own: receives by a link and by bare calls.
+"""The far end of `bench/_link_speed.py`, a process of its own: receives by a link and by bare calls.
 
     python -m headwater.bench._link_far LINK NUM_BLOCKS BLOCK_BYTES NUM_LEASES
 
