@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 
 from headwater.bench._workload import make_workload
-from headwater.replay.trace import read_trace
+from headwater.replay.trace import TraceRequest, read_trace
 
 
 def make_manager(blocks: int, block_tokens: int) -> KVCacheManager:
@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=3_000)
     parser.add_argument("--block", type=int, default=64)
     parser.add_argument("--capacity-tokens", type=int, default=3_072_000)
+    parser.add_argument("--repeats", type=int, default=9)
     options = parser.parse_args()
     rows = (
         read_trace(options.trace, options.requests)
@@ -55,6 +56,13 @@ def main() -> None:
         else make_workload(options.requests)
     )
     init_none_hash(sha256)
+    # The same rule as for Headwater: the fastest of some replays, each with a new manager.
+    replays = [replay(rows, options) for _ in range(options.repeats)]
+    print(json.dumps(min(replays, key=lambda one: one["mean_us"])))
+
+
+def replay(rows: list[TraceRequest], options: argparse.Namespace) -> dict[str, float]:
+    """Time every request of a trace."""
     hasher = get_request_block_hasher(options.block, sha256)
     manager = make_manager(options.capacity_tokens // options.block, options.block)
     gc.collect()
@@ -75,16 +83,12 @@ def main() -> None:
         manager.free(request)
         micros.append((time.perf_counter_ns() - start) / 1e3)
         hits += tokens
-    print(
-        json.dumps(
-            {
-                "mean_us": float(np.mean(micros)),
-                "p50_us": float(np.percentile(micros, 50)),
-                "p99_us": float(np.percentile(micros, 99)),
-                "hit_tokens": hits,
-            }
-        )
-    )
+    return {
+        "mean_us": float(np.mean(micros)),
+        "p50_us": float(np.percentile(micros, 50)),
+        "p99_us": float(np.percentile(micros, 99)),
+        "hit_tokens": hits,
+    }
 
 
 if __name__ == "__main__":

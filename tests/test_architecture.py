@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from headwater.cache import CacheConfig, TieredCache
+
 SOURCE = Path(__file__).parent.parent / "src" / "headwater"
 LONGEST = 400
 
@@ -87,3 +89,27 @@ def stem_of(name):
     bare = name.lstrip("_")
     stem = WORD_ENDING.sub("", bare)
     return stem if len(stem) > 2 else bare
+
+
+def test_code_outside_the_cache_uses_methods_of_the_tiered_cache_only():
+    """The facade is closed: the parts of a `TieredCache` are private, and no other package
+    reaches into them."""
+    cache = TieredCache(CacheConfig(device_blocks=1))
+    parts = {name for name in vars(cache) if name.startswith("_")}
+    public = {name: type(value) for name, value in vars(cache).items() if name not in parts}
+    reached = [
+        f"{path.relative_to(SOURCE)}:{node.lineno} {node.attr}"
+        for path in SOURCE.rglob("*.py")
+        if path.relative_to(SOURCE).parts[0] != "cache"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in parts and is_cache(node.value)
+    ]
+
+    assert set(public.values()) <= {CacheConfig, int}
+    assert reached == []
+
+
+def is_cache(expression):
+    """Whether an expression is named like a TieredCache: `cache`, `self._cache`, `x.cache` …"""
+    name = getattr(expression, "attr", getattr(expression, "id", ""))
+    return name.lstrip("_") == "cache"

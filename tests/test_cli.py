@@ -10,6 +10,7 @@ import pytest
 
 from headwater import __version__, bench
 from headwater.cli import main
+from headwater.cli.idle_flags import idle_settings
 from headwater.cli.parser import build_parser
 from headwater.cli.serve import engine_config, refuse_later_features, server_config
 from headwater.config import (
@@ -17,7 +18,6 @@ from headwater.config import (
     KvEventsConfig,
     LimitsConfig,
     ServerConfig,
-    idle_settings,
 )
 from headwater.errors import ConfigError
 

@@ -20,13 +20,6 @@ MIB = 1 << 20
 LOG_FORMATS = ("text", "json")
 EVICTIONS = ("lru", "s3fifo", "arc", "session")
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back", "none")
-_TIER_FLAGS = (
-    *("--write-policy", "--load-policy", "--load-timeout"),
-    *("--save-preempted", "--no-save-preempted"),
-    *("--prefetch-sessions", "--no-prefetch-sessions"),
-)
-_PEER_FLAGS = ("--peer-host", "--peer-port", "--peer-lease", "--max-inflight-prefill")
-_SWAP_FLAGS = frozenset({"--swap-space", "--kv-offloading-size"})
 LOAD_POLICIES = get_args(LoadPolicy)
 ROLES, LINKS = ("mixed", "prefill", "decode"), ("shm", "tcp", "mooncake")
 
@@ -44,6 +37,10 @@ class KvEventsConfig:
 
     replay_endpoint: str = "tcp://127.0.0.1:*"
     """Where what was missed can be asked for."""
+
+    advertised_endpoint: str | None = None
+    advertised_replay_endpoint: str | None = None
+    """Addresses of both that the router is given, where they differ from the bound ones."""
 
     buffer_steps: int = 10_000
     """Batches kept for replay; for older ones there is a snapshot."""
@@ -76,7 +73,24 @@ class PeersConfig:
 
     host: str = "127.0.0.1"
     port: int = 0
-    """Where peers reach it: on loopback, at any free port, unless told otherwise."""
+    """Address to listen on for control messages of peers; port 0 takes a free one."""
+
+    advertise_host: str | None = None
+    advertise_port: int | None = None
+    """Address for control messages that peers are given, where it is another one."""
+
+    link_host: str | None = None
+    link_port: int = 0
+    """Address to listen on for blocks; without a host it is that of control messages."""
+
+    link_advertise_host: str | None = None
+    link_advertise_port: int | None = None
+    """Address for blocks that peers are given, where it is another one."""
+
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_ca_certs: str | None = None
+    """PEM files for mutual TLS with peers, on control connections and the `tcp` link."""
 
     max_inflight: int = 64
     lease_s: float = 10.0
@@ -86,8 +100,12 @@ class PeersConfig:
         _one_of("--splitwise-role", self.role, ROLES)
         _one_of("--cache-transfer-protocol", self.link, LINKS)
         _positive("--max-inflight-prefill", self.max_inflight)
-        if not 0 <= self.port <= 65535 or self.lease_s <= 0:
-            raise ConfigError("--peer-port is up to 65535, and --peer-lease is positive")
+        _port("--peer-port", self.port)
+        _port("--peer-advertise-port", self.advertise_port)
+        _port("--link-port", self.link_port)
+        _port("--link-advertise-port", self.link_advertise_port)
+        if self.lease_s <= 0:
+            raise ConfigError(f"--peer-lease must be positive, got {self.lease_s:g}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,28 +267,11 @@ class LimitsConfig:
     max_queued: int = 1024
     """Most sequences that may wait beyond those running; more get a 429."""
 
-    max_stored_responses: int = 1024
-    """Most responses that are kept for `previous_response_id`; 0 keeps none."""
-
-    max_stored_bytes: int = 128 * MIB
-    """Most memory for them."""
-
-    stored_lifetime_s: float = 3600.0
-    """How long each of them is kept."""
-
     def __post_init__(self) -> None:
         _positive("--max-body-mib", self.max_body_bytes)
         if self.max_queued < 0:
             raise ConfigError(
                 f"--max-queued-requests cannot be negative, got {self.max_queued}"
-            )
-        if self.max_stored_responses < 0:
-            raise ConfigError(
-                f"--max-stored-responses cannot be negative, got {self.max_stored_responses}"
-            )
-        if self.stored_lifetime_s <= 0:
-            raise ConfigError(
-                f"--stored-response-lifetime must be positive, got {self.stored_lifetime_s}"
             )
 
 
@@ -366,52 +367,14 @@ def check_secret(flag: str, value: str | None) -> None:
         raise ConfigError(f"{flag} must be printable ASCII without spaces")
 
 
-def idle_settings(engine: EngineConfig, given: frozenset[str]) -> list[str]:
-    """One sentence for each flag in `given` that does nothing in this configuration."""
-    sentences = []
-    if "--gpu-memory-utilization" in given and engine.num_blocks_override is not None:
-        sentences.append(
-            "--gpu-memory-utilization does nothing here: --num-gpu-blocks-override fixes the blocks"
-        )
-    if "--enable-output-caching" in given and not engine.prefix_caching:
-        sentences.append("--enable-output-caching does nothing here: prefix caching is off")
-    if "--eviction-weights" in given and engine.eviction != "session":
-        sentences.append(
-            "--eviction-weights does nothing here: only --eviction session begins with any"
-        )
-    sentences += _idle_tiers(engine, given)
-    if engine.peers is None:
-        sentences += [
-            f"{flag} does nothing here: without --splitwise-role there are no hand-offs"
-            for flag in ("--cache-transfer-protocol", *_PEER_FLAGS)
-            if flag in given
-        ]
-    return sentences
-
-
-def _idle_tiers(engine: EngineConfig, given: frozenset[str]) -> list[str]:
-    if not engine.swap_space_gib:
-        return [
-            f"{flag} does nothing here: there is no host tier (--swap-space)"
-            for flag in _TIER_FLAGS
-            if flag in given
-        ]
-    sentences = []
-    if given & _SWAP_FLAGS and not engine.prefix_caching:
-        sentences.append("--swap-space does nothing here: prefix caching is off")
-    if given & _SWAP_FLAGS and engine.write_policy == "none" and not engine.save_preempted:
-        sentences.append(
-            "--swap-space does nothing here: --write-policy none and --no-save-preempted leave "
-            "nothing that would fill the host tier"
-        )
-    if engine.load_policy == "wait" and "--load-timeout" in given:
-        sentences.append("--load-timeout does nothing here: --load-policy wait has no timeout")
-    return sentences
-
-
 def _positive(flag: str, value: int | None) -> None:
     if value is not None and value < 1:
         raise ConfigError(f"{flag} must be at least 1, got {value}")
+
+
+def _port(flag: str, value: int | None) -> None:
+    if value is not None and not 0 <= value <= 65535:
+        raise ConfigError(f"{flag} must be from 0 to 65535, got {value}")
 
 
 def _one_of(flag: str, value: str, known: tuple[str, ...]) -> None:

@@ -6,6 +6,7 @@ from argparse import Namespace
 import pytest
 
 from headwater.bench import cache as bench
+from headwater.bench._cache_parts import measure_parts
 from headwater.bench._workload import make_workload
 from headwater.cli import main
 from headwater.errors import ConfigError
@@ -73,3 +74,16 @@ def test_a_missing_or_broken_trace_is_a_sentence(tmp_path, capsys):
         read_trace(broken, 10)
     assert main(["bench", "cache", "--trace", str(tmp_path / "none.jsonl")]) == 1
     assert "cannot read the trace" in capsys.readouterr().err
+
+
+def test_every_configuration_finds_the_same_and_uses_its_tiers():
+    """What is compared differs in cost only; a configuration with tiers really writes to them."""
+    parts = measure_parts(make_workload(60), capacity_blocks=4_000, block=64, repeats=1)
+
+    assert list(parts) == ["device", "host", "storage", "events", "block_commits"]
+    assert len({row["hit_tokens"] for row in parts.values()}) == 1
+    assert parts["device"]["offloaded_blocks"] == 0
+    assert parts["storage"]["offloaded_blocks"] > parts["host"]["offloaded_blocks"] > 0
+    for row in parts.values():
+        shares = row["request_us"] + row["offload_us"] + row["events_us"]
+        assert row["total_us"] == pytest.approx(shares)

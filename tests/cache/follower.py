@@ -39,8 +39,8 @@ class Follower:
 def cached(cache):
     """The truth: the keys in each tier, read from the tree."""
     tiers: dict[Tier, set[BlockKey]] = {tier: set() for tier in Tier}
-    for node in cache.tree.nodes():
-        keys = cache.tree.keys(node)
+    for node in cache._tree.nodes():
+        keys = cache._tree.keys(node)
         tiers[Tier.DEVICE] |= set(keys[: len(node.device)])
         tiers[Tier.HOST] |= set(keys[: len(node.host)])
         tiers[Tier.STORAGE] |= set(keys[: node.num_stored])

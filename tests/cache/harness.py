@@ -7,12 +7,12 @@ found must hold exactly its own tokens, in every tier; that is `nothing_is_wrong
 import numpy as np
 
 from headwater.cache import (
-    Demotion,
     FinishedRequest,
     JobEffect,
     JobOutcome,
     JobStatus,
-    Promotion,
+    LoadJob,
+    OffloadJob,
     TieredCache,
     TokenPath,
 )
@@ -50,6 +50,8 @@ class CacheHarness:
             Tier.HOST: [GARBAGE] * config.host_blocks,
         }
         self.storage = {}
+        self.written = {}
+        self.old_match = None
         self.sequences = []
         self.jobs = []
         self.zombies = []
@@ -76,6 +78,15 @@ class CacheHarness:
         self.cache.announce(lease, path)
         self.sequences.append(Sequence(path, lease, held))
         return self.sequences[-1]
+
+    def lease_old_match(self, path):
+        """Lease a match that was made before other operations: it is never on lost blocks."""
+        if self.old_match is not None:
+            lease = self.cache.lease(self.old_match, owner=RequestId("old"), now=self.now)
+            self.cache.check()
+            assert len(lease.slots) == lease.num_blocks
+            self.cache.release(lease, now=self.now)
+        self.old_match = self.cache.match(path)
 
     def publish(self, sequence, end):
         """A step wrote the blocks of `sequence` up to `end`; only then are they committed."""
@@ -105,8 +116,10 @@ class CacheHarness:
         if save:
             self.cache.save(sequence.lease)
         said = len(sequence.path.tokens), len(self.sequences), session, hint
-        turn = None if save else FinishedRequest(*said)
-        self.cache.release(sequence.lease, now=self.now, slots=sequence.unpublished, turn=turn)
+        finished = None if save else FinishedRequest(*said)
+        self.cache.release(
+            sequence.lease, now=self.now, slots=sequence.unpublished, finished=finished
+        )
 
     def close_session(self, namespace, session):
         """Its client says that nothing more will come; whatever of it is in use stays."""
@@ -114,7 +127,7 @@ class CacheHarness:
 
     def find_due(self):
         """Look at every session that is expected: what of its path is there is found."""
-        for known in self.cache.sessions.take_due(self.now + 100.0):
+        for known in self.cache.take_due_sessions(self.now + 100.0):
             match = self.cache.match_session(known)
             assert match.num_blocks == match.path.num_blocks(self.block)
 
@@ -127,23 +140,31 @@ class CacheHarness:
 
     # -- transfers ------------------------------------------------------------------------
 
-    def demote(self, limit):
-        plans = self.cache.demote(limit_blocks=limit, now=self.now)
+    def plan_offloads(self, limit):
+        plans = self.cache.plan_offloads(limit_blocks=limit, now=self.now)
         assert sum(plan.num_blocks for plan in plans) <= limit
-        assert all(isinstance(plan, Demotion) for plan in plans)
+        assert all(isinstance(plan, OffloadJob) for plan in plans)
+        self.add_jobs(plans)
+
+    def add_jobs(self, plans):
+        """Note what each write to storage has to store, before anything else happens."""
+        for plan in plans:
+            if plan.target is Tier.STORAGE:
+                slots = plan.source_slots
+                self.written[plan.job] = [self.memory[Tier.HOST][slot] for slot in slots]
         self.jobs += plans
 
-    def promote(self, path, limit):
+    def plan_load(self, path, limit):
         """Somebody asks again for what was asked before, wherever it is by now."""
-        plan = self.cache.promote(self.cache.match(path), limit_blocks=limit, now=self.now)
+        plan = self.cache.plan_load(self.cache.match(path), limit_blocks=limit, now=self.now)
         if plan is not None:
-            assert isinstance(plan, Promotion)
+            assert isinstance(plan, LoadJob)
             assert 0 < plan.num_blocks <= limit
             self.jobs.append(plan)
             # Lesson 26: others who want the same blocks share this load.
             again = self.cache.match(path)
-            assert again.loading == plan.job
-            assert self.cache.promote(again, limit_blocks=limit, now=self.now) is None
+            assert again.loading is plan
+            assert self.cache.plan_load(again, limit_blocks=limit, now=self.now) is None
 
     def land(self, plan, wanted):
         """A transfer ends after `wanted` blocks; the rest of its target is half written."""
@@ -155,13 +176,13 @@ class CacheHarness:
             ending = JobStatus.DAMAGED
         elif not copied:
             ending = JobStatus.FAILED
-        outcome = JobOutcome(job=plan.job, ending=ending, num_blocks=copied)
+        outcome = JobOutcome(job=plan.job, status=ending, num_blocks=copied)
         self.tell(outcome)
         self.ended = [*self.ended[-9:], outcome]
 
     def work_off(self, limit):
         """Executors that do their work: everything wanted is copied, in order."""
-        self.jobs += self.cache.demote(limit_blocks=limit, now=self.now)
+        self.add_jobs(self.cache.plan_offloads(limit_blocks=limit, now=self.now))
         for plan in list(self.jobs):
             self.land(plan, plan.num_blocks)
 
@@ -169,14 +190,16 @@ class CacheHarness:
         """Nobody waits for it any more, but its executor has not returned."""
         self.jobs.remove(plan)
         self.zombies.append(plan)
-        landing = self.tell(JobOutcome(job=plan.job, ending=JobStatus.TIMED_OUT))
+        landing = self.tell(JobOutcome(job=plan.job, status=JobStatus.TIMED_OUT))
         assert landing is JobEffect.QUARANTINED
 
     def quiet(self, plan, ending):
         """The executor returns at last; even if it says it is done, it is too late."""
         self.zombies.remove(plan)
         self.scribble(plan, 0)
-        outcome = JobOutcome(job=plan.job, ending=ending)
+        if plan.target is Tier.STORAGE:
+            self.copy(plan, plan.num_blocks)  # the lost call reads its slots only now
+        outcome = JobOutcome(job=plan.job, status=ending)
         assert self.tell(outcome) is JobEffect.NOTHING
         self.ended = [*self.ended[-9:], outcome]
 
@@ -200,13 +223,14 @@ class CacheHarness:
             else:
                 return i
             if plan.target is Tier.STORAGE:
+                assert content == self.written[plan.job][i], "stored under a wrong key"
                 self.storage[plan.keys[i]] = content
             else:
                 self.memory[plan.target][plan.target_slots[i]] = content
         return count
 
     def tell(self, outcome):
-        return self.cache.land(outcome, now=self.now)
+        return self.cache.finish_job(outcome, now=self.now)
 
     # -- storage and control --------------------------------------------------------------
 
@@ -220,14 +244,14 @@ class CacheHarness:
     def reset(self):
         """Works under load: with leases held and transfers in flight."""
         self.cache.reset()
-        assert self.cache.tree.num_nodes == 0
+        assert self.cache._tree.num_nodes == 0
 
     def close(self):
         """Liveness: when everybody has let go, every slot comes back."""
         while self.sequences:
             self.end(self.sequences[-1])
         for plan in [*self.jobs, *self.zombies]:
-            self.tell(JobOutcome(job=plan.job, ending=JobStatus.FAILED))
+            self.tell(JobOutcome(job=plan.job, status=JobStatus.FAILED))
         self.cache.check()
         assert self.cache.num_available == self.cache.config.device_blocks
         self.cache.reset()
@@ -246,7 +270,7 @@ class CacheHarness:
                 assert self.memory[Tier.DEVICE][node.device[block]] == what
             if block < len(node.host):
                 assert self.memory[Tier.HOST][node.host[block]] == what
-            key = self.cache.tree.keys(node)[block]
+            key = self.cache._tree.keys(node)[block]
             assert self.storage.get(key, what) == what
         for sequence in self.sequences:
             for block in range(sequence.computed):
@@ -255,12 +279,12 @@ class CacheHarness:
 
     def followed(self):
         """Who heard every fact knows every block; who asks for all of it now does too."""
-        if self.cache.events is None:
+        if not self.cache.config.record_events:
             return
-        self.follower.follow(self.cache.events.take())
+        self.follower.follow(self.cache.take_events())
         assert self.follower.tiers == cached(self.cache)
         late = Follower()
-        late.follow(self.cache.events.snapshot())
+        late.follow(self.cache.snapshot_events())
         assert late.tiers == self.follower.tiers
 
     def agree(self, path, match):
@@ -289,7 +313,7 @@ class CacheHarness:
 
     def found(self):
         """Every block in the tree: its identity put together from the root, node, index."""
-        for namespace, root in self.cache.tree.roots.items():
+        for namespace, root in self.cache._tree.roots.items():
             pending: list[tuple[Node, list[tuple[int, bytes]], tuple[int, ...]]]
             pending = [(child, [], ()) for child in root.children.values()]
             while pending:

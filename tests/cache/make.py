@@ -35,12 +35,12 @@ def serve(cache, path):
 
 
 def write_down(cache, limit=100):
-    """Carry out every demotion that is wanted, with success."""
-    for plan in cache.demote(limit_blocks=limit, now=0.0):
-        cache.land(done(plan), now=0.0)
+    """Carry out every offload that is wanted, with success."""
+    for plan in cache.plan_offloads(limit_blocks=limit, now=0.0):
+        cache.finish_job(done(plan), now=0.0)
 
 
-def extents(cache, path):
+def blocks_by_tier(cache, path):
     """(device, host, storage) blocks of a match."""
     match = cache.match(path)
     return match.device_blocks, match.host_blocks, match.storage_blocks
@@ -48,7 +48,7 @@ def extents(cache, path):
 
 def done(plan):
     """The end of a transfer that went well."""
-    return JobOutcome(job=plan.job, ending=JobStatus.DONE)
+    return JobOutcome(job=plan.job, status=JobStatus.DONE)
 
 
 def make_demoted(blocks=(1, 2), **settings):
@@ -57,5 +57,5 @@ def make_demoted(blocks=(1, 2), **settings):
     serve(cache, make_path(*blocks))
     write_down(cache)
     cache.free(cache.take(4, now=0.0))
-    assert extents(cache, make_path(*blocks)) == (0, len(blocks), 0)
+    assert blocks_by_tier(cache, make_path(*blocks)) == (0, len(blocks), 0)
     return cache

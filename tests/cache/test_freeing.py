@@ -7,7 +7,7 @@ from headwater.cache import MissReason
 from headwater.cache.pool import SlotState
 from headwater.errors import CacheUseError, InvariantError
 from headwater.types import WritePolicy
-from tests.cache.make import begin, extents, make_cache, make_path, serve, write_down
+from tests.cache.make import begin, blocks_by_tier, make_cache, make_path, serve, write_down
 
 
 def test_eviction_frees_one_batch_per_take():
@@ -16,13 +16,13 @@ def test_eviction_frees_one_batch_per_take():
     for leaf in range(8):
         serve(cache, make_path(leaf))
     batches = []
-    reuse = cache.device.pool.reuse
+    reuse = cache._device.pool.reuse
 
     def counted(parts, *how):
         batches.append(sum(len(part) for part in parts))
         return reuse(parts, *how)
 
-    cache.device.pool.reuse = counted
+    cache._device.pool.reuse = counted
 
     assert len(cache.take(5, now=0.0)) == 5
     assert batches == [5]
@@ -60,7 +60,7 @@ def test_an_evicted_node_is_terminal_at_once():
     cache.take(2, now=0.0)
 
     assert match.nodes[0].gone
-    assert cache.promote(match, limit_blocks=9, now=0.0) is None
+    assert cache.plan_load(match, limit_blocks=9, now=0.0) is None
     assert cache.lease(match, owner="late", now=0.0).num_blocks == 0
     cache.check()
 
@@ -74,9 +74,9 @@ def test_a_parent_is_evicted_only_after_its_child():
 
     cache.take(5, now=0.0)
 
-    assert extents(cache, make_path(1, 2)) == (1, 0, 0)
+    assert blocks_by_tier(cache, make_path(1, 2)) == (1, 0, 0)
     cache.take(1, now=0.0)
-    assert extents(cache, make_path(1, 2)) == (0, 0, 0)
+    assert blocks_by_tier(cache, make_path(1, 2)) == (0, 0, 0)
     cache.check()
 
 
@@ -87,7 +87,7 @@ def test_a_node_cannot_enter_the_order_twice():
     node = cache.match(make_path(1)).nodes[0]
 
     with pytest.raises(InvariantError, match="twice"):
-        cache.device.order.add(node, 0.0)
+        cache._device.order.add(node, 0.0)
 
 
 def test_an_evicted_node_never_comes_back_into_the_order():
@@ -99,7 +99,7 @@ def test_an_evicted_node_never_comes_back_into_the_order():
     serve(cache, make_path(1))
 
     assert gone.gone
-    assert gone not in cache.device.order
+    assert gone not in cache._device.order
     assert cache.match(make_path(1)).nodes[0] is not gone
 
 
@@ -148,9 +148,9 @@ def test_negative_counts_change_nothing(count):
     with pytest.raises(CacheUseError):
         cache.match(make_path(1), count)
     with pytest.raises(CacheUseError):
-        cache.demote(limit_blocks=count, now=0.0)
+        cache.plan_offloads(limit_blocks=count, now=0.0)
     with pytest.raises(CacheUseError):
-        cache.promote(cache.match(make_path(1)), limit_blocks=count, now=0.0)
+        cache.plan_load(cache.match(make_path(1)), limit_blocks=count, now=0.0)
     assert cache.stats() == before
 
 
@@ -179,7 +179,7 @@ def test_the_tail_goes_before_the_head():
 
     for left in (3, 2, 1, 0):
         cache.take(1, now=0.0)
-        assert extents(cache, make_path(1, 2, 3, 4)) == (left, 0, 0)
+        assert blocks_by_tier(cache, make_path(1, 2, 3, 4)) == (left, 0, 0)
 
 
 def test_a_shared_head_outlives_what_was_used_before_it():
@@ -191,8 +191,8 @@ def test_a_shared_head_outlives_what_was_used_before_it():
 
     cache.take(3, now=0.0)
 
-    assert extents(cache, make_path(1, 3)) == (2, 0, 0)
-    assert extents(cache, make_path(7, 8)) == (0, 0, 0)
+    assert blocks_by_tier(cache, make_path(1, 3)) == (2, 0, 0)
+    assert blocks_by_tier(cache, make_path(7, 8)) == (0, 0, 0)
 
 
 def test_host_copies_of_device_blocks_are_reclaimable():
@@ -207,7 +207,7 @@ def test_host_copies_of_device_blocks_are_reclaimable():
     cache.take(4, now=0.0)
     cache.take(2, now=0.0)
 
-    assert extents(cache, make_path(3, 4)) == (0, 2, 0)
+    assert blocks_by_tier(cache, make_path(3, 4)) == (0, 2, 0)
     assert lease.num_blocks == 2
     cache.check()
 
@@ -219,14 +219,14 @@ def test_eviction_looks_only_at_what_it_evicts(leaves):
     for leaf in range(leaves):
         serve(cache, make_path(leaf))
     looked_at = []
-    victims = cache.device.order.victims
+    victims = cache._device.order.victims
 
     def counted():
         for node in victims():
             looked_at.append(node)
             yield node
 
-    cache.device.order.victims = counted
+    cache._device.order.victims = counted
 
     cache.take(3, now=0.0)
 
@@ -276,6 +276,6 @@ def test_a_leased_block_is_never_evicted():
 
     assert cache.take(3, now=0.0) is None
     assert len(cache.take(2, now=0.0)) == 2
-    states = cache.device.pool._state[lease.slots]
+    states = cache._device.pool._state[lease.slots]
     assert np.all(states == SlotState.CACHED)
     assert cache.match(make_path(1, 2, 3)).reason is MissReason.EVICTED_DEVICE

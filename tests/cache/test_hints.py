@@ -6,7 +6,7 @@ from headwater.cache import FinishedRequest, Hint, Namespace
 from headwater.cache import sessions as limits
 from headwater.cache.policy import POLICIES
 from headwater.types import WritePolicy
-from tests.cache.make import BLOCK, begin, extents, make_cache, make_path, write_down
+from tests.cache.make import BLOCK, begin, blocks_by_tier, make_cache, make_path, write_down
 
 CLOSED, PENDING = Hint(closed=True), Hint()
 
@@ -15,8 +15,8 @@ def serve(cache, path, session="", hint=None, now=0.0, output=0):
     """A whole request of a session."""
     lease, held = begin(cache, path)
     surplus = cache.commit(lease, path, held, now=now)
-    turn = FinishedRequest(len(path.tokens), output, session, hint)
-    cache.release(lease, now=now, slots=surplus, turn=turn)
+    finished = FinishedRequest(len(path.tokens), output, session, hint)
+    cache.release(lease, now=now, slots=surplus, finished=finished)
 
 
 def make_room(cache, count, now=0.0):
@@ -36,7 +36,7 @@ def test_a_closed_session_goes_first_under_every_policy(name):
     cache.check()
     make_room(cache, 4)
 
-    assert [extents(cache, make_path(n, n + 10))[0] for n in (1, 2, 3)] == [2, 2, 0]
+    assert [blocks_by_tier(cache, make_path(n, n + 10))[0] for n in (1, 2, 3)] == [2, 2, 0]
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
@@ -49,7 +49,7 @@ def test_a_session_can_be_closed_later_by_its_name(name):
     assert cache.close_session(Namespace(), "s2")
     assert not cache.close_session(Namespace(), "s2")
     make_room(cache, 4)
-    assert [extents(cache, make_path(n, n + 10))[0] for n in (1, 2, 3)] == [2, 0, 2]
+    assert [blocks_by_tier(cache, make_path(n, n + 10))[0] for n in (1, 2, 3)] == [2, 0, 2]
     assert cache.stats().sessions.hints == {"closed": 1}
 
 
@@ -63,9 +63,9 @@ def test_what_others_use_stays_when_a_session_is_closed():
     cache.close_session(Namespace(), "mine")
     make_room(cache, 12 - 7 + 1)
 
-    assert extents(cache, make_path(1, 2, 3, 9)) == (4, 0, 0)
-    assert extents(cache, make_path(1, 2, 3, 4)) == (3, 0, 0)
-    assert extents(cache, make_path(20, 21)) == (2, 0, 0)
+    assert blocks_by_tier(cache, make_path(1, 2, 3, 9)) == (4, 0, 0)
+    assert blocks_by_tier(cache, make_path(1, 2, 3, 4)) == (3, 0, 0)
+    assert blocks_by_tier(cache, make_path(20, 21)) == (2, 0, 0)
 
 
 def test_nobody_closes_the_session_of_another_tenant():
@@ -88,7 +88,10 @@ def test_a_closed_session_that_comes_back_is_only_a_miss():
     make_room(cache, 4, now=2.0)
 
     assert cache.close_session(Namespace(), "s")
-    assert extents(cache, make_path(1, 2, 3))[0] + extents(cache, make_path(5, 6))[0] == 4
+    assert (
+        blocks_by_tier(cache, make_path(1, 2, 3))[0] + blocks_by_tier(cache, make_path(5, 6))[0]
+        == 4
+    )
 
 
 def test_a_session_in_use_is_not_touched_by_closing_it():
@@ -101,7 +104,7 @@ def test_a_session_in_use_is_not_touched_by_closing_it():
     make_room(cache, 5)
     cache.release(lease, now=0.0, slots=held)
 
-    assert extents(cache, make_path(1, 2)) == (2, 0, 0)
+    assert blocks_by_tier(cache, make_path(1, 2)) == (2, 0, 0)
 
 
 def test_closed_blocks_go_first_from_the_host_too():
@@ -116,7 +119,7 @@ def test_closed_blocks_go_first_from_the_host_too():
         write_down(cache)
     cache.close_session(Namespace(), "s3")
     cache.check()
-    freed = cache.evictor.evict_host(2)
+    freed = cache._evictor.evict_host(2)
     cache.check()
 
     assert freed == 2
@@ -132,7 +135,7 @@ def test_a_pending_session_is_kept_longer_than_others():
         serve(cache, long_path(number), f"s{number}", hint, now=10.0 * number)
     make_room(cache, 7 * 64, now=100.0)
 
-    assert extents(cache, long_path(1))[0] == 64
+    assert blocks_by_tier(cache, long_path(1))[0] == 64
 
 
 def long_path(number):
@@ -184,9 +187,9 @@ def test_timers_of_hints_do_not_pile_up():
     for now in range(5_000):
         serve(cache, make_path(1), "s", Hint(returns_in_s=3_000.0), now=float(now))
 
-    assert len(cache.sessions._ends) < 1_100
-    assert len(cache.sessions._dues) < 1_100
-    assert cache.sessions.next_due_s == 4_999.0 + 3_000.0
+    assert len(cache._sessions._ends) < 1_100
+    assert len(cache._sessions._dues) < 1_100
+    assert cache.next_due_s == 4_999.0 + 3_000.0
 
 
 def test_expected_sessions_come_in_the_order_of_their_time():
@@ -197,9 +200,9 @@ def test_expected_sessions_come_in_the_order_of_their_time():
     serve(cache, make_path(len("back"), 20), "back", now=1.0)
     cache.close_session(Namespace(), "closed")
 
-    assert [known.name for known in cache.sessions.take_due(10.0)] == ["soon"]
-    assert cache.sessions.take_due(10.0) == []
-    assert cache.sessions.next_due_s == 60.0
+    assert [known.name for known in cache.take_due_sessions(10.0)] == ["soon"]
+    assert cache.take_due_sessions(10.0) == []
+    assert cache.next_due_s == 60.0
 
 
 def test_a_reset_forgets_sessions():
@@ -216,7 +219,7 @@ def test_the_path_of_a_session_is_found_from_where_it_ended():
     """Also when its end was evicted: then what is left of it is."""
     cache = make_cache(device_blocks=8, hint_share=1.0)
     serve(cache, make_path(1, 2, 3, 4, 5, 6), "s", Hint(returns_in_s=1.0))
-    (known,) = cache.sessions.take_due(2.0)
+    (known,) = cache.take_due_sessions(2.0)
 
     assert cache.match_session(known).device_blocks == 6
     make_room(cache, 4)
@@ -244,12 +247,12 @@ def test_what_is_evicted_is_found_a_tier_below(name):
         write_down(cache)
         cache.check()
     make_room(cache, 8)
-    assert [extents(cache, make_path(n, n + 10)) for n in (1, 2, 3)] == [(0, 2, 0)] * 3
+    assert [blocks_by_tier(cache, make_path(n, n + 10)) for n in (1, 2, 3)] == [(0, 2, 0)] * 3
 
     cache.close_session(Namespace(), "s2")
-    assert cache.evictor.evict_host(2) == 2
+    assert cache._evictor.evict_host(2) == 2
     cache.check()
-    assert [extents(cache, make_path(n, n + 10)) for n in (1, 2, 3)] == [
+    assert [blocks_by_tier(cache, make_path(n, n + 10)) for n in (1, 2, 3)] == [
         (0, 2, 0),
         (0, 0, 2),
         (0, 2, 0),
@@ -270,5 +273,5 @@ def test_closed_blocks_are_not_written_before_they_go():
         write_down(cache)
     make_room(cache, 8)
 
-    assert extents(cache, make_path(1, 11)) == (0, 2, 0)
-    assert extents(cache, make_path(2, 12)) == (0, 0, 0)
+    assert blocks_by_tier(cache, make_path(1, 11)) == (0, 2, 0)
+    assert blocks_by_tier(cache, make_path(2, 12)) == (0, 0, 0)

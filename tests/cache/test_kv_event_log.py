@@ -14,8 +14,8 @@ def test_nobody_asked_nothing_is_recorded():
     cache = make_cache()
     serve(cache, make_path(1, 2))
 
-    assert cache.events is None
-    assert all(node.keys is None for node in cache.tree.nodes())
+    assert cache.take_events() == []
+    assert all(node.keys is None for node in cache._tree.nodes())
 
 
 def test_a_stored_run_says_where_it_hangs_and_what_it_is():
@@ -25,12 +25,12 @@ def test_a_stored_run_says_where_it_hangs_and_what_it_is():
     serve(cache, make_path(1, 2, 3))
     keys = cache.keys(make_path(1, 2, 3), 3)
 
-    first, second = cache.events.take()
+    first, second = cache.take_events()
 
     assert (first.tier, first.keys, first.parent) == (Tier.DEVICE, keys[:2], None)
     assert np.frombuffer(first.tokens, np.int32).tolist() == [1] * 4 + [2] * 4
     assert (second.keys, second.parent) == (keys[2:], keys[1])
-    assert cache.events.take() == []
+    assert cache.take_events() == []
 
 
 def test_an_eviction_is_one_fact():
@@ -38,11 +38,11 @@ def test_an_eviction_is_one_fact():
     cache = make_cache(device_blocks=3, record_events=True)
     for number in (1, 2, 3):
         serve(cache, make_path(number))
-    cache.events.take()
+    cache.take_events()
 
     serve(cache, make_path(4, 5))
 
-    removed, stored = cache.events.take()
+    removed, stored = cache.take_events()
     assert isinstance(removed, BlocksRemoved)
     assert isinstance(stored, BlocksStored)
     assert len(removed.keys) == 2
@@ -55,13 +55,13 @@ def test_a_salt_keeps_tokens_private():
     serve(cache, make_path(1, 2, namespace=Namespace(salt="tenant")))
     serve(cache, make_path(1, 2))
 
-    salted, plain = cache.events.take()
+    salted, plain = cache.take_events()
 
     assert salted.tokens == b""
     assert plain.tokens != b""
     assert not set(salted.keys) & set(plain.keys)
     assert "tenant" not in repr(salted)
-    assert {fact.tokens == b"" for fact in cache.events.snapshot()} == {True, False}
+    assert {fact.tokens == b"" for fact in cache.snapshot_events()} == {True, False}
 
 
 def test_a_reset_is_one_fact():
@@ -71,5 +71,5 @@ def test_a_reset_is_one_fact():
 
     cache.reset()
 
-    assert cache.events.take() == [BlocksCleared()]
-    assert list(cache.events.snapshot()) == []
+    assert cache.take_events() == [BlocksCleared()]
+    assert list(cache.snapshot_events()) == []

@@ -13,7 +13,7 @@ from headwater.types import RequestId, Tier
 from tests.cache.make import (
     BLOCK,
     begin,
-    extents,
+    blocks_by_tier,
     make_cache,
     make_path,
     serve,
@@ -61,7 +61,7 @@ def test_a_lease_survives_splits():
 
     assert cache.take(5, now=0.0) is None
     assert len(cache.take(4, now=0.0)) == 4
-    assert extents(cache, path) == (4, 0, 0)
+    assert blocks_by_tier(cache, path) == (4, 0, 0)
     cache.release(lease, now=0.0)
     cache.check()
 
@@ -93,7 +93,7 @@ def test_a_request_that_does_not_fit_rolls_back():
     cache.release(lease, now=0.0)
 
     assert cache.stats() == before
-    assert extents(cache, make_path(1, 2)) == (2, 0, 0)
+    assert blocks_by_tier(cache, make_path(1, 2)) == (2, 0, 0)
 
 
 def test_decode_grows_one_run():
@@ -106,7 +106,7 @@ def test_decode_grows_one_run():
     cache.release(lease, now=0.0)
 
     assert cache.stats().nodes == 1
-    assert extents(cache, path) == (32, 0, 0)
+    assert blocks_by_tier(cache, path) == (32, 0, 0)
 
 
 def test_a_released_lease_is_refused():
@@ -181,7 +181,7 @@ def test_only_full_blocks_are_committed():
     with pytest.raises(CacheUseError):
         cache.commit(lease, path, held, now=0.0)
     cache.commit(lease, path, held[:1], now=0.0)
-    assert extents(cache, make_path(1, 2)) == (1, 0, 0)
+    assert blocks_by_tier(cache, make_path(1, 2)) == (1, 0, 0)
 
 
 def test_the_ledger_counts_a_request_once():

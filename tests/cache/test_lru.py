@@ -83,7 +83,7 @@ class LruMachine(RuleBasedStateMachine):
     def same_blocks(self):
         self.cache.check()
         cached = set()
-        for node in self.cache.tree.nodes():
+        for node in self.cache._tree.nodes():
             for block in range(node.num_blocks):
                 cached.add(prefix_of(node, block))
         assert cached == set(self.model.last_use)

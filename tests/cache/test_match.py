@@ -4,14 +4,13 @@ from headwater.cache import (
     MediaSpan,
     MissReason,
     Namespace,
-    TierRange,
     media_by_block,
 )
-from headwater.types import Tier, WritePolicy
+from headwater.types import WritePolicy
 from tests.cache.make import (
     BLOCK,
     begin,
-    extents,
+    blocks_by_tier,
     make_cache,
     make_path,
     serve,
@@ -43,8 +42,8 @@ def test_a_full_hit_leaves_the_last_token_to_compute():
     assert match.reason is None
 
 
-def test_extents_are_in_position_order():
-    """Lesson 22: whatever tiers the parts are in, and nothing after the first gap counts."""
+def test_each_block_counts_for_the_highest_tier_that_has_it():
+    """Lesson 22: device blocks lead, host blocks follow, then storage blocks."""
     cache = make_cache(4, host_blocks=8, storage=True, write_policy=WritePolicy.WRITE_THROUGH)
     serve(cache, make_path(1, 2, 3))
     write_down(cache)
@@ -54,11 +53,8 @@ def test_extents_are_in_position_order():
 
     match = cache.match(make_path(1, 2, 3, 4, 5, 6))
 
-    assert match.extents == (
-        TierRange(Tier.DEVICE, 0, 2),
-        TierRange(Tier.HOST, 2, 3),
-        TierRange(Tier.STORAGE, 3, 5),
-    )
+    counts = (match.device_blocks, match.host_blocks, match.storage_blocks)
+    assert counts == (2, 1, 2)
 
 
 def test_reasons_for_a_miss():
@@ -113,7 +109,7 @@ def test_ghosts_are_bounded():
     for leaf in range(100):
         serve(cache, make_path(leaf, leaf + 1))
 
-    assert 5 <= len(cache.ghosts) <= 10
+    assert 5 <= len(cache._ghosts) <= 10
 
 
 def test_media_are_compared_in_the_tree():
@@ -123,9 +119,9 @@ def test_media_are_compared_in_the_tree():
     dog = make_path(1, 9, media=media_by_block([MediaSpan(BLOCK, BLOCK + 2, b"dog")], BLOCK))
     serve(cache, cat)
 
-    assert extents(cache, cat) == (2, 0, 0)
-    assert extents(cache, dog) == (1, 0, 0)
-    assert extents(cache, make_path(1, 9)) == (1, 0, 0)
+    assert blocks_by_tier(cache, cat) == (2, 0, 0)
+    assert blocks_by_tier(cache, dog) == (1, 0, 0)
+    assert blocks_by_tier(cache, make_path(1, 9)) == (1, 0, 0)
 
 
 def test_namespaces_share_nothing():
@@ -134,6 +130,6 @@ def test_namespaces_share_nothing():
     serve(cache, make_path(1, 2, namespace=Namespace(salt="a")))
     write_down(cache)
 
-    assert extents(cache, make_path(1, 2)) == (0, 0, 0)
-    assert extents(cache, make_path(1, 2, namespace=Namespace(adapter="a"))) == (0, 0, 0)
-    assert extents(cache, make_path(1, 2, namespace=Namespace(salt="a"))) == (2, 0, 0)
+    assert blocks_by_tier(cache, make_path(1, 2)) == (0, 0, 0)
+    assert blocks_by_tier(cache, make_path(1, 2, namespace=Namespace(adapter="a"))) == (0, 0, 0)
+    assert blocks_by_tier(cache, make_path(1, 2, namespace=Namespace(salt="a"))) == (2, 0, 0)

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from headwater.cache import CacheConfig, Namespace, TieredCache, TokenPath
-from headwater.cache.outline import outline
 from headwater.types import RequestId
 
 BLOCK = 4
@@ -20,13 +19,7 @@ def fill(cache, tokens, salt=""):
 
 
 def look(cache, *, max_depth=8, max_nodes=64):
-    return outline(
-        cache.tree,
-        tick=cache.pins.tick,
-        generation=cache.generation,
-        max_depth=max_depth,
-        max_nodes=max_nodes,
-    )
+    return cache.outline(max_depth=max_depth, max_nodes=max_nodes)
 
 
 @pytest.fixture

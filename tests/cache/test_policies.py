@@ -5,7 +5,7 @@ import pytest
 from headwater.cache.policy import POLICIES
 from headwater.config import EVICTIONS
 from headwater.errors import ConfigError
-from tests.cache.make import extents, make_cache, make_path, serve
+from tests.cache.make import blocks_by_tier, make_cache, make_path, serve
 
 
 def test_settings_know_every_policy():
@@ -24,7 +24,7 @@ def test_a_scan_does_not_wash_out_what_was_used_again(name, stays):
     for scanned in range(10, 30):
         serve(cache, make_path(scanned))
 
-    assert (extents(cache, make_path(1, 2)) == (2, 0, 0)) == stays
+    assert (blocks_by_tier(cache, make_path(1, 2)) == (2, 0, 0)) == stays
 
 
 @pytest.mark.parametrize("name", ["s3fifo", "arc"])
@@ -33,12 +33,12 @@ def test_what_comes_back_after_its_eviction_is_worth_more(name):
     cache = make_cache(device_blocks=8, eviction=name)
     for prompt in range(12):
         serve(cache, make_path(prompt))
-    assert extents(cache, make_path(0)) == (0, 0, 0)
+    assert blocks_by_tier(cache, make_path(0)) == (0, 0, 0)
     serve(cache, make_path(0))
     for prompt in range(20, 28):
         serve(cache, make_path(prompt))
 
-    assert extents(cache, make_path(0)) == (1, 0, 0)
+    assert blocks_by_tier(cache, make_path(0)) == (1, 0, 0)
 
 
 def test_reading_an_order_changes_nothing():
@@ -47,7 +47,7 @@ def test_reading_an_order_changes_nothing():
         cache = make_cache(device_blocks=6, eviction=name)
         for prompt in (1, 2, 1, 3, 4, 2):
             serve(cache, make_path(prompt, prompt + 10))
-        order = cache.device.order
+        order = cache._device.order
         first = list(order.victims())
 
         assert list(order.victims()) == first

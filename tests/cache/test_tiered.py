@@ -12,8 +12,8 @@ from headwater.errors import ConfigError
 from headwater.types import WritePolicy
 from tests.cache.make import (
     begin,
+    blocks_by_tier,
     done,
-    extents,
     make_cache,
     make_demoted,
     make_path,
@@ -29,7 +29,7 @@ def test_reset_forgets_and_bumps_the_generation():
     write_down(cache)
     cache.reset()
 
-    assert extents(cache, make_path(1, 2)) == (0, 0, 0)
+    assert blocks_by_tier(cache, make_path(1, 2)) == (0, 0, 0)
     assert cache.match(make_path(1, 2)).reason is MissReason.NEVER_SEEN
     assert cache.stats().device.free == 8
     assert cache.stats().host.free == 4
@@ -49,7 +49,7 @@ def test_reset_under_load():
     assert surplus.tolist() == held.tolist()
     assert lease.num_blocks == 3
     cache.announce(lease, make_path(1, 2, 3, 4))
-    assert extents(cache, path) == (0, 0, 0)
+    assert blocks_by_tier(cache, path) == (0, 0, 0)
     cache.check()
     cache.release(lease, now=0.0, slots=surplus)
     assert cache.stats().device.free == 8
@@ -59,11 +59,11 @@ def test_reset_under_load():
 def test_late_results_of_an_older_generation_only_release():
     """Lesson 17: a transfer that lands after a reset attaches nothing."""
     cache = make_demoted()
-    plan = cache.promote(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
+    plan = cache.plan_load(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
     cache.reset()
     serve(cache, make_path(1, 2))
 
-    assert cache.land(done(plan), now=0.0) is JobEffect.NOTHING
+    assert cache.finish_job(done(plan), now=0.0) is JobEffect.NOTHING
     assert cache.stats().device.free == 2
     assert cache.stats().host.free == 8
     cache.check()
@@ -100,4 +100,4 @@ def test_empty_namespaces_are_forgotten():
             now=0.0,
         )
 
-    assert len(cache.tree.roots) <= 4096
+    assert len(cache._tree.roots) <= 4096

@@ -107,12 +107,16 @@ class TierMachine(RuleBasedStateMachine):
         self.harness.find_due()
 
     @rule(limit=st.integers(0, 6))
-    def demote(self, limit):
-        self.harness.demote(limit)
+    def plan_offloads(self, limit):
+        self.harness.plan_offloads(limit)
+
+    @rule(path=paths)
+    def lease_old_match(self, path):
+        self.harness.lease_old_match(path)
 
     @rule(data=st.data(), limit=st.sampled_from([6, 3, 1, 0]))
-    def promote(self, data, limit):
-        self.harness.promote(data.draw(st.sampled_from(self.harness.asked)), limit)
+    def plan_load(self, data, limit):
+        self.harness.plan_load(data.draw(st.sampled_from(self.harness.asked)), limit)
 
     @precondition(lambda self: self.harness.jobs)
     @rule(data=st.data())
@@ -212,9 +216,11 @@ STEPS = [
         harness.start(random_path(rng)) if len(harness.sequences) < 4 else None
     ),
     lambda harness, rng: harness.serve(random_path(rng)),
+    lambda harness, rng: harness.lease_old_match(random_path(rng)),
     lambda harness, rng: harness.serve(random_path(rng)),
     lambda harness, rng: harness.serve(random_path(rng)),
-    lambda harness, rng: harness.demote(rng.randint(0, 6)),
+    lambda harness, rng: harness.lease_old_match(random_path(rng)),
+    lambda harness, rng: harness.plan_offloads(rng.randint(0, 6)),
     lambda harness, rng: harness.work_off(rng.randint(1, 20)),
     lambda harness, rng: harness.work_off(rng.randint(1, 20)),
     lambda harness, rng: harness.reset() if rng.random() < 0.05 else None,
@@ -222,9 +228,9 @@ STEPS = [
     with_one("sequences", lambda harness, rng, s: harness.grow(s, random_path(rng).tokens[:4])),
     with_one("sequences", lambda harness, rng, s: harness.end(s, rng.random() < 0.5)),
     with_one(
-        "asked", lambda harness, rng, path: harness.promote(path, rng.choice([6, 3, 1, 0]))
+        "asked", lambda harness, rng, path: harness.plan_load(path, rng.choice([6, 3, 1, 0]))
     ),
-    with_one("asked", lambda harness, rng, path: harness.promote(path, 6)),
+    with_one("asked", lambda harness, rng, path: harness.plan_load(path, 6)),
     with_one("asked", lambda harness, rng, path: harness.look_up(path)),
     with_one(
         "jobs", lambda harness, rng, plan: harness.land(plan, rng.randint(0, plan.num_blocks))

@@ -11,8 +11,8 @@ from headwater.cache import (
 from headwater.types import Tier, WritePolicy
 from tests.cache.make import (
     begin,
+    blocks_by_tier,
     done,
-    extents,
     make_cache,
     make_demoted,
     make_path,
@@ -45,7 +45,7 @@ def test_write_policies(policy, after_first, after_hit, after_eviction):
     write_down(cache)
     cache.take(2, now=0.0)
 
-    assert extents(cache, path) == (0, after_eviction, 0)
+    assert blocks_by_tier(cache, path) == (0, after_eviction, 0)
     cache.free(slots)
     cache.check()
 
@@ -70,11 +70,11 @@ def test_the_second_write_moves_nothing():
     serve(cache, make_path(1, 2))
     write_down(cache)
     write_down(cache)
-    assert extents(cache, make_path(1, 2)) == (2, 0, 0)
+    assert blocks_by_tier(cache, make_path(1, 2)) == (2, 0, 0)
     assert cache.match(make_path(1, 2)).nodes[0].num_stored == 2
     serve(cache, make_path(1, 2))
 
-    assert cache.demote(limit_blocks=99, now=0.0) == []
+    assert cache.plan_offloads(limit_blocks=99, now=0.0) == []
 
 
 def test_saving_writes_whatever_the_policy():
@@ -86,47 +86,47 @@ def test_saving_writes_whatever_the_policy():
     cache.save(lease)
     cache.release(lease, now=0.0)
 
-    (plan,) = cache.demote(limit_blocks=9, now=0.0)
+    (plan,) = cache.plan_offloads(limit_blocks=9, now=0.0)
     assert cache.take(1, now=0.0) is None
-    cache.land(done(plan), now=0.0)
+    cache.finish_job(done(plan), now=0.0)
     assert len(cache.take(2, now=0.0)) == 2
-    assert extents(cache, path) == (0, 2, 0)
+    assert blocks_by_tier(cache, path) == (0, 2, 0)
 
 
 def test_a_promotion_is_findable_when_it_has_landed():
     """Lesson 20: submitted is not done."""
     cache = make_demoted()
-    plan = cache.promote(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
+    plan = cache.plan_load(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
 
     assert (plan.source, plan.target, plan.num_blocks) == (Tier.HOST, Tier.DEVICE, 2)
-    assert extents(cache, make_path(1, 2)) == (0, 2, 0)
-    assert cache.land(done(plan), now=0.0) is JobEffect.ATTACHED
-    assert extents(cache, make_path(1, 2)) == (2, 0, 0)
+    assert blocks_by_tier(cache, make_path(1, 2)) == (0, 2, 0)
+    assert cache.finish_job(done(plan), now=0.0) is JobEffect.ATTACHED
+    assert blocks_by_tier(cache, make_path(1, 2)) == (2, 0, 0)
     cache.check()
 
 
 def test_source_and_target_are_pinned_until_the_end():
     """Lesson 21: neither the host copy nor the new slots can be taken by anybody else."""
     cache = make_demoted()
-    plan = cache.promote(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
+    plan = cache.plan_load(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
 
-    assert cache.evictor.evict_host(8) == 0
+    assert cache._evictor.evict_host(8) == 0
     assert cache.take(3, now=0.0) is None
-    cache.land(done(plan), now=0.0)
-    assert cache.evictor.evict_host(8) == 2
+    cache.finish_job(done(plan), now=0.0)
+    assert cache._evictor.evict_host(8) == 2
     cache.check()
 
 
 def test_a_partial_promotion_keeps_its_leading_blocks():
     """Lesson 44: a short copy is a shorter hit, never a failure."""
     cache = make_demoted((1, 2, 3))
-    plan = cache.promote(cache.match(make_path(1, 2, 3)), limit_blocks=9, now=0.0)
-    landing = cache.land(
-        JobOutcome(job=plan.job, ending=JobStatus.PARTIAL, num_blocks=1), now=0.0
+    plan = cache.plan_load(cache.match(make_path(1, 2, 3)), limit_blocks=9, now=0.0)
+    landing = cache.finish_job(
+        JobOutcome(job=plan.job, status=JobStatus.PARTIAL, num_blocks=1), now=0.0
     )
 
     assert landing is JobEffect.ATTACHED
-    assert extents(cache, make_path(1, 2, 3)) == (1, 2, 0)
+    assert blocks_by_tier(cache, make_path(1, 2, 3)) == (1, 2, 0)
     assert cache.stats().device.free == 3
     cache.check()
 
@@ -134,37 +134,37 @@ def test_a_partial_promotion_keeps_its_leading_blocks():
 def test_a_failed_job_does_not_poison_the_next():
     """Lesson 24: after a failure the same blocks can be promoted again."""
     cache = make_demoted()
-    first = cache.promote(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
+    first = cache.plan_load(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
     assert (
-        cache.land(JobOutcome(job=first.job, ending=JobStatus.FAILED), now=0.0)
+        cache.finish_job(JobOutcome(job=first.job, status=JobStatus.FAILED), now=0.0)
         is JobEffect.NOTHING
     )
 
-    again = cache.promote(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
+    again = cache.plan_load(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
     assert again.job != first.job
-    assert cache.land(done(again), now=0.0) is JobEffect.ATTACHED
+    assert cache.finish_job(done(again), now=0.0) is JobEffect.ATTACHED
 
 
 def test_one_load_serves_everyone():
     """Lesson 26: a second request for the same prefix waits for the same job."""
     cache = make_demoted()
-    plan = cache.promote(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
+    plan = cache.plan_load(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
 
     second = cache.match(make_path(1, 2, 7))
 
-    assert second.loading == plan.job
-    assert cache.promote(second, limit_blocks=9, now=0.0) is None
+    assert second.loading is plan
+    assert cache.plan_load(second, limit_blocks=9, now=0.0) is None
 
 
 def test_computing_overtakes_a_load():
     """A sequence that computed the blocks meanwhile wins; the load's slots go back."""
     cache = make_demoted()
     path = make_path(1, 2)
-    plan = cache.promote(cache.match(path), limit_blocks=9, now=0.0)
+    plan = cache.plan_load(cache.match(path), limit_blocks=9, now=0.0)
     lease, held = begin(cache, path)
     assert len(cache.commit(lease, path, held, now=0.0)) == 0
 
-    assert cache.land(done(plan), now=0.0) is JobEffect.NOTHING
+    assert cache.finish_job(done(plan), now=0.0) is JobEffect.NOTHING
     assert cache.stats().device.cached == 2
     assert cache.stats().device.free == 2
     cache.check()
@@ -176,7 +176,7 @@ def test_a_promotion_without_room_changes_nothing():
     cache.take(3, now=0.0)
     before = cache.stats()
 
-    assert cache.promote(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0) is None
+    assert cache.plan_load(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0) is None
     assert cache.stats() == before
     cache.check()
 
@@ -184,18 +184,18 @@ def test_a_promotion_without_room_changes_nothing():
 def test_slots_of_a_timed_out_job_wait_until_it_is_quiet():
     """Lesson 50: a late write can never land in a slot that somebody else has."""
     cache = make_demoted()
-    plan = cache.promote(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
-    late = JobOutcome(job=plan.job, ending=JobStatus.TIMED_OUT)
+    plan = cache.plan_load(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
+    late = JobOutcome(job=plan.job, status=JobStatus.TIMED_OUT)
 
-    assert cache.land(late, now=0.0) is JobEffect.QUARANTINED
-    assert cache.land(late, now=0.0) is JobEffect.UNKNOWN
+    assert cache.finish_job(late, now=0.0) is JobEffect.QUARANTINED
+    assert cache.finish_job(late, now=0.0) is JobEffect.UNKNOWN
     assert cache.stats().device.quarantined == 2
     assert cache.take(3, now=0.0) is None
     assert cache.match(make_path(1, 2)).loading is None
-    assert cache.land(done(plan), now=0.0) is JobEffect.NOTHING
+    assert cache.finish_job(done(plan), now=0.0) is JobEffect.NOTHING
     assert cache.stats().device.quarantined == 0
-    assert extents(cache, make_path(1, 2)) == (0, 2, 0)
-    assert cache.land(done(plan), now=0.0) is JobEffect.UNKNOWN
+    assert blocks_by_tier(cache, make_path(1, 2)) == (0, 2, 0)
+    assert cache.finish_job(done(plan), now=0.0) is JobEffect.UNKNOWN
     assert cache.stats().late_outcomes == 2
     cache.check()
 
@@ -204,15 +204,15 @@ def test_a_timed_out_write_to_storage_keeps_its_source():
     """Lesson 50: until its executor is quiet the bytes stay as they are, or another block would be
     stored under this key; a quarantine of targets would not help."""
     cache = make_demoted(storage=True)
-    (plan,) = cache.demote(limit_blocks=9, now=0.0)
+    (plan,) = cache.plan_offloads(limit_blocks=9, now=0.0)
     assert plan.target is Tier.STORAGE
 
-    cache.land(JobOutcome(job=plan.job, ending=JobStatus.TIMED_OUT), now=0.0)
-    assert cache.evictor.evict_host(8) == 0
-    assert extents(cache, make_path(1, 2)) == (0, 2, 0)
-    cache.land(JobOutcome(job=plan.job, ending=JobStatus.QUIET), now=0.0)
+    cache.finish_job(JobOutcome(job=plan.job, status=JobStatus.TIMED_OUT), now=0.0)
+    assert cache._evictor.evict_host(8) == 0
+    assert blocks_by_tier(cache, make_path(1, 2)) == (0, 2, 0)
+    cache.finish_job(JobOutcome(job=plan.job, status=JobStatus.QUIET), now=0.0)
 
-    assert cache.evictor.evict_host(8) == 2
+    assert cache._evictor.evict_host(8) == 2
     cache.check()
 
 
@@ -221,15 +221,15 @@ def test_storage_is_read_through_the_host():
     cache = make_cache(4, host_blocks=4, storage=True)
     path = make_path(1, 2, 3)
     cache.learn_stored(path, 2, now=0.0)
-    assert extents(cache, path) == (0, 0, 2)
+    assert blocks_by_tier(cache, path) == (0, 0, 2)
 
-    fetch = cache.promote(cache.match(path), limit_blocks=9, now=0.0)
+    fetch = cache.plan_load(cache.match(path), limit_blocks=9, now=0.0)
     assert fetch.keys == tuple(cache.keys(path, 2))
-    cache.land(done(fetch), now=0.0)
-    assert extents(cache, path) == (0, 2, 0)
-    load = cache.promote(cache.match(path), limit_blocks=9, now=0.0)
-    cache.land(done(load), now=0.0)
-    assert extents(cache, path) == (2, 0, 0)
+    cache.finish_job(done(fetch), now=0.0)
+    assert blocks_by_tier(cache, path) == (0, 2, 0)
+    load = cache.plan_load(cache.match(path), limit_blocks=9, now=0.0)
+    cache.finish_job(done(load), now=0.0)
+    assert blocks_by_tier(cache, path) == (2, 0, 0)
     cache.check()
 
 
@@ -238,12 +238,12 @@ def test_a_damaged_block_is_not_asked_for_again():
     cache = make_cache(4, host_blocks=4, storage=True)
     path = make_path(1, 2, 3)
     cache.learn_stored(path, 3, now=0.0)
-    fetch = cache.promote(cache.match(path), limit_blocks=9, now=0.0)
-    cache.land(JobOutcome(job=fetch.job, ending=JobStatus.DAMAGED, num_blocks=1), now=0.0)
+    fetch = cache.plan_load(cache.match(path), limit_blocks=9, now=0.0)
+    cache.finish_job(JobOutcome(job=fetch.job, status=JobStatus.DAMAGED, num_blocks=1), now=0.0)
 
     match = cache.match(path)
 
-    assert extents(cache, path) == (0, 1, 0)
+    assert blocks_by_tier(cache, path) == (0, 1, 0)
     assert match.reason is MissReason.DAMAGED
     cache.check()
 
@@ -255,7 +255,7 @@ def test_storage_knowledge_is_bounded():
         cache.learn_stored(make_path(leaf, leaf), 2, now=0.0)
 
     assert cache.stats().nodes == 3
-    assert extents(cache, make_path(9, 9)) == (0, 0, 2)
+    assert blocks_by_tier(cache, make_path(9, 9)) == (0, 0, 2)
     assert cache.match(make_path(0, 0)).reason is MissReason.EVICTED_STORAGE
     cache.check()
 
@@ -267,7 +267,7 @@ def test_no_orphans_below_a_block_that_is_gone():
     child = make_path(1, 2, 3)
     lease, held = begin(cache, child)
     cache.commit(lease, child, held, now=0.0)
-    cache._writes.want(lease.node)
+    cache._writes.add(lease.node)
     cache.release(lease, now=0.0)
     write_down(cache)
     assert cache.stats().host.cached == 1

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from headwater.cache import Demotion, JobStatus, Promotion
+from headwater.cache import JobStatus, LoadJob, OffloadJob
 from headwater.clock import SystemClock
 from headwater.device.copier import CpuCopier
 from headwater.device.kv import KVPool
@@ -34,7 +34,7 @@ class Rig:
         self.mover = Mover(CpuCopier(self.pool, self.slab, SystemClock()))
 
     def copy(self, kind: Any, sources: list[int], targets: list[int]) -> None:
-        up = kind is Promotion
+        up = kind is LoadJob
         plan = kind(
             job=JobId(1),
             source=Tier.HOST if up else Tier.DEVICE,
@@ -45,7 +45,7 @@ class Rig:
         self.mover.start([plan], now=0.0)
         while not (outcomes := self.mover.take(now=0.0)):
             self.mover.completions.wait(10)
-        assert [outcome.ending for outcome in outcomes] == [JobStatus.DONE]
+        assert [outcome.status for outcome in outcomes] == [JobStatus.DONE]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -56,8 +56,8 @@ def test_blocks_come_back_as_they_were(dtype):
     before = rig.pool.data.clone()
     sources, on_host, back = [3, 4, 5, 9, 0], [7, 8, 9, 2, 15], [10, 11, 1, 2, 6]
 
-    rig.copy(Demotion, sources, on_host)
-    rig.copy(Promotion, on_host, back)
+    rig.copy(OffloadJob, sources, on_host)
+    rig.copy(LoadJob, on_host, back)
     rig.mover.close()
 
     for source, target in zip(sources, back, strict=True):
@@ -71,8 +71,8 @@ def test_a_promotion_marks_what_it_writes():
     rig = Rig(torch.float32)
     before = rig.pool.writes.copy()
 
-    rig.copy(Promotion, [0, 1], [4, 6])
-    rig.copy(Demotion, [4, 6], [0, 1])
+    rig.copy(LoadJob, [0, 1], [4, 6])
+    rig.copy(OffloadJob, [4, 6], [0, 1])
     rig.mover.close()
 
     assert np.flatnonzero(rig.pool.writes - before).tolist() == [4, 6]
@@ -83,7 +83,7 @@ def test_the_host_has_the_same_bytes_in_the_same_order():
     rig = Rig(torch.float32)
     rig.pool.data.copy_(torch.randn(rig.pool.data.shape))
 
-    rig.copy(Demotion, [5], [3])
+    rig.copy(OffloadJob, [5], [3])
     rig.mover.close()
 
     assert bytes(rig.slab.view(3)) == rig.pool.data[5].numpy().tobytes()
@@ -97,7 +97,7 @@ def test_a_copy_lets_go_of_the_interpreter():
     slab = HostSlab(1, pool.num_bytes)
     copier = CpuCopier(pool, slab, SystemClock())
     slots = np.array([0])
-    up = Promotion(
+    up = LoadJob(
         job=JobId(1),
         source=Tier.HOST,
         target=Tier.DEVICE,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from headwater.cache import Demotion, JobStatus, Promotion
+from headwater.cache import JobStatus, LoadJob, OffloadJob
 from headwater.clock import SystemClock
 from headwater.device.kv import KVPool
 from headwater.storage.base import Opening
@@ -79,7 +79,7 @@ class Rig:
         """Wait for the outcomes of so many jobs."""
         while count:
             outcomes = self.mover.take(now=self.clock.now())
-            assert all(outcome.ending is JobStatus.DONE for outcome in outcomes)
+            assert all(outcome.status is JobStatus.DONE for outcome in outcomes)
             count -= len(outcomes)
             if count:
                 self.mover.completions.wait(10)
@@ -95,15 +95,15 @@ def test_a_block_survives_every_tier_bit_for_bit(tmp_path: Path) -> None:
     before = rig.pool.data.view(torch.int16).clone()
     device, host = [3, 4, 9, 0, 40, 17], [7, 8, 2, 15, 60, 33]
 
-    rig.start(Demotion, device, host, DOWN)
+    rig.start(OffloadJob, device, host, DOWN)
     rig.end()
-    rig.start(Demotion, host, [], (Tier.HOST, Tier.STORAGE))
+    rig.start(OffloadJob, host, [], (Tier.HOST, Tier.STORAGE))
     rig.end()
     rig.slab.rows[:] = 0
     other, back = [20, 21, 5, 6, 50, 51], [30, 1, 31, 2, 32, 41]
-    rig.start(Promotion, [], other, (Tier.STORAGE, Tier.HOST))
+    rig.start(LoadJob, [], other, (Tier.STORAGE, Tier.HOST))
     rig.end()
-    rig.start(Promotion, other, back, UP)
+    rig.start(LoadJob, other, back, UP)
     rig.end()
     rig.mover.close()
 
@@ -125,12 +125,12 @@ def test_a_demotion_follows_the_write_it_copies(
         monkeypatch.setattr(torch.cuda.Stream, "wait_event", lambda self, event: None)
     stale = 0
     slots = list(range(8))
-    rig.start(Demotion, slots, slots, DOWN)
+    rig.start(OffloadJob, slots, slots, DOWN)
     rig.end()
     for turn in range(1, 31):
         torch.cuda._sleep(2_000_000)  # a millisecond or so in front of the write
         rig.pool.data[:8] = float(turn)
-        rig.start(Demotion, slots, slots, DOWN)
+        rig.start(OffloadJob, slots, slots, DOWN)
         rig.end()
         torch.cuda.synchronize()
         read = torch.from_numpy(rig.slab.rows[:8].copy()).view(torch.bfloat16)
@@ -152,11 +152,11 @@ def test_many_jobs_both_ways_beside_the_model() -> None:
         for _ in range(4):
             noise = torch.tanh(noise @ noise)
         for half in (slice(0, 8), slice(8, 16)):
-            rig.start(Demotion, at[half], hosts[half], DOWN)
+            rig.start(OffloadJob, at[half], hosts[half], DOWN)
         rig.end(2)
         at = [16 + (turn % 2) * 16 + i for i in range(16)]
         for half in (slice(0, 8), slice(8, 16)):
-            rig.start(Promotion, hosts[half], at[half], UP)
+            rig.start(LoadJob, hosts[half], at[half], UP)
         rig.end(2)
     rig.mover.close()
 
@@ -178,7 +178,7 @@ def test_copies_begin_before_the_slab_is_pinned() -> None:
     rig = Rig(host_slots=1024)
     rig.pool.data.normal_()
 
-    rig.start(Demotion, [1, 2], [1023, 0], DOWN)
+    rig.start(OffloadJob, [1, 2], [1023, 0], DOWN)
     rig.end()
 
     read = torch.from_numpy(rig.slab.rows[1023].copy()).view(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""A first chunk that rides on its promotion computes over whole layers, and over nothing else."""
+"""A first chunk that rides on its load computes over whole layers, and over nothing else."""
 
 from typing import Any
 

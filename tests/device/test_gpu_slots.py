@@ -1,4 +1,4 @@
-"""A slot is written by a promotion only when no step in flight can still write to it."""
+"""A slot is written by a load only when no step in flight can still write to it."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from tests.device.test_gpu_layerwise import BLOCKS, model  # noqa: E402
 __all__ = ["model", "pytestmark"]
 
 LATE_CYCLES = 200_000_000
-"""A tenth of a second or so: the promotion is over before the step it overtakes begins."""
+"""A tenth of a second or so: the load is over before the step it overtakes begins."""
 
 
 class Tables:

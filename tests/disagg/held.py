@@ -6,7 +6,6 @@ from threading import Event, RLock, Thread
 
 import numpy as np
 
-from headwater.cache.pool import SlotPool
 from headwater.clock import SystemClock
 from headwater.testing.fabric import HeldFabric
 from headwater.testing.peers import HeldReceiver, HeldSender
@@ -25,18 +24,19 @@ class Rows:
 
 
 class MemoryHost:
-    """An instance that is nothing but its blocks, all of them held."""
+    """An instance that consists of its blocks only; all its slots are held."""
 
     def __init__(self, name, memory, deliver) -> None:
         self.name = name
         self.rows = Rows(memory)
-        self.pool = SlotPool(NUM_SLOTS)
-        self.pool.take(NUM_SLOTS)
         self.post = deliver
+
+    def held_slots(self):
+        return np.arange(NUM_SLOTS)
 
 
 class Locked:
-    """A sender or a receiver that waits while the fabric's driver is at it."""
+    """A sender or receiver that waits while the driver uses the fabric."""
 
     def __init__(self, end, lock) -> None:
         self._end = end
@@ -74,7 +74,7 @@ class HeldLinks:
 
 
 class Driver:
-    """Lets what is on its way arrive, oldest first; what is late arrives nowhere."""
+    """Lets everything in flight arrive, oldest first. Late pushes arrive nowhere."""
 
     def __init__(self) -> None:
         self.fabric = HeldFabric()
@@ -87,7 +87,7 @@ class Driver:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """One thread moves blocks, and one fences: a sender that is held up delays no fence."""
+        """One thread moves blocks and one ends fences, so a blocked sender delays no fence."""
         threads = [Thread(target=self._repeat, args=(do,)) for do in (self._move, self._settle)]
         for thread in threads:
             thread.start()
@@ -111,7 +111,7 @@ class Driver:
                 self.fabric.settle_fence(entry)
 
     def _move(self) -> None:
-        """What there is, block by block; waits for a sender that is held up without the lock."""
+        """Move blocks one by one. It waits for a blocked sender without holding the lock."""
         while True:
             with self.lock:
                 transfer = next((t for t in self.fabric.transfers if not t.is_late), None)

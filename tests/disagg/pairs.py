@@ -1,4 +1,4 @@
-"""Two echo engines that hand off: serving through them, and waiting for what they come to."""
+"""Two echo engines that hand off: helpers to serve requests and to wait for a state."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ def expected(request: Request) -> list[int]:
 
 
 def run(pair: EchoPair, *requests: Request) -> None:
-    """Serve these, one after the other, and see that each got its tokens."""
+    """Serve the requests one after the other, and check the tokens of each."""
     for request in requests:
         pair.decode.add(request)
         pair.run(request.request_id)

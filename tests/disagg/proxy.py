@@ -1,4 +1,4 @@
-"""A way between two instances that stops at a chosen message, for deaths at that moment."""
+"""A proxy between two instances that stops at a chosen message, for deaths at that moment."""
 
 import contextlib
 import socket
@@ -15,7 +15,7 @@ _HEAD = struct.Struct("<I16s")
 
 
 class HoldingProxy:
-    """Passes a control connection on; the frame `stop` of the way `way` waits for `go`.
+    """Forwards a control connection; the frame `stop` of the direction `way` waits for `go`.
 
     Frames are counted from 0, which is the hello; 1 is the first message.
     """
@@ -33,13 +33,13 @@ class HoldingProxy:
         self._threads[0].start()
 
     def cut(self) -> None:
-        """End every connection that goes through here; what is held stays so."""
+        """End every connection through this proxy; held frames stay held."""
         for end in self._sockets:
             with contextlib.suppress(OSError):  # the end of one may have ended the other
                 end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """The same, and take no more of them."""
+        """The same, and accept no more connections."""
         self.go.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)

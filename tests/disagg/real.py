@@ -10,8 +10,8 @@ import numpy as np
 from headwater.clock import SystemClock
 from headwater.config import EngineConfig, PeersConfig
 from headwater.engine.core import EngineCore
-from headwater.engine.output import Usage
 from headwater.launch.core import build_core
+from headwater.scheduler.output import Usage
 from headwater.scheduler.request import Request, SamplingParams
 from headwater.types import RequestId
 
@@ -60,7 +60,7 @@ class RealPair:
         return [self.tokens[name] for name in names]
 
     def converse(self, plain: "RealPair", chance: random.Random) -> None:
-        """Conversations of three turns, three at a time: each answer, by hand-off, is the one
+        """Conversations of three turns, three at a time: each answer by hand-off equals the one
         that D of `plain` computes alone."""
         history = {number: _tokens(chance, 40) for number in range(3)}
         for turn in range(3):
@@ -77,14 +77,14 @@ class RealPair:
         self.settle()
 
     def until(self, reached: Callable[[], bool]) -> None:
-        """Turn both loops until something is so."""
+        """Turn both loops until a condition holds."""
         end_s = SystemClock().now() + 10.0
         while not reached():
             assert SystemClock().now() < end_s, "it never came to that"
             self._turn()
 
     def settle(self) -> None:
-        """Until P has heard that everything is over."""
+        """Turn both loops until P knows that everything is over."""
         self.until(lambda: not self.prefill.stats().handoffs["prefill"].in_flight)
         self.prefill.check()
         self.decode.check()

@@ -1,4 +1,4 @@
-"""Requests for hand-offs, prompts that share prefixes, and storage for those who serve them."""
+"""Requests for hand-offs, prompts that share prefixes, and a storage backend."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from headwater.testing.tiers import make_echo_request
 
 
 def make_prompt(num_tokens: int, *, family: int = 0) -> list[int]:
-    """The same tokens each time; prompts of one family start alike, of two do not."""
+    """The same tokens each time. Prompts of one family share their beginning."""
     return [(family * 7 + at * (family + 3)) % 50 for at in range(num_tokens)]
 
 
@@ -28,5 +28,5 @@ def make_handoff(
 
 
 def make_storage() -> MemoryStorage:
-    """Room for all blocks that echo engines of four tokens a block write."""
+    """Storage with room for all blocks that echo engines of four tokens a block write."""
     return MemoryStorage(MemoryConfig(), BlockFormat(fingerprint=bytes(32), block_bytes=32))

@@ -4,7 +4,7 @@ from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any
 
-from headwater.cache import JobStatus, Promotion
+from headwater.cache import JobStatus, LoadJob
 from headwater.disagg.links.staging.buffers import Buffers
 from headwater.disagg.links.staging.registry import StagedLinks
 from headwater.testing.links import BlockArray
@@ -45,7 +45,7 @@ class ArrayCopier:
             self.gate.wait(30.0)
             pairs = zip(transfer.source_slots, transfer.target_slots, strict=True)
             for source, target in pairs:
-                self._copy(int(source), int(target), up=isinstance(transfer, Promotion))
+                self._copy(int(source), int(target), up=isinstance(transfer, LoadJob))
             ending = JobStatus.FAILED if self.fails else JobStatus.DONE
             report(JobCompletion(transfer.job, ending, transfer.num_blocks))
 
@@ -59,7 +59,7 @@ class ArrayCopier:
 
 
 class SomeBuffers(Buffers):
-    """A few buffers beside an array, and the copier to play with."""
+    """A few buffers beside an array, and their copier."""
 
     def __init__(self, array: BlockArray, num_buffers: int) -> None:
         slab = HostSlab(num_buffers, array.block_bytes)
@@ -73,7 +73,7 @@ class SomeBuffers(Buffers):
         return super().await_one(timeout_s, is_over)
 
     def await_waiting(self) -> None:
-        """Until somebody waits for a buffer."""
+        """Wait until a thread waits for a buffer."""
         assert self._waiting.wait(10.0)
 
     @property
@@ -82,7 +82,7 @@ class SomeBuffers(Buffers):
 
 
 class MakeStaged(MakeLinks):
-    """Links of instances with a device; with `ends`, the others have their blocks in place."""
+    """Links of instances with a device; with `ends`, the other ends have blocks in main memory."""
 
     def __init__(self, link: str, ends: tuple[str, ...] = ("receiver", "sender")) -> None:
         super().__init__(link)

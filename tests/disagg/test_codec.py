@@ -1,4 +1,4 @@
-"""Control messages as bytes: the same message again, and nothing else gets through."""
+"""Encoding of control messages: a message survives it, and nothing else is accepted."""
 
 import json
 import struct
@@ -70,12 +70,12 @@ PLAIN: list[Message] = [
 
 @pytest.mark.parametrize("message", PLAIN, ids=lambda m: type(m).__name__)
 def test_a_message_comes_out_as_it_went_in(message):
-    """Every kind there is."""
+    """Every kind of message."""
     assert decode(encode(message)) == message
 
 
 def test_a_start_carries_the_whole_request():
-    """Tokens, parameters and what else decides the first token."""
+    """Tokens, parameters and everything else that decides the first token."""
     start = decode(encode(START))
 
     assert isinstance(start, Start)
@@ -87,7 +87,7 @@ def test_a_start_carries_the_whole_request():
 
 
 def test_the_kinds_in_this_test_are_all_there_are():
-    """A new message is tested, or this fails."""
+    """A new kind of message must be added to the test."""
     assert {type(message) for message in [*PLAIN, START]} == set(Message.__args__)
 
 
@@ -111,7 +111,7 @@ def test_the_kinds_in_this_test_are_all_there_are():
     ],
 )
 def test_what_does_not_fit_its_type_is_malformed(shape):
-    """Missing, unknown, of another type or out of range."""
+    """Fields that are missing, unknown, of another type or out of range."""
     text = json.dumps(shape).encode()
 
     with pytest.raises(Malformed):
@@ -131,14 +131,14 @@ def test_what_does_not_fit_its_type_is_malformed(shape):
     ],
 )
 def test_broken_bodies_are_malformed(body):
-    """Cut short, too long, nested too deep, with tokens that are nobody's."""
+    """Cut short, too long, nested too deep, or with tokens where none belong."""
     with pytest.raises(Malformed):
         decode(body)
 
 
 @given(binary(max_size=200))
 def test_any_bytes_are_a_message_or_malformed(body):
-    """Lesson 66: nothing else can happen, whatever a stranger sends."""
+    """Lesson 66: a stranger's bytes have no other effect."""
     try:
         decode(body)
     except Malformed:
@@ -153,7 +153,7 @@ def test_any_bytes_are_a_message_or_malformed(body):
     )
 )
 def test_a_start_with_any_other_parameters_is_malformed(params):
-    """Sampling parameters are exactly ours."""
+    """A missing or an additional sampling parameter is refused."""
     good = encode(START)
     (length,) = struct.unpack_from("<I", good)
     shape = {**json.loads(good[4 : 4 + length]), "params": params}

@@ -17,7 +17,8 @@ CONVERSATIONS = 3
 
 @composite
 def turns(draw):
-    """Who speaks, how much, where it is served, and what is forgotten before."""
+    """Which conversation goes on, by how much, where it is served, and which cache is reset
+    before."""
     return draw(
         lists(
             tuples(
@@ -93,8 +94,8 @@ def test_a_prefix_that_only_d_has_is_not_sent():
     assert pair.prefill.runner.num_tokens == 41
 
 
-def test_a_prefix_that_only_d_has_is_fetched_when_that_is_cheaper():
-    """P computes only what nobody has, and says where the rest came from."""
+def test_a_prefix_that_only_d_has_is_read_when_that_is_cheaper():
+    """P computes only what neither instance has, and reports where the rest came from."""
     pair = EchoPair()
     tokens = make_prompt(41)
     pair.decode.add(make_echo_request("warm", tokens[:33], max_tokens=1))
@@ -134,8 +135,8 @@ def test_what_d_has_on_its_host_tier_is_not_sent():
     assert stats.links["host_to_device"].num_blocks > 0
 
 
-def test_a_fetch_that_does_not_come_is_computed():
-    """The link is held up: P waits no longer than its timeout, then computes all of it."""
+def test_a_peer_read_that_times_out_is_computed():
+    """The link does not deliver: P waits until its timeout, then computes everything."""
     pair = EchoPair()
     tokens = make_prompt(41)
     pair.decode.add(make_echo_request("warm", tokens[:33], max_tokens=1))
@@ -155,8 +156,8 @@ def test_a_fetch_that_does_not_come_is_computed():
         peer.check_idle()
 
 
-def test_blocks_that_are_fetched_too_late_land_nowhere():
-    """The client leaves while they are on their way: P keeps their slots until it is quiet."""
+def test_blocks_of_an_aborted_read_are_written_to_held_slots_only():
+    """The client disconnects during the read: P keeps the slots until the lease is closed."""
     pair = EchoPair()
     tokens = make_prompt(41)
     pair.decode.add(make_echo_request("warm", tokens[:33], max_tokens=1))
@@ -171,7 +172,9 @@ def test_blocks_that_are_fetched_too_late_land_nowhere():
         pair.turn(blocks=False, fences=False)
     held = pair.prefill.cache.stats().device.held
     while transfer in pair.fabric.transfers:
-        pair.fabric.move(transfer)  # the fabric asserts that they land in held slots only
+        pair.fabric.move(
+            transfer
+        )  # the fabric asserts that bytes are written to held slots only
     pair.drain()
 
     assert pair.decode.reasons["a"] == "abort"
@@ -182,7 +185,7 @@ def test_blocks_that_are_fetched_too_late_land_nowhere():
 
 
 def test_a_prompt_that_d_has_all_of_moves_no_byte():
-    """Only the first token travels."""
+    """Only the first token is sent."""
     pair = EchoPair()
     tokens = make_prompt(40)
     for name in "ab":

@@ -1,4 +1,4 @@
-"""Lesson 48: split in two, an engine finds as much of its prompts as it did in one piece."""
+"""Lesson 48: a pair of instances finds as much of its prompts as one mixed instance."""
 
 import random
 
@@ -78,7 +78,7 @@ def split_hits(
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_without_pull_hits_on_computed_prompts_are_those_of_a_mixed_instance(seed):
-    """P finds again all that it computed, as a mixed instance that keeps no output does."""
+    """P finds everything that it computed, as a mixed instance that does not cache output does."""
     requests = conversations(seed)
     alone = HandoffConfig(pull_min_blocks=10_000)
 
@@ -89,7 +89,7 @@ def test_without_pull_hits_on_computed_prompts_are_those_of_a_mixed_instance(see
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_under_pressure_p_finds_at_least_as_much_as_a_mixed_instance(seed):
-    """Its room goes to prompts only: what is decoded takes none of it."""
+    """P's cache holds prompts only: decoding takes no room in it."""
     requests = conversations(seed)
     alone = HandoffConfig(pull_min_blocks=10_000)
 
@@ -99,7 +99,7 @@ def test_under_pressure_p_finds_at_least_as_much_as_a_mixed_instance(seed):
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_with_pull_all_hits_are_those_of_a_mixed_instance(seed):
-    """Within one part in a hundred: what D generated comes to P before P computes."""
+    """Within one percent: P reads from D what D generated, before it computes."""
     requests = conversations(seed)
     pulling = HandoffConfig(pull_min_blocks=1)
 
@@ -110,7 +110,7 @@ def test_with_pull_all_hits_are_those_of_a_mixed_instance(seed):
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_with_shared_storage_all_hits_are_those_of_a_mixed_instance(seed):
-    """Within one part in a hundred: P finds there what D generated, without asking D."""
+    """Within one percent: P finds in storage what D generated, without asking D."""
     requests = conversations(seed)
     alone = HandoffConfig(pull_min_blocks=10_000)
 

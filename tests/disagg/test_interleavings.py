@@ -1,7 +1,7 @@
 """Any order of messages, blocks, fences, deaths and time: no wrong token, no lost slot, an end.
 
-Whole engines on a virtual clock, joined by a fabric in which the search chooses what arrives
-next, twice, late or never. Lessons 46, 50 to 54, 56, 58.
+Whole engines on a virtual clock, joined by a fabric. The search chooses what arrives next, twice,
+late or never. Lessons 46, 50 to 54, 56, 58.
 """
 
 from dataclasses import replace
@@ -23,11 +23,11 @@ CONFIG = HandoffConfig(
     handoff_timeout_s=30.0, max_inflight=3, pull_min_blocks=1, return_after_s=2.0
 )
 BOUND_S = 90.0
-"""Every request has ended so long after the wires work again."""
+"""Every request has ended this long after the fabric works again."""
 
 
 class Interleavings(RuleBasedStateMachine):
-    """Two instances and everything that can happen between them."""
+    """Two instances and every event between them."""
 
     @initialize(
         depth=sampled_from((1, 2)),
@@ -52,7 +52,7 @@ class Interleavings(RuleBasedStateMachine):
         self.owners: dict[str, str] = {}
         self.ended: dict[str, list[int]] = {}
         self.broken: dict[str, tuple[Request, list[int]]] = {}
-        """Requests that ended before their last token, and what came of each."""
+        """Requests that ended before their last token, and the tokens they had."""
         self.number = 0
 
     @rule(
@@ -63,19 +63,20 @@ class Interleavings(RuleBasedStateMachine):
         back=booleans(),
     )
     def hand_off(self, num, family, out, here, back):
-        """A prompt for P, of two families that share prefixes; some may be given back."""
+        """A prompt for P, of two families that share prefixes; some requests may be returned."""
         tokens, out = make_prompt(num, family=family), min(out, 32 - num)
         request = make_handoff(self._name(), tokens, max_tokens=out, local_fallback=here)
         self._add("d", replace(request, can_return=back))
 
     @rule(data=data(), handed_off=booleans())
     def take_up(self, data, handed_off):
-        """What was given back, or lost with its instance, goes on after its last token."""
+        """A request that was returned, or lost with its instance, continues after its last
+        token."""
         if self.broken:
             name = data.draw(sampled_from(sorted(self.broken)))
             request, said = self.broken.pop(name)
             if request.num_resumed_tokens + len(said) == request.params.max_tokens:
-                return  # only its end was not heard of
+                return  # only the report of its end was lost
             tokens = np.concatenate((request.tokens, np.array(said, dtype=np.int32)))
             again = replace(
                 request,
@@ -88,7 +89,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(data=data(), more=integers(1, 5), out=integers(1, 4))
     def next_turn(self, data, more, out):
-        """A prompt that goes on where an answer ended."""
+        """A prompt that continues an answer."""
         known = [name for name in self.ended if self.ended[name]]
         if known:
             name = data.draw(sampled_from(known))
@@ -103,7 +104,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(out=integers(8, 14), turns=integers(2, 10), seconds=sampled_from((0.0, 2.5)))
     def crowd(self, out, turns, seconds):
-        """More than D has room for decodes there, for a while or for long."""
+        """D decodes more than it has room for, for a while or for long."""
         for family in (1, 2, 3):
             request = make_echo_request(
                 self._name(), make_prompt(14, family=family), max_tokens=out
@@ -114,7 +115,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(data=data())
     def miscount(self, data):
-        """The account of a link is short of a byte."""
+        """The byte count of a link is wrong by one byte."""
         leases = [
             lease
             for leases in self.pair.fabric._leases.values()
@@ -127,7 +128,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(name=sampled_from("pd"), times=integers(1, 4))
     def step(self, name, times):
-        """Turn a loop."""
+        """Turn one loop."""
         for _ in range(times):
             if name not in self.dead:
                 self._peer(name).step()
@@ -136,7 +137,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(turns=integers(1, 8), blocks=booleans(), fences=booleans())
     def flow(self, turns, blocks, fences):
-        """For a while all goes well, but that blocks or fences may be held up."""
+        """Everything works for a while; blocks or fences may be held."""
         for _ in range(turns):
             if not self.dead:
                 self.pair.turn(blocks=blocks, fences=fences)
@@ -145,7 +146,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(data=data(), again=booleans())
     def deliver(self, data, again):
-        """Any message, in any order; some stay to arrive again."""
+        """Deliver any message, in any order; some are delivered again later."""
         if self.pair.fabric.packets:
             packet = data.draw(sampled_from(self.pair.fabric.packets))
             self.pair.fabric.deliver(packet, again=again)
@@ -158,7 +159,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(data=data(), times=integers(1, 8))
     def move(self, data, times):
-        """Blocks arrive, one by one."""
+        """Move blocks, one by one."""
         fabric = self.pair.fabric
         for _ in range(times):
             if fabric.transfers:
@@ -166,14 +167,14 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(data=data())
     def repeat(self, data):
-        """What arrived of a push is on its way once more."""
+        """Blocks of a push that have arrived are sent once more."""
         fabric = self.pair.fabric
         if fabric.transfers:
             fabric.repeat(data.draw(sampled_from(fabric.transfers)))
 
     @rule(data=data(), vanishes=booleans())
     def break_push(self, data, vanishes):
-        """A push fails; what is on its way arrives late, or never."""
+        """A push fails; its blocks in flight arrive late, or never."""
         fabric = self.pair.fabric
         if fabric.transfers:
             transfer = data.draw(sampled_from(fabric.transfers))
@@ -183,7 +184,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(data=data())
     def settle_fence(self, data):
-        """A fence begins to hold."""
+        """A fence ends, and its lease is closed."""
         if self.pair.fabric.fences:
             self.pair.fabric.settle_fence(data.draw(sampled_from(self.pair.fabric.fences)))
 
@@ -195,7 +196,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(data=data())
     def abort(self, data):
-        """A client goes away."""
+        """A client disconnects."""
         alive = [name for name in self.requests if name not in self.ended]
         if alive and "d" not in self.dead:
             self.pair.decode.core.abort(
@@ -204,7 +205,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(name=sampled_from("pd"), what=sampled_from(("crash", "restart", "reset", "cut")))
     def trouble(self, name, what):
-        """An instance dies, is back knowing nothing, forgets its cache; connections end."""
+        """An instance dies, restarts empty, or resets its cache; connections end."""
         if name in self.dead:
             self._restart(name)
         elif what == "crash":
@@ -217,7 +218,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @invariant()
     def books_balance(self):
-        """After anything that may happen."""
+        """The invariants hold after every event."""
         for name in "pd":
             if name not in self.dead:
                 self._peer(name).core.check()
@@ -261,7 +262,7 @@ class Interleavings(RuleBasedStateMachine):
             self._peer(name).add(request)
 
     def _crash(self, name: str) -> None:
-        """The requests that an instance owned end with it."""
+        """The requests of a crashed instance end with it."""
         self.dead.add(name)
         self.pair.fabric.crash(name)
         for request in list(self.requests):
@@ -280,7 +281,7 @@ class Interleavings(RuleBasedStateMachine):
             self.pair.decode = fresh
 
     def _note(self) -> None:
-        """What has ended, with the tokens it had to have."""
+        """Check the tokens of requests that have ended."""
         for peer in self.pair.peers:
             if peer.name in self.dead:
                 continue

@@ -1,4 +1,4 @@
-"""Leases: how long slots are kept for a peer, and who asks for them how often."""
+"""Leases: how long slots are kept for a peer, and when they are freed."""
 
 from headwater.disagg.protocol.config import HandoffConfig
 from headwater.disagg.protocol.messages import Ask, Failed, Grant, Reason
@@ -10,8 +10,8 @@ from tests.disagg.requests import make_handoff, make_prompt
 PROMPT = make_prompt(30)
 
 
-def test_an_expired_lease_is_freed_once_and_only_when_the_link_is_quiet():
-    """Lesson 50: P is silent, its bytes are late; the slots stay out of reach until then."""
+def test_an_expired_lease_is_freed_once_and_only_when_it_is_closed():
+    """Lesson 50: P is silent and its bytes are late; the slots stay quarantined until then."""
     pair = EchoPair(num_blocks=10)
     request = make_handoff("a", PROMPT)
     pair.decode.add(request)
@@ -34,7 +34,7 @@ def test_an_expired_lease_is_freed_once_and_only_when_the_link_is_quiet():
 
 
 def test_p_stops_pushing_before_its_term_ends():
-    """Lesson 50: without an echo of its heartbeats P gives up first."""
+    """Lesson 50: without confirmed heartbeats P gives up first."""
     pair = EchoPair()
     pair.decode.add(make_handoff("a", PROMPT))
     until(pair, lambda: len(pair.fabric.transfers) > 0, blocks=False)
@@ -87,7 +87,7 @@ def test_repeated_asks_get_the_same_answer_and_take_nothing_more():
 
 
 def test_a_restarted_peer_sees_nothing_that_was_said_to_the_one_before():
-    """Lesson 51: messages on their way to a dead instance are gone with it."""
+    """Lesson 51: messages to a dead instance are not delivered to the next one."""
     pair = EchoPair()
     pair.decode.add(make_handoff("a", PROMPT))
     assert pair.fabric.packets
@@ -100,7 +100,7 @@ def test_a_restarted_peer_sees_nothing_that_was_said_to_the_one_before():
 
 
 def test_a_late_grant_is_returned():
-    """Lesson 51: P has given up by the time D grants; D hears it and lets go."""
+    """Lesson 51: P has given up when the Grant arrives; D is told and frees the slots."""
     pair = EchoPair()
     pair.decode.add(make_handoff("a", PROMPT))
     is_granted = lambda: any(isinstance(p.message, Grant) for p in pair.fabric.packets)  # noqa: E731

@@ -1,4 +1,4 @@
-"""The published contract of a link, rule by rule, on both doubles and on every link there is."""
+"""The published contract of a link, rule by rule, on both doubles and on every link."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.disagg.held import Driver
 from tests.disagg.wire import LINKS, MakeLinks
 
 SIZES = (4096 * 3 + 40, 3 << 20)
-"""Several blocks a frame, with odd bytes at the end; and a frame of its own for each block."""
+"""Several blocks in a frame, with odd bytes at the end; and one frame for each block."""
 
 
 @pytest.mark.parametrize("block_bytes", SIZES, ids=("small", "large"))
@@ -22,14 +22,14 @@ def test_every_link_keeps_the_contract(link, check, block_bytes):
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_the_held_fabric_keeps_the_contract(check):
-    """What is searched over every interleaving holds for links (lesson 49)."""
+    """The searches over interleavings use links that keep the contract (lesson 49)."""
     driver = Driver()
     with driver.running(), open_harness(driver.links, "held", 4096) as harness:
         check(harness)
 
 
 def test_the_double_keeps_the_contract():
-    """What is proved with the double holds for links (lesson 49)."""
+    """The local double keeps the contract as well (lesson 49)."""
     network = LocalNetwork()
     with network.pump():
         check_link(network.links, "local", block_bytes=4096)

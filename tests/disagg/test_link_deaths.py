@@ -1,4 +1,4 @@
-"""Links whose other end dies, stops or lies: every push and every lease still ends."""
+"""Links whose peer dies, stops or lies: every push and every lease still ends."""
 
 import contextlib
 import socket
@@ -51,7 +51,7 @@ def start():
 
 
 def line_of(process: subprocess.Popen[str], begins: str) -> str:
-    """Its next line that begins so; other lines are a library's."""
+    """The next line with this prefix; other lines come from a library."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith(begins):
@@ -60,8 +60,9 @@ def line_of(process: subprocess.Popen[str], begins: str) -> str:
 
 
 @pytest.mark.parametrize("link", LINKS)
-def test_a_sender_killed_in_the_middle_leaves_an_exact_account(link, start):
-    """kill -9 while it pushes: what landed is whole, the rest is not there (lessons 53, 54)."""
+def test_a_sender_killed_in_the_middle_leaves_an_exact_byte_count(link, start):
+    """kill -9 during a push: received blocks are complete, the others are missing (lessons 53,
+    54)."""
     target, log = BlockArray(far.NUM_SLOTS, far.BLOCK_BYTES), EventLog()
     given = engine("receiver") if link == "mooncake" else None
     receiver = Links(far.CONFIG, target, log, engine=given).listen(link)
@@ -112,7 +113,7 @@ def test_a_receiver_that_is_killed_fails_every_push_at_once(link, start):
 
 @pytest.mark.parametrize("link", ["tcp", "shm"])
 def test_a_receiver_that_stops_answering_costs_pushes_their_deadline(link, start):
-    """SIGSTOP: no wait is longer than it was given, and the link works again afterwards."""
+    """SIGSTOP: no wait is longer than its deadline, and the link works again afterwards."""
     log, clock = EventLog(), SystemClock()
     receiver = start("receive", link)
     address = line_of(receiver, link)
@@ -135,7 +136,7 @@ def test_a_receiver_that_stops_answering_costs_pushes_their_deadline(link, start
 
 
 def test_a_lying_receiver_costs_its_connection():
-    """An answer to no frame, an answer that means nothing, an end in the middle."""
+    """An answer to no frame, an unknown outcome, an end in the middle."""
     for lie in (encode_answer(77, None), b"\xff" * ANSWER_BYTES, b"\0" * 5, b""):
         log = EventLog()
         with _liar(lie) as address:
@@ -148,7 +149,7 @@ def test_a_lying_receiver_costs_its_connection():
 
 
 def test_a_stalled_connection_does_not_hold_up_other_receivers():
-    """Each peer has its own sender: one that hangs blocks nobody else (lesson 52)."""
+    """Each peer has its own sender, so a hanging peer blocks no other one (lesson 52)."""
     with _liar(None) as address, open_harness(MakeLinks("tcp"), "tcp", 4096) as harness:
         harness.receiver.open(1, [0])
         log = EventLog()
@@ -162,7 +163,7 @@ def test_a_stalled_connection_does_not_hold_up_other_receivers():
 
 
 def test_a_receiver_that_takes_little_at_a_time_costs_a_push_its_deadline():
-    """Something moves all the time, and still the outcome is not late (lesson 52)."""
+    """Bytes move all the time, and the push still fails at its deadline (lesson 52)."""
     with _sipper(None) as address:
         log, clock = EventLog(), SystemClock()
         sender = Links(far.CONFIG, BlockArray(1, 4096, seed=1), log).connect(address)
@@ -176,7 +177,7 @@ def test_a_receiver_that_takes_little_at_a_time_costs_a_push_its_deadline():
 
 
 def test_a_sender_that_stalls_in_mid_frame_is_cut_off():
-    """So a dead peer's connection does not stay for ever."""
+    """The connection of a dead peer does not stay open."""
     config = LinkConfig(token=far.CONFIG.token, stall_timeout_s=0.1)
     receiver = Links(config, BlockArray(4, 4096), EventLog()).listen("tcp")
     peer = RawSender(receiver.address, 4096)
@@ -188,7 +189,7 @@ def test_a_sender_that_stalls_in_mid_frame_is_cut_off():
 
 
 def test_a_sender_that_is_slow_is_not_cut_off():
-    """Its frame takes far longer than it may stop for, and it never stops for so long."""
+    """Its frame takes far longer than the stall timeout, and it never pauses for that long."""
     config = LinkConfig(token=far.CONFIG.token, stall_timeout_s=0.2)
     receiver = Links(config, BlockArray(4, 4096), EventLog()).listen("tcp")
     receiver.open(1, [0])
@@ -250,7 +251,7 @@ class _liar:
 
 
 class _sipper(_liar):
-    """A receiver that takes what it is sent, 64 KiB at a time."""
+    """A receiver that reads 64 KiB at a time."""
 
     def _answer(self, stream: Stream) -> None:
         sip = memoryview(bytearray(1 << 16))

@@ -1,4 +1,4 @@
-"""Who is let in: both ends prove the token, agree on version and size, or part with a reason."""
+"""The handshake: both ends prove the token and agree on version and block size, or disconnect."""
 
 import dataclasses
 import socket
@@ -33,7 +33,7 @@ OURS = HandshakeTerms("tcp", b"a token of tests", 4096)
 def meet(
     sender: HandshakeTerms, receiver: HandshakeTerms, grant: bytes = b""
 ) -> tuple[object, object]:
-    """What each end of one greeting makes of the other: a session or an error."""
+    """The result of a handshake at each end: a session or an error."""
     near, far = (Stream(end) for end in socket.socketpair())
     ends: dict[str, object] = {}
 
@@ -72,9 +72,9 @@ def test_both_ends_get_one_key_and_the_grant():
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"token": b"another token"}, "tokens differ"),
-        ({"block_bytes": 8192}, "another size"),
-        ({"link": "shm"}, "another kind"),
+        ({"token": b"another token"}, "token is another one"),
+        ({"block_bytes": 8192}, "block size is another one"),
+        ({"link": "shm"}, "another link"),
     ],
 )
 def test_a_mismatch_is_refused_with_a_reason(change, sentence):
@@ -88,19 +88,19 @@ def test_a_mismatch_is_refused_with_a_reason(change, sentence):
 
 
 def test_a_receiver_of_the_first_version_is_refused():
-    """Its blocks had their checksums in front of them: it would take none of ours."""
+    """It had the checksums of blocks in front of them, so it would accept none of ours."""
     near, far = (Stream(end) for end in socket.socketpair())
     challenge = handshake._CHALLENGE.pack(handshake._MAGIC, 1, 0, bytes(32))
     far.send([challenge], timeout_check(SystemClock(), 2.0))
 
-    with pytest.raises(LinkBroken, match="this version"):
+    with pytest.raises(LinkBroken, match="protocol version"):
         client_handshake(near, OURS, timeout_check(SystemClock(), 2.0))
     near.close()
     far.close()
 
 
 def test_a_sender_of_the_first_version_is_refused():
-    """And hears why, instead of waiting for an answer to its first frame."""
+    """It is told why, instead of waiting for an answer to its first frame."""
     near, far = (Stream(end) for end in socket.socketpair())
     check_wait = timeout_check(SystemClock(), 2.0)
     answer = (handshake._MAGIC, 1, b"tcp\0\0\0", OURS.block_bytes, bytes(32), bytes(32))
@@ -117,7 +117,7 @@ def test_a_sender_of_the_first_version_is_refused():
 
 
 def test_a_receiver_without_the_token_gets_no_bytes():
-    """A stranger that says welcome to everybody is not believed."""
+    """A receiver that accepts everything is not trusted."""
     near, far = (Stream(end) for end in socket.socketpair())
     check_wait = timeout_check(SystemClock(), 2.0)
     version = handshake.VERSION
@@ -125,19 +125,19 @@ def test_a_receiver_without_the_token_gets_no_bytes():
     welcome = handshake._WELCOME.pack(HandshakeResult.WELCOME, 0, bytes(32))
     far.send([challenge, welcome], check_wait)
 
-    with pytest.raises(LinkBroken, match="does not have our token"):
+    with pytest.raises(LinkBroken, match="has another token"):
         client_handshake(near, OURS, check_wait)
     near.close()
     far.close()
 
 
 @pytest.mark.parametrize("link", LINKS)
-def test_a_wrong_token_fails_the_push_and_harms_nobody(link):
-    """The outcome says so, and an honest sender still gets through."""
+def test_a_wrong_token_fails_the_push_and_no_other(link):
+    """The outcome gives the reason, and another sender still connects."""
     with open_harness(MakeLinks(link), link, 4096) as harness:
         harness.receiver.open(1, [0])
         wrong = dataclasses.replace(CONFIG, token=b"guessed")
-        with pytest.raises(LinkBroken, match="tokens differ"):
+        with pytest.raises(LinkBroken, match="token is another one"):
             dialer(harness.receiver.address, wrong).dial(
                 HandshakeTerms(link, wrong.token, 4096), timeout_check(SystemClock(), 2.0)
             )
@@ -147,7 +147,7 @@ def test_a_wrong_token_fails_the_push_and_harms_nobody(link):
 
 
 def test_strangers_that_say_nothing_are_dropped():
-    """More than may wait are not even heard; the others lose patience's race (lesson 68)."""
+    """They are closed after the handshake timeout, and a sender still connects (lesson 68)."""
     with open_harness(MakeLinks("tcp"), "tcp", 4096) as harness:
         host, _, port = harness.receiver.address.removeprefix("tcp://").rpartition(":")
         unauthenticated = [socket.create_connection((host, int(port)), 5.0) for _ in range(40)]
@@ -178,7 +178,7 @@ def test_a_stranger_that_keeps_many_connections_open_keeps_no_sender_out(monkeyp
 
 
 def test_mistakes_of_the_operator_are_told_at_once():
-    """No token, no such link, no such address, a port that is taken (lessons 60, 61)."""
+    """No token, an unknown link, an invalid address, a port in use (lessons 60, 61)."""
     memory, log = BlockArray(1, 64), EventLog()
     links = Links(CONFIG, memory, log)
     with pytest.raises(ConfigError, match="token"):
@@ -186,7 +186,7 @@ def test_mistakes_of_the_operator_are_told_at_once():
     with pytest.raises(ConfigError, match="known: tcp, shm, mooncake"):
         links.listen("pigeon")
     for address in ("pigeon://loft", "tcp://", "tcp://host:port", "shm://"):
-        with pytest.raises(ConfigError, match="no address"):
+        with pytest.raises(ConfigError, match="not a link address"):
             links.connect(address)
     taken = links.listen("tcp")
     port = int(taken.address.rpartition(":")[2])

@@ -1,4 +1,4 @@
-"""Memory that one instance lets another read: only with the token, only to read, only whole."""
+"""Memory that one instance shares with another: only with the token, read-only, unchanged."""
 
 import contextlib
 import fcntl
@@ -40,7 +40,7 @@ OURS = HandshakeTerms("shm", CONFIG.token, BLOCK_BYTES)
 
 
 def private_blocks(num_slots, block_bytes):
-    """Blocks that nobody else may read."""
+    """Blocks in private memory."""
     blocks = BlockArray(num_slots, block_bytes)
     blocks.file = None
     return blocks
@@ -52,8 +52,8 @@ def harness():
         yield harness
 
 
-def test_who_gets_the_memory_can_read_it_and_no_more():
-    """Neither a writable mapping nor a write, nor another length (the kernel sees to it)."""
+def test_a_peer_can_read_the_memory_and_not_write_it():
+    """The kernel refuses a writable mapping, a write and a change of size."""
     pages = SharedPages(1 << 16)
     pages.memory[:3] = b"abc"
     theirs = map_shared(pages.file, 1 << 16)
@@ -74,8 +74,8 @@ def test_who_gets_the_memory_can_read_it_and_no_more():
 
 
 @pytest.mark.parametrize("has_token", [True, False])
-def test_the_memory_is_given_only_to_who_has_the_token(has_token):
-    """A stranger that says welcome to everybody gets no descriptor."""
+def test_the_memory_is_passed_only_to_a_peer_with_the_token(has_token):
+    """A receiver that accepts everything gets no descriptor."""
     listener = socket.socket(socket.AF_UNIX)
     name = f"headwater-test-{os.getpid()}"
     listener.bind(f"\0{name}")
@@ -97,7 +97,7 @@ def test_the_memory_is_given_only_to_who_has_the_token(has_token):
 
 
 def test_an_answer_to_a_frame_that_was_not_sent_costs_the_connection():
-    """All words are taken, so a fifth frame waits: a receiver that answers it already lies."""
+    """All validity words are in use, so the fifth frame waits; an answer to it is a lie."""
     listener = socket.socket(socket.AF_UNIX)
     name = f"headwater-test-liar-{os.getpid()}"
     listener.bind(f"\0{name}")
@@ -135,7 +135,7 @@ def answer_unsent(listener):
 
 
 def take_file(listener, has_token, got):
-    """A receiver that wants the memory, with the token or with a guess."""
+    """A receiver that asks for the memory, with the token or a wrong one."""
     connected, _ = listener.accept()
     stream, check_wait = Stream(connected), timeout_check(SystemClock(), 5.0)
     if has_token:
@@ -152,7 +152,7 @@ def take_file(listener, has_token, got):
 
 
 def offered(kind: str) -> tuple[bytes, list[int]]:
-    """What a peer might hand over that is no memory of ours."""
+    """Descriptors that a peer may pass instead of its memory."""
     size = 4 * BLOCK_BYTES
     offer = struct.pack("<Q", size)
     good = SharedPages(size)
@@ -178,7 +178,7 @@ def offered(kind: str) -> tuple[bytes, list[int]]:
     "kind", ["nothing", "unsealed", "too short", "a pipe", "unsealed pledges"]
 )
 def test_memory_that_could_go_away_costs_the_connection(harness, kind):
-    """It would end the receiver's process in the middle of a copy (lesson 66)."""
+    """Memory that can shrink would kill the receiver's process during a copy (lesson 66)."""
     harness.receiver.open(1, [0])
     raw, files = offered(kind)
     connected = socket.socket(socket.AF_UNIX)
@@ -197,7 +197,7 @@ def test_memory_that_could_go_away_costs_the_connection(harness, kind):
 
 
 class Held:
-    """A receiver that has begun to copy a block, and goes on when it is let."""
+    """A receiver that has begun to copy a block, and goes on when the test lets it."""
 
     def __init__(self, monkeypatch) -> None:
         self.begun, self.let = Event(), Event()
@@ -218,8 +218,8 @@ def held(monkeypatch):
     held.let.set()
 
 
-def test_slots_reused_after_a_deadline_do_not_land(harness, held):
-    """P gave up in the middle of a copy and has other bytes there by now (lesson 50)."""
+def test_slots_reused_after_a_deadline_are_not_received(harness, held):
+    """P gave up during a copy and has reused the slots (lesson 50)."""
     harness.receiver.open(1, [3, 4])
     sender = harness.sender()
     sender.push(harness.push(1, 1, [0, 1], wait_s=0.2))
@@ -234,8 +234,8 @@ def test_slots_reused_after_a_deadline_do_not_land(harness, held):
     assert harness.log.closed(1).num_bytes == 0
 
 
-def test_slots_reused_after_a_sender_was_closed_do_not_land(harness, held):
-    """The same, of one that ends."""
+def test_slots_reused_after_close_are_not_received(harness, held):
+    """The same after `close`."""
     harness.receiver.open(1, [3])
     sender = harness.sender()
     sender.push(harness.push(1, 1, [0]))
@@ -250,7 +250,7 @@ def test_slots_reused_after_a_sender_was_closed_do_not_land(harness, held):
 
 
 def test_one_push_that_is_given_up_does_not_touch_the_next(harness, held):
-    """Frames are withdrawn one by one: what is behind a late one still lands."""
+    """Frames are invalidated one by one: a frame behind a late one is still received."""
     harness.receiver.open(1, [3, 4])
     sender = harness.sender()
     sender.push(harness.push(1, 1, [0], wait_s=0.2))
@@ -265,7 +265,7 @@ def test_one_push_that_is_given_up_does_not_touch_the_next(harness, held):
 
 
 def test_two_threads_share_a_large_frame(harness):
-    """Every block once, each in its place."""
+    """Each block is copied once, to its slot."""
     num_blocks = 100
     source = BlockArray(num_blocks, BLOCK_BYTES, seed=7)
     target = BlockArray(num_blocks, BLOCK_BYTES)
@@ -283,8 +283,8 @@ def test_two_threads_share_a_large_frame(harness):
     receiver.close()
 
 
-def test_a_lease_is_not_quiet_while_one_of_two_threads_still_copies(harness, monkeypatch):
-    """Though the other has failed (lesson 50)."""
+def test_a_lease_is_not_closed_while_one_of_two_threads_still_copies(harness, monkeypatch):
+    """The other thread has failed already (lesson 50)."""
     begun, let, copy = Event(), Event(), ArrivingBlocks.copy
 
     def fails_or_waits(arriving, at, source):
@@ -313,7 +313,7 @@ def test_a_lease_is_not_quiet_while_one_of_two_threads_still_copies(harness, mon
 
 
 def test_private_blocks_are_refused_at_once():
-    """Whoever starts only one of two peers with the link hears of it (lesson 61)."""
+    """An operator who starts only one of two peers with the link is told (lesson 61)."""
     links = Links(CONFIG, private_blocks(4, BLOCK_BYTES), EventLog())
 
     with pytest.raises(ConfigError, match="not in shared memory"):
@@ -321,7 +321,7 @@ def test_private_blocks_are_refused_at_once():
 
 
 def test_a_receiver_needs_no_shared_memory():
-    """It reads others' blocks; nobody reads its own."""
+    """It reads the memory of others; its own may be private."""
     source, target, log = BlockArray(4, 4096, seed=1), private_blocks(4, 4096), EventLog()
     receiver = Links(CONFIG, target, log).listen("shm")
     receiver.open(1, [2])

@@ -1,4 +1,4 @@
-"""A link and a peer that breaks the rules: what it sends never lands, and nobody else notices."""
+"""A peer that breaks the protocol: its bytes are never received, and no other peer is affected."""
 
 import contextlib
 import socket
@@ -39,14 +39,14 @@ def block(harness, index):
 
 
 def serves_others(harness, job=99):
-    """Whether an honest sender gets through."""
+    """Whether another sender gets a block through."""
     harness.receiver.open(job, [0])
     harness.sender().push(harness.push(job, job, [0]))
     return harness.done(job) == BLOCK_BYTES
 
 
 def is_dropped(peer):
-    """Whether the receiver ends the connection once nothing more comes."""
+    """Whether the receiver ends the connection."""
     with contextlib.suppress(OSError):
         peer.stream.socket.shutdown(socket.SHUT_WR)
     try:
@@ -56,8 +56,8 @@ def is_dropped(peer):
         return True
 
 
-def test_a_flipped_bit_is_not_landed_and_may_be_sent_again(harness, peer):
-    """One bit of one block of a frame; the others land (lesson 54)."""
+def test_a_block_with_a_flipped_bit_is_not_received_and_may_be_sent_again(harness, peer):
+    """One bit of one block of a frame; the other blocks are received (lesson 54)."""
     if harness.receiver.address.startswith("shm"):
         pytest.skip("nothing travels that could be damaged on its way")
     blocks = {0: block(harness, 0), 1: block(harness, 1)}
@@ -71,8 +71,8 @@ def test_a_flipped_bit_is_not_landed_and_may_be_sent_again(harness, peer):
     assert np.array_equal(harness.target.rows[[3, 4]], harness.source.rows[:2])
 
 
-def test_a_truncated_frame_is_not_landed(harness, peer):
-    """The peer goes away in the middle; the lease stays, and another peer may fill it."""
+def test_a_truncated_frame_is_not_received(harness, peer):
+    """The peer disconnects in the middle; the lease stays, and another peer may fill it."""
     raw = peer.frame(0, 1, {0: block(harness, 0)})
     peer.send(raw[: len(raw) - 7])
     peer.stream.shut()
@@ -82,7 +82,7 @@ def test_a_truncated_frame_is_not_landed(harness, peer):
     while harness.log.outcome(7) == (
         7,
         PushFailure.TWICE,
-    ):  # the old connection is not over yet
+    ):  # the old connection has not ended yet
         harness.log.events.clear()
         harness.sender().push(harness.push(7, 1, [0]))
     assert harness.done(7) == BLOCK_BYTES
@@ -91,7 +91,7 @@ def test_a_truncated_frame_is_not_landed(harness, peer):
 
 
 def test_a_fence_holds_in_the_middle_of_a_block(harness, peer):
-    """Half a block, a fence, quiet though the peer stalls; then the other half (lesson 50)."""
+    """Half a block, a fence, closed although the peer stalls; then the other half (lesson 50)."""
     raw = peer.frame(0, 1, {0: block(harness, 0)})
     peer.send(raw[: len(raw) // 2])
     harness.receiver.fence(1)
@@ -107,8 +107,8 @@ def test_a_fence_holds_in_the_middle_of_a_block(harness, peer):
     assert peer.answer() == (1, None), "the connection and its other leases go on"
 
 
-def test_a_fault_of_ours_costs_a_connection_and_the_lease_still_ends(harness, monkeypatch):
-    """Memory that cannot be had: the push is lost, and a fence is answered (lesson 50)."""
+def test_a_bug_costs_a_connection_and_the_lease_still_ends(harness, monkeypatch):
+    """The memory raises: the push is lost, and a fence still ends (lesson 50)."""
 
     def fail(slot):
         raise RuntimeError("no such slot")
@@ -124,7 +124,7 @@ def test_a_fault_of_ours_costs_a_connection_and_the_lease_still_ends(harness, mo
 
 
 def test_a_late_write_to_shared_memory_reaches_no_slot(harness, peer):
-    """One-sided writes come whenever they come; slots are only written by the receiver."""
+    """One-sided writes may come at any time; only the receiver writes to slots."""
     if harness.receiver.address.startswith("tcp"):
         pytest.skip("nothing is shared")
     peer.send(peer.frame(0, 1, {0: block(harness, 0)}))
@@ -149,7 +149,7 @@ def test_a_late_write_to_shared_memory_reaches_no_slot(harness, peer):
     ],
 )
 def test_a_frame_beyond_the_limits_costs_the_connection(harness, peer, number, cell, pieces):
-    """Whatever the seal: sizes are not believed (lesson 66)."""
+    """Sizes are checked although the MAC is right (lesson 66)."""
     if cell and harness.receiver.address.startswith("tcp"):
         pytest.skip("what follows a tcp frame is nowhere else")
     sent = tuple(SentPiece(at, cell, num_bytes, bytes(16)) for at, num_bytes in pieces)
@@ -164,7 +164,7 @@ def test_a_frame_beyond_the_limits_costs_the_connection(harness, peer, number, c
 
 
 def test_a_frame_is_good_once_and_on_its_own_connection(harness, peer):
-    """Neither a frame that is sent twice nor one of another connection is taken."""
+    """A repeated frame and a frame of another connection are refused."""
     raw = peer.frame(0, 1, {0: block(harness, 0)})
     other = RawSender(harness.receiver.address, BLOCK_BYTES)
     other.send(raw)
@@ -181,7 +181,7 @@ def test_a_frame_is_good_once_and_on_its_own_connection(harness, peer):
 
 
 def test_two_connections_cannot_write_one_block_at_once(harness, peer):
-    """The second is told so, and does not wait for the first."""
+    """The second one is told, and does not wait for the first."""
     if not harness.receiver.address.startswith("tcp"):
         pytest.skip("only a stream can stop in the middle of a block")
     raw = peer.frame(0, 1, {0: block(harness, 0)})
@@ -202,8 +202,8 @@ def test_two_connections_cannot_write_one_block_at_once(harness, peer):
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_no_damaged_head_ever_lands(data):
-    """Any bit of a frame's head: index, lease, length, checksum, seal (fuzz)."""
+def test_a_frame_with_a_damaged_head_is_not_received(data):
+    """Any bit of a frame's head: index, lease, length, checksum, MAC (fuzz)."""
     with open_harness(MakeLinks("tcp"), "tcp", 512) as harness:
         harness.receiver.open(1, [3, 4])
         peer = RawSender(harness.receiver.address, 512)
@@ -221,10 +221,12 @@ def test_no_damaged_head_ever_lands(data):
 @settings(max_examples=60, deadline=None)
 @given(garbage=st.binary(min_size=1, max_size=400), greeted=st.booleans())
 def test_garbage_costs_a_connection_and_nothing_else(garbage, greeted):
-    """Before the greeting and after it (fuzz)."""
+    """Before the handshake and after it (fuzz)."""
     with open_harness(MakeLinks("tcp"), "tcp", 512) as harness:
         harness.receiver.open(1, [3])
-        peer = RawSender(harness.receiver.address, 512) if greeted else _Stranger(harness)
+        peer = (
+            RawSender(harness.receiver.address, 512) if greeted else _Unauthenticated(harness)
+        )
         peer.send(garbage)
         assert is_dropped(peer)
         peer.close()
@@ -234,8 +236,8 @@ def test_garbage_costs_a_connection_and_nothing_else(garbage, greeted):
         assert harness.log.received(1) == [0]
 
 
-class _Stranger(RawSender):
-    """A peer that does not greet."""
+class _Unauthenticated(RawSender):
+    """A peer without a handshake."""
 
     def __init__(self, harness) -> None:
         from headwater.disagg.peering.handshake import timeout_check
@@ -250,12 +252,12 @@ class _Stranger(RawSender):
 
 
 def test_the_sender_takes_no_more_room_than_it_was_given(harness, peer):
-    """A receiver serves so many senders and refuses the next with a reason (lesson 57)."""
+    """A receiver refuses senders beyond its limit, with a reason (lesson 57)."""
     others = [
         RawSender(harness.receiver.address, BLOCK_BYTES) for _ in range(CONFIG.max_senders - 1)
     ]
 
-    with pytest.raises(LinkBroken, match="as many senders"):
+    with pytest.raises(LinkBroken, match="limit of connections"):
         RawSender(harness.receiver.address, BLOCK_BYTES)
     for other in others:
         other.close()

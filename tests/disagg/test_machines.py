@@ -1,8 +1,9 @@
-"""A link that ends a lease by itself: what it could not keep is computed, and nobody waits."""
+"""State machines: leases that the link closed by itself, and deadlines while a fence is
+awaited."""
 
 import pytest
 
-from headwater.cache import JobStatus, Promotion
+from headwater.cache import JobStatus, LoadJob
 from headwater.clock import SystemClock
 from headwater.disagg.protocol.actions import LocalFallback, Send
 from headwater.disagg.protocol.config import HandoffConfig
@@ -65,7 +66,7 @@ def make_first(num_blocks: int) -> First:
 
 
 def test_d_computes_from_the_first_block_that_was_not_kept():
-    """P believes that all is well, so it is told (lesson 53)."""
+    """P thinks that it succeeded, so D tells it (lesson 53)."""
     machine = make_receiving(HandoffConfig())
     for index in (0, 1, 3):
         machine.block_received(index, BLOCK_BYTES, 0.0)
@@ -98,16 +99,16 @@ def test_a_closing_hand_off_sleeps_until_its_fence_has_ended():
     assert machine.wake_s == 1.0 + config.fence_wait_s
 
 
-def test_p_computes_what_it_fetched_and_could_not_keep():
-    """At once; and no fence is waited for, which would hold its slots back for ever."""
-    fetch = PeerRead(1, 4, HandoffConfig(), block_bytes=BLOCK_BYTES)
-    fetch.begin()
-    fetch.reserved(0, range(4), "held://p", 0.0)
-    fetch.announced(4, 0.0)
-    fetch.block_received(0, BLOCK_BYTES, 0.0)
+def test_p_computes_blocks_that_it_read_and_could_not_keep():
+    """At once: waiting for a fence would hold its slots for ever."""
+    read = PeerRead(1, 4, HandoffConfig(), block_bytes=BLOCK_BYTES)
+    read.begin()
+    read.reserved(0, range(4), "held://p", 0.0)
+    read.announced(4, 0.0)
+    read.block_received(0, BLOCK_BYTES, 0.0)
 
-    assert fetch.lease_closed(frozenset({0})) == [LocalFallback(1, Reason.GONE)]
-    assert fetch.is_released
+    assert read.lease_closed(frozenset({0})) == [LocalFallback(1, Reason.GONE)]
+    assert read.is_released
 
 
 class OneFails:
@@ -118,7 +119,7 @@ class OneFails:
         self._num_promoted = 0
 
     def start(self, transfer, report) -> None:
-        self._num_promoted += isinstance(transfer, Promotion)
+        self._num_promoted += isinstance(transfer, LoadJob)
         if self._num_promoted == 3:
             report(JobCompletion(transfer.job, JobStatus.FAILED))
         else:
@@ -130,7 +131,7 @@ class OneFails:
 
 @pytest.mark.slow
 def test_a_copy_that_fails_costs_the_client_nothing_but_time(monkeypatch):
-    """Of the tiny model, staged: its tokens, long before the hand-off would be given up."""
+    """With the tiny model and staging: its tokens, long before the hand-off times out."""
     pytest.importorskip("torch")
     from headwater.device import open as device
 

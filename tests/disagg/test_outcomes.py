@@ -1,4 +1,4 @@
-"""One outcome for each hand-off on both sides; who is slow holds up nobody else."""
+"""Each hand-off has one outcome on both sides; a slow peer delays no other request."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.disagg.requests import make_handoff, make_prompt
 PROMPT = make_prompt(30)
 
 
-def test_one_unresponsive_d_blocks_nobody():
+def test_one_unresponsive_d_blocks_no_other():
     """Lesson 52: P serves others, its own clients included, while one D does not answer."""
     pair = EchoPair()
     pair.decode.add(make_handoff("stuck", PROMPT))
@@ -31,8 +31,8 @@ def test_one_unresponsive_d_blocks_nobody():
 
 
 def test_a_silent_p_makes_one_request_wait_and_not_all():
-    """Lesson 52: it does not answer, although it is there: the first waits for a term, those that
-    follow compute at once, and when P says something they are handed over again."""
+    """Lesson 52: P is connected and silent. The first request waits for a term, the next ones
+    are computed at once, and when P answers again they are handed off again."""
     pair = EchoPair()
     waits = {}
     for name in "abc":
@@ -55,7 +55,7 @@ def test_a_silent_p_makes_one_request_wait_and_not_all():
 
 
 def test_a_push_that_fails_is_told_at_once():
-    """Lesson 53: D hears from P, computes from what landed, and waits for no timeout."""
+    """Lesson 53: P tells D, which computes the missing blocks without waiting for a timeout."""
     pair = EchoPair()
     request = make_handoff("a", PROMPT)
     pair.decode.add(request)
@@ -70,7 +70,7 @@ def test_a_push_that_fails_is_told_at_once():
 
     assert pair.clock.now() - began_s < 1.0
     assert pair.decode.outputs["a"] == expected(request)
-    assert pair.decode.usages["a"].cached_tokens == 5 * 4  # what landed whole was kept
+    assert pair.decode.usages["a"].cached_tokens == 5 * 4  # complete blocks were kept
     assert pair.decode.handoffs.decode_side.totals.failures == {Reason.PUSH: 1}
     assert pair.prefill.handoffs.prefill_side.totals.failures == {Reason.PUSH: 1}
 
@@ -94,7 +94,7 @@ def test_an_abort_is_told_to_p_at_once_and_returns_every_slot(when):
 
 
 def test_a_block_that_arrived_short_is_not_ready():
-    """Lesson 54: the account is in bytes; what is not exact is computed."""
+    """Lesson 54: bytes are counted; blocks that are not exact are computed."""
     pair = EchoPair()
     request = make_handoff("a", PROMPT)
     pair.decode.add(request)
@@ -103,7 +103,7 @@ def test_a_block_that_arrived_short_is_not_ready():
     lease = pair.fabric._leases[transfer.target][transfer.push.lease]
     while transfer in pair.fabric.transfers:
         pair.fabric.move(transfer)
-    lease.received[3] = 31  # the link's final account: a byte less than was sent
+    lease.received[3] = 31  # the link's final count: one byte less than was sent
     pair.run("a")
 
     assert pair.decode.handoffs.decode_side.totals.failures == {Reason.BYTE_COUNT: 1}
@@ -112,16 +112,16 @@ def test_a_block_that_arrived_short_is_not_ready():
 
 @pytest.mark.parametrize("message", [Renew(5, 1.0), Ask(5), Accepted(5, 1.0)])
 def test_p_hears_that_d_knows_nothing_of_its_hand_off(message):
-    """Lesson 53: whatever P says of a hand-off that is over is answered with how it ended."""
+    """Lesson 53: each message of P about a hand-off that is over is answered with its outcome."""
     pair = EchoPair()
     run(pair, make_handoff("a", PROMPT))
-    pair.decode.handoffs.decode_side.receive("p", message, 0.0)
+    pair.decode.handoffs.decode_side.receive("p", 1, message, 0.0)
 
     assert pair.fabric.packets[-1].message == Cancel(5, Reason.GONE)
 
 
 def test_a_first_token_that_is_repeated_is_answered_with_done():
-    """Lesson 51: D has committed it, and says so as often as it is asked."""
+    """Lesson 51: D has committed it, and repeats Done."""
     pair = EchoPair()
     pair.decode.add(make_handoff("a", PROMPT))
     seen: list[HandoffDone] = []
@@ -135,3 +135,20 @@ def test_a_first_token_that_is_repeated_is_answered_with_done():
 
     assert len(seen) > 1
     assert len(set(seen)) == 1
+
+
+def test_a_late_report_of_a_lost_connection_ends_nothing_on_the_next_one():
+    """The report waits in D's inbox while another hand-off starts on a new connection."""
+    pair = EchoPair()
+    first, second = make_handoff("a", PROMPT), make_handoff("b", make_prompt(22, family=2))
+    pair.decode.add(first)
+    pair.turn()
+    (connection,) = pair.fabric.connections()
+    pair.fabric.cut(connection)
+    pair.decode.add(second)
+    pair.run("a", "b")
+
+    assert pair.decode.outputs["a"] == expected(first)
+    assert pair.decode.outputs["b"] == expected(second)
+    assert pair.decode.handoffs.decode_side.totals.failures == {Reason.LOST: 1}
+    assert pair.decode.handoffs.decode_side.totals.num_done == 1

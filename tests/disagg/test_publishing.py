@@ -1,4 +1,4 @@
-"""What each instance of a pair lets others find, and when."""
+"""What each instance of a pair commits, and when."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ def test_a_block_is_not_matchable_before_it_is_written():
 
 
 def test_a_newcomer_waits_for_what_is_being_received_instead_of_receiving_it_twice():
-    """Lesson 46: it follows the hand-off in flight, and finds the blocks once committed."""
+    """Lesson 46: it waits for the hand-off in flight, and finds the blocks once committed."""
     pair = EchoPair()
     pair.decode.add(make_handoff("a", PROMPT))
     until(pair, lambda: len(pair.fabric.transfers) > 0, blocks=False)
@@ -66,12 +66,14 @@ def test_hits_are_measured_on_both_sides():
 
     assert (p_stats.query_tokens, p_stats.found_tokens["device"]) == (56, 16)
     assert (d_stats.query_tokens, d_stats.found_tokens["device"]) == (56, 16)
-    assert pair.decode.usages["b"].cached_tokens == 16  # what nobody computed
+    assert (
+        pair.decode.usages["b"].cached_tokens == 16
+    )  # blocks that neither instance had to compute
     assert pair.decode.usages["b"].computed == 10
 
 
 def test_the_whole_protocol_runs_without_a_device_or_a_second_process():
-    """Lesson 49: engines, books, machines and messages, on a virtual clock, with no torch."""
+    """Lesson 49: engines, state machines and messages on a virtual clock, without torch."""
     script = (
         "import sys\n"
         "from headwater.testing.peers import EchoPair\n"
@@ -88,7 +90,7 @@ def test_the_whole_protocol_runs_without_a_device_or_a_second_process():
 
 
 def test_the_next_turn_finds_in_shared_storage_what_d_generated():
-    """Lesson 55: D publishes its output, and with one storage for both P need not ask for it."""
+    """Lesson 55: D commits its output, and with shared storage P need not read it from D."""
     pair = EchoPair(
         host_blocks=64,
         storage=make_storage(),

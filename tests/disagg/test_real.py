@@ -23,8 +23,8 @@ def token(monkeypatch):
 @pytest.mark.parametrize("staged", [False, True], ids=["in place", "staged"])
 @pytest.mark.parametrize("link", ["tcp", "shm", "mooncake"])
 def test_disaggregated_equals_local_on_the_tiny_model(link, staged, monkeypatch):
-    """Random conversations, several at a time; D alone computes the same, without a cache. So
-    it is when blocks pass through buffers, as a GPU's do."""
+    """Random conversations, several at a time; D alone computes the same without a cache. Also
+    with staging buffers, as on a GPU."""
     if link == "mooncake":
         pytest.importorskip("mooncake")
     if staged:
@@ -41,7 +41,7 @@ def test_disaggregated_equals_local_on_the_tiny_model(link, staged, monkeypatch)
 
 
 def test_greedy_penalties_and_logprobs_survive_the_hand_off():
-    """Whatever decides the first token is sent with the request."""
+    """Everything that decides the first token is sent with the request."""
     prompt = [7, 7, 9, 200, 13] * 9
     params: dict[str, Any] = {
         "temperature": 0.0,
@@ -59,8 +59,8 @@ def test_greedy_penalties_and_logprobs_survive_the_hand_off():
 
 @pytest.mark.parametrize("handed_off", [True, False])
 def test_an_answer_that_is_taken_up_keeps_its_penalties(handed_off):
-    """What was said elsewhere counts as output, wherever the prompt is computed: the rest is what
-    it would have been, and would not be if it counted as prompt."""
+    """Resumed tokens count as output wherever the prompt is computed: the continuation is the
+    one that an undisturbed request gets, and differs if they count as prompt."""
     prompt, most = [7, 7, 9, 200, 13] * 9, 40
     params: dict[str, Any] = {
         "temperature": 0.8,
@@ -115,7 +115,8 @@ def num_stored(pair):
 
 @pytest.mark.parametrize("tier", ["host", "storage"])
 def test_what_d_has_below_its_device_is_not_sent(tier, tmp_path):
-    """Lesson 55: D matches all its tiers, brings up what is below, and asks for the rest."""
+    """Lesson 55: D matches all its tiers, loads what is below the device, and asks for the
+    rest."""
     tiers: dict[str, object] = {
         "swap_space_gib": 0.02,
         "write_policy": "write_through",
@@ -145,7 +146,7 @@ def test_what_d_has_below_its_device_is_not_sent(tier, tmp_path):
 
 
 def test_a_role_needs_a_token(monkeypatch):
-    """No instance talks to strangers."""
+    """No instance accepts peers without one."""
     monkeypatch.delenv("HEADWATER_PEER_TOKEN")
 
     with pytest.raises(ConfigError, match="HEADWATER_PEER_TOKEN"):

@@ -1,4 +1,5 @@
-"""What D takes in: only what it lacks, only where there is room, and what becomes of the rest."""
+"""What D receives: only missing blocks, only with free blocks for them, and what follows
+otherwise."""
 
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ PROMPT = make_prompt(30)
 
 
 def test_the_second_turn_moves_only_the_new_part():
-    """Lesson 55: D keeps what it got and what it generated, and asks for neither again."""
+    """Lesson 55: D keeps what it received and generated, and asks for neither again."""
     pair = EchoPair()
     first = make_handoff("a", PROMPT, max_tokens=10)
     run(pair, first)
@@ -43,8 +44,8 @@ def test_a_preempted_request_on_d_resumes_from_its_tree():
         assert pair.decode.outputs[request.request_id] == expected(request)
 
 
-def test_a_request_that_cannot_resume_goes_back_to_who_can_continue_it():
-    """Lesson 55: preempted, and out of room for long; its tokens so far are right ones."""
+def test_a_request_that_cannot_resume_goes_back_to_the_router():
+    """Lesson 55: preempted, and without free blocks for long; its tokens so far are right."""
     pair = EchoPair(d_num_blocks=12, config=HandoffConfig(return_after_s=5.0))
     requests = [
         replace(make_handoff(name, make_prompt(17, family=at), max_tokens=20), can_return=True)
@@ -64,7 +65,7 @@ def test_a_request_that_cannot_resume_goes_back_to_who_can_continue_it():
 
 
 def test_a_refusal_is_typed_and_leaves_nothing_behind():
-    """Lesson 56: P is full, says so, and D declines, for a router to try another pair."""
+    """Lesson 56: P is full and says so; D declines, and a router can try another pair."""
     pair = EchoPair(config=HandoffConfig(max_inflight=1))
     pair.decode.add(make_handoff("a", PROMPT))
     pair.decode.add(make_handoff("b", make_prompt(9, family=1), local_fallback=False))
@@ -78,7 +79,7 @@ def test_a_refusal_is_typed_and_leaves_nothing_behind():
 
 
 def test_a_refused_request_is_computed_where_it_is_if_it_may():
-    """Lesson 56: the same refusal, and tokens all the same."""
+    """Lesson 56: the same refusal, and the client still gets its tokens."""
     pair = EchoPair(config=HandoffConfig(max_inflight=1))
     requests = [make_handoff(name, make_prompt(9, family=at)) for at, name in enumerate("ab")]
     for request in requests:
@@ -90,9 +91,9 @@ def test_a_refused_request_is_computed_where_it_is_if_it_may():
 
 
 def test_a_d_that_computes_prompts_of_its_own_takes_in_others_meanwhile():
-    """Lessons 52 and 56: room for what is received takes no tokens of a step, so it waits neither
-    for a long prompt that is being computed nor behind those that will be; nothing that P has
-    computed is refused for that."""
+    """Lessons 52 and 56: receiving needs no tokens of a step, so it waits neither for a long
+    prompt that is being computed nor behind prompts that wait. So nothing that P computed is
+    refused for that."""
     pair = EchoPair(d_num_blocks=200, settings={"max_batched_tokens": 8, "max_num_seqs": 8})
     own = [
         make_echo_request(f"own {at}", make_prompt(90, family=at), max_tokens=1)
@@ -111,7 +112,7 @@ def test_a_d_that_computes_prompts_of_its_own_takes_in_others_meanwhile():
 
 
 def test_what_nothing_may_pass_is_not_passed_by_what_is_received():
-    """Lesson 55: a preempted request is next, whoever else would need no computing."""
+    """Lesson 55: a preempted request is next, even before requests that need no computing."""
     pair = EchoPair(d_num_blocks=12, settings={"max_batched_tokens": 4, "max_num_seqs": 4})
     requests = [
         make_handoff(name, make_prompt(17, family=at), max_tokens=20)
@@ -146,7 +147,8 @@ def test_p_takes_on_no_more_than_its_limit():
 
 
 def test_d_keeps_room_for_what_runs():
-    """Lesson 33: an ask that would leave no room for growth waits, and is refused in the end."""
+    """Lesson 33: a request that would leave no room for growth waits, and is refused in the
+    end."""
     pair = EchoPair(
         d_num_blocks=10,
         settings={"expected_output_tokens": 30},
@@ -156,7 +158,7 @@ def test_d_keeps_room_for_what_runs():
     pair.decode.add(runner)
     pair.turn()
     pair.decode.add(make_handoff("a", make_prompt(17), local_fallback=False))
-    for _ in range(6):  # room for its five blocks, but not for the growth of what runs
+    for _ in range(6):  # room for its five blocks, but not for the growth of running sequences
         pair.turn()
     waiting = pair.decode.scheduler.stats().num_waiting
     for _ in range(3):
@@ -170,7 +172,7 @@ def test_d_keeps_room_for_what_runs():
 
 
 def test_a_sequence_that_receives_has_its_slots_and_nothing_findable():
-    """What D reserves is held: neither free nor found, and counted as running."""
+    """Its slots are held: neither free nor findable, and the sequence counts as running."""
     pair = EchoPair()
     request = make_handoff("a", PROMPT)
     pair.decode.add(request)

@@ -1,4 +1,4 @@
-"""Ways to peers: one for each place, not more than a peer needs, and gone with it."""
+"""Senders to peers: one for each address, limited in number, closed with their connection."""
 
 import pytest
 
@@ -21,21 +21,21 @@ def senders(log):
 
 
 def is_closed(sender, log, job):
-    """Whether nothing is pushed on it any more; else the push waits."""
+    """Whether the sender is closed; otherwise the push would wait."""
     deadline_s = SystemClock().now() + 30.0
     sender.push(Push(job=job, lease=1, pieces=pieces_of([0], 64), deadline_s=deadline_s))
     return log.outcomes(job) == [(job, PushFailure.CLOSED)]
 
 
-def test_a_way_is_made_once(senders):
-    """Whoever pushes again uses the one there is."""
+def test_a_sender_is_made_once(senders):
+    """The next push uses the same sender."""
     assert senders.get("d", "local://1") is senders.get("d", "local://1")
     assert senders.get("d", "local://2") is not senders.get("d", "local://1")
     assert senders.get("e", "local://1") is not senders.get("d", "local://1")
 
 
-def test_a_peer_does_not_make_us_open_as_many_as_it_likes(senders):
-    """Each may take memory; a peer receives in one place (lesson 66)."""
+def test_the_senders_of_a_peer_are_limited(senders):
+    """Each sender may take memory; a peer has one receiver (lesson 66)."""
     for number in range(4):
         senders.get("d", f"local://{number}")
 
@@ -45,8 +45,8 @@ def test_a_peer_does_not_make_us_open_as_many_as_it_likes(senders):
     assert senders.get("another", "local://5")
 
 
-def test_ways_end_with_their_peer(senders, log):
-    """And are made anew should it return."""
+def test_senders_are_closed_with_their_peer(senders, log):
+    """They are made again when the peer returns."""
     lost, kept = senders.get("d", "local://1"), senders.get("e", "local://1")
     senders.close("d")
     senders.close("d")

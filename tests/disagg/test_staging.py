@@ -126,7 +126,7 @@ def test_a_copy_that_fails_is_not_in_the_account(pair):
     """What came and is not on the device did not land (lesson 54)."""
     pair.receiver.open(1, [5, 6])
     pair.push(1, 1, [0])
-    pair.log.await_landed(1, 1)
+    pair.log.await_received(1, 1)
     pair.inner.copier.fails = True
     pair.push(2, 1, [1])
     pair.log.outcome(2)
@@ -163,7 +163,7 @@ def test_a_copy_that_fails_fails_its_push_and_no_other(pair):
     pair.outer.copier.fails = False
     pair.push(2, 1, [5])
     assert pair.log.outcome(2) == PushDone(2, BLOCK_BYTES)
-    pair.log.await_landed(1, 1)
+    pair.log.await_received(1, 1)
     assert pair.log.received(1) == [5]
     assert pair.outer.all_free
 
@@ -197,7 +197,7 @@ def test_a_push_that_waits_for_its_copy_is_late_in_time(pair):
 
     assert pair.log.outcome(1) == (1, PushFailure.TIMEOUT)
     assert pair.log.outcome(2) == PushDone(2, BLOCK_BYTES)
-    pair.log.await_landed(1, 1)
+    pair.log.await_received(1, 1)
     assert pair.log.received(1) == [3]
     assert pair.outer.all_free
 

@@ -9,9 +9,9 @@ from headwater.cache import CacheConfig, TieredCache
 from headwater.clock import SystemClock
 from headwater.engine.client import EngineInfo
 from headwater.engine.core import EngineCore
-from headwater.engine.output import SequenceOutput
 from headwater.engine.process import run_engine
 from headwater.scheduler.config import SchedulerConfig
+from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.scheduler import Scheduler
 from headwater.testing.engines import make_echo_info
 from headwater.testing.runners import EchoRunner

@@ -259,6 +259,21 @@ def test_a_stopped_redis_server(tmp_path: Path, call: str) -> None:
     server.stop()
 
 
+def test_a_stopped_redis_server_cannot_be_opened(tmp_path: Path) -> None:
+    """It accepts connections, in the kernel, and answers nothing; an open one closes at once."""
+    server = RedisServer(tmp_path)
+    bench = Bench("redis", {"url": server.url, "connect_timeout_s": 0.2}, server.stop)
+    opened = bench.open()
+    server.pause()
+
+    with pytest.raises(ConfigError, match=r"redis://127.0.0.1:\d+/0 did not answer in time"):
+        bench.open()
+
+    opened.close()
+    server.go_on()
+    server.stop()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["master", "peer"])
 def test_a_stopped_mooncake_pool(part: str) -> None:

@@ -6,7 +6,7 @@ from headwater.clock import VirtualClock
 from headwater.engine.core import EngineCore
 from headwater.scheduler.batch import ScheduledBatch, StepResult
 from headwater.testing.runners import EchoRunner
-from tests.scheduler.rig import Rig, make_prompt, make_request
+from tests.scheduler.harness import Harness, make_prompt, make_request
 
 
 class SlowRunner(EchoRunner):
@@ -30,13 +30,13 @@ class TickingClock(VirtualClock):
 @pytest.mark.parametrize("depth", [1, 2])
 def test_as_many_steps_are_in_flight_as_the_runner_allows(depth: int) -> None:
     """Depth 2 submits the next step before it collects the last; depth 1 never does."""
-    rig = Rig(depth=depth)
-    rig.add(make_request("a", make_prompt(5), max_tokens=6))
+    harness = Harness(depth=depth)
+    harness.add(make_request("a", make_prompt(5), max_tokens=6))
     in_flight = []
 
-    while rig.core.has_work:
-        rig.step()
-        in_flight.append(rig.scheduler.num_in_flight)
+    while harness.core.has_work:
+        harness.step()
+        in_flight.append(harness.scheduler.num_in_flight)
 
     assert max(in_flight) == depth - 1
     assert in_flight[-1] == 0
@@ -45,45 +45,45 @@ def test_as_many_steps_are_in_flight_as_the_runner_allows(depth: int) -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_step_with_nothing_to_submit_collects_what_is_in_flight(depth: int) -> None:
     """The last tokens come out although no batch follows them."""
-    rig = Rig(depth=depth)
-    rig.add(make_request("a", make_prompt(5), max_tokens=1))
+    harness = Harness(depth=depth)
+    harness.add(make_request("a", make_prompt(5), max_tokens=1))
 
-    rig.steps(depth)
+    harness.steps(depth)
 
-    assert rig.reasons == {"a": "length"}
-    assert not rig.core.has_work
+    assert harness.reasons == {"a": "length"}
+    assert not harness.core.has_work
 
 
 def test_without_work_a_step_does_nothing() -> None:
     """Nothing is submitted or collected; whoever turns the loop should rather wait."""
-    rig = Rig()
+    harness = Harness()
 
-    assert not rig.core.has_work
-    assert rig.core.step() == []
-    assert rig.batches == []
+    assert not harness.core.has_work
+    assert harness.core.step() == []
+    assert harness.batches == []
 
 
 def test_an_abort_is_told_in_the_next_step() -> None:
     """Also when nothing runs: has_work stays true until it is told."""
-    rig = Rig()
+    harness = Harness()
     request = make_request("a", make_prompt(5))
-    rig.add(request)
-    rig.core.abort(request.request_id)
+    harness.add(request)
+    harness.core.abort(request.request_id)
 
-    assert rig.core.has_work
-    (output,) = rig.core.step()
+    assert harness.core.has_work
+    (output,) = harness.core.step()
 
     assert (output.finish_reason, output.tokens, output.usage) == ("abort", [], None)
-    assert not rig.core.has_work
+    assert not harness.core.has_work
 
 
 def test_time_spent_deciding_is_measured_apart() -> None:
     """Scheduling and taking in count; waiting for the runner does not."""
-    rig = Rig()
+    harness = Harness()
     clock = TickingClock()
-    runner = SlowRunner(num_blocks=rig.num_blocks, block_tokens=rig.block_tokens)
+    runner = SlowRunner(num_blocks=harness.num_blocks, block_tokens=harness.block_tokens)
     runner.clock = clock
-    core = EngineCore(rig.scheduler, runner, clock)
+    core = EngineCore(harness.scheduler, runner, clock)
     core.add(make_request("a", make_prompt(5), max_tokens=10))
 
     while core.has_work:
@@ -96,13 +96,13 @@ def test_time_spent_deciding_is_measured_apart() -> None:
 
 def test_the_snapshot_has_every_owner_in_plain_numbers() -> None:
     """Running, waiting, tiers, the ledger: what the dashboard and the metrics read."""
-    rig = Rig(num_blocks=20, settings={"max_num_seqs": 1, "max_batched_tokens": 64})
-    rig.run(make_request("warm", make_prompt(12), max_tokens=1))
-    rig.add(make_request("a", make_prompt(13)), make_request("b", make_prompt(4)))
-    rig.steps(2)
-    rig.core.pause()
+    harness = Harness(num_blocks=20, settings={"max_num_seqs": 1, "max_batched_tokens": 64})
+    harness.run(make_request("warm", make_prompt(12), max_tokens=1))
+    harness.add(make_request("a", make_prompt(13)), make_request("b", make_prompt(4)))
+    harness.steps(2)
+    harness.core.pause()
 
-    stats = rig.core.stats()
+    stats = harness.core.stats()
 
     assert (stats.num_running, stats.num_waiting, stats.is_paused) == (1, 1, True)
     assert (stats.num_steps, stats.num_admitted, stats.num_preemptions) == (3, 2, 0)
@@ -116,12 +116,12 @@ def test_the_snapshot_has_every_owner_in_plain_numbers() -> None:
 
 def test_closing_closes_the_runner() -> None:
     """Twice is safe."""
-    rig = Rig()
+    harness = Harness()
 
-    rig.core.close()
-    rig.core.close()
+    harness.core.close()
+    harness.core.close()
 
-    assert rig.runner.closed
+    assert harness.runner.closed
 
 
 def test_a_failing_runner_is_not_hidden() -> None:
@@ -131,8 +131,8 @@ def test_a_failing_runner_is_not_hidden() -> None:
         def submit(self, batch: ScheduledBatch) -> None:
             raise RuntimeError("the device is gone")
 
-    rig = Rig()
-    core = EngineCore(rig.scheduler, Broken(num_blocks=64, block_tokens=4), rig.clock)
+    harness = Harness()
+    core = EngineCore(harness.scheduler, Broken(num_blocks=64, block_tokens=4), harness.clock)
     core.add(make_request("a", make_prompt(5)))
 
     with pytest.raises(RuntimeError, match="the device is gone"):

@@ -110,7 +110,7 @@ def test_a_hung_read_writes_late_where_nobody_reads(
     for number in range(3):
         serve(engine, "late", f"crowd {number}", [at * (7 + number) % 50 for at in range(33)])
         engine.core.drain(0.3)  # written before the next comes; the hung read goes on
-    pool, before = engine.cache.host.pool, engine.slab.rows.copy()
+    pool, before = engine.cache._host.pool, engine.slab.rows.copy()
     assert pool.stats().cached > 0
     kept = np.sort(pool.owned(SlotState.QUARANTINED))
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from headwater.cache import Lookup, Promotion, TokenPath
+from headwater.cache import LoadJob, Lookup, TokenPath
 from headwater.storage.codec import BlockFormat
 from headwater.storage.memory import MemoryConfig, MemoryStorage
-from tests.engine.tier_rig import (
+from tests.engine.tier_harness import (
     PROMPT,
     always,
     make_faulty,
@@ -19,17 +19,17 @@ from tests.engine.tier_rig import (
     make_warm,
     never,
 )
-from tests.scheduler.rig import expected_tokens, make_prompt, make_request, make_storage
+from tests.scheduler.harness import expected_tokens, make_prompt, make_request, make_storage
 
 
 def test_a_hit_below_the_device_counts_for_the_tier_it_was_found_in() -> None:
     """Lesson 64: the usage says host, the ledger says host, and why it was loaded."""
-    rig = make_warm()
-    before = rig.runner.num_tokens
+    harness = make_warm()
+    before = harness.runner.num_tokens
 
-    rig.run(make_request("again", PROMPT, max_tokens=1))
+    harness.run(make_request("again", PROMPT, max_tokens=1))
 
-    usage = rig.usages["again"]
+    usage = harness.usages["again"]
     assert usage.by_tier == {"device": 0, "host": 32, "storage": 0, "peer": 0}
     assert (usage.cached_tokens, usage.computed, usage.miss_reason) == (32, 1, None)
     assert usage.load is not None
@@ -38,7 +38,7 @@ def test_a_hit_below_the_device_counts_for_the_tier_it_was_found_in() -> None:
         8,
         None,
     )
-    assert rig.runner.num_tokens == before + 1
+    assert harness.runner.num_tokens == before + 1
 
 
 def test_a_storage_hit_counts_for_storage() -> None:
@@ -63,16 +63,16 @@ def test_fifty_requests_for_one_stored_prefix_share_one_load() -> None:
     """Lesson 26: no convoy: one read, one copy, and everybody hits."""
     storage = make_storage()
     make_through(storage).run(make_request("a", PROMPT, max_tokens=1))
-    rig = make_through(storage, num_blocks=80, settings={"max_num_seqs": 64})
+    harness = make_through(storage, num_blocks=80, settings={"max_num_seqs": 64})
     requests = [make_request(f"r{n}", PROMPT, max_tokens=2) for n in range(50)]
 
-    rig.run(*requests)
+    harness.run(*requests)
 
-    promotions = [p for p in rig.copier.started if isinstance(p, Promotion)]
-    reads = [p for p in rig.workers.started if isinstance(p, Promotion)]
-    assert (len(promotions), len(reads)) == (1, 1)
-    assert all(rig.outputs[r.request_id] == expected_tokens(r) for r in requests)
-    assert all(usage.by_tier["storage"] == 32 for usage in rig.usages.values())
+    loads = [p for p in harness.copier.started if isinstance(p, LoadJob)]
+    reads = [p for p in harness.workers.started if isinstance(p, LoadJob)]
+    assert (len(loads), len(reads)) == (1, 1)
+    assert all(harness.outputs[r.request_id] == expected_tokens(r) for r in requests)
+    assert all(usage.by_tier["storage"] == 32 for usage in harness.usages.values())
 
 
 class CountingStorage(MemoryStorage):
@@ -95,113 +95,117 @@ def test_what_one_step_asks_of_storage_is_one_call() -> None:
     make_through(storage).run(make_request("a", prompts[0], max_tokens=1))
     make_through(storage).run(make_request("b", prompts[3][:13], max_tokens=1))
     storage.asked.clear()
-    rig = make_through(storage, num_blocks=80)
+    harness = make_through(storage, num_blocks=80)
 
     requests = [make_request(f"r{n}", prompt, max_tokens=2) for n, prompt in enumerate(prompts)]
-    rig.run(*requests)
+    harness.run(*requests)
 
     assert storage.asked == [8]
-    found = [rig.usages[r.request_id].by_tier["storage"] for r in requests]
+    found = [harness.usages[r.request_id].by_tier["storage"] for r in requests]
     assert found == [16, 0, 0, 12, 0, 0, 0, 0]
-    assert all(rig.outputs[r.request_id] == expected_tokens(r) for r in requests)
+    assert all(harness.outputs[r.request_id] == expected_tokens(r) for r in requests)
 
 
 def test_while_a_load_is_in_flight_others_run_and_nothing_is_held() -> None:
     """Lessons 13, 45: the step does not wait for a copy; the sequence that does has no slots."""
-    rig = make_warm()
-    rig.copier.held = True
-    rig.add(make_request("loads", PROMPT, max_tokens=1))
-    rig.step()
-    assert rig.cache.stats().device.moving == 8
+    harness = make_warm()
+    harness.copier.held = True
+    harness.add(make_request("loads", PROMPT, max_tokens=1))
+    harness.step()
+    assert harness.cache.stats().device.moving == 8
 
-    rig.run_until("other", make_request("other", make_prompt(9, family=3), max_tokens=4))
+    harness.run_until("other", make_request("other", make_prompt(9, family=3), max_tokens=4))
 
-    assert "loads" not in rig.outputs
-    assert rig.cache.stats().leases == 0
-    (job,) = [job for job, (plan, _) in rig.copier.pending.items() if plan.num_blocks == 8]
-    rig.copier.finish(job)
-    rig.run()
-    assert rig.usages["loads"].by_tier["host"] == 32
+    assert "loads" not in harness.outputs
+    assert harness.cache.stats().leases == 0
+    (job,) = [job for job, (plan, _) in harness.copier.pending.items() if plan.num_blocks == 8]
+    harness.copier.finish(job)
+    harness.run()
+    assert harness.usages["loads"].by_tier["host"] == 32
 
 
 def test_only_copies_in_flight_is_no_work() -> None:
     """Lesson 15: a loop whose requests all wait for copies sleeps until one is done."""
-    rig = make_warm()
-    rig.copier.held = True
-    rig.add(make_request("loads", PROMPT, max_tokens=1))
-    rig.step()
+    harness = make_warm()
+    harness.copier.held = True
+    harness.add(make_request("loads", PROMPT, max_tokens=1))
+    harness.step()
 
-    was_working, sleep_s = rig.core.has_work, rig.core.sleep_s()
-    rig.copier.finish(next(iter(rig.copier.pending)))
+    was_working, sleep_s = harness.core.has_work, harness.core.sleep_s()
+    harness.copier.finish(next(iter(harness.copier.pending)))
 
     assert not was_working
     assert sleep_s == pytest.approx(5.0, abs=0.1)
-    assert rig.core.has_work
-    rig.run()
-    assert rig.reasons["loads"] == "length"
+    assert harness.core.has_work
+    harness.run()
+    assert harness.reasons["loads"] == "length"
 
 
 def test_a_deadline_ends_the_wait_and_not_the_job() -> None:
     """Lessons 38, 50: the request computes; the late copy lands in its own slots, for others."""
-    rig = make_warm(settings={"load_timeout_s": 0.5})
-    rig.copier.held = True
-    rig.add(make_request("late", PROMPT, max_tokens=1))
-    rig.step()
-    rig.sleep()
+    harness = make_warm(settings={"load_timeout_s": 0.5})
+    harness.copier.held = True
+    harness.add(make_request("late", PROMPT, max_tokens=1))
+    harness.step()
+    harness.sleep()
 
-    while "late" not in rig.reasons:
-        rig.step()
+    while "late" not in harness.reasons:
+        harness.step()
 
-    assert rig.usages["late"].miss_reason == "timeout"
-    assert rig.outputs["late"] == expected_tokens(make_request("alone", PROMPT, max_tokens=1))
-    assert rig.cache.stats().device.moving == 8
-    rig.copier.finish(next(iter(rig.copier.pending)))
-    rig.run()
-    rig.check_empty()
+    assert harness.usages["late"].miss_reason == "timeout"
+    assert harness.outputs["late"] == expected_tokens(
+        make_request("alone", PROMPT, max_tokens=1)
+    )
+    assert harness.cache.stats().device.moving == 8
+    harness.copier.finish(next(iter(harness.copier.pending)))
+    harness.run()
+    harness.check_empty()
 
 
 def test_a_timed_out_copy_that_writes_late_touches_no_reused_slot() -> None:
     """Lesson 50: its slots are quarantined until it is quiet, then they are free again."""
-    rig = make_warm(timeouts={"copy_timeout_s": 0.2})
-    rig.copier.held = True
-    rig.add(make_request("late", PROMPT, max_tokens=1))
-    rig.step()
-    rig.sleep()
-    rig.step()
-    assert rig.cache.stats().device.quarantined == 8
+    harness = make_warm(timeouts={"copy_timeout_s": 0.2})
+    harness.copier.held = True
+    harness.add(make_request("late", PROMPT, max_tokens=1))
+    harness.step()
+    harness.sleep()
+    harness.step()
+    assert harness.cache.stats().device.quarantined == 8
 
-    job = next(iter(rig.copier.pending))
-    rig.add(make_request("busy", make_prompt(30, family=9), max_tokens=2))
+    job = next(iter(harness.copier.pending))
+    harness.add(make_request("busy", make_prompt(30, family=9), max_tokens=2))
     for _ in range(20):
-        rig.copier.scribble(job)
-        rig.step()
-    assert rig.cache.stats().device.quarantined == 8
-    rig.copier.finish(job)
-    rig.run()
+        harness.copier.scribble(job)
+        harness.step()
+    assert harness.cache.stats().device.quarantined == 8
+    harness.copier.finish(job)
+    harness.run()
 
-    assert rig.outputs["late"] == expected_tokens(make_request("alone", PROMPT, max_tokens=1))
-    assert rig.outputs["busy"] == expected_tokens(
+    assert harness.outputs["late"] == expected_tokens(
+        make_request("alone", PROMPT, max_tokens=1)
+    )
+    assert harness.outputs["busy"] == expected_tokens(
         make_request("alone", make_prompt(30, family=9), max_tokens=2)
     )
-    assert rig.cache.stats().device.quarantined == 0
-    assert rig.core.stats().links["host_to_device"].failures == {"timeout": 1}
-    rig.check_empty()
+    assert harness.cache.stats().device.quarantined == 0
+    assert harness.core.stats().links["host_to_device"].failures == {"timeout": 1}
+    harness.check_empty()
 
 
 @pytest.mark.parametrize("num_blocks", [0, 3])
 def test_a_failed_or_partial_load_is_computed_instead(num_blocks: int) -> None:
     """Lessons 20, 22: what arrived is used, from the first missing block on it is computed."""
-    rig = make_warm()
-    rig.copier.held = True
-    rig.add(make_request("again", PROMPT, max_tokens=1))
-    rig.step()
-    rig.copier.finish(next(iter(rig.copier.pending)), num_blocks=num_blocks)
-    rig.copier.held = False
+    harness = make_warm()
+    harness.copier.held = True
+    harness.add(make_request("again", PROMPT, max_tokens=1))
+    harness.step()
+    harness.copier.finish(next(iter(harness.copier.pending)), num_blocks=num_blocks)
+    harness.copier.held = False
 
-    rig.run()
+    harness.run()
 
-    usage = rig.usages["again"]
-    assert rig.outputs["again"] == expected_tokens(make_request("x", PROMPT, max_tokens=1))
+    usage = harness.usages["again"]
+    assert harness.outputs["again"] == expected_tokens(make_request("x", PROMPT, max_tokens=1))
     assert usage.cached_tokens in (4 * num_blocks, 32)
     if not num_blocks:
         assert usage.miss_reason == "load_failed"
@@ -212,22 +216,22 @@ def test_a_storage_fault_costs_the_hit_and_nothing_else(fault: str) -> None:
     """Lessons 38, 44, 45, 63: the request is computed, and its usage says why."""
     storage = make_faulty(never)
     make_through(storage).run(make_request("a", PROMPT, max_tokens=1))
-    rig = make_through(storage, held=fault == "hung")
-    keys = rig.cache.keys(TokenPath(PROMPT), 8)
+    harness = make_through(storage, held=fault == "hung")
+    keys = harness.cache.keys(TokenPath(PROMPT), 8)
     if fault == "error":
         storage.roll = always
     elif fault == "damaged":
         storage.values[keys[2]] = bytearray(storage.values[keys[2]][:-1]) + b"?"
-    rig.add(make_request("b", PROMPT, max_tokens=1))
+    harness.add(make_request("b", PROMPT, max_tokens=1))
     if fault == "lost":
-        rig.step()
+        harness.step()
         storage.values.pop(keys[2])
         storage.values.pop(keys[3])
-    rig.copier.held = False
-    rig.run()
+    harness.copier.held = False
+    harness.run()
 
-    assert rig.outputs["b"] == expected_tokens(make_request("x", PROMPT, max_tokens=1))
-    usage = rig.usages["b"]
+    assert harness.outputs["b"] == expected_tokens(make_request("x", PROMPT, max_tokens=1))
+    usage = harness.usages["b"]
     if fault == "error":
         assert (usage.miss_reason, usage.cached_tokens) == ("storage_failed", 0)
     elif fault == "damaged":
@@ -241,62 +245,62 @@ def test_a_hung_storage_read_holds_up_nobody() -> None:
     whole device gets it."""
     storage = make_storage()
     make_through(storage).run(make_request("a", PROMPT, max_tokens=1))
-    rig = make_through(storage, timeouts={"read_timeout_s": 1.0})
-    rig.run(make_request("head", PROMPT[:9], max_tokens=1))
-    rig.workers.held = True
-    rig.add(make_request("b", PROMPT, max_tokens=1))
-    rig.step()
-    rig.workers.work_off()
-    rig.step()
-    (task,) = rig.workers.tasks
+    harness = make_through(storage, timeouts={"read_timeout_s": 1.0})
+    harness.run(make_request("head", PROMPT[:9], max_tokens=1))
+    harness.workers.held = True
+    harness.add(make_request("b", PROMPT, max_tokens=1))
+    harness.step()
+    harness.workers.work_off()
+    harness.step()
+    (task,) = harness.workers.tasks
     assert not isinstance(task.plan, Lookup)
     assert task.claim()
-    rig.workers.tasks.clear()
+    harness.workers.tasks.clear()
 
-    rig.run()
-    rig.run(make_request("whole", make_prompt(60, family=4), max_tokens=4))
+    harness.run()
+    harness.run(make_request("whole", make_prompt(60, family=4), max_tokens=4))
 
-    assert rig.outputs["b"] == expected_tokens(make_request("x", PROMPT, max_tokens=1))
-    assert rig.reasons["whole"] == "length"
-    assert rig.cache.stats().host.quarantined > 0
-    rig.workers.held = False
-    rig.workers.run(task)
-    rig.workers.work_off()
-    rig.run()
-    rig.check_empty()
-    assert rig.cache.stats().host.quarantined == 0
+    assert harness.outputs["b"] == expected_tokens(make_request("x", PROMPT, max_tokens=1))
+    assert harness.reasons["whole"] == "length"
+    assert harness.cache.stats().host.quarantined > 0
+    harness.workers.held = False
+    harness.workers.run(task)
+    harness.workers.work_off()
+    harness.run()
+    harness.check_empty()
+    assert harness.cache.stats().host.quarantined == 0
 
 
 def test_a_reset_with_copies_in_flight_forgets_and_releases() -> None:
     """Lesson 17: a reset waits for no worker; a copy of before only gives back what it has."""
-    rig = make_warm()
-    rig.copier.held = True
-    rig.add(make_request("a", PROMPT, max_tokens=1))
-    rig.step()
-    rig.core.reset_cache()
-    rig.copier.finish(next(iter(rig.copier.pending)))
+    harness = make_warm()
+    harness.copier.held = True
+    harness.add(make_request("a", PROMPT, max_tokens=1))
+    harness.step()
+    harness.core.reset_cache()
+    harness.copier.finish(next(iter(harness.copier.pending)))
 
-    rig.run()
+    harness.run()
 
-    assert rig.outputs["a"] == expected_tokens(make_request("x", PROMPT, max_tokens=1))
-    assert rig.usages["a"].cached_tokens == 0
-    rig.check_empty()
+    assert harness.outputs["a"] == expected_tokens(make_request("x", PROMPT, max_tokens=1))
+    assert harness.usages["a"].cached_tokens == 0
+    harness.check_empty()
 
 
 def test_an_abort_while_loading_returns_every_slot() -> None:
     """Lesson 58: the load goes on and lands for others; nothing is kept for the aborted one."""
-    rig = make_warm()
-    rig.copier.held = True
+    harness = make_warm()
+    harness.copier.held = True
     request = make_request("a", PROMPT, max_tokens=1)
-    rig.add(request)
-    rig.step()
+    harness.add(request)
+    harness.step()
 
-    rig.core.abort(request.request_id)
-    rig.step()
-    rig.copier.finish(next(iter(rig.copier.pending)))
-    rig.copier.held = False
-    rig.run(make_request("b", PROMPT, max_tokens=1))
+    harness.core.abort(request.request_id)
+    harness.step()
+    harness.copier.finish(next(iter(harness.copier.pending)))
+    harness.copier.held = False
+    harness.run(make_request("b", PROMPT, max_tokens=1))
 
-    assert rig.reasons["a"] == "abort"
-    assert rig.usages["b"].cached_tokens == 32
-    rig.check_empty()
+    assert harness.reasons["a"] == "abort"
+    assert harness.usages["b"].cached_tokens == 32
+    harness.check_empty()

@@ -6,16 +6,22 @@ copied, landed or reused wrongly yields other tokens.
 
 import pytest
 
-from headwater.cache import Promotion, TokenPath
+from headwater.cache import LoadJob, TokenPath
 from headwater.scheduler.request import Request
 from headwater.types import WritePolicy
-from tests.engine.tier_rig import (
+from tests.engine.tier_harness import (
     PROMPT,
     always,
     make_faulty,
     make_through,
 )
-from tests.scheduler.rig import Rig, expected_tokens, make_prompt, make_request, make_storage
+from tests.scheduler.harness import (
+    Harness,
+    expected_tokens,
+    make_prompt,
+    make_request,
+    make_storage,
+)
 
 POLICIES = list(WritePolicy)
 
@@ -25,34 +31,34 @@ POLICIES = list(WritePolicy)
 def test_host_hits_equal_recomputing(depth: int, policy: WritePolicy) -> None:
     """Each write policy: prompts that the device had to evict come back with the same tokens,
     from the host where the policy put them there."""
-    rig = Rig(num_blocks=16, host_blocks=64, depth=depth, write_policy=policy)
+    harness = Harness(num_blocks=16, host_blocks=64, depth=depth, write_policy=policy)
     prompts = [make_prompt(33, family=family) for family in range(4)]
 
     for turn in range(4):
         for family, prompt in enumerate(prompts):
             for again in range(2):
-                rig.run(make_request(f"{turn}-{family}-{again}", prompt, max_tokens=3))
+                harness.run(make_request(f"{turn}-{family}-{again}", prompt, max_tokens=3))
 
-    for name, tokens in rig.outputs.items():
+    for name, tokens in harness.outputs.items():
         family = int(name.split("-")[1])
         alone = make_request("alone", prompts[family], max_tokens=3)
         assert tokens == expected_tokens(alone)
-    from_host = sum(usage.by_tier["host"] for usage in rig.usages.values())
+    from_host = sum(usage.by_tier["host"] for usage in harness.usages.values())
     assert (from_host > 0) == (policy is not WritePolicy.NONE)
-    assert rig.core.stats().found_tokens["host"] == from_host
-    rig.check_empty()
+    assert harness.core.stats().found_tokens["host"] == from_host
+    harness.check_empty()
 
 
 def test_a_broken_tier_does_not_keep_the_loop_busy() -> None:
     """Lesson 24: a write that failed is not tried again at once: the engine goes idle."""
     storage = make_faulty(always)
-    rig = make_through(storage)
+    harness = make_through(storage)
 
-    rig.run(make_request("a", PROMPT, max_tokens=1), max_steps=50)
+    harness.run(make_request("a", PROMPT, max_tokens=1), max_steps=50)
 
-    failures = rig.core.stats().links["host_to_storage"].failures
+    failures = harness.core.stats().links["host_to_storage"].failures
     assert failures["error"] >= 1
-    assert not rig.core.has_work
+    assert not harness.core.has_work
 
 
 def test_preemption_saves_and_resumes_from_the_host() -> None:
@@ -61,16 +67,16 @@ def test_preemption_saves_and_resumes_from_the_host() -> None:
         make_request(f"r{n}", make_prompt(8, family=n), max_tokens=40) for n in range(4)
     ]
     prompts = [request.tokens.copy() for request in requests]
-    rig = Rig(num_blocks=20, host_blocks=100, write_policy=WritePolicy.NONE)
+    harness = Harness(num_blocks=20, host_blocks=100, write_policy=WritePolicy.NONE)
 
-    rig.run(*requests)
+    harness.run(*requests)
 
-    assert rig.scheduler.stats().num_preemptions > 0
-    assert any(isinstance(plan, Promotion) for plan in rig.copier.started)
+    assert harness.scheduler.stats().num_preemptions > 0
+    assert any(isinstance(plan, LoadJob) for plan in harness.copier.started)
     for request, prompt in zip(requests, prompts, strict=True):
-        assert rig.outputs[request.request_id] == expected_tokens(request)
+        assert harness.outputs[request.request_id] == expected_tokens(request)
         assert (request.tokens == prompt).all()
-    rig.check_empty()
+    harness.check_empty()
 
 
 def test_preemption_saves_to_storage_too() -> None:
@@ -82,19 +88,21 @@ def test_preemption_saves_to_storage_too() -> None:
     written = {}
     for saves in (True, False):
         storage = make_storage()
-        rig = make_through(
+        harness = make_through(
             storage,
             num_blocks=20,
             host_blocks=100,
             write_policy=WritePolicy.NONE,
             settings={"save_preempted": saves},
         )
-        rig.run(*requests)
-        assert rig.scheduler.stats().num_preemptions > 0
+        harness.run(*requests)
+        assert harness.scheduler.stats().num_preemptions > 0
         written[saves] = storage.stats().blocks_written
         if saves:
             longest = max(
-                storage.contains([rig.cache.keys(whole_path(rig, r), 12)], timeout_s=1)[0]
+                storage.contains([harness.cache.keys(whole_path(harness, r), 12)], timeout_s=1)[
+                    0
+                ]
                 for r in requests
             )
 
@@ -103,50 +111,52 @@ def test_preemption_saves_to_storage_too() -> None:
     assert written[False] == 0
 
 
-def whole_path(rig: Rig, request: Request) -> TokenPath:
+def whole_path(harness: Harness, request: Request) -> TokenPath:
     """Prompt and output of a request that has ended."""
-    return TokenPath(request.tokens.tolist() + rig.outputs[request.request_id])
+    return TokenPath(request.tokens.tolist() + harness.outputs[request.request_id])
 
 
 def test_two_tenants_share_nothing_in_storage() -> None:
     """Lesson 67: another salt is another key, below the process too."""
     storage = make_storage()
     make_through(storage).run(make_request("a", PROMPT, cache_salt="x"))
-    rig = make_through(storage)
+    harness = make_through(storage)
 
-    rig.run(make_request("b", PROMPT, cache_salt="y"))
+    harness.run(make_request("b", PROMPT, cache_salt="y"))
 
-    assert rig.usages["b"].cached_tokens == 0
-    assert rig.usages["b"].miss_reason == "never_seen"
+    assert harness.usages["b"].cached_tokens == 0
+    assert harness.usages["b"].miss_reason == "never_seen"
 
 
 def test_without_a_host_tier_nothing_is_copied() -> None:
     """Lesson 28: a capacity of 0 is no tier, and no special case."""
-    rig = Rig(num_blocks=16)
+    harness = Harness(num_blocks=16)
 
-    rig.run(*(make_request(f"r{n}", make_prompt(30, family=n)) for n in range(4)))
+    harness.run(*(make_request(f"r{n}", make_prompt(30, family=n)) for n in range(4)))
 
-    assert rig.copier.started == []
-    assert rig.core.stats().links == {}
+    assert harness.copier.started == []
+    assert harness.core.stats().links == {}
 
 
 def test_a_drain_ends_what_is_being_written_and_is_bounded() -> None:
     """Lesson 59: writes in flight land before the end; one that hangs is waited for so long."""
-    rig = Rig(num_blocks=64, host_blocks=64, write_policy=WritePolicy.WRITE_THROUGH, held=True)
-    rig.add(make_request("a", PROMPT, max_tokens=1))
-    while "a" not in rig.reasons:
-        rig.step()
-    assert rig.cache.stats().host.cached == 0
+    harness = Harness(
+        num_blocks=64, host_blocks=64, write_policy=WritePolicy.WRITE_THROUGH, held=True
+    )
+    harness.add(make_request("a", PROMPT, max_tokens=1))
+    while "a" not in harness.reasons:
+        harness.step()
+    assert harness.cache.stats().host.cached == 0
 
-    rig.core.drain(0.0)
-    assert rig.scheduler.num_copies > 0
-    rig.core.step()
-    for job in list(rig.copier.pending):
-        rig.copier.finish(job)
-    rig.core.drain(1.0)
+    harness.core.drain(0.0)
+    assert harness.scheduler.num_copies > 0
+    harness.core.step()
+    for job in list(harness.copier.pending):
+        harness.copier.finish(job)
+    harness.core.drain(1.0)
 
-    assert rig.scheduler.num_copies == 0
-    assert rig.cache.stats().host.cached == 8
+    assert harness.scheduler.num_copies == 0
+    assert harness.cache.stats().host.cached == 8
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -155,12 +165,12 @@ def test_a_host_tier_smaller_than_what_wants_in_comes_to_rest(
     policy: WritePolicy, host_blocks: int
 ) -> None:
     """Lesson 19: blocks that displace each other are written once a use; then the loop sleeps."""
-    rig = Rig(num_blocks=16, host_blocks=host_blocks, write_policy=policy)
+    harness = Harness(num_blocks=16, host_blocks=host_blocks, write_policy=policy)
 
     for family in range(4):
         for again in range(2):
             prompt = make_prompt(30, family=family)
-            rig.run(make_request(f"{family}-{again}", prompt, max_tokens=2), max_steps=100)
+            harness.run(make_request(f"{family}-{again}", prompt, max_tokens=2), max_steps=100)
 
-    assert not rig.core.has_work
-    rig.check_empty()
+    assert not harness.core.has_work
+    harness.check_empty()

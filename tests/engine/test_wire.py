@@ -144,7 +144,7 @@ def test_a_refused_control_call_raises_with_its_reason():
 def test_an_unknown_control_call_raises():
     """A name that is not declared is an error at the receiver, and calls nothing."""
     with pytest.raises(msgspec.ValidationError, match="__class__"):
-        wire.unpack_call(wire.Call(3, "__class__", msgspec.Raw(wire.encode({}))))
+        wire.unpack_call(wire.PackedCall(3, "__class__", msgspec.Raw(wire.encode({}))))
 
 
 @pytest.mark.parametrize("frame", [b"", b"\x93", b"\x91\xa4evil", wire.encode(["add", 1])])

@@ -13,7 +13,8 @@ from headwater.cache.policy.retention import Retention
 from headwater.cache.policy.traits import NUM_FEATURES, NUM_UNHINTED, PRIORS
 from headwater.cache.policy.weights import Weights
 from headwater.cli import main
-from headwater.config import EngineConfig, idle_settings
+from headwater.cli.idle_flags import idle_settings
+from headwater.config import EngineConfig
 from headwater.errors import ConfigError
 from headwater.launch.weights import load_weights, save_learned, save_weights
 from headwater.replay.cache_only import replay_cache

@@ -1,10 +1,13 @@
 """KV events over real sockets: whoever follows them knows exactly what is cached."""
 
+import hashlib
+import itertools
 import random
 import threading
 import time
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 
@@ -12,8 +15,15 @@ from headwater.cache import Namespace
 from headwater.clock import SystemClock
 from headwater.config import KvEventsConfig
 from headwater.errors import ConfigError
+from headwater.events import BlocksCleared, BlocksRemoved, BlocksStored, CacheEvent
+from headwater.metrics.kv_events import (
+    BlockStored,
+    decode_batch,
+    encode_batch,
+    encode_snapshot,
+)
 from headwater.metrics.kv_publisher import KvPublisher
-from headwater.types import WritePolicy
+from headwater.types import BlockKey, Tier, WritePolicy
 from tests.cache.follower import cached
 from tests.cache.make import BLOCK, make_cache, make_path, serve, write_down
 from tests.metrics.consumer import Consumer
@@ -45,9 +55,9 @@ class Instance:
         )
 
     def turn(self):
-        self.publisher.publish(self.cache.events.take())
+        self.publisher.publish(self.cache.take_events())
         if self.publisher.snapshot_wanted:
-            self.publisher.publish_snapshot(list(self.cache.events.snapshot()))
+            self.publisher.publish_snapshot(list(self.cache.snapshot_events()))
 
     def truth(self):
         tiers = cached(self.cache)
@@ -190,10 +200,78 @@ def test_who_cannot_follow_gets_a_snapshot():
     consumer = Consumer(instance.publisher.endpoint, instance.publisher.replay_endpoint)
     for seed in range(3):
         instance.live(random.Random(seed), 4)
+        while instance.publisher._overrun:  # until the thread has asked for the snapshot
+            instance.turn()
         instance.ask(consumer)
         assert consumer.blocks == instance.truth()
     consumer.close()
     instance.close()
+
+
+def test_what_waits_for_a_slow_thread_is_bounded():
+    """However far the thread is behind, the queue has at most `max_queued` batches, and one
+    snapshot is made when it has caught up."""
+    gate = threading.Event()
+
+    class Slow(KvPublisher):
+        def _payload(self, facts):
+            if threading.current_thread().name == "kv-events":
+                gate.wait()
+            return super()._payload(facts)
+
+    publisher = Slow(
+        KvEventsConfig(),
+        block_tokens=BLOCK,
+        clock=SystemClock(),
+        started_s=0.0,
+        wake=lambda: woken.set(),
+        max_queued=8,
+    )
+    woken, num_snapshots = threading.Event(), 0
+    facts = [BlocksRemoved(tier=Tier.DEVICE, keys=[BlockKey(bytes(32))])]
+
+    for _ in range(200):
+        publisher.publish(facts)
+        assert not publisher.snapshot_wanted
+        assert publisher._queue.qsize() <= 8
+    gate.set()
+    assert woken.wait(10)
+    for _ in range(200):
+        publisher.publish(facts)
+        if publisher.snapshot_wanted:
+            num_snapshots += 1
+            publisher.publish_snapshot(facts)
+        assert publisher._queue.qsize() <= 8 + 2
+
+    publisher.close()
+    assert num_snapshots >= 1
+
+
+def test_a_long_batch_says_the_same_as_a_short_one():
+    """Events of bounded size, parents in a chain: a reader ends with the same blocks and tokens."""
+    keys = [BlockKey(hashlib.sha256(bytes([n % 256, n // 256])).digest()) for n in range(1000)]
+    tokens = np.arange(1000 * BLOCK, dtype="<i4").tobytes()
+    facts: list[CacheEvent] = [
+        BlocksCleared(),
+        BlocksStored(tier=Tier.DEVICE, keys=keys, parent=None, tokens=tokens),
+        BlocksStored(tier=Tier.HOST, keys=keys[5:], parent=keys[4], tokens=b""),
+        BlocksRemoved(tier=Tier.HOST, keys=keys[7:9]),
+    ]
+    short = decode_batch(encode_batch(3.5, facts, BLOCK))
+    long = decode_batch(encode_snapshot(3.5, facts, BLOCK))
+
+    assert (long.ts, long.dp_rank) == (short.ts, short.dp_rank)
+    runs = [e for e in long.events if isinstance(e, BlockStored)]
+    assert max(len(e.block_hashes) for e in runs) <= 64
+    for medium in ("GPU", "CPU"):
+        stored = [e for e in long.events if isinstance(e, BlockStored) and e.medium == medium]
+        [whole] = [e for e in short.events if isinstance(e, BlockStored) and e.medium == medium]
+        assert [h for e in stored for h in e.block_hashes] == whole.block_hashes
+        assert [t for e in stored for t in e.token_ids] == whole.token_ids
+        assert stored[0].parent_block_hash == whole.parent_block_hash
+        for before, after in itertools.pairwise(stored):
+            assert after.parent_block_hash == before.block_hashes[-1]
+    assert (long.events[0], long.events[-1]) == (short.events[0], short.events[-1])
 
 
 def test_nonsense_is_ignored(instance, consumer):

@@ -38,9 +38,9 @@ def test_a_sequence_is_timed_from_arrival_to_end():
     )
     timer = RequestTimer(recorder, clock)
     clock.advance(2.0)
-    timer.land(make_output(1, usage))
+    timer.record(make_output(1, usage))
     clock.advance(0.3)
-    timer.land(make_output(3))
+    timer.record(make_output(3))
     clock.advance(1.0)
     record = timer.end("length", place=PLACE)
 
@@ -82,7 +82,7 @@ def test_a_ledger_says_what_was_loaded_and_at_what_price():
         load=load,
     )
     timer = RequestTimer(Recorder(), VirtualClock())
-    timer.land(make_output(1, usage))
+    timer.record(make_output(1, usage))
 
     record = timer.end("stop", place=PLACE)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headwater.scheduler.request import Request
 from headwater.types import RequestId
-from tests.scheduler.rig import Rig, expected_tokens, make_prompt, make_request
+from tests.scheduler.harness import Harness, expected_tokens, make_prompt, make_request
 from tests.search import search
 
 EOS = (7,)
@@ -19,7 +19,7 @@ EOS = (7,)
 class Case:
     """One random workload on one random engine."""
 
-    rig: Rig
+    harness: Harness
     arrivals: list[tuple[int, Request]]
     """Requests, each with the step before which it comes."""
 
@@ -33,14 +33,14 @@ class Case:
         """Until nothing is left to do."""
         step = 0
         pending = sorted(self.arrivals, key=lambda arrival: arrival[0])
-        while pending or self.rig.core.has_work:
+        while pending or self.harness.core.has_work:
             while pending and pending[0][0] <= step:
-                self.rig.core.add(pending.pop(0)[1])
+                self.harness.core.add(pending.pop(0)[1])
             if step in self.aborts:
-                self.rig.core.abort(self.aborts[step])
+                self.harness.core.abort(self.aborts[step])
             if step in self.resets:
-                self.rig.core.reset_cache()
-            self.rig.step()
+                self.harness.core.reset_cache()
+            self.harness.step()
             step += 1
             assert step < 20_000, "no end"
 
@@ -80,7 +80,7 @@ def cases(draw, *, with_aborts: bool = False, late_share: float = 0.0) -> Case:
     longest = max(len(r.tokens) + r.params.max_tokens - 1 for r in requests)
     least = -(-longest // block_tokens)
     max_num_seqs = draw(st.sampled_from([1, 3, 8, 8]))
-    rig = Rig(
+    harness = Harness(
         num_blocks=least + draw(st.integers(0, 4)),
         block_tokens=block_tokens,
         depth=draw(st.sampled_from([1, 2])),
@@ -100,12 +100,12 @@ def cases(draw, *, with_aborts: bool = False, late_share: float = 0.0) -> Case:
     )
     if late_share:
         chance = Random(draw(st.integers(0, 999)))
-        rig.runner.is_late = lambda: chance.random() < late_share
+        harness.runner.is_late = lambda: chance.random() < late_share
     steps = st.integers(0, 60)
     names = st.sampled_from([r.request_id for r in requests])
     aborts = draw(st.dictionaries(steps, names, max_size=6)) if with_aborts else {}
     return Case(
-        rig=rig,
+        harness=harness,
         arrivals=[(spec[0], request) for spec, request in zip(specs, requests, strict=True)],
         aborts=aborts,
         resets=draw(st.sets(steps, max_size=2)),
@@ -121,9 +121,9 @@ def test_every_request_ends_with_the_tokens_it_yields_alone(case: Case) -> None:
     case.play()
 
     for _, request in case.arrivals:
-        assert case.rig.outputs[request.request_id] == expected_tokens(request, eos=EOS)
-        assert case.rig.reasons[request.request_id] in ("stop", "length")
-    case.rig.check_empty()
+        assert case.harness.outputs[request.request_id] == expected_tokens(request, eos=EOS)
+        assert case.harness.reasons[request.request_id] in ("stop", "length")
+    case.harness.check_empty()
 
 
 @pytest.mark.slow
@@ -135,13 +135,13 @@ def test_a_late_mask_changes_no_token_and_delays_only_its_row(case: Case) -> Non
     case.play()
 
     for _, request in case.arrivals:
-        tokens = case.rig.outputs[request.request_id]
+        tokens = case.harness.outputs[request.request_id]
         whole = expected_tokens(request, eos=EOS)
-        if case.rig.reasons[request.request_id] == "abort":
+        if case.harness.reasons[request.request_id] == "abort":
             assert tokens == whole[: len(tokens)]
         else:
             assert tokens == whole
-    case.rig.check_empty()
+    case.harness.check_empty()
 
 
 @pytest.mark.slow
@@ -152,13 +152,13 @@ def test_an_abort_at_any_step_returns_every_slot_and_disturbs_nobody(case: Case)
     case.play()
 
     for _, request in case.arrivals:
-        tokens = case.rig.outputs[request.request_id]
+        tokens = case.harness.outputs[request.request_id]
         whole = expected_tokens(request, eos=EOS)
-        if case.rig.reasons[request.request_id] == "abort":
+        if case.harness.reasons[request.request_id] == "abort":
             assert tokens == whole[: len(tokens)]
         else:
             assert tokens == whole
-    case.rig.check_empty()
+    case.harness.check_empty()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -167,11 +167,11 @@ def test_cached_equals_uncached(depth: int) -> None:
     prompts = [make_prompt(21), make_prompt(33), make_prompt(21, family=1)]
     answers = []
     for caching in (True, False):
-        rig = Rig(depth=depth, settings={"prefix_caching": caching})
+        harness = Harness(depth=depth, settings={"prefix_caching": caching})
         for turn in range(3):
-            rig.run(*(make_request(f"{turn}-{at}", p) for at, p in enumerate(prompts)))
-        answers.append(rig.outputs)
-        hits = sum(usage.cached_tokens for usage in rig.usages.values())
+            harness.run(*(make_request(f"{turn}-{at}", p) for at, p in enumerate(prompts)))
+        answers.append(harness.outputs)
+        hits = sum(usage.cached_tokens for usage in harness.usages.values())
         assert (hits > 0) == caching
 
     assert answers[0] == answers[1]
@@ -181,15 +181,15 @@ def test_cached_equals_uncached(depth: int) -> None:
 @pytest.mark.parametrize("max_batched_tokens", [1, 2, 3, 7, 64])
 def test_chunked_equals_whole(depth: int, max_batched_tokens: int) -> None:
     """However a prompt is cut into steps, the tokens are the same."""
-    rig = Rig(
+    harness = Harness(
         depth=depth, settings={"max_num_seqs": 1, "max_batched_tokens": max_batched_tokens}
     )
     request = make_request("a", make_prompt(50))
 
-    rig.run(request)
+    harness.run(request)
 
-    assert rig.outputs["a"] == expected_tokens(request)
-    assert rig.runner.num_tokens == 50 + 7
+    assert harness.outputs["a"] == expected_tokens(request)
+    assert harness.runner.num_tokens == 50 + 7
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -199,12 +199,12 @@ def test_preempted_equals_undisturbed(depth: int, caching: bool) -> None:
     requests = [
         make_request(f"r{n}", make_prompt(8, family=n), max_tokens=40) for n in range(4)
     ]
-    rig = Rig(num_blocks=20, depth=depth, settings={"prefix_caching": caching})
+    harness = Harness(num_blocks=20, depth=depth, settings={"prefix_caching": caching})
 
-    rig.run(*requests)
+    harness.run(*requests)
 
-    assert rig.scheduler.stats().num_preemptions > 0
+    assert harness.scheduler.stats().num_preemptions > 0
     for request in requests:
-        assert rig.outputs[request.request_id] == expected_tokens(request)
-    assert rig.scheduler.stats().finished == {"length": 4}
-    rig.check_empty()
+        assert harness.outputs[request.request_id] == expected_tokens(request)
+    assert harness.scheduler.stats().finished == {"length": 4}
+    harness.check_empty()

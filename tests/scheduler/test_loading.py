@@ -5,116 +5,126 @@ from typing import Any
 
 import pytest
 
-from headwater.cache import Demotion, Lookup, Promotion
+from headwater.cache import LoadJob, Lookup, OffloadJob
 from headwater.errors import ConfigError, RequestError
 from headwater.scheduler.config import SchedulerConfig
 from headwater.types import WritePolicy
-from tests.scheduler.rig import Rig, expected_tokens, make_prompt, make_request, make_storage
+from tests.scheduler.harness import (
+    Harness,
+    expected_tokens,
+    make_prompt,
+    make_request,
+    make_storage,
+)
 
 PROMPT = make_prompt(33)
 """Eight full blocks, and the token that is always computed."""
 
 
-def make_rig(**options: Any) -> Rig:
+def make_harness(**options: Any) -> Harness:
     """The host has the blocks of PROMPT, the device has not."""
     whole: dict[str, Any] = {"num_blocks": 17, "host_blocks": 64}
-    rig = Rig(**(whole | options))
+    harness = Harness(**(whole | options))
     for number in range(2):
-        rig.run(make_request(f"warm{number}", PROMPT, max_tokens=1))
+        harness.run(make_request(f"warm{number}", PROMPT, max_tokens=1))
     for family in range(5, 9):
-        rig.run(make_request(f"crowd{family}", make_prompt(60, family=family), max_tokens=1))
-    return rig
+        harness.run(
+            make_request(f"crowd{family}", make_prompt(60, family=family), max_tokens=1)
+        )
+    return harness
 
 
-def make_stored(**options: Any) -> Rig:
+def make_stored(**options: Any) -> Harness:
     """Storage has the blocks of PROMPT, nothing else has."""
     whole: dict[str, Any] = {"num_blocks": 17, "host_blocks": 64, "stored": make_storage()}
     whole |= {"write_policy": WritePolicy.WRITE_THROUGH}
-    Rig(**whole).run(make_request("before", PROMPT, max_tokens=1))
-    return Rig(**(whole | options))
+    Harness(**whole).run(make_request("before", PROMPT, max_tokens=1))
+    return Harness(**(whole | options))
 
 
-def make_measured(*, token_s: float, block_s: float, **options: Any) -> Rig:
+def make_measured(*, token_s: float, block_s: float, **options: Any) -> Harness:
     """The same, and the loop has seen how long prompts and copies take."""
-    rig = make_rig(**options)
-    rig.runner.token_s, rig.copier.block_s = token_s, block_s
-    rig.run(make_request("probe", PROMPT, max_tokens=1))
-    assert rig.usages["probe"].by_tier["host"] == 32
+    harness = make_harness(**options)
+    harness.runner.token_s, harness.copier.block_s = token_s, block_s
+    harness.run(make_request("probe", PROMPT, max_tokens=1))
+    assert harness.usages["probe"].by_tier["host"] == 32
     for family in range(9, 13):
-        rig.run(make_request(f"crowd{family}", make_prompt(60, family=family), max_tokens=1))
-    rig.copier.started.clear()
-    return rig
+        harness.run(
+            make_request(f"crowd{family}", make_prompt(60, family=family), max_tokens=1)
+        )
+    harness.copier.started.clear()
+    return harness
 
 
 def test_cheaper_to_compute_is_computed_and_said():
     """Lessons 45, 63: nothing is copied, and the usage says `recompute_cheaper` with prices."""
-    rig = make_measured(token_s=1e-6, block_s=1.0)
+    harness = make_measured(token_s=1e-6, block_s=1.0)
 
-    rig.run(make_request("a", PROMPT, max_tokens=1))
+    harness.run(make_request("a", PROMPT, max_tokens=1))
 
-    usage = rig.usages["a"]
+    usage = harness.usages["a"]
     assert (usage.cached_tokens, usage.miss_reason) == (0, "recompute_cheaper")
     assert usage.load is not None
     assert 0 < (usage.load.recompute_s or 0) < 1e-3
     assert usage.load.load_s == pytest.approx(8.0)
-    assert not any(isinstance(plan, Promotion) for plan in rig.copier.started)
-    assert rig.core.stats().load_choices == {"unmeasured": 1, "recompute_cheaper": 1}
-    assert rig.core.stats().misses["recompute_cheaper"] == 1
+    assert not any(isinstance(plan, LoadJob) for plan in harness.copier.started)
+    assert harness.core.stats().load_choices == {"unmeasured": 1, "recompute_cheaper": 1}
+    assert harness.core.stats().misses["recompute_cheaper"] == 1
 
 
 def test_a_split_loads_the_head_and_computes_the_tail():
     """Only what arrives in time is loaded; the rest is computed over it."""
-    rig = make_measured(token_s=0.05, block_s=0.1, settings={"load_timeout_s": 0.301})
+    harness = make_measured(token_s=0.05, block_s=0.1, settings={"load_timeout_s": 0.301})
 
-    rig.run(make_request("a", PROMPT, max_tokens=1))
+    harness.run(make_request("a", PROMPT, max_tokens=1))
 
-    usage = rig.usages["a"]
+    usage = harness.usages["a"]
     assert usage.load is not None
     assert (usage.load.choice, usage.load.num_blocks) == ("split", 3)
     assert usage.by_tier["host"] == 12
     assert usage.computed == 21
-    assert rig.outputs["a"] == expected_tokens(make_request("x", PROMPT, max_tokens=1))
+    assert harness.outputs["a"] == expected_tokens(make_request("x", PROMPT, max_tokens=1))
 
 
 def test_a_priced_wait_ends_with_its_price():
     """Lesson 38: a load that was cheap by what was measured, and then does not end, is waited for
     twice as long as computing would take, and no longer."""
-    rig = make_measured(token_s=0.05, block_s=0.001)
-    rig.copier.held = True
-    rig.add(make_request("a", PROMPT, max_tokens=1))
-    rig.step()
-    speed = rig.core.stats().rates.prefill_tokens_s
+    harness = make_measured(token_s=0.05, block_s=0.001)
+    harness.copier.held = True
+    harness.add(make_request("a", PROMPT, max_tokens=1))
+    harness.step()
+    speed = harness.core.stats().rates.prefill_tokens_s
     assert speed
 
-    while "a" not in rig.reasons:
-        if not rig.core.has_work:
-            rig.sleep()
-        rig.step()
+    while "a" not in harness.reasons:
+        if not harness.core.has_work:
+            harness.sleep()
+        harness.step()
 
-    load = rig.usages["a"].load
+    load = harness.usages["a"].load
     assert load is not None
     assert (load.choice, load.shortfall) == ("load_cheaper", "timeout")
     assert load.waited_s == pytest.approx(2 * 33 / speed, abs=0.05)
     assert load.waited_s < 5.0
-    rig.copier.finish(next(iter(rig.copier.pending)))
-    rig.run()
+    harness.copier.finish(next(iter(harness.copier.pending)))
+    harness.run()
 
 
 def test_a_wait_for_an_answer_ends_with_the_price_of_computing():
     """Lesson 38: also of the second request ever, whose price only the first one tells: storage
     that does not answer is not waited for until its own timeout."""
-    rig = make_stored()
-    rig.runner.token_s = 0.001
-    rig.run(make_request("first", make_prompt(40, family=9), max_tokens=1))
-    rig.workers.held = True
-    rig.add(make_request("a", PROMPT, max_tokens=1))
+    harness = make_stored()
+    harness.runner.token_s = 0.001
+    harness.run(make_request("first", make_prompt(40, family=9), max_tokens=1))
+    harness.workers.held = True
+    harness.add(make_request("a", PROMPT, max_tokens=1))
 
-    while "a" not in rig.reasons:
-        if not rig.core.has_work:
-            rig.sleep()
-        rig.step()
+    while "a" not in harness.reasons:
+        if not harness.core.has_work:
+            harness.sleep()
+        harness.step()
 
-    usage = rig.usages["a"]
+    usage = harness.usages["a"]
     assert usage.load is not None
     assert usage.load.waited_s == pytest.approx(2 * 33 * 0.001, abs=0.02)
     assert usage.miss_reason == "timeout"
@@ -122,36 +132,38 @@ def test_a_wait_for_an_answer_ends_with_the_price_of_computing():
 
 def test_a_request_may_say_otherwise():
     """The settings price and compute; a request with a policy of its own loads, others do not."""
-    rig = make_measured(token_s=1e-6, block_s=1.0)
+    harness = make_measured(token_s=1e-6, block_s=1.0)
 
-    rig.run(replace(make_request("waits", PROMPT, max_tokens=1), load_policy="wait"))
+    harness.run(replace(make_request("waits", PROMPT, max_tokens=1), load_policy="wait"))
 
-    usage = rig.usages["waits"]
+    usage = harness.usages["waits"]
     assert usage.load is not None
     assert (usage.load.choice, usage.by_tier["host"]) == ("policy_wait", 32)
-    rig.run(*(make_request(f"c{n}", make_prompt(60, family=n), max_tokens=1) for n in (9, 10)))
-    rig.run(make_request("priced", PROMPT, max_tokens=1))
-    assert rig.usages["priced"].miss_reason == "recompute_cheaper"
+    harness.run(
+        *(make_request(f"c{n}", make_prompt(60, family=n), max_tokens=1) for n in (9, 10))
+    )
+    harness.run(make_request("priced", PROMPT, max_tokens=1))
+    assert harness.usages["priced"].miss_reason == "recompute_cheaper"
 
 
 def test_a_request_may_have_its_own_deadline():
     """Shorter than the settings', and only for itself."""
-    rig = make_measured(token_s=1e-6, block_s=1.0, settings={"load_policy": "deadline"})
-    rig.copier.held = True
+    harness = make_measured(token_s=1e-6, block_s=1.0, settings={"load_policy": "deadline"})
+    harness.copier.held = True
     short = make_request("short", PROMPT, max_tokens=1)
-    rig.add(replace(short, load_timeout_s=0.25))
-    rig.step()
-    rig.sleep()
+    harness.add(replace(short, load_timeout_s=0.25))
+    harness.step()
+    harness.sleep()
 
-    while "short" not in rig.reasons:
-        rig.step()
+    while "short" not in harness.reasons:
+        harness.step()
 
-    load = rig.usages["short"].load
+    load = harness.usages["short"].load
     assert load is not None
     assert load.shortfall == "timeout"
     assert 0.25 <= load.waited_s < 0.5
-    rig.copier.finish(next(iter(rig.copier.pending)))
-    rig.run()
+    harness.copier.finish(next(iter(harness.copier.pending)))
+    harness.run()
 
 
 @pytest.mark.parametrize("field", [{"load_policy": "sometimes"}, {"load_timeout_s": -1.0}])
@@ -164,40 +176,40 @@ def test_an_impossible_wish_is_refused(field):
 def test_who_only_waits_for_an_answer_keeps_nobody_busy():
     """Lesson 45: the question goes out in the first turn, the loop sleeps until the answer has
     come or is late, and an answer of nothing is followed by the step."""
-    rig = Rig(num_blocks=17, host_blocks=64, stored=make_storage())
-    rig.workers.held = True
+    harness = Harness(num_blocks=17, host_blocks=64, stored=make_storage())
+    harness.workers.held = True
 
-    rig.add(make_request("a", PROMPT, max_tokens=1))
-    rig.core.step()
+    harness.add(make_request("a", PROMPT, max_tokens=1))
+    harness.core.step()
 
-    assert not rig.core.has_work
-    assert rig.core.sleep_s() == pytest.approx(0.002)
-    rig.workers.work_off()
-    rig.core.step()
-    assert rig.names() == ["a"]
+    assert not harness.core.has_work
+    assert harness.core.sleep_s() == pytest.approx(0.002)
+    harness.workers.work_off()
+    harness.core.step()
+    assert harness.names() == ["a"]
 
 
 def test_best_effort_does_not_sleep_over_its_question():
     """Lesson 45: nothing is waited for, so the loop has work."""
     settings = {"load_policy": "best_effort"}
-    rig = Rig(num_blocks=17, host_blocks=64, stored=make_storage(), settings=settings)
-    rig.workers.held = True
+    harness = Harness(num_blocks=17, host_blocks=64, stored=make_storage(), settings=settings)
+    harness.workers.held = True
 
-    rig.add(make_request("a", PROMPT, max_tokens=1))
-    rig.core.step()
+    harness.add(make_request("a", PROMPT, max_tokens=1))
+    harness.core.step()
 
-    assert rig.names() == ["a"]
+    assert harness.names() == ["a"]
 
 
 def test_the_ledger_has_choices_with_their_prices():
     """What was chosen lately, for how much, and what the next choice will be made from."""
-    rig = make_measured(token_s=0.05, block_s=0.1, settings={"load_timeout_s": 0.301})
+    harness = make_measured(token_s=0.05, block_s=0.1, settings={"load_timeout_s": 0.301})
 
-    rig.run(make_request("a", PROMPT, max_tokens=1))
+    harness.run(make_request("a", PROMPT, max_tokens=1))
 
-    stats = rig.core.stats()
+    stats = harness.core.stats()
     *_, last = stats.recent_loads
-    assert last == rig.usages["a"].load
+    assert last == harness.usages["a"].load
     assert (last.choice, last.host_blocks, last.storage_blocks) == ("split", 8, 0)
     assert last.load_s == pytest.approx(0.3)
     assert last.recompute_s is not None
@@ -211,46 +223,46 @@ def test_the_ledger_has_choices_with_their_prices():
 def test_wait_loads_whatever_it_costs():
     """The override: no price, and no end but the transfers' own."""
     settings = {"load_policy": "wait", "load_timeout_s": 0.0}
-    rig = make_measured(token_s=1e-6, block_s=1.0, settings=settings)
-    rig.copier.held = True
-    rig.add(make_request("a", PROMPT, max_tokens=1))
-    rig.step()
-    rig.clock.advance(20.0)
-    rig.step()
-    assert "a" not in rig.usages
-    rig.copier.finish(next(iter(rig.copier.pending)))
+    harness = make_measured(token_s=1e-6, block_s=1.0, settings=settings)
+    harness.copier.held = True
+    harness.add(make_request("a", PROMPT, max_tokens=1))
+    harness.step()
+    harness.clock.advance(20.0)
+    harness.step()
+    assert "a" not in harness.usages
+    harness.copier.finish(next(iter(harness.copier.pending)))
 
-    rig.run()
+    harness.run()
 
-    assert rig.usages["a"].by_tier["host"] == 32
-    assert rig.usages["a"].load.choice == "policy_wait"  # type: ignore[union-attr]  # it loaded
+    assert harness.usages["a"].by_tier["host"] == 32
+    assert harness.usages["a"].load.choice == "policy_wait"  # type: ignore[union-attr]  # it loaded
 
 
 def test_deadline_loads_and_gives_up():
     """The override: whatever the price, but not longer than this."""
     settings = {"load_policy": "deadline", "load_timeout_s": 0.5}
-    rig = make_measured(token_s=1e-6, block_s=1.0, settings=settings)
-    rig.copier.held = True
-    rig.add(make_request("a", PROMPT, max_tokens=1))
-    rig.step()
-    assert rig.core.sleep_s() == pytest.approx(0.49, abs=0.02)
+    harness = make_measured(token_s=1e-6, block_s=1.0, settings=settings)
+    harness.copier.held = True
+    harness.add(make_request("a", PROMPT, max_tokens=1))
+    harness.step()
+    assert harness.core.sleep_s() == pytest.approx(0.49, abs=0.02)
 
-    rig.run_until("a")
+    harness.run_until("a")
 
-    assert rig.usages["a"].miss_reason == "timeout"
-    assert rig.usages["a"].load.waited_s == pytest.approx(0.5, abs=0.05)  # type: ignore[union-attr]
+    assert harness.usages["a"].miss_reason == "timeout"
+    assert harness.usages["a"].load.waited_s == pytest.approx(0.5, abs=0.05)  # type: ignore[union-attr]
 
 
 def test_best_effort_does_not_wait_for_an_answer():
     """Lesson 45: it has computed all before storage says what it has."""
-    rig = make_stored(settings={"load_policy": "best_effort"})
-    rig.workers.held = True
+    harness = make_stored(settings={"load_policy": "best_effort"})
+    harness.workers.held = True
 
-    rig.run_until("a", make_request("a", PROMPT, max_tokens=1), max_steps=3)
+    harness.run_until("a", make_request("a", PROMPT, max_tokens=1), max_steps=3)
 
-    (task,) = rig.workers.tasks
+    (task,) = harness.workers.tasks
     assert isinstance(task.plan, Lookup)
-    usage = rig.usages["a"]
+    usage = harness.usages["a"]
     assert usage.cached_tokens == 0
     assert usage.load is not None
     assert usage.load.waited_s == 0.0
@@ -259,128 +271,132 @@ def test_best_effort_does_not_wait_for_an_answer():
 def test_best_effort_does_not_wait_for_a_read():
     """Lesson 45: what is fetched meanwhile comes to the host, and serves the next one."""
     settings = {"load_policy": "best_effort", "max_num_seqs": 1}
-    rig = make_stored(settings=settings, write_policy=WritePolicy.NONE)
-    rig.workers.held = True
-    rig.add(make_request("busy", make_prompt(9, family=3), max_tokens=10))
-    rig.step()
-    rig.add(make_request("a", PROMPT, max_tokens=1))
-    rig.step()
-    rig.workers.work_off()
-    rig.run_until("busy")
-    (task,) = rig.workers.tasks
+    harness = make_stored(settings=settings, write_policy=WritePolicy.NONE)
+    harness.workers.held = True
+    harness.add(make_request("busy", make_prompt(9, family=3), max_tokens=10))
+    harness.step()
+    harness.add(make_request("a", PROMPT, max_tokens=1))
+    harness.step()
+    harness.workers.work_off()
+    harness.run_until("busy")
+    (task,) = harness.workers.tasks
 
-    rig.run_until("a", max_steps=3)
+    harness.run_until("a", max_steps=3)
 
-    assert isinstance(task.plan, Promotion)
-    assert rig.usages["a"].cached_tokens == 0
-    assert rig.outputs["a"] == expected_tokens(make_request("x", PROMPT, max_tokens=1))
-    rig.workers.work_off()
-    rig.run()
-    rig.core.reset_cache(("device",))
-    rig.run(make_request("b", PROMPT, max_tokens=1))
-    assert rig.usages["b"].by_tier["host"] == 32
+    assert isinstance(task.plan, LoadJob)
+    assert harness.usages["a"].cached_tokens == 0
+    assert harness.outputs["a"] == expected_tokens(make_request("x", PROMPT, max_tokens=1))
+    harness.workers.work_off()
+    harness.run()
+    harness.core.reset_cache(("device",))
+    harness.run(make_request("b", PROMPT, max_tokens=1))
+    assert harness.usages["b"].by_tier["host"] == 32
 
 
 def test_storage_is_asked_while_the_request_queues():
     """The answer and the bytes come to the host before there is room on the device."""
-    rig = make_stored(settings={"max_num_seqs": 1})
-    rig.add(make_request("busy", make_prompt(9, family=3), max_tokens=10))
-    rig.step()
-    rig.add(make_request("waits", PROMPT, max_tokens=1))
+    harness = make_stored(settings={"max_num_seqs": 1})
+    harness.add(make_request("busy", make_prompt(9, family=3), max_tokens=10))
+    harness.step()
+    harness.add(make_request("waits", PROMPT, max_tokens=1))
     for _ in range(5):
-        rig.step()
+        harness.step()
 
-    assert "busy" not in rig.reasons
-    assert rig.cache.stats().host.cached >= 8
-    rig.run()
-    assert rig.usages["waits"].by_tier["storage"] == 32
+    assert "busy" not in harness.reasons
+    assert harness.cache.stats().host.cached >= 8
+    harness.run()
+    assert harness.usages["waits"].by_tier["storage"] == 32
 
 
 def test_without_room_on_the_host_storage_is_a_miss():
     """Lesson 38: every host block is being written and stays; what storage has is not brought,
     nobody waits for room, and the miss says why."""
-    rig = make_stored(host_blocks=2, write_policy=WritePolicy.WRITE_THROUGH)
-    rig.workers.held = True
+    harness = make_stored(host_blocks=2, write_policy=WritePolicy.WRITE_THROUGH)
+    harness.workers.held = True
     other = make_request("other", make_prompt(9, family=3), max_tokens=4)
-    rig.run_until("other", replace(other, load_policy="best_effort"))
-    rig.steps(3)
-    (write,) = [task for task in rig.workers.tasks if isinstance(task.plan, Demotion)]
+    harness.run_until("other", replace(other, load_policy="best_effort"))
+    harness.steps(3)
+    (write,) = [task for task in harness.workers.tasks if isinstance(task.plan, OffloadJob)]
     assert write.claim()
-    rig.workers.held = False
-    rig.workers.tasks.clear()
+    harness.workers.held = False
+    harness.workers.tasks.clear()
 
-    rig.run_until("a", make_request("a", PROMPT, max_tokens=1), max_steps=10)
+    harness.run_until("a", make_request("a", PROMPT, max_tokens=1), max_steps=10)
 
-    assert rig.usages["a"].miss_reason == "no_room"
-    assert rig.outputs["a"] == expected_tokens(make_request("x", PROMPT, max_tokens=1))
-    rig.workers.run(write)
-    rig.run()
-    rig.check_empty()
+    assert harness.usages["a"].miss_reason == "no_room"
+    assert harness.outputs["a"] == expected_tokens(make_request("x", PROMPT, max_tokens=1))
+    harness.workers.run(write)
+    harness.run()
+    harness.check_empty()
 
 
 def test_what_memory_has_is_not_asked_for():
     """Lesson 25: a full hit costs storage nothing."""
-    rig = make_stored()
-    rig.run(make_request("a", PROMPT, max_tokens=1))
-    asked = len(rig.workers.started)
+    harness = make_stored()
+    harness.run(make_request("a", PROMPT, max_tokens=1))
+    asked = len(harness.workers.started)
 
-    rig.run(make_request("b", PROMPT, max_tokens=1))
+    harness.run(make_request("b", PROMPT, max_tokens=1))
 
-    assert rig.usages["b"].cached_tokens == 32
-    assert len(rig.workers.started) == asked
+    assert harness.usages["b"].cached_tokens == 32
+    assert len(harness.workers.started) == asked
 
 
 def test_too_short_a_prompt_asks_nobody():
     """Lesson 65: less than a block can never be found."""
-    rig = make_stored()
+    harness = make_stored()
 
-    rig.run(make_request("a", PROMPT[:4], max_tokens=1))
+    harness.run(make_request("a", PROMPT[:4], max_tokens=1))
 
-    assert not any(isinstance(plan, Lookup) for plan in rig.workers.started)
-    assert rig.usages["a"].miss_reason == "too_short"
+    assert not any(isinstance(plan, Lookup) for plan in harness.workers.started)
+    assert harness.usages["a"].miss_reason == "too_short"
 
 
 def test_a_load_takes_device_slots_only_for_whoever_fits():
     """Lessons 31, 36: a blocked head neither loads nor evicts what runs."""
-    rig = make_rig()
-    rig.add(make_request("long", make_prompt(40, family=2), max_tokens=20))
-    rig.step()
-    started = len(rig.copier.started)
-    rig.add(make_request("blocked", PROMPT, max_tokens=1))
-    rig.step()
+    harness = make_harness()
+    harness.add(make_request("long", make_prompt(40, family=2), max_tokens=20))
+    harness.step()
+    started = len(harness.copier.started)
+    harness.add(make_request("blocked", PROMPT, max_tokens=1))
+    harness.step()
 
-    ups = [plan for plan in rig.copier.started[started:] if isinstance(plan, Promotion)]
+    ups = [plan for plan in harness.copier.started[started:] if isinstance(plan, LoadJob)]
     assert ups == []
-    rig.run()
-    assert rig.outputs["blocked"] == expected_tokens(make_request("x", PROMPT, max_tokens=1))
+    harness.run()
+    assert harness.outputs["blocked"] == expected_tokens(
+        make_request("x", PROMPT, max_tokens=1)
+    )
 
 
 def test_resumed_sequences_may_load_and_are_counted_once():
     """Lessons 37, 62: coming back from the host is a hit, and no second query."""
-    rig = Rig(num_blocks=20, host_blocks=100)
+    harness = Harness(num_blocks=20, host_blocks=100)
     requests = [
         make_request(f"r{n}", make_prompt(8, family=n), max_tokens=40) for n in range(4)
     ]
 
-    rig.run(*requests)
+    harness.run(*requests)
 
-    stats = rig.scheduler.stats()
+    stats = harness.scheduler.stats()
     assert stats.num_preemptions > 0
     assert stats.num_admitted == 4
-    assert any(isinstance(plan, Promotion) for plan in rig.copier.started)
+    assert any(isinstance(plan, LoadJob) for plan in harness.copier.started)
     for request in requests:
-        assert rig.outputs[request.request_id] == expected_tokens(request)
+        assert harness.outputs[request.request_id] == expected_tokens(request)
 
 
 def test_writes_in_flight_leave_room_for_sequences():
     """Lesson 25: at most a share of the device is pinned by writes, whatever is wanted."""
-    rig = Rig(num_blocks=16, host_blocks=64, write_policy=WritePolicy.WRITE_THROUGH, held=True)
-    rig.add(make_request("a", make_prompt(50), max_tokens=4))
+    harness = Harness(
+        num_blocks=16, host_blocks=64, write_policy=WritePolicy.WRITE_THROUGH, held=True
+    )
+    harness.add(make_request("a", make_prompt(50), max_tokens=4))
 
     for _ in range(4):
-        rig.step()
+        harness.step()
 
-    assert 0 < sum(plan.num_blocks for plan, _ in rig.copier.pending.values()) <= 4
+    assert 0 < sum(plan.num_blocks for plan, _ in harness.copier.pending.values()) <= 4
 
 
 @pytest.mark.parametrize(

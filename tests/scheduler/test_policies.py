@@ -11,7 +11,7 @@ from headwater.scheduler.blocks import GrowthEstimate
 from headwater.scheduler.config import SchedulerConfig
 from headwater.scheduler.queues import SequenceTable, WaitingQueue
 from headwater.scheduler.sequence import Sequence, SequenceState
-from tests.scheduler.rig import make_prompt, make_request
+from tests.scheduler.harness import make_prompt, make_request
 
 
 def make_sequence(
@@ -66,7 +66,7 @@ def test_removing_takes_exactly_that_sequence() -> None:
 
     assert list(queue) == [sequences[1], sequences[0], sequences[4]]
     assert queue.num_preempted == 1
-    with pytest.raises(ValueError, match="s2 does not wait"):
+    with pytest.raises(ValueError, match="s2 is not in the waiting queue"):
         queue.remove(sequences[2])
 
 

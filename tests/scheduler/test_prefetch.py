@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from headwater.cache import Hint, Promotion
+from headwater.cache import Hint, LoadJob
 from headwater.clock import VirtualClock
 from headwater.testing.tiers import EchoTiers, make_echo_request
 from headwater.types import WritePolicy
-from tests.scheduler.rig import make_storage
+from tests.scheduler.harness import make_storage
 
 PROMPT = list(range(1, 25))
 """Six blocks."""
@@ -42,12 +42,12 @@ def park(engine, in_s=10.0):
 
 
 def on_device(engine):
-    (known,) = engine.cache.sessions._known.values()
+    (known,) = engine.cache._sessions._entries.values()
     return engine.cache.match_session(known).device_blocks
 
 
 def num_loads(engine):
-    return sum(isinstance(plan, Promotion) for plan in engine.copier.started)
+    return sum(isinstance(plan, LoadJob) for plan in engine.copier.started)
 
 
 def move_to(engine, at_s):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headwater.scheduler.queues import WaitingQueue
 from headwater.scheduler.sequence import Sequence
-from tests.scheduler.rig import Rig, make_prompt, make_request
+from tests.scheduler.harness import Harness, make_prompt, make_request
 
 
 def make_sequence(priority: int, arrival: int, num_preemptions: int) -> Sequence:
@@ -48,7 +48,7 @@ def test_the_order_is_class_then_preempted_then_arrival(places, data) -> None:
         assert queue.num_preempted == sum(s.num_preemptions for s in model)
     for sequence in model:
         queue.remove(sequence)
-        with pytest.raises(ValueError, match="does not wait"):
+        with pytest.raises(ValueError, match="is not in the waiting queue"):
             queue.remove(sequence)
 
 
@@ -70,7 +70,7 @@ def test_the_one_just_given_may_leave(leaves) -> None:
     assert list(queue) == [s for s, left in zip(everyone, leaves, strict=True) if not left]
 
 
-def cost_of_step(rig: Rig) -> tuple[int, int]:
+def cost_of_step(harness: Harness) -> tuple[int, int]:
     """Function calls, and the most bytes that were taken, in one turn of the loop."""
     num_calls = 0
 
@@ -81,7 +81,7 @@ def cost_of_step(rig: Rig) -> tuple[int, int]:
     tracemalloc.start()
     sys.setprofile(count)
     try:
-        rig.core.step()
+        harness.core.step()
     finally:
         sys.setprofile(None)
         _, peak = tracemalloc.get_traced_memory()
@@ -89,23 +89,23 @@ def cost_of_step(rig: Rig) -> tuple[int, int]:
     return num_calls, peak
 
 
-def make_line(kind: str, num_waiting: int) -> Rig:
-    """A rig in which eight run, with a long line of one kind behind them."""
+def make_line(kind: str, num_waiting: int) -> Harness:
+    """A harness in which eight run, with a long line of one kind behind them."""
     places = 8 if kind == "full" else 16
     limits = {"max_num_seqs": places, "max_batched_tokens": 16, "long_prefill_tokens": 4}
-    rig = Rig(num_blocks=256, settings=limits)
-    rig.add(
+    harness = Harness(num_blocks=256, settings=limits)
+    harness.add(
         *(make_request(f"r{n}", make_prompt(16, family=n), max_tokens=60) for n in range(8))
     )
-    rig.steps(30)
+    harness.steps(30)
     if kind == "following":
-        rig.add(make_request("leader", make_prompt(200, family=9)))
-        rig.step()
+        harness.add(make_request("leader", make_prompt(200, family=9)))
+        harness.step()
     prompt = make_prompt(200, family=9) if kind == "following" else make_prompt(900, family=9)
     for number in range(num_waiting):
-        rig.add(make_request(f"w{number}", [*prompt, number % 40]))
-    rig.step()
-    return rig
+        harness.add(make_request(f"w{number}", [*prompt, number % 40]))
+    harness.step()
+    return harness
 
 
 @pytest.mark.parametrize("kind", ["full", "blocked", "following"])
@@ -122,10 +122,10 @@ def test_a_step_costs_the_same_however_many_wait(kind: str) -> None:
 def test_those_who_wait_for_others_are_looked_past_only_so_far() -> None:
     """Beyond four for each place the line is left alone; when they have what they waited for,
     everybody is served."""
-    rig = make_line("following", 100)
+    harness = make_line("following", 100)
 
-    assert rig.scheduler.stats().num_prefix_waits == 64
-    rig.run()
+    assert harness.scheduler.stats().num_prefix_waits == 64
+    harness.run()
 
-    assert len(rig.reasons) == 109
-    assert set(rig.reasons.values()) == {"length"}
+    assert len(harness.reasons) == 109
+    assert set(harness.reasons.values()) == {"length"}

@@ -7,89 +7,91 @@ from headwater.cache import Namespace, TokenPath
 from headwater.errors import InvariantError, PromptTooLong, RequestError
 from headwater.scheduler.batch import StepResult
 from headwater.types import RequestId
-from tests.scheduler.rig import Rig, expected_tokens, make_prompt, make_request
+from tests.scheduler.harness import Harness, expected_tokens, make_prompt, make_request
 
 
 def test_decodes_run_before_chunks_and_chunks_before_newcomers() -> None:
     """Running first: a decode never waits for a prompt, nor a prompt for a newer one."""
-    rig = Rig(settings={"max_num_seqs": 4, "max_batched_tokens": 10})
-    rig.add(make_request("a", make_prompt(4)))
-    rig.step()
-    rig.add(
+    harness = Harness(settings={"max_num_seqs": 4, "max_batched_tokens": 10})
+    harness.add(make_request("a", make_prompt(4)))
+    harness.step()
+    harness.add(
         make_request("b", make_prompt(12, family=1)),
         make_request("c", make_prompt(4, family=2)),
     )
-    rig.step()
-    rig.step()
+    harness.step()
+    harness.step()
 
-    assert [rig.names(step) for step in range(3)] == [["a"], ["a", "b"], ["a", "b", "c"]]
-    assert np.diff(rig.batches[1].query_start).tolist() == [1, 9]
-    assert np.diff(rig.batches[2].query_start).tolist() == [1, 3, 4]
-    assert rig.batches[2].sampled.tolist() == [0, 1, 2]
+    assert [harness.names(step) for step in range(3)] == [["a"], ["a", "b"], ["a", "b", "c"]]
+    assert np.diff(harness.batches[1].query_start).tolist() == [1, 9]
+    assert np.diff(harness.batches[2].query_start).tolist() == [1, 3, 4]
+    assert harness.batches[2].sampled.tolist() == [0, 1, 2]
 
 
 def test_no_step_computes_more_than_its_tokens_and_sequences() -> None:
     """The two limits hold in every step."""
-    rig = Rig(settings={"max_num_seqs": 3, "max_batched_tokens": 7})
+    harness = Harness(settings={"max_num_seqs": 3, "max_batched_tokens": 7})
 
-    rig.run(*(make_request(f"r{n}", make_prompt(5 + 3 * n, family=n)) for n in range(7)))
+    harness.run(*(make_request(f"r{n}", make_prompt(5 + 3 * n, family=n)) for n in range(7)))
 
-    assert max(len(batch.tokens) for batch in rig.batches) == 7
-    assert max(batch.num_rows for batch in rig.batches) == 3
+    assert max(len(batch.tokens) for batch in harness.batches) == 7
+    assert max(batch.num_rows for batch in harness.batches) == 3
 
 
 def test_a_long_prompt_leaves_tokens_for_a_short_one() -> None:
     """With a longest chunk, a short prompt behind a long one starts in the same step."""
-    rig = Rig(settings={"max_batched_tokens": 64, "max_num_seqs": 8, "long_prefill_tokens": 16})
-    rig.add(
+    harness = Harness(
+        settings={"max_batched_tokens": 64, "max_num_seqs": 8, "long_prefill_tokens": 16}
+    )
+    harness.add(
         make_request("long", make_prompt(60)), make_request("short", make_prompt(5, family=1))
     )
 
-    rig.step()
+    harness.step()
 
-    assert np.diff(rig.batches[0].query_start).tolist() == [16, 5]
-    assert rig.outputs.keys() == {"short"}
+    assert np.diff(harness.batches[0].query_start).tolist() == [16, 5]
+    assert harness.outputs.keys() == {"short"}
 
 
 def test_the_batch_says_where_everything_is() -> None:
     """Positions, context, tables and histories of a chunk and of a decode."""
-    rig = Rig(settings={"max_num_seqs": 2, "max_batched_tokens": 6})
-    rig.add(make_request("a", make_prompt(9)))
-    rig.steps(3)
-    first, second, third = rig.batches
+    harness = Harness(settings={"max_num_seqs": 2, "max_batched_tokens": 6})
+    harness.add(make_request("a", make_prompt(9)))
+    harness.steps(3)
+    first, second, third = harness.batches
 
     assert first.positions.tolist() == [0, 1, 2, 3, 4, 5]
     assert (second.positions.tolist(), second.context_lens.tolist()) == ([6, 7, 8], [9])
     assert first.sampled.tolist() == []
     assert second.sampled.tolist() == [0]
     assert third.positions.tolist() == [9]
-    assert third.tokens.tolist() == rig.outputs["a"][:1]
+    assert third.tokens.tolist() == harness.outputs["a"][:1]
     assert third.carry.tolist() == [-1]
     tokens, prompt_tokens = third.histories[0]
-    assert (tokens.tolist(), prompt_tokens) == ([*make_prompt(9), *rig.outputs["a"][:1]], 9)
-    assert len(third.block_tables[0]) * rig.block_tokens >= 10
+    assert (tokens.tolist(), prompt_tokens) == ([*make_prompt(9), *harness.outputs["a"][:1]], 9)
+    assert len(third.block_tables[0]) * harness.block_tokens >= 10
 
 
 def test_a_second_step_in_flight_carries_the_token() -> None:
     """At depth 2 a decode's input is named by its row in the batch before, once it is unknown."""
-    rig = Rig(depth=2, settings={"max_num_seqs": 2, "max_batched_tokens": 30})
-    rig.add(make_request("a", make_prompt(5)), make_request("b", make_prompt(7, family=1)))
+    harness = Harness(depth=2, settings={"max_num_seqs": 2, "max_batched_tokens": 30})
+    harness.add(make_request("a", make_prompt(5)), make_request("b", make_prompt(7, family=1)))
 
-    rig.steps(3)
+    harness.steps(3)
 
-    assert rig.batches[0].carry.tolist() == [-1, -1]
-    assert [batch.carry.tolist() for batch in rig.batches[1:]] == [[0, 1], [0, 1]]
+    assert harness.batches[0].carry.tolist() == [-1, -1]
+    assert [batch.carry.tolist() for batch in harness.batches[1:]] == [[0, 1], [0, 1]]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_known_length_schedules_no_useless_row(depth: int) -> None:
     """`max_tokens` is known in advance: prompt + n - 1 tokens are computed, at either depth."""
-    rig = Rig(depth=depth)
+    harness = Harness(depth=depth)
 
-    rig.run(make_request("a", make_prompt(6), max_tokens=5))
+    harness.run(make_request("a", make_prompt(6), max_tokens=5))
 
-    assert rig.runner.num_tokens == 6 + 4
-    assert rig.reasons == {"a": "length"}
+    assert harness.runner.num_tokens == 6 + 4
+    assert harness.reasons == {"a": "length"}
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -98,79 +100,79 @@ def test_a_stop_token_ends_the_output_and_drops_what_was_in_flight(depth: int) -
     free = make_request("a", make_prompt(6), max_tokens=30)
     stop = expected_tokens(free)[4]
     first = expected_tokens(free).index(stop)
-    rig = Rig(depth=depth)
+    harness = Harness(depth=depth)
 
-    rig.run(make_request("a", make_prompt(6), max_tokens=30, stop_token_ids=(stop,)))
+    harness.run(make_request("a", make_prompt(6), max_tokens=30, stop_token_ids=(stop,)))
 
-    assert rig.outputs["a"] == expected_tokens(free)[: first + 1]
-    assert rig.reasons == {"a": "stop"}
-    assert rig.history[-1].stop_token == stop
-    assert rig.runner.num_tokens == 6 + first + (depth - 1)
-    rig.check_empty()
+    assert harness.outputs["a"] == expected_tokens(free)[: first + 1]
+    assert harness.reasons == {"a": "stop"}
+    assert harness.history[-1].stop_token == stop
+    assert harness.runner.num_tokens == 6 + first + (depth - 1)
+    harness.check_empty()
 
 
 def test_end_of_sequence_stops_unless_ignored() -> None:
     """The model's own end ids are stop ids of every request that does not ignore them."""
     eos = expected_tokens(make_request("a", make_prompt(6)))[2]
-    rig = Rig(settings={"eos_token_ids": (eos,)})
+    harness = Harness(settings={"eos_token_ids": (eos,)})
 
-    rig.run(
+    harness.run(
         make_request("a", make_prompt(6), ignore_eos=False),
         make_request("b", make_prompt(6), ignore_eos=True),
     )
 
-    assert rig.reasons == {"a": "stop", "b": "length"}
-    assert len(rig.outputs["b"]) == 8
+    assert harness.reasons == {"a": "stop", "b": "length"}
+    assert len(harness.outputs["b"]) == 8
 
 
 def test_no_stop_before_min_tokens() -> None:
     """An end id chosen too early by a careless runner does not end the output."""
     eos = tuple(range(40))
-    rig = Rig(settings={"eos_token_ids": eos})
+    harness = Harness(settings={"eos_token_ids": eos})
 
-    rig.run(make_request("a", make_prompt(6), ignore_eos=False, min_tokens=3))
+    harness.run(make_request("a", make_prompt(6), ignore_eos=False, min_tokens=3))
 
-    assert len(rig.outputs["a"]) == 3
-    assert rig.reasons == {"a": "stop"}
+    assert len(harness.outputs["a"]) == 3
+    assert harness.reasons == {"a": "stop"}
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_the_model_length_ends_the_output(depth: int) -> None:
     """Prompt and output together never exceed it."""
-    rig = Rig(depth=depth, settings={"max_model_len": 20})
+    harness = Harness(depth=depth, settings={"max_model_len": 20})
 
-    rig.run(make_request("a", make_prompt(15), max_tokens=100))
+    harness.run(make_request("a", make_prompt(15), max_tokens=100))
 
-    assert len(rig.outputs["a"]) == 5
-    assert rig.reasons == {"a": "length"}
+    assert len(harness.outputs["a"]) == 5
+    assert harness.reasons == {"a": "length"}
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_the_pool_ends_an_output_that_fills_it(depth: int) -> None:
     """A sequence that alone fills every block ends by length, and never needs a victim."""
-    rig = Rig(num_blocks=5, depth=depth)
+    harness = Harness(num_blocks=5, depth=depth)
 
-    rig.run(make_request("a", make_prompt(7), max_tokens=100))
+    harness.run(make_request("a", make_prompt(7), max_tokens=100))
 
-    assert rig.scheduler.max_model_len == 21
-    assert len(rig.outputs["a"]) == 14
-    assert rig.scheduler.stats().num_preemptions == 0
+    assert harness.scheduler.max_model_len == 21
+    assert len(harness.outputs["a"]) == 14
+    assert harness.scheduler.stats().num_preemptions == 0
 
 
 def test_what_can_never_be_served_is_refused_at_once() -> None:
     """Too long, empty, without output, or named like one that runs; nothing is kept of it."""
-    rig = Rig(num_blocks=4, settings={"max_model_len": 100})
-    rig.add(make_request("a", make_prompt(16)))
+    harness = Harness(num_blocks=4, settings={"max_model_len": 100})
+    harness.add(make_request("a", make_prompt(16)))
 
     with pytest.raises(PromptTooLong, match=r"17 tokens; .* at most 16"):
-        rig.add(make_request("b", make_prompt(17)))
+        harness.add(make_request("b", make_prompt(17)))
     with pytest.raises(RequestError, match="empty"):
-        rig.add(make_request("b", []))
+        harness.add(make_request("b", []))
     with pytest.raises(RequestError, match="max_tokens"):
-        rig.add(make_request("b", [1], max_tokens=0))
+        harness.add(make_request("b", [1], max_tokens=0))
     with pytest.raises(RequestError, match="'a' is running"):
-        rig.add(make_request("a", [1]))
-    assert rig.run().keys() == {"a"}
+        harness.add(make_request("a", [1]))
+    assert harness.run().keys() == {"a"}
 
 
 def test_the_request_is_never_changed() -> None:
@@ -181,156 +183,158 @@ def test_the_request_is_never_changed() -> None:
     before = [request.tokens.copy() for request in requests]
     for request in requests:
         request.tokens.flags.writeable = False
-    rig = Rig(num_blocks=20)
+    harness = Harness(num_blocks=20)
 
-    rig.run(*requests)
+    harness.run(*requests)
 
-    assert rig.scheduler.stats().num_preemptions > 0
+    assert harness.scheduler.stats().num_preemptions > 0
     assert all(map(np.array_equal, before, (request.tokens for request in requests)))
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_block_is_found_only_after_its_step_was_collected(depth: int) -> None:
     """Commit is in `advance`: what a step in flight writes cannot be matched."""
-    rig = Rig(depth=depth)
+    harness = Harness(depth=depth)
     path = TokenPath(np.array(make_prompt(12), dtype=np.int32))
-    rig.add(make_request("a", make_prompt(12)))
+    harness.add(make_request("a", make_prompt(12)))
 
-    rig.scheduler.schedule(now=0.0)
+    harness.scheduler.schedule(now=0.0)
 
-    assert rig.cache.match(path).device_blocks == 0
+    assert harness.cache.match(path).device_blocks == 0
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 10))
 def test_the_token_chosen_last_is_never_published(max_tokens: int) -> None:
     """Lesson 41: its KV is not written, also when it would fill a block."""
-    rig = Rig()
-    rig.run(make_request("a", make_prompt(7), max_tokens=max_tokens))
-    tokens = np.array([*make_prompt(7), *rig.outputs["a"]], dtype=np.int32)
+    harness = Harness()
+    harness.run(make_request("a", make_prompt(7), max_tokens=max_tokens))
+    tokens = np.array([*make_prompt(7), *harness.outputs["a"]], dtype=np.int32)
 
-    found = rig.cache.match(TokenPath(tokens)).device_blocks
+    found = harness.cache.match(TokenPath(tokens)).device_blocks
 
     assert found == (len(tokens) - 1) // 4
 
 
 def test_output_caching_off_publishes_prompts_only() -> None:
     """Blocks with generated tokens stay private, and are free at the end."""
-    rig = Rig(settings={"output_caching": False})
-    rig.run(make_request("a", make_prompt(10), max_tokens=20))
-    tokens = np.array([*make_prompt(10), *rig.outputs["a"]], dtype=np.int32)
+    harness = Harness(settings={"output_caching": False})
+    harness.run(make_request("a", make_prompt(10), max_tokens=20))
+    tokens = np.array([*make_prompt(10), *harness.outputs["a"]], dtype=np.int32)
 
-    assert rig.cache.match(TokenPath(tokens)).device_blocks == 10 // 4
-    assert rig.cache.stats().device.cached == 10 // 4
+    assert harness.cache.match(TokenPath(tokens)).device_blocks == 10 // 4
+    assert harness.cache.stats().device.cached == 10 // 4
 
 
 def test_prefix_caching_off_never_matches_nor_commits() -> None:
     """Nothing is cached, asked for, or counted; usage says why."""
-    rig = Rig(settings={"prefix_caching": False})
+    harness = Harness(settings={"prefix_caching": False})
 
-    rig.run(make_request("a", make_prompt(20)))
-    rig.run(make_request("b", make_prompt(20)))
+    harness.run(make_request("a", make_prompt(20)))
+    harness.run(make_request("b", make_prompt(20)))
 
-    stats = rig.cache.stats()
+    stats = harness.cache.stats()
     assert (stats.device.cached, stats.ledger.queries) == (0, 0)
-    assert rig.usages["b"].miss_reason == "caching_off"
-    assert rig.runner.num_tokens == 2 * (20 + 7)
+    assert harness.usages["b"].miss_reason == "caching_off"
+    assert harness.runner.num_tokens == 2 * (20 + 7)
 
 
 def test_a_salt_keeps_prefixes_apart() -> None:
     """The same prompt under another salt is computed again."""
-    rig = Rig()
-    rig.run(make_request("a", make_prompt(20), cache_salt="x"))
+    harness = Harness()
+    harness.run(make_request("a", make_prompt(20), cache_salt="x"))
 
-    rig.run(make_request("b", make_prompt(20), cache_salt="y"))
-    rig.run(make_request("c", make_prompt(20), cache_salt="x"))
+    harness.run(make_request("b", make_prompt(20), cache_salt="y"))
+    harness.run(make_request("c", make_prompt(20), cache_salt="x"))
 
-    assert [rig.usages[name].cached_tokens for name in "abc"] == [0, 0, 16]
+    assert [harness.usages[name].cached_tokens for name in "abc"] == [0, 0, 16]
     path = TokenPath(np.array(make_prompt(20), dtype=np.int32), Namespace("z"))
-    assert rig.cache.match(path).device_blocks == 0
+    assert harness.cache.match(path).device_blocks == 0
 
 
 def test_a_full_hit_computes_the_last_block_only() -> None:
     """Something must be computed to choose a token: the block of the last token, no more."""
-    rig = Rig()
-    rig.run(make_request("a", make_prompt(20), max_tokens=1))
-    before = rig.runner.num_tokens
+    harness = Harness()
+    harness.run(make_request("a", make_prompt(20), max_tokens=1))
+    before = harness.runner.num_tokens
 
-    rig.run(make_request("b", make_prompt(20), max_tokens=1))
+    harness.run(make_request("b", make_prompt(20), max_tokens=1))
 
-    assert rig.runner.num_tokens - before == 4
-    assert rig.usages["b"].cached_tokens == 16
-    assert rig.usages["b"].computed == 4
+    assert harness.runner.num_tokens - before == 4
+    assert harness.usages["b"].cached_tokens == 16
+    assert harness.usages["b"].computed == 4
 
 
 def test_usage_is_on_the_first_output_only() -> None:
     """Prompt tokens by where they came from, and the reason why not more were found."""
-    rig = Rig()
-    rig.run(make_request("a", make_prompt(20)))
+    harness = Harness()
+    harness.run(make_request("a", make_prompt(20)))
 
-    rig.run(make_request("b", [*make_prompt(12), 39, 38, 37, 36, 35], arrival_s=-1.0))
+    harness.run(make_request("b", [*make_prompt(12), 39, 38, 37, 36, 35], arrival_s=-1.0))
 
-    usage = rig.usages["b"]
+    usage = harness.usages["b"]
     assert (usage.prompt_tokens, usage.cached_tokens, usage.computed) == (17, 12, 5)
     assert usage.by_tier == {"device": 12, "host": 0, "storage": 0, "peer": 0}
     assert usage.miss_reason == "never_seen"
     assert usage.queued_s >= 1.0
-    assert [output.usage for output in rig.history].count(None) == len(rig.history) - 2
+    assert [output.usage for output in harness.history].count(None) == len(harness.history) - 2
 
 
 def test_priority_runs_first_and_arrival_decides_among_equals() -> None:
     """Lower numbers first, under the `priority` policy only."""
     order = {}
     for policy in ("priority", "fcfs"):
-        rig = Rig(settings={"policy": policy, "max_num_seqs": 1, "max_batched_tokens": 64})
-        rig.run(
+        harness = Harness(
+            settings={"policy": policy, "max_num_seqs": 1, "max_batched_tokens": 64}
+        )
+        harness.run(
             *(
                 make_request(n, make_prompt(4), priority=p)
                 for n, p in zip("abcd", (2, 0, 1, 0), strict=True)
             )
         )
-        order[policy] = "".join(rig.reasons)
+        order[policy] = "".join(harness.reasons)
 
     assert order == {"priority": "bdca", "fcfs": "abcd"}
 
 
 def test_pause_admits_nobody_and_aborts_still_work() -> None:
     """Lesson 58: "stop admitting" is not "stop scheduling": the loop lives, running ones end."""
-    rig = Rig()
-    rig.add(make_request("a", make_prompt(5)))
-    rig.step()
-    rig.core.pause()
-    rig.add(make_request("b", make_prompt(5)), make_request("c", make_prompt(5)))
+    harness = Harness()
+    harness.add(make_request("a", make_prompt(5)))
+    harness.step()
+    harness.core.pause()
+    harness.add(make_request("b", make_prompt(5)), make_request("c", make_prompt(5)))
 
-    rig.run()
-    assert rig.reasons == {"a": "length"}
-    assert not rig.core.has_work
-    rig.core.abort(RequestId("b"))
-    rig.run()
-    assert rig.reasons == {"a": "length", "b": "abort"}
+    harness.run()
+    assert harness.reasons == {"a": "length"}
+    assert not harness.core.has_work
+    harness.core.abort(RequestId("b"))
+    harness.run()
+    assert harness.reasons == {"a": "length", "b": "abort"}
 
-    rig.core.resume()
-    rig.run()
-    assert rig.reasons == {"a": "length", "b": "abort", "c": "length"}
+    harness.core.resume()
+    harness.run()
+    assert harness.reasons == {"a": "length", "b": "abort", "c": "length"}
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_preempted_sequences_resume_while_paused(depth: int) -> None:
     """They are not new: a drain ends although the pool is too small for all at once."""
-    rig = Rig(num_blocks=20, depth=depth)
+    harness = Harness(num_blocks=20, depth=depth)
     requests = [
         make_request(f"r{n}", make_prompt(8, family=n), max_tokens=40) for n in range(4)
     ]
-    rig.add(*requests)
-    rig.steps(3)
-    rig.core.pause()
-    rig.add(make_request("late", make_prompt(4)))
+    harness.add(*requests)
+    harness.steps(3)
+    harness.core.pause()
+    harness.add(make_request("late", make_prompt(4)))
 
-    rig.run()
+    harness.run()
 
-    assert rig.scheduler.stats().num_preemptions > 0
-    assert rig.scheduler.stats().num_waiting == 1
-    running = [name for name, reason in rig.reasons.items() if reason == "length"]
-    assert sorted(running) == sorted(rig.usages)
+    assert harness.scheduler.stats().num_preemptions > 0
+    assert harness.scheduler.stats().num_waiting == 1
+    running = [name for name, reason in harness.reasons.items() if reason == "length"]
+    assert sorted(running) == sorted(harness.usages)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -339,74 +343,78 @@ def test_reset_under_load_forgets_and_disturbs_nobody(depth: int) -> None:
     requests = [
         make_request(f"r{n}", make_prompt(20, family=n), max_tokens=20) for n in range(3)
     ]
-    rig = Rig(depth=depth)
-    rig.add(*requests)
-    rig.steps(4)
+    harness = Harness(depth=depth)
+    harness.add(*requests)
+    harness.steps(4)
 
-    rig.core.reset_cache()
-    rig.run()
-    rig.run(make_request("again", make_prompt(20)))
+    harness.core.reset_cache()
+    harness.run()
+    harness.run(make_request("again", make_prompt(20)))
 
-    assert all(rig.outputs[r.request_id] == expected_tokens(r) for r in requests)
-    assert rig.usages["again"].cached_tokens == 0
-    rig.check_empty()
+    assert all(harness.outputs[r.request_id] == expected_tokens(r) for r in requests)
+    assert harness.usages["again"].cached_tokens == 0
+    harness.check_empty()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("step", range(12))
 def test_abort_is_idempotent_and_returns_every_slot(depth: int, step: int) -> None:
     """Lesson 58: waiting, in a chunk, decoding, with steps in flight, finished, or unknown."""
-    rig = Rig(depth=depth, settings={"max_batched_tokens": 6, "max_num_seqs": 2})
+    harness = Harness(depth=depth, settings={"max_batched_tokens": 6, "max_num_seqs": 2})
     request = make_request("a", make_prompt(16), max_tokens=5)
-    rig.add(request)
-    rig.steps(step)
+    harness.add(request)
+    harness.steps(step)
 
     for _ in range(2):
-        rig.core.abort(request.request_id)
-        rig.core.abort(make_request("unknown", [1]).request_id)
-    rig.check()
-    rig.run()
+        harness.core.abort(request.request_id)
+        harness.core.abort(make_request("unknown", [1]).request_id)
+    harness.check()
+    harness.run()
 
-    assert list(rig.reasons) == ["a"]
-    rig.check_empty()
+    assert list(harness.reasons) == ["a"]
+    harness.check_empty()
 
 
 def test_a_name_can_be_used_again_at_once_after_an_abort() -> None:
     """Also while the first one's step is still in flight; results do not mix."""
-    rig = Rig(depth=2)
-    rig.add(make_request("a", make_prompt(9)))
-    rig.step()
+    harness = Harness(depth=2)
+    harness.add(make_request("a", make_prompt(9)))
+    harness.step()
     second = make_request("a", make_prompt(6, family=1))
-    rig.core.abort(second.request_id)
-    rig.core.add(second)
+    harness.core.abort(second.request_id)
+    harness.core.add(second)
 
-    outputs = [output for _ in range(20) if rig.core.has_work for output in rig.core.step()]
+    outputs = [
+        output for _ in range(20) if harness.core.has_work for output in harness.core.step()
+    ]
 
     assert outputs[0].finish_reason == "abort"
     assert [token for output in outputs for token in output.tokens] == expected_tokens(second)
-    rig.check_empty()
+    harness.check_empty()
 
 
 def test_steps_are_taken_in_in_order() -> None:
     """A result of another step, or a third step in flight, is a broken invariant."""
-    rig = Rig()
-    rig.add(make_request("a", make_prompt(4)))
-    rig.scheduler.schedule(now=0.0)
-    rig.scheduler.schedule(now=0.0)
+    harness = Harness()
+    harness.add(make_request("a", make_prompt(4)))
+    harness.scheduler.schedule(now=0.0)
+    harness.scheduler.schedule(now=0.0)
     with pytest.raises(InvariantError, match="two steps"):
-        rig.scheduler.schedule(now=0.0)
+        harness.scheduler.schedule(now=0.0)
 
     wrong = StepResult(step=1, tokens=np.array([1], dtype=np.int32), logprobs=[None])
     with pytest.raises(InvariantError, match="step 1, expected 0"):
-        rig.scheduler.advance(wrong, now=0.0)
+        harness.scheduler.advance(wrong, now=0.0)
 
 
 def test_logprobs_come_with_their_tokens() -> None:
     """One entry a token, where asked for."""
-    rig = Rig()
+    harness = Harness()
 
-    rig.run(make_request("a", make_prompt(4), logprobs=1), make_request("b", make_prompt(4)))
+    harness.run(
+        make_request("a", make_prompt(4), logprobs=1), make_request("b", make_prompt(4))
+    )
 
-    for output in rig.history:
+    for output in harness.history:
         (logprobs,) = output.logprobs
         assert (logprobs is not None) == (output.request_id == "a")

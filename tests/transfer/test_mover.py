@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from headwater.cache import (
-    Demotion,
     JobOutcome,
     JobStatus,
     KeyScheme,
+    LoadJob,
     Lookup,
-    Promotion,
+    OffloadJob,
     TokenPath,
 )
 from headwater.clock import VirtualClock
@@ -26,8 +26,8 @@ from headwater.types import EMPTY, BlockKey, JobId, Tier
 SCHEME = KeyScheme(block_tokens=4)
 
 
-def make_promotion(job: int, slots=(0, 1)) -> Promotion:
-    return Promotion(
+def make_promotion(job: int, slots=(0, 1)) -> LoadJob:
+    return LoadJob(
         job=JobId(job),
         source=Tier.HOST,
         target=Tier.DEVICE,
@@ -36,8 +36,8 @@ def make_promotion(job: int, slots=(0, 1)) -> Promotion:
     )
 
 
-def make_write(job: int) -> Demotion:
-    return Demotion(
+def make_write(job: int) -> OffloadJob:
+    return OffloadJob(
         job=JobId(job),
         source=Tier.HOST,
         target=Tier.STORAGE,
@@ -70,7 +70,7 @@ class Rig:
         self.mover.start(plans, now=self.clock.now())
 
     def take(self) -> list[tuple[int, JobStatus]]:
-        return [(o.job, o.ending) for o in self.mover.take(now=self.clock.now())]
+        return [(o.job, o.status) for o in self.mover.take(now=self.clock.now())]
 
 
 def test_each_job_has_one_outcome():
@@ -148,7 +148,7 @@ def test_a_lookup_is_answered_or_given_up():
     rig.start(first)
     rig.workers.work_off()
     assert rig.mover.take(now=0.0) == [
-        JobOutcome(job=JobId(1), ending=JobStatus.DONE, found=(1,))
+        JobOutcome(job=JobId(1), status=JobStatus.DONE, found=(1,))
     ]
 
     rig.start(late)

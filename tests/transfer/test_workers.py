@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from headwater.cache import Demotion, JobStatus, Lookup, Promotion, TokenPath
+from headwater.cache import JobStatus, LoadJob, Lookup, OffloadJob, TokenPath
 from headwater.cache.keys import KeyScheme
 from headwater.clock import SystemClock
 from headwater.errors import StorageError, StorageTimeout, StorageUnavailable
@@ -25,8 +25,8 @@ def make_keys(count: int) -> tuple[BlockKey, ...]:
     return tuple(BlockKey(bytes([n + 1]) * 32) for n in range(count))
 
 
-def make_read(job: int, slots: list[int]) -> Promotion:
-    return Promotion(
+def make_read(job: int, slots: list[int]) -> LoadJob:
+    return LoadJob(
         job=JobId(job),
         source=Tier.STORAGE,
         target=Tier.HOST,
@@ -36,8 +36,8 @@ def make_read(job: int, slots: list[int]) -> Promotion:
     )
 
 
-def make_write(job: int, slots: list[int]) -> Demotion:
-    return Demotion(
+def make_write(job: int, slots: list[int]) -> OffloadJob:
+    return OffloadJob(
         job=JobId(job),
         source=Tier.HOST,
         target=Tier.STORAGE,
@@ -81,7 +81,7 @@ class Rig:
         while len(found) < count:
             self.mover.completions.wait(10)
             for outcome in self.mover.take(now=0.0):
-                found[outcome.job] = outcome.ending, outcome.num_blocks
+                found[outcome.job] = outcome.status, outcome.num_blocks
         return found
 
 
@@ -117,7 +117,7 @@ def test_a_lookup_is_one_call(rig, error):
     rig.mover.completions.wait(10)
     (ended,) = rig.mover.take(now=0.0)
     assert asked == [[1, 2, 3]]
-    assert (ended.ending, ended.found) == (
+    assert (ended.status, ended.found) == (
         (JobStatus.DONE, (1, 2, 2)) if error is None else (JobStatus.FAILED, ())
     )
 

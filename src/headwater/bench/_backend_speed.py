@@ -77,7 +77,7 @@ class _Pair:
         self._ceiling = self._make_ceiling(name, settings, folder)
 
     def turn(self, number: int) -> dict[str, float]:
-        """Seconds of each; who is first changes."""
+        """Seconds of each; the order alternates."""
         keys = make_keys(self._num_blocks, run=f"turn {number}")
         if number % 2:
             return self._bare() | self._ours(keys)

@@ -1,7 +1,7 @@
 """How fast a medium is without a backend: the barest calls that move blocks, and a checksum.
 
 Each `Ceiling` moves the same blocks as the backend beside it and passes over each of them
-once, since whoever verifies has to.
+once, since a verifying reader has to.
 """
 
 import mmap
@@ -19,6 +19,8 @@ from headwater.storage.buffers import address_of
 from headwater.storage.codec import checksum
 
 _FILE_THREADS = 4
+_MOONCAKE_THREADS = 4
+_MOONCAKE_BATCH = 16
 _ASKED_AHEAD = 4
 """Values on their way from a Redis server at once: more fill its buffers and are slower."""
 
@@ -147,32 +149,46 @@ class RedisCeiling:
 
 
 class MooncakeCeiling:
-    """Batch calls of a store that has joined the pool, on memory it has registered."""
+    """Batch calls of a store that has joined the pool, on memory it has registered.
+
+    Several batches are in flight, so that one is checked while another moves: one large batch,
+    with all checksums before or after it, is up to a quarter slower than the store can be.
+    """
 
     def __init__(self, store: Any) -> None:  # noqa: ANN401 -- untyped package
         self._store = store
+        self._threads = ThreadPoolExecutor(_MOONCAKE_THREADS)
 
     def write(self, blocks: Sequence[memoryview]) -> None:
-        for block in blocks:
-            checksum(block)
-        codes = self._store.batch_put_from(*_batch(blocks))
-        assert not any(codes), f"mooncake refused: {codes}"
+        def put(start: int) -> None:
+            part = blocks[start : start + _MOONCAKE_BATCH]
+            for block in part:
+                checksum(block)
+            codes = self._store.batch_put_from(*_batch(part, start))
+            assert not any(codes), f"mooncake refused: {codes}"
+
+        list(self._threads.map(put, range(0, len(blocks), _MOONCAKE_BATCH)))
 
     def read(self, into: Sequence[memoryview]) -> None:
-        codes = self._store.batch_get_into(*_batch(into))
-        assert all(code >= 0 for code in codes), f"mooncake failed: {codes}"
-        for view in into:
-            checksum(view)
+        def get(start: int) -> None:
+            part = into[start : start + _MOONCAKE_BATCH]
+            codes = self._store.batch_get_into(*_batch(part, start))
+            assert all(code >= 0 for code in codes), f"mooncake failed: {codes}"
+            for view in part:
+                checksum(view)
+
+        list(self._threads.map(get, range(0, len(into), _MOONCAKE_BATCH)))
 
     def forget(self, count: int) -> None:
         self._store.batch_remove([f"ceiling{n}" for n in range(count)], True)
 
     def close(self) -> None:
         """The store is its backend's."""
+        self._threads.shutdown()
 
 
-def _batch(views: Sequence[memoryview]) -> tuple[list[str], list[int], list[int]]:
-    names = [f"ceiling{number}" for number in range(len(views))]
+def _batch(views: Sequence[memoryview], start: int) -> tuple[list[str], list[int], list[int]]:
+    names = [f"ceiling{start + number}" for number in range(len(views))]
     return names, [address_of(view) for view in views], [len(view) for view in views]
 
 

@@ -19,7 +19,7 @@ _TURNS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
+class BenchConversation:
     """Turns of one client, each asked when the one before is answered."""
 
     opening: list[int]
@@ -34,8 +34,8 @@ class ConversationLoad:
     """Conversations, and those that run before the clock starts."""
 
     name: str
-    conversations: list[Conversation]
-    before: list[Conversation] = field(default_factory=list)
+    conversations: list[BenchConversation]
+    before: list[BenchConversation] = field(default_factory=list)
 
 
 def make_workload(
@@ -51,8 +51,8 @@ def make_workload(
 
     prefix = tokens(PREFIX_TOKENS)
 
-    def talk(turns: Sequence[list[int]]) -> Conversation:
-        return Conversation(opening=prefix, turns=list(turns), output_tokens=output_tokens)
+    def talk(turns: Sequence[list[int]]) -> BenchConversation:
+        return BenchConversation(opening=prefix, turns=list(turns), output_tokens=output_tokens)
 
     if name == "full-hit":
         same = talk([tokens(1)])
@@ -83,7 +83,7 @@ async def run_conversations(
 
 
 async def _play_all(
-    waiting: deque[Conversation], port: int, model: str, clients: int
+    waiting: deque[BenchConversation], port: int, model: str, clients: int
 ) -> list[Answer]:
     async def client() -> list[Answer]:
         answers: list[Answer] = []
@@ -103,7 +103,7 @@ async def _play_all(
     return [answer for answers in done for answer in answers]
 
 
-def _body(history: list[int], model: str, talk: Conversation) -> dict[str, Any]:
+def _body(history: list[int], model: str, talk: BenchConversation) -> dict[str, Any]:
     return {
         "model": model,
         "prompt": history,

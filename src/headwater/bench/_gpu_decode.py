@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from headwater.bench._gpu_engine import BLOCK_TOKENS, GpuEngine, GpuRun, weight_bytes
-from headwater.cache import Demotion, Promotion
+from headwater.cache import LoadJob, OffloadJob
 from headwater.device.gpu.copier import CudaCopier
 from headwater.device.model import LoadedModel
 from headwater.transfer.mover import Mover
@@ -64,7 +64,7 @@ def measure_copies(
     prompts = _prompts(engine, batch, seed=7_000)
     engine.runner.warm(batch)
     engine.serve(prompts, max_tokens=2)
-    for name, kind in (("device_to_host", Demotion), ("host_to_device", Promotion)):
+    for name, kind in (("device_to_host", OffloadJob), ("host_to_device", LoadJob)):
         ceiling = ceilings[f"{name}_gb_s"]
         rate = traffic.rate_alone(kind)
         plain: list[GpuRun] = []
@@ -102,7 +102,7 @@ class Traffic:
         self._slab = HostSlab(count, engine.block_bytes)
         self._mover = Mover(CudaCopier(engine.runner.pool, self._slab, engine.clock))
         self._job = 0
-        self._kind: Any = Demotion
+        self._kind: Any = OffloadJob
         self._done = self._started = 0
         self._began_s = 0.0
 
@@ -150,7 +150,7 @@ class Traffic:
         part = self._job % _JOBS
         mine = slice(part * _JOB_BLOCKS, (part + 1) * _JOB_BLOCKS)
         device, host = self._slots[mine], np.arange(len(self._slots))[mine]
-        up = self._kind is Promotion
+        up = self._kind is LoadJob
         plan = self._kind(
             job=JobId(self._job),
             source=Tier.HOST if up else Tier.DEVICE,

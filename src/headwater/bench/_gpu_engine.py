@@ -303,7 +303,7 @@ class GpuEngine:
             return None
         opening = Opening(
             format=BlockFormat(
-                fingerprint=self.cache.tree.scheme.root(Namespace()),
+                fingerprint=self.cache.scheme.root(Namespace()),
                 block_bytes=self.slab.block_bytes,
             ),
             clock=self.clock,

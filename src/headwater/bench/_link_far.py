@@ -1,6 +1,6 @@
 """The far end of `bench/_link_speed.py`, a process of its own: receives by a link and by bare calls.
 
-    python -m headwater.bench._link_far LINK NUM_BLOCKS BLOCK_BYTES NUM_LEASES
+    python -m headwater.bench._link_far LINK NUM_BLOCKS BLOCK_BYTES NUM_LEASES [CERT KEY CA]
 
 Its first line is JSON: the link's address, the port of the bare end, and where in memory a bare
 Transfer Engine may write. It ends when its input does.
@@ -9,6 +9,7 @@ Transfer Engine may write. It ends when its input does.
 import json
 import socket
 import sys
+from collections.abc import Sequence
 from threading import Thread
 from typing import Any
 
@@ -42,10 +43,20 @@ class Blocks:
         return self.views[slot]
 
 
-def main(link: str, num_blocks: int, block_bytes: int, num_leases: int) -> None:
+def link_config(files: Sequence[str] = ()) -> LinkConfig:
+    """Settings of both ends; `files` are certificate, key and CA of mutual TLS."""
+    certfile, keyfile, ca_certs = files or (None, None, None)
+    return LinkConfig(
+        token=TOKEN, ssl_certfile=certfile, ssl_keyfile=keyfile, ssl_ca_certs=ca_certs
+    )
+
+
+def main(
+    link: str, num_blocks: int, block_bytes: int, num_leases: int, files: Sequence[str]
+) -> None:
     """Serve until the near end lets go."""
     blocks = Blocks(num_blocks, block_bytes)
-    receiver = Links(LinkConfig(token=TOKEN), blocks, _ignore).listen(link)
+    receiver = Links(link_config(files), blocks, _ignore).listen(link)
     for lease in range(num_leases):
         receiver.open(lease, range(num_blocks))
     bare = Blocks(num_blocks, block_bytes)
@@ -100,4 +111,5 @@ def _ignore(event: LinkEvent) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *(int(word) for word in sys.argv[2:5]))
+    _sizes = [int(word) for word in sys.argv[2:5]]
+    main(sys.argv[1], _sizes[0], _sizes[1], _sizes[2], sys.argv[5:8])

@@ -1,17 +1,18 @@
 """MB/s of each link against the barest way to do the same, in turns; two processes.
 
-    python -m headwater.bench._link_speed [--quick]
+    python -m headwater.bench._link_speed [--quick] [--tls CERTFILE KEYFILE CA_CERTS]
 
 `tcp` runs against a bare socket, `shm` against memcpy, `mooncake` against bare Transfer Engine
 calls. The two that travel verify what arrives, so their ceilings pass over the bytes too, once on
-each side. `shm` copies from where a peer's blocks lie, once, and so does memcpy.
+each side. `shm` copies from where a peer's blocks lie, once, and so does memcpy. With `--tls` the
+`tcp` link is measured without and with mutual TLS, in turns.
 """
 
 import json
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from statistics import median
@@ -20,9 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from headwater.bench._link_far import DONE, MARK, TOKEN, Blocks, bare_engine
+from headwater.bench._link_far import DONE, MARK, Blocks, bare_engine, link_config
 from headwater.clock import SystemClock
-from headwater.disagg.links.config import LinkConfig
 from headwater.disagg.links.interface import Sender
 from headwater.disagg.links.registry import Links
 from headwater.disagg.protocol.push import BlockPiece, LinkEvent, Push, PushDone
@@ -54,6 +54,18 @@ def measure_speeds(quick: bool) -> dict[str, dict[str, float]]:
     return {link: _measure(link, *((1, 5) if quick else (_NUM_PAIRS, 9))) for link in links}
 
 
+def measure_tls(files: Sequence[str], quick: bool) -> dict[str, float]:
+    """MB/s of the `tcp` link without and with TLS, and their ratio; the median of all turns."""
+    num_pairs, num_turns = (1, 5) if quick else (_NUM_PAIRS, 9)
+    plain, encrypted = [], []
+    for _ in range(num_pairs):
+        plain += [ours for ours, _ in _turns("tcp", num_turns)]
+        encrypted += [ours for ours, _ in _turns("tcp", num_turns, files)]
+    megabytes = _NUM_BLOCKS * _BLOCK_BYTES / 1e6
+    plain_mb_s, tls_mb_s = megabytes / median(plain), megabytes / median(encrypted)
+    return {"tcp_mb_s": plain_mb_s, "tls_mb_s": tls_mb_s, "ratio": tls_mb_s / plain_mb_s}
+
+
 def _measure(link: str, num_pairs: int, num_turns: int) -> dict[str, float]:
     turns = [turn for _ in range(num_pairs) for turn in _turns(link, num_turns)]
     megabytes = _NUM_BLOCKS * _BLOCK_BYTES / 1e6
@@ -64,10 +76,10 @@ def _measure(link: str, num_pairs: int, num_turns: int) -> dict[str, float]:
     }
 
 
-def _turns(link: str, num_turns: int) -> list[tuple[float, float]]:
+def _turns(link: str, num_turns: int, files: Sequence[str] = ()) -> list[tuple[float, float]]:
     """Seconds of the link and of its ceiling, in fresh memory, to a fresh process."""
-    with _far_end(link, _WARM_UP + num_turns) as told:
-        near = _Near(link, told)
+    with _far_end(link, _WARM_UP + num_turns, files) as told:
+        near = _Near(link, told, files)
         try:
             return [near.turn(number) for number in range(_WARM_UP + num_turns)][_WARM_UP:]
         finally:
@@ -77,7 +89,7 @@ def _turns(link: str, num_turns: int) -> list[tuple[float, float]]:
 class _Near:
     """The sending process: a link's sender, and a ceiling beside it."""
 
-    def __init__(self, link: str, told: dict[str, Any]) -> None:
+    def __init__(self, link: str, told: dict[str, Any], files: Sequence[str]) -> None:
         self._clock = SystemClock()
         self._blocks = Blocks(_NUM_BLOCKS, _BLOCK_BYTES, shared=link == "shm")
         rng = np.random.default_rng(1)
@@ -85,14 +97,14 @@ class _Near:
             view[:] = rng.bytes(len(view))
         self._outcome: LinkEvent | None = None
         self._ended = Event()
-        links = Links(LinkConfig(token=TOKEN), self._blocks, self._deliver)
+        links = Links(link_config(files), self._blocks, self._deliver)
         self._sender: Sender = links.connect(told["address"])
         self._socket = socket.create_connection(("127.0.0.1", told["port"]))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._ceiling = self._make_ceiling(link, told)
 
     def turn(self, number: int) -> tuple[float, float]:
-        """Seconds of the link and of its ceiling; who is first changes."""
+        """Seconds of the link and of its ceiling; the order alternates."""
         if number % 2:
             bare = self._time(self._ceiling)
             return self._time(lambda: self._push(number)), bare
@@ -159,9 +171,9 @@ class _Near:
 
 
 @contextmanager
-def _far_end(link: str, num_leases: int) -> Iterator[dict[str, Any]]:
+def _far_end(link: str, num_leases: int, files: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The receiving process, and what it says of itself."""
-    words = [link, str(_NUM_BLOCKS), str(_BLOCK_BYTES), str(num_leases)]
+    words = [link, str(_NUM_BLOCKS), str(_BLOCK_BYTES), str(num_leases), *files]
     with subprocess.Popen(
         [sys.executable, "-m", "headwater.bench._link_far", *words],
         stdin=subprocess.PIPE,
@@ -182,4 +194,9 @@ def _far_end(link: str, num_leases: int) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure_speeds("--quick" in sys.argv), indent=2))
+    _is_quick = "--quick" in sys.argv
+    if "--tls" in sys.argv:
+        _at = sys.argv.index("--tls")
+        print(json.dumps(measure_tls(sys.argv[_at + 1 : _at + 4], _is_quick), indent=2))
+    else:
+        print(json.dumps(measure_speeds(_is_quick), indent=2))

@@ -64,12 +64,9 @@ class RoutedCache:
 
     def _tell(self) -> None:
         """What the cache gained and lost, as an event batch; the tokens are of no use here."""
-        facts = self._cache.cache.events
-        if facts is None:
-            raise InvariantError("the cache of a routed instance must record KV events")
         bare = [
             replace(fact, tokens=b"") if isinstance(fact, BlocksStored) else fact
-            for fact in facts.take()
+            for fact in self._cache.cache.take_events()
         ]
         batch = EventBatch(ts=0.0, events=events_of(bare, TRACE_BLOCK))
         if self.view.apply(self.view.next, batch) is not EventBatchResult.APPLIED:

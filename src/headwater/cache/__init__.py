@@ -1,20 +1,21 @@
-"""Decides where blocks are: the prefix tree, the tiers, leases and plans. Pure."""
+"""Decides where blocks are: prefix tree, tiers, leases and planned jobs. Pure."""
 
 from headwater.cache.config import CacheConfig
 from headwater.cache.keys import KeyScheme, MediaSpan, Namespace, TokenPath, media_by_block
 from headwater.cache.lease import Lease
 from headwater.cache.plan import (
-    Demotion,
     InFlight,
+    Job,
     JobEffect,
     JobOutcome,
+    JobOwner,
     JobStatus,
+    LoadJob,
     Lookup,
     Match,
     MissReason,
-    Promotion,
+    OffloadJob,
     Removal,
-    TierRange,
     TransferJob,
 )
 from headwater.cache.policy import FinishedRequest, Hint
@@ -24,23 +25,24 @@ from headwater.cache.tiered import TieredCache
 __all__ = [
     "CacheConfig",
     "CacheStats",
-    "Demotion",
     "FinishedRequest",
     "Hint",
     "InFlight",
+    "Job",
     "JobEffect",
     "JobOutcome",
+    "JobOwner",
     "JobStatus",
     "KeyScheme",
     "Lease",
+    "LoadJob",
     "Lookup",
     "Match",
     "MediaSpan",
     "MissReason",
     "Namespace",
-    "Promotion",
+    "OffloadJob",
     "Removal",
-    "TierRange",
     "TieredCache",
     "TokenPath",
     "TransferJob",

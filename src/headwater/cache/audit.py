@@ -1,6 +1,7 @@
-"""`TieredCache.check()`: every invariant of the cache, verified from scratch.
+"""`TieredCache.check()`: every invariant and bound of the cache, verified from scratch.
 
-O(everything), with no effect; tests call it after each operation, the engine when idle.
+It costs O(everything) and changes nothing. Tests call it after each operation, the engine when
+it is idle.
 """
 
 from collections import Counter
@@ -10,27 +11,30 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headwater.cache.node import Node
+from headwater.cache.plan import TransferJob
 from headwater.cache.pool import SlotState
 from headwater.cache.tier_pool import TierPool
 from headwater.errors import InvariantError
 from headwater.types import EMPTY, Slots, Tier
 
 if TYPE_CHECKING:
-    from headwater.cache.tiered import TieredCache
+    from headwater.cache.parts import CacheParts
 
 
-def audit(cache: "TieredCache") -> None:
-    """Raise InvariantError if any book does not balance."""
-    cache.tree.check()
-    nodes = list(cache.tree.nodes())
+def audit(cache: "CacheParts") -> None:
+    """Raise InvariantError if an invariant or a bound is violated."""
+    cache._tree.check()
+    nodes = list(cache._tree.nodes())
     for node in nodes:
         _check_residency(node)
     _check_pins(cache, nodes)
-    for tier_pool in (cache.device, cache.host):
+    for tier_pool in (cache._device, cache._host):
         tier_pool.pool.check()
-        _check_owners(cache, tier_pool, [*nodes, *cache.pins.retired])
+        _check_owners(cache, tier_pool, [*nodes, *cache._pins.retired])
         _check_order(tier_pool, nodes)
+    _check_reads(cache)
     _check_stored_only(cache, nodes)
+    _check_bounds(cache)
 
 
 def _require(holds: bool, sentence: str) -> None:
@@ -39,7 +43,7 @@ def _require(holds: bool, sentence: str) -> None:
 
 
 def _check_residency(node: Node) -> None:
-    """A node is covered; its parent is in each block's tier or above; its counts are true."""
+    """Each block is in a tier, its parent is in that tier or above, and counts are correct."""
     parent = node.parent
     if parent is None:
         raise InvariantError("a node has no parent")
@@ -52,51 +56,49 @@ def _check_residency(node: Node) -> None:
     children = node.children.values()
     on_device = sum(1 for child in children if len(child.device))
     on_host = sum(1 for child in children if len(child.host))
-    _require(node.device_children == on_device, "children on the device are miscounted")
-    _require(node.host_children == on_host, "children on the host are miscounted")
+    _require(node.device_children == on_device, "the count of children on the device is wrong")
+    _require(node.host_children == on_host, "the count of children on the host is wrong")
 
 
-def _check_pins(cache: "TieredCache", nodes: list[Node]) -> None:
-    """Pins are exactly those of the leases and jobs, on whole paths."""
+def _check_pins(cache: "CacheParts", nodes: list[Node]) -> None:
+    """Pins are exactly those of leases and of jobs that copy from or to the device."""
+    records = list(cache._jobs.by_id.values())
     expected: Counter[Node] = Counter()
-    ends = [lease.node for lease in cache.leases]
-    ends += [job.node for job in cache.transfers.jobs.by_id.values() if not job.detached]
+    ends: list[Node | None] = [lease.node for lease in cache._leases]
+    ends += [record.node for record in records if record.pins_path]
     for end in ends:
-        at: Node | None = end
+        at = end
         while at is not None:
             expected[at] += 1
             at = at.parent
-    for node in [*nodes, *cache.tree.roots.values(), *cache.pins.retired]:
-        _require(node.pins == expected[node], "pins differ from the leases and jobs there are")
-    jobs = set(cache.transfers.jobs.by_id.values())
+    for node in [*nodes, *cache._tree.roots.values(), *cache._pins.retired]:
+        _require(node.pins == expected[node], "pins differ from the leases and jobs in flight")
     for node in nodes:
-        _require(jobs.issuperset(node.jobs), "a node is in a job that has ended")
-    for lease in cache.leases:
+        _require(set(records).issuperset(node.jobs), "a node refers to a job that has ended")
+    for lease in cache._leases:
         if not lease.node.gone:
             _require(lease.node.end == lease.num_blocks, "a lease does not end with its node")
             full = len(lease.node.device) == lease.node.num_blocks
             _require(full, "a leased block is not on the device")
 
 
-def _check_owners(cache: "TieredCache", tier_pool: TierPool, nodes: Iterable[Node]) -> None:
-    """Every slot that is not free has exactly the owner its state says."""
-    cached = _slots(
-        node.device if tier_pool.tier is Tier.DEVICE else node.host for node in nodes
-    )
-    jobs = cache.transfers.jobs.by_id.values()
-    here = [job for job in jobs if job.transfer.target is tier_pool.tier]
-    moving = _slots(job.transfer.target_slots for job in here if not job.timed_out)
-    late = _slots(job.transfer.target_slots for job in here if job.timed_out)
+def _check_owners(cache: "CacheParts", tier_pool: TierPool, nodes: Iterable[Node]) -> None:
+    """Every slot that is not free or held has exactly the owner that its state says."""
+    tier, pool = tier_pool.tier, tier_pool.pool
+    cached = _slots(node.device if tier is Tier.DEVICE else node.host for node in nodes)
+    records = [r for r in cache._jobs.by_id.values() if _targets(r.plan, tier)]
+    moving = _slots(r.plan.target_slots for r in records if not r.timed_out)  # type: ignore[union-attr]
+    late = _slots(r.plan.target_slots for r in records if r.timed_out)  # type: ignore[union-attr]
+    # A slot that lost its block while a write to storage reads it is quarantined too.
+    orphans = np.setdiff1d(np.flatnonzero(pool.reads()), cached)
     for state, slots in (
         (SlotState.CACHED, cached),
         (SlotState.MOVING, moving),
-        (SlotState.QUARANTINED, late),
+        (SlotState.QUARANTINED, np.concatenate((late, orphans))),
     ):
-        owned = tier_pool.pool.owned(state)
+        owned = pool.owned(state)
         same = len(owned) == len(slots) and bool(np.array_equal(owned, np.sort(slots)))
-        _require(
-            same, f"{tier_pool.tier.name} slots in state {state.name} have no or two owners"
-        )
+        _require(same, f"{tier.name} slots in state {state.name} have no owner or two owners")
 
 
 def _check_order(tier_pool: TierPool, nodes: list[Node]) -> None:
@@ -109,15 +111,49 @@ def _check_order(tier_pool: TierPool, nodes: list[Node]) -> None:
             (node in tier_pool.order) == expected, "the eviction order has the wrong nodes"
         )
         evictable += tier_pool.blocks(node) if expected else 0
-    _require(tier_pool.evictable == evictable, "evictable blocks are miscounted")
+    _require(tier_pool.evictable == evictable, "the count of evictable blocks is wrong")
     in_order = sum(1 for _ in tier_pool.order.victims())
     known = sum(1 for node in nodes if node in tier_pool.order)
-    _require(in_order == known, "a node that is gone is in the eviction order")
+    _require(in_order == known, "a node that left the tree is in the eviction order")
 
 
-def _check_stored_only(cache: "TieredCache", nodes: list[Node]) -> None:
+def _check_reads(cache: "CacheParts") -> None:
+    """Host slots are marked as read exactly by the writes to storage in flight."""
+    expected = np.zeros(cache._host.pool.num_slots, dtype=np.int64)
+    for record in cache._jobs.by_id.values():
+        if _targets(record.plan, Tier.STORAGE):
+            expected[record.plan.source_slots] += 1  # type: ignore[union-attr]
+    same = bool(np.array_equal(expected, cache._host.pool.reads()))
+    _require(same, "host slots are marked as read by no write, or the reverse")
+
+
+def _check_stored_only(cache: "CacheParts", nodes: list[Node]) -> None:
+    """The list of nodes that only storage has is correct and within its limit."""
     expected = {n for n in nodes if not len(n.device) and not len(n.host)}
-    _require(set(cache.evictor.stored_only) == expected, "nodes only in storage are miscounted")
+    stored_only = cache._tree.stored_only
+    _require(set(stored_only) == expected, "the list of nodes only in storage is wrong")
+    num_read = sum(1 for node in stored_only if node.jobs)
+    limit = cache.config.max_stored_nodes + num_read
+    _require(
+        len(stored_only) <= limit, f"{len(stored_only)} nodes only in storage, max {limit}"
+    )
+
+
+def _check_bounds(cache: "CacheParts") -> None:
+    """Nothing keeps a node that left the tree."""
+    for tier in (Tier.DEVICE, Tier.HOST):
+        for node in cache._writes.queued(tier):
+            blocks = node.device if tier is Tier.DEVICE else node.host
+            _require(
+                not node.gone and len(blocks) > 0, "the write queue has a node without blocks"
+            )
+    for entry in cache._sessions:
+        _require(not entry.node.gone, "a session refers to a node that left the tree")
+        _require(entry in (entry.node.sessions or ()), "a node does not know its session")
+
+
+def _targets(plan: object, tier: Tier) -> bool:
+    return isinstance(plan, TransferJob) and plan.target is tier
 
 
 def _slots(parts: Iterable[Slots]) -> Slots:

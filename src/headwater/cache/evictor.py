@@ -1,7 +1,7 @@
-"""Eviction: takes leaf tails off the tree, exactly as many blocks as asked, in one batch.
+"""Eviction: removes the ends of leaves from the tree, exactly as many blocks as asked.
 
-O(evicted), however many leaves are cached. Slots are *moved out* of their node before they
-go to the pool, so there is no second path by which they could be freed again.
+The cost is proportional to the evicted blocks, however many leaves are cached. Slots are *moved
+out* of their node before they go to the pool, so that no second path can free them again.
 """
 
 import numpy as np
@@ -13,12 +13,13 @@ from headwater.cache.plan import MissReason
 from headwater.cache.pool import SlotState
 from headwater.cache.tier_pool import TierPool
 from headwater.cache.tree import PrefixTree, subtree
+from headwater.cache.write_queue import WriteQueue
 from headwater.errors import InvariantError
 from headwater.types import EMPTY, Slots, Tier
 
 
 class Evictor:
-    """Makes room in the device and the host tier, and keeps the tree true meanwhile."""
+    """Makes room in the device and host tiers and keeps the tree consistent with them."""
 
     def __init__(
         self,
@@ -26,6 +27,7 @@ class Evictor:
         device: TierPool,
         host: TierPool,
         ghosts: Ghosts,
+        writes: WriteQueue,
         max_stored: int,
         events: KVEventLog | None = None,
     ) -> None:
@@ -33,46 +35,38 @@ class Evictor:
         self._device = device
         self._host = host
         self._ghosts = ghosts
+        self._writes = writes
         self._max_stored = max_stored
         self._events = events
-        self.stored_only = tree.stored_only
+        self._stored_only = tree.stored_only
         self.lost = 0
-        """Blocks that left their last tier, ever."""
+        """Blocks that left their last tier since the start."""
 
     def take_device(self, count: int, state: SlotState) -> Slots | None:
-        """Take `count` device slots, evicting exactly as many blocks as are missing; or change
-        nothing and return None."""
-        tier_pool = self._device
-        missing = count - tier_pool.pool.num_free
+        """Take `count` device slots, evicting exactly as many blocks as are missing. If that is
+        not possible, change nothing and return None."""
+        device = self._device
+        missing = count - device.pool.num_free
         if missing <= 0:
-            return tier_pool.pool.take(count, state)
-        if missing > tier_pool.evictable:
+            return device.pool.take(count, state)
+        if missing > device.evictable:
             return None
-        return tier_pool.pool.reuse(self._evict_device(missing), SlotState.CACHED, state)
+        return device.pool.reuse(self._evict_device(missing), SlotState.CACHED, state)
 
     def trim_device(self, count: int) -> int:
-        """Evict up to `count` device blocks, and free their slots; return how many."""
+        """Evict up to `count` device blocks and free their slots; return how many."""
         count = min(count, self._device.evictable)
         if count <= 0:
             return 0
         self._device.pool.free(_joined(self._evict_device(count)), SlotState.CACHED)
         return count
 
-    def _evict_device(self, count: int) -> list[Slots]:
-        """Move `count` evictable blocks' slots out of their nodes."""
-        tier_pool = self._device
-        moved: list[Slots] = []
-        need = self._device_pass(count, moved)
-        while need:  # The policy offered parents before their children.
-            need = self._device_pass(need, moved)
-        tier_pool.evictable -= count
-        tier_pool.evicted += count
-        return moved
-
     def evict_host(self, count: int, kept: Node | None = None) -> int:
-        """Free up to `count` host slots, none of `kept`; return how many. Less, when the rest
-        is in use."""
-        tier_pool = self._host
+        """Evict up to `count` host blocks, none of them of `kept`; return how many.
+
+        Fewer are evicted when the others are in use.
+        """
+        host = self._host
         moved: list[Slots] = []
         need = count
         while need:
@@ -80,33 +74,55 @@ class Evictor:
             need = self._host_pass(need, moved, kept)
             if need == before:
                 break
-        freed = count - need
-        tier_pool.evictable -= freed
-        tier_pool.evicted += freed
-        tier_pool.pool.free(_joined(moved), SlotState.CACHED)
-        return freed
+        evicted = count - need
+        host.evictable -= evicted
+        host.evicted += evicted
+        host.pool.free(_joined(moved), SlotState.CACHED)
+        self.bound_stored()
+        return evicted
 
     def forget_stored(self, node: Node, count: int, reason: MissReason) -> None:
         """Storage has only the first `count` blocks of `node`."""
         known, node.num_stored = node.num_stored, min(node.num_stored, count)
+        self._tree.version += 1
         if self._events is not None:
             self._events.removed(node, Tier.STORAGE, node.num_stored, known)
-        self._settle(node, reason)
+        self._shrink(node, reason)
 
     def bound_stored(self) -> None:
-        """Forget the oldest nodes that only storage has, beyond the limit."""
-        excess = len(self.stored_only) - self._max_stored
-        if excess <= 0:
-            return
-        for node in [node for node in self.stored_only if not node.pins][:excess]:
-            if not node.gone:
+        """Forget the oldest nodes that only storage has, until the limit is kept.
+
+        Each call removes about as many nodes as were added since the last one. A node with a
+        job is being read: it becomes the newest instead, so that the loop ends.
+        """
+        stored_only = self._stored_only
+        attempts = len(stored_only)
+        while attempts > 0 and len(stored_only) > self._max_stored:
+            attempts -= 1
+            node = next(iter(stored_only))
+            if node.jobs or node.pins:
+                stored_only.move_to_end(node)
+            else:
                 self.forget_stored(node, 0, MissReason.EVICTED_STORAGE)
 
-    def _device_pass(self, need: int, moved: list[Slots]) -> int:
-        """Evict up to `need` blocks in one pass over the order; return what is still needed.
+    def _evict_device(self, count: int) -> list[Slots]:
+        """Move the slots of `count` evictable blocks out of their nodes."""
+        device = self._device
+        moved: list[Slots] = []
+        need = self._device_pass(count, moved)
+        while need:  # The policy offered parents before their children.
+            need = self._device_pass(need, moved)
+        device.evictable -= count
+        device.evicted += count
+        if len(self._stored_only) > self._max_stored:
+            self.bound_stored()
+        return moved
 
-        The hot loop of a full cache, so what a leaf needs is done here, and only what can
-        wait for the end of the pass is done there.
+    def _device_pass(self, need: int, moved: list[Slots]) -> int:
+        """Evict up to `need` blocks in one pass over the order; return how many are missing.
+
+        This is the hot loop of a full cache. It does what one leaf needs; everything that can
+        be done for all leaves together follows after the loop.
         """
         evicted: list[Node] = []
         leaves: list[Node] = []
@@ -122,18 +138,18 @@ class Evictor:
                 node.device = slots[: count - need]
                 need = 0
                 if node.num_stored or node.children or len(node.host):
-                    self._settle(node, MissReason.EVICTED_DEVICE)
+                    self._shrink(node, MissReason.EVICTED_DEVICE)
                 else:
-                    self._trim(node, len(node.device), MissReason.EVICTED_DEVICE)
+                    self._shorten(node, len(node.device), MissReason.EVICTED_DEVICE)
                 break
             moved.append(slots)
             node.device = EMPTY
             evicted.append(node)
-            # The child leaves first; only then is its parent a leaf.
+            # The child leaves first; only then can its parent be a leaf.
             parent: Node = node.parent  # type: ignore[assignment]  # a root has no slots
             parent.device_children -= 1
             if node.num_stored or node.children or len(node.host):
-                self._settle(node, MissReason.EVICTED_DEVICE)
+                self._shrink(node, MissReason.EVICTED_DEVICE)
             elif parent.children.pop(node.first, None) is node:
                 node.gone = True
                 leaves.append(node)
@@ -144,21 +160,29 @@ class Evictor:
                 break
         if not evicted and need:
             raise InvariantError("blocks counted as evictable cannot be evicted")
+        self._finish_device_pass(evicted, leaves)
+        return need
+
+    def _finish_device_pass(self, evicted: list[Node], leaves: list[Node]) -> None:
+        """`evicted` nodes have left the device; the `leaves` among them are in no tier."""
+        # A match made before this pass may count evicted blocks: it is not current any more.
+        self._tree.version += 1
         if evicted:
             self._device.order.discard_all(evicted)
+            self._writes.discard(evicted, Tier.DEVICE)
         if leaves:
-            self._tree.count_cut(len(leaves))
             self.lost += self._ghosts.add(leaves, MissReason.EVICTED_DEVICE)
-        return need
+            self._tree.forget(leaves)
 
     def _host_pass(self, need: int, moved: list[Slots], kept: Node | None) -> int:
         evicted: list[Node] = []
         for node in self._host.order.victims():
-            # What the device has too is free to go. What it has not carries the children
-            # that are only on the host, and the path of a transfer.
+            # A node that is also on the device can leave the host. Otherwise it must stay
+            # while a child on the host needs it, or a load to the device goes through it.
             if len(node.device) < node.num_blocks and (node.host_children or node.pins):
                 continue
-            if node is kept:
+            # Evicting blocks that a lost write may still read would free no slot.
+            if node is kept or self._host.pool.is_read(node.host):
                 continue
             keep = max(len(node.host) - need, 0)
             if self._events is not None:
@@ -169,46 +193,42 @@ class Evictor:
             if not keep:
                 evicted.append(node)
                 node.parent.host_children -= 1  # type: ignore[union-attr]  # a root has no slots
-            self._settle(node, MissReason.EVICTED_HOST)
+            self._shrink(node, MissReason.EVICTED_HOST)
             if not need:
                 break
+        self._tree.version += 1
         self._host.order.discard_all(evicted)
+        self._writes.discard(evicted, Tier.HOST)
         return need
 
-    def _settle(self, node: Node, reason: MissReason) -> None:
-        """Make the run of `node` end where its last block in any tier is."""
+    def _shrink(self, node: Node, reason: MissReason) -> None:
+        """Make `node` end with its last block that is in any tier."""
         left = len(node.device)
         if node.num_stored or node.children or len(node.host):
             local, left = max(left, len(node.host)), node.covered()
             if node.host_children and local < node.num_blocks:
                 self._strip_host_below(node)
             if left and not local:
-                self.stored_only[node] = None
+                self._stored_only[node] = None
             if left == node.num_blocks:
                 return
             self._drop_children(node)
         if left:
-            self._trim(node, left, reason)
+            self._shorten(node, left, reason)
         else:
-            self._tree.cut(node)
-            self._removed([node], reason)
+            self.lost += self._ghosts.add([node], reason)
+            self._tree.remove(node)
 
-    def _removed(self, nodes: list[Node], reason: MissReason) -> None:
-        """Count and remember nodes that were cut off: they are in no tier any more."""
-        self.lost += self._ghosts.add(nodes, reason)
-        if self.stored_only:
-            for node in nodes:
-                self.stored_only.pop(node, None)
-
-    def _trim(self, node: Node, left: int, reason: MissReason) -> None:
-        """Make the first `left` blocks of `node`, which has no children, all of its run."""
+    def _shorten(self, node: Node, left: int, reason: MissReason) -> None:
+        """Keep only the first `left` blocks of `node`, which has no children."""
         self.lost += node.num_blocks - left
         self._tree.shorten(node, left, reason)
 
     def _strip_host_below(self, node: Node) -> None:
-        """Take everything below `node` off the host: its parent is there no longer.
+        """Remove everything below `node` from the host, because `node` is not there any more.
 
-        Nothing of it is pinned, for a pin would be on `node` too; what storage has, stays.
+        Nothing below is pinned, for a pin would be on `node` too. A node that is being written
+        to storage is not in the host order, and the pool quarantines the slots of the write.
         """
         moved: list[Slots] = []
         for below in reversed(list(subtree(node))[1:]):
@@ -216,25 +236,26 @@ class Evictor:
                 if self._events is not None:
                     self._events.removed(below, Tier.HOST, 0, len(below.host))
                 moved.append(below.host)
-                self._host.discard(below)
+                if not below.jobs:
+                    self._host.discard(below)
+                self._writes.discard((below,), Tier.HOST)
                 below.host = EMPTY
                 below.parent.host_children -= 1  # type: ignore[union-attr]  # not a root
-                self._settle(below, MissReason.EVICTED_HOST)
+                self._shrink(below, MissReason.EVICTED_HOST)
         self._host.pool.free(_joined(moved), SlotState.CACHED)
 
     def _drop_children(self, node: Node) -> None:
-        """Forget what storage has below `node`: without its parent it is never found."""
-        for child in list(node.children.values()):
-            for gone in subtree(child):
-                if self._events is not None:
-                    self._events.removed(gone, Tier.STORAGE, 0, gone.num_stored)
-                self._tree.cut(gone)
-                self.stored_only.pop(gone, None)
-                self.lost += gone.num_blocks
+        """Forget what storage has below `node`: without their parent the blocks cannot be
+        found. Children go first, so that each node still has its parent when it goes."""
+        for below in reversed(list(subtree(node))[1:]):
+            if self._events is not None:
+                self._events.removed(below, Tier.STORAGE, 0, below.num_stored)
+            self._tree.remove(below)
+            self.lost += below.num_blocks
 
 
 def _joined(parts: list[Slots]) -> Slots:
-    """One array of all parts; the usual single part as it is."""
+    """One array of all parts; a single part is not copied."""
     if len(parts) == 1:
         return parts[0]
     return np.concatenate(parts) if parts else EMPTY

@@ -1,4 +1,6 @@
-"""Prefixes that a running sequence is computing right now: known, and not yet findable."""
+"""Prefixes that running sequences are computing now: announced, but not findable yet."""
+
+import numpy as np
 
 from headwater.cache.keys import TokenPath
 from headwater.cache.lease import Lease
@@ -8,9 +10,9 @@ from headwater.cache.tree import PrefixTree
 
 
 class InFlightPrefixes:
-    """Who computes what, by place: the node it continues and its next block.
+    """Which lease computes what, by place: the node it continues and its next block.
 
-    Where two sequences compute the same blocks, the first to announce is the one named.
+    If two sequences compute the same blocks, a match names the first that announced them.
     """
 
     def __init__(self, tree: PrefixTree) -> None:
@@ -18,7 +20,7 @@ class InFlightPrefixes:
         self.by_place: dict[tuple[Node, bytes], Lease] = {}
 
     def announce(self, lease: Lease, path: TokenPath) -> None:
-        """`lease`'s owner computes the blocks of `path` beyond the lease."""
+        """The owner of `lease` computes the blocks of `path` after the leased ones."""
         if lease.place is not None:
             self.withdraw(lease)
         if lease.num_blocks < path.num_blocks(self._tree.scheme.block_tokens):
@@ -27,7 +29,7 @@ class InFlightPrefixes:
             self.by_place.setdefault(lease.place, lease)
 
     def withdraw(self, lease: Lease) -> None:
-        """Nothing beyond `lease` is being computed by its owner any more."""
+        """The owner of `lease` computes nothing after the leased blocks any more."""
         place = lease.place
         if place is not None:
             lease.pending = lease.place = None
@@ -37,21 +39,35 @@ class InFlightPrefixes:
     def find(
         self, node: Node, first: bytes, path: TokenPath, max_blocks: int
     ) -> InFlight | None:
-        """Who is computing the block `first` of `path`, which follows `node`, and how far."""
+        """Which sequence computes the block `first` of `path` after `node`, and how many more
+        blocks of `path` it computes."""
         lease = self.by_place.get((node, first))
         if lease is None or lease.pending is None:
             return None
         return InFlight(lease.owner, self._common(lease.pending, path, node.end, max_blocks))
 
     def clear(self) -> None:
-        """Forget all: the tree they refer to is gone."""
+        """Forget all announcements: the tree they refer to is empty."""
         for lease in self.by_place.values():
             lease.pending = lease.place = None
         self.by_place.clear()
 
     def _common(self, theirs: TokenPath, mine: TokenPath, block: int, max_blocks: int) -> int:
-        """Blocks from `block` on that are the same in both paths."""
-        end = min(theirs.num_blocks(self._tree.scheme.block_tokens), max_blocks)
-        first = self._tree.first
-        same = (first(theirs, at) == first(mine, at) for at in range(block, end))
-        return next((i for i, equal in enumerate(same) if not equal), end - block)
+        """How many blocks, from `block` on, are equal in both paths.
+
+        One numpy comparison: block by block, a prompt of 128k tokens would take 16 ms.
+        """
+        size = self._tree.scheme.block_tokens
+        end = min(theirs.num_blocks(size), max_blocks)
+        differs = (
+            theirs.tokens[block * size : end * size] != mine.tokens[block * size : end * size]
+        )
+        first = int(np.argmax(differs)) if differs.any() else len(differs)
+        count = first // size
+        if theirs.media is not None or mine.media is not None:
+            a, b = theirs.media or {}, mine.media or {}
+            touched = (
+                i for i in {*a, *b} if block <= i < block + count and a.get(i) != b.get(i)
+            )
+            count = min(touched, default=block + count) - block
+        return count

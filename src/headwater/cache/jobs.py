@@ -1,16 +1,19 @@
-"""Transfers in flight: what each will attach where, and what it holds until then."""
+"""The table of jobs in flight: what each job holds, and which nodes it concerns.
+
+It is the only table. A job that is not in it has ended; its outcome changes nothing.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from headwater.cache.node import Node
-from headwater.cache.plan import Promotion, TransferJob
-from headwater.types import JobId
+from headwater.cache.plan import Job, JobOutcome, LoadJob, OffloadJob, TransferJob
+from headwater.types import JobId, Tier
 
 
 @dataclass(slots=True)
 class Segment:
-    """Blocks [start, start + count) of the run of `node`."""
+    """Blocks [start, start + count) of `node`, counted from the node's first block."""
 
     node: Node
     start: int
@@ -19,26 +22,50 @@ class Segment:
 
 @dataclass(slots=True, eq=False)
 class JobRecord:
-    """One transfer and the part of the tree it concerns, root side first.
+    """One job in flight and the nodes it concerns, root side first.
 
-    The last node is pinned, and with it the path above, from start to end; splits divide the
-    segments, so a job is about blocks and never about how they are cut into nodes.
+    A job describes blocks, never how they are divided into nodes: when a node is split, the
+    segments are divided with it. Lookups and removals have no segments.
     """
 
-    transfer: TransferJob
-    segments: list[Segment]
-    node: Node
-    """The last node of the path it pins."""
+    plan: Job
+    segments: list[Segment] = field(default_factory=list)
+    node: Node | None = None
+    """The last node of the path of the segments."""
 
     cold: bool = False
-    """Planned because its blocks were next to be evicted: they are so again afterwards."""
+    """The job copies the next victims of the device tier, which become victims again when it
+    ends."""
 
     timed_out: bool = False
     detached: bool = False
-    """Timed out, and no longer about any node: only its target slots are kept from others."""
+    """Timed out and no longer related to any node. Only slots are still kept for the job."""
+
+    deferred: list[JobOutcome] | None = None
+    """Outcomes received while a step in flight uses the slots; None when none does."""
+
+    @property
+    def pins_path(self) -> bool:
+        """Whether the job pins the path of its last node, on the device.
+
+        Only copies from or to the device need that. A job between host and storage holds the
+        host slots that it reads or writes, and nothing on the device: storage may be slow, and
+        admission must not wait for it.
+        """
+        plan = self.plan
+        return (
+            isinstance(plan, TransferJob)
+            and Tier.DEVICE in (plan.source, plan.target)
+            and not self.detached
+        )
 
     def divide(self, head: Node, tail: Node, at: int) -> None:
-        """`tail` was split before its block `at`, and `head` is the new first part."""
+        """`tail` was split before its block `at`; `head` is the new node with the first part.
+
+        before   | . . . . tail . . . . |     segment: [start, end) of tail
+        after    | head  |     tail     |     [start, at) of head, [0, end - at) of tail
+                 0       at
+        """
         divided: list[Segment] = []
         for segment in self.segments:
             if segment.node is not tail:
@@ -48,6 +75,7 @@ class JobRecord:
             if start < at:
                 divided.append(Segment(head, start, min(end, at) - start))
             if end > at:
+                # Positions in the tail are counted from its own first block, which was `at`.
                 divided.append(Segment(tail, max(start, at) - at, end - max(start, at)))
         self.segments = divided
         if any(segment.node is head for segment in divided):
@@ -58,44 +86,53 @@ class JobRecord:
 
 @dataclass(slots=True)
 class JobTable:
-    """The jobs in flight, by number."""
+    """The jobs in flight, by number. `node.jobs` lists the jobs with a segment in that node."""
 
     by_id: dict[JobId, JobRecord] = field(default_factory=dict)
-    _next: int = 0
+    _last: int = 0
 
     def new_id(self) -> JobId:
         """A number that no job has had."""
-        self._next += 1
-        return JobId(self._next)
+        self._last += 1
+        return JobId(self._last)
 
-    def start(self, job: JobRecord) -> None:
-        """`job` is in flight from now on."""
-        self.by_id[job.transfer.job] = job
-        for node in {segment.node for segment in job.segments}:
-            node.jobs = (*node.jobs, job)
+    def start(self, record: JobRecord) -> None:
+        """Add a job to the table."""
+        self.by_id[record.plan.job] = record
+        for node in {segment.node for segment in record.segments}:
+            node.jobs = (*node.jobs, record)
 
-    def finish(self, job: JobRecord) -> None:
-        """`job` is over: it concerns no node any more."""
-        del self.by_id[job.transfer.job]
-        _leave(job)
+    def remove(self, record: JobRecord) -> None:
+        """The job has ended: it leaves the table and its nodes."""
+        del self.by_id[record.plan.job]
+        _leave_nodes(record)
 
-    def detach(self, job: JobRecord) -> None:
-        """`job` is still in flight, and concerns no node any more."""
-        _leave(job)
-        job.segments = []
-        job.detached = True
+    def detach(self, record: JobRecord) -> None:
+        """The job stays in the table but no longer concerns any node."""
+        _leave_nodes(record)
+        record.segments = []
+        record.node = None
+        record.detached = True
+
+    def to_storage(self) -> set[JobId]:
+        """Writes to storage whose executor may still be at work."""
+        return {
+            number
+            for number, record in self.by_id.items()
+            if isinstance(record.plan, OffloadJob) and record.plan.target is Tier.STORAGE
+        }
 
 
-def _leave(job: JobRecord) -> None:
-    for node in {segment.node for segment in job.segments}:
-        node.jobs = tuple(other for other in node.jobs if other is not job)
+def _leave_nodes(record: JobRecord) -> None:
+    for node in {segment.node for segment in record.segments}:
+        node.jobs = tuple(other for other in node.jobs if other is not record)
 
 
-def leading(job: JobRecord, num_blocks: int) -> Iterator[tuple[Segment, int]]:
-    """The segments of the first `num_blocks` blocks of `job`, the last cut to fit, each with
-    the number of blocks before it."""
+def leading(record: JobRecord, num_blocks: int) -> Iterator[tuple[Segment, int]]:
+    """The segments of the first `num_blocks` blocks of a job, the last one shortened to fit,
+    each with the number of the job's blocks before it."""
     at = 0
-    for segment in job.segments:
+    for segment in record.segments:
         count = min(segment.count, num_blocks - at)
         if count <= 0:
             return
@@ -103,9 +140,9 @@ def leading(job: JobRecord, num_blocks: int) -> Iterator[tuple[Segment, int]]:
         at += count
 
 
-def loading_job(node: Node) -> JobId | None:
-    """The job that is bringing blocks of `node` up a tier, if one is."""
-    for job in node.jobs:
-        if isinstance(job.transfer, Promotion) and not job.timed_out:
-            return job.transfer.job
+def loading_job(node: Node) -> LoadJob | None:
+    """The job that is copying blocks of `node` to a higher tier, if there is one."""
+    for record in node.jobs:
+        if isinstance(record.plan, LoadJob) and not record.timed_out:
+            return record.plan
     return None

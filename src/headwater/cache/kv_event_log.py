@@ -1,7 +1,7 @@
-"""Records what the cache gains and loses, tier by tier, for those who follow it from outside.
+"""Records which blocks the cache gains and loses, by tier, for subscribers of KV events.
 
-Pure: facts pile up until they are taken, in the order in which they became true. A cache that
-nobody follows has no recorder and computes no key for this.
+Pure: events accumulate, in the order in which they happened, until they are taken. Without a
+subscriber there is no log, and no key is computed for it.
 """
 
 from collections.abc import Iterator
@@ -14,40 +14,40 @@ from headwater.types import Tier
 
 
 class KVEventLog:
-    """The changes since the last `take`, and the whole state on request."""
+    """The changes since the last `take`, and a snapshot on request."""
 
     def __init__(self, tree: PrefixTree) -> None:
         self._tree = tree
         self._events: list[CacheEvent] = []
 
     def stored(self, node: Node, tier: Tier, start: int, end: int) -> None:
-        """Blocks [start, end) of the run of `node` are in `tier` from now on."""
+        """Blocks [start, end) of `node` are in `tier` from now on."""
         if start < end:
             self._events.append(self._stored(node, tier, start, end))
 
     def removed(self, node: Node, tier: Tier, start: int, end: int) -> None:
-        """Blocks [start, end) of the run of `node` have left `tier`; their keys are known, for
-        they were told when they came."""
+        """Blocks [start, end) of `node` have left `tier`. Their keys are known, because they were
+        computed when the blocks were recorded as stored."""
         if start >= end:
             return
         keys = self._tree.keys(node)[start:end]
         last = self._events[-1] if self._events else None
         if isinstance(last, BlocksRemoved) and last.tier is tier:
-            last.keys.extend(keys)  # an eviction is one fact; nobody has seen it yet
+            last.keys.extend(keys)  # one event per eviction; this one was not taken yet
         else:
             self._events.append(BlocksRemoved(tier=tier, keys=keys))
 
     def cleared(self) -> None:
-        """Nothing is cached any more; what was not told yet need not be."""
+        """Nothing is cached any more. Events that were not taken yet are dropped."""
         self._events = [BlocksCleared()]
 
     def take(self) -> list[CacheEvent]:
-        """What happened since the last call, in order."""
+        """The events since the last call, in order."""
         taken, self._events = self._events, []
         return taken
 
     def snapshot(self) -> Iterator[BlocksStored]:
-        """All that is cached now, parents before children. O(everything)."""
+        """Every block that is cached now, parents before children. O(blocks)."""
         for node in self._tree.nodes():
             lengths = (len(node.device), len(node.host), node.num_stored)
             for tier, count in zip(Tier, lengths, strict=True):
@@ -67,7 +67,7 @@ class KVEventLog:
 
 
 def _namespace(node: Node) -> Namespace:
-    """Whose block it is: what the root of its path says."""
+    """The namespace of a node, from the root of its path."""
     while node.parent is not None:
         node = node.parent
     return node.namespace or SHARED

@@ -1,4 +1,4 @@
-"""A pin on a path: its device blocks stay where they are until the lease is released."""
+"""A lease: a pin on a path with an owner. Its device blocks stay until it is released."""
 
 from headwater.cache.keys import Namespace, TokenPath
 from headwater.cache.node import Node
@@ -6,10 +6,10 @@ from headwater.types import EMPTY, RequestId, Slots
 
 
 class Lease:
-    """Made and changed by `TieredCache` only; released once, by its owner or by expiry.
+    """Created and changed by `TieredCache` only; released once, by its owner or by expiry.
 
-    A lease grows when its owner commits. It survives splits: it refers to the last node of
-    its path, and a split leaves that node the tail.
+    A lease grows when its owner commits. It survives splits, because it refers to the last
+    node of its path, and a split leaves that node as the tail.
     """
 
     __slots__ = (
@@ -38,16 +38,16 @@ class Lease:
         self.owner = owner
         self.node = node
         self.num_blocks = num_blocks
-        """Leading blocks of the owner's path that are settled: leased, or committed since."""
+        """Leading blocks of the owner's path that are leased, or were committed since."""
         self.namespace: Namespace = path.namespace
         self.path = path
-        """The longest path its owner has shown: the prompt, later what was committed."""
+        """The longest path known of its owner: the prompt, later what was committed."""
         self.prompt_tokens = len(path.tokens)
         self.since = now
         self.expires_s = expires_s
         self.slots: Slots = EMPTY
-        """Device slots of the blocks found when the lease was made, in position order."""
+        """Device slots of the blocks found when the lease was created, in token order."""
         self.pending: TokenPath | None = None
-        """The path its owner has announced, while some of it is not committed."""
+        """The path that its owner announced, while part of it is not committed."""
         self.place: tuple[Node, bytes] | None = None
-        """Where that is known: the node it continues, and its next block."""
+        """Key of the announcement: the node it continues, and its next block."""

@@ -1,7 +1,7 @@
-"""What the cache saved: tokens by where they came from, and the reasons for what was missed.
+"""Hit and miss counters: prompt tokens by the tier they were found in, and miss reasons.
 
-Counters only; ratios are the reader's. A match is counted when it is leased, once a request:
-probes and resumed sequences are not counted again.
+Counters only; the reader computes ratios. A match is counted when it is leased, once per
+request: probes and resumed sequences are not counted again.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from headwater.types import Tier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerStats:
-    """Totals since the cache was made."""
+    """Totals since the cache was created."""
 
     queries: int
     prompt_tokens: int
@@ -30,7 +30,7 @@ class LedgerStats:
 
 
 class Ledger:
-    """The running totals; one `record` a request."""
+    """The running totals; `record` is called once per request."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
@@ -40,7 +40,7 @@ class Ledger:
         self._reasons: Counter[MissReason] = Counter()
 
     def record(self, match: Match) -> None:
-        """Count one match that a request is going to use."""
+        """Count a match that a request is going to use."""
         self._queries += 1
         self._prompt_tokens += len(match.path.tokens)
         blocks = self._blocks

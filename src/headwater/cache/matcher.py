@@ -9,7 +9,7 @@ from headwater.cache.tree import PrefixTree
 
 
 class Matcher:
-    """Looks at the tree, at what is being computed, and at what is remembered."""
+    """Searches the tree, the prefixes being computed, and the ghosts."""
 
     def __init__(self, tree: PrefixTree, in_flight: InFlightPrefixes, ghosts: Ghosts) -> None:
         self._tree = tree
@@ -28,7 +28,7 @@ class Matcher:
         return match
 
     def _explain(self, match: Match, found: int) -> None:
-        """Say why `match` ended after `found` blocks."""
+        """Set the reason why `match` ended after `found` blocks."""
         match.reason = MissReason.NEVER_SEEN
         path = match.path
         nodes = match.nodes
@@ -47,13 +47,14 @@ class Matcher:
 
 
 def _measure(match: Match, found: int) -> None:
-    """Count the blocks of `match` in each tier; `found` of them match in all."""
+    """Count the blocks of `match` in each tier; `found` is their sum."""
     for node in match.nodes:
         if len(node.device) < node.num_blocks:
             break
     else:
         match.device_blocks = found
         return
+    # A block counts for the highest tier that has it: first the device, then the host.
     left = found
     for node in match.nodes:
         count = min(node.num_blocks, left)

@@ -1,6 +1,6 @@
-"""A node of the prefix tree: a run of blocks, and where each of them is.
+"""A node of the prefix tree: a run of consecutive blocks, and where each of them is.
 
-In each tier a node has a *leading* part of its run, so three lengths say everything:
+In each tier a node has a *leading* part of its run, so three lengths describe it completely:
 
     blocks    0 . . . . . . . num_blocks
     device    |=======|                     len(device) slots
@@ -19,20 +19,21 @@ if TYPE_CHECKING:
     from headwater.cache.jobs import JobRecord
     from headwater.cache.keys import Namespace
     from headwater.cache.plan import MissReason
+    from headwater.cache.sessions import SessionEntry
 
 
 class RetentionMark(NamedTuple):
-    """What an eviction policy remembers of a run: when it was used, and what it is like."""
+    """What an eviction policy remembers about a run: when it was used, and its class."""
 
     used_s: float
     run_class: int
 
 
 class Node:
-    """Owned by `PrefixTree`; its residency is changed by `TieredCache` and its parts only.
+    """Owned by `PrefixTree`. Only `TieredCache` and its parts change which blocks it has.
 
-    A split makes a new node for the *head* and leaves this one the tail, so whoever refers to
-    a node refers to the same last block for ever, or sees `gone`.
+    A split makes a new node for the *head* and leaves this node as the tail. So a reference to
+    a node always means the same last block, or finds `gone`.
     """
 
     __slots__ = (
@@ -54,8 +55,9 @@ class Node:
         "num_stored",
         "parent",
         "pins",
-        "settled",
+        "sessions",
         "start",
+        "suspended_at",
         "tokens",
         "uid",
         "used",
@@ -65,38 +67,46 @@ class Node:
         self.parent = parent
         self.children: dict[bytes, Node] = {}
         self.first = first
-        """What the parent finds this node by: the bytes of the first block and its media."""
+        """The parent's key for this node: the bytes of its first block and of that block's
+        media."""
         self.start = start
         """Blocks before this node on its path."""
         self.uid = uid
         self.num_blocks = 0
         self.tokens = b""
-        """`num_blocks` blocks of int32; after those, some that it had before it was cut short."""
+        """`num_blocks` blocks of int32. It may be followed by blocks that the node had before
+        it was shortened."""
         self.lost: MissReason | None = None
-        """Why the block that follows in `tokens`, if one does, is not here any more."""
+        """Why the block that follows `num_blocks` in `tokens`, if there is one, was removed."""
         self.media: Mapping[int, bytes] | None = None
         self.namespace: Namespace | None = None
-        """Of a root: whose blocks are below it."""
+        """Only for a root: the namespace of all blocks below it."""
         self.keys: list[BlockKey] | None = None
-        """Content keys of the leading blocks, once somebody asked."""
+        """Block keys of the leading blocks, once they were needed."""
         self.device = EMPTY
         self.host = EMPTY
         self.num_stored = 0
         self.device_children = 0
-        """Children with blocks on the device; likewise below."""
+        """Children with blocks on the device."""
         self.host_children = 0
+        """Children with blocks on the host."""
         self.pins = 0
-        """Leases and jobs that go through this node; a pin on a node is on all above it too."""
+        """Leases and jobs whose path includes this node. A pin on a node is also on all of its
+        ancestors."""
         self.jobs: tuple[JobRecord, ...] = ()
+        """Jobs with a segment in this node. While there is one, the host blocks of the node
+        are not evicted."""
         self.hits = 0
-        self.settled = -1
-        """The `used` at which the last write of this node was settled."""
+        self.suspended_at = -1
+        """The value of `used` at which writing this node was suspended."""
         self.used = 0
         """Tick of the last release; orders nodes by age."""
         self.mark: RetentionMark | None = None
-        """Set when the path is released, and read, by policies that mark runs."""
+        """Set and read by eviction policies that mark runs, when the path is released."""
+        self.sessions: set[SessionEntry] | None = None
+        """Sessions whose last request ended with this node; None when there is none."""
         self.gone = False
-        """Terminal: no longer in the tree. It keeps slots only while it is pinned."""
+        """Final: the node has left the tree. It keeps slots only while it is pinned."""
 
     @property
     def end(self) -> int:

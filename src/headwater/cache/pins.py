@@ -1,7 +1,7 @@
-"""Pins: what may not be evicted. A pin on a node is a pin on its whole path.
+"""Pins prevent eviction from the device. A pin on a node is a pin on its whole path.
 
-So an unpinned node has nothing pinned below it, and every block of every unpinned node can
-be evicted: the count of evictable blocks is exact, and taking slots is all or nothing.
+So nothing below an unpinned node is pinned, and every device block of an unpinned node can be
+evicted. Therefore the count of evictable blocks is exact, and taking slots is all or nothing.
 """
 
 from collections.abc import Sequence
@@ -13,28 +13,28 @@ from headwater.cache.policy import MarkedRun
 from headwater.cache.pool import SlotState
 from headwater.cache.tier_pool import TierPool
 from headwater.cache.tree import PrefixTree
+from headwater.cache.write_queue import WriteQueue
 from headwater.types import EMPTY, Slots, Tier
 
 
 class Pins:
-    """Keeps the eviction orders in step with pins, splits and resets."""
+    """Keeps the eviction orders correct when nodes are pinned, split or reset."""
 
-    def __init__(self, tree: PrefixTree, device: TierPool, host: TierPool) -> None:
+    def __init__(
+        self, tree: PrefixTree, device: TierPool, host: TierPool, writes: WriteQueue
+    ) -> None:
         self._tree = tree
+        self._writes = writes
         self._device = device
         self._host = host
         self._has_host = host.pool.num_slots > 0
-        self._tick = 0
+        self.tick = 0
+        """How many paths were released so far; `used` of a node is one of these values."""
         self.retired: set[Node] = set()
-        """Nodes of an earlier generation that are pinned still, and own their slots."""
-
-    @property
-    def tick(self) -> int:
-        """How many paths were released so far; `used` of a node is one of these."""
-        return self._tick
+        """Nodes removed by a reset that are still pinned and own their slots."""
 
     def pin(self, node: Node) -> None:
-        """Keep `node` and all above it."""
+        """Pin `node` and all its ancestors."""
         device = self._device
         at: Node | None = node
         while at is not None:
@@ -47,20 +47,20 @@ class Pins:
             at = at.parent
 
     def extend(self, child: Node) -> None:
-        """A lease that pins the parent of `child` reaches into `child` now."""
+        """A lease that pins the parent of `child` now includes `child`."""
         if not child.pins and len(child.device):
             self._device.discard(child)
         child.pins += 1
 
     def release(self, node: Node, *, now: float) -> None:
-        """Let go of a path that was used: it is the most recent in every tier.
+        """Unpin a path that was used: it becomes the most recently used in every tier.
 
-        Deepest first, so that in the order a node comes before its parent.
+        The deepest node is added first, so that a node precedes its parent in the order.
         """
-        self._tick += 1
-        tick = self._tick
+        self.tick += 1
+        tick = self.tick
         if node.gone:
-            self._drain(self._unpin(node))
+            self._free_slots(self._decrement(node))
             return
         device = self._device
         at: Node | None = node
@@ -77,15 +77,15 @@ class Pins:
                 self._host.add(at, now)
             at = at.parent
 
-    def let_go(self, node: Node, *, now: float, cold: bool = False) -> None:
-        """Take a pin off a path that was not used meanwhile, only kept.
+    def unpin(self, node: Node, *, now: float, cold: bool = False) -> None:
+        """Unpin a path that a job kept but no request used.
 
         With `cold`, the node and what was last used with it are the next to be evicted.
         """
-        free = self._unpin(node)
-        # Storage may have lost the end of the path meanwhile, a reset all of it.
-        self._drain([at for at in free if at.gone])
-        resident = [at for at in free if len(at.device)]
+        unpinned = self._decrement(node)
+        # Storage may have lost the end of the path meanwhile, or a reset removed all of it.
+        self._free_slots([at for at in unpinned if at.gone])
+        resident = [at for at in unpinned if len(at.device)]
         for at in resident:
             if not (cold and at.used <= node.used):
                 self._device.add(at, now)
@@ -94,12 +94,13 @@ class Pins:
                 self._device.add(at, now, cold=True)
 
     def mark(self, node: Node, runs: Sequence[MarkedRun], *, now: float) -> None:
-        """Mark every node of the path that ends with `node` as the run of its middle block.
+        """Give each node of the path that ends with `node` the mark of the run that contains
+        its middle block.
 
-        A last run that is to be apart becomes a node of its own, where it is in a longer one.
+        If the last run is `separate` and begins inside a node, that node is split there.
         """
         at, last = node, len(runs) - 1
-        if runs[last].apart and last and runs[last - 1].end > at.start:
+        if runs[last].separate and last and runs[last - 1].end > at.start:
             at.mark = runs[last].mark
             at = self.split(at, runs[last - 1].end - at.start, now)
         while at.parent is not None:
@@ -110,26 +111,27 @@ class Pins:
             at = at.parent
 
     def close(self, node: Node, num_shared: int) -> None:
-        """Nobody will ask for this path again, it is said: what of it nothing else hangs on, from
-        block `num_shared` on, is among the first to go, deepest first."""
+        """The client says that this path is not needed any more.
+
+        Its blocks from `num_shared` on that no other path continues become the first to be
+        evicted, deepest first.
+        """
         own: list[Node] = []
         at = node
-        while at.gone and at.parent is not None:
-            at = at.parent
         while at.parent is not None and at.start >= num_shared:
             if len(at.children) > bool(own):
                 break
             own.append(at)
             at = at.parent
-        for mine in reversed(own):
-            mine.settled = mine.used  # not worth a write, either
-            if len(mine.device) and not mine.pins:
-                self._device.order.close(mine)
-            if len(mine.host) and not mine.jobs:
-                self._host.order.close(mine)
+        for closed in reversed(own):
+            closed.suspended_at = closed.used  # not worth a write either
+            if len(closed.device) and not closed.pins:
+                self._device.order.close(closed)
+            if len(closed.host) and not closed.jobs:
+                self._host.order.close(closed)
 
     def withheld_by(self, node: Node) -> int:
-        """Device blocks that pinning `node` would keep from being evicted."""
+        """Device blocks that would stop being evictable if `node` were pinned."""
         blocks = 0
         at: Node | None = node
         while at is not None and not at.pins:
@@ -138,7 +140,7 @@ class Pins:
         return blocks
 
     def split(self, node: Node, at: int, now: float) -> Node:
-        """Split `node`, and put the head beside it in the orders; return the head."""
+        """Split `node` and put the head next to it in the orders; return the head."""
         on_device = len(node.device) if not node.pins else 0
         on_host = len(node.host) if not node.jobs else 0
         head = self._tree.split(node, at)
@@ -146,15 +148,14 @@ class Pins:
             _place(self._device, head, node, on_device, now)
         if self._has_host:
             _place(self._host, head, node, on_host, now)
+            self._writes.divide(head, node)
         return head
 
     def retire_all(self) -> None:
-        """Empty the tree: free what nobody pins, leave the rest to those who do."""
+        """Empty the tree. Slots of unpinned nodes become free; pinned nodes keep theirs until
+        their pins are released."""
         idle: list[Node] = []
-        for root in self._tree.roots.values():
-            root.gone = True
         for node in self._tree.nodes():
-            node.gone = True
             if not node.pins and len(node.device):
                 self._device.discard(node)
             if not node.jobs and len(node.host):
@@ -164,21 +165,21 @@ class Pins:
             else:
                 idle.append(node)
         self._tree.clear()
-        self._drain(idle)
+        self._free_slots(idle)
 
-    def _unpin(self, node: Node) -> list[Node]:
-        """Take one pin off the path; return the nodes that have none left, deepest first."""
-        free = []
+    def _decrement(self, node: Node) -> list[Node]:
+        """Remove one pin from the path; return the nodes that have none left, deepest first."""
+        unpinned = []
         at: Node | None = node
         while at is not None:
             at.pins -= 1
             if not at.pins:
-                free.append(at)
+                unpinned.append(at)
             at = at.parent
-        return free
+        return unpinned
 
-    def _drain(self, nodes: list[Node]) -> None:
-        """Free the slots of nodes that are gone, in one batch for each tier."""
+    def _free_slots(self, nodes: list[Node]) -> None:
+        """Free the slots of nodes that have left the tree, in one batch per tier."""
         device: list[Slots] = [EMPTY]
         host: list[Slots] = [EMPTY]
         for node in nodes:
@@ -191,21 +192,22 @@ class Pins:
 
 
 def _place(tier_pool: TierPool, head: Node, tail: Node, was_evictable: int, now: float) -> None:
-    """Put the halves of a node that had `was_evictable` blocks in the order of `tier_pool` right.
+    """Correct the order after a split; the whole node had `was_evictable` blocks in it.
 
-    A job may go with one half only, so a half can become evictable by the split.
+    A job may belong to one half only, so a half can become evictable by the split.
     """
-    # The tail keeps its place; the head is pinned or used next, so its place does not matter.
-    evictable = 0 if _kept(tier_pool, tail) else tier_pool.blocks(tail)
+    # The tail keeps its position. The position of the head does not matter, because the caller
+    # pins or uses it next.
+    evictable = 0 if _is_kept(tier_pool, tail) else tier_pool.blocks(tail)
     if was_evictable and not evictable:
         tier_pool.order.discard(tail)
     elif evictable and not was_evictable:
         tier_pool.order.add_cold(tail, now)
     tier_pool.evictable += evictable - was_evictable
-    if tier_pool.blocks(head) and not _kept(tier_pool, head):
+    if tier_pool.blocks(head) and not _is_kept(tier_pool, head):
         tier_pool.add(head, now, cold=True)
 
 
-def _kept(tier_pool: TierPool, node: Node) -> bool:
-    """Whether `node` may not be evicted from `tier_pool`, however old it is."""
+def _is_kept(tier_pool: TierPool, node: Node) -> bool:
+    """Whether `node` must not be evicted from this tier, however old it is."""
     return node.pins > 0 if tier_pool.tier is Tier.DEVICE else bool(node.jobs)

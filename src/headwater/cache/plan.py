@@ -1,11 +1,11 @@
-"""The cache's answers, as values: how far a match reaches, what to copy, how a copy ended.
+"""Values that the cache returns or receives: matches, planned jobs, and how a job ended.
 
-Building one has no effect; whoever receives it may print, compare or replay it.
+Building a value has no effect, so the receiver may print, compare or replay it.
 """
 
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeAlias
 
 from headwater.cache.keys import KeyScheme, TokenPath
 from headwater.cache.node import Node
@@ -13,9 +13,10 @@ from headwater.types import BlockKey, JobId, RequestId, Slots, Tier
 
 
 class MissReason(Enum):
-    """Why a match ended before the last block that was asked for.
+    """Why a match ended before the last requested block.
 
-    A reason is found in the asker's own namespace: it says nothing about other tenants.
+    A reason is looked up in the namespace of the request, so it reveals nothing about other
+    tenants.
     """
 
     NEVER_SEEN = "never_seen"
@@ -26,20 +27,12 @@ class MissReason(Enum):
     EVICTED_HOST = "evicted_host"
     EVICTED_STORAGE = "evicted_storage"
     DAMAGED = "damaged"
-    """It was found in storage, and could not prove what it is."""
+    """Storage had the block, but its checksum or header did not match."""
 
     IN_FLIGHT = "in_flight"
-    """Another sequence is computing it right now."""
+    """Another sequence is computing the block now."""
 
     __hash__ = object.__hash__  # Enum's own is a Python function, three times as slow
-
-
-class TierRange(NamedTuple):
-    """Blocks [start, end) of a path are in `tier`."""
-
-    tier: Tier
-    start: int
-    end: int
 
 
 class InFlight(NamedTuple):
@@ -55,8 +48,8 @@ class Match:
     blocks  |<-- device -->|<-- host -->|<-- storage -->|<-- to compute -->|
             0       device_blocks   + host_blocks   + storage_blocks    max_blocks
 
-    A value: nothing is pinned by it. Not a frozen dataclass, because one is made a request
-    and that would cost more than the walk.
+    A match pins nothing. It is not a frozen dataclass, because one is made per request and a
+    frozen dataclass would cost more than the walk through the tree.
     """
 
     __slots__ = (
@@ -83,34 +76,37 @@ class Match:
         self.host_blocks = 0
         self.storage_blocks = 0
         self.reason: MissReason | None = None
-        """Why it ended; None when every block that was asked for is in some tier."""
+        """Why the match ended; None when every requested block is in some tier."""
         self.in_flight: InFlight | None = None
-        self.loading: JobId | None = None
-        """The job that is bringing the first block beyond the device part one tier up."""
+        self.loading: LoadJob | None = None
+        """The job that is copying the first block after the device part to a higher tier."""
 
     @property
     def num_blocks(self) -> int:
         """Blocks found in any tier."""
         return self.device_blocks + self.host_blocks + self.storage_blocks
 
-    @property
-    def extents(self) -> tuple[TierRange, ...]:
-        """The same as runs in position order; empty ones left out."""
-        host_end = self.device_blocks + self.host_blocks
-        runs = (
-            TierRange(Tier.DEVICE, 0, self.device_blocks),
-            TierRange(Tier.HOST, self.device_blocks, host_end),
-            TierRange(Tier.STORAGE, host_end, host_end + self.storage_blocks),
-        )
-        return tuple(run for run in runs if run.start < run.end)
+
+class JobOwner(Protocol):
+    """The part of the scheduler or engine that asked for a job and is told how it ended.
+
+    `TieredCache.finish_job` calls it on the engine loop's thread.
+    """
+
+    def finish_job(self, job: "Job", outcome: "JobOutcome", now: float) -> None:
+        """`job` ended, and the cache has applied `outcome` already.
+
+        Called once per job. After TIMED_OUT a transfer is reported a second time, when its
+        executor can no longer touch its slots.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TransferJob:
-    """Copy a run of blocks from one tier to the next; one value a run, never one a block.
+    """Copy consecutive blocks from one tier to the next: one job per run, never one per block.
 
-    A tier of slots is addressed by slots, storage by keys; the unused one is empty. Source and
-    target stay pinned until the job has landed and its executor is quiet.
+    Device and host are addressed by slots, storage by keys; the unused field is empty. The
+    cache keeps the slots of both sides from other use until the job ends.
     """
 
     job: JobId
@@ -120,39 +116,47 @@ class TransferJob:
     target_slots: Slots
     keys: tuple[BlockKey, ...] = ()
     parent: BlockKey | None = None
-    """Key of the block before the first of `keys`, for a write to storage."""
+    """For a write to storage: key of the block before the first of `keys`."""
+
+    owner: JobOwner | None = None
+    """Told when the job ends; None when nothing depends on its end."""
 
     @property
     def num_blocks(self) -> int:
         return max(len(self.source_slots), len(self.target_slots))
 
 
-class Promotion(TransferJob):
-    """Up a tier: host to device, or storage to host."""
+class LoadJob(TransferJob):
+    """To a higher tier: host to device, or storage to host."""
 
 
-class Demotion(TransferJob):
-    """Down a tier: device to host, or host to storage."""
+class OffloadJob(TransferJob):
+    """To a lower tier: device to host, or host to storage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Lookup:
-    """Ask storage, of each of some paths, how many of its first so many blocks it has.
+    """Ask storage how many leading blocks of each of several paths it has.
 
-    Its outcome is DONE with the number of leading blocks found of each. It holds nothing.
+    Its outcome is DONE with `found`: the number of leading blocks of each path. It holds no
+    slots.
     """
 
     job: JobId
     questions: tuple[tuple[TokenPath, int], ...]
+    """Each path, and how many of its leading blocks to ask for."""
+
     scheme: KeyScheme
+    owner: JobOwner | None = None
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that are asked for, of all paths."""
+        """Blocks asked for, over all paths."""
         return sum(num_blocks for _, num_blocks in self.questions)
 
     def runs(self) -> list[list[BlockKey]]:
-        """What to ask for, by path. Pure and slow, so made by whoever asks, in whatever thread."""
+        """The keys to ask for, by path. Hashing is slow, so the executor calls this in its
+        own thread."""
         stride, chain = self.scheme.block_tokens * 4, self.scheme.chain
         return [
             chain(
@@ -164,18 +168,23 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Removal:
-    """Have storage forget every block of this deployment.
+    """Remove every block of this deployment from storage.
 
-    Its outcome is DONE with the number of blocks there were. It holds nothing.
+    Its outcome is DONE with the number of blocks removed. It holds no slots.
     """
 
     job: JobId
+    owner: JobOwner | None = None
     num_blocks: int = 0
-    """How many there are is not known before."""
+    """Always 0: the number of blocks is not known in advance."""
+
+
+Job: TypeAlias = TransferJob | Lookup | Removal
+"""Everything that can be started and ends with an outcome."""
 
 
 class JobStatus(Enum):
-    """How a job ended, as its executor tells it."""
+    """How a job ended, as its executor reports it."""
 
     DONE = auto()
     PARTIAL = auto()
@@ -183,29 +192,29 @@ class JobStatus(Enum):
 
     FAILED = auto()
     DAMAGED = auto()
-    """The leading `num_blocks` are good; what storage has after them is not to be used."""
+    """The leading `num_blocks` are good; what storage has after them must not be used."""
 
     ABSENT = auto()
-    """The leading `num_blocks` are good; storage no longer has what follows them."""
+    """The leading `num_blocks` are good; storage no longer has the blocks after them."""
 
     TIMED_OUT = auto()
-    """Nobody waits any longer, but the executor may still touch the slots."""
+    """The deadline passed. The executor may still touch the slots."""
 
     QUIET = auto()
-    """The executor of a timed-out job will touch nothing more."""
+    """The executor of a timed-out job has stopped and cannot touch the slots any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOutcome:
-    """The one end of a job; after TIMED_OUT a second one says that it is quiet."""
+    """The end of a job. A transfer that was TIMED_OUT has a second outcome when it is quiet."""
 
     job: JobId
-    ending: JobStatus
+    status: JobStatus
     num_blocks: int = 0
-    """For PARTIAL, DAMAGED and ABSENT: leading blocks that arrived whole."""
+    """For PARTIAL, DAMAGED and ABSENT: leading blocks that were copied completely."""
 
     found: tuple[int, ...] = ()
-    """Of a lookup: leading blocks that storage has, by path."""
+    """For a lookup: leading blocks that storage has, by path."""
 
 
 class JobEffect(Enum):
@@ -215,10 +224,13 @@ class JobEffect(Enum):
     """At least one block is findable in its new tier."""
 
     NOTHING = auto()
-    """Nothing became findable; what the job held is free again."""
+    """No block became findable; what the job held is free again."""
 
     QUARANTINED = auto()
-    """The job timed out; its slots wait until its executor is quiet."""
+    """The job timed out; the slots it may still touch stay unused until it is quiet."""
+
+    DEFERRED = auto()
+    """A step in flight uses the job's slots; `resume_job` will apply the outcome."""
 
     UNKNOWN = auto()
     """No such job is in flight: a duplicate, or later than its end. Nothing changed."""

@@ -1,7 +1,12 @@
-"""One tier's slots: which are free, and who has the others. Arrays, never a loop over slots.
+"""The slots of one tier and the state of each. Operations on arrays, never a loop over slots.
 
-Every change names the state it expects. A slot that is in another state, or is named twice
-in one batch, is a broken invariant and is found here, before anything is changed.
+    FREE --take--> HELD --commit--> CACHED --evict--> FREE
+    FREE --take--> MOVING --finish--> CACHED, or FREE when the copy failed
+                   MOVING --time out--> QUARANTINED --quiet--> FREE
+                   CACHED --evict while a write reads it--> QUARANTINED --end_read--> FREE
+
+Every change names the state it expects. A slot that is in another state, or is named twice in
+one batch, breaks an invariant; that is detected here, before anything is changed.
 """
 
 from dataclasses import dataclass
@@ -14,31 +19,32 @@ from headwater.types import EMPTY, Slots
 
 
 class SlotState(IntEnum):
-    """Who has a slot. Each slot is in exactly one of these."""
+    """What a slot is used for. Each slot is in exactly one state."""
 
     FREE = 0
     HELD = 1
-    """Being filled by one sequence; not findable."""
+    """One sequence is filling it; its block is not findable."""
 
     CACHED = 2
-    """Owned by a node of the tree."""
+    """A node of the tree owns it."""
 
     MOVING = 3
-    """The target of a transfer in flight; not findable."""
+    """Target of a transfer in flight; its block is not findable."""
 
     QUARANTINED = 4
-    """The target of a transfer that timed out; its executor may still write to it."""
+    """Not in use, but an executor may still write to it or read from it."""
 
 
 _FREE = SlotState.FREE
+_QUARANTINED = SlotState.QUARANTINED
 _BYTE = [bytes([state]) for state in SlotState]
-"""Each state as the byte it is in an array of states."""
+"""Each state as the byte that represents it in the array of states."""
 
 _FEW = 8
-"""Up to this many slots are compared as a set, which is then the faster way."""
+"""Up to this many slots, a Python set finds duplicates faster than numpy."""
 
 _OUTSIDE = 255
-"""No state: what an index that is not a slot finds."""
+"""State of the padding entries: an index that is not a slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +60,10 @@ class PoolStats:
 
 
 class SlotPool:
-    """A fixed set of slots with one state each; taking and freeing n is one operation.
+    """A fixed set of slots, each in one state; taking or freeing n slots is one operation.
 
-    Invariant: the free stack names each slot in state FREE once and no other slot, and the
-    count kept for each state is the true one. `check()` verifies it.
+    Invariant: the free stack contains each slot in state FREE once and no other slot, and the
+    count of each state is correct. `check()` verifies it.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -65,15 +71,21 @@ class SlotPool:
             raise CacheUseError(f"a pool cannot have {num_slots} slots")
         self.num_slots = num_slots
         self.num_free = num_slots
+        # A stack: the free slots are _free[:num_free], the next one to take is the last.
         self._free = np.arange(num_slots, dtype=np.int64)
-        # Twice as long: indices from the end, which numpy would take, meet no state at all.
+        # numpy accepts negative indices and counts them from the end. The array has twice the
+        # length, so that indices -num_slots to -1 find _OUTSIDE instead of another slot's state.
         self._state = np.full(2 * num_slots, _OUTSIDE, dtype=np.uint8)
         self._state[:num_slots] = SlotState.FREE
-        # Scratch for finding a slot that is named twice in one batch.
+        # Scratch memory to find a slot that is named twice in one batch.
         self._mark = np.zeros(num_slots, dtype=np.int32)
         self._ordinal = np.arange(num_slots, dtype=np.int32)
         self._ordinals = self._ordinal.tobytes()
         self._counts = [num_slots, 0, 0, 0, 0]
+        self._readers = np.zeros(num_slots, dtype=np.int32)
+        """How many writes to storage are reading each slot."""
+        self._num_reads = 0
+        """Sum of `_readers`; while it is 0, `free` need not look at the array."""
 
     def take(self, count: int, state: SlotState = SlotState.HELD) -> Slots | None:
         """Move `count` free slots to `state`, or change nothing and return None."""
@@ -100,10 +112,11 @@ class SlotPool:
         self._counts[new] += count
 
     def reuse(self, parts: list[Slots], old: SlotState, new: SlotState) -> Slots:
-        """Free the slots of `parts`, all in state `old`, and take these and all free ones.
+        """Free the slots of `parts`, all in state `old`, and take them and all free slots.
 
-        What an eviction needs: the slots go from one owner to the next in one batch. Both
-        those of the tree and those of the free stack were checked for twins as they went in.
+        An eviction needs exactly this: slots change owner in one batch. Duplicates were ruled
+        out when the slots entered the tree and the free stack. The device tier only: slots
+        that a write to storage reads must go through `free`.
         """
         num_free = self.num_free
         if num_free:
@@ -112,7 +125,7 @@ class SlotPool:
         total = len(slots)
         evicted = slots[num_free:] if num_free else slots
         if self._state[evicted].tobytes().strip(_BYTE[old]):
-            self._explain(evicted, old)
+            self._raise_wrong_state(evicted, old)
         self._state[slots] = new
         self.num_free = 0
         self._counts[_FREE] = 0
@@ -121,10 +134,16 @@ class SlotPool:
         return slots
 
     def free(self, slots: Slots, old: SlotState) -> None:
-        """Give back `slots`, all of which must be in state `old`, in one batch."""
+        """Give back `slots`, all of which must be in state `old`, in one batch.
+
+        A slot that is being read becomes QUARANTINED instead, until the read ends.
+        """
         count = len(slots)
         if not count:
             return
+        if self._num_reads:
+            slots = self._quarantine_read(slots, old)
+            count = len(slots)
         if count == 1 and self._free_one(slots.item(0), old):
             return
         self._require(slots, count, old)
@@ -134,19 +153,22 @@ class SlotPool:
         self._counts[old] -= count
         self._counts[_FREE] += count
 
-    def _free_one(self, slot: int, old: SlotState) -> bool:
-        """Free what most sequences give back, the block they did not fill, in half the time.
+    def begin_read(self, slots: Slots) -> None:
+        """An executor reads these cached slots: they must not be reused before `end_read`."""
+        self._require(slots, len(slots), SlotState.CACHED)
+        self._readers[slots] += 1
+        self._num_reads += len(slots)
 
-        False, and nothing is changed, if it is not a slot in state `old`.
-        """
-        if not 0 <= slot < self.num_slots or self._state.item(slot) != old:
-            return False
-        self._state[slot] = _FREE
-        self._free[self.num_free] = slot
-        self.num_free += 1
-        self._counts[old] -= 1
-        self._counts[_FREE] += 1
-        return True
+    def end_read(self, slots: Slots) -> None:
+        """The read has ended. Slots that lost their block meanwhile become free."""
+        self._readers[slots] -= 1
+        self._num_reads -= len(slots)
+        unused = (self._readers[slots] == 0) & (self._state[slots] == _QUARANTINED)
+        self.free(slots[unused], _QUARANTINED)
+
+    def is_read(self, slots: Slots) -> bool:
+        """Whether an executor reads one of `slots`."""
+        return self._num_reads > 0 and bool((self._readers[slots] > 0).any())
 
     def stats(self) -> PoolStats:
         """How many slots are in each state now."""
@@ -164,16 +186,49 @@ class SlotPool:
         """Every slot in `state`, ascending. O(slots): for checks and tests."""
         return np.flatnonzero(self._state == state)
 
+    @property
+    def array_bytes(self) -> int:
+        """Bytes of the arrays that describe the slots."""
+        return self._free.nbytes + self._state.nbytes + self._mark.nbytes
+
+    def reads(self) -> Slots:
+        """How many executors read each slot; for checks."""
+        return self._readers.astype(np.int64)
+
     def check(self) -> None:
-        """Raise InvariantError if the books do not balance."""
+        """Raise InvariantError if the stack, the states and the counts disagree."""
         free = self._free[: self.num_free]
         if len(np.unique(free)) != self.num_free:
-            raise InvariantError("a slot is free twice")
+            raise InvariantError("a slot is in the free stack twice")
         if not np.array_equal(np.sort(free), self.owned(SlotState.FREE)):
             raise InvariantError("the free stack and the slot states disagree")
         states = self._state[: self.num_slots]
         if np.bincount(states, minlength=len(SlotState)).tolist() != self._counts:
             raise InvariantError("the count of a slot state is wrong")
+        if self._readers.sum() != self._num_reads or self._readers.min(initial=0) < 0:
+            raise InvariantError("the number of slots being read is wrong")
+
+    def _free_one(self, slot: int, old: SlotState) -> bool:
+        """Free one slot in half the time: most sequences give back one unfilled block.
+
+        Returns False and changes nothing if it is not a slot in state `old`.
+        """
+        if not 0 <= slot < self.num_slots or self._state.item(slot) != old:
+            return False
+        self._state[slot] = _FREE
+        self._free[self.num_free] = slot
+        self.num_free += 1
+        self._counts[old] -= 1
+        self._counts[_FREE] += 1
+        return True
+
+    def _quarantine_read(self, slots: Slots, old: SlotState) -> Slots:
+        """Quarantine those of `slots` that are being read; return the others."""
+        self._require(slots, len(slots), old)
+        is_read = self._readers[slots] > 0
+        if is_read.any():
+            self.move(slots[is_read], old, _QUARANTINED)
+        return slots[~is_read]
 
     def _require(self, slots: Slots, count: int, state: SlotState) -> None:
         """Raise unless every slot exists, is in `state`, and is named once."""
@@ -181,9 +236,10 @@ class SlotPool:
             found = self._state[slots]
         except IndexError as exc:
             raise InvariantError(f"a slot is outside the pool of {self.num_slots}") from exc
-        # What is left of the bytes without those of the state: the fastest way to compare all.
+        # Strip the expected byte from both ends: anything left is a slot in another state. This
+        # is the fastest comparison of all bytes with one value.
         if found.tobytes().strip(_BYTE[state]):
-            self._explain(slots, state)
+            self._raise_wrong_state(slots, state)
         if count > 1 and not self._is_each_once(slots, count):
             raise InvariantError("a slot is named twice in one batch")
 
@@ -192,11 +248,12 @@ class SlotPool:
             return len(set(slots.tolist())) == count
         if count > self.num_slots:
             return False
-        # Where two entries name one slot, the later ordinal is in both places.
+        # Write 0, 1, 2 … to the named slots and read them back. Where two entries name one
+        # slot, the first reads back the ordinal of the second.
         self._mark[slots] = self._ordinal[:count]
         return self._ordinals.startswith(self._mark[slots].tobytes())
 
-    def _explain(self, slots: Slots, state: SlotState) -> None:
+    def _raise_wrong_state(self, slots: Slots, state: SlotState) -> None:
         wrong = slots[self._state[slots] != state]
         if self._state[wrong[0]] == _OUTSIDE:
             raise InvariantError(f"slot {wrong[0]} is outside the pool of {self.num_slots}")

@@ -14,11 +14,12 @@ from headwater.cache.write_queue import WriteQueue
 from headwater.types import EMPTY, Slots, Tier
 
 _SHORT_RUN = 64
-"""A run up to this many blocks is extended in place whatever is appended."""
+"""A node of up to this many blocks is always extended in place."""
 
 
 class Publisher:
-    """Find or create: where two sequences computed the same block, the first published stays."""
+    """Finds or creates nodes. If two sequences computed the same block, the first one published
+    stays."""
 
     def __init__(
         self,
@@ -37,7 +38,8 @@ class Publisher:
         self._events = events
 
     def publish(self, lease: Lease, path: TokenPath, slots: Slots, now: float) -> Slots:
-        """Find or create a node for each block; return the slots nobody needs."""
+        """Find or create a node for each block; return the slots of blocks that were published
+        already."""
         pool = self._pool
         pool.move(slots, SlotState.HELD, SlotState.CACHED)
         node, at, surplus = lease.node, 0, []
@@ -59,36 +61,57 @@ class Publisher:
         pool.move(rest, SlotState.CACHED, SlotState.HELD)
         return rest
 
-    def make_child(self, parent: Node, first: bytes, path: TokenPath, count: int) -> Node:
-        """A new node after `parent`, in no tier yet."""
+    def learn_stored(self, path: TokenPath, count: int, now: float) -> None:
+        """Storage has the first `count` blocks of `path`: find or create their nodes."""
+        node, block = self._tree.root(path.namespace), 0
+        self._pins.pin(node)
+        while block < count:
+            first = self._tree.first(path, block)
+            child = node.children.get(first)
+            if child is None:
+                child = self._make_child(node, first, path, count - block)
+                self._tree.stored_only[child] = None
+            common = self._tree.common(child, path, block, count)
+            if common < child.num_blocks:
+                child = self._pins.split(child, common, now)
+            known, child.num_stored = child.num_stored, common
+            if self._events is not None:
+                self._events.stored(child, Tier.STORAGE, known, common)
+            self._pins.extend(child)
+            node, block = child, block + common
+        self._tree.version += 1
+        self._pins.release(node, now=now)
+
+    def _make_child(self, parent: Node, first: bytes, path: TokenPath, count: int) -> Node:
+        """Create a node after `parent` that has no blocks in any tier yet."""
         uid = self._ghosts.revive(parent, parent.end, first)
-        return self._tree.graft(parent, first, path, count, uid or self._tree.new_uid())
+        return self._tree.add_child(parent, first, path, count, uid or self._tree.new_uid())
 
     def _append(self, parent: Node, first: bytes, path: TokenPath, slots: Slots) -> Node:
-        """Put blocks that nobody has published after `parent`, which this lease pins."""
+        """Add blocks that are not in the tree after `parent`, which this lease pins."""
         count = len(slots)
         if _can_extend(parent, count):
             self._tree.extend(parent, path, count)
             parent.device = np.concatenate((parent.device, slots))
             node = parent
         else:
-            node = self.make_child(parent, first, path, count)
+            node = self._make_child(parent, first, path, count)
             node.device = slots
             node.pins = 1
             parent.device_children += 1
         if self._events is not None:
             self._events.stored(node, Tier.DEVICE, node.num_blocks - count, node.num_blocks)
         if self._writes.through:
-            self._writes.want(node)
+            self._writes.add(node)
         return node
 
     def _join(
         self, child: Node, path: TokenPath, block: int, slots: Slots, now: float
     ) -> tuple[Node, int, int]:
-        """Move a lease into `child`, which is in the tree already.
+        """Extend a lease to `child`, which is in the tree already.
 
-        Returns the node the lease goes to, how many of its blocks the device had (those slots
-        are surplus; the others are taken over), and how many blocks are common.
+        Returns the new last node of the lease, how many of its blocks were on the device (those
+        slots are surplus; the node takes the others), and how many blocks are common.
         """
         common = self._tree.common(child, path, block, block + len(slots))
         if common < child.num_blocks:
@@ -99,19 +122,21 @@ class Publisher:
             child.device = np.concatenate((child.device, slots[known:common]))
             if self._events is not None:
                 self._events.stored(child, Tier.DEVICE, known, common)
+            self._tree.version += 1
             if not known:
                 child.parent.device_children += 1  # type: ignore[union-attr]  # not a root
                 self._tree.stored_only.pop(child, None)
             if self._writes.through:
-                self._writes.want(child)
+                self._writes.add(child)
         return child, known, common
 
 
 def _can_extend(node: Node, count: int) -> bool:
-    """Whether appending to the run of `node` is better than a new node after it.
+    """Whether to append to `node` instead of creating a node after it.
 
-    Only where nobody else can tell the difference: a leaf that one lease pins. Each time
-    copies the run, so a long one is extended by a good part of its length or not at all.
+    Only a leaf that one lease pins may change its last block, because others refer to a node
+    as the end of a path. Appending copies the tokens of the node; a long node is therefore
+    extended only by at least an eighth of its length, which keeps the total cost linear.
     """
     return (
         node.pins == 1

@@ -1,31 +1,31 @@
-"""Attaching blocks to a node in a tier: the one place where a node gains blocks by transfer."""
+"""Attach blocks to a node in a tier: the one place where a node gains blocks by a transfer."""
 
 import numpy as np
 
-from headwater.cache.evictor import Evictor
 from headwater.cache.kv_event_log import KVEventLog
 from headwater.cache.node import Node
 from headwater.cache.tier_pool import TierPool
+from headwater.cache.tree import PrefixTree
 from headwater.types import Slots, Tier
 
 
 class Residency:
-    """Adds to what a node has in a tier, keeping its parent's counts and the orders true."""
+    """Adds blocks to a node and keeps the counts of its parent and the host order correct."""
 
     def __init__(
-        self, host: TierPool, evictor: Evictor, events: KVEventLog | None = None
+        self, tree: PrefixTree, host: TierPool, events: KVEventLog | None = None
     ) -> None:
+        self._tree = tree
         self._host = host
-        self._evictor = evictor
         self._events = events
 
     def attach(self, node: Node, tier: Tier, start: int, count: int, slots: Slots) -> bool:
-        """`node` has blocks [start, start + count) of its run in `tier` now.
+        """Record that `node` has its blocks [start, start + count) in `tier`.
 
-        False, and no change, when they do not follow what it has there: it is gone, or
-        somebody else was faster.
+        Returns False and changes nothing when the blocks do not follow what the node has in
+        that tier: the node left the tree, became shorter, or got the blocks another way.
         """
-        if node.gone or node.parent is None:
+        if node.gone or node.parent is None or start + count > node.num_blocks:
             return False
         if tier is Tier.DEVICE:
             attached = self._attach_device(node, node.parent, start, slots)
@@ -35,13 +35,15 @@ class Residency:
             attached = node.num_stored == start
             if attached:
                 node.num_stored = start + count
-        if attached and self._events is not None:
-            self._events.stored(node, tier, start, start + count)
+        if attached:
+            self._tree.version += 1
+            if self._events is not None:
+                self._events.stored(node, tier, start, start + count)
         return attached
 
-    def touch_host(self, node: Node, *, now: float) -> None:
-        """Make the path that ends with `node` the most recent of the host tier."""
-        at: Node | None = node
+    def touch_host(self, node: Node | None, *, now: float) -> None:
+        """Make the path that ends with `node` the most recently used of the host tier."""
+        at = node
         while at is not None:
             if len(at.host) and not at.jobs and not at.gone:
                 if at in self._host.order:
@@ -50,11 +52,13 @@ class Residency:
             at = at.parent
 
     def _attach_device(self, node: Node, parent: Node, start: int, slots: Slots) -> bool:
+        # The parent may have been evicted meanwhile. A device block without its parent on the
+        # device could never be found, because a match walks from the root.
         if len(node.device) != start or len(parent.device) != parent.num_blocks:
             return False
         if not start:
             parent.device_children += 1
-            self._evictor.stored_only.pop(node, None)
+            self._tree.stored_only.pop(node, None)
         node.device = np.concatenate((node.device, slots))
         return True
 
@@ -64,6 +68,6 @@ class Residency:
             return False
         if not start:
             parent.host_children += 1
-            self._evictor.stored_only.pop(node, None)
+            self._tree.stored_only.pop(node, None)
         node.host = np.concatenate((node.host, slots))
         return True

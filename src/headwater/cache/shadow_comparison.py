@@ -110,7 +110,7 @@ class _Follower(SessionPolicy):
 
     runs: Sequence[MarkedRun] = ()
 
-    def visit(self, lease: Lease, turn: FinishedRequest, now: float) -> Sequence[MarkedRun]:
+    def visit(self, lease: Lease, finished: FinishedRequest, now: float) -> Sequence[MarkedRun]:
         return self.runs
 
 
@@ -140,6 +140,6 @@ class _Small:
             cache.commit(lease, path, slots, now=now)
         if isinstance(self._order, _Follower):
             self._order.runs = visit.runs
-        cache.release(lease, now=now, turn=FinishedRequest(0, 0))
+        cache.release(lease, now=now, finished=FinishedRequest(0, 0))
         cache.trim(room)
         return found

@@ -1,4 +1,4 @@
-"""A snapshot of the cache, for whoever reports on it."""
+"""A snapshot of the cache's counters."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from headwater.cache.sessions import SessionStats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheStats:
-    """A snapshot of the cache. Counters only; ratios are the reader's."""
+    """Counters only; the reader computes ratios."""
 
     device: PoolStats
     host: PoolStats

@@ -7,7 +7,7 @@ from headwater.types import Tier
 
 
 class TierPool:
-    """Pool and order of the device or the host tier, and the blocks in that order."""
+    """Slots and eviction order of the device or the host tier."""
 
     __slots__ = ("evictable", "evicted", "order", "pool", "tier")
 
@@ -18,14 +18,14 @@ class TierPool:
         self.evictable = 0
         """Blocks of the nodes in the order."""
         self.evicted = 0
-        """Blocks evicted from this tier, ever."""
+        """Blocks evicted from this tier since the start."""
 
     def blocks(self, node: Node) -> int:
         """Blocks of `node` in this tier."""
         return len(node.device if self.tier is Tier.DEVICE else node.host)
 
     def add(self, node: Node, now: float, *, cold: bool = False) -> None:
-        """`node` may be evicted from now on: last, or first when `cold`."""
+        """Make `node` evictable: last in the order, or first when `cold`."""
         if cold:
             self.order.add_cold(node, now)
         else:
@@ -33,6 +33,6 @@ class TierPool:
         self.evictable += self.blocks(node)
 
     def discard(self, node: Node) -> None:
-        """`node` may not be evicted any more."""
+        """`node` must not be evicted any more."""
         self.order.discard(node)
         self.evictable -= self.blocks(node)

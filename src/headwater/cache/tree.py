@@ -1,10 +1,11 @@
-"""The prefix tree: path-compressed, block-aligned. Cost is in nodes on a path, not in blocks.
+"""The prefix tree: path-compressed and block-aligned. A walk costs nodes on a path, not blocks.
 
-Local tiers compare tokens and media themselves, byte by byte, so nothing can collide here.
-The tree knows structure only: which node follows which. Residency is its owner's business.
+The tree compares tokens and media byte by byte, never hashes, so nothing can collide here. It
+knows structure only: which node follows which. Its owner decides which blocks are in which tier.
 """
 
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -18,26 +19,29 @@ _ROOTS_BEFORE_PRUNING = 4096
 
 
 class PrefixTree:
-    """One root a namespace; a child is found by the bytes of its first block.
+    """One root per namespace; a child is found by the bytes of its first block.
 
     Invariant: siblings differ in their first block; a node starts where its parent ends;
-    no node but a root is empty. `check()` verifies it.
+    only a root is empty. `check()` verifies it.
     """
 
     def __init__(self, scheme: KeyScheme) -> None:
         self.scheme = scheme
         self.version = 0
-        """Counts changes of structure: an answer is current while this stands still."""
+        """Increases with every change of structure or residency. A match is current while it
+        has the same value."""
         self.num_nodes = 0
         self.roots: dict[Namespace, Node] = {}
-        self.stored_only: dict[Node, None] = {}
-        """Nodes that neither the device nor the host has, oldest first; bounded by the evictor."""
+        # An OrderedDict, because finding the first key of a dict whose first entries were
+        # deleted takes time proportional to the number of deletions.
+        self.stored_only: OrderedDict[Node, None] = OrderedDict()
+        """Nodes that are only in storage, oldest first. The evictor bounds their number."""
         self.stride = scheme.block_tokens * 4
         self._next_uid = 0
         self._prune_at = _ROOTS_BEFORE_PRUNING
 
     def root(self, namespace: Namespace) -> Node:
-        """The root of `namespace`, made when there is none yet."""
+        """The root of `namespace`; it is created if necessary."""
         root = self.roots.get(namespace)
         if root is None:
             if len(self.roots) >= self._prune_at:
@@ -48,14 +52,14 @@ class PrefixTree:
         return root
 
     def new_uid(self) -> int:
-        """A number no other node has had."""
+        """A number that no other node has had."""
         self._next_uid += 1
         return self._next_uid
 
     def walk(self, path: TokenPath, max_blocks: int) -> tuple[list[Node], int]:
-        """The nodes that `path` goes through below its root, and how many blocks match.
+        """The nodes of `path` below its root, and how many blocks match. Changes nothing.
 
-        The last node may match only in part. Changes nothing.
+        The last node may match only in part.
         """
         nodes: list[Node] = []
         node = self.roots.get(path.namespace)
@@ -69,7 +73,7 @@ class PrefixTree:
                 break
             nodes.append(node)
             count = node.num_blocks
-            # The usual case of `common`, here once more because every request pays for it.
+            # The usual case of `common`, repeated here because every request pays for the call.
             if (
                 block + count <= max_blocks
                 and plain
@@ -85,14 +89,14 @@ class PrefixTree:
         return nodes, block
 
     def first(self, path: TokenPath, block: int) -> bytes:
-        """What a node that starts with block `block` of `path` is found by."""
+        """The key of a node that starts with block `block` of `path`."""
         stride = self.stride
         first = bytes(path.view[block * stride : (block + 1) * stride])
         media = path.media
         return first if media is None else first + media.get(block, b"")
 
     def common(self, node: Node, path: TokenPath, block: int, max_blocks: int) -> int:
-        """How many leading blocks of `node` are the blocks of `path` from `block` on."""
+        """How many leading blocks of `node` equal the blocks of `path` from `block` on."""
         count = min(node.num_blocks, max_blocks - block)
         stride = self.stride
         run = path.view[block * stride : (block + count) * stride]
@@ -101,13 +105,16 @@ class PrefixTree:
             size = self.scheme.block_tokens
             mine = np.frombuffer(node.tokens, dtype=np.int32, count=count * size)
             theirs = path.tokens[block * size : (block + count) * size]
+            # argmax of a boolean array is the index of the first difference, in tokens.
             count = int((mine != theirs).argmax()) // size
         if node.media is not None or path.media is not None:
             count = _common_media(node, path, block, count)
         return count
 
-    def graft(self, parent: Node, first: bytes, path: TokenPath, count: int, uid: int) -> Node:
-        """A new child of `parent` for the next `count` blocks of `path`, from `first` on."""
+    def add_child(
+        self, parent: Node, first: bytes, path: TokenPath, count: int, uid: int
+    ) -> Node:
+        """Create a child of `parent` for the next `count` blocks of `path`, found by `first`."""
         block = parent.end
         node = Node(parent, first, block, uid)
         node.num_blocks = count
@@ -121,7 +128,7 @@ class PrefixTree:
         return node
 
     def extend(self, node: Node, path: TokenPath, count: int) -> None:
-        """Append blocks [node.end, node.end + count) of `path` to the run of a leaf."""
+        """Append blocks [node.end, node.end + count) of `path` to a leaf."""
         stride = self.stride
         tokens = node.tokens[: node.num_blocks * stride]
         if path.media is not None or node.media is not None:
@@ -134,24 +141,29 @@ class PrefixTree:
         self.version += 1
 
     def path_to(self, node: Node, namespace: Namespace) -> TokenPath:
-        """The path that ends with `node`, or with what of it is still in the tree."""
+        """The path that ends with `node`, which is in the tree."""
         at, runs, media = node, [], {}
         while at.parent is not None:
-            if not at.gone:
-                runs.append(at.tokens[: at.num_blocks * self.stride])
-                media.update({at.start + i: m for i, m in (at.media or {}).items()})
+            runs.append(at.tokens[: at.num_blocks * self.stride])
+            media.update({at.start + i: m for i, m in (at.media or {}).items()})
             at = at.parent
         tokens = np.frombuffer(b"".join(reversed(runs)), dtype=np.int32)
         return TokenPath(tokens, namespace, media)
 
     def split(self, node: Node, at: int) -> Node:
-        """Cut the run of `node` before block `at`; return the new head.
+        """Divide `node` before its block `at`; return the new head.
 
-        The head gets a copy of everything that holds for a whole path (pins, hits, age);
-        slots and jobs are divided. `node` stays the tail.
+            before:  parent --> node [0 ........ num_blocks)
+            after:   parent --> head [0 .. at) --> node [at .. num_blocks)
+
+        `node` stays the tail, so that leases, jobs and sessions that end with it need no
+        change. The head gets a copy of what holds for a whole path (pins, hits, age); slots
+        and jobs are divided.
         """
         if not 0 < at < node.num_blocks:
-            raise InvariantError(f"cannot split {node.num_blocks} blocks at {at}")
+            raise InvariantError(
+                f"cannot split a node of {node.num_blocks} blocks before block {at}"
+            )
         parent = node.parent
         if parent is None or parent.children.get(node.first) is not node:
             raise InvariantError("a node that is not in the tree cannot be split")
@@ -167,9 +179,9 @@ class PrefixTree:
         return head
 
     def shorten(self, node: Node, count: int, reason: MissReason) -> None:
-        """Forget all but the first `count` blocks of a run that has no children.
+        """Forget all but the first `count` blocks of a node that has no children.
 
-        The tokens of the first block that is forgotten are kept, with the reason.
+        The tokens of the first forgotten block are kept with the reason, to explain a miss.
         """
         if node.children:
             raise InvariantError("a node with children was shortened")
@@ -177,13 +189,14 @@ class PrefixTree:
         node.lost = reason
         if node.keys:
             del node.keys[count:]
-        # Cutting the buffer each time would make trimming block by block quadratic.
+        # Copying the buffer each time would make removing block by block quadratic. One block
+        # more than `count` is kept: that is the block that `lost` explains.
         if len(node.tokens) > 2 * (count + 1) * self.stride:
             node.tokens = node.tokens[: (count + 1) * self.stride]
         self.version += 1
 
     def lost_after(self, node: Node, first: bytes) -> MissReason | None:
-        """Why block `first` is not here any more, if it was the next of the run of `node`."""
+        """Why the block `first` was removed, if it was the next block of `node`."""
         if node.lost is None:
             return None
         at = node.num_blocks
@@ -192,27 +205,47 @@ class PrefixTree:
             was += node.media.get(at, b"")
         return node.lost if was == first else None
 
-    def cut(self, node: Node) -> None:
-        """Take `node` out of the tree. It is `gone` from here on."""
+    def remove(self, node: Node) -> None:
+        """Take `node` out of the tree. It is `gone` afterwards."""
         if node.parent is None or node.parent.children.pop(node.first, None) is not node:
-            raise InvariantError("a node that is not in the tree cannot be taken out")
+            raise InvariantError("a node that is not in the tree cannot be removed")
         node.gone = True
-        self.count_cut(1)
+        self.stored_only.pop(node, None)
+        self.forget((node,))
 
-    def count_cut(self, count: int) -> None:
-        """`count` nodes were taken out of the tree."""
-        self.num_nodes -= count
+    def forget(self, nodes: Sequence[Node]) -> None:
+        """Release the memory of nodes that were taken out of the tree, children first.
+
+        Leases, jobs and stale entries of policies may still refer to a node, so its content is
+        dropped here. Sessions that ended with a node end with its parent from now on.
+        """
+        for node in nodes:
+            node.tokens = b""
+            node.keys = node.media = None
+            if node.sessions is not None:
+                _move_sessions(node, node.parent)
+        self.num_nodes -= len(nodes)
         self.version += 1
 
     def clear(self) -> None:
-        """Let go of everything; whoever has marked the nodes gone still has them."""
+        """Empty the tree.
+
+        Parents and children refer to each other. The links to children are removed, so that
+        nodes are freed at once and not by a later run of the garbage collector. Links to
+        parents stay: a lease that outlives the tree releases its pins along them.
+        """
+        for node in [*self.nodes(), *self.roots.values()]:
+            node.gone = True
+            node.children = {}
+            node.tokens = b""
+            node.keys = node.media = node.sessions = None
         self.roots.clear()
         self.stored_only.clear()
         self.num_nodes = 0
         self.version += 1
 
     def keys(self, node: Node) -> list[BlockKey]:
-        """The content keys of the run of `node`, computed once and remembered."""
+        """The block keys of `node`, computed once and remembered."""
         missing = []
         at: Node | None = node
         while at is not None and (at.keys is None or len(at.keys) < at.num_blocks):
@@ -223,18 +256,18 @@ class PrefixTree:
         return node.keys or []
 
     def key_before(self, node: Node, block: int) -> BlockKey:
-        """The key that the key of block `block` of `node` is chained to."""
+        """The key of the block before block `block` of `node`."""
         keys = self.keys(node)
         return keys[block - 1] if block else node.parent.keys[-1]  # type: ignore[union-attr,index]  # not a root
 
     def nodes(self) -> Iterator[Node]:
-        """Every node but the roots, parents first."""
+        """Every node except the roots, parents first."""
         for root in list(self.roots.values()):
             for child in list(root.children.values()):
                 yield from subtree(child)
 
     def check(self) -> None:
-        """Raise InvariantError if the structure is broken. O(nodes)."""
+        """Raise InvariantError if the structure is wrong. O(nodes)."""
         count = 0
         for node in self.nodes():
             count += 1
@@ -247,15 +280,17 @@ class PrefixTree:
         return bytes(path.view[block * stride : (block + count) * stride])
 
     def _divide(self, head: Node, tail: Node, at: int) -> None:
-        """Move the first `at` blocks of `tail`, with all that is known of them, to `head`."""
+        """Move the first `at` blocks of `tail`, and everything known about them, to `head`."""
         stride = self.stride
         cut = at * stride
         head.num_blocks = at
-        # A long head keeps the buffer it shares with the tail: no copy, and little too much.
+        # A head with at least half of the blocks keeps the whole buffer: that saves a copy and
+        # wastes at most half. Bytes after `num_blocks` are ignored.
         head.tokens = tail.tokens if 2 * at >= tail.num_blocks else tail.tokens[:cut]
         tail.tokens = tail.tokens[cut : tail.num_blocks * stride]
         head.device, tail.device = tail.device[:at], tail.device[at:]
         head.host, tail.host = tail.host[:at], tail.host[at:]
+        # Each tier has a leading part of the run, so the head gets its blocks first.
         head.num_stored = min(at, tail.num_stored)
         tail.num_stored -= head.num_stored
         if tail.keys is not None:
@@ -274,14 +309,14 @@ class PrefixTree:
         head.host_children = int(len(tail.host) > 0)
         for half in (head, tail):
             if not len(half.device) and not len(half.host):
-                self.stored_only[half] = None
+                self.stored_only[half] = None  # a known one keeps its position
         for job in tail.jobs:
             job.divide(head, tail, at)
 
     def _compute_keys(self, node: Node) -> None:
         parent = node.parent
         if parent is None or not parent.keys:
-            raise InvariantError("a node has no parent to chain its keys to")
+            raise InvariantError("the keys of a node cannot be computed: its parent has none")
         keys = node.keys or []
         stride = self.stride
         run = memoryview(node.tokens)[len(keys) * stride : node.num_blocks * stride]
@@ -291,7 +326,7 @@ class PrefixTree:
         node.keys = keys + self.scheme.chain(keys[-1] if keys else parent.keys[-1], run, media)
 
     def _prune_roots(self) -> None:
-        """Forget namespaces that have nothing and nobody."""
+        """Forget namespaces without blocks and without leases."""
         for namespace in [n for n, r in self.roots.items() if not r.children and not r.pins]:
             del self.roots[namespace]
         self._prune_at = max(_ROOTS_BEFORE_PRUNING, 2 * len(self.roots))
@@ -306,13 +341,22 @@ def subtree(node: Node) -> Iterator[Node]:
         yield at
 
 
+def _move_sessions(node: Node, parent: Node | None) -> None:
+    """Let the sessions that end with `node` end with its parent."""
+    moved, node.sessions = node.sessions, None
+    if moved and parent is not None:
+        for session in moved:
+            session.node = parent
+        parent.sessions = moved if parent.sessions is None else parent.sessions | moved
+
+
 def _shifted(media: Mapping[int, bytes], block: int, count: int) -> dict[int, bytes] | None:
-    """The entries of `media` for blocks [block, block + count), counted from `block`."""
+    """The entries of `media` for blocks [block, block + count), renumbered from 0."""
     return {i - block: m for i, m in media.items() if block <= i < block + count} or None
 
 
 def _common_media(node: Node, path: TokenPath, block: int, count: int) -> int:
-    """The first of `count` blocks whose media differ, or `count`."""
+    """The index of the first of `count` blocks whose media differ, or `count`."""
     mine, theirs = node.media or {}, path.media or {}
     blocks = {i for i in mine if i < count}
     blocks |= {i - block for i in theirs if 0 <= i - block < count}
@@ -322,12 +366,12 @@ def _common_media(node: Node, path: TokenPath, block: int, count: int) -> int:
 def _check_node(node: Node, stride: int) -> None:
     parent = node.parent
     if parent is None or parent.children.get(node.first) is not node:
-        raise InvariantError("a child's parent does not know it")
+        raise InvariantError("a node is not among the children of its parent")
     if node.gone:
-        raise InvariantError("a node that is gone is in the tree")
+        raise InvariantError("a node marked as gone is in the tree")
     if node.start != parent.end:
         raise InvariantError("a node does not start where its parent ends")
     if node.num_blocks < 1 or len(node.tokens) < node.num_blocks * stride:
-        raise InvariantError("a node has no blocks, or no tokens for them")
+        raise InvariantError("a node has no blocks, or too few tokens")
     if not node.first.startswith(node.tokens[:stride]):
-        raise InvariantError("a node is found by another block than its first")
+        raise InvariantError("the key of a node is not its first block")

@@ -7,6 +7,7 @@ from argparse import (
     ArgumentTypeError,
     BooleanOptionalAction,
     RawDescriptionHelpFormatter,
+    _ArgumentGroup,
     _SubParsersAction,
 )
 from pathlib import Path
@@ -290,15 +291,29 @@ def _add_cluster(parser: ArgumentParser) -> None:
         "--peer-host",
         metavar="ADDRESS",
         default=_PEERS.host,
-        help=_help("where peers reach this instance"),
+        help=_help("address to listen on for control messages of peers"),
     )
     group.add_argument(
         "--peer-port",
         type=int,
         metavar="PORT",
         default=_PEERS.port,
-        help=_help("port for them; 0 is any free one"),
+        help=_help("port for control messages; 0 takes a free one"),
     )
+    _add_address(group, "--peer-advertise", "control messages", "--peer-host and --peer-port")
+    group.add_argument(
+        "--link-host",
+        metavar="ADDRESS",
+        help="address to listen on for KV blocks of peers (default: that of --peer-host)",
+    )
+    group.add_argument(
+        "--link-port",
+        type=int,
+        metavar="PORT",
+        default=_PEERS.link_port,
+        help=_help("port for KV blocks; 0 takes a free one"),
+    )
+    _add_address(group, "--link-advertise", "KV blocks", "--link-host and --link-port")
     group.add_argument(
         "--peer-lease",
         type=_number,
@@ -333,6 +348,13 @@ def _add_cluster(parser: ArgumentParser) -> None:
     )
 
 
+def _add_address(group: _ArgumentGroup, prefix: str, what: str, default: str) -> None:
+    """Two flags for an address that peers are given."""
+    text = f"address that peers are given for {what}, behind NAT (default: {default})"
+    group.add_argument(f"{prefix}-host", metavar="ADDRESS", help=text)
+    group.add_argument(f"{prefix}-port", metavar="PORT", type=int, help=f"its port for {what}")
+
+
 def _add_later(parser: ArgumentParser) -> None:
     """Flags of other releases: known, so that they can be refused or explained."""
     group = parser.add_argument_group(
@@ -357,20 +379,6 @@ def _add_limits(parser: ArgumentParser) -> None:
         metavar="N",
         default=_LIMITS.max_queued,
         help=_help("sequences that may wait; more get a 429"),
-    )
-    group.add_argument(
-        "--max-stored-responses",
-        type=int,
-        metavar="N",
-        default=_LIMITS.max_stored_responses,
-        help=_help("responses kept in memory for previous_response_id; 0 keeps none"),
-    )
-    group.add_argument(
-        "--stored-response-lifetime",
-        type=_number,
-        metavar="S",
-        default=_LIMITS.stored_lifetime_s,
-        help=_help("seconds that each of them is kept"),
     )
 
 

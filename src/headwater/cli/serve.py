@@ -13,6 +13,7 @@ import msgspec
 
 from headwater import __version__
 from headwater.cli.flags import PREFILL_TOKENS
+from headwater.cli.idle_flags import idle_settings
 from headwater.config import (
     MIB,
     EngineConfig,
@@ -22,7 +23,6 @@ from headwater.config import (
     ServerConfig,
     api_key_from_environment,
     check_secret,
-    idle_settings,
     peer_token_from_environment,
 )
 from headwater.errors import ConfigError
@@ -109,8 +109,6 @@ def server_config(options: Namespace) -> ServerConfig:
         limits=LimitsConfig(
             max_body_bytes=round(options.max_body_mib * MIB),
             max_queued=options.max_queued_requests,
-            max_stored_responses=options.max_stored_responses,
-            stored_lifetime_s=options.stored_response_lifetime,
         ),
     )
 
@@ -143,9 +141,23 @@ def _peers(options: Namespace) -> PeersConfig | None:
         link=options.cache_transfer_protocol,
         host=options.peer_host,
         port=options.peer_port,
+        advertise_host=options.peer_advertise_host,
+        advertise_port=options.peer_advertise_port,
+        link_host=options.link_host,
+        link_port=options.link_port,
+        link_advertise_host=options.link_advertise_host,
+        link_advertise_port=options.link_advertise_port,
         lease_s=options.peer_lease,
         max_inflight=options.max_inflight_prefill,
+        **_peer_tls(options),
     )
+
+
+def _peer_tls(options: Namespace) -> dict[str, str]:
+    """Files of mutual TLS with peers. Without a CA there is nothing to check peers with."""
+    names = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
+    files = {name: getattr(options, name, None) for name in names}
+    return {name: path for name, path in files.items() if path and files["ssl_ca_certs"]}
 
 
 def refuse_later_features(options: Namespace) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headwater.cache import JobStatus, Promotion, TransferJob
+from headwater.cache import JobStatus, LoadJob, TransferJob
 from headwater.clock import Clock
 from headwater.device.kv import KVPool
 from headwater.transfer.completions import JobCompletion
@@ -49,7 +49,7 @@ class CpuCopier:
 
     def start(self, transfer: TransferJob, report: Report) -> None:
         """Queue a copy behind those of the same direction."""
-        up = isinstance(transfer, Promotion)
+        up = isinstance(transfer, LoadJob)
         if up:
             self._pool.mark_written(transfer.target_slots)
         self._queues[0 if up else 1].put((transfer, report))
@@ -73,7 +73,7 @@ class CpuCopier:
 
     def _copy(self, transfer: TransferJob) -> None:
         source, target = self._host, self._device
-        if not isinstance(transfer, Promotion):
+        if not isinstance(transfer, LoadJob):
             source, target = target, source
         for at, to, count in _runs(transfer.source_slots, transfer.target_slots):
             np.copyto(target[to : to + count], source[at : at + count])

@@ -91,7 +91,7 @@ def build(
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Decodes:
-    """Rows placed in buffers, until the pool knows that they are written."""
+    """Decode rows in contiguous buffers, until their KV is written to the pool."""
 
     step: BatchedDecodes
     storage: ContiguousKV

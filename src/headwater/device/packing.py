@@ -66,7 +66,7 @@ def _replace(parent: nn.Module, better: Callable[[nn.Module], nn.Module | None])
 
 
 def _better(module: nn.Module) -> nn.Module | None:
-    """A cheaper module that does the same, or None."""
+    """A faster module with the same result, or None."""
     if type(module).__name__.endswith("RMSNorm"):
         return _better_norm(module)
     parts = [getattr(module, f"{name}_proj", None) for name in ("gate", "up", "down")]

@@ -89,17 +89,17 @@ MEMORY = frozenset(("device", "host"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResetReport:
-    """What came of a reset."""
+    """The result of a reset."""
 
     removed: dict[str, int] = field(default_factory=dict)
-    """Blocks that were forgotten, by tier."""
+    """Blocks that were removed, by tier."""
 
     kept: dict[str, int] = field(default_factory=dict)
     """Blocks of those tiers that requests or copies are using; they go when that ends, or, where
     one tier alone was to be forgotten, stay."""
 
     refusal: str | None = None
-    """Why storage was not forgotten, though memory was."""
+    """Why storage was not emptied, although device and host were."""
 
 
 R = TypeVar("R")
@@ -172,7 +172,7 @@ def reply_type(call: type[ControlCall[R]]) -> Any:  # noqa: ANN401 -- a type, fo
 
 
 class EngineClient(Protocol):
-    """Asked by the server, from one event loop; every method is cancellation-safe."""
+    """Called by the server from one event loop; every method is cancellation-safe."""
 
     @property
     def info(self) -> EngineInfo: ...

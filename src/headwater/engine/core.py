@@ -1,16 +1,15 @@
 """The engine loop: joins the scheduler that decides, the runner that computes and the mover
 that copies.
 
-Nothing here decides, computes or waits for anything but the runner. One thread owns a core;
-whoever stands in front of it hands over requests and aborts between two turns of the loop,
-and sleeps on `completions` when there is no work.
+Nothing here decides, computes, or waits for anything but the runner. One thread owns a core. The
+caller passes requests and aborts between two steps, and sleeps on `completions` when there is no
+work.
 """
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from headwater.cache import Namespace
-from headwater.cache.outline import outline
 from headwater.clock import Clock
 from headwater.disagg.handoff.controller import HandoffController
 from headwater.engine.client import (
@@ -27,13 +26,15 @@ from headwater.engine.client import (
     ResetReport,
     Resume,
 )
-from headwater.engine.output import EngineStats, SequenceOutput, engine_stats
 from headwater.engine.pace import RateEstimator
 from headwater.engine.reset import Resets, Then
+from headwater.engine.stats import engine_stats
 from headwater.errors import ConfigError, ModelError, RequestError, StorageError
 from headwater.events import CacheEvent
+from headwater.metrics.stats import EngineStats
 from headwater.metrics.view import EngineView, ViewLimits
 from headwater.scheduler.batch import ScheduledBatch, StepResult
+from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.request import Request
 from headwater.scheduler.scheduler import Scheduler
 from headwater.transfer.completions import CompletionQueue
@@ -48,46 +49,46 @@ class Runner(Protocol):
     """Computes batches in the order they were submitted. Called from the loop's thread only.
 
     An implementation writes the KV of a batch's tokens to the slots of its block tables before
-    any later batch reads them, and honours `carry`. What it raises ends the engine.
+    any later batch reads them, and honours `carry`. An exception from it ends the engine.
     """
 
     depth: int
-    """Steps that may be in flight: 1, or 2 to decide on one while another is computed."""
+    """Steps that may be in flight: 1, or 2 to schedule one step while another is computed."""
 
     layerwise: bool
-    """Whether it honours `awaits`: computes layer l of a row that reads a promotion as soon as
-    layer l of that has arrived or failed, and never waits for one that has ended. Then a first
-    chunk starts together with its promotion; what came of it counts when that has landed."""
+    """Whether it honours `awaits`: it computes layer l of a row that reads a load as soon as
+    layer l of that load has arrived or failed, and never waits for a load that has ended. Then a
+    first chunk starts together with its load, and counts when the load is done."""
 
     def submit(self, batch: ScheduledBatch) -> None:
-        """Begin to compute; returns without waiting for the result."""
+        """Start to compute; returns without waiting for the result."""
 
     def collect(self) -> StepResult:
-        """The result of the oldest batch submitted and not collected; waits for it."""
+        """Wait for the oldest batch that is submitted and not collected; its result."""
 
     def close(self) -> None:
         """Release the device. Twice is safe."""
 
 
 Reload = Callable[[str | None], EngineInfo]
-"""Reads weights, of a folder or of the same one again; what the engine is from now on."""
+"""Reads weights of a folder, or of the current folder again; the engine's new description."""
 
 
 class Feed(Protocol):
-    """Tells those outside who follow the cache. Called from the loop's thread; never waits."""
+    """Publishes KV events to subscribers. Called from the loop's thread; never waits."""
 
     @property
     def snapshot_wanted(self) -> bool:
-        """Whether somebody asked for all that is cached."""
+        """Whether a subscriber asked for a snapshot of everything cached."""
 
     def publish(self, facts: Sequence[CacheEvent]) -> None:
-        """What changed, in order."""
+        """Publish what changed, in order."""
 
     def publish_snapshot(self, facts: Sequence[CacheEvent]) -> None:
-        """All that is cached, after every change that was published."""
+        """Publish all that is cached, after every change published before."""
 
     def close(self) -> None:
-        """Nothing more will come. Twice is safe."""
+        """Stop publishing. Twice is safe."""
 
 
 class EngineCore:
@@ -105,7 +106,7 @@ class EngineCore:
         if runner.layerwise:
             scheduler.allow_overlap()
         self._resets = Resets(self._cache, self._mover)
-        self._pace = RateEstimator()
+        self._rates = RateEstimator()
         self._has_tiers = self._cache.config.host_blocks > 0
         self._decide_s = 0.0
         self._step_s = 0.0
@@ -115,7 +116,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would do something; if not, `wait`, or wait for a request as well."""
+        """Whether `step` would do something. If not, the caller may sleep for `sleep_s`."""
         if self._scheduler.has_work:
             return True
         if not self._has_tiers and self._peers is None:
@@ -125,16 +126,16 @@ class EngineCore:
 
     @property
     def completions(self) -> CompletionQueue:
-        """Where finished copies arrive; its descriptor wakes whoever sleeps."""
+        """Where finished transfer jobs arrive; its descriptor wakes a sleeping caller."""
         return self._mover.completions
 
     def sleep_s(self) -> float | None:
-        """How long nothing is to be done if nothing arrives; None is for ever."""
+        """How long the loop may sleep if nothing arrives; None is without limit."""
         ends = self._wakes()
         return max(min(ends) - self._clock.now(), 0.0) if ends else None
 
     def wait(self) -> None:
-        """Sleep until a copy is done or a deadline has come; for loops without other input."""
+        """Sleep until a transfer job ends or a deadline passes; for loops without other input."""
         if not self.has_work:
             self.completions.wait(self.sleep_s())
 
@@ -143,7 +144,10 @@ class EngineCore:
         if not request.prefill:
             self._scheduler.add(request)
         elif self._peers is None:
-            raise RequestError("this instance hands off to nobody: it has no peers")
+            raise RequestError(
+                "the request names a prefill instance, but this instance takes part in no "
+                "hand-offs: start it with a role and a peer address"
+            )
         else:
             self._peers.add(request, self._clock.now())
 
@@ -155,7 +159,7 @@ class EngineCore:
         self._scheduler.abort(request_id, now=now)
 
     def pause(self) -> None:
-        """Admit no new request; the loop stays alive and running ones go on."""
+        """Stop admitting new requests; running ones go on."""
         self._scheduler.pause()
 
     def resume(self) -> None:
@@ -163,31 +167,36 @@ class EngineCore:
         self._scheduler.resume()
 
     def reset_cache(self, tiers: Collection[str] = MEMORY, then: Then | None = None) -> None:
-        """Forget what is cached in `tiers`; `then` is told what came of it, now or some steps
-        later. Running requests go on with the blocks they have."""
+        """Remove all cached blocks of `tiers`; `then` gets the report, at once or some steps
+        later. Running requests keep the blocks they have."""
         self._resets.begin(tiers, then or _ignore, now=self._clock.now())
 
     def allow_reload(self, reload: Reload) -> None:
-        """Weights may be read again, by `reload`."""
+        """Let `reload` read other weights while the engine runs."""
         self._reload = reload
 
     def reload(self, folder: str | None) -> EngineInfo:
-        """Compute with other weights; what is cached is forgotten if they differ.
+        """Read weights again; the cache is emptied if they differ.
 
-        Raises RequestError while anything runs, ModelError where they cannot be used; nothing
-        has changed then.
+        Raises RequestError while a sequence runs, ModelError where the weights cannot be used;
+        then nothing has changed.
         """
         if self._reload is None:
-            raise RequestError("this engine reads its weights once; start another")
+            raise RequestError("this engine cannot reload weights; restart it instead")
         if running := self._scheduler.stats().num_running:
-            raise RequestError(f"{running} sequences are running; drain first")
+            raise RequestError(
+                f"cannot reload weights while {running} sequences run; drain first"
+            )
         self.drain(_RELOAD_DRAIN_S)
-        if self._scheduler.num_copies:
-            raise RequestError("copies between tiers have not ended; try again")
+        if num_copies := self._scheduler.num_copies:
+            raise RequestError(
+                f"{num_copies} transfers between tiers have not ended after "
+                f"{_RELOAD_DRAIN_S:g} s; try again"
+            )
         return self._reload(folder)
 
     def close_session(self, session_id: str, cache_salt: str) -> bool:
-        """Nothing more of this session will come; whether it was known."""
+        """End a session; whether it was known."""
         return self._cache.close_session(Namespace(cache_salt), session_id)
 
     def control(self, call: ControlCall[Any], answer: Answer) -> None:
@@ -202,16 +211,17 @@ class EngineCore:
             answer(None, str(exc))
 
     def step(self) -> list[SequenceOutput]:
-        """Turn the loop once: take in copies that are done, schedule and submit a step, collect
-        one, say what came of it."""
+        """Run one iteration: finish transfer jobs, schedule and submit a step, collect the oldest
+        step; the outputs."""
         began = self._clock.now()
-        self._land(began)
+        if self._has_tiers or self._peers is not None:
+            self._receive(began)
         batch = self._scheduler.schedule(now=began)
         self._start(began)
         decided = self._clock.now()
         result = self._run(batch)
         collected = self._clock.now()
-        self._pace.note(batch, decided, result, collected)
+        self._rates.note(batch, decided, result, collected)
         outputs = self._scheduler.advance(result, now=collected)
         if self._peers is not None:
             outputs = self._peers.step_finished(outputs, collected)
@@ -221,8 +231,8 @@ class EngineCore:
         return outputs
 
     def drain(self, within_s: float) -> None:
-        """Turn the loop until no copy is in flight, at most so long: what was written is found
-        after a restart."""
+        """Step until no transfer is in flight, for at most `within_s`, so that blocks being
+        written are found after a restart."""
         end_s = self._clock.now() + within_s
         while self._scheduler.num_copies and (left_s := end_s - self._clock.now()) > 0:
             if not self.has_work:
@@ -231,7 +241,7 @@ class EngineCore:
             self.step()
 
     def stats(self) -> EngineStats:
-        """A snapshot of every owner's counts. O(1)."""
+        """A snapshot of all counts. O(1)."""
         self._learn(self._clock.now())
         return engine_stats(
             self._scheduler.stats(),
@@ -243,16 +253,10 @@ class EngineCore:
         )
 
     def view(self, limits: ViewLimits) -> EngineView:
-        """A look at everything, as much of it as `limits` allow."""
+        """A snapshot of sequences and prefix tree, within `limits`."""
         tree = None
         if limits.max_nodes:
-            tree = outline(
-                self._cache.tree,
-                tick=self._cache.pins.tick,
-                generation=self._cache.generation,
-                max_depth=limits.max_depth,
-                max_nodes=limits.max_nodes,
-            )
+            tree = self._cache.outline(max_depth=limits.max_depth, max_nodes=limits.max_nodes)
         return EngineView(
             stats=self.stats(),
             sequences=self._scheduler.view(
@@ -262,29 +266,29 @@ class EngineCore:
         )
 
     def join(self, peers: HandoffController) -> None:
-        """From now on hand-offs with other instances are made; `peers` belongs to this core."""
+        """Take part in hand-offs with other instances; `peers` belongs to this core from now on."""
         self._peers = peers
 
     def follow(self, feed: Feed) -> None:
-        """From now on `feed`, which belongs to this core, is told what the cache has."""
+        """Publish KV events to `feed`, which belongs to this core from now on."""
         self._feed = feed
 
     def publish(self) -> None:
-        """Tell whoever follows the cache what changed since the last call."""
-        feed, facts = self._feed, self._cache.events
-        if feed is None or facts is None:
+        """Publish what changed in the cache since the last call."""
+        feed = self._feed
+        if feed is None or not self._cache.config.record_events:
             return
-        feed.publish(facts.take())
+        feed.publish(self._cache.take_events())
         if feed.snapshot_wanted:
-            feed.publish_snapshot(list(facts.snapshot()))
+            feed.publish_snapshot(list(self._cache.snapshot_events()))
 
     def check(self) -> None:
-        """Raise InvariantError if any book does not balance. O(everything)."""
+        """Raise InvariantError if an invariant of scheduler or cache is broken. O(everything)."""
         self._scheduler.check()
         self._cache.check()
 
     def close(self) -> None:
-        """End the executors and release the runner's device. Twice is safe."""
+        """Stop the executors and release the runner's device. Twice is safe."""
         if self._feed is not None:
             self._feed.close()
         if self._peers is not None:
@@ -312,45 +316,47 @@ class EngineCore:
         raise RequestError(f"this engine does not support {type(call).__name__}")
 
     def _wakes(self) -> list[float]:
-        """When something is to be done although nothing arrives."""
+        """Deadlines at which there is work although nothing arrives."""
         peers = None if self._peers is None else self._peers.wake_s
         ends = (self._mover.wake_s, self._scheduler.wake_s, self._resets.wake_s, peers)
         return [end for end in ends if end is not None]
 
     def _start(self, now: float) -> None:
-        """Have copies begun, and peers told who was scheduled."""
-        self._mover.start(self._scheduler.take_copies(now), now=now)
+        """Start transfers and notify hand-offs."""
+        if copies := self._scheduler.take_copies(now):
+            self._mover.start(copies, now=now)
         if self._peers is not None:
             self._peers.step_scheduled(now)
 
-    def _land(self, now: float) -> None:
-        """Take in what the executors report, and what they tell about their speed."""
-        self._take_in(now)
+    def _receive(self, now: float) -> None:
+        """Finish transfer jobs, pass messages of peers on, and update the measured rates."""
+        self._finish_jobs(now)
         if not self._resets.is_idle:
             self._resets.advance(now)
         if self._peers is not None:
             self._peers.receive(self.completions.take_posted(), now)
             if self.completions.has_any:
-                # What that led to at once, such as a fence that holds, is not a step late.
-                self._take_in(now)
+                # A message may complete a job at once, such as a fence that holds. It is
+                # handled now, not a step later.
+                self._finish_jobs(now)
                 self._peers.receive(self.completions.take_posted(), now)
         if self._peers is not None or (self._has_tiers and self._scheduler.has_waiting):
             self._learn(now)
 
-    def _take_in(self, now: float) -> None:
-        """Take in the ends of copies."""
+    def _finish_jobs(self, now: float) -> None:
+        """Hand every finished transfer job to its owner."""
         for outcome in self._mover.take(now=now):
-            if self._resets.is_idle or not self._resets.lands(outcome):
-                self._scheduler.finish_job(outcome, now=now)
+            self._scheduler.finish_job(outcome, now=now)
 
     def _learn(self, now: float) -> None:
-        """Let choices be priced by what was measured lately."""
-        self._scheduler.learn(self._pace.rates(self._mover, now))
+        """Give the scheduler the rates that were measured lately."""
+        self._scheduler.learn(self._rates.rates(self._mover, now))
 
     def _run(self, batch: ScheduledBatch | None) -> StepResult | None:
-        """Submit `batch`; collect the oldest step once as many are in flight as may be.
+        """Submit `batch`; collect the oldest step when the runner's depth is reached.
 
-        With nothing to submit, what is in flight is collected: the scheduler waits for it.
+        With nothing to submit, a step in flight is collected, because the scheduler needs its
+        result to go on.
         """
         if batch is not None:
             self._runner.submit(batch)
@@ -361,4 +367,4 @@ class EngineCore:
 
 
 def _ignore(report: ResetReport) -> None:
-    """Of somebody who does not ask."""
+    """For callers that need no report."""

@@ -1,7 +1,7 @@
-"""AsyncEngine: asyncio in front, one engine process behind a private socket.
+"""AsyncEngine: an `EngineClient` on one event loop, with one engine process behind a socket.
 
-Runs on one event loop and keeps nothing of a request but a mailbox. When the engine dies,
-every mailbox and every pending call learns it at once.
+It keeps only a mailbox per request. When the engine process dies, every mailbox and every pending
+control call fails at once.
 """
 
 import asyncio
@@ -122,7 +122,7 @@ class AsyncEngine:
             has_ended = True
             raise
         finally:
-            # An abort from outside removed the mailbox, and told the engine itself.
+            # `abort` has removed the mailbox and sent the abort already.
             if self._mailboxes.pop(request_id, None) is not None and not has_ended:
                 self._send(wire.Abort([request_id]))
 
@@ -155,8 +155,8 @@ class AsyncEngine:
     def _send(self, message: wire.ToEngine) -> None:
         if self._dead is not None:
             return
-        # Without a limit on what waits, a send fails only where nobody is at the other end:
-        # the engine has just died, and whoever waits for it is about to be told.
+        # The socket has no high-water mark, so a send fails only without a peer: the engine
+        # process has just died, and every waiting caller is about to get EngineDead.
         with contextlib.suppress(zmq.Again):
             self._socket.send(wire.encode(message), zmq.NOBLOCK, copy=False)
         # A send may swallow the wake-up of a message that arrived meanwhile.
@@ -201,12 +201,12 @@ class AsyncEngine:
         self._end(sentence)
 
     def _exited(self, code: int) -> None:
-        self._drain()  # its last words may say why
+        self._drain()  # its last message may say why
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         self._fail("EngineDead", f"the engine process ended with {how}")
 
     def _end(self, reason: str) -> None:
-        """Tell everyone who waits, once."""
+        """Fail every mailbox and pending call, once."""
         if self._dead is not None:
             return
         self._dead = reason

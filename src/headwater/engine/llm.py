@@ -12,7 +12,6 @@ from headwater.clock import Clock
 from headwater.engine.core import EngineCore
 from headwater.engine.detokenizer import TextStream
 from headwater.engine.interrupts import Interrupts
-from headwater.engine.output import SequenceOutput, Usage
 from headwater.engine.progress import Progress, SilentProgress, show_progress
 from headwater.engine.prompts import (
     Messages,
@@ -28,7 +27,7 @@ from headwater.engine.prompts import (
 from headwater.engine.structured import StructuredOutput
 from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import HeadwaterError, RequestError
-from headwater.scheduler.output import TokenLogprobs
+from headwater.scheduler.output import SequenceOutput, TokenLogprobs, Usage
 from headwater.scheduler.request import Request, SamplingParams, params_of_choice
 from headwater.types import RequestId, Tokens
 

@@ -1,7 +1,7 @@
-"""What one waiting client has not read yet; belongs to one event loop.
+"""Outputs that one client has not read yet; belongs to one event loop.
 
-A slow reader finds the outputs of several steps joined into one, so a client that lags
-costs memory for its tokens and nothing else.
+A slow reader gets the outputs of several steps joined into one, so a slow client costs only the
+memory of its tokens.
 """
 
 import asyncio

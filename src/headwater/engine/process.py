@@ -129,7 +129,7 @@ class EngineLoop:
             case wire.Abort(request_ids):
                 for request_id in request_ids:
                     self._core.abort(RequestId(request_id))
-            case wire.Call(number):
+            case wire.PackedCall(number):
                 self._core.control(wire.unpack_call(message), partial(self._answer, number))
             case wire.Stop():
                 self._stopped = True

@@ -45,7 +45,7 @@ class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
     request_ids: list[str]
 
 
-class Call(msgspec.Struct, tag="call", array_like=True, frozen=True):
+class PackedCall(msgspec.Struct, tag="call", array_like=True, frozen=True):
     """A `ControlCall`; it is answered with a `Reply` of the same number."""
 
     number: int
@@ -97,14 +97,14 @@ class Refusal(msgspec.Struct, tag="refusal", array_like=True, frozen=True):
 
 
 class Reply(msgspec.Struct, tag="reply", array_like=True, frozen=True):
-    """The result of a `Call`, or the reason why it was refused."""
+    """The result of a `PackedCall`, or the reason why it was refused."""
 
     number: int
     result: msgspec.Raw
     refusal: str | None
 
 
-ToEngine = Add | Abort | Call | Stop
+ToEngine = Add | Abort | PackedCall | Stop
 FromEngine = Ready | EngineFailed | Outputs | Refusal | Reply
 
 encode = msgspec.msgpack.Encoder().encode
@@ -178,12 +178,12 @@ def unpack_output(message: Output) -> SequenceOutput:
     )
 
 
-def pack_call(number: int, call: ControlCall[Any]) -> Call:
+def pack_call(number: int, call: ControlCall[Any]) -> PackedCall:
     """A control call as it travels."""
-    return Call(number, type(call).__name__, msgspec.Raw(encode(call)))
+    return PackedCall(number, type(call).__name__, msgspec.Raw(encode(call)))
 
 
-def unpack_call(message: Call) -> ControlCall[Any]:
+def unpack_call(message: PackedCall) -> ControlCall[Any]:
     """The control call again; raises where its name or its arguments are unknown."""
     if message.name not in CALLS:
         raise msgspec.ValidationError(f"unknown control call {message.name!r}")

@@ -28,8 +28,8 @@ def open_events(
     )
     core.follow(publisher)
     heard = KvEventsInfo(
-        endpoint=publisher.endpoint,
-        replay_endpoint=publisher.replay_endpoint,
+        endpoint=wanted.advertised_endpoint or publisher.endpoint,
+        replay_endpoint=wanted.advertised_replay_endpoint or publisher.replay_endpoint,
         topic=wanted.topic,
         buffer_steps=wanted.buffer_steps,
     )

@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from threading import Thread
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from headwater.disagg.handoff.dependencies import HandoffDependencies, Memory
 from headwater.disagg.links.config import LinkConfig
 from headwater.disagg.links.interface import Deliver, LinkMaker, Sender
 from headwater.disagg.links.registry import Links
+from headwater.disagg.links.self_test import require_reachable_link, require_reachable_peer
 from headwater.disagg.links.staging.registry import StagedLinks
 from headwater.disagg.peering.service import PeerConfig, PeerService
 from headwater.disagg.protocol.config import HandoffConfig
@@ -121,22 +123,22 @@ def _join_peers(
             "--splitwise-role needs a token that all instances share: set HEADWATER_PEER_TOKEN "
             "or give --peer-token-file"
         )
-    links = open_links(LinkConfig(token=token.encode(), host=peers.host), core.completions.post)
-    network = PeerService(
-        PeerConfig(
-            token=token.encode(),
-            # The key that all of a deployment's keys are chained to says what its bytes are.
-            identity=scheduler.cache.tree.scheme.root(Namespace()),
-            block_bytes=memory.block_bytes,
-            host=peers.host,
-            port=peers.port,
-        ),
-        core.completions.post,
-        clock,
-    )
+    link_config = _link_config(peers, token.encode())
+    links = open_links(link_config, core.completions.post)
+    with ExitStack() as opened:
+        receiver = links.listen(peers.link)
+        opened.callback(receiver.close)
+        require_reachable_link(receiver.address, link_config, memory.block_bytes, clock)
+        # The key that all of a deployment's keys are chained to says what its bytes are.
+        identity = scheduler.cache.scheme.root(Namespace())
+        peer_config = _peer_config(peers, token.encode(), identity, memory.block_bytes)
+        network = PeerService(peer_config, core.completions.post, clock)
+        opened.callback(network.close)
+        require_reachable_peer(network.address, link_config)
+        opened.pop_all()  # both belong to the core from now on
     dependencies = HandoffDependencies(
         network=network,
-        receiver=links.listen(peers.link),
+        receiver=receiver,
         connect=lambda address: _Unhurried(links.connect(address)),
         memory=memory,
         new_id=lambda: secrets.randbits(63),
@@ -147,3 +149,33 @@ def _join_peers(
         )
     )
     return network.address
+
+
+def _link_config(peers: PeersConfig, token: bytes) -> LinkConfig:
+    return LinkConfig(
+        token=token,
+        host=peers.link_host or peers.host,
+        port=peers.link_port,
+        advertised_host=peers.link_advertise_host or peers.advertise_host,
+        advertised_port=peers.link_advertise_port,
+        ssl_certfile=peers.ssl_certfile,
+        ssl_keyfile=peers.ssl_keyfile,
+        ssl_ca_certs=peers.ssl_ca_certs,
+    )
+
+
+def _peer_config(
+    peers: PeersConfig, token: bytes, identity: bytes, block_bytes: int
+) -> PeerConfig:
+    return PeerConfig(
+        token=token,
+        identity=identity,
+        block_bytes=block_bytes,
+        host=peers.host,
+        port=peers.port,
+        advertised_host=peers.advertise_host,
+        advertised_port=peers.advertise_port,
+        ssl_certfile=peers.ssl_certfile,
+        ssl_keyfile=peers.ssl_keyfile,
+        ssl_ca_certs=peers.ssl_ca_certs,
+    )

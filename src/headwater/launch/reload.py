@@ -54,7 +54,7 @@ class Reloader:
         model = load_like(parts.model, Path(folder) if folder else parts.model.model_dir)
         if model.fingerprint == parts.model.fingerprint:
             return self._info
-        scheme = replace(parts.cache.tree.scheme, fingerprint=model.fingerprint)
+        scheme = replace(parts.cache.scheme, fingerprint=model.fingerprint)
         workers = parts.mover.workers
         if isinstance(workers, StorageWorkers):
             workers.replace(open_backend(self._config, scheme, workers.slab, self._clock))

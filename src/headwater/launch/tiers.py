@@ -41,7 +41,7 @@ _LOADED = {
 
 
 def host_blocks(config: EngineConfig, layout: KVLayout) -> int:
-    """Blocks of the host tier; 0 without one, or ConfigError where it cannot be."""
+    """Number of host blocks; 0 without a host tier. Raises ConfigError when it does not fit."""
     if not config.swap_space_gib:
         return 0
     # Beside torch, which is imported by the time there is a layout.
@@ -116,7 +116,7 @@ def _open_workers(
 ) -> StorageWorkers | None:
     if config.storage_backend is None:
         return None
-    return StorageWorkers(open_backend(config, cache.tree.scheme, slab, clock), slab, clock)
+    return StorageWorkers(open_backend(config, cache.scheme, slab, clock), slab, clock)
 
 
 def open_backend(

@@ -19,18 +19,19 @@ import zmq
 from headwater.clock import Clock
 from headwater.config import KvEventsConfig
 from headwater.errors import ConfigError
-from headwater.events import BlocksCleared, CacheEvent
+from headwater.events import BlocksCleared, BlocksStored, CacheEvent
 from headwater.metrics.kv_events import (
     END,
-    EventBatch,
     encode_batch,
-    events_of,
+    encode_snapshot,
     pack_sequence,
     unpack_sequence,
 )
 
 _MAX_ASKERS = 64
 _MAX_REQUEST_BYTES = 256
+_LONG_BATCH = 64
+"""Facts of a batch, or blocks of a fact, above which it is encoded with pauses."""
 
 
 class KvPublisher:
@@ -47,8 +48,9 @@ class KvPublisher:
         max_queued: int = 4096,
     ) -> None:
         """Binds, or raises ConfigError. `started_s` is now in seconds since 1970; `wake` makes
-        the loop look at `snapshot_wanted`, and may be called from any thread. When more than
-        `max_queued` batches wait for the thread, a snapshot takes their place."""
+        the loop look at `snapshot_wanted`, and may be called from any thread. When `max_queued`
+        batches wait for the thread, later ones are dropped until it has sent those, and one
+        snapshot takes their place."""
         self._config = config
         self._block_tokens = block_tokens
         self._clock = clock
@@ -65,7 +67,7 @@ class KvPublisher:
         self._context = zmq.Context()
         self._open_sockets()
         self._next = 0
-        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
+        self._buffer: deque[tuple[int, bytes | memoryview]] = deque(maxlen=config.buffer_steps)
         self._askers: list[bytes] = []
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._send_batch([BlocksCleared()])
@@ -82,11 +84,13 @@ class KvPublisher:
         return self._replay_endpoint
 
     def publish(self, facts: Sequence[CacheEvent]) -> None:
-        """Tell followers, soon. When the thread cannot follow, a snapshot is told instead."""
+        """Send `facts` to subscribers, soon. While the thread is behind they are dropped; when it
+        has caught up it asks for a snapshot, so that at most one is ever queued."""
         if self._overrun or not facts:
             return
         if self._queue.qsize() >= self._max_queued:
-            self._overrun = self.snapshot_wanted = True
+            self._overrun = True
+            os.eventfd_write(self._signal, 1)
             return
         self._put(False, facts)
 
@@ -140,11 +144,14 @@ class KvPublisher:
             try:
                 is_snapshot, facts = self._queue.get_nowait()
             except Empty:
-                return
+                break
             if is_snapshot:
                 self._answer_askers(facts)
             else:
                 self._send_batch(facts)
+        if self._overrun:
+            self.snapshot_wanted = True
+            self._wake()
 
     def _send_batch(self, facts: Sequence[CacheEvent]) -> None:
         payload = self._payload(facts)
@@ -152,9 +159,13 @@ class KvPublisher:
         self._pub.send_multipart([self._topic, pack_sequence(self._next), payload], copy=False)
         self._next += 1
 
-    def _payload(self, facts: Sequence[CacheEvent]) -> bytes:
-        events = events_of(facts, self._block_tokens)
-        return encode_batch(EventBatch(ts=self._epoch_s + self._clock.now(), events=events))
+    def _payload(self, facts: Sequence[CacheEvent]) -> bytes | memoryview:
+        now = self._epoch_s + self._clock.now()
+        is_long = len(facts) > _LONG_BATCH or any(
+            isinstance(fact, BlocksStored) and len(fact.keys) > _LONG_BATCH for fact in facts
+        )
+        encode = encode_snapshot if is_long else encode_batch
+        return encode(now, facts, self._block_tokens)
 
     def _answer(self, frames: list[bytes]) -> None:
         """A replay request; what is not one is ignored."""
@@ -179,7 +190,7 @@ class KvPublisher:
             for who in askers:
                 self._reply(who, [(self._next - 1, payload)])
 
-    def _reply(self, who: bytes, batches: Sequence[tuple[int, bytes]]) -> None:
+    def _reply(self, who: bytes, batches: Sequence[tuple[int, bytes | memoryview]]) -> None:
         """Batches and the end; a client that is gone or does not read gets less."""
         frames = [(pack_sequence(number), payload) for number, payload in batches]
         try:

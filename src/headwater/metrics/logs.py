@@ -32,7 +32,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up_logs(form: LogFormat, *, speaker: str = "%(name)s") -> None:
-    """Log to standard error from now on; `speaker` is who speaks in lines for people."""
+    """Log to standard error from now on; `speaker` is the format of the name in text lines."""
     text = f"%(asctime)s %(levelname)s {speaker}: %(message)s"
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(text))

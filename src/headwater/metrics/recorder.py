@@ -81,7 +81,7 @@ class RequestTimer:
         self._num_tokens = 0
         self._usage: Usage | None = None
 
-    def land(self, output: SequenceOutput) -> None:
+    def record(self, output: SequenceOutput) -> None:
         """Count one output."""
         recorder, num_tokens = self._recorder, len(output.tokens)
         if output.usage is not None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from headwater.cache import CacheConfig, FinishedRequest, TieredCache, TokenPath
-from headwater.cache.policy.session import SessionPolicy
 from headwater.cache.policy.weights import Weights
 from headwater.errors import ConfigError, InvariantError
 from headwater.replay.hints import NOTHING, SessionHint, hints_of
@@ -74,8 +73,7 @@ class CacheOnly:
 
     def learned(self) -> Weights | None:
         """What the session policy has learned so far; None for one that learns nothing."""
-        order = self.cache.device.order
-        return order.learned() if isinstance(order, SessionPolicy) else None
+        return self.cache.learned_weights()
 
     def serve(self, request: TraceRequest, prompt: Tokens, hint: SessionHint = NOTHING) -> int:
         """Send one request, whose whole blocks are `prompt`; how many of them were found."""
@@ -87,8 +85,8 @@ class CacheOnly:
         if slots is None:
             raise InvariantError("an idle cache has no room for a request")
         cache.commit(lease, path, slots, now=now)
-        turn = FinishedRequest(request.input_length, request.output_length, *hint)
-        cache.release(lease, now=now, turn=turn)
+        finished = FinishedRequest(request.input_length, request.output_length, *hint)
+        cache.release(lease, now=now, finished=finished)
         cache.trim(self._capacity)
         return found
 

@@ -33,7 +33,7 @@ Points = dict[int, float]
 
 
 def calibrated(machine: Machine, path: Path) -> Machine:
-    """`machine` with every figure that the result in `path` has."""
+    """`machine` with the figures of the result file `path`; others stay unchanged."""
     result = _read(path)
     step, taken = machine.step, list[str]()
     try:

@@ -23,7 +23,7 @@ from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.request import Request, SamplingParams
 from headwater.scheduler.scheduler import Scheduler
 from headwater.transfer.mover import Mover
-from headwater.types import RequestId
+from headwater.types import RequestId, Tier
 
 _MAX_WAITING = 1024
 """Requests that wait in the engine's own queue. More wait before it, as in a server's, without
@@ -85,7 +85,7 @@ class SimInstance:
         return (match.device_blocks + match.host_blocks) * self.cache.block_tokens
 
     def give(self, number: int, request: TraceRequest, now: float, served: SimRequest) -> None:
-        """A request arrives at `now`, its prompt to be computed by whom `served` says."""
+        """A request arrives at `now`, its prompt is computed by the instance that `served` names."""
         if not self.core.has_work:
             self.wake(now)
         name = RequestId(str(number))
@@ -138,7 +138,8 @@ class SimInstance:
 
     def _row(self) -> Row:
         stats = self.scheduler.stats()
-        device, host = self.cache.device.pool.stats(), self.cache.host.pool.stats()
+        device = self.cache.pool_stats(Tier.DEVICE)
+        host = self.cache.pool_stats(Tier.HOST)
         return (
             stats.num_waiting + len(self._line),
             stats.num_running,

@@ -30,13 +30,16 @@ from headwater.types import Slots
 
 Post = Callable[[object], None]
 
+_CONNECTION = 1
+"""Number of every connection: none ever ends."""
+
 MESSAGE_S = 1e-4
 """How long a message is on its way."""
 
 
 @dataclass(slots=True)
 class _Lease:
-    """What has landed of one lease of a receiver."""
+    """Blocks and bytes that have arrived for one lease."""
 
     num_bytes: int = 0
     blocks: set[int] = field(default_factory=set)
@@ -76,15 +79,15 @@ class SimFabric:
     def send(self, sender: str, to: str, message: Message, now: float) -> None:
         """Let a message arrive in a moment, after those that were sent before it."""
         self._num_sent += 1
-        envelope = PeerMessage(sender, message)
+        envelope = PeerMessage(sender, message, _CONNECTION)
         heappush(self._messages, (now + MESSAGE_S, self._num_sent, to, envelope))
 
     def open(self, host: str, lease: int) -> None:
-        """Let blocks land."""
+        """Accept blocks of a lease."""
         self._hosts[host].leases[lease] = _Lease()
 
     def fence(self, host: str, lease: int) -> None:
-        """Let no more land."""
+        """Accept no more blocks of a lease."""
         received = self._hosts[host].leases.pop(lease, None) or _Lease()
         closed = LeaseClosed(lease, received.num_bytes, frozenset(received.blocks))
         self._hosts[host].post(closed)
@@ -120,9 +123,10 @@ class SimNetwork:
 
     endpoint: _Endpoint
 
-    def send(self, peer: str, message: Message) -> None:
+    def send(self, peer: str, message: Message) -> int:
         endpoint = self.endpoint
         endpoint.fabric.send(endpoint.name, peer, message, endpoint.clock.now())
+        return _CONNECTION
 
     def close(self) -> None:
         return None

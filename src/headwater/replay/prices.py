@@ -10,7 +10,7 @@ from headwater.replay.settings import SimConfig
 PRICED = ("instance", "device", "host", "storage")
 
 DEFAULT_PRICES = {"instance": 2000.0, "device": 0.0, "host": 3.0, "storage": 0.1}
-"""Of nobody in particular: an accelerator with its server, and GiB of memory and of disk, a
+"""Example prices: an accelerator with its server, and GiB of memory and of disk, a
 month. They only give the order of things; yours are what counts."""
 
 
@@ -21,7 +21,7 @@ class Prices:
     by_name: Mapping[str, float]
 
     def of(self, config: SimConfig) -> float:
-        """What `config` costs: tiers of every instance, the storage once."""
+        """The price of `config`: the tiers of every instance, and storage once."""
         cache, count = config.cache(), config.num_instances
         gib = config.block_bytes / GIB
         return (

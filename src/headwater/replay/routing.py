@@ -29,7 +29,7 @@ class SimRoute:
 
 
 class SimRouter:
-    """Applies one policy to those who serve, and to those who prefill."""
+    """Applies one policy to the instances that serve, and to those that prefill."""
 
     def __init__(self, policy: str, prefill_threshold: int) -> None:
         self._serving = make_policy(policy)

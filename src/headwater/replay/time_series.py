@@ -47,7 +47,7 @@ class TimeSeries:
 
 
 def summed(owners: Sequence[TimeSeries], width: int) -> list[list[float]]:
-    """Columns of the sums over all owners; who has ended stays as it was."""
+    """Columns of the sums over all owners; an owner that has ended keeps its last row."""
     length = max((len(owner.rows) for owner in owners), default=0)
     columns = [[0.0] * length for _ in range(width)]
     for owner in owners:

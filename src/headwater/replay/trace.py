@@ -67,7 +67,10 @@ def _parse(line: str, number: int) -> TraceRequest:
         if not all(type(i) is int and 0 <= i < 1 << 22 for i in ids):
             raise ValueError("a hash id is not a number below 4194304")
         if not 0 <= request.input_length <= len(ids) * TRACE_BLOCK or request.output_length < 0:
-            raise ValueError("its lengths do not fit its hash ids")
+            raise ValueError(
+                f"input_length {request.input_length} must be 0 to {len(ids) * TRACE_BLOCK} for "
+                f"{len(ids)} hash_ids, and output_length {request.output_length} not negative"
+            )
         return request
     except (ValueError, KeyError, TypeError, AttributeError) as exc:
         raise ConfigError(f"line {number} of the trace is not a request: {exc!r}") from exc

@@ -1,4 +1,4 @@
-"""The scheduler's invariants, verified. O(everything): for tests, and for idle moments."""
+"""Verifies the scheduler's invariants. O(everything): for tests, and while the engine is idle."""
 
 from collections.abc import Iterable
 
@@ -9,32 +9,46 @@ from headwater.scheduler.sequence import Sequence, SequenceState
 
 
 def audit(table: SequenceTable, in_flight: Iterable[InFlightStep], block_tokens: int) -> None:
-    """Raise InvariantError if a sequence is not what its place says it is."""
+    """Raise InvariantError if a sequence contradicts the list it is in."""
     for sequence in table.waiting:
         _audit_waiting(sequence, SequenceState.WAITING)
     for sequence in table.invited.values():
         _require(
-            sequence.state is SequenceState.WAITING, sequence, "is invited, and does not wait"
+            sequence.state is SequenceState.WAITING,
+            sequence,
+            "is invited but not in state WAITING",
         )
     for sequence in table.remote:
         _audit_waiting(sequence, SequenceState.REMOTE)
     for sequence in table.running():
         _audit_running(sequence, block_tokens)
         rows = sum(step.has(sequence) for step in in_flight)
-        _require(sequence.num_in_flight == rows, sequence, "miscounts its steps in flight")
+        _require(
+            sequence.num_in_flight == rows, sequence, "has a wrong count of steps in flight"
+        )
     for sequence in table.departing:
-        _require(sequence.state is SequenceState.FINISHED, sequence, "departs alive")
-        _require(sequence.is_kept, sequence, "departs for ever")
+        _require(
+            sequence.state is SequenceState.FINISHED,
+            sequence,
+            "is in the departing list but has not finished",
+        )
+        _require(
+            sequence.is_kept, sequence, "is in the departing list but nothing uses its slots"
+        )
     places = [*table.waiting, *table.remote, *table.running()]
     if len(places) != len(table.alive) or set(places) != set(table.alive.values()):
-        raise InvariantError("a sequence is lost, or in two places")
+        raise InvariantError("a sequence is in no list, or in two")
 
 
 def _audit_waiting(sequence: Sequence, state: SequenceState) -> None:
-    _require(sequence.state is state, sequence, "waits in another state")
-    _require(sequence.num_blocks == 0, sequence, "waits with slots")
-    _require(sequence.lease is None, sequence, "waits with a lease")
-    _require(sequence.num_in_flight == 0, sequence, "waits with a step in flight")
+    _require(
+        sequence.state is state,
+        sequence,
+        f"is in the list of {state.name} but in state {sequence.state.name}",
+    )
+    _require(sequence.num_blocks == 0, sequence, "waits but has slots")
+    _require(sequence.lease is None, sequence, "waits but has a lease")
+    _require(sequence.num_in_flight == 0, sequence, "waits but has a step in flight")
 
 
 def _audit_running(sequence: Sequence, block_tokens: int) -> None:
@@ -42,12 +56,32 @@ def _audit_running(sequence: Sequence, block_tokens: int) -> None:
     num_leased = 0 if lease is None else lease.num_blocks
     covered = sequence.num_blocks * block_tokens
     committed = sequence.num_committed * block_tokens
-    _require(sequence.is_running, sequence, "runs in another state")
-    _require(committed <= sequence.num_computed, sequence, "committed what is not computed")
-    _require(sequence.num_computed <= sequence.num_scheduled, sequence, "computed too much")
-    _require(sequence.num_scheduled <= covered, sequence, "computes beyond its slots")
-    _require(sequence.num_scheduled <= sequence.num_tokens, sequence, "computes the unknown")
-    _require(sequence.num_committed == num_leased, sequence, "disagrees with its lease")
+    _require(
+        sequence.is_running,
+        sequence,
+        f"is in a running list but in state {sequence.state.name}",
+    )
+    _require(
+        committed <= sequence.num_computed,
+        sequence,
+        "has committed blocks that are not computed",
+    )
+    _require(
+        sequence.num_computed <= sequence.num_scheduled,
+        sequence,
+        "has computed more than was scheduled",
+    )
+    _require(sequence.num_scheduled <= covered, sequence, "is scheduled beyond its slots")
+    _require(
+        sequence.num_scheduled <= sequence.num_tokens,
+        sequence,
+        "is scheduled beyond its known tokens",
+    )
+    _require(
+        sequence.num_committed == num_leased,
+        sequence,
+        "has another number of committed blocks than its lease",
+    )
 
 
 def _require(holds: bool, sequence: Sequence, complaint: str) -> None:

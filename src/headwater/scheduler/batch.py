@@ -25,13 +25,14 @@ from headwater.types import JobId, RequestId, Slots, Tokens
 
 IntArray = NDArray[np.int32]
 
-NO_TOKEN = -1
-"""Stands for the token of a row that could not choose one."""
+NO_TOKEN = -(1 << 31)
+"""Stands for the token of a row that could not choose one. No other negative number does: traces in
+a simulator use those as tokens that no model has."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ScheduledBatch:
-    """What one step computes. Built by the scheduler, read by the runner, changed by neither."""
+    """What one step computes. Built by the scheduler, read by the runner, never modified."""
 
     step: int
     """Number of this step, counting up from 0 without gaps over the submitted batches."""
@@ -55,7 +56,7 @@ class ScheduledBatch:
     """Per row: device slots in position order, covering at least `context_lens` tokens."""
 
     sampled: IntArray
-    """Rows that choose a token after this step: decodes, and last chunks of prompts."""
+    """Rows that sample a token after this step: decodes, and last chunks of prompts."""
 
     params: list[SamplingParams]
     """Per *sampled* row."""
@@ -65,8 +66,8 @@ class ScheduledBatch:
     Read for penalties, min_tokens, and the position that seeds randomness."""
 
     awaits: dict[int, JobId] = field(default_factory=dict)
-    """Rows that read the targets of a promotion which has not landed, and its job: layer l of
-    such a row is computed when layer l of the promotion is there, or has failed. Empty unless
+    """Rows that read the targets of a load which has not landed, and its job: layer l of
+    such a row is computed when layer l of the load is there, or has failed. Empty unless
     the runner is `layerwise`."""
 
     carry: IntArray
@@ -80,7 +81,7 @@ class ScheduledBatch:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class StepResult:
-    """What one step chose. Entries follow `ScheduledBatch.sampled`."""
+    """What one step sampled. Entries follow `ScheduledBatch.sampled`."""
 
     step: int
     tokens: Tokens

@@ -1,7 +1,8 @@
-"""What running sequences have of the cache: the one place where slots and leases change hands.
+"""Block allocation for sequences: the one place where their slots and leases change.
 
-Nothing here decides whether or when; it keeps sequence and cache in agreement about who has
-which block. A sequence's blocks are published here and nowhere else.
+Nothing here decides whether or when a sequence gets blocks. `BlockAllocator` keeps sequence and
+cache in agreement about which sequence has which block, and is the only place that commits a
+sequence's blocks. `GrowthEstimate` predicts how many more blocks running sequences will need.
 """
 
 from collections.abc import Iterable
@@ -9,32 +10,31 @@ from collections.abc import Sequence as Listed
 
 import numpy as np
 
-from headwater.cache import FinishedRequest, Lease, Match, Promotion, TieredCache
-from headwater.cache.pool import SlotState
+from headwater.cache import FinishedRequest, Lease, LoadJob, Match, TieredCache
 from headwater.errors import InvariantError
 from headwater.scheduler.load_state import OverlappedLoad
 from headwater.scheduler.output import Usage
 from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.types import Slots
 
-_SHORTEST_MEMORY = 1 / 64
+_MIN_WEIGHT = 1 / 64
 """Weight of one observed length once there are many; the first ones weigh more."""
 
-_CALM, _ALARMED = 0.5, 4.0
-"""Bounds of `caution`. Calm reserves half of what is expected: sequences do not all end at
-once, and those that end first make room for the others."""
+_MIN_CAUTION, _MAX_CAUTION = 0.5, 4.0
+"""Bounds of `caution`. The lower bound reserves half of the expected growth: sequences do not
+all end at once, and those that end first make room for the others."""
 
-_ALARM, _CALMING = 2.0, 0.99
-"""Factors on `caution`: for each preemption, and for each step without one."""
+_RAISE_FACTOR, _LOWER_FACTOR = 2.0, 0.99
+"""Factors applied to `caution` by each preemption, and by each step without one."""
 
-_OVERDUE = 0.25
-"""A sequence that outlived the mean is expected to take this share of the mean again."""
+_OVERDUE_SHARE = 0.25
+"""A sequence longer than the mean is expected to grow by this share of the mean."""
 
 
 class BlockAllocator:
-    """Takes, commits and gives back blocks on behalf of sequences.
+    """Takes, commits and releases blocks on behalf of sequences.
 
-    With `prefix_caching` off nothing is matched, leased or committed: a sequence only holds.
+    Without `prefix_caching` nothing is matched, leased or committed; a sequence only holds slots.
     """
 
     def __init__(self, cache: TieredCache, *, prefix_caching: bool) -> None:
@@ -43,14 +43,14 @@ class BlockAllocator:
 
     @property
     def version(self) -> tuple[int, int]:
-        """Another value whenever other blocks are found, or more or fewer can be taken."""
-        return self._cache.tree.version, self._cache.num_available
+        """Changes whenever a match may find other blocks, or more or fewer blocks can be taken."""
+        return self._cache.version, self._cache.num_available
 
     def match(self, sequence: Sequence) -> Match | None:
-        """How much of its tokens is found; None when nothing is looked for.
+        """The cached prefix of its tokens; None without prefix caching.
 
-        The last token is left out: it must be computed for the next one to be chosen, unless
-        another instance does that.
+        The last token is left out: it must be computed so that the next one can be sampled,
+        unless another instance does that.
         """
         if not self._prefix_caching:
             return None
@@ -59,7 +59,7 @@ class BlockAllocator:
         return self._cache.match(sequence.path(), max_blocks=longest)
 
     def renew(self, sequence: Sequence, match: Match | None) -> Match | None:
-        """`match` again, if the tree has changed since it was made."""
+        """`match`, or a new one if the tree has changed since."""
         if match is None or self._cache.is_current(match):
             return match
         return self.match(sequence)
@@ -71,7 +71,7 @@ class BlockAllocator:
         )
 
     def begin(self, sequence: Sequence, match: Match | None, now: float) -> bool:
-        """Lease what was found and hold all the rest, or change nothing and return False."""
+        """Lease the cached blocks and take all others, or change nothing and return False."""
         if match is None:
             slots = self._cache.take(sequence.num_blocks_wanted, now=now)
             if slots is None:
@@ -89,27 +89,27 @@ class BlockAllocator:
         return True
 
     def begin_overlapped(
-        self, sequence: Sequence, match: Match, promotion: Promotion, now: float
+        self, sequence: Sequence, match: Match, load: LoadJob, now: float
     ) -> bool:
-        """Lease what the device has, put the targets of `promotion`, which brings what follows,
-        behind it, and hold all the rest; or change nothing and return False."""
+        """Lease the blocks on the device, append the target slots of `load`, which loads the
+        following blocks, and take all others; or change nothing and return False."""
         lease = self._cache.lease(match, owner=sequence.request_id, now=now, counted=False)
-        found = lease.num_blocks + promotion.num_blocks
+        found = lease.num_blocks + load.num_blocks
         slots = None
         if lease.num_blocks == match.device_blocks:
             slots = self._cache.take(sequence.num_blocks_wanted - found, now=now)
         if slots is None:
             self._cache.release(lease, now=now)
             return False
-        sequence.begin(lease, slots, OverlappedLoad(promotion))
+        sequence.begin(lease, slots, OverlappedLoad(load))
         return True
 
     def confirm(self, sequence: Sequence, now: float) -> bool:
-        """Lease what `sequence` rode on, which has landed just now; or change nothing and return
-        False where it is not what the sequence has read."""
+        """Lease the loaded blocks that the first chunk of `sequence` has read. Returns False, with
+        nothing changed, where the cache now has other slots for them."""
         overlap, old = sequence.overlap, sequence.lease
-        assert overlap is not None, "only a riding sequence is confirmed"
-        assert old is not None, "it has a lease, if of nothing"
+        assert overlap is not None, "only a sequence with an overlapped load is confirmed"
+        assert old is not None, "an overlapping sequence has a lease, possibly of no block"
         start, end = old.num_blocks, old.num_blocks + len(overlap.slots)
         match = self._cache.match(sequence.path(), max_blocks=end)
         slots = np.concatenate([node.device for node in match.nodes] or [overlap.slots])
@@ -123,7 +123,7 @@ class BlockAllocator:
         return True
 
     def grow(self, sequences: Listed[Sequence], now: float) -> bool:
-        """One more block for each, or change nothing and return False."""
+        """Take one more block for each, or change nothing and return False."""
         slots = self._cache.take(len(sequences), now=now)
         if slots is None:
             return False
@@ -132,15 +132,15 @@ class BlockAllocator:
         return True
 
     def commit(self, sequence: Sequence, now: float) -> None:
-        """Publish the blocks that collected steps have filled.
+        """Commit the blocks that collected steps have filled.
 
-        Only tokens with written KV count, so the token chosen last is never in them.
+        Only tokens with written KV count, so the token sampled last is never included.
         """
         if sequence.lease is None:
             return
         block_tokens = self._cache.block_tokens
         end = min(sequence.num_computed // block_tokens, sequence.max_committed)
-        # A copy: the tree keeps what it is given, and a view would keep the whole table alive.
+        # A copy: the tree keeps the array, and a view would keep the whole block table alive.
         slots = sequence.block_table[sequence.num_committed : end].copy()
         path = sequence.path(end * block_tokens)
         surplus = self._cache.commit(sequence.lease, path, slots, now=now)
@@ -149,48 +149,48 @@ class BlockAllocator:
         sequence.note_committed(end)
 
     def commit_received(self, sequence: Sequence, num_received: int, now: float) -> None:
-        """Publish the first `num_received` blocks after its lease, which were received whole."""
+        """Commit the first `num_received` blocks after its lease, which a peer sent completely."""
         end = (sequence.num_committed + num_received) * self._cache.block_tokens
         sequence.num_scheduled = sequence.num_computed = min(end, sequence.num_tokens)
         self.commit(sequence, now)
 
     def detach(self, sequence: Sequence, now: float) -> Slots:
-        """Release its lease, and take from it the slots that it holds; the caller has them."""
+        """Release its lease and return the slots it holds; they belong to the caller."""
         lease = sequence.lease
-        held = sequence.vacate()
+        held = sequence.drop_blocks()
         if lease is not None:
             self._cache.release(lease, now=now)
         return held
 
     def free(self, slots: Slots) -> None:
-        """Give back slots that were detached."""
+        """Free slots that were detached."""
         self._cache.free(slots)
 
     def release(self, sequence: Sequence, now: float) -> None:
-        """Give back everything it has. Nothing of it may be in flight."""
+        """Release everything it has. No step in flight may use its slots."""
         lease = sequence.lease
-        held = sequence.vacate()
+        held = sequence.drop_blocks()
         if lease is not None:
-            turn = None
+            finished = None
             if sequence.state is SequenceState.FINISHED:
                 request = sequence.request
-                turn = FinishedRequest(
+                finished = FinishedRequest(
                     sequence.prompt_tokens,
                     sequence.num_output,
                     request.session_id,
                     request.cache_hint,
                 )
-            self._cache.release(lease, now=now, slots=held, turn=turn)
+            self._cache.release(lease, now=now, slots=held, finished=finished)
         elif len(held):
             self._cache.free(held)
 
     def save(self, sequence: Sequence) -> None:
-        """Ask for its committed blocks to be kept in a lower tier, if there is one."""
+        """Offload its committed blocks to a lower tier, if there is one."""
         if sequence.lease is not None:
             self._cache.save(sequence.lease)
 
     def usage(self, sequence: Sequence, match: Match | None, now: float) -> Usage:
-        """What its prompt costs; asked as it begins for the first time."""
+        """How much of its prompt was cached, and where; taken at its first admission."""
         found = sequence.num_computed
         block_tokens, load = self._cache.block_tokens, sequence.load
         tiers = (sequence.num_committed, 0, 0)
@@ -215,21 +215,22 @@ class BlockAllocator:
 
     def check(self, sequences: Listed[Sequence], detached: Iterable[Slots]) -> None:
         """Raise InvariantError unless each held slot belongs to exactly one of `sequences`, or
-        is `detached`."""
+        is one of `detached`."""
         parts = [*(sequence.held_slots() for sequence in sequences), *detached]
         ours = np.sort(np.concatenate(parts)) if parts else np.empty(0, dtype=np.int64)
-        theirs = self._cache.device.pool.owned(SlotState.HELD)
+        theirs = self._cache.held_slots()
         if not np.array_equal(ours, theirs):
             raise InvariantError(
-                f"sequences hold {ours.tolist()}, the pool says {theirs.tolist()}"
+                f"held slots differ: sequences have {ours.tolist()}, the pool {theirs.tolist()}"
             )
 
 
 class GrowthEstimate:
-    """Expected remaining output of a sequence.
+    """Expected remaining output of sequences, in blocks.
 
-    Learned from the lengths of finished ones; multiplied by a caution that each preemption
-    raises and each step lowers, so that admission backs off exactly when it was too eager.
+    Learned from the lengths of finished sequences, and multiplied by `caution`. A preemption
+    raises the caution and each step lowers it, so that admission leaves more room after it
+    admitted too many.
     """
 
     def __init__(self, block_tokens: int, first_guess_tokens: int) -> None:
@@ -241,36 +242,36 @@ class GrowthEstimate:
     def observe(self, num_output: int) -> None:
         """A sequence ended with `num_output` tokens."""
         self._num_observed += 1
-        weight = max(1 / self._num_observed, _SHORTEST_MEMORY)
+        weight = max(1 / self._num_observed, _MIN_WEIGHT)
         self.mean_tokens += (num_output - self.mean_tokens) * weight
 
     def raise_caution(self) -> None:
-        """A sequence had to be preempted: too little was left for growth."""
-        self.caution = min(self.caution * _ALARM, _ALARMED)
+        """A sequence was preempted: too little room was left for growth."""
+        self.caution = min(self.caution * _RAISE_FACTOR, _MAX_CAUTION)
 
     def lower_caution(self, num_steps: int = 1) -> None:
-        """So many steps passed."""
+        """`num_steps` steps passed without a preemption."""
         for _ in range(num_steps):
-            if self.caution == _CALM:
+            if self.caution == _MIN_CAUTION:
                 return
-            self.caution = max(self.caution * _CALMING, _CALM)
+            self.caution = max(self.caution * _LOWER_FACTOR, _MIN_CAUTION)
 
     @property
-    def is_calm(self) -> bool:
-        """Whether caution is as low as it gets; until the next preemption it stays there, and
-        what running sequences are expected to need does not fall before they get it."""
-        return self.caution == _CALM
+    def is_steady(self) -> bool:
+        """Whether caution is at its lower bound. It stays there until the next preemption, so
+        the expected growth of running sequences does not fall before they get the blocks."""
+        return self.caution == _MIN_CAUTION
 
     def num_blocks(self, sequences: Iterable[Sequence]) -> int:
         """Blocks that `sequences` are expected to need beyond what they have or ask for.
 
-        Never more than they may need. Written out in one loop, because it runs over all
-        running sequences in every step that looks at the queue.
+        Never more than their maximum length needs. One plain loop, because it runs over all
+        running sequences in every step that examines the queue.
         """
         blocks = 0
         block_tokens = self._block_tokens
         mean = self.mean_tokens * self.caution
-        least = mean * _OVERDUE
+        least = mean * _OVERDUE_SHARE
         for sequence in sequences:
             num_tokens = sequence.num_tokens
             left = mean - (num_tokens - sequence.prompt_tokens) * self.caution
@@ -284,7 +285,7 @@ class GrowthEstimate:
 
 
 def _miss_reason(sequence: Sequence, match: Match | None) -> str | None:
-    """Why no more of the prompt was found, or was found and not used."""
+    """Why not more of the prompt was cached, or why cached blocks were not used."""
     if match is None:
         return "caching_off"
     load = sequence.load

@@ -1,8 +1,9 @@
-"""Steps in which nothing is decided, taken in all at once.
+"""Applies several decode-only steps at once, for simulators.
 
-Between two decisions the loop repeats itself: the same sequences decode, nobody comes, ends,
-needs a block or fills one. Whoever computes nothing, as a simulator does, need not turn the
-loop for each of those steps. What comes out is what turning it would have brought.
+Between two decisions the engine loop repeats itself: the same sequences decode, and none arrives,
+ends, needs a block or fills one. A simulator computes nothing, so it need not run the loop for
+each of these steps. The result is exactly that of running them one by one: the state after k
+steps in which nothing is decided is a function of the k sampled tokens per row.
 """
 
 from collections.abc import Sequence as Listed
@@ -17,27 +18,29 @@ from headwater.types import Tokens
 
 
 class DecodeOnly(NamedTuple):
-    """How far ahead it is known that steps only decode."""
+    """How many of the next steps are known to only decode."""
 
     num_steps: int
-    """At most so many."""
+    """Upper bound of the steps that may be applied at once."""
 
     until_s: float = inf
-    """Only steps that begin before this."""
+    """Only steps that begin before this time: then a waiting sequence may time out."""
 
     decoding: Listed[Sequence] = ()
-    """Whose rows they have."""
+    """The rows of each of these steps."""
 
 
 def decode_only_steps(
     table: SequenceTable, admission: Admission, config: SchedulerConfig
 ) -> DecodeOnly:
-    """What is certain when no step is in flight and nothing waits to be handed out."""
+    """The steps that decide nothing. No step may be in flight and no output pending."""
     decoding = table.decoding
     if not decoding or table.prefilling or table.preempting:
         return DecodeOnly(0)
     until_s = inf
     if admission.has_candidates and table.num_running < config.max_num_seqs:
+        # A waiting sequence is looked at in every step. That changes nothing only while the
+        # inputs of the last look, which admitted nothing, are still the same.
         if not admission.is_futile:
             return DecodeOnly(0)
         until_s = admission.recheck_s
@@ -45,13 +48,17 @@ def decode_only_steps(
 
 
 def fast_forward(decoding: Listed[Sequence], tokens: Tokens) -> None:
-    """Give each of `decoding` its column of `tokens`, one row a step."""
+    """Give each of `decoding` its column of `tokens`; `tokens` has one row per step."""
     for row, sequence in enumerate(decoding):
         sequence.fast_forward(tokens[:, row], row)
 
 
 def _num_steps(decoding: Listed[Sequence]) -> int:
-    """Steps before one of them needs a block, has one to commit, or has its last token."""
+    """Steps before one of them needs a block, has one to commit, or gets its last token.
+
+    The step that fills a block or reaches the length decides something, hence the `- 1`. A
+    sequence with stop tokens may end in any step.
+    """
     num_steps = 1 << 30
     for sequence in decoding:
         if sequence.stop_tokens:

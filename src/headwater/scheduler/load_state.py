@@ -8,20 +8,24 @@ its tail is recomputed, where the tail lies in a slower tier or would arrive too
     computed                                   |<------ recompute ------
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from headwater.cache import JobOutcome, Promotion
+from headwater.cache import Job, JobOutcome, LoadJob
 from headwater.scheduler.output import LoadUsage, TokenLogprobs
 from headwater.types import JobId, LinkRate, LoadPolicy, Slots
+
+if TYPE_CHECKING:
+    from headwater.scheduler.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRates:
-    """What the loop measured lately. None is unknown, and then worth finding out."""
+    """Rates that the engine loop measured lately. None is not measured yet."""
 
     prefill_tokens_s: float | None = None
-    """Prompt tokens computed in a second."""
+    """Prompt tokens computed per second."""
 
     host: LinkRate | None = None
     """From host to device."""
@@ -31,7 +35,7 @@ class MeasuredRates:
 
 
 class LowerTierMatch(NamedTuple):
-    """Blocks below the device, in position order: first those on the host."""
+    """Cached blocks below the device, in position order: first those on the host."""
 
     host: int = 0
     storage: int = 0
@@ -43,10 +47,10 @@ class LowerTierMatch(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadDecision:
-    """How many of the blocks found below the device are loaded, and what that was based on."""
+    """How many of the blocks below the device are loaded, with the expected times."""
 
     num_blocks: int
-    """Leading ones; 0 is to compute them all."""
+    """Leading blocks to load; 0 recomputes all of them."""
 
     reason: str
     load_s: float | None = None
@@ -136,7 +140,7 @@ answers are faster, and looking costs a match."""
 
 
 class SequenceLoad:
-    """One a sequence that has anything to load or to ask for; changed by `Loads` only."""
+    """State of a sequence that loads from a lower tier or asks storage; changed by `KVLoader`."""
 
     __slots__ = (
         "asked_s",
@@ -164,8 +168,8 @@ class SequenceLoad:
         """Found on the device when the choice was made; `below` followed them."""
         self.below = LowerTierMatch()
         self.choice: LoadDecision | None = None
-        self.job: JobId | None = None
-        """The job it waits for, or waited for last; others may wait for the same."""
+        self.job: LoadJob | None = None
+        """The load in flight that it waits for; other sequences may wait for the same."""
         self.num_jobs = 0
         """Started for this sequence."""
         self.began_s: float | None = None
@@ -213,22 +217,51 @@ class SequenceLoad:
         )
 
 
+class PendingLoad:
+    """A load in flight, as the owner of the cache's job: the sequences that depend on it."""
+
+    __slots__ = ("_finish", "has_ended", "overlapped", "waiting")
+
+    def __init__(
+        self, finish: "Callable[[PendingLoad, LoadJob, JobOutcome, float], None]"
+    ) -> None:
+        self._finish = finish
+        self.waiting: list[Sequence] = []
+        """Sequences that wait for the load."""
+        self.overlapped: Sequence | None = None
+        """The sequence that computes its first chunk during the load."""
+        self.has_ended = False
+
+    def finish_job(self, job: Job, outcome: JobOutcome, now: float) -> None:
+        """The cache has applied the outcome. Nothing depends on when a timed-out load is
+        quiet, so its second outcome is ignored."""
+        if not self.has_ended and isinstance(job, LoadJob):
+            self.has_ended = True
+            self._finish(self, job, outcome, now)
+
+
 class OverlappedLoad:
-    """One promotion, and what was computed over it."""
+    """One load in flight, and the chunk that was computed before it was done."""
 
-    __slots__ = ("job", "logprobs", "num_tokens", "outcomes", "slots", "token")
+    __slots__ = ("load", "logprobs", "num_tokens", "token")
 
-    def __init__(self, promotion: Promotion) -> None:
-        self.job: JobId = promotion.job
-        self.slots: Slots = promotion.target_slots
-        """They are the job's, and the cache's once it has landed; never the sequence's."""
+    def __init__(self, load: LoadJob) -> None:
+        self.load = load
         self.num_tokens = 0
-        """Computed over it by its chunk, once that is collected."""
+        """Tokens that the chunk computed; set when it is collected."""
         self.token: int | None = None
-        """Chosen by that chunk, and told to nobody."""
+        """Sampled by that chunk, and not emitted before the load is done."""
         self.logprobs: TokenLogprobs | None = None
-        self.outcomes: list[JobOutcome] = []
-        """Ends that came while a step in flight read the targets."""
+
+    @property
+    def job(self) -> JobId:
+        """The number of the load."""
+        return self.load.job
+
+    @property
+    def slots(self) -> Slots:
+        """Target slots of the load. The job owns them, and the cache once it is done."""
+        return self.load.target_slots
 
     def hold(self, num_tokens: int, token: int | None, logprobs: TokenLogprobs | None) -> None:
         """The chunk was collected."""

@@ -7,16 +7,17 @@ is no way in which a slow or broken tier costs more than its hits.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import inf
 from typing import NamedTuple
 
 from headwater.cache import (
+    Job,
     JobOutcome,
     JobStatus,
+    LoadJob,
     Lookup,
     Match,
-    Promotion,
     TieredCache,
     TokenPath,
 )
@@ -26,11 +27,14 @@ from headwater.scheduler.load_state import (
     LoadDecision,
     LowerTierMatch,
     MeasuredRates,
+    PendingLoad,
     SequenceLoad,
     choose,
 )
 from headwater.scheduler.sequence import Sequence, SequenceState
-from headwater.types import JobId, Tier
+from headwater.types import Tier
+
+FinishOverlapped = Callable[[Sequence, JobOutcome, float], None]
 
 _MOST_JOBS = 8
 """Loads that are started for one sequence; what is evicted as often is not worth more."""
@@ -56,8 +60,20 @@ class StorageLookup(NamedTuple):
     load: SequenceLoad
 
 
+class PendingLookup:
+    """A lookup in flight, as the owner of the cache's job: the questions of all sequences."""
+
+    def __init__(self, loader: "KVLoader", asked: list[StorageLookup]) -> None:
+        self._loader = loader
+        self.asked = asked
+
+    def finish_job(self, job: Job, outcome: JobOutcome, now: float) -> None:
+        """The cache has added the blocks that storage has."""
+        self._loader.finish_lookup(self.asked, outcome, now=now)
+
+
 class KVLoader:
-    """Decides who loader what and who waits for it."""
+    """Decides which blocks are loaded and which sequences wait for them."""
 
     def __init__(self, config: SchedulerConfig, cache: TieredCache) -> None:
         self._policy = config.load_policy
@@ -66,24 +82,30 @@ class KVLoader:
         self._has_storage = cache.config.storage and config.prefix_caching
         self.rates = MeasuredRates()
         """What the loop measured lately; it puts a new value here."""
-        self._plans: list[Promotion] = []
+        self._plans: list[LoadJob] = []
         """Decided, and not taken yet."""
         self._questions: list[StorageLookup] = []
         """To be asked, all at once."""
-        self._lookups: dict[JobId, list[StorageLookup]] = {}
-        self._moving: dict[JobId, Promotion] = {}
-        self._waiters: dict[JobId, list[Sequence]] = {}
+        self._queued = {Tier.HOST: 0, Tier.STORAGE: 0}
+        """Blocks of the loads in flight, by source."""
+        self.finish_overlapped: FinishOverlapped | None = None
+        """Told when a load ended during which a sequence computed."""
         self.layerwise = False
-        """Whether the runner can compute over a promotion before it has landed."""
-        self.overlappable: Promotion | None = None
+        """Whether the runner can compute over a load before it has landed."""
+        self.overlappable: LoadJob | None = None
         """What the last call of `waits` began, where the sequence need not wait for its end."""
         self.choices: Counter[str] = Counter()
         """Priced choices, by reason."""
 
     @property
-    def num_in_flight(self) -> int:
-        """Jobs whose executor is still at work, and whose end will change what can be done."""
-        return len(self._questions) + len(self._lookups) + len(self._moving)
+    def awaits_end(self) -> bool:
+        """Whether a copy or a lookup is in flight that will end. One that has timed out may not."""
+        return bool(self._cache.num_live_jobs or self._questions)
+
+    @property
+    def num_questions(self) -> int:
+        """Questions to storage that were not handed over yet."""
+        return len(self._questions)
 
     @property
     def has_plans(self) -> bool:
@@ -104,9 +126,9 @@ class KVLoader:
         self._questions.append(StorageLookup(path, longest, sequence, load))
         return load.policy != "best_effort"
 
-    def adopt(self, plan: Promotion) -> None:
-        """Have `plan` carried out; whoever finds its blocks on their way may wait for it."""
-        self._moving[plan.job] = plan
+    def adopt(self, plan: LoadJob) -> None:
+        """Hand `plan` to the loop. Other sequences that need its blocks may wait for it."""
+        self._queued[plan.source] += plan.num_blocks
         self._plans.append(plan)
 
     def still_waits(self, sequence: Sequence, now: float) -> bool:
@@ -120,9 +142,8 @@ class KVLoader:
             return False
         if load.is_asking:
             return load.policy != "best_effort"
-        plan = None if load.job is None else self._moving.get(load.job)
-        return plan is not None and (
-            load.policy != "best_effort" or plan.source is not Tier.STORAGE
+        return load.job is not None and (
+            load.policy != "best_effort" or load.job.source is not Tier.STORAGE
         )
 
     def waits(self, sequence: Sequence, match: Match, *, fits: bool, now: float) -> bool:
@@ -148,45 +169,50 @@ class KVLoader:
             return fits and load.policy != "best_effort"
         return self._brings(sequence, load, match, fits=fits, now=now) and fits
 
-    def take_plans(self, now: float) -> list[Promotion | Lookup]:
+    def take_plans(self, now: float) -> list[LoadJob | Lookup]:
         """What is to be brought and asked from now on; each plan once, and all questions in one."""
-        plans: list[Promotion | Lookup] = [*self._plans]
+        plans: list[LoadJob | Lookup] = [*self._plans]
         self._plans.clear()
         if asked := self._questions:
             self._questions = []
-            lookup = self._cache.look_up((each.path, each.num_blocks) for each in asked)
-            self._lookups[lookup.job] = asked
-            plans.append(lookup)
+            questions = [(each.path, each.num_blocks) for each in asked]
+            owner = PendingLookup(self, asked)
+            plans.append(self._cache.plan_lookup(questions, owner=owner))
             for each in asked:
                 each.load.asked_s = now
         return plans
 
-    def finish_lookup(self, outcome: JobOutcome, *, now: float) -> bool:
-        """Whether a lookup has ended; who asked may go on."""
-        asked = self._lookups.pop(outcome.job, None)
-        if asked is None:
-            return False
-        found = outcome.found if outcome.ending is JobStatus.DONE else [0] * len(asked)
-        late = outcome.ending is JobStatus.TIMED_OUT
+    def finish_lookup(
+        self, asked: list[StorageLookup], outcome: JobOutcome, *, now: float
+    ) -> None:
+        """A lookup ended: load what storage has, or let the sequences go on without it."""
+        found = outcome.found if outcome.status is JobStatus.DONE else [0] * len(asked)
+        late = outcome.status is JobStatus.TIMED_OUT
         for each, num_blocks in zip(asked, found, strict=True):
             each.load.is_asking = False
-            if outcome.ending is not JobStatus.DONE:
+            if outcome.status is not JobStatus.DONE:
                 each.load.shortfall = "storage_timeout" if late else "storage_failed"
             elif num_blocks:
-                self._learn(each, min(num_blocks, each.num_blocks), now)
-        return True
+                self._load_found(each, now)
 
-    def finish_job(self, outcome: JobOutcome, *, now: float) -> None:
-        """A transfer ended; whoever waits for it is told."""
-        self._cache.land(outcome, now=now)
-        if outcome.ending is not JobStatus.TIMED_OUT:
-            self._moving.pop(outcome.job, None)
-        for sequence in self._waiters.pop(outcome.job, ()):
+    def finish_load(
+        self, pending: PendingLoad, job: LoadJob, outcome: JobOutcome, now: float
+    ) -> None:
+        """A load ended: the sequences that depend on it go on. Also one that timed out no longer
+        delays later loads."""
+        self._queued[job.source] -= job.num_blocks
+        for sequence in pending.waiting:
             load = sequence.load
-            if load is not None and outcome.ending is not JobStatus.DONE:
-                load.shortfall = _SHORTFALL.get(outcome.ending)
-                if outcome.ending in (JobStatus.FAILED, JobStatus.TIMED_OUT):
+            if load is None:
+                continue
+            if load.job is job:
+                load.job = None
+            if outcome.status is not JobStatus.DONE:
+                load.shortfall = _SHORTFALL.get(outcome.status)
+                if outcome.status in (JobStatus.FAILED, JobStatus.TIMED_OUT):
                     load.ended = load.shortfall
+        if pending.overlapped is not None and self.finish_overlapped is not None:
+            self.finish_overlapped(pending.overlapped, outcome, now)
 
     def wake_s(self, waiting: Iterable[Sequence]) -> float | None:
         """When the first of `waiting` ends its wait, if nothing lands before."""
@@ -195,10 +221,9 @@ class KVLoader:
         earliest = min(ends, default=inf)
         return None if earliest == inf else earliest
 
-    def _learn(self, asked: StorageLookup, num_blocks: int, now: float) -> None:
-        """Storage has so many blocks: what is not on the host either comes there now."""
+    def _load_found(self, asked: StorageLookup, now: float) -> None:
+        """Storage has blocks of a sequence: load those that are not on the host either."""
         sequence, load = asked.sequence, asked.load
-        self._cache.learn_stored(asked.path, num_blocks, now=now)
         if sequence.state is SequenceState.WAITING and sequence.load is load and not load.ended:
             match = self._cache.match(asked.path, max_blocks=asked.num_blocks)
             # What is on the host already waits for admission.
@@ -233,17 +258,13 @@ class KVLoader:
             return LoadDecision(num_blocks=found.num_blocks, reason=f"policy_{load.policy}")
         if load.policy == "best_effort":
             found = LowerTierMatch(found.host, 0)
-        moving = self._moving.values()
         return choose(
             found,
             rates=self.rates,
             # Blocks that are on their way already are not queued before themselves.
             queued=LowerTierMatch()
             if match.loading is not None
-            else LowerTierMatch(
-                sum(plan.num_blocks for plan in moving if plan.source is Tier.HOST),
-                sum(plan.num_blocks for plan in moving if plan.source is Tier.STORAGE),
-            ),
+            else LowerTierMatch(self._queued[Tier.HOST], self._queued[Tier.STORAGE]),
             block_tokens=self._cache.block_tokens,
             max_wait_s=load.timeout_s,
         )
@@ -273,21 +294,23 @@ class KVLoader:
             wanted = load.device_blocks + chosen - match.device_blocks
             if load.policy == "best_effort" and not match.host_blocks:
                 wanted = match.storage_blocks
-            plan = self._cache.promote(match, limit_blocks=max(wanted, 0), now=now)
-            if plan is None:
+            owner = PendingLoad(self.finish_load)
+            job = self._cache.plan_load(
+                match, limit_blocks=max(wanted, 0), now=now, owner=owner
+            )
+            if job is None:
                 load.shortfall = "no_room"
                 return False
-            job = plan.job
             load.num_jobs += 1
-            self.adopt(plan)
-            if self._carries(plan, sequence, whole=plan.num_blocks >= wanted):
-                self.overlappable = plan
-        if load.job != job:
+            self.adopt(job)
+            if self._carries(job, sequence, whole=job.num_blocks >= wanted):
+                self.overlappable = job
+        if load.job is not job and isinstance(job.owner, PendingLoad):
             load.job = job
-            self._waiters.setdefault(job, []).append(sequence)
+            job.owner.waiting.append(sequence)
         return load.policy != "best_effort" or match.host_blocks > 0
 
-    def _carries(self, plan: Promotion, sequence: Sequence, *, whole: bool) -> bool:
+    def _carries(self, plan: LoadJob, sequence: Sequence, *, whole: bool) -> bool:
         """Whether `sequence` may compute over `plan`: it brings all that is to be loaded."""
         if sequence.receives or sequence.params.grammar:
             return False  # a late mask would void the chunk that is held back

@@ -9,55 +9,52 @@ and few blocks are in flight at once. A failed prefetch has no other effect: the
 blocks where they are.
 """
 
+from functools import partial
 from typing import NamedTuple
 
-from headwater.cache import Demotion, JobOutcome, JobStatus, Match, TieredCache
+from headwater.cache import Job, JobOutcome, JobStatus, LoadJob, Match, OffloadJob, TieredCache
 from headwater.cache.sessions import SessionEntry
 from headwater.scheduler.admission import admits
 from headwater.scheduler.blocks import GrowthEstimate
 from headwater.scheduler.config import SchedulerConfig
+from headwater.scheduler.load_state import PendingLoad
 from headwater.scheduler.loading import KVLoader
 from headwater.scheduler.queues import SequenceTable
-from headwater.types import JobId, Tier
+from headwater.types import Tier
 
 _OFFLOAD_SHARE = 4
 """At most one device block in this many is being written."""
 
 
-class OffloadJobs:
+class OffloadPlanner:
     """Plans what the write policy and preemptions want, within a bound for each link."""
 
     def __init__(self, cache: TieredCache, max_blocks: int) -> None:
         self._cache = cache
         spare = max(cache.config.device_blocks // _OFFLOAD_SHARE, 1)
         self._limits = {Tier.HOST: min(max_blocks, spare), Tier.STORAGE: max_blocks}
-        self._in_flight: dict[JobId, Demotion] = {}
         self._num_blocks = {Tier.HOST: 0, Tier.STORAGE: 0}
-        """Blocks in flight to each; summed up here, because it is asked in every step."""
+        """Blocks in flight to each tier; a running sum, because every step needs it."""
 
-    @property
-    def num_in_flight(self) -> int:
-        return len(self._in_flight)
-
-    def plan(self, now: float) -> list[Demotion]:
+    def plan(self, now: float) -> list[OffloadJob]:
         """What may be written now. Costs nothing where nothing is wanted."""
-        if not self._cache.transfers.writes.has_wishes:
+        if not self._cache.may_offload:
             return []
-        plans = self._cache.demote(
-            limit_blocks=self._room(Tier.HOST), limit_stored=self._room(Tier.STORAGE), now=now
+        plans = self._cache.plan_offloads(
+            limit_blocks=self._room(Tier.HOST),
+            limit_stored=self._room(Tier.STORAGE),
+            now=now,
+            owner=self,
         )
         for plan in plans:
-            self._in_flight[plan.job] = plan
             self._num_blocks[plan.target] += plan.num_blocks
         return plans
 
-    def finish_job(self, outcome: JobOutcome) -> None:
-        """A transfer ended. One that timed out still has its executor, so it still counts."""
-        if outcome.ending is JobStatus.TIMED_OUT:
-            return
-        plan = self._in_flight.pop(outcome.job, None)
-        if plan is not None:
-            self._num_blocks[plan.target] -= plan.num_blocks
+    def finish_job(self, job: Job, outcome: JobOutcome, now: float) -> None:
+        """A write ended. A timed-out one counts until its executor is quiet: this bounds the
+        slots that lost calls keep from other use."""
+        if outcome.status is not JobStatus.TIMED_OUT and isinstance(job, OffloadJob):
+            self._num_blocks[job.target] -= job.num_blocks
 
     def _room(self, target: Tier) -> int:
         return max(self._limits[target] - self._num_blocks[target], 0)
@@ -80,12 +77,12 @@ class _Trial(NamedTuple):
     """A session that is to be looked at, at its time, after so many jobs for it."""
 
     at_s: float
-    known: SessionEntry
+    entry: SessionEntry
     num_jobs: int
 
 
 class Prefetch:
-    """Plans promotions of sessions that are due, and hands them to `KVLoader`."""
+    """Plans loads of sessions that are due, and hands them to `KVLoader`."""
 
     def __init__(
         self,
@@ -103,8 +100,8 @@ class Prefetch:
         self._loader = loader
         self._max_blocks = max(cache.config.device_blocks // _PREFETCH_SHARE, 1)
         self._trials: list[_Trial] = []
-        self._jobs: dict[JobId, tuple[_Trial, int]] = {}
-        """Jobs in flight, each with the session it is for and its number of blocks."""
+        self._num_loading = 0
+        """Blocks of the loads in flight."""
         self.num_blocks = 0
         """Blocks that were brought up, ever."""
 
@@ -114,7 +111,7 @@ class Prefetch:
         if not self._enabled:
             return None
         times = [trial.at_s for trial in self._trials]
-        due_s = self._cache.sessions.next_due_s
+        due_s = self._cache.next_due_s
         if due_s is not None:
             times.append(due_s - _LEAD_S)
         return min(times, default=None)
@@ -123,40 +120,51 @@ class Prefetch:
         """Bring up what is due. Costs nothing while nothing is."""
         if not self._enabled:
             return
-        due_s = self._cache.sessions.next_due_s
+        due_s = self._cache.next_due_s
         if due_s is not None and due_s - _LEAD_S <= now:
-            due = self._cache.sessions.take_due(now + _LEAD_S)
-            self._trials += [_Trial(now, known, 0) for known in due]
+            due = self._cache.take_due_sessions(now + _LEAD_S)
+            self._trials += [_Trial(now, entry, 0) for entry in due]
         if self._trials:
             trials, self._trials = self._trials, []
             for trial in trials:
                 self._try(trial, now)
 
-    def finish_job(self, outcome: JobOutcome) -> None:
-        """A transfer ended; if it was for a session, look at that again."""
-        trial, num_blocks = self._jobs.pop(outcome.job, (None, 0))
-        if trial is not None and outcome.ending is JobStatus.DONE:
-            self.num_blocks += num_blocks
+    def _finish_load(
+        self,
+        trial: _Trial,
+        pending: PendingLoad,
+        job: LoadJob,
+        outcome: JobOutcome,
+        now: float,
+    ) -> None:
+        """A load ended: requests may have waited for it too; look at the session again."""
+        self._num_loading -= job.num_blocks
+        if outcome.status is JobStatus.DONE:
+            self.num_blocks += job.num_blocks
             self._trials.append(trial)
+        self._loader.finish_load(pending, job, outcome, now)
 
     def _try(self, trial: _Trial, now: float) -> None:
-        known = trial.known
+        entry = trial.entry
         if trial.at_s > now:
             self._trials.append(trial)
             return
         # One that came back, or was closed, is expected no longer.
-        if known.due_s is None or trial.num_jobs >= _MAX_SESSION_JOBS:
+        if entry.due_s is None or trial.num_jobs >= _MAX_SESSION_JOBS:
             return
-        match = self._cache.match_session(known)
+        match = self._cache.match_session(entry)
         if match.device_blocks == match.num_blocks or match.loading is not None:
             return
         room = self._room(match)
-        plan = self._cache.promote(match, limit_blocks=room, now=now) if room else None
+        again = _Trial(now, entry, trial.num_jobs + 1)
+        owner = PendingLoad(partial(self._finish_load, again))
+        plan = None
+        if room:
+            plan = self._cache.plan_load(match, limit_blocks=room, now=now, owner=owner)
         if plan is not None:
             self._loader.adopt(plan)
-            again = _Trial(now, known, trial.num_jobs + 1)
-            self._jobs[plan.job] = again, plan.num_blocks
-        elif now < known.due_s:
+            self._num_loading += plan.num_blocks
+        elif now < entry.due_s:
             self._trials.append(trial._replace(at_s=now + _RETRY_S))
 
     def _room(self, match: Match) -> int:
@@ -164,8 +172,7 @@ class Prefetch:
         table = self._table
         if len(table.waiting):
             return 0
-        on_the_way = sum(num_blocks for _, num_blocks in self._jobs.values())
-        room = self._max_blocks - on_the_way
+        room = self._max_blocks - self._num_loading
         wanted = min(match.host_blocks or match.storage_blocks, room)
         fits = admits(
             num_needed=wanted,

@@ -74,7 +74,7 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class SequenceOutput:
-    """New tokens of one sequence. A value: built once, changed by nobody.
+    """New tokens of one sequence. Not modified after it is built.
 
     Neither frozen nor keyword-only, because one is built for each sequence in each step, and
     that would take four times as long.
@@ -82,7 +82,7 @@ class SequenceOutput:
 
     request_id: RequestId
     tokens: list[int]
-    """Chosen since the last output; a stop token is among them."""
+    """Sampled since the last output; a stop token is included."""
 
     logprobs: list[TokenLogprobs | None]
     """One entry a token; None where none were asked for."""

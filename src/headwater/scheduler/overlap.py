@@ -10,42 +10,46 @@ applied only when no step in flight reads the target slots. A failed load sends 
 to the waiting queue, as if it had not started.
 """
 
-from collections.abc import Callable, Iterable
-from itertools import chain
+from collections.abc import Callable
 
-from headwater.cache import JobOutcome, JobStatus
+from headwater.cache import JobOutcome, JobStatus, TieredCache
 from headwater.scheduler.blocks import BlockAllocator
+from headwater.scheduler.load_state import PendingLoad
 from headwater.scheduler.output import SequenceOutput, TokenLogprobs
 from headwater.scheduler.queues import SequenceTable
 from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.scheduler.stats import Totals
 
-TakeIn = Callable[[Sequence, int, TokenLogprobs | None, float], SequenceOutput]
-"""Takes in a token whose KV counts, and says what came of it."""
+ApplyToken = Callable[[Sequence, int, TokenLogprobs | None, float], SequenceOutput]
+"""Applies a sampled token to its sequence; the output."""
 
 
 class OverlappedLoads:
-    """Confirms or rewinds a riding sequence when its promotion has ended."""
+    """Confirms or restarts an overlapping sequence when its load has ended."""
 
     def __init__(
         self,
         table: SequenceTable,
         blocks: BlockAllocator,
         totals: Totals,
-        take_in: TakeIn,
+        cache: TieredCache,
+        apply_token: ApplyToken,
     ) -> None:
+        self._cache = cache
         self._table = table
         self._blocks = blocks
         self._totals = totals
-        self._take_in = take_in
+        self._apply_token = apply_token
 
-    def defer(self, outcome: JobOutcome) -> bool:
-        """Whether a step in flight reads what this job moves: its end is kept for later."""
-        sequence = self._find(outcome, chain(self._table.overlapping, self._table.departing))
-        if sequence is None or sequence.overlap is None or not sequence.num_in_flight:
-            return False
-        sequence.overlap.outcomes.append(outcome)
-        return True
+    def begin(self, sequence: Sequence) -> None:
+        """The first chunk of `sequence` is in flight: it reads the target slots of the load, so
+        the outcome of the load is deferred until the step is collected."""
+        overlap = sequence.overlap
+        assert overlap is not None, "only a sequence with an overlapped load begins one"
+        self._cache.defer_job(overlap.job)
+        if isinstance(overlap.load.owner, PendingLoad):
+            overlap.load.owner.overlapped = sequence
+        self._table.move(sequence, SequenceState.OVERLAPPING)
 
     def collect(
         self,
@@ -53,22 +57,22 @@ class OverlappedLoads:
         num_tokens: int,
         token: int | None,
         chosen: TokenLogprobs | None,
-    ) -> list[JobOutcome]:
-        """The chunk was computed; the ends of its promotion that had to wait for that."""
+    ) -> None:
+        """The chunk was computed. Its result counts once the load is done."""
         overlap = sequence.overlap
-        assert overlap is not None, "a riding sequence has a ride"
+        assert overlap is not None, "an overlapping sequence has a load"
         sequence.num_in_flight -= 1
         overlap.hold(num_tokens, token, chosen)
-        return overlap.outcomes
 
-    def finish_job(self, outcome: JobOutcome, now: float) -> list[SequenceOutput]:
-        """A job has landed in the cache. Whoever rode on it goes on, or starts over; the output
-        that was held back until now, if there is one."""
-        sequence = self._find(outcome, self._table.overlapping)
-        if sequence is None or sequence.overlap is None:
-            return []
+    def finish(
+        self, sequence: Sequence, outcome: JobOutcome, now: float
+    ) -> list[SequenceOutput]:
+        """The load of `sequence` ended, and the cache has applied that: the sequence goes on, or
+        starts again. Returns the output that was held back, if there is one."""
         overlap = sequence.overlap
-        if outcome.ending is not JobStatus.DONE or not self._blocks.confirm(sequence, now):
+        if sequence.state is not SequenceState.OVERLAPPING or overlap is None:
+            return []
+        if outcome.status is not JobStatus.DONE or not self._blocks.confirm(sequence, now):
             self._blocks.release(sequence, now)
             self._table.move(sequence, SequenceState.WAITING)
             return []
@@ -87,10 +91,4 @@ class OverlappedLoads:
             return []
         self._table.move(sequence, SequenceState.DECODE)
         sequence.append(overlap.token)
-        return [self._take_in(sequence, overlap.token, overlap.logprobs, now)]
-
-    def _find(self, outcome: JobOutcome, sequences: Iterable[Sequence]) -> Sequence | None:
-        for sequence in sequences:
-            if sequence.overlap is not None and sequence.overlap.job == outcome.job:
-                return sequence
-        return None
+        return [self._apply_token(sequence, overlap.token, overlap.logprobs, now)]

@@ -4,6 +4,9 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import chain, islice
 
+from headwater.errors import RequestError
+from headwater.scheduler.config import SchedulerConfig
+from headwater.scheduler.request import Request, length_end
 from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.types import RequestId
 
@@ -11,26 +14,26 @@ _Key = tuple[int, bool, int]
 
 
 class WaitingQueue:
-    """Sequences by priority class; within one, preempted ones first, then by arrival.
+    """Sequences by priority class; within a class, preempted ones first, then by arrival.
 
-    A preempted sequence keeps its arrival, so among preempted ones the oldest is first. Leaving
-    from the front and arriving at the end cost the same however many wait.
+    A preempted sequence keeps its arrival, so among preempted ones the oldest is first. Removing
+    from the front and adding at the end cost the same however many sequences wait.
     """
 
     def __init__(self) -> None:
         self._keys: list[_Key] = []
         self._sequences: list[Sequence | None] = []
-        """In the order of the keys; the first `_head` of both have left."""
+        """In the order of the keys. The first `_head` entries of both lists are removed ones."""
         self._head = 0
         self.num_preempted = 0
         self.version = 0
-        """Another number whenever somebody came or went."""
+        """Changes whenever a sequence is added or removed."""
 
     def __len__(self) -> int:
         return len(self._keys) - self._head
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In order. Meanwhile the one that was just given may leave, and nobody else."""
+        """In order. During iteration only the sequence returned last may be removed."""
         place = 0
         while place < len(self):
             sequence = self._sequences[self._head + place]
@@ -40,13 +43,13 @@ class WaitingQueue:
                 place += 1
 
     def preempted(self) -> Iterator[Sequence]:
-        """Those that were preempted, in order, and no look behind the last of them. The one that
-        was just given may leave."""
+        """Preempted sequences in order; stops after the last of them. The sequence returned last
+        may be removed meanwhile."""
         found = (sequence for sequence in self if sequence.num_preemptions)
         return islice(found, self.num_preempted)
 
     def push(self, sequence: Sequence) -> None:
-        """Take the place that its class, its arrival and its preemptions give it."""
+        """Insert `sequence` by class, preemption and arrival."""
         key = _key(sequence)
         at = bisect_left(self._keys, key, lo=self._head)
         self._keys.insert(at, key)
@@ -55,12 +58,12 @@ class WaitingQueue:
         self.num_preempted += sequence.num_preemptions > 0
 
     def remove(self, sequence: Sequence) -> None:
-        """Leave the queue; it must be there."""
+        """Remove `sequence`, which must be in the queue."""
         head = self._head
         at = bisect_left(self._keys, _key(sequence), lo=head)
         if at == len(self._keys) or self._sequences[at] is not sequence:
-            raise ValueError(f"{sequence.request_id} does not wait")
-        # The few before it move, and not the many behind it.
+            raise ValueError(f"{sequence.request_id} is not in the waiting queue")
+        # Move the few entries before it, not the many behind it.
         self._keys[head + 1 : at + 1] = self._keys[head:at]
         self._sequences[head + 1 : at + 1] = self._sequences[head:at]
         self._sequences[head] = None
@@ -82,25 +85,26 @@ def _key(sequence: Sequence) -> _Key:
 
 
 class SequenceTable:
-    """Each sequence in the one place that its state names; only `move` changes either."""
+    """Keeps each sequence in the one list that its state names; only `move` changes either."""
 
     def __init__(self) -> None:
         self.alive: dict[RequestId, Sequence] = {}
-        """Those that have not finished, by name."""
+        """Sequences that have not finished, by request id."""
         self.waiting = WaitingQueue()
         self.remote: list[Sequence] = []
-        """Those that wait for another instance, and for nothing here."""
+        """Sequences computed by another instance that has not asked for room yet."""
         self.invited: dict[RequestId, Sequence] = {}
-        """Waiting ones whose prompt somebody else computes, in the order of invitation."""
+        """Waiting sequences whose prompt another instance computes, in the order of invitation."""
         self.receiving: list[Sequence] = []
         self.overlapping: list[Sequence] = []
-        """They wait for a promotion that they have computed over, or are computing over."""
+        """Sequences whose first chunk is computed while the KV it reads is being loaded."""
         self.prefilling: list[Sequence] = []
         """In the order of admission."""
         self.decoding: list[Sequence] = []
         self.preempting: list[Sequence] = []
         self.departing: list[Sequence] = []
-        """Finished, with slots that a step in flight or somebody outside still uses."""
+        """Finished sequences whose slots a step in flight or a hand-off still uses."""
+        self._num_arrived = 0
         self._admitted: dict[RequestId, Sequence] = {}
         self._computed: dict[RequestId, Sequence] = {}
         self._running = {
@@ -118,12 +122,12 @@ class SequenceTable:
 
     @property
     def num_computing(self) -> int:
-        """Running ones that steps are for."""
+        """Running sequences that are computed by steps of this instance."""
         return len(self.decoding) + len(self.prefilling) + len(self.preempting)
 
     @property
-    def gives_back(self) -> bool:
-        """Whether the step in flight, once collected, gives slots back."""
+    def will_free_slots(self) -> bool:
+        """Whether collecting the step in flight will free slots."""
         return (
             bool(self.preempting)
             or any(s.num_in_flight for s in self.departing)
@@ -131,7 +135,7 @@ class SequenceTable:
         )
 
     def running(self) -> Iterator[Sequence]:
-        """Those that have slots and have not finished."""
+        """Sequences that have slots and have not finished."""
         return chain(
             self.decoding, self.prefilling, self.preempting, self.receiving, self.overlapping
         )
@@ -159,7 +163,7 @@ class SequenceTable:
         return list(computed.values())
 
     def with_slots(self) -> list[Sequence]:
-        """Those that have slots, finished ones included."""
+        """Sequences that have slots, finished ones included."""
         return [*self.running(), *self.departing]
 
     def choose_victim(self) -> Sequence:
@@ -172,13 +176,38 @@ class SequenceTable:
         """
         return max(self.decoding, key=_rank)
 
+    def add(
+        self, request: Request, config: SchedulerConfig, block_tokens: int, max_model_len: int
+    ) -> Sequence:
+        """Make a sequence of `request` and queue it; RequestError if it can never be served."""
+        if request.request_id in self.alive:
+            raise RequestError(
+                f"a request named {request.request_id!r} is running already; use another id"
+            )
+        end = length_end(request, max_model_len)
+        stops = request.params.stop_token_ids
+        if not request.params.ignore_eos or request.params.grammar:
+            stops += config.eos_token_ids
+        cacheable = end if config.output_caching else len(request.tokens)
+        sequence = Sequence(
+            request,
+            rank=(request.priority if config.policy == "priority" else 0, self._num_arrived),
+            block_tokens=block_tokens,
+            num_tokens_end=end,
+            max_committed=cacheable // block_tokens if config.prefix_caching else 0,
+            stop_tokens=frozenset(stops),
+        )
+        self._num_arrived += 1
+        self.enter(sequence)
+        return sequence
+
     def enter(self, sequence: Sequence) -> None:
-        """A new sequence, which waits."""
+        """Queue a new sequence."""
         self.alive[sequence.request_id] = sequence
         self.waiting.push(sequence)
 
     def move(self, sequence: Sequence, state: SequenceState) -> None:
-        """Change its state and its place. Finished is for ever."""
+        """Change its state and move it to the list of that state. FINISHED is final."""
         if sequence.state is SequenceState.WAITING:
             self.waiting.remove(sequence)
             self.invited.pop(sequence.request_id, None)

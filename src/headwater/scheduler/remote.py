@@ -1,11 +1,11 @@
-"""Sequences whose prompt is computed elsewhere, and sequences computed for somebody else.
+"""Sequences whose prompt another instance computes, and sequences computed for another instance.
 
     D   REMOTE ── invited ─▶ WAITING ── admitted ─▶ RECEIVING ── delivered ─▶ DECODE
           └────────────── computed here after all: WAITING ◀───────┘
 
-A receiving sequence has slots for all its prompt, by the same admission as everybody, and
-nothing of it is findable before it is delivered. Slots that bytes may still land in go to
-nobody: they are quarantined until their link is quiet. On P a pin keeps the blocks of a
+A receiving sequence has slots for all its prompt, by the same admission as every sequence, and
+none of its blocks is findable before it is delivered. Slots that a peer may still write to are
+quarantined until their link has stopped writing. On the prefill side a pin keeps the blocks of a
 sequence, finished or not, while they are being sent.
 """
 
@@ -19,7 +19,7 @@ from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.scheduler.stats import Totals
 from headwater.types import Slots
 
-TakeIn = Callable[[Sequence, int, TokenLogprobs | None, float], SequenceOutput]
+ApplyToken = Callable[[Sequence, int, TokenLogprobs | None, float], SequenceOutput]
 Finish = Callable[[Sequence, str, float], None]
 
 
@@ -31,32 +31,32 @@ class Handoffs:
         table: SequenceTable,
         blocks: BlockAllocator,
         totals: Totals,
-        take_in: TakeIn,
+        apply_token: ApplyToken,
         finish: Finish,
         reschedule: Callable[[], None],
     ) -> None:
-        """`reschedule` is called when somebody may start who could not before."""
+        """`reschedule` is called when a sequence may start that could not before."""
         self._table = table
         self._blocks = blocks
         self._totals = totals
-        self._take_in = take_in
+        self._apply_token = apply_token
         self._finish = finish
         self._reschedule = reschedule
         self.outputs: list[SequenceOutput] = []
-        """Of sequences that went on or ended here, for the next step to hand out."""
+        """Outputs of delivered, declined and returned sequences; the next step returns them."""
         self.quarantined: dict[int, Slots] = {}
-        """Slots that bytes may still land in, by lease."""
+        """Slots that a peer may still write to, by lease."""
 
     @property
     def holds_back(self) -> bool:
-        """Whether blocks will come back, or a sequence go on, although nothing is computed."""
+        """Whether blocks will be freed, or a sequence will continue, without a step."""
         table = self._table
         pinned = any(sequence.num_pins for sequence in table.departing)
         return bool(table.receiving or self.quarantined) or pinned
 
     @property
     def wake_s(self) -> float | None:
-        """When somebody stops waiting for what another sequence receives."""
+        """When the first wait for an in-flight prefix times out."""
         ends = [
             sequence.prefix_wait_until_s
             for sequence in self._table.waiting
@@ -75,11 +75,11 @@ class Handoffs:
         return self._table.take_computed()
 
     def expect(self, sequence: Sequence) -> None:
-        """A new sequence is computed elsewhere; it waits for that and for nothing here."""
+        """Another instance computes a new sequence; it needs nothing here until it is invited."""
         self._table.move(sequence, SequenceState.REMOTE)
 
     def invite(self, sequence: Sequence) -> None:
-        """Find room for it, in its turn, so that it can be received."""
+        """Queue it for admission, so that it gets slots to receive its prompt."""
         sequence.receives = True
         self._table.move(sequence, SequenceState.WAITING)
         self._table.invited[sequence.request_id] = sequence
@@ -95,19 +95,20 @@ class Handoffs:
     ) -> None:
         """Its whole prompt is in its slots: commit it, and decode from `token` on.
 
-        `usage` is what the prompt cost where it was computed, which is what its client is
-        told; the counts of this instance are of its own tree.
+        `usage` is the prompt usage of the instance that computed it, and is reported to the
+        client. The statistics of this instance count its own cache.
         """
         if sequence.usage is not None:
             self._totals.count_admission(sequence.usage)
             sequence.usage = replace(usage, queued_s=sequence.usage.queued_s)
         sequence.receive(token)
         self._table.move(sequence, SequenceState.DECODE)
-        self.outputs.append(self._take_in(sequence, token, logprobs, now))
+        self.outputs.append(self._apply_token(sequence, token, logprobs, now))
         self._reschedule()
 
     def compute_here(self, sequence: Sequence, num_received: int, now: float) -> None:
-        """Nobody else computes it. What landed whole is committed, and found when it starts."""
+        """Compute it here after all. Blocks received completely are committed, and matched when
+        it starts."""
         sequence.receives = False
         if sequence.state is SequenceState.RECEIVING:
             if num_received:
@@ -118,28 +119,28 @@ class Handoffs:
         self._reschedule()
 
     def decline(self, sequence: Sequence, reason: str, now: float) -> None:
-        """End it unserved: somebody else is to try."""
+        """End it with finish reason `refused`, so that another instance is tried."""
         self.outputs.append(
             SequenceOutput(sequence.request_id, [], [], finish_reason="refused", detail=reason)
         )
         self._finish(sequence, "refused", now)
 
     def give_back(self, after_s: float, now: float) -> None:
-        """End what was preempted and has waited `after_s` to resume, where somebody can have it
-        continued elsewhere: its tokens so far are with whoever that is."""
+        """End preempted sequences that have waited `after_s` to resume, where the caller can have
+        them continued on another instance. The caller has their tokens so far."""
         for sequence in self._table.waiting.preempted():
-            if now - sequence.vacated_s >= after_s and sequence.request.can_return:
+            if now - sequence.preempted_s >= after_s and sequence.request.can_return:
                 name = sequence.request_id
                 self.outputs.append(SequenceOutput(name, [], [], finish_reason="returned"))
                 self._finish(sequence, "returned", now)
 
     def quarantine(self, sequence: Sequence, lease: int, now: float) -> None:
-        """Take its slots away from it, and from everybody, until `free_quarantined`."""
+        """Take its slots away, and let no sequence use them until `free_quarantined`."""
         if len(held := self._blocks.detach(sequence, now)):
             self.quarantined[lease] = held
 
     def free_quarantined(self, lease: int) -> None:
-        """Nothing more can land in those slots."""
+        """Free the slots of `lease`: the peer can no longer write to them."""
         held = self.quarantined.pop(lease, None)
         if held is not None:
             self._blocks.free(held)
@@ -150,7 +151,7 @@ class Handoffs:
         sequence.num_pins += 1
 
     def unpin(self, sequence: Sequence, now: float) -> None:
-        """Nothing reads its blocks from outside any more."""
+        """A hand-off no longer reads its blocks."""
         sequence.num_pins -= 1
         if sequence in self._table.departing and not sequence.is_kept:
             self._table.departing.remove(sequence)

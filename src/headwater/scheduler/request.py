@@ -24,7 +24,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
 """Least and most of each number that changes a choice; `top_p` is above its least."""
 
 LEAST_TEMPERATURE = 0.001
-"""Anything colder is greedy: dividing by almost nothing makes no numbers."""
+"""Lower temperatures are greedy: dividing logits by almost zero overflows."""
 
 MAX_LOAD_TIMEOUT_S = 3600.0
 """Longest wait for lower tiers that a request may ask for."""
@@ -75,7 +75,7 @@ class SamplingParams:
     the output where nothing more may follow, whatever `min_tokens` and `ignore_eos` say."""
 
     def __post_init__(self) -> None:
-        check_kinds(self)
+        _check_kinds(self)
         for name in BOUNDS:
             if name != "logit_bias":
                 _check_bounds(name, getattr(self, name))
@@ -132,10 +132,10 @@ class Request:
     """Whether the prompt is computed here when that instance refuses; else it is declined."""
 
     can_return: bool = False
-    """Whether somebody can have it continued elsewhere, should it wait too long to resume."""
+    """Whether the caller can continue it on another instance if it waits too long to resume."""
 
     num_resumed_tokens: int = 0
-    """How many of the last `tokens` are output that exists already, chosen elsewhere: they count
+    """How many of the last `tokens` are resumed output, sampled on another instance. They count
     as output for penalties and lengths."""
 
     def __post_init__(self) -> None:
@@ -183,7 +183,7 @@ def length_end(request: Request, max_model_len: int) -> int:
 
 
 def _check_bounds(name: str, value: float) -> None:
-    """What is not a number is not between any two."""
+    """NaN fails too, because it compares false with both bounds."""
     least, most = BOUNDS[name]
     if not least <= value <= most:
         raise RequestError(f"{name} must be between {least:g} and {most:g}, got {value}")
@@ -195,7 +195,7 @@ def is_whole(value: object) -> bool:
     return kind is int or (kind is not bool and isinstance(value, Integral))
 
 
-def is_number(value: object) -> bool:
+def _is_number(value: object) -> bool:
     """Whether this is a number that can be compared; true and false are none."""
     kind = type(value)
     return kind is float or kind is int or (kind is not bool and isinstance(value, Real))
@@ -207,7 +207,7 @@ def _is_whole_or_none(value: object) -> bool:
 
 def _is_bias(value: object) -> bool:
     return isinstance(value, Mapping) and all(
-        is_whole(token) and is_number(amount) for token, amount in value.items()
+        is_whole(token) and _is_number(amount) for token, amount in value.items()
     )
 
 
@@ -225,7 +225,7 @@ def _is_bool(value: object) -> bool:
 
 _Kind = tuple[Callable[[object], bool], str]
 _WHOLE: _Kind = (is_whole, "a whole number")
-_NUMBER: _Kind = (is_number, "a number")
+_NUMBER: _Kind = (_is_number, "a number")
 
 _KINDS: Mapping[str, _Kind] = {
     "max_tokens": _WHOLE,
@@ -246,7 +246,7 @@ _KINDS: Mapping[str, _Kind] = {
 }
 
 
-def check_kinds(params: object) -> None:
+def _check_kinds(params: object) -> None:
     """Raise RequestError, naming the field, for the first value of another kind."""
     for name, (is_kind, words) in _KINDS.items():
         value = getattr(params, name)
@@ -260,7 +260,7 @@ SEED_RANGE = 1 << 63
 """Seeds are below this."""
 
 
-def seed_of_choice(seed: int, choice: int) -> int:
+def _seed_of_choice(seed: int, choice: int) -> int:
     """Choices of one request differ, and differ the same way each time."""
     return (seed + choice) % SEED_RANGE
 
@@ -269,4 +269,4 @@ def params_of_choice(params: SamplingParams, choice: int) -> SamplingParams:
     """How the tokens of the `choice`-th answer are chosen; the first's are as asked."""
     if choice == 0:
         return params
-    return replace(params, seed=seed_of_choice(params.seed, choice))
+    return replace(params, seed=_seed_of_choice(params.seed, choice))

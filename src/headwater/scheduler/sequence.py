@@ -1,9 +1,9 @@
-"""How far a request got: its tokens, its place in the pool, the steps it has in flight.
+"""The progress of one request: its tokens, its slots, and its steps in flight.
 
-The request itself is never changed (its prompt cannot grow by its own output): everything
-that changes is here, and changes through the methods below.
+The request itself is never changed; its prompt cannot grow by its own output. Everything that
+changes is here, and changes through the methods below.
 
-    tokens     | prompt ................... | output ........ | still being sampled
+    tokens     | prompt ................... | output ........ | being sampled
                0          num_computed        num_scheduled <= num_tokens
     KV         |<- written, step collected ->|<- in flight ->|
     blocks     |<- committed ->|<- held by this sequence ---->|  num_blocks
@@ -20,14 +20,14 @@ from headwater.scheduler.request import Request
 from headwater.types import Slots, Tokens
 
 _SPARE_TOKENS = 64
-"""Places for output that a token buffer starts with; it doubles when they are used."""
+"""Room for output tokens in a new token buffer; the buffer doubles when it is full."""
 
 
 class SequenceState(Enum):
-    """Where a sequence is in its life. A running one is in PREFILL, DECODE or PREEMPTING."""
+    """The state of a sequence. All but WAITING, REMOTE and FINISHED are running states."""
 
     WAITING = auto()
-    """In the queue; has no slots and no lease."""
+    """In the waiting queue; has no slots and no lease."""
 
     REMOTE = auto()
     """Computed by another instance, which has not asked for room yet; has no slots."""
@@ -36,26 +36,27 @@ class SequenceState(Enum):
     """Has slots for its prompt, which another instance computes and sends."""
 
     OVERLAPPING = auto()
-    """Its first chunk is computed over a promotion that has not landed; nothing of it counts."""
+    """Its first chunk is computed while the KV it reads is being loaded; the chunk does not
+    count before the load is done."""
 
     PREFILL = auto()
-    """Has slots for all its tokens, and not all of them are given to a step yet."""
+    """Has slots for all its tokens, and not all of them are scheduled yet."""
 
     DECODE = auto()
-    """Chooses one token a step."""
+    """Samples one token per step."""
 
     PREEMPTING = auto()
-    """Was chosen as a victim; keeps its slots until its step in flight is collected."""
+    """Is being preempted; keeps its slots until its step in flight is collected."""
 
     FINISHED = auto()
     """Has its finish reason. Keeps its slots until its steps in flight are collected."""
 
 
 class Sequence:
-    """One request on its way. Owned and changed by the scheduler only.
+    """One request in progress. Owned and changed by the scheduler only.
 
-    A slotted class with plain counters, because the scheduler reads a handful of them for
-    each running sequence in each step.
+    A slotted class with plain counters, because the scheduler reads several of them for each
+    running sequence in each step.
     """
 
     __slots__ = (
@@ -86,6 +87,7 @@ class Sequence:
         "num_tokens_end",
         "overlap",
         "params",
+        "preempted_s",
         "prefix_source",
         "prefix_wait_blocks",
         "prefix_wait_until_s",
@@ -100,34 +102,33 @@ class Sequence:
         "stop_tokens",
         "surplus",
         "usage",
-        "vacated_s",
     )
 
     lease: Lease | None
     surplus: list[Slots]
-    """Its own slots of blocks that another sequence published first; read until the end."""
+    """Its own slots of blocks that another sequence committed first; read until its end."""
 
     overlap: OverlappedLoad | None
-    """The promotion that it computes over before it has landed."""
+    """The load that its first chunk does not wait for; None when there is none."""
 
     block_table: Slots
-    """Its slots in position order; a view that stays true while batches are in flight."""
+    """Its slots in position order. A view that stays valid while batches are in flight."""
 
     num_blocks: int
     num_found: int
-    """Leading tokens that were found when it was admitted; 0 while it waits."""
+    """Leading tokens that were cached when it was admitted; 0 while it waits."""
 
     num_scheduled: int
     """Leading tokens whose KV is written, or will be by a step in flight."""
 
     num_computed: int
-    """Leading tokens whose KV is written by collected steps, or was found."""
+    """Leading tokens whose KV is written by collected steps, or was cached."""
 
     schedulable_end: int
     """`num_scheduled` cannot pass this without another block, or at all."""
 
     num_committed: int
-    """Leading blocks that are published, or equal to published ones."""
+    """Leading blocks that are committed, or equal to committed ones."""
 
     commit_at: int
     """With this many tokens computed there is a block to commit."""
@@ -135,24 +136,24 @@ class Sequence:
     num_passes: int
     """Later sequences that were admitted while this one was blocked."""
 
-    vacated_s: float
+    preempted_s: float
     """When it was preempted last."""
 
     receives: bool
-    """Whether another instance computes its prompt, and it only needs room for it."""
+    """Whether another instance computes its prompt, so that it only needs slots."""
 
     is_counted: bool
-    """Whether its prompt was looked up before, and is in the ledger."""
+    """Whether its prompt is counted in the hit statistics already."""
 
     is_held: bool
-    """Whether a step in flight continues from a token that was not chosen: its result is void,
-    and no further step has a row of the sequence until it is collected."""
+    """Whether a step in flight continues from a token that was not sampled. Its result is
+    discarded, and no further step has a row of the sequence until that step is collected."""
 
     row: int
     """Its row in the batch scheduled last, for `carry`."""
 
     num_pins: int
-    """Readers outside the engine, which keep its blocks even when it has finished."""
+    """Hand-offs that read its blocks; they keep the blocks even when it has finished."""
 
     _block_buffer: Slots
 
@@ -170,19 +171,19 @@ class Sequence:
         self.request_id = request.request_id
         self.params = request.params
         self.rank = rank
-        """Priority class, then arrival: the order of waiting; victims are taken from its end."""
+        """Priority class, then arrival: the queue order. Victims are taken from its end."""
         self.stop_tokens = stop_tokens
         self.prompt_tokens = len(request.tokens)
         self.num_tokens_end = num_tokens_end
-        """With this many tokens it has reached its length."""
+        """With this many tokens it has reached its maximum length."""
         # A grammar alone says when an output is complete.
         min_tokens = 0 if request.params.grammar else request.params.min_tokens
         self.min_stop = self.answer_start + min_tokens
         """With fewer tokens than this, a stop token does not end it."""
         self.max_computed = num_tokens_end - 1
-        """KV is never needed for more: the last token is chosen, not computed."""
+        """KV is never needed for more tokens: the last token is sampled and not computed."""
         self.max_committed = max_committed
-        """Blocks that may be published at most; fewer than all where output is not cached."""
+        """Most blocks that may be committed; fewer than all where output is not cached."""
 
         self._block_tokens = block_tokens
         self._namespace = Namespace(request.cache_salt)
@@ -194,20 +195,20 @@ class Sequence:
 
         self.state = SequenceState.WAITING
         self.num_preemptions = self.num_passes = 0
-        self.vacated_s = 0.0
+        self.preempted_s = 0.0
         self.prefix_source: Sequence | None = None
         """The running prefill whose blocks this one waits for."""
         self.prefix_wait_blocks = 0
-        """It waits until its prefix_source has committed this many."""
+        """It waits until `prefix_source` has committed this many blocks."""
         self.prefix_wait_until_s: float | None = None
-        """Set by its first wait, and the end of all its waits."""
+        """Deadline of its first wait for a prefix; a sequence waits for a prefix only once."""
         self.load: SequenceLoad | None = None
-        """What it found below the device while it waits; None when that is nothing."""
+        """State of its load from lower tiers; None when there is nothing to load."""
         self.usage: Usage | None = None
-        """What the first output will report; None before admission and after that output."""
+        """Prompt usage for the first output; None before admission and after that output."""
         self.receives = self.is_counted = self.is_held = False
         self.num_in_flight = self.num_pins = self.row = 0
-        self._start_over()
+        self._reset()
 
     @property
     def tokens(self) -> Tokens:
@@ -216,7 +217,8 @@ class Sequence:
 
     @property
     def answer_start(self) -> int:
-        """Tokens before this are its client's; what was said of the answer elsewhere is not."""
+        """Number of tokens that the client sent. Resumed output tokens follow them, so they count
+        as output."""
         return self.prompt_tokens - self.request.num_resumed_tokens
 
     @property
@@ -234,23 +236,23 @@ class Sequence:
 
     @property
     def is_kept(self) -> bool:
-        """Whether a step in flight, or somebody outside, still uses its slots."""
+        """Whether a step in flight or a hand-off still uses its slots."""
         return self.num_in_flight > 0 or self.num_pins > 0
 
     @property
     def is_last_token_due(self) -> bool:
-        """Whether the steps in flight will bring it to its length."""
+        """Whether the steps in flight will bring it to its maximum length."""
         return self.num_scheduled >= self.max_computed
 
     def path(self, num_tokens: int | None = None) -> TokenPath:
-        """The identity of its leading `num_tokens` known tokens, by default of all. A view."""
+        """The cache path of its first `num_tokens` known tokens, by default of all. A view."""
         end = self.num_tokens if num_tokens is None else min(num_tokens, self.num_tokens)
         return TokenPath(self._buffer[:end], self._namespace)
 
     def begin(
         self, lease: Lease | None, slots: Slots, overlap: OverlappedLoad | None = None
     ) -> None:
-        """Start running: leased blocks first, then those of a ride, then `slots` to be filled."""
+        """Start running with leased blocks, then blocks of an overlapped load, then `slots`."""
         num_leased = 0 if lease is None else lease.num_blocks
         self.lease = lease
         self.num_found = num_leased * self._block_tokens
@@ -266,13 +268,13 @@ class Sequence:
         self.prefix_source = None
 
     def confirm(self, lease: Lease) -> None:
-        """What it rode on has landed, and is leased with what it had."""
+        """Its overlapped load is done; `lease` covers the loaded blocks too."""
         self.lease, self.overlap = lease, None
         self.num_found = self.num_computed = lease.num_blocks * self._block_tokens
         self.note_committed(lease.num_blocks)
 
     def extend(self, slots: Slots) -> None:
-        """Continue its block table with `slots`."""
+        """Append `slots` to its block table."""
         start, end = self.num_blocks, self.num_blocks + len(slots)
         if end > len(self._block_buffer):
             table = np.empty(max(end + 1, 2 * len(self._block_buffer)), dtype=np.int64)
@@ -284,86 +286,86 @@ class Sequence:
         self.schedulable_end = min(end * self._block_tokens, self.max_computed)
 
     def note_committed(self, num_blocks: int) -> None:
-        """Its leading `num_blocks` are published, or equal to published ones."""
+        """Its first `num_blocks` blocks are committed, or equal to committed ones."""
         self.num_committed = num_blocks
         more = num_blocks < self.max_committed
         self.commit_at = (num_blocks + 1) * self._block_tokens if more else _NEVER
 
-    def give(self, num_tokens: int, row: int) -> None:
-        """`num_tokens` more are computed by `row` of the step being scheduled."""
+    def schedule(self, num_tokens: int, row: int) -> None:
+        """`row` of the step being scheduled computes `num_tokens` more of its tokens."""
         self.num_scheduled += num_tokens
         self.num_in_flight += 1
         self.row = row
 
     def finish_chunk(self, num_tokens: int) -> None:
-        """A step that computed `num_tokens` of it was collected."""
+        """A step that computed `num_tokens` of its tokens was collected."""
         self.num_in_flight -= 1
         self.num_computed += num_tokens
 
     def finish_chunk_with_token(self, num_tokens: int, token: int) -> None:
-        """The same, and the step chose `token`, whose KV is not written."""
+        """As `finish_chunk`; the step also sampled `token`, whose KV is not written yet."""
         self.num_in_flight -= 1
         self.num_computed += num_tokens
         self.append(token)
 
     def finish_chunk_without_token(self, num_tokens: int) -> None:
-        """A step computed `num_tokens` of it and chose no token: its mask was late. The last of
-        them is computed again, and until then does not count."""
+        """A step computed `num_tokens` of its tokens and sampled none, because its grammar mask
+        was late. The last of them is computed again and does not count until then."""
         self.num_in_flight -= 1
         self.num_scheduled -= 1
         self.num_computed += num_tokens - 1
         self.is_held = self.num_in_flight > 0
 
     def receive(self, token: int) -> None:
-        """All its prompt's KV was written from outside, and `token` was chosen there."""
+        """A peer has written the KV of its whole prompt and sampled `token`."""
         self.receives = False
         self.num_scheduled = self.num_computed = self.num_tokens
         self.append(token)
 
     def fast_forward(self, tokens: Tokens, row: int) -> None:
-        """Steps that computed one token each, and chose `tokens`, were scheduled and collected."""
+        """Apply several steps at once; each computed one token and sampled one of `tokens`."""
         count = len(tokens)
         self.num_scheduled += count
         self.num_computed += count
         self.row = row
         at, end = self.num_tokens, self.num_tokens + count
         while end > len(self._buffer):
-            self._lengthen()
+            self._grow_buffer()
         self._buffer[at:end] = tokens
         self.num_tokens = end
         self.last_token = int(tokens[-1])
 
-    def vacate(self) -> Slots:
-        """Drop lease and table; the slots it alone held, which the caller must give back."""
+    def drop_blocks(self) -> Slots:
+        """Drop lease and block table; the slots it held alone, which the caller must free."""
         held = self.held_slots()
-        self._start_over()
+        self._reset()
         return held
 
     def held_slots(self) -> Slots:
-        """Slots only this sequence has: not committed, or equal to a block published before."""
+        """Slots that only this sequence has: not committed, or equal to a committed block."""
         start = self.num_committed
         if self.overlap is not None:
             start += len(self.overlap.slots)
         return np.concatenate((self.block_table[start:], *self.surplus))
 
     def append(self, token: int) -> None:
-        """`token` was chosen; its KV is not written."""
+        """Append a sampled token, whose KV is not written yet."""
         at = self.num_tokens
         if at == len(self._buffer):
-            self._lengthen()
+            self._grow_buffer()
         self._buffer[at] = token
         self.num_tokens = at + 1
         self.last_token = token
 
-    def _lengthen(self) -> None:
-        """Room for twice the tokens, in a new array: batches in flight read the old one."""
+    def _grow_buffer(self) -> None:
+        """Double the token buffer. A new array, because batches in flight read the old one."""
         at = self.num_tokens
         buffer = np.empty(min(2 * len(self._buffer), self.num_tokens_end), dtype=np.int32)
         buffer[:at] = self._buffer[:at]
         self._buffer = buffer
 
-    def _start_over(self) -> None:
-        """No slots, nothing computed; the tokens stay."""
+    def _reset(self) -> None:
+        """Reset to no slots and nothing computed; the tokens stay."""
         self.lease = None
         self.overlap = None
         self.surplus = []

@@ -30,7 +30,7 @@ from headwater.types import BlockKey
 HEADER_BYTES = 160
 KEY_BYTES = 32
 FINGERPRINT_BYTES = (24, 56)
-"""Where in a header the fingerprint is, for who only wants that."""
+"""Offsets of the fingerprint in a header, for readers that need nothing else."""
 
 _MAGIC = b"HWBLOCK\0"
 _VERSION = 1
@@ -90,7 +90,7 @@ def checksum(payload: Buffer) -> bytes:
 
     One to three flipped bits are always found; damage to a page leaves its sum as it was with
     probability 2^-64; moved, swapped or missing pages change the order of sums. Three times as
-    fast as zlib's CRC-32, and numpy releases the interpreter lock. It is no signature: who may
+    fast as zlib's CRC-32, and numpy releases the interpreter lock. It is not a signature: a process that may
     write to the store can compute it too.
     """
     paged = len(payload) - len(payload) % _PAGE_BYTES

@@ -104,7 +104,7 @@ class MemoryStorage:
             self._spare.clear()
 
     def _read(self, key: BlockKey, into: memoryview) -> BlockRead:
-        with self._lock:  # a buffer is refilled only by who has the lock
+        with self._lock:  # a buffer is reused only under the lock
             value = self.values.get(key)
             if value is None:
                 return BlockRead.ABSENT

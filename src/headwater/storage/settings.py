@@ -1,4 +1,4 @@
-"""From what an operator wrote (JSON, environment) to a backend's own frozen settings."""
+"""Turns the operator's settings (JSON, environment) into a backend's frozen settings."""
 
 import dataclasses
 import difflib

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.cache import JobStatus, Promotion, TransferJob
+from headwater.cache import JobStatus, LoadJob, TransferJob
 from headwater.clock import Clock
 from headwater.storage.base import StorageBackend
 from headwater.testing.runners import EchoRunner
@@ -73,7 +73,7 @@ class EchoCopier:
         report(JobCompletion(job, ending, count, busy_s=count * self.block_s, reason=reason))
 
     def arrive(self, job: JobId) -> None:
-        """A runner waits for the layers of `job`: they are there, though nobody was told yet.
+        """A runner waits for the layers of `job`: they have arrived, though the loop was not told yet.
         Of one that is doomed they never are, and the runner goes on."""
         if job in self.pending and job not in self.doomed:
             transfer, _ = self.pending[job]
@@ -90,7 +90,7 @@ class EchoCopier:
         self.closed = True
 
     def _sides(self, transfer: TransferJob) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        up = isinstance(transfer, Promotion)
+        up = isinstance(transfer, LoadJob)
         return (self._host, self._device) if up else (self._device, self._host)
 
 

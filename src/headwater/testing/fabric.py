@@ -1,6 +1,6 @@
 """Everything between instances, held until the test releases it: messages, bytes, fences.
 
-A double of control connections and links for one process and a virtual clock. Whoever drives
+A double of control connections and links for one process and a virtual clock. The test that drives
 it chooses what arrives next, twice, late or never. It watches one thing itself: bytes may
 land only in slots that are held for them. Its links keep the contract of `link_contract`.
 """
@@ -12,7 +12,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.cache.pool import SlotPool, SlotState
 from headwater.disagg.peering.network import PeerLost, PeerMessage
 from headwater.disagg.protocol.messages import Message, Reason
 from headwater.disagg.protocol.push import (
@@ -24,6 +23,7 @@ from headwater.disagg.protocol.push import (
     PushFailed,
     PushFailure,
 )
+from headwater.types import Slots
 
 Rows = NDArray[np.uint8]
 Post = Callable[[object], None]
@@ -34,7 +34,9 @@ class Host(Protocol):
 
     name: str
     rows: Rows
-    pool: SlotPool
+
+    def held_slots(self) -> Slots:
+        """Slots that sequences of the instance hold."""
 
     @property
     def post(self) -> Post:
@@ -146,16 +148,19 @@ class HeldFabric:
         for name in (connection.client, connection.server):
             if name in self._hosts:
                 peer = connection.name_at(name)
-                self._hosts[name].post(PeerLost(peer, Reason.LOST))
+                self._hosts[name].post(PeerLost(peer, Reason.LOST, connection.number))
 
-    def send(self, source: str, peer: str, message: Message) -> None:
-        """From `source` to the end that it calls `peer`."""
+    def send(self, source: str, peer: str, message: Message) -> int:
+        """From `source` to the end that it calls `peer`; the number of the connection."""
         connection = self._connection(source, peer)
         if connection is None:
-            self._hosts[source].post(PeerLost(peer, Reason.UNREACHABLE))
-            return
+            self._num_connections += 1
+            lost = PeerLost(peer, Reason.UNREACHABLE, self._num_connections)
+            self._hosts[source].post(lost)
+            return lost.connection
         target = connection.server if source == connection.client else connection.client
         self.packets.append(Packet(connection, target, message))
+        return connection.number
 
     def deliver(self, packet: Packet, *, again: bool = False) -> None:
         """Let a message arrive; with `again` it will arrive once more."""
@@ -163,7 +168,7 @@ class HeldFabric:
             self.packets.remove(packet)
         host = self._hosts[packet.target]
         peer = packet.connection.name_at(packet.target)
-        host.post(PeerMessage(peer, packet.message))
+        host.post(PeerMessage(peer, packet.message, packet.connection.number))
 
     def drop(self, packet: Packet) -> None:
         """Lose a message."""
@@ -199,7 +204,7 @@ class HeldFabric:
             copy = FabricPush(
                 transfer.source, transfer.target, transfer.push, transfer.bytes_of
             )
-            # A late one carries what its sender had, who may be another by now.
+            # A late message carries the sender it came from, which may have been replaced.
             if not copy.is_late:
                 self._make_late(copy, self._hosts[transfer.source])
             self.transfers.append(copy)
@@ -282,7 +287,7 @@ class HeldFabric:
             self.fail(transfer, PushFailure.OUTSIDE if outside else PushFailure.FENCED)
             return
         host, slot = self._hosts[owner], lease.slots[index]
-        held = host.pool.owned(SlotState.HELD)
+        held = host.held_slots()
         assert slot in held, f"bytes arrive in slot {slot}, which no lease holds"
         if index not in lease.received:
             host.rows[slot][:num_bytes] = carried[:num_bytes]

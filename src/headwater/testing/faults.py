@@ -162,7 +162,7 @@ class FaultyStorage:
         if fault is Fault.DIES:
             self._dead = True
             work(len(keys) // 2)
-            raise StorageError(f"{name} died half-way (scripted fault)")
+            raise StorageError(f"{name} died in the middle (scripted fault)")
         if fault in BYTE_FAULTS:
             assert self._medium is not None, f"{fault} needs the medium below"
             damage(self._medium, keys, fault)

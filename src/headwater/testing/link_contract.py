@@ -90,7 +90,7 @@ def open_harness(make: MakeLinks, link: str, block_bytes: int) -> Iterator[LinkH
         harness.close()
 
 
-def check_blocks_land_in_order_in_the_slots_of_the_lease(harness: LinkHarness) -> None:
+def check_blocks_arrive_in_order_in_the_slots_of_the_lease(harness: LinkHarness) -> None:
     harness.receiver.open(1, [9, 3, 5, 11])
     sender = harness.sender()
     sender.push(harness.push(10, 1, [0, 1]))
@@ -98,17 +98,17 @@ def check_blocks_land_in_order_in_the_slots_of_the_lease(harness: LinkHarness) -
 
     assert harness.done(10) == 2 * harness.source.block_bytes, "the bytes are counted exactly"
     assert harness.done(11) == 2 * harness.source.block_bytes, "the bytes are counted exactly"
-    harness.log.await_landed(1, 4)
-    assert harness.log.received(1) == [0, 1, 3, 2], "blocks land in the order of the pushes"
+    harness.log.await_received(1, 4)
+    assert harness.log.received(1) == [0, 1, 3, 2], "blocks arrive in the order of the pushes"
     for index, slot in enumerate([9, 3, 5, 11]):
         same = np.array_equal(harness.target.rows[slot], harness.source.rows[index])
-        assert same, "block i of a lease lands in its slot i"
+        assert same, "block i of a lease goes to its slot i"
     others = set(range(_NUM_SLOTS)) - {9, 3, 5, 11}
     assert harness.untouched(sorted(others)), "a slot outside the lease was written"
     harness.receiver.fence(1)
     closed = harness.log.closed(1)
-    assert closed.num_bytes == 4 * harness.source.block_bytes, "the account is byte-exact"
-    assert closed.blocks == frozenset(range(4)), "the account names every block"
+    assert closed.num_bytes == 4 * harness.source.block_bytes, "the byte count is exact"
+    assert closed.blocks == frozenset(range(4)), "the final event names every block"
 
 
 def check_a_partial_block_is_its_leading_bytes(harness: LinkHarness) -> None:
@@ -122,7 +122,7 @@ def check_a_partial_block_is_its_leading_bytes(harness: LinkHarness) -> None:
     harness.sender().push(push)
 
     assert harness.done(1) == 100, "a partial block counts as its bytes"
-    harness.log.await_landed(1, 1)
+    harness.log.await_received(1, 1)
     row = harness.target.rows[0]
     assert np.array_equal(row[:100], harness.source.rows[4][:100]), "its bytes arrive"
     assert not row[100:].any(), "bytes beyond a partial block were written"
@@ -141,23 +141,23 @@ def check_a_push_outside_its_lease_touches_nothing(harness: LinkHarness) -> None
     assert harness.untouched(range(1, _NUM_SLOTS)), "a refused push has written"
 
 
-def check_a_block_lands_once(harness: LinkHarness) -> None:
+def check_a_block_is_received_once(harness: LinkHarness) -> None:
     harness.receiver.open(1, [0, 1])
     sender = harness.sender()
     sender.push(harness.push(1, 1, [0]))
     harness.done(1)
-    harness.log.await_landed(1, 1)
+    harness.log.await_received(1, 1)
     first = harness.target.rows[0].copy()
     harness.source.rows[0] += 1
     sender.push(harness.push(2, 1, [0, 1]))
 
     assert harness.done(2), "a block that is there already is no failure"
-    harness.log.await_landed(1, 2)
-    assert harness.log.received(1) == [0, 1], "a block lands once"
-    assert np.array_equal(harness.target.rows[0], first), "a landed block was written again"
+    harness.log.await_received(1, 2)
+    assert harness.log.received(1) == [0, 1], "a block is received once"
+    assert np.array_equal(harness.target.rows[0], first), "a received block was written again"
 
 
-def check_after_a_fence_nothing_lands(harness: LinkHarness) -> None:
+def check_after_a_fence_nothing_is_written(harness: LinkHarness) -> None:
     """The sender is delayed until its target slots belong to another lease."""
     harness.receiver.open(1, [0, 1, 2])
     sender = harness.sender()
@@ -171,17 +171,17 @@ def check_after_a_fence_nothing_lands(harness: LinkHarness) -> None:
     harness.target.rows[:] = 0
     harness.source.gate.set()
 
-    assert closed.blocks == frozenset({0}), "what landed before the fence is in the account"
+    assert closed.blocks == frozenset({0}), "blocks received before the fence are counted"
     assert harness.failure(2) is PushFailure.FENCED, "a push after the fence is told so"
-    assert harness.untouched(range(_NUM_SLOTS)), "bytes landed after the lease was quiet"
-    assert len(harness.log.closings(1)) == 1, "a lease is quiet once"
+    assert harness.untouched(range(_NUM_SLOTS)), "bytes were written after the lease was closed"
+    assert len(harness.log.closings(1)) == 1, "a lease is closed once"
 
 
 def check_a_fence_answers_without_any_sender(harness: LinkHarness) -> None:
     harness.receiver.open(1, [0])
     harness.receiver.fence(1)
 
-    assert harness.log.closed(1, 1.0).num_bytes == 0, "nothing landed"
+    assert harness.log.closed(1, 1.0).num_bytes == 0, "nothing was received"
 
 
 def check_cancel_gives_up_what_has_not_begun(harness: LinkHarness) -> None:
@@ -285,11 +285,11 @@ def check_nobody_there_is_an_outcome(harness: LinkHarness) -> None:
 
 
 CHECKS: tuple[Callable[[LinkHarness], None], ...] = (
-    check_blocks_land_in_order_in_the_slots_of_the_lease,
+    check_blocks_arrive_in_order_in_the_slots_of_the_lease,
     check_a_partial_block_is_its_leading_bytes,
     check_a_push_outside_its_lease_touches_nothing,
-    check_a_block_lands_once,
-    check_after_a_fence_nothing_lands,
+    check_a_block_is_received_once,
+    check_after_a_fence_nothing_is_written,
     check_a_fence_answers_without_any_sender,
     check_cancel_gives_up_what_has_not_begun,
     check_a_late_push_fails_at_its_deadline,
@@ -299,4 +299,4 @@ CHECKS: tuple[Callable[[LinkHarness], None], ...] = (
     check_closing_a_receiver_ends_everything,
     check_nobody_there_is_an_outcome,
 )
-"""Every rule, for those who want to run them one by one."""
+"""Every rule, to be run one by one."""

@@ -94,7 +94,7 @@ class EventLog:
         events = list(self.events)
         return [e.index for e in events if isinstance(e, BlockReceived) and e.lease == lease]
 
-    def await_landed(self, lease: int, count: int, timeout_s: float = _WAIT_S) -> None:
+    def await_received(self, lease: int, count: int, timeout_s: float = _WAIT_S) -> None:
         """Return when so many blocks have landed."""
         self._await(lambda: len(self.received(lease)) >= count, timeout_s)
 

@@ -16,8 +16,8 @@ from headwater.disagg.protocol.config import HandoffConfig
 from headwater.disagg.protocol.messages import Message
 from headwater.disagg.protocol.push import Push, PushFailure
 from headwater.engine.core import EngineCore
-from headwater.engine.output import Usage
 from headwater.scheduler.config import SchedulerConfig
+from headwater.scheduler.output import Usage
 from headwater.scheduler.request import Request
 from headwater.scheduler.scheduler import Scheduler
 from headwater.storage.base import StorageBackend
@@ -37,8 +37,8 @@ class HeldNetwork:
         self._fabric = fabric
         self._name = name
 
-    def send(self, peer: str, message: Message) -> None:
-        self._fabric.send(self._name, peer, message)
+    def send(self, peer: str, message: Message) -> int:
+        return self._fabric.send(self._name, peer, message)
 
     def close(self) -> None:
         return None
@@ -127,7 +127,6 @@ class EchoPeer:
             write_policy=WritePolicy.WRITE_THROUGH,
         )
         self.cache = TieredCache(cache)
-        self.pool = self.cache.device.pool
         limits: dict[str, object] = {
             "max_model_len": MAX_MODEL_LEN,
             "expected_output_tokens": 1,  # eager: small pools preempt
@@ -156,6 +155,9 @@ class EchoPeer:
     @property
     def post(self) -> Post:
         return self.core.completions.post
+
+    def held_slots(self) -> Slots:
+        return self.cache.held_slots()
 
     def step(self) -> None:
         """Turn the loop once, if there is something to do, and note what came out."""

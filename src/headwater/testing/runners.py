@@ -38,7 +38,7 @@ class EchoRunner:
     sees another position than it should raises at once; one that sees a wrong token chooses
     another next token, and all that follow differ.
 
-    With `layerwise`, rows may read a promotion that has not landed: `arrive`, where given, is told
+    With `layerwise`, rows may read a load that has not landed: `arrive`, where given, is told
     its job when the row is computed, as a device waits for its layers. A row that reads one that
     failed sees garbage, and chooses a token that must never be told to anyone.
 
@@ -94,7 +94,7 @@ class EchoRunner:
         """Compute the oldest batch."""
         batch = self._submitted.popleft()
         if batch.awaits and not self.layerwise:
-            raise AssertionError(f"step {batch.step} reads promotions that have not landed")
+            raise AssertionError(f"step {batch.step} reads loads that have not landed")
         if self.arrive is not None:
             for job in batch.awaits.values():
                 self.arrive(job)

@@ -13,8 +13,8 @@ import numpy as np
 from headwater.cache import CacheConfig, TieredCache
 from headwater.clock import Clock, SystemClock
 from headwater.engine.core import EngineCore
-from headwater.engine.output import SequenceOutput, Usage
 from headwater.scheduler.config import SchedulerConfig
+from headwater.scheduler.output import SequenceOutput, Usage
 from headwater.scheduler.request import Request, SamplingParams
 from headwater.scheduler.scheduler import Scheduler
 from headwater.storage.base import StorageBackend

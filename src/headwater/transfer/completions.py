@@ -21,7 +21,7 @@ class JobCompletion(NamedTuple):
     """What an executor says of a job, once; after TIMED_OUT once more, when it is quiet."""
 
     job: JobId
-    ending: JobStatus
+    status: JobStatus
     num_blocks: int = 0
     """Leading blocks that arrived whole."""
 

@@ -22,8 +22,8 @@ from headwater.types import JobId, LinkRate, Tier
 class DeviceCopier(Protocol):
     """Copies whole blocks between the device's pool and the host slab.
 
-    `start` returns at once. The blocks of a demotion are
-    written by steps that were collected, and nobody reads the targets of a promotion before
+    `start` returns at once. The blocks of a offload are
+    written by steps that were collected, and nobody reads the targets of a load before
     it has landed, so an implementation needs no order against compute but its own events; only
     a `layerwise` runner reads them earlier, and shares an event a layer with its copier.
     It reports each job once, from any thread, when the bytes are there; submitted is not done.
@@ -153,10 +153,6 @@ class Mover:
     def has_storage(self) -> bool:
         return self._workers is not None
 
-    def jobs_on(self, link: str) -> set[JobId]:
-        """Jobs of `link` whose executor may still be at work."""
-        return {job for job, running in self._running.items() if link_of(running.plan) == link}
-
     @property
     def wake_s(self) -> float | None:
         """When the next deadline is, if nothing happens before."""
@@ -229,17 +225,17 @@ class Mover:
         running = self._running.get(completion.job)
         if running is None:
             return None
-        if completion.ending is JobStatus.TIMED_OUT:
+        if completion.status is JobStatus.TIMED_OUT:
             return None if running.timed_out else self._time_out(running)
         del self._running[completion.job]
         self._count_end(running, completion, now)
         if running.timed_out:
             # Told before that it took too long: what it brought now is not wanted any more.
-            quiet = JobOutcome(job=completion.job, ending=JobStatus.QUIET)
+            quiet = JobOutcome(job=completion.job, status=JobStatus.QUIET)
             return quiet if isinstance(running.plan, TransferJob) else None
         return JobOutcome(
             job=completion.job,
-            ending=completion.ending,
+            status=completion.status,
             num_blocks=completion.num_blocks,
             found=completion.found,
         )
@@ -255,7 +251,7 @@ class Mover:
                 del self._running[running.plan.job]
                 self._leave(running)
                 if isinstance(running.plan, TransferJob):
-                    outcomes.append(JobOutcome(job=running.plan.job, ending=JobStatus.QUIET))
+                    outcomes.append(JobOutcome(job=running.plan.job, status=JobStatus.QUIET))
             elif running.task is not None and self._workers is not None:
                 self._workers.give_up(running.task)
             self._skip_ended()
@@ -264,7 +260,7 @@ class Mover:
     def _time_out(self, running: _Running) -> JobOutcome:
         running.timed_out = True
         self.links[link_of(running.plan)].failures["timeout"] += 1
-        return JobOutcome(job=running.plan.job, ending=JobStatus.TIMED_OUT)
+        return JobOutcome(job=running.plan.job, status=JobStatus.TIMED_OUT)
 
     def _skip_ended(self) -> None:
         """Drop deadlines of jobs that have ended or timed out."""
@@ -279,7 +275,7 @@ class Mover:
         link = link_of(running.plan)
         totals = self._leave(running)
         totals.busy_s += completion.busy_s
-        if completion.ending is not JobStatus.DONE:
+        if completion.status is not JobStatus.DONE:
             if not running.timed_out:
                 totals.failures[completion.reason or "error"] += 1
             return

@@ -12,7 +12,7 @@ from dataclasses import replace
 from queue import SimpleQueue
 from threading import Lock, Thread
 
-from headwater.cache import JobStatus, Lookup, Promotion, Removal, TransferJob
+from headwater.cache import JobStatus, LoadJob, Lookup, Removal, TransferJob
 from headwater.clock import Clock
 from headwater.errors import StorageError, StorageTimeout, StorageUnavailable
 from headwater.storage.answers import check_count, check_counts, check_outcomes
@@ -176,7 +176,7 @@ class StorageWorkers:
         if isinstance(plan, Removal):
             removed = check_count(self.backend.remove(None, timeout_s=timeout_s), "remove")
             return JobCompletion(plan.job, JobStatus.DONE, removed)
-        if isinstance(plan, Promotion):
+        if isinstance(plan, LoadJob):
             return self._read(plan, timeout_s)
         return self._write(plan, timeout_s)
 
@@ -207,7 +207,7 @@ class StorageWorkers:
 def _kind(plan: Plan) -> str:
     if isinstance(plan, Lookup):
         return "lookup"
-    return "read" if isinstance(plan, Promotion) else "write"
+    return "read" if isinstance(plan, LoadJob) else "write"
 
 
 def _leading(results: list[BlockRead] | list[BlockWrite], good: set[object]) -> int:

@@ -43,7 +43,7 @@ class Arc:
         self._again = _Recent(capacity_blocks)
         self._border = 0.0
 
-    def visit(self, lease: Lease, turn: FinishedRequest, now: float) -> Sequence[MarkedRun]:
+    def visit(self, lease: Lease, finished: FinishedRequest, now: float) -> Sequence[MarkedRun]:
         return ()
 
     def add(self, node: Node, now: float) -> None:

@@ -43,8 +43,8 @@ class MarkedRun(NamedTuple):
 
     end: int
     mark: RetentionMark
-    apart: bool = False
-    """Whether it goes by itself: it shares no node with the blocks before it."""
+    separate: bool = False
+    """Whether the run gets a node of its own."""
 
 
 class Shape(NamedTuple):
@@ -60,7 +60,7 @@ class Shape(NamedTuple):
 class EvictionPolicy(Protocol):
     """An order over the evictable nodes of one tier. Called by the decider thread only."""
 
-    def visit(self, lease: Lease, turn: FinishedRequest, now: float) -> Sequence[MarkedRun]:
+    def visit(self, lease: Lease, finished: FinishedRequest, now: float) -> Sequence[MarkedRun]:
         """A request ends, and its path is about to be added. Returns the runs of the path,
         whose marks its nodes are to have; none leaves the marks as they are."""
 

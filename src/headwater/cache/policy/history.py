@@ -30,7 +30,7 @@ class PastRequest(NamedTuple):
 class PrefixUse:
     """Pieces of a path up to `end`, when they were last used. Taken over from the front."""
 
-    __slots__ = ("apart", "asked", "end", "middle", "sample", "traits", "uses")
+    __slots__ = ("asked", "end", "middle", "sample", "separate", "traits", "uses")
 
     def __init__(
         self, asked: PastRequest, uses: int, start: int, end: int, traits: int
@@ -41,7 +41,7 @@ class PrefixUse:
         self.middle = (start + end) // 2
         """Stands for the run when it is learned whether it comes back."""
         self.traits = traits
-        self.apart = False
+        self.separate = False
         """Whether it is a last piece that is not full."""
         self.sample = -1
         """Where it is in the log of samples."""
@@ -80,7 +80,7 @@ class History:
         """Those with so many children that they belong to no session."""
         self._since = 0.0
 
-    def see(self, lease: Lease, turn: FinishedRequest, now: float) -> RequestHistory | None:
+    def see(self, lease: Lease, finished: FinishedRequest, now: float) -> RequestHistory | None:
         """Find the past of the path under `lease`, and make this request its latest part."""
         count = lease.num_blocks // self.blocks_per_piece
         if not count:
@@ -95,10 +95,10 @@ class History:
         first, trunks = 0, self._trunks
         while first < known and prefixes[first] in trunks:
             first += 1
-        asked, traits = self._relate(count, before, first, turn)
+        asked, traits = self._relate(count, before, first, finished)
         # Only a replay has a last block that is not full: its path is longer than its prompt.
         grown = len(lease.path.tokens) - lease.prompt_tokens
-        partial = count * self._piece_tokens > turn.prompt_tokens + grown
+        partial = count * self._piece_tokens > finished.prompt_tokens + grown
         returned = [past.sample for start, end, past in before if start <= past.middle < end]
         runs = self._replace(prefixes, before, asked, traits, partial)
         return RequestHistory(runs, returned, prefixes[min(first, count - 1)], prefixes)
@@ -128,19 +128,19 @@ class History:
         return runs
 
     def _relate(
-        self, count: int, before: Known, first: int, turn: FinishedRequest
+        self, count: int, before: Known, first: int, finished: FinishedRequest
     ) -> tuple[PastRequest, Traits]:
         """This request, and what all its runs have in common."""
-        output, hint = turn.output_tokens, turn.hint
-        full = min(count, turn.prompt_tokens // self._piece_tokens)
+        output, hint = finished.output_tokens, finished.hint
+        full = min(count, finished.prompt_tokens // self._piece_tokens)
         if not before or before[-1][1] <= first:
-            asked = PastRequest(1, full, turn.prompt_tokens)
+            asked = PastRequest(1, full, finished.prompt_tokens)
             return asked, Traits(1, Relation.FIRST, None, output, hint)
         _, known, past = before[-1]
         last = past.asked
-        asked = PastRequest(last.turn + 1, full, turn.prompt_tokens)
+        asked = PastRequest(last.turn + 1, full, finished.prompt_tokens)
         relation = Relation.CONTINUES if known >= last.num_pieces else Relation.BRANCHES
-        growth = turn.prompt_tokens - last.prompt_tokens
+        growth = finished.prompt_tokens - last.prompt_tokens
         return asked, Traits(asked.turn, relation, growth, output, hint)
 
     def _replace(
@@ -163,7 +163,7 @@ class History:
             else:
                 kind = traits.used(uses)
             past = PrefixUse(asked, uses, start, end, kind)
-            past.apart = partial and end == count
+            past.separate = partial and end == count
             self._young.update(zip(prefixes[start:end], repeat(past), strict=False))
             runs.append(past)
         return runs

@@ -18,7 +18,7 @@ class Lru:
     def __init__(self) -> None:
         self._order: OrderedDict[Node, None] = OrderedDict()
 
-    def visit(self, lease: Lease, turn: FinishedRequest, now: float) -> Sequence[MarkedRun]:
+    def visit(self, lease: Lease, finished: FinishedRequest, now: float) -> Sequence[MarkedRun]:
         return ()
 
     def add(self, node: Node, now: float) -> None:

@@ -88,13 +88,13 @@ class Retention:
         self.unknown = self._class_of(UNKNOWN)
         """The class of a run that no request has told anything about."""
 
-    def visit(self, lease: Lease, turn: FinishedRequest, now: float) -> Sequence[MarkedRun]:
+    def visit(self, lease: Lease, finished: FinishedRequest, now: float) -> Sequence[MarkedRun]:
         """A request ended: learn from what it used again, and mark the runs of its path."""
         now = self.now = max(self.now, now)
         self._visits += 1
         if self._visits % _LEARN_EVERY == 0:
             self._learn()
-        seen = self._history.see(lease, turn, now)
+        seen = self._history.see(lease, finished, now)
         if seen is None:
             return ()
         for number in seen.returned:
@@ -102,7 +102,7 @@ class Retention:
         runs = []
         per, known = self._history.blocks_per_piece, self._classes
         watched = self._learned < _MANY or self._visits & 1
-        if turn.hint is not None and turn.hint.closed:
+        if finished.hint is not None and finished.hint.closed:
             watched = False  # that it does not return says nothing about those without a hint
         for past in seen.runs:
             run_class = known.get(past.traits)
@@ -110,11 +110,11 @@ class Retention:
                 run_class = self._class_of(past.traits)
             if watched:
                 past.sample = self._samples.add(run_class, now)
-            runs.append(MarkedRun(past.end, RetentionMark(now, run_class), past.apart))
+            runs.append(MarkedRun(past.end, RetentionMark(now, run_class), past.separate))
         if self.watch is not None:
             self.watch(Visit(seen.session, seen.prefixes, runs, per, now))
         if per > 1:
-            runs = [MarkedRun(end * per, mark, apart) for end, mark, apart in runs]
+            runs = [MarkedRun(end * per, mark, separate) for end, mark, separate in runs]
             runs[-1] = runs[-1]._replace(end=lease.num_blocks)
         return runs
 

@@ -45,7 +45,7 @@ class S3Fifo:
         """Pinned: in a queue, and not in the order."""
         self._evicted = Evicted(capacity_blocks)
 
-    def visit(self, lease: Lease, turn: FinishedRequest, now: float) -> Sequence[MarkedRun]:
+    def visit(self, lease: Lease, finished: FinishedRequest, now: float) -> Sequence[MarkedRun]:
         return ()
 
     def add(self, node: Node, now: float) -> None:

@@ -67,8 +67,8 @@ class SessionPolicy:
         """What was learned so far, by all tiers together."""
         return self._retention.learned()
 
-    def visit(self, lease: Lease, turn: FinishedRequest, now: float) -> Sequence[MarkedRun]:
-        return self._retention.visit(lease, turn, now)
+    def visit(self, lease: Lease, finished: FinishedRequest, now: float) -> Sequence[MarkedRun]:
+        return self._retention.visit(lease, finished, now)
 
     def add(self, node: Node, now: float) -> None:
         self._require_new(node)

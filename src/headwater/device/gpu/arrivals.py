@@ -1,6 +1,6 @@
-"""Promotions on their way, layer by layer: where the copier tells the runner what has arrived.
+"""Loads on their way, layer by layer: where the copier tells the runner what has arrived.
 
-A promotion is copied in a few groups of layers, an event after each. The runner makes the
+A load is copied in a few groups of layers, an event after each. The runner makes the
 device wait for a group's event before it attends in the first layer of the group. An event
 counts only once it is recorded, so the runner's thread waits for that, in C; recording runs
 far ahead of copying.
@@ -15,7 +15,7 @@ from headwater.types import JobId
 
 
 class Arrival:
-    """One promotion: an event for each group of layers, recorded one after another."""
+    """One load: an event for each group of layers, recorded one after another."""
 
     def __init__(self, num_layers: int, num_groups: int) -> None:
         self.group_layers = -(-num_layers // num_groups)
@@ -51,14 +51,14 @@ class Arrival:
 
 
 class Arrivals:
-    """The promotions that a step may read before they have landed, by job."""
+    """The loads that a step may read before they have landed, by job."""
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
         self._by_job: dict[JobId, Arrival] = {}
 
     def expect(self, job: JobId, num_groups: int) -> Arrival:
-        """A promotion begins; called by the loop's thread."""
+        """A load begins; called by the loop's thread."""
         arrival = Arrival(self._num_layers, num_groups)
         self._by_job[job] = arrival
         return arrival

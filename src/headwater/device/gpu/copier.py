@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from headwater.cache import JobStatus, Promotion, TransferJob
+from headwater.cache import JobStatus, LoadJob, TransferJob
 from headwater.clock import Clock
 from headwater.device.gpu.arrivals import Arrival, Arrivals
 from headwater.device.gpu.pinned import PinnedSlab
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 _GROUPS = 4
 _MIN_PIECE_BYTES = 512 << 10
-"""Groups of layers in a promotion, as long as the pieces are not smaller than this: smaller
+"""Groups of layers in a load, as long as the pieces are not smaller than this: smaller
 ones are slower to copy than the wait for a whole block is long."""
 
 _THREADS = 2
@@ -50,7 +50,7 @@ class _Entry(NamedTuple):
     """Work of the model that the copy must not overtake."""
 
     arrival: Arrival | None = None
-    """Of a promotion: who waits for its layers."""
+    """Of a load: who waits for its layers."""
 
 
 class CudaCopier:
@@ -59,7 +59,7 @@ class CudaCopier:
     def __init__(
         self, pool: KVPool, slab: HostSlab, clock: Clock, arrivals: Arrivals | None = None
     ) -> None:
-        """`arrivals` is the runner's, which may then compute over promotions on their way."""
+        """`arrivals` is the runner's, which may then compute over loads on their way."""
         self._pool = pool
         self._arrivals = arrivals
         self._num_groups = 1
@@ -90,11 +90,11 @@ class CudaCopier:
     def start(self, transfer: TransferJob, report: Report) -> None:
         """Queue a copy behind those of the same direction.
 
-        A demotion that the loop's thread starts follows all of the model's work queued so far.
-        The targets of a promotion were given up by steps that are collected, so it overtakes
+        A offload that the loop's thread starts follows all of the model's work queued so far.
+        The targets of a load were given up by steps that are collected, so it overtakes
         what is queued now.
         """
-        if isinstance(transfer, Promotion):
+        if isinstance(transfer, LoadJob):
             arrival = None
             if self._arrivals is not None:
                 arrival = self._arrivals.expect(transfer.job, self._num_groups)
@@ -135,7 +135,7 @@ class CudaCopier:
     def _copy(self, entry: _Entry, stream: torch.cuda.Stream) -> float:
         """Copy, wait until it is done, and say how long the device took."""
         transfer = entry.transfer
-        up = isinstance(transfer, Promotion)
+        up = isinstance(transfer, LoadJob)
         host = transfer.source_slots if up else transfer.target_slots
         device = transfer.target_slots if up else transfer.source_slots
         self._pinned.await_slots(host)

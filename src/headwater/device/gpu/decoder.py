@@ -26,7 +26,7 @@ Attend = Callable[[int, Tensor, Variant], Tensor]
 
 
 class RowsToCompute(NamedTuple):
-    """The rows whose result is wanted: of others the last layer computes K and V alone."""
+    """The rows that are sampled; for all others the last layer computes only K and V."""
 
     rows: Tensor
     attend: Attend

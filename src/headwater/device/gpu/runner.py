@@ -102,7 +102,7 @@ class CudaRunner:
         self._max_rows = min(max_num_seqs, max_batched_tokens)
         self.pool = KVPool(model, num_blocks=num_blocks, block_tokens=block_tokens)
         self.arrivals = Arrivals(model.num_layers)
-        """For the copier: rows wait for promotions that it tells of here."""
+        """For the copier: rows wait for loads that it tells of here."""
         self._chosen = torch.zeros(self._max_rows, dtype=torch.int32, device=model.device)
         self._host = torch.zeros((_RING, self._max_rows), dtype=torch.int32, pin_memory=True)
         self._staging = Staging(4 * max_batched_tokens + (1 << 16), num_buffers=_RING)
@@ -217,7 +217,7 @@ class CudaRunner:
         return decoder.logits(hidden) if len(hidden) else hidden
 
     def _gate(self, batch: ScheduledBatch) -> Callable[[int], None]:
-        """Orders each layer behind the promotions that rows of `batch` read."""
+        """Orders each layer behind the loads that rows of `batch` read."""
         arrivals = self.arrivals.of(set(batch.awaits.values()))
         stream = torch.cuda.current_stream(self.pool.device)
 

@@ -11,8 +11,7 @@ from itertools import count
 from headwater.disagg.handoff.decode_side import DecodeSide
 from headwater.disagg.handoff.dependencies import HandoffDependencies
 from headwater.disagg.handoff.prefill_side import PrefillSide
-from headwater.disagg.handoff.read_client import PeerReadClient
-from headwater.disagg.handoff.read_server import PeerReadServer
+from headwater.disagg.handoff.reads import PeerReadClient, PeerReadServer
 from headwater.disagg.handoff.totals import SideTotals
 from headwater.disagg.peering.network import PeerLost, PeerMessage
 from headwater.disagg.protocol.config import HandoffConfig
@@ -86,14 +85,15 @@ class HandoffController:
         """Process posted events, then deadlines that have passed."""
         for event in events:
             match event:
-                case PeerMessage(peer, message):
+                case PeerMessage(peer, message, connection):
                     if isinstance(message, _TO_DECODE):
-                        self.decode_side.receive(peer, message, now)
+                        self.decode_side.receive(peer, connection, message, now)
                     else:
                         self.prefill_side.receive(peer, message, now)
-                case PeerLost(peer, reason):
-                    self.decode_side.lost(peer, reason, now)
+                case PeerLost(peer, reason, connection):
+                    self.decode_side.lost(peer, connection, reason, now)
                     self.prefill_side.lost(peer, now)
+                    self.reads.lost(peer)
                 case PushDone() | PushFailed():
                     if not self.read_server.finish_push(event, now):
                         self.prefill_side.finish_push(event, now)

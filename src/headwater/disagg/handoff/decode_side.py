@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from headwater.disagg.handoff.dependencies import HandoffDependencies
-from headwater.disagg.handoff.read_server import PeerReadServer
+from headwater.disagg.handoff.reads import PeerReadServer
 from headwater.disagg.handoff.totals import Ended, SideTotals
 from headwater.disagg.protocol.actions import (
     Decline,
@@ -45,6 +45,8 @@ class _Entry:
     machine: DecodeHandoff
     sequence: Sequence
     peer: str
+    connection: int = 0
+    """Number of the connection on which Start was sent. A hand-off lives and ends with it."""
 
 
 class DecodeSide:
@@ -115,7 +117,7 @@ class DecodeSide:
         if entry is not None:
             self._do(entry, entry.machine.abort(now), now)
 
-    def receive(self, peer: str, message: ToDecode, now: float) -> None:
+    def receive(self, peer: str, connection: int, message: ToDecode, now: float) -> None:
         """Process a message of a prefill instance."""
         self._unresponsive_until_s.pop(peer, None)
         entry = self._entries.get(message.handoff)
@@ -123,18 +125,18 @@ class DecodeSide:
             self._answer_late(peer, message)
         elif isinstance(message, Pull):
             path = entry.sequence.path(entry.sequence.prompt_tokens)
-            self._read_server.serve(peer, message, path, now)
+            self._read_server.serve(peer, connection, message, path, now)
         elif (
             entry.peer == peer
         ):  # only the peer that the hand-off was started with may speak about it
             self._do(entry, entry.machine.receive(message, now), now)
 
-    def lost(self, peer: str, reason: Reason, now: float) -> None:
+    def lost(self, peer: str, connection: int, reason: Reason, now: float) -> None:
         """The connection to a prefill instance ended, or could not be made."""
         self._unresponsive_until_s.pop(peer, None)
-        self._read_server.lost(peer)
+        self._read_server.lost(peer, connection)
         for entry in list(self._by_request.values()):
-            if entry.peer == peer:
+            if entry.connection == connection:
                 self._do(entry, entry.machine.lost(reason, now), now)
 
     def link_event(self, event: BlockReceived | LeaseClosed, now: float) -> None:
@@ -202,7 +204,8 @@ class DecodeSide:
     def _do(self, entry: _Entry, actions: list[DecodeAction], now: float) -> None:
         for action in actions:
             if isinstance(action, Send):
-                self._network.send(entry.peer, action.message)
+                connection = self._network.send(entry.peer, action.message)
+                entry.connection = entry.connection or connection
             elif isinstance(action, OpenLease):
                 self._receiver.open(entry.machine.handoff, action.slots)
             elif isinstance(action, Fence):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from headwater.disagg.handoff.dependencies import HandoffDependencies
-from headwater.disagg.handoff.read_client import PeerReadClient
+from headwater.disagg.handoff.reads import PeerReadClient
 from headwater.disagg.handoff.sender_pool import SenderPool
 from headwater.disagg.handoff.totals import Ended, SideTotals
 from headwater.disagg.protocol.actions import (

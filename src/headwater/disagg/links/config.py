@@ -1,4 +1,4 @@
-"""What every link needs to know, and the limits of what a peer may make it do."""
+"""Settings of links, and limits on what a peer can make a link do."""
 
 from dataclasses import dataclass
 
@@ -13,41 +13,58 @@ class LinkConfig:
     """The secret that all instances of a deployment share."""
 
     host: str = "127.0.0.1"
-    """Where receivers listen, and the name under which peers reach them."""
-
     port: int = 0
-    """Of the `tcp` receiver; 0 takes a free one."""
+    """Address that the receiver listens on; port 0 takes a free one."""
+
+    advertised_host: str | None = None
+    advertised_port: int | None = None
+    """Address that senders are given, where it differs from the one to listen on."""
+
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_ca_certs: str | None = None
+    """PEM files for mutual TLS on the `tcp` link; without them blocks are not encrypted."""
 
     frame_bytes: int = 4 << 20
-    """Payload that a Transfer Engine writes in one go, where blocks are smaller: small transfers
-    are slow ones. The other links have sizes of their own."""
+    """Bytes that the Transfer Engine writes at once where blocks are smaller, because small
+    transfers are slow. The other links have their own sizes."""
 
     num_cells: int = 4
-    """Frames that may be on their way between two Transfer Engines at once."""
+    """Frames that may be in flight between two Transfer Engines."""
 
     max_senders: int = 16
-    """Connections that a receiver serves at once."""
+    """Most authenticated connections of a receiver."""
 
     connect_timeout_s: float = 2.0
-    """Longest wait for a connection, and for each word of its greeting."""
+    """Longest wait for a connection, and for its handshake."""
 
     stall_timeout_s: float = 10.0
-    """How long a peer may stop in the middle of a frame before it is cut off."""
+    """A peer that sends no byte for this long in the middle of a frame is disconnected."""
 
     mooncake_protocol: str = "tcp"
     """`tcp` or `rdma`, for the Transfer Engine."""
 
     mooncake_devices: str = ""
-    """RDMA devices, with commas between; empty lets Mooncake choose."""
+    """RDMA devices, separated by commas; empty lets Mooncake choose."""
 
     def __post_init__(self) -> None:
         if not self.token:
-            raise ConfigError("links need a token that all instances share")
+            raise ConfigError(
+                "links need a token that all instances share; set HEADWATER_PEER_TOKEN"
+            )
         if min(self.frame_bytes, self.num_cells, self.max_senders) < 1:
-            raise ConfigError("frame_bytes, num_cells and max_senders must be positive")
+            raise ConfigError("frame_bytes, num_cells and max_senders must be at least 1")
         if min(self.connect_timeout_s, self.stall_timeout_s) <= 0:
-            raise ConfigError("the timeouts of a link must be positive")
+            raise ConfigError(
+                "connect_timeout_s and stall_timeout_s must be positive, got "
+                f"{self.connect_timeout_s} and {self.stall_timeout_s}"
+            )
+
+    @property
+    def reachable_host(self) -> str:
+        """Host that senders connect to."""
+        return self.advertised_host or self.host
 
     def cell_bytes(self, block_bytes: int) -> int:
-        """The largest payload of a frame: never less than a block."""
+        """Size of a staging cell, which is the largest payload of a frame: at least one block."""
         return max(self.frame_bytes, block_bytes)

@@ -1,10 +1,12 @@
-"""What a sender promises of the slots that a peer copies from: a word a frame, which both see.
+"""One word of shared memory for each frame: is the sender's memory still what the frame describes?
 
-    pledged ── the peer has copied, and finds the word as it was ──▶ the blocks have landed
-       └────── withdrawn, and only then the slots are reused ──────▶ they have not
+    valid ── the peer has copied, and the word is unchanged ──▶ the blocks were received
+       └──── the sender clears the word, then reuses slots ───▶ the blocks are discarded
 
-A sender that gives up does not wait for its peer, which may be in the middle of a block. It
-takes its word back first; whoever still finds it after copying has copied what was pledged.
+A sender that gives up a push (deadline, close) must not wait for a peer that may be in the middle
+of a copy. It clears the word first and reuses the slots afterwards. A peer reads the word after
+it has copied. If the word is unchanged then, the slots were not reused while it copied. If it is
+cleared, the copy may contain other data and does not count.
 """
 
 import numpy as np
@@ -20,41 +22,43 @@ _WORD = np.dtype("<u8")
 
 
 class FrameValidity:
-    """The sender's: one word for each frame that is under way."""
+    """The sender's words, one for each frame in flight."""
 
     def __init__(self, num_frames: int) -> None:
         self._pages = SharedPages(VALIDITY_BYTES)
         self.file = self._pages.file
-        """For the peer, who can read them and no more."""
+        """Descriptor for the peer, which can map the words read-only."""
 
         self._words = np.frombuffer(self._pages.memory, _WORD)
         self._credits = FrameCredits(num_frames)
 
     def mark_valid(self, frame_number: int, check_wait: WaitCheck) -> int:
-        """Pledge the slots of a frame; in which word. Waits until there is one free."""
+        """Declare the slots of a frame valid; returns the index of its word. Waits for a free
+        one."""
         credit = self._credits.take(frame_number, check_wait)
         self._words[credit] = frame_number + 1
         return credit
 
     def invalidate(self, frame_number: int) -> None:
-        """What a peer copies from now on does not count; nothing if it has answered."""
+        """From now on, copies of this frame do not count. Does nothing if the peer has
+        answered."""
         with self._credits.held_by(frame_number) as credit:
             if credit is not None:
                 self._words[credit] = 0
 
     def release(self, frame_number: int) -> None:
-        """The peer has answered."""
+        """The peer has answered: the word is free for another frame."""
         self._credits.release(frame_number)
 
 
 class PeerFrameValidity:
-    """The same, seen by the peer."""
+    """The peer's read-only view of the words."""
 
     def __init__(self, memory: memoryview) -> None:
         self._words = np.frombuffer(memory, _WORD)
 
     def is_valid(self, frame: Frame) -> bool:
-        """Whether everything that was copied for a frame until now was what its sender meant."""
+        """Whether the slots of a frame were unchanged until now; read it after copying."""
         if frame.cell >= len(self._words):
-            raise Malformed("a frame that no word could pledge")
+            raise Malformed(f"frame with validity word {frame.cell}, which does not exist")
         return int(self._words[frame.cell]) == frame.number + 1

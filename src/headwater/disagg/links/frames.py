@@ -1,17 +1,18 @@
-"""What travels on a connection once the peers know each other: frames one way, answers back.
+"""Frames from sender to receiver, and the answers to them.
 
-    frame    magic 4 · pieces 2 · zero 2 · number 8 · lease 8 · cell 8 · payload bytes 8 · seal 16
+    frame    magic 4 · pieces 2 · zero 2 · number 8 · lease 8 · cell 8 · payload bytes 8 · MAC 16
     piece    index 4 · slot 4 · bytes 8 · checksum 16                      (once for each piece)
-    payload  of each piece, one after the other, its bytes and their checksum 16
-
-In its table a piece has a checksum only where the payload is in staging memory. Where the peers
-share memory there is neither payload nor checksum, and the cell is the word that pledges them.
+    payload  for each piece its bytes, then their checksum 16              (on the `tcp` link)
 
     answer   number 8 · outcome 1 · zero 7
 
-All little-endian. Frames are numbered from 0 on, without a gap. The seal is a keyed hash of the
-frame's other fields and its pieces; the key is made by the greeting, so a frame of another
-connection is no frame of this one. A block's checksum is that of the storage codec.
+All fields are little-endian. Frames are numbered from 0 without gaps. The MAC is a keyed hash of
+the frame's other fields and its pieces. Its key comes from the handshake, so a frame of another
+connection is not accepted.
+
+Where the checksum of a block is depends on the link. On `tcp` it follows the block. With staging
+memory (`mooncake`) it is in the piece. On `shm` there is none: nothing is transmitted, and the
+cell is the word in `frame_validity` instead. Checksums are those of the storage codec.
 """
 
 import hashlib
@@ -31,7 +32,7 @@ ANSWER_BYTES = 16
 CHECKSUM_BYTES = 16
 
 FIRST_BYTES = 1 << 20
-"""Of a push whose payload travels, in its first frame: so the peer begins early."""
+"""Payload of the first frame of a push: small, so that the receiver begins early."""
 
 _MAGIC = b"HWF1"
 _FRAME = struct.Struct("<4sHHQQQQ")
@@ -46,42 +47,42 @@ _OUTCOMES: tuple[PushFailure | None, ...] = (
     PushFailure.TWICE,
     PushFailure.DAMAGED,
 )
-"""By their number on the wire; none is good news."""
+"""Outcomes by their number on the wire; None is success."""
 
 
 class SentPiece(NamedTuple):
     """One block of a frame."""
 
     block: int
-    """Which block of the lease."""
+    """Index of the block in the lease."""
 
     slot: int
-    """Where in the sender's memory it is, for a receiver that reads it there."""
+    """Slot in the sender's memory, for a receiver that reads it there."""
 
     num_bytes: int
     checksum: bytes
 
 
 class Frame(NamedTuple):
-    """Blocks of one lease that travel together."""
+    """Blocks of one lease that are sent together."""
 
     number: int
     lease: int
     cell: int
-    """Where in the staging memory the payload is, or which word pledges it; else 0."""
+    """Index of the staging cell, or of the word in `frame_validity`; else 0."""
 
     pieces: tuple[SentPiece, ...]
     payload_bytes: int
-    """Of all pieces together."""
+    """Bytes of all pieces."""
 
 
 def announce(piece: BlockPiece) -> SentPiece:
-    """What a frame says of a block that it has no checksum of."""
+    """The piece of a block, without a checksum."""
     return SentPiece(piece.index, piece.slot, piece.num_bytes, bytes(CHECKSUM_BYTES))
 
 
 def describe(piece: BlockPiece, view: memoryview) -> SentPiece:
-    """What a frame says of a block; reads it once, for its checksum."""
+    """The piece of a block with its checksum, for which it reads the block once."""
     return SentPiece(piece.index, piece.slot, piece.num_bytes, checksum(view))
 
 
@@ -92,7 +93,7 @@ def make_frame(number: int, lease: int, cell: int, pieces: tuple[SentPiece, ...]
 
 
 def encode_frame(frame: Frame, key: bytes) -> bytes:
-    """Everything of a frame but its payload."""
+    """The bytes of a frame without its payload."""
     fields = _FRAME.pack(
         _MAGIC, len(frame.pieces), 0, frame.number, frame.lease, frame.cell, frame.payload_bytes
     )
@@ -101,41 +102,42 @@ def encode_frame(frame: Frame, key: bytes) -> bytes:
 
 
 def table_bytes(head: memoryview | bytes) -> int:
-    """How many bytes of pieces follow a frame's first `FRAME_BYTES`."""
+    """Number of bytes of pieces that follow a frame's first `FRAME_BYTES`."""
     magic: bytes
     num_pieces: int
     magic, num_pieces, *_ = _FRAME.unpack_from(head)
     if magic != _MAGIC or not 1 <= num_pieces <= MAX_PIECES:
-        raise Malformed("bytes that begin no frame")
+        raise Malformed("frame with a wrong magic number or number of pieces")
     return num_pieces * PIECE_BYTES
 
 
 def decode_frame(head: bytes, table: bytes, key: bytes, *, block_bytes: int) -> Frame:
-    """The frame, or Malformed; nothing of it is believed before its seal is."""
+    """The frame. Malformed where its MAC is wrong, which is checked before anything else is
+    used."""
     fields = head[: _FRAME.size]
     if _mac(fields, table, key) != head[_FRAME.size :]:
-        raise Malformed("a frame whose seal is not ours")
+        raise Malformed("frame with a wrong MAC")
     _, _, _, number, lease, cell, payload_bytes = _FRAME.unpack(fields)
     pieces = tuple(map(SentPiece._make, _PIECE.iter_unpack(table)))
     sizes = [piece.num_bytes for piece in pieces]
     if min(sizes) < 1 or max(sizes) > block_bytes:
-        raise Malformed("a piece that is empty or larger than a block")
+        raise Malformed("piece that is empty or larger than a block")
     if sum(sizes) != payload_bytes:
-        raise Malformed("a frame whose pieces do not add up")
+        raise Malformed("frame whose pieces do not add up to its payload")
     return Frame(number, lease, cell, pieces, payload_bytes)
 
 
 def encode_answer(number: int, failure: PushFailure | None) -> bytes:
-    """What became of a frame."""
+    """The bytes of an answer."""
     return _ANSWER.pack(number, _OUTCOMES.index(failure))
 
 
 def decode_answers(raw: memoryview) -> Sequence[tuple[int, PushFailure | None]]:
-    """Every answer in `raw`, which holds only whole ones."""
+    """All answers in `raw`, which holds only complete ones."""
     answers = []
     for number, outcome in _ANSWER.iter_unpack(raw):
         if outcome >= len(_OUTCOMES):
-            raise Malformed("an answer that means nothing")
+            raise Malformed(f"answer with unknown outcome {outcome}")
         answers.append((number, _OUTCOMES[outcome]))
     return answers
 

@@ -1,12 +1,12 @@
-"""The seam to a peer's memory: a prefill instance pushes blocks, a decode instance receives.
+"""Interface to a peer's block memory: one instance pushes blocks, another one receives them.
 
     Sender (on P) ── push(lease, pieces) ──▶ Receiver (on D) ── bytes ──▶ the lease's slots
        │                                        │
-       └─▶ PushDone | PushFailed                └─▶ Landed … Quiet
+       └─▶ PushDone | PushFailed                └─▶ BlockReceived … LeaseClosed
 
-Nothing here waits: `push` and `fence` begin something, and its end is delivered as an event to
-the callable given at construction, from any thread. Which bytes may land where is decided on
-the receiving side alone, so a fence holds whatever a sender does afterwards.
+No method waits. `push` and `fence` begin something; its end is an event, delivered from any thread
+to the callable given at construction. Only the receiver decides which bytes are written where. So
+a fence holds whatever the sender does afterwards.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,74 +16,76 @@ from headwater.disagg.protocol.push import LinkEvent, Push
 
 
 class BlockMemory(Protocol):
-    """Blocks that a link reads or writes: on a processor the KV pool itself, else buffers."""
+    """Blocks that a link reads or writes: the KV pool in main memory, or staging buffers."""
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of every slot."""
+        """Size of a slot."""
 
     def view(self, slot: int) -> memoryview:
-        """The bytes of one slot, in place: writable, contiguous, `block_bytes` long. It may have
-        to wait for them; LinkBroken where that takes too long."""
+        """The bytes of one slot: writable, contiguous, `block_bytes` long, not a copy. It may
+        wait for them; LinkBroken where that takes too long."""
 
 
 @runtime_checkable
 class OneMemory(BlockMemory, Protocol):
-    """Block memory in one piece, which a link may register as a whole."""
+    """Block memory in one contiguous piece, which a link may register as a whole."""
 
     @property
     def memory(self) -> memoryview:
-        """All of it, the same object each time, slot after slot; no link lives longer."""
+        """All slots, one after the other; the same object each time. It outlives every link."""
 
     @property
     def file(self) -> int | None:
-        """A descriptor of the same bytes that a peer can be handed, who can read them and no
-        more; None where they are private."""
+        """Descriptor of the same memory, which a peer may map read-only; None where it is
+        private."""
 
 
 Deliver: TypeAlias = Callable[[LinkEvent], None]
-"""Takes an event, from any thread, at once and without raising."""
+"""Takes an event from any thread. It must return at once and not raise."""
 
 
 class Sender(Protocol):
-    """A way to one receiver. Called from one thread; no method waits for the peer."""
+    """Sends blocks to one receiver. Called from one thread; no method but `close` waits."""
 
     def push(self, push: Push) -> None:
-        """Begin; the slots of its pieces stay pinned and unchanged until the outcome."""
+        """Begin a push. Its slots stay pinned and unchanged until the outcome."""
 
     def extend(self, lease: int, deadline_s: float) -> None:
         """Let pushes of this lease that have not ended go on until `deadline_s`, if that is
         later than their deadline. A peer that renews its lease can be slow, not dead."""
 
     def cancel(self, lease: int) -> None:
-        """Give up what of this lease has not begun; the outcomes still come."""
+        """Cancel pushes of this lease that have not begun. Their outcomes still come."""
 
     def close(self) -> None:
-        """Give up everything; every outcome is delivered before this returns. Twice is safe."""
+        """Cancel everything. Every outcome is delivered before this returns. Calling it twice
+        is safe."""
 
 
 class Receiver(Protocol):
-    """Where peers push to. Called from one thread; no method waits for a peer."""
+    """Receives blocks from peers. Called from one thread; no method waits for a peer."""
 
     @property
     def address(self) -> str:
-        """What a sender connects to, such as tcp://127.0.0.1:41234."""
+        """Address that a sender connects to, such as tcp://127.0.0.1:41234."""
 
     def open(self, lease: int, slots: Sequence[int]) -> None:
-        """Let bytes of `lease` land in these slots only: block `i` of it in `slots[i]`."""
+        """Let peers write blocks of `lease` to these slots only: block `i` to `slots[i]`."""
 
     def fence(self, lease: int) -> None:
-        """Let nothing more land; one `LeaseClosed` follows, whatever the peer does. Twice is safe."""
+        """Let peers write nothing more. One `LeaseClosed` follows, whatever the peer does.
+        Calling it twice is safe."""
 
     def close(self) -> None:
-        """Fence every lease and end every connection. Twice is safe."""
+        """Fence every lease and end every connection. Calling it twice is safe."""
 
 
 class LinkMaker(Protocol):
-    """Makes both ends of a link, for one instance."""
+    """Makes senders and receivers for one instance."""
 
     def listen(self, link: str) -> Receiver:
-        """Where peers push to, by the kind of link."""
+        """A receiver of this kind of link."""
 
     def connect(self, address: str) -> Sender:
-        """A way to the receiver at an address; ConfigError where that is none."""
+        """A sender to the receiver at `address`. ConfigError where the address is not valid."""

@@ -1,10 +1,10 @@
-"""Which bytes may land where: the leases of a receiver, and the fence that ends each.
+"""Leases of a receiver: which bytes may be written to which slots, and until when.
 
-    open ── land … settle ──▶ fenced ── the last landing settles ──▶ quiet
+    open ── begin_write … end_write ──▶ fenced ── the last write ends ──▶ closed
 
-A landing is one frame's blocks on their way into slots. While one is under way its lease is not
-quiet; it looks at `stopped` at least once a tick and then writes no more. A block that landed
-is never written again.
+A write is the blocks of one frame on their way into slots. A lease is not closed while a write is
+in progress. A write checks `stopped` at least once a tick and then writes no more. A block that
+has been received is never written again.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ Bytes: TypeAlias = NDArray[np.uint8]
 
 
 class _Lease:
-    """What is known of one lease."""
+    """State of one lease."""
 
     def __init__(self, slots: Sequence[int]) -> None:
         self.slots = list(slots)
@@ -36,43 +36,43 @@ class _Lease:
 
 
 class ArrivingBlocks:
-    """Blocks of one lease that are arriving."""
+    """Blocks of one frame while they are written to their slots."""
 
     def __init__(
         self, number: int, lease: _Lease, views: list[memoryview | None], new: list[int]
     ) -> None:
         self.lease_number = number
         self.views = views
-        """Where each piece goes; None for a block that is there already."""
+        """The target of each piece; None for a block that was received before."""
 
         self.new = new
-        """Which pieces have a view, in order."""
+        """Pieces that have a target, in order."""
 
         self.good: set[int] = set()
-        """Which of those are in their slots, and are what was sent."""
+        """Pieces that are complete and verified."""
 
         self.lease = lease
 
     @property
     def stopped(self) -> bool:
-        """Whether the lease has been fenced: not one more byte may be written."""
+        """Whether the lease was fenced: not one more byte may be written."""
         return self.lease.fenced
 
     def copy(self, at: int, source: Bytes) -> None:
-        """Fill the view of piece `at`, which has one."""
+        """Copy `source` to the target of piece `at`, which must have one."""
         view = self.views[at]
         assert view is not None
         np.copyto(np.frombuffer(view, dtype=np.uint8), source)
 
     def verify(self, at: int, expected: bytes) -> None:
-        """All bytes of piece `at` have arrived: see whether they are those that were sent."""
+        """Piece `at` is complete: compare its checksum."""
         view = self.views[at]
         if view is not None and checksum(view) == expected:
             self.good.add(at)
 
 
 class LeaseBook:
-    """Every lease of a receiver. `open` and `fence` by its owner, the rest by connections."""
+    """All leases of a receiver. Its owner calls `open` and `fence`; connections call the rest."""
 
     def __init__(self, memory: BlockMemory, deliver: Deliver) -> None:
         self.block_bytes = memory.block_bytes
@@ -82,14 +82,15 @@ class LeaseBook:
         self._leases: dict[int, _Lease] = {}
 
     def open(self, number: int, slots: Sequence[int]) -> None:
-        """Let blocks of this lease land."""
+        """Let blocks of this lease be written."""
         with self._lock:
             if number in self._leases:
                 raise InvariantError(f"lease {number} is open already")
             self._leases[number] = _Lease(slots)
 
     def fence(self, number: int) -> None:
-        """Let nothing more land; Quiet now, or by the last landing that is under way."""
+        """Let nothing more be written. LeaseClosed is delivered now, or by the last write in
+        progress."""
         with self._lock:
             lease = self._leases.get(number)
             if lease is None or lease.fenced:
@@ -100,7 +101,7 @@ class LeaseBook:
             self._deliver(closed)
 
     def fence_all(self) -> None:
-        """Fence every lease there is."""
+        """Fence every open lease."""
         with self._lock:
             numbers = list(self._leases)
         for number in numbers:
@@ -109,7 +110,8 @@ class LeaseBook:
     def begin_write(
         self, number: int, pieces: Sequence[SentPiece]
     ) -> ArrivingBlocks | PushFailure:
-        """Begin to land; `end_write` has to follow. Or why not one byte of it may."""
+        """Begin to write the blocks of a frame; `end_write` must follow. Returns the reason
+        where the frame is refused."""
         indices = [piece.block for piece in pieces]
         with self._lock:
             lease = self._leases.get(number)
@@ -136,7 +138,7 @@ class LeaseBook:
         return arriving
 
     def end_write(self, arriving: ArrivingBlocks, pieces: Sequence[SentPiece]) -> None:
-        """A landing writes no more, and its `good` blocks have landed."""
+        """The write is over. Its `good` blocks have been received."""
         lease, number = arriving.lease, arriving.lease_number
         events = []
         with self._lock:
@@ -155,7 +157,7 @@ class LeaseBook:
             self._deliver(closed)
 
     def _close_if_done(self, number: int, lease: _Lease) -> LeaseClosed | None:
-        """The last word on a lease, if it is time for it."""
+        """The final event of a lease, if it is fenced and no write is in progress."""
         if not lease.fenced or lease.num_writing:
             return None
         del self._leases[number]

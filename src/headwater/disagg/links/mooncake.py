@@ -1,17 +1,17 @@
-"""The `mooncake` link, for many machines: Transfer Engine writes, over TCP or RDMA.
+"""The `mooncake` link, for many machines: writes of the Transfer Engine, over TCP or RDMA.
 
     slots ─┬─ small blocks: gather ──▶ cell ─┬═ one-sided write ═▶ cell ── copy, verify ──▶ slots
            └─ large blocks ──────────────────┘
     sender's memory                                               receiver's memory
 
-A one-sided write cannot be fenced, so it never aims at slots: it lands in staging memory of the
-receiver that is nothing else as long as the process lives, and the receiver copies. Frames and
-answers take a connection of their own. Gathering makes writes large: the engine moves 2.4 GB/s
-in pieces of 1 MiB and 0.13 in pieces of 4 KiB. Should a write read a slot late, when it holds
-something else, then its checksum fails at the receiver.
+A one-sided write cannot be fenced. So it never targets slots: it goes to staging memory of the
+receiver that has no other use while the process lives, and the receiver copies from there.
+Frames and answers use a connection of their own. Small blocks are gathered because the engine
+moves 2.4 GB/s in pieces of 1 MiB and 0.13 GB/s in pieces of 4 KiB. A write that reads a slot
+after it was reused fails its checksum at the receiver.
 
-The engine itself knows no token, and listens on every interface, whatever its host is: whoever
-reaches its ports can write to this process. It belongs behind a firewall.
+The engine does not authenticate and listens on every interface, whatever host it is given: a
+process that reaches its ports can write to this process. Keep it behind a firewall.
 """
 
 import mmap
@@ -26,6 +26,7 @@ from typing import Any
 from headwater.disagg.links.config import LinkConfig
 from headwater.disagg.links.frames import FIRST_BYTES, Frame, describe, encode_frame, make_frame
 from headwater.disagg.links.staging_cells import CellInbound, StagingCells
+from headwater.disagg.links.tcp import link_address
 from headwater.disagg.peering.handshake import (
     HandshakeResult,
     HandshakeTerms,
@@ -37,46 +38,48 @@ from headwater.disagg.peering.stream import (
     Stream,
     WaitCheck,
     connect,
-    host_port,
     listen,
     parse_host_port,
 )
+from headwater.disagg.peering.tls import Tls
 from headwater.disagg.protocol.errors import LinkBroken, Malformed
 from headwater.disagg.protocol.push import BlockPiece, PushFailure
 from headwater.errors import ConfigError
 from headwater.storage.buffers import address_of
 
 _GRANT = struct.Struct("<QQQ")
-"""Address of the first cell, bytes of a cell, number of cells; then the engine's name."""
+"""Address of the first cell, size of a cell, number of cells; the engine's name follows."""
 
 
 _DIRECT_BYTES = 256 << 10
-"""Blocks of this size and more are written from their slots, where those are registered."""
+"""Blocks of this size and larger are written from their slots, where those are registered."""
 
 _POLL_S = 3e-4
-"""Between two looks at a write that is under way."""
+"""Time between two checks of a write in progress."""
 
 
 class TransferEngine:
-    """One engine for all links of an instance."""
+    """One Transfer Engine for all links of an instance."""
 
     def __init__(self, config: LinkConfig) -> None:
         self._engine = _import_engine()()
         code = self._engine.initialize(
-            config.host, "P2PHANDSHAKE", config.mooncake_protocol, config.mooncake_devices
+            config.reachable_host,
+            "P2PHANDSHAKE",
+            config.mooncake_protocol,
+            config.mooncake_devices,
         )
         if code != 0:
-            raise ConfigError(f"the Mooncake Transfer Engine does not start ({code})")
-        self.name = f"{config.host}:{self._engine.get_rpc_port()}"
+            raise ConfigError(f"the Mooncake Transfer Engine did not start: code {code}")
+        self.name = f"{config.reachable_host}:{self._engine.get_rpc_port()}"
 
         self._lock = Lock()
         self._idle: dict[int, list[memoryview]] = {}
         self._all: list[memoryview] = []
 
     def allocate(self, num_bytes: int) -> memoryview:
-        """Registered memory for staging, as long as the engine lives: never anything else.
-
-        A late write may be on its way to it at any time.
+        """Registered staging memory. It is never used for anything else while the engine lives, because a
+        late write may arrive in it at any time.
         """
         with self._lock:
             idle = self._idle.get(num_bytes)
@@ -84,46 +87,49 @@ class TransferEngine:
                 return idle.pop()
         memory = memoryview(mmap.mmap(-1, num_bytes))
         if self._engine.register_memory(address_of(memory), num_bytes) != 0:
-            raise ConfigError("Mooncake cannot register the staging memory of a link")
+            raise ConfigError("the Mooncake Transfer Engine cannot register staging memory")
         with self._lock:
             self._all.append(memory)
         return memory
 
     def register(self, memory: memoryview) -> None:
-        """Let writes read from memory of the caller's, which lives as long as the engine."""
+        """Let writes read from the caller's memory, which must outlive the engine."""
         with self._lock:
             if any(memory is known for known in self._all):
                 return
             self._all.append(memory)
         if self._engine.register_memory(address_of(memory), len(memory)) != 0:
-            raise ConfigError("Mooncake cannot register the memory of the blocks")
+            raise ConfigError("the Mooncake Transfer Engine cannot register the block memory")
 
     def free(self, memory: memoryview) -> None:
-        """Memory that the next one may have for staging."""
+        """Return staging memory for the next caller of `allocate`."""
         with self._lock:
             self._idle.setdefault(len(memory), []).append(memory)
 
     def start(self, name: str, source: int, target: int, num_bytes: int) -> int:
-        """Begin to write to another engine's memory; a number for `poll`."""
+        """Begin to write to another engine's memory; returns a number for `poll`."""
         number: int = self._engine.batch_transfer_async_write(
             name, [source], [target], [num_bytes]
         )
         if number <= 0:
-            raise LinkBroken(f"the Transfer Engine cannot write to {name} ({number})")
+            raise LinkBroken(f"the Transfer Engine cannot write to {name}: code {number}")
         return number
 
     def poll(self, number: int) -> bool:
-        """Whether a write has ended; LinkBroken if it failed. The calls that wait would spin."""
+        """Whether a write has ended; LinkBroken if it failed. The engine's own waiting calls
+        spin."""
         status: int = self._engine.transfer_check_status(number)
         if status < 0:
-            raise LinkBroken(f"the Transfer Engine could not write ({status})")
+            raise LinkBroken(f"a write of the Transfer Engine failed: code {status}")
         return status == 1
 
 
 class MooncakeAcceptor:
-    """Listens on a port, and lends each sender a part of its staging memory."""
+    """Listens on a port, and gives each sender a part of its staging memory."""
 
     link = "mooncake"
+    tls: Tls | None = None
+    """The engine does not encrypt blocks, so their frames are not encrypted either."""
 
     def __init__(self, config: LinkConfig, block_bytes: int, engine: TransferEngine) -> None:
         self._engine = engine
@@ -134,10 +140,10 @@ class MooncakeAcceptor:
         parts = range(0, len(self._memory), part_bytes)
         self._lock = Lock()
         self._free = deque(self._memory[at : at + part_bytes] for at in parts)
-        """The part that was used last is lent last."""
+        """Free parts. The part that was used last is given out last."""
 
-        self.listener = listen(config.host, 0)
-        self.address = f"mooncake://{host_port(config.host, self.listener)}"
+        self.listener = listen(config.host, config.port)
+        self.address = f"mooncake://{link_address(config, self.listener)}"
 
     def admit(
         self, handshake: ServerHandshake, stream: Stream, check_wait: WaitCheck
@@ -155,7 +161,7 @@ class MooncakeAcceptor:
             raise
 
     def free(self, part: memoryview) -> None:
-        """A sender has gone."""
+        """A sender has disconnected."""
         with self._lock:
             self._free.append(part)
 
@@ -164,7 +170,7 @@ class MooncakeAcceptor:
 
 
 class MooncakeInbound(CellInbound):
-    """Payloads that were written into our staging memory."""
+    """Payloads in this receiver's staging memory."""
 
     def __init__(self, part: memoryview, cell_bytes: int, acceptor: MooncakeAcceptor) -> None:
         super().__init__(part, cell_bytes)
@@ -176,14 +182,14 @@ class MooncakeInbound(CellInbound):
 
 
 class MooncakeDialer:
-    """Connects to one receiver; its staging memory outlives connections."""
+    """Connects to one receiver. Its staging memory outlives connections."""
 
     link = "mooncake"
 
     def __init__(
         self, address: str, config: LinkConfig, engine: TransferEngine, *, direct: bool = False
     ) -> None:
-        """`direct` where the engine has registered the slots themselves."""
+        """With `direct`, the engine has registered the slots themselves."""
         self._min_direct_bytes = _DIRECT_BYTES if direct else sys.maxsize
         self._target = parse_host_port(address)
         self._config = config
@@ -213,9 +219,9 @@ class MooncakeDialer:
 
 
 class MooncakeOutbound:
-    """Payloads that a thread writes into the receiver's staging memory, then their frames.
+    """A thread writes payloads into the receiver's staging memory, then sends their frames.
 
-    The thread may hang in the engine; pushes do not, since their slots have been copied.
+    The thread may hang in the engine. Pushes do not: their slots were copied before.
     """
 
     def __init__(
@@ -228,11 +234,11 @@ class MooncakeOutbound:
     ) -> None:
         """Blocks of `min_direct_bytes` or more are written from their slots."""
         if len(session.grant) <= _GRANT.size:
-            raise Malformed("a receiver that lends no memory", PushFailure.REFUSED)
+            raise Malformed("the receiver granted no staging memory", PushFailure.REFUSED)
         self._target, their_bytes, num_cells = _GRANT.unpack_from(session.grant)
         if their_bytes != cells.cell_bytes or num_cells != cells.num_cells:
             raise LinkBroken(
-                "the receiver's staging memory has another shape", PushFailure.REFUSED
+                "the receiver has another frame_bytes or num_cells", PushFailure.REFUSED
             )
         self.stream = stream
         self._key = session.key
@@ -266,14 +272,14 @@ class MooncakeOutbound:
         self._cells.release(number)
 
     def withdraw(self, number: int) -> None:
-        """The peer verifies whatever has been written."""
+        """Nothing to do: the receiver verifies checksums."""
 
     def close(self) -> None:
         self._closed.set()
         self._queue.put(None)
 
     def _write(self) -> None:
-        """Frame after frame; a failure ends the connection, and that every push of it."""
+        """Write frame after frame. A failure ends the connection, and with it every push on it."""
         under_way: deque[tuple[list[int], Frame, WaitCheck]] = deque()
         try:
             while not self._closed.is_set():
@@ -295,7 +301,7 @@ class MooncakeOutbound:
             self.stream.shut()
 
     def _start(self, frame: Frame, sources: list[int]) -> list[int]:
-        """One write from each source: a block each, or all that was gathered."""
+        """Begin one write for each source: a block, or a cell of gathered blocks."""
         sizes = [piece.num_bytes for piece in frame.pieces]
         if len(sources) < len(sizes):
             sizes = [frame.payload_bytes]

@@ -1,8 +1,8 @@
 """The receiving end of every link: connections, frames, verification, answers.
 
-One thread accepts, one serves each connection. What differs between links is where a frame's
-payload is, and that is an `Inbound`. A peer that breaks the rules loses its connection; nobody
-else notices.
+One thread accepts connections, and one serves each connection. Links differ in where a frame's
+payload is; that part is an `Inbound`. A peer that breaks the protocol is disconnected, and no
+other peer is affected.
 """
 
 import contextlib
@@ -31,54 +31,57 @@ from headwater.disagg.peering.handshake import (
     timeout_check,
 )
 from headwater.disagg.peering.stream import TICK_S, Stream, WaitCheck
+from headwater.disagg.peering.tls import Tls
 from headwater.disagg.protocol.errors import LinkBroken, Malformed
 from headwater.disagg.protocol.push import PushFailure
 
 log = logging.getLogger(__name__)
 
 _SCRATCH_BYTES = 1 << 18
-_MAX_UNAUTHENTICATED = 16
-"""Connections that have not greeted yet."""
+_MAX_UNAUTHENTICATED = 64
+"""Most connections whose handshake has not ended. Each has a thread for at most
+`connect_timeout_s`."""
 
 
 class Inbound(Protocol):
-    """Brings the payloads of one connection into slots."""
+    """Writes the payloads of one connection to slots."""
 
     max_bytes: int
-    """Of the payload of one frame."""
+    """Largest payload of a frame."""
 
     def receive(self, frame: Frame, arriving: ArrivingBlocks, check_wait: WaitCheck) -> int:
-        """Fill the landing's views and see that they are good; how many bytes are still to be
-        skipped.
+        """Fill the targets of `arriving` and verify them; returns the number of bytes left to skip.
 
-        Returns within a tick once the landing is `stopped`, whatever the peer does.
+        It returns within a tick once `arriving` is `stopped`, whatever the peer does.
         """
 
     def num_following(self, frame: Frame) -> int:
-        """How many bytes follow a frame on the connection."""
+        """Number of payload bytes that follow a frame on the connection."""
 
     def close(self) -> None:
         """The connection has ended."""
 
 
 class LinkAcceptor(Protocol):
-    """One kind of link, seen from the receiver."""
+    """The receiver's part of one kind of link."""
 
     link: str
     address: str
     listener: socket.socket
+    tls: Tls | None
+    """Encrypts connections, where that is configured."""
 
     def admit(
         self, handshake: ServerHandshake, stream: Stream, check_wait: WaitCheck
     ) -> tuple[LinkSession, Inbound]:
-        """Accept or refuse a sender that has proved itself."""
+        """Accept or refuse a sender that has proved the token."""
 
     def close(self) -> None:
-        """Release what belongs to no connection."""
+        """Release what does not belong to a connection."""
 
 
 class StreamReceiver:
-    """A `Receiver` behind a listening socket."""
+    """A `Receiver` with a listening socket."""
 
     def __init__(
         self,
@@ -96,6 +99,9 @@ class StreamReceiver:
         self._book = LeaseBook(memory, deliver)
         self._lock = Lock()
         self._streams: dict[Stream, Thread] = {}
+        self._unauthenticated: dict[Stream, Stream] = {}
+        """Connections during their handshake, oldest first."""
+
         self._num_served = 0
         self._closed = Event()
         self._accept_thread = Thread(
@@ -132,39 +138,54 @@ class StreamReceiver:
                 stream = Stream(connected)
             except OSError as error:
                 if not self._closed.wait(TICK_S):
-                    log.warning("%s: a connection is not accepted: %s", self.address, error)
+                    log.warning(
+                        "cannot accept a link connection: address=%s error=%s",
+                        self.address,
+                        error,
+                    )
                 continue
             name = f"{self._acceptor.link}-receive"
             thread = Thread(
                 target=self._serve_connection, args=(stream,), name=name, daemon=True
             )
+            oldest = None
             with self._lock:
-                unauthenticated = len(self._streams) - self._num_served
-                if self._closed.is_set() or unauthenticated >= _MAX_UNAUTHENTICATED:
+                if self._closed.is_set():
                     stream.close()
                     continue
+                # Closing the oldest one, and not this one: a stranger that keeps many
+                # connections open must not keep senders out.
+                if len(self._unauthenticated) >= _MAX_UNAUTHENTICATED:
+                    oldest = self._unauthenticated.pop(next(iter(self._unauthenticated)))
+                self._unauthenticated[stream] = stream
                 self._streams[stream] = thread
             thread.start()
+            if oldest is not None:
+                oldest.shut()
 
     def _serve_connection(self, stream: Stream) -> None:
-        """All of one connection."""
+        """Serve one connection from its handshake to its end."""
         try:
             self._handshake(stream)
         except LinkBroken as error:
             level = logging.WARNING if isinstance(error, Malformed) else logging.DEBUG
-            log.log(level, "%s: connection dropped: %s", self.address, error)
+            log.log(level, "link connection ended: address=%s reason=%s", self.address, error)
         except Exception:
-            log.exception("%s: a connection ended by a fault of ours", self.address)
+            log.exception("link connection ended by a bug: address=%s", self.address)
         finally:
             with self._lock:
                 self._streams.pop(stream, None)
+                self._unauthenticated.pop(stream, None)
             stream.shut()
             stream.close()
 
-    def _handshake(self, stream: Stream) -> None:
+    def _handshake(self, connected: Stream) -> None:
         check_wait = timeout_check(self._clock, self._config.connect_timeout_s)
+        tls = self._acceptor.tls
+        stream = connected if tls is None else tls.accept(connected, check_wait)
         handshake = ServerHandshake(stream, self._terms, check_wait)
         with self._lock:
+            self._unauthenticated.pop(connected, None)
             full = self._num_served >= self._config.max_senders
             self._num_served += not full
         if full:
@@ -182,7 +203,7 @@ class StreamReceiver:
 
 
 class _Connection:
-    """One sender that was let in."""
+    """One authenticated sender."""
 
     def __init__(self, book: LeaseBook, stream: Stream, key: bytes, inbound: Inbound) -> None:
         self._book = book
@@ -193,7 +214,7 @@ class _Connection:
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
 
     def serve(self, config: LinkConfig, clock: Clock) -> None:
-        """Frames, each with its answer, until the connection breaks."""
+        """Receive frames and answer each, until the connection ends."""
         number = 0
         while True:
             begun = self._stream.receive_some([self._head])
@@ -203,7 +224,7 @@ class _Connection:
             check_wait = _stall(self._stream, clock, config.stall_timeout_s)
             frame = self._frame(begun, check_wait)
             if frame.number != number or frame.payload_bytes > self._inbound.max_bytes:
-                raise Malformed("a frame out of order, or larger than frames are")
+                raise Malformed("frame out of order or too large")
             number += 1
             answer = encode_answer(frame.number, self._receive(frame, check_wait))
             self._stream.send([answer], check_wait)
@@ -231,7 +252,7 @@ class _Connection:
         return PushFailure.FENCED if arriving.stopped else PushFailure.DAMAGED
 
     def _skip(self, num_bytes: int, check_wait: WaitCheck) -> None:
-        """Pass over payload that goes nowhere."""
+        """Discard payload of a refused frame."""
         while num_bytes:
             part = self._scratch[:num_bytes]
             self._stream.fill(part, check_wait)
@@ -239,7 +260,7 @@ class _Connection:
 
 
 def _stall(stream: Stream, clock: Clock, timeout_s: float) -> WaitCheck:
-    """Patience with a peer in the middle of a frame: so long, from when it last sent a byte."""
+    """Limits how long a peer may send no byte in the middle of a frame."""
     end_s, seen = clock.now() + timeout_s, stream.num_received
 
     def check_wait() -> None:
@@ -247,6 +268,8 @@ def _stall(stream: Stream, clock: Clock, timeout_s: float) -> WaitCheck:
         if seen != stream.num_received:
             end_s, seen = clock.now() + timeout_s, stream.num_received
         elif clock.now() > end_s:
-            raise LinkBroken("a peer that stopped in the middle of a frame")
+            raise LinkBroken(
+                f"the peer sent nothing for {timeout_s:g} s in the middle of a frame"
+            )
 
     return check_wait

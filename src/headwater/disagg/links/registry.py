@@ -1,4 +1,4 @@
-"""Links by kind: what an instance listens on, and what it makes of a peer's address."""
+"""Links by kind: makes receivers, and senders to the addresses of peers."""
 
 from headwater.clock import Clock, SystemClock
 from headwater.disagg.links.config import LinkConfig
@@ -8,13 +8,14 @@ from headwater.disagg.links.receiver import LinkAcceptor, StreamReceiver
 from headwater.disagg.links.sender import Dialer, StreamSender
 from headwater.disagg.links.shm import ShmAcceptor, ShmDialer
 from headwater.disagg.links.tcp import TcpAcceptor, TcpDialer
+from headwater.disagg.peering.tls import open_tls
 from headwater.errors import ConfigError
 
 _KNOWN = ("tcp", "shm", "mooncake")
 
 
 class Links:
-    """All links of one instance: one memory, one place for their events."""
+    """All links of one instance. They share one block memory and one receiver of events."""
 
     def __init__(
         self,
@@ -24,33 +25,34 @@ class Links:
         clock: Clock | None = None,
         engine: TransferEngine | None = None,
     ) -> None:
-        """A Transfer Engine is made when one is needed, unless one is given."""
+        """A Transfer Engine is made on first use, unless one is given."""
         self._config = config
         self._memory = memory
         self._deliver = deliver
         self._clock = clock or SystemClock()
         self._engine = engine
+        self._tls = open_tls(config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs)
 
     def listen(self, link: str) -> Receiver:
-        """A receiver of this kind, reachable at its `address`."""
+        """A receiver of this kind of link."""
         return StreamReceiver(
             self._acceptor(link), self._memory, self._deliver, self._config, self._clock
         )
 
     def connect(self, address: str) -> Sender:
-        """A sender to the receiver at `address`; connects when there is something to push."""
+        """A sender to the receiver at `address`. It connects with its first push."""
         return StreamSender(
             self._dialer(address), self._memory, self._deliver, self._config, self._clock
         )
 
-    # No tables of methods: with them this would hold itself, and so its memory, until somebody
-    # collects cycles.
+    # Not a dictionary of methods: it would make a reference cycle, and the block memory would
+    # stay until the next garbage collection.
 
     def _acceptor(self, link: str) -> LinkAcceptor:
         config, block_bytes = self._config, self._memory.block_bytes
         match link:
             case "tcp":
-                return TcpAcceptor(config, block_bytes)
+                return TcpAcceptor(config, block_bytes, self._tls)
             case "shm":
                 return ShmAcceptor(block_bytes)
             case "mooncake":
@@ -60,13 +62,13 @@ class Links:
     def _dialer(self, address: str) -> Dialer:
         match address.partition("://")[:2]:
             case ("tcp", "://"):
-                return TcpDialer(address, self._config)
+                return TcpDialer(address, self._config, self._tls)
             case ("shm", "://"):
                 return ShmDialer(address, self._config, self._memory)
             case ("mooncake", "://"):
                 return self._mooncake_dialer(address)
         known = ", ".join(f"{name}://…" for name in _KNOWN)
-        raise ConfigError(f"{address!r} is no address of a link; known: {known}")
+        raise ConfigError(f"{address!r} is not a link address; write one of {known}")
 
     def _mooncake_dialer(self, address: str) -> Dialer:
         engine, memory = self._mooncake(), self._memory

@@ -1,8 +1,8 @@
 """The sending end of every link: a queue of pushes, frames, answers, outcomes.
 
-One thread sends, and looks after deadlines; one a connection listens for answers. A connection
-is made when it is needed, and again after it broke. What differs between links is how a frame's
-payload travels, and that is an `Outbound`.
+One thread sends and checks deadlines; one thread for each connection receives answers. A
+connection is made when it is needed, and again after it broke. Links differ in how a frame's
+payload travels; that part is an `Outbound`.
 """
 
 import logging
@@ -33,7 +33,7 @@ _JOIN_S = 10.0
 
 
 class Outbound(Protocol):
-    """Carries the payloads of one connection."""
+    """Sends the frames of one connection."""
 
     stream: Stream
 
@@ -45,39 +45,40 @@ class Outbound(Protocol):
         views: Sequence[memoryview],
         check_wait: WaitCheck,
     ) -> None:
-        """Send a frame. This side does not look at the views again once it has returned or
-        raised; where the peer reads them, it does so before it answers."""
+        """Send a frame. Afterwards this side does not read the views again. Where the peer
+        reads them, it does so before it answers."""
 
     def answered(self, number: int) -> None:
-        """The peer is done with a frame, or says so: LinkBroken where it was not sent."""
+        """The peer has answered a frame. LinkBroken where that frame was not sent."""
 
     def withdraw(self, number: int) -> None:
-        """Nobody waits for the answer any more: the views of this frame may change at once, and
-        what the peer makes of them then must not land."""
+        """The push was given up without an answer. The slots may change at once, and a copy
+        that the peer takes from then on must not count."""
 
     def close(self) -> None:
-        """The connection has ended; threads that use it may still have to notice."""
+        """The connection has ended. Threads that use it may still have to notice."""
 
 
 class Dialer(Protocol):
-    """One kind of link, seen from the sender."""
+    """The sender's part of one kind of link."""
 
     link: str
     frame_bytes: int
-    """Payload that it likes to send at once."""
+    """Preferred payload of a frame."""
 
     first_bytes: int
-    """Of the first frame of a push; each is twice as large as the one before, up to the limit."""
+    """Payload of the first frame of a push. Each next frame is twice as large, up to the limit.
+    """
 
     def dial(self, terms: HandshakeTerms, check_wait: WaitCheck) -> Outbound:
-        """A new connection, or LinkBroken."""
+        """A new authenticated connection, or LinkBroken."""
 
     def close(self) -> None:
-        """Release what belongs to no connection."""
+        """Release what does not belong to a connection."""
 
 
 class _PendingPush:
-    """A push on its way."""
+    """A push without an outcome."""
 
     __slots__ = ("connection", "deadline_s", "failure", "push", "sending", "unanswered")
 
@@ -85,13 +86,13 @@ class _PendingPush:
         self.push = push
         self.deadline_s = push.deadline_s
         self.connection: _Connection | None = None
-        """What its frames are sent on; it stays with that one."""
+        """Connection of its frames. A push does not move to another one."""
 
         self.unanswered: set[int] = set()
-        """Frames that were sent, by number."""
+        """Numbers of the frames that were sent and not answered."""
 
         self.sending = True
-        """Whether its slots are still being read, or will be."""
+        """Whether its slots are being read, or will be."""
 
         self.failure: PushFailure | None = None
 
@@ -101,7 +102,7 @@ class _PendingPush:
 
 
 class _Connection:
-    """One connection and the flights of its unanswered frames."""
+    """One connection, and the pushes of its unanswered frames."""
 
     def __init__(self, outbound: Outbound) -> None:
         self.outbound = outbound
@@ -133,7 +134,7 @@ class StreamSender:
         self._changed = Condition()
         self._queue: deque[_PendingPush] = deque()
         self._sent: dict[int, _PendingPush] = {}
-        """By job: everything of them is sent, and not everything answered."""
+        """Pushes whose frames were all sent and not all answered, by job."""
 
         self._sending: _PendingPush | None = None
         """The push that the sending thread is working on."""
@@ -192,7 +193,7 @@ class StreamSender:
             _retire(connection)
 
     def _next(self) -> _PendingPush | None:
-        """The next push, as soon as there is one; None after `close`. Meanwhile, deadlines."""
+        """The next push; waits for one and checks deadlines meanwhile. None after `close`."""
         while True:
             self._expire()
             with self._changed:
@@ -204,14 +205,14 @@ class StreamSender:
                 self._changed.wait(self._wait_s())
 
     def _wait_s(self) -> float | None:
-        """How long until the first deadline of what waits for answers."""
+        """Time until the first deadline of a push that waits for answers."""
         if not self._sent:
             return None
         first = min(pending.deadline_s for pending in self._sent.values())
         return max(first - self._clock.now(), 0.0) + 1e-3
 
     def _expire(self) -> None:
-        """Fail what is late, unless its slots are being read."""
+        """Fail pushes whose deadline has passed, unless their slots are being read."""
         now = self._clock.now()
         with self._changed:
             late = [pending for pending in self._queue if pending.deadline_s <= now]
@@ -226,7 +227,8 @@ class StreamSender:
             self._end(pending)
 
     def _send(self, pending: _PendingPush) -> None:
-        """Send all of a push, or note why not; then its slots are not read any more."""
+        """Send all frames of a push, or note why not. Afterwards its slots are not read any
+        more."""
         push = pending.push
         try:
             connection = pending.connection = self._connected(self._wait_check(pending))
@@ -235,10 +237,10 @@ class StreamSender:
                     break
                 self._send_frame(connection, pending, pieces)
         except LinkBroken as error:
-            log.info("a push to a peer failed: %s", error)
+            log.info("push failed: reason=%s", error)
             self._give_up(pending, error.reason)
         except Exception:
-            log.exception("a push failed by a fault of ours")
+            log.exception("push failed by a bug")
             self._give_up(pending, PushFailure.LOST)
         with self._changed:
             pending.sending = False
@@ -256,7 +258,7 @@ class StreamSender:
             self._drop(pending.connection, PushFailure.LOST)
 
     def _end(self, pending: _PendingPush) -> None:
-        """Deliver the outcome of a push that is in no table any more."""
+        """Deliver the outcome of a push that was removed from all tables."""
         with self._changed:
             unanswered = list(pending.unanswered)
         for number in unanswered:
@@ -271,7 +273,7 @@ class StreamSender:
         views = [self._memory.view(piece.slot)[: piece.num_bytes] for piece in pieces]
         with self._changed:
             if not connection.is_up:
-                raise LinkBroken("the connection is gone")
+                raise LinkBroken("the connection has ended")
             number = connection.next_number
             connection.next_number += 1
             connection.waiting[number] = pending
@@ -283,21 +285,21 @@ class StreamSender:
     def _wait_check(
         self, pending: _PendingPush, connection: _Connection | None = None
     ) -> WaitCheck:
-        """How long a push may be waited for: its deadline, our end, or its connection's."""
+        """Ends a wait at the push's deadline, at `close`, or when the connection has ended."""
 
         def check_wait() -> None:
             if connection is not None and not connection.is_up:
-                raise LinkBroken("the connection is gone")
+                raise LinkBroken("the connection has ended")
             if self._closed:
                 raise LinkBroken("the sender was closed", PushFailure.CLOSED)
             if self._clock.now() >= pending.deadline_s:
-                raise LinkBroken("the peer is too slow", PushFailure.TIMEOUT)
+                raise LinkBroken("the deadline of the push has passed", PushFailure.TIMEOUT)
             self._expire()
 
         return check_wait
 
     def _connected(self, check_wait: WaitCheck) -> _Connection:
-        """The connection there is, or a new one."""
+        """The current connection, or a new one."""
         check_wait()
         with self._changed:
             old = self._connection
@@ -314,7 +316,7 @@ class StreamSender:
         return connection
 
     def _listen(self, connection: _Connection) -> None:
-        """Take answers until the connection ends."""
+        """Receive answers until the connection ends."""
         stream = connection.outbound.stream
         buffer = memoryview(bytearray(64 * ANSWER_BYTES))
         have = 0
@@ -330,7 +332,7 @@ class StreamSender:
                 buffer[: have - whole] = bytes(buffer[whole:have])
                 have -= whole
         except LinkBroken as error:
-            log.debug("a connection ended: %s", error)
+            log.debug("link connection ended: reason=%s", error)
         self._drop(connection, PushFailure.LOST)
 
     def _answered(
@@ -339,7 +341,7 @@ class StreamSender:
         with self._changed:
             pending = connection.waiting.pop(number, None)
             if pending is None:
-                raise LinkBroken("an answer to no frame")
+                raise LinkBroken("answer to a frame that was not sent")
             pending.unanswered.remove(number)
             pending.failure = pending.failure or failure
             ended = pending.has_ended and self._sent.pop(pending.push.job, None) is not None
@@ -348,7 +350,7 @@ class StreamSender:
             self._end(pending)
 
     def _drop(self, connection: _Connection, reason: PushFailure) -> None:
-        """The connection is over, and with it every push that has an unanswered frame."""
+        """The connection has ended, and with it every push that has an unanswered frame."""
         with self._changed:
             reason = PushFailure.CLOSED if self._closed else reason
             connection.is_up = False
@@ -365,7 +367,7 @@ class StreamSender:
 
 
 def _retire(connection: _Connection) -> None:
-    """Release a connection; by the sending thread, so that nothing is sent on a closed connection."""
+    """Release a connection. Only the sending thread does, so it never sends on a closed one."""
     connection.outbound.stream.shut()
     if connection.listener is not None:
         connection.listener.join(_JOIN_S)
@@ -382,7 +384,7 @@ def _outcome(pending: _PendingPush) -> SenderEvent:
 def _frames(
     pieces: Sequence[BlockPiece], first_bytes: int, frame_bytes: int
 ) -> Iterator[Sequence[BlockPiece]]:
-    """Cut a push into frames, in order, each larger than the one before up to the limit."""
+    """Split a push into frames, in order. Each is larger than the one before, up to the limit."""
     start = num_bytes = 0
     limit_bytes = min(first_bytes, frame_bytes)
     for end, piece in enumerate(pieces):

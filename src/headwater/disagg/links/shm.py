@@ -1,12 +1,12 @@
-"""The `shm` link, for peers on one machine: the receiver copies from where the blocks lie.
+"""The `shm` link, for peers on one machine: the receiver copies from the sender's block memory.
 
-    sender's slots ── a mapping of the same memory ──▶ one copy ──▶ receiver's slots
+    sender's slots ── mapped by the receiver ──▶ one copy ──▶ receiver's slots
 
-A sender hands over a descriptor of its whole block memory, on a Unix socket, once both have
-proved the token. It is a sealed memfd: it has no name, so nothing is left behind when a process
-dies; no peer can pull it away under a copy, nor write to it. A frame says in which slots of the
-sender its blocks are; those stay as they are until it is answered, or the sender has withdrawn
-what it pledged. So nobody computes a checksum: there is no wire that could turn a bit over.
+After the handshake on a Unix socket, the sender passes a descriptor of its whole block memory, a
+sealed memfd. It has no name, so nothing is left behind when a process dies. The seals prevent
+that a peer shrinks it during a copy or writes to it. A frame names the slots of its blocks. The
+sender does not reuse them before it has the answer or has invalidated the frame
+(`frame_validity`). There is no checksum: no bytes are transmitted that could be damaged.
 """
 
 import os
@@ -34,30 +34,33 @@ from headwater.disagg.peering.handshake import (
     client_handshake,
 )
 from headwater.disagg.peering.stream import Stream, WaitCheck
+from headwater.disagg.peering.tls import Tls
 from headwater.disagg.protocol.errors import LinkBroken, Malformed
 from headwater.disagg.protocol.push import BlockPiece, PushFailure
 from headwater.errors import ConfigError
 from headwater.transfer.shared import map_shared
 
 _OFFER = struct.Struct("<Q")
-"""Bytes of the memory that is handed over with it."""
+"""Size of the memory whose descriptor is passed with it."""
 
 _NUM_FILES = 2
 _CREDENTIALS = struct.Struct("3i")
 _NUM_FRAMES = 4
-"""Under way at once: the next one is there before the peer has copied the last."""
+"""Frames in flight: the next frame is there before the peer has copied the last one."""
 
 _SHARED_BYTES = 4 << 20
-"""From here on two threads share the copying of a frame: each takes the next block."""
+"""From this payload on, two threads copy a frame; each takes the next block."""
 
 FRAME_BYTES = 32 << 20
-"""Only its table travels, so a frame is as large as makes its own costs small."""
+"""Only the table of a frame is sent, so frames are large to make their cost per block small."""
 
 
 class ShmAcceptor:
-    """Listens on a Unix socket without a file: its name goes with the process."""
+    """Listens on an abstract Unix socket, whose name disappears with the process."""
 
     link = "shm"
+    tls: Tls | None = None
+    """Bytes on a Unix socket do not leave the machine."""
 
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
@@ -76,7 +79,8 @@ class ShmAcceptor:
         return session, ShmInbound(memory, validity, self._block_bytes)
 
     def close(self) -> None:
-        """There is nothing but the listener."""
+        """Copies blocks from the sender's memory into slots. It is the only writer of those
+        slots."""
 
 
 class ShmInbound:
@@ -94,7 +98,7 @@ class ShmInbound:
 
     def receive(self, frame: Frame, arriving: ArrivingBlocks, check_wait: WaitCheck) -> int:
         if max(piece.slot for piece in frame.pieces) >= self._num_slots:
-            raise Malformed("a block that is outside the sender's memory")
+            raise Malformed("block outside the sender's memory")
         indices, copied = iter(arriving.new), set[int]()
         if frame.payload_bytes < _SHARED_BYTES:
             self._copy(frame, arriving, indices, copied)
@@ -102,7 +106,7 @@ class ShmInbound:
             helping = self._helper.submit(self._copy, frame, arriving, indices, copied)
             try:
                 self._copy(frame, arriving, indices, copied)
-            finally:  # whatever happened here, nothing is written once this returns
+            finally:  # also after an error: nothing is written once this returns
                 if not helping.cancel():
                     helping.result()
         if self._validity.is_valid(frame):
@@ -112,7 +116,7 @@ class ShmInbound:
     def _copy(
         self, frame: Frame, arriving: ArrivingBlocks, indices: Iterator[int], copied: set[int]
     ) -> None:
-        """Copy block after block, until none is left or it is stopped."""
+        """Copy blocks until none is left or the lease is fenced."""
         for index in indices:
             if arriving.stopped:
                 return
@@ -136,11 +140,11 @@ class ShmDialer:
     def __init__(self, address: str, config: LinkConfig, memory: BlockMemory) -> None:
         self._name = address.partition("://")[2]
         if not self._name:
-            raise ConfigError(f"{address!r} is no address of a link")
+            raise ConfigError(f"{address!r} is not a link address; write shm://name")
         if not isinstance(memory, OneMemory) or memory.file is None:
             raise ConfigError(
-                "the blocks of this instance are not in shared memory: "
-                "all peers of a link 'shm' have to be started with it"
+                "the blocks of this instance are not in shared memory; start all peers with "
+                "--cache-transfer-protocol shm"
             )
         self._file = memory.file
         self._num_bytes = len(memory.memory)
@@ -171,7 +175,7 @@ class ShmDialer:
 
 
 class ShmOutbound:
-    """Payloads that stay where they are."""
+    """Sends frames; payloads stay in the sender's memory."""
 
     def __init__(self, stream: Stream, key: bytes, validity: FrameValidity) -> None:
         self.stream = stream
@@ -201,23 +205,26 @@ class ShmOutbound:
 
 
 def _check_user(stream: Stream) -> None:
-    """Only processes of our own user, or the system's, share memory with us."""
+    """Share memory only with processes of the same user or of root."""
     raw = stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(raw)
     if user not in (os.getuid(), 0):
-        raise Malformed(f"a peer of user {user}", PushFailure.REFUSED)
+        raise Malformed(
+            f"the peer runs as user {user}; the shm link needs the same user",
+            PushFailure.REFUSED,
+        )
 
 
 def _take_memory(stream: Stream, check_wait: WaitCheck) -> tuple[memoryview, PeerFrameValidity]:
-    """The memory that a sender hands over, and what it pledges of it, mapped."""
+    """Map the memory of a sender, and its frame validity words."""
     raw, files = _receive_files(stream, check_wait)
     try:
         if len(raw) != _OFFER.size or len(files) != _NUM_FILES:
-            raise Malformed("no memory where it should be handed over")
+            raise Malformed("the peer passed no memory descriptors")
         memory = map_shared(files[0], _OFFER.unpack(raw)[0])
         return memory, PeerFrameValidity(map_shared(files[1], VALIDITY_BYTES))
     except (OSError, ValueError, OverflowError) as error:
-        raise Malformed(f"something that is no memory to share: {error}") from error
+        raise Malformed(f"cannot map the peer's memory: {error}") from error
     finally:
         for file in files:
             os.close(file)
@@ -232,6 +239,6 @@ def _receive_files(stream: Stream, check_wait: WaitCheck) -> tuple[bytes, list[i
         except BlockingIOError:
             check_wait()
         except OSError as error:
-            raise LinkBroken(f"the peer is gone: {error}") from error
+            raise LinkBroken(f"connection lost: {error}") from error
         else:
             return raw, files

@@ -1,9 +1,9 @@
-"""Staging memory between two peers: cells that one side fills and the other empties into slots.
+"""Staging memory between two peers: the sender fills cells, the receiver copies them to slots.
 
-A cell is a frame's payload, its blocks one after the other. It is free again when the receiver
-has answered its frame. Bytes in a cell are nothing yet: the receiver copies them into slots if
-the lease allows it, and verifies what is in the slots, so a cell that is written late or twice
-can damage a push but never a block.
+A cell holds the payload of one frame, block after block. It is free again when the receiver has
+answered the frame. The receiver copies a cell into slots only if the lease allows it, and verifies
+the bytes *in the slots*. So a write into a cell that comes late or twice can make a push fail, and
+can never damage a block that was received.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from headwater.storage.buffers import address_of
 
 
 class FrameCredits:
-    """As many frames under way as there are places; each has one until it is answered."""
+    """Limits the frames in flight: each frame holds a credit until it is answered."""
 
     def __init__(self, num_credits: int) -> None:
         self._changed = Condition()
@@ -29,7 +29,7 @@ class FrameCredits:
         self._taken: dict[int, int] = {}
 
     def take(self, frame_number: int, check_wait: WaitCheck) -> int:
-        """A free place, for one frame; waits for it."""
+        """A credit for one frame; waits until one is free."""
         with self._changed:
             while not self._free:
                 self._changed.wait(TICK_S)
@@ -40,22 +40,23 @@ class FrameCredits:
 
     @contextmanager
     def held_by(self, frame_number: int) -> Iterator[int | None]:
-        """The place of a frame, which keeps it meanwhile; None if it has none any more."""
+        """The credit of a frame, which cannot be released inside the block; None if it has
+        none."""
         with self._changed:
             yield self._taken.get(frame_number)
 
     def release(self, frame_number: int) -> None:
-        """The place of a frame is free again; Malformed where it has none."""
+        """Free the credit of a frame. Malformed where it has none."""
         with self._changed:
             credit = self._taken.pop(frame_number, None)
             if credit is None:
-                raise Malformed("an answer to a frame that was not sent")
+                raise Malformed("answer to a frame that was not sent")
             self._free.append(credit)
             self._changed.notify()
 
 
 class StagingCells(FrameCredits):
-    """Equal parts of one buffer, and which of them are free."""
+    """Cells of equal size in one buffer, with a credit for each."""
 
     def __init__(self, memory: memoryview, cell_bytes: int) -> None:
         self.cell_bytes = cell_bytes
@@ -67,19 +68,19 @@ class StagingCells(FrameCredits):
     def gather(
         self, cell: int, pieces: Sequence[BlockPiece], views: Sequence[memoryview]
     ) -> tuple[SentPiece, ...]:
-        """Copy blocks into a cell, one after the other; what their frame says of them."""
+        """Copy blocks into a cell, one after the other; returns their pieces."""
         at = cell * self.cell_bytes
         sent = []
         for piece, view in zip(pieces, views, strict=True):
             sent.append(describe(piece, view))
-            # Copied while the checksum's pass has left it in the processor's caches.
+            # Computing the checksum has brought the block into the CPU cache: copy it now.
             np.copyto(self._memory[at : at + len(view)], np.frombuffer(view, dtype=np.uint8))
             at += len(view)
         return tuple(sent)
 
 
 class CellInbound:
-    """Copies payloads from cells into slots; the only writer of those slots."""
+    """Copies payloads from cells into slots. It is the only writer of those slots."""
 
     def __init__(self, memory: memoryview, cell_bytes: int) -> None:
         self._memory = np.frombuffer(memory, dtype=np.uint8)
@@ -88,7 +89,7 @@ class CellInbound:
 
     def receive(self, frame: Frame, arriving: ArrivingBlocks, check_wait: WaitCheck) -> int:
         if frame.cell >= self._num_cells:
-            raise Malformed("a frame whose payload is outside the staging memory")
+            raise Malformed(f"frame with staging cell {frame.cell}, which does not exist")
         at = frame.cell * self.max_bytes
         for credit, piece in enumerate(frame.pieces):
             if arriving.stopped:
@@ -103,4 +104,4 @@ class CellInbound:
         return 0
 
     def close(self) -> None:
-        """The memory is its link's."""
+        """The memory belongs to the link."""

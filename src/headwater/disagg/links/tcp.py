@@ -1,10 +1,11 @@
 """The `tcp` link, the reference: payloads follow their frames, from slots and into slots.
 
-`sendmsg` gathers from the sender's slots and `recvmsg_into` scatters into the receiver's; no
-byte passes through a Python object, and neither call holds the interpreter's lock. Each block is
-followed by its checksum: while the peer receives a stride of blocks, the next one is read.
+`sendmsg` gathers from the sender's slots, and `recvmsg_into` scatters into the receiver's slots.
+No byte is copied into a Python object, and neither call holds the interpreter lock. Each block is
+followed by its checksum: while the peer receives one group of blocks, the sender reads the next.
 """
 
+import socket
 from collections.abc import Iterator, Sequence
 
 from headwater.disagg.links.config import LinkConfig
@@ -27,19 +28,21 @@ from headwater.disagg.peering.stream import (
     Stream,
     WaitCheck,
     advance,
+    advertised_address,
     connect,
-    host_port,
     listen,
     parse_host_port,
 )
+from headwater.disagg.peering.tls import Tls
 from headwater.disagg.protocol.push import BlockPiece
 from headwater.storage.codec import checksum
 
 _STRIDE_BYTES = 1 << 19
-"""Read and sent, or received and verified, in turns: the kernel's buffers keep both ends busy."""
+"""Size of a group of blocks that is sent, or received and verified, at once. The kernel's
+socket buffers keep both ends busy meanwhile."""
 
 _FRAME_BYTES = 16 << 20
-"""So much that the costs of a frame, some 70 µs of the receiver, are small beside it."""
+"""Large enough that the fixed cost of a frame, about 70 µs at the receiver, is small."""
 
 
 class TcpAcceptor:
@@ -47,10 +50,11 @@ class TcpAcceptor:
 
     link = "tcp"
 
-    def __init__(self, config: LinkConfig, block_bytes: int) -> None:
+    def __init__(self, config: LinkConfig, block_bytes: int, tls: Tls | None) -> None:
         self._max_bytes = max(_FRAME_BYTES, block_bytes)
         self.listener = listen(config.host, config.port)
-        self.address = f"tcp://{host_port(config.host, self.listener)}"
+        self.address = f"tcp://{link_address(config, self.listener)}"
+        self.tls = tls
 
     def admit(
         self, handshake: ServerHandshake, stream: Stream, check_wait: WaitCheck
@@ -93,7 +97,7 @@ class TcpInbound:
     def _fill(
         self, views: list[memoryview], arriving: ArrivingBlocks, check_wait: WaitCheck
     ) -> int:
-        """Fill the views unless it is stopped; how many bytes of them have come."""
+        """Fill the views unless the lease is fenced; returns the number of bytes received."""
         num_bytes = 0
         while views and not arriving.stopped:
             got = self._stream.receive_some(views)
@@ -109,15 +113,18 @@ class TcpDialer:
 
     link = "tcp"
 
-    def __init__(self, address: str, config: LinkConfig) -> None:
+    def __init__(self, address: str, config: LinkConfig, tls: Tls | None = None) -> None:
         self.frame_bytes = _FRAME_BYTES
         self.first_bytes = FIRST_BYTES
         self._target = parse_host_port(address)
         self._timeout_s = config.connect_timeout_s
+        self._tls = tls
 
     def dial(self, terms: HandshakeTerms, check_wait: WaitCheck) -> "TcpOutbound":
         stream = connect(self._target, self._timeout_s)
         try:
+            if self._tls is not None:
+                stream = self._tls.connect(stream, check_wait)
             return TcpOutbound(stream, client_handshake(stream, terms, check_wait).key)
         except BaseException:
             stream.close()
@@ -151,17 +158,24 @@ class TcpOutbound:
             parts = []
 
     def answered(self, number: int) -> None:
-        """Nothing was kept for it."""
+        """Nothing to do: no memory is held for a frame."""
 
     def withdraw(self, number: int) -> None:
-        """Its bytes have left."""
+        """Nothing to do: the bytes have been sent."""
 
     def close(self) -> None:
         """The stream is its connection's."""
 
 
+def link_address(config: LinkConfig, listener: socket.socket) -> str:
+    """HOST:PORT that senders are given."""
+    return advertised_address(
+        listener, config.host, config.advertised_host, config.advertised_port
+    )
+
+
 def _strides(views: Sequence[memoryview]) -> Iterator[tuple[int, int]]:
-    """From which view to which: as many at a time as make a stride."""
+    """Ranges of views that are sent or received at once."""
     start = num_bytes = 0
     for end, view in enumerate(views, 1):
         num_bytes += len(view)

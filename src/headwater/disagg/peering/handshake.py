@@ -1,12 +1,12 @@
-"""How two peers come to know each other: both prove that they have the token, neither shows it.
+"""Handshake of a connection: both ends prove that they have the token, and neither sends it.
 
     receiver ── challenge: magic, version, nonce ──────────────────────▶ sender
     sender   ── answer: magic, version, link, block bytes, nonce, proof ─▶ receiver
-    receiver ── welcome or refusal, proof, grant ───────────────────────▶ sender
+    receiver ── result, proof, grant ───────────────────────────────────▶ sender
 
-A proof is an HMAC-SHA-256 with the token over the role and all that was said so far, compared
-in constant time. The receiver says nothing that depends on the token before the sender has
-proved itself. Payloads are neither signed nor encrypted: a link belongs on a trusted network.
+A proof is an HMAC-SHA-256 with the token over the role and all bytes so far, compared in constant
+time. The receiver sends nothing that depends on the token before the sender has proved it. Payloads
+are neither signed nor encrypted: use TLS (`tls`) where the network is not trusted.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from headwater.disagg.protocol.errors import LinkBroken, Malformed
 from headwater.disagg.protocol.push import PushFailure
 
 VERSION = 2
-"""Raised with whatever travels after the greeting: frames, payloads, what is handed over."""
+"""Increased with each change of what follows the handshake: frames, payloads, grants."""
 
 MAX_GRANT_BYTES = 1024
 
@@ -34,7 +34,7 @@ _PROOF_BYTES = 32
 
 
 class HandshakeResult(IntEnum):
-    """What a receiver says to a sender that greets it."""
+    """The receiver's answer to a sender."""
 
     WELCOME = 0
     VERSION = 1
@@ -45,41 +45,41 @@ class HandshakeResult(IntEnum):
 
 
 _SENTENCES = {
-    HandshakeResult.VERSION: "it speaks another version",
-    HandshakeResult.LINK: "it is the receiver of another kind of link",
-    HandshakeResult.BLOCK_BYTES: "its blocks have another size",
-    HandshakeResult.TOKEN: "the tokens differ",
-    HandshakeResult.BUSY: "it has as many senders as it serves",
+    HandshakeResult.VERSION: "it has another protocol version",
+    HandshakeResult.LINK: "it is the receiver of another link",
+    HandshakeResult.BLOCK_BYTES: "its block size is another one",
+    HandshakeResult.TOKEN: "the token is another one",
+    HandshakeResult.BUSY: "it has reached its limit of connections",
 }
 
 
 class HandshakeTerms(NamedTuple):
-    """What both peers of a link have to agree on."""
+    """What both ends must agree on."""
 
     link: str
-    """`tcp`, `shm` or `mooncake`."""
+    """`tcp`, `shm`, `mooncake`, or `peer` for control connections."""
 
     token: bytes
     block_bytes: int
 
 
 class LinkSession(NamedTuple):
-    """What a greeting leaves behind."""
+    """Result of a successful handshake."""
 
     key: bytes
-    """Seals the frames of this connection, and of no other."""
+    """Key for the MACs of this connection only."""
 
     grant: bytes
-    """What the receiver gives this sender beyond the connection; its link knows what it is."""
+    """Further data for the sender; its link knows the format."""
 
 
 def timeout_check(clock: Clock, timeout_s: float) -> WaitCheck:
-    """Patience for one word of a greeting."""
+    """Ends a wait after `timeout_s`, counted from now."""
     end_s = clock.now() + timeout_s
 
     def check_wait() -> None:
         if clock.now() > end_s:
-            raise LinkBroken("a peer that does not greet in time", PushFailure.UNREACHABLE)
+            raise LinkBroken(f"no handshake within {timeout_s:g} s", PushFailure.UNREACHABLE)
 
     return check_wait
 
@@ -87,34 +87,36 @@ def timeout_check(clock: Clock, timeout_s: float) -> WaitCheck:
 def client_handshake(
     stream: Stream, mine: HandshakeTerms, check_wait: WaitCheck
 ) -> LinkSession:
-    """The sender's part; LinkBroken where it is not let in."""
+    """Run the sender's part; raises LinkBroken when the receiver refuses."""
     challenge = _take(stream, _CHALLENGE.size, check_wait)
     magic, version, _, _ = _CHALLENGE.unpack(challenge)
     if magic != _MAGIC or version != VERSION:
-        raise LinkBroken("the peer is no receiver of this version", PushFailure.REFUSED)
+        raise LinkBroken(
+            f"the peer does not speak protocol version {VERSION}", PushFailure.REFUSED
+        )
     said = _answer(mine, secrets.token_bytes(32), b"")
     proof = _prove(mine.token, b"sender", challenge, said)
     answer = said[:-_PROOF_BYTES] + proof
     stream.send([answer], check_wait)
     code, grant_bytes, theirs = _WELCOME.unpack(_take(stream, _WELCOME.size, check_wait))
     if code != HandshakeResult.WELCOME:
-        why = _SENTENCES[HandshakeResult(code)] if code in _SENTENCES else "it does not say why"
-        raise LinkBroken(f"the receiver refuses us: {why}", PushFailure.REFUSED)
+        why = _SENTENCES[HandshakeResult(code)] if code in _SENTENCES else "no reason given"
+        raise LinkBroken(f"the receiver refused the connection: {why}", PushFailure.REFUSED)
     if grant_bytes > MAX_GRANT_BYTES:
-        raise Malformed("a grant that is too large", PushFailure.REFUSED)
+        raise Malformed(f"grant of {grant_bytes} bytes is too large", PushFailure.REFUSED)
     grant = _take(stream, grant_bytes, check_wait) if grant_bytes else b""
     if not hmac.compare_digest(
         theirs, _prove(mine.token, b"receiver", challenge, answer, grant)
     ):
-        raise LinkBroken("the receiver does not have our token", PushFailure.REFUSED)
+        raise LinkBroken("the receiver has another token", PushFailure.REFUSED)
     return LinkSession(_session_key(mine.token, challenge, answer), grant)
 
 
 class ServerHandshake:
-    """The receiver's part, in two steps: who is it, and then what it is granted."""
+    """The receiver's part, in two steps: verify the sender, then accept or refuse it."""
 
     def __init__(self, stream: Stream, mine: HandshakeTerms, check_wait: WaitCheck) -> None:
-        """Raises Malformed where the peer is refused; it has been told so."""
+        """Raises Malformed where the sender does not qualify, after telling it why."""
         self._stream = stream
         self._mine = mine
         self._wait_check = check_wait
@@ -126,7 +128,7 @@ class ServerHandshake:
             self.refuse(result)
 
     def accept(self, grant: bytes = b"") -> LinkSession:
-        """Let it in."""
+        """Accept the sender."""
         token = self._mine.token
         proof = _prove(token, b"receiver", self._challenge, self._answer, grant)
         self._stream.send(
@@ -135,14 +137,14 @@ class ServerHandshake:
         return LinkSession(_session_key(token, self._challenge, self._answer), grant)
 
     def refuse(self, result: HandshakeResult) -> NoReturn:
-        """Tell it why not, and raise Malformed."""
+        """Tell the sender why it is refused, and raise Malformed."""
         self._stream.send([_WELCOME.pack(result, 0, bytes(_PROOF_BYTES))], self._wait_check)
-        raise Malformed(f"a peer was refused: {result.name.lower()}")
+        raise Malformed(f"connection refused: reason={result.name.lower()}")
 
     def _check(self) -> HandshakeResult:
         magic, version, link, block_bytes, _, proof = _ANSWER.unpack(self._answer)
         if magic != _MAGIC:
-            raise Malformed("bytes that are no greeting")
+            raise Malformed("not a handshake of this protocol")
         if version != VERSION:
             return HandshakeResult.VERSION
         said = self._answer[:-_PROOF_BYTES] + bytes(_PROOF_BYTES)

@@ -1,27 +1,29 @@
-"""Control connections between instances: authenticated, sealed, numbered, limited in size.
+"""Control connections between instances: authenticated, numbered, limited in size.
 
-    frame   body bytes 4 · seal 16 · body
+Both ends prove that they have the shared token, then exchange their identity: instances with
+different models or block layouts refuse each other. Each connection has a reading and a writing
+thread; they talk to the engine loop only by posting events. A malformed message ends its
+connection and nothing else.
 
-Both ends prove that they have the shared token, then say who they are; two instances whose
-blocks differ in anything have nothing to say to one another. A thread reads and a thread
-writes for each connection; they speak to the loop only by posting events. A malformed message
-ends its connection and nothing else.
+A connection that has not proved the token costs a thread and a socket for at most
+`greeting_timeout_s`. There is a limit on such connections, and the oldest one is closed for a new
+one, so a stranger that keeps many open can neither use up `max_peers` nor keep peers out.
 """
 
 import contextlib
-import hashlib
-import hmac
 import json
 import logging
 import socket
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Event, Lock, Thread
 
 from headwater.clock import Clock
+from headwater.disagg.peering.authenticated import AuthenticatedFrames
 from headwater.disagg.peering.handshake import (
+    HandshakeResult,
     HandshakeTerms,
     LinkSession,
     ServerHandshake,
@@ -29,7 +31,14 @@ from headwater.disagg.peering.handshake import (
     timeout_check,
 )
 from headwater.disagg.peering.network import PeerLost, PeerMessage
-from headwater.disagg.peering.stream import Stream, WaitCheck, host_port, listen
+from headwater.disagg.peering.stream import (
+    TICK_S,
+    Stream,
+    WaitCheck,
+    advertised_address,
+    listen,
+)
+from headwater.disagg.peering.tls import open_tls
 from headwater.disagg.protocol.codec import MAX_BODY_BYTES, decode, encode, load_object
 from headwater.disagg.protocol.errors import LinkBroken, Malformed
 from headwater.disagg.protocol.messages import Message, Reason
@@ -39,7 +48,6 @@ from headwater.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _VERSION = 1
-_HEAD = struct.Struct("<I16s")
 _MAX_HELLO_BYTES = 4096
 _MAX_UNSENT_BYTES = 4 * MAX_BODY_BYTES
 _STALL_S = 10.0
@@ -49,27 +57,41 @@ Post = Callable[[object], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerConfig:
-    """How this instance and its peers find and know one another."""
+    """Settings of the control connections of one instance."""
 
     token: bytes
     """The secret that all instances of a deployment share."""
 
     identity: bytes
-    """Stands for all that decides what the bytes of a block are."""
+    """Hash of everything that decides the bytes of a block."""
 
     block_bytes: int
     host: str = "127.0.0.1"
     port: int = 0
-    """Where peers reach this instance; 0 takes a free one."""
+    """Address to listen on; port 0 takes a free one."""
+
+    advertised_host: str | None = None
+    advertised_port: int | None = None
+    """Address that peers are given, where it differs from the one to listen on."""
 
     max_peers: int = 64
-    """Connections of others that are served at once."""
+    """Most authenticated connections that other instances made."""
+
+    max_unauthenticated: int = 64
+    """Most connections that have not proved the token yet."""
 
     connect_timeout_s: float = 2.0
+    greeting_timeout_s: float = 2.0
+    """Longest time from a connection to the end of its handshake."""
+
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_ca_certs: str | None = None
+    """PEM files for mutual TLS; without them connections are not encrypted."""
 
 
 class _Mismatch(LinkBroken):
-    """The peer's blocks are not ours."""
+    """The peer has another model, KV layout or block size."""
 
 
 class PeerService:
@@ -78,65 +100,88 @@ class PeerService:
     def __init__(self, config: PeerConfig, post: Post, clock: Clock) -> None:
         if not config.token:
             raise ConfigError(
-                "peers need a shared token; set HEADWATER_PEER_TOKEN or --peer-token-file on all instances"
+                "peers need a token that all instances share; set HEADWATER_PEER_TOKEN"
             )
         self._config = config
         self._post = post
         self._clock = clock
+        self._tls = open_tls(config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs)
         self._lock = Lock()
         self._connections: dict[str, _Connection] = {}
-        self._num_accepted = 0
-        self._closed = False
+        """Outbound connections by address, and authenticated inbound ones by name."""
+
+        self._unauthenticated: dict[int, _Connection] = {}
+        """Inbound connections during their handshake, oldest first."""
+
+        self._numbers = count(1)
+        self._closed = Event()
         self._listener = listen(config.host, config.port)
-        self.address = host_port(config.host, self._listener)
+        self.address = advertised_address(
+            self._listener, config.host, config.advertised_host, config.advertised_port
+        )
         """What peers connect to, HOST:PORT."""
         Thread(target=self._accept, name="peer-accept", daemon=True).start()
 
-    def send(self, peer: str, message: Message) -> None:
+    def send(self, peer: str, message: Message) -> int:
         with self._lock:
             connection = self._connections.get(peer)
-            if connection is None and not self._closed and not peer.startswith(_INBOUND):
-                connection = _Connection(self, peer, None)
+            if connection is None:
+                if self._closed.is_set() or peer.startswith(_INBOUND):
+                    return 0
+                connection = _Connection(self, peer, next(self._numbers), None)
                 self._connections[peer] = connection
-        if connection is not None:
-            connection.put(encode(message))
+        connection.put(encode(message))
+        return connection.number
 
     def close(self) -> None:
         with self._lock:
-            self._closed = True
-            connections = list(self._connections.values())
+            self._closed.set()
+            connections = [*self._connections.values(), *self._unauthenticated.values()]
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for connection in connections:
             connection.shut()
 
-    def forget(self, connection: "_Connection", reason: Reason) -> None:
-        """A connection has ended; said once."""
+    def admit(self, connection: "_Connection") -> bool:
+        """An inbound connection proved the token. False where there are `max_peers` already."""
         with self._lock:
-            self._connections.pop(connection.name, None)
-            closed = self._closed
-        if not closed:
-            self._post(PeerLost(connection.name, reason))
+            self._unauthenticated.pop(connection.number, None)
+            inbound = sum(name.startswith(_INBOUND) for name in self._connections)
+            if self._closed.is_set() or inbound >= self._config.max_peers:
+                return False
+            self._connections[connection.name] = connection
+            return True
+
+    def forget(self, connection: "_Connection", reason: Reason) -> None:
+        """A connection has ended. Called once for each."""
+        with self._lock:
+            self._unauthenticated.pop(connection.number, None)
+            is_known = self._connections.get(connection.name) is connection
+            if is_known:
+                del self._connections[connection.name]
+            closed = self._closed.is_set()
+        if is_known and not closed:
+            self._post(PeerLost(connection.name, reason, connection.number))
 
     def deliver(self, connection: "_Connection", message: Message) -> None:
-        """A peer said something."""
-        self._post(PeerMessage(connection.name, message))
+        """Post a message of a peer."""
+        self._post(PeerMessage(connection.name, message, connection.number))
 
     def terms(self) -> HandshakeTerms:
-        """What both ends prove before anything else is said."""
+        """What both ends have to agree on before the first message."""
         return HandshakeTerms("peer", self._config.token, self._config.block_bytes)
 
-    def check_wait(self) -> WaitCheck:
-        """For one word of a greeting."""
-        return timeout_check(self._clock, self._config.connect_timeout_s)
+    def greeting_check(self) -> WaitCheck:
+        """Limits the time of a whole handshake."""
+        return timeout_check(self._clock, self._config.greeting_timeout_s)
 
     def stall_check(self) -> WaitCheck:
-        """For the rest of a message that has begun."""
+        """Limits the time of one message, from its first byte on."""
         return timeout_check(self._clock, _STALL_S)
 
     def dial(self, address: str) -> Stream:
-        """Connect to a peer; raises LinkBroken when it is unreachable."""
+        """Connect to a peer. LinkBroken where nothing listens."""
         host, _, port = address.rpartition(":")
         try:
             number = int(port)
@@ -144,54 +189,75 @@ class PeerService:
                 (host.strip("[]"), number), self._config.connect_timeout_s
             )
         except (OSError, ValueError, OverflowError) as exc:
-            sentence = f"no peer at {address!r}: {exc}"
+            sentence = f"cannot connect to peer {address!r}: {exc}"
             raise LinkBroken(sentence, PushFailure.UNREACHABLE) from exc
         return Stream(connected)
 
+    def secure(self, stream: Stream, check_wait: WaitCheck, *, is_client: bool) -> Stream:
+        """`stream` with TLS, where it is configured."""
+        if self._tls is None:
+            return stream
+        handshake = self._tls.connect if is_client else self._tls.accept
+        return handshake(stream, check_wait)
+
     def hello(self) -> bytes:
-        """Who this is."""
+        """The identity of this instance, as sent to peers."""
         shape = {"version": _VERSION, "identity": self._config.identity.hex()}
         return json.dumps(shape).encode()
 
     def check_hello(self, body: bytes) -> None:
-        """Raise unless the peer is of the same version and has the same blocks."""
+        """Raise unless the peer has the same protocol version and the same block layout."""
         shape = load_object(body)
         if shape.get("version") != _VERSION:
-            raise Malformed("a peer of another version", PushFailure.REFUSED)
+            raise Malformed(
+                f"the peer has another protocol version than {_VERSION}", PushFailure.REFUSED
+            )
         if shape.get("identity") != self._config.identity.hex():
-            raise _Mismatch("a peer with another model, layout or block size")
+            raise _Mismatch("the peer has another model, KV layout or block size")
 
     def _accept(self) -> None:
-        while True:
+        while not self._closed.is_set():
             try:
                 connected, _ = self._listener.accept()
                 stream = Stream(connected)
-            except OSError:
-                if self._closed:
-                    return
+            except OSError as exc:
+                # Such as no free file descriptor, which lasts: wait instead of spinning.
+                if not self._closed.wait(TICK_S):
+                    log.warning("cannot accept a peer connection: error=%s", exc)
                 continue
-            with self._lock:
-                inbound = sum(name.startswith(_INBOUND) for name in self._connections)
-                if self._closed or inbound >= self._config.max_peers:
-                    stream.close()
-                    continue
-                self._num_accepted += 1
-                name = f"{_INBOUND}{self._num_accepted}"
-                self._connections[name] = _Connection(self, name, stream)
+            self._greet(stream)
+
+    def _greet(self, stream: Stream) -> None:
+        """Start the handshake of a new connection; close the oldest one of too many."""
+        oldest = None
+        with self._lock:
+            if self._closed.is_set():
+                stream.close()
+                return
+            waiting = self._unauthenticated
+            if len(waiting) >= self._config.max_unauthenticated:
+                oldest = waiting.pop(next(iter(waiting)))
+            number = next(self._numbers)
+            waiting[number] = _Connection(self, f"{_INBOUND}{number}", number, stream)
+        if oldest is not None:
+            oldest.shut()
 
 
 _INBOUND = "peer-"
-"""Begins the names of connections that others made."""
+"""Prefix of the names of inbound connections."""
 
 _CLOSE = b""
 
 
 class _Connection:
-    """One connection, from its first byte to its last, in two threads."""
+    """One connection, from its first byte to its last, with two threads."""
 
-    def __init__(self, service: PeerService, name: str, stream: Stream | None) -> None:
+    def __init__(
+        self, service: PeerService, name: str, number: int, stream: Stream | None
+    ) -> None:
         """Without a `stream`, `name` is an address to connect to."""
         self.name = name
+        self.number = number
         self._service = service
         self._stream = stream
         self._unsent: SimpleQueue[bytes] = SimpleQueue()
@@ -202,7 +268,7 @@ class _Connection:
         Thread(target=self._live, name=f"peer {name}", daemon=True).start()
 
     def put(self, body: bytes) -> None:
-        """Send in order, without waiting. A peer that does not read is cut off."""
+        """Queue a message. A peer that does not read its messages is disconnected."""
         with self._lock:
             self._num_unsent_bytes += len(body)
             too_many = self._num_unsent_bytes > _MAX_UNSENT_BYTES
@@ -212,7 +278,7 @@ class _Connection:
             self._unsent.put(body)
 
     def shut(self) -> None:
-        """End it; its threads notice."""
+        """End the connection; its threads notice and return."""
         self._shut = True
         self._unsent.put(_CLOSE)
         if self._stream is not None:
@@ -224,19 +290,19 @@ class _Connection:
             self._serve()
         except _Mismatch as exc:
             reason = Reason.FINGERPRINT
-            log.warning("%s: %s", self.name, exc)
+            log.warning("peer refused: peer=%s reason=%s", self.name, exc)
         except LinkBroken as exc:
             reason = _REASONS.get(exc.reason, Reason.LOST)
             level = logging.WARNING if isinstance(exc, Malformed) else logging.DEBUG
-            log.log(level, "%s: connection dropped: %s", self.name, exc)
+            log.log(level, "peer connection ended: peer=%s reason=%s", self.name, exc)
         except Exception:
-            log.exception("%s: a connection ended by a fault of ours", self.name)
+            log.exception("peer connection ended by a bug: peer=%s", self.name)
         finally:
             self._end()
             self._service.forget(self, reason)
 
     def _end(self) -> None:
-        """The last of both threads releases the socket."""
+        """Release the socket after both threads have stopped using it."""
         self._unsent.put(_CLOSE)
         if self._stream is not None:
             self._stream.shut()
@@ -247,13 +313,15 @@ class _Connection:
 
     def _serve(self) -> None:
         service, is_client = self._service, self._stream is None
-        stream = self._stream = self._stream or service.dial(self.name)
+        socket_stream = self._stream = self._stream or service.dial(self.name)
         if self._shut:
-            stream.shut()
-        session = self._handshake(stream, is_client=is_client)
-        frames = _AuthenticatedFrames(stream, session.key, is_client=is_client)
-        frames.send(service.hello(), service.check_wait())
-        service.check_hello(frames.receive(service.check_wait(), _MAX_HELLO_BYTES))
+            socket_stream.shut()
+        check_wait = service.greeting_check()
+        stream = service.secure(socket_stream, check_wait, is_client=is_client)
+        session = self._handshake(stream, check_wait, is_client=is_client)
+        frames = AuthenticatedFrames(stream, session.key, is_client=is_client)
+        frames.send(service.hello(), check_wait)
+        service.check_hello(frames.receive(check_wait, _MAX_HELLO_BYTES))
         name = f"peer {self.name} out"
         self._writer = Thread(target=self._write, args=(frames,), name=name, daemon=True)
         self._writer.start()
@@ -262,59 +330,26 @@ class _Connection:
             body = frames.receive(service.stall_check(), MAX_BODY_BYTES)
             service.deliver(self, decode(body))
 
-    def _handshake(self, stream: Stream, *, is_client: bool) -> LinkSession:
-        terms, check_wait = self._service.terms(), self._service.check_wait()
+    def _handshake(
+        self, stream: Stream, check_wait: WaitCheck, *, is_client: bool
+    ) -> LinkSession:
         if is_client:
-            return client_handshake(stream, terms, check_wait)
-        return ServerHandshake(stream, terms, check_wait).accept()
+            return client_handshake(stream, self._service.terms(), check_wait)
+        handshake = ServerHandshake(stream, self._service.terms(), check_wait)
+        if not self._service.admit(self):
+            handshake.refuse(HandshakeResult.BUSY)
+        return handshake.accept()
 
-    def _write(self, frames: "_AuthenticatedFrames") -> None:
+    def _write(self, frames: AuthenticatedFrames) -> None:
         try:
             while (body := self._unsent.get()) is not _CLOSE:
                 frames.send(body, self._service.stall_check())
                 with self._lock:
                     self._num_unsent_bytes -= len(body)
         except LinkBroken as exc:
-            log.debug("%s: cannot send: %s", self.name, exc)
+            log.debug("cannot send to peer: peer=%s reason=%s", self.name, exc)
         finally:
             frames.stream.shut()
-
-
-class _AuthenticatedFrames:
-    """Frames that only the two ends of this connection can make, in the order they were sent."""
-
-    def __init__(self, stream: Stream, key: bytes, *, is_client: bool) -> None:
-        self.stream = stream
-        self._key = key
-        self._directions = (b"c", b"s") if is_client else (b"s", b"c")
-        self._num_sent = self._num_received = 0
-
-    def send(self, body: bytes, check_wait: WaitCheck) -> None:
-        """One frame."""
-        mac = self._mac(self._directions[0], self._num_sent, body)
-        self._num_sent += 1
-        self.stream.send([_HEAD.pack(len(body), mac), body], check_wait)
-
-    def receive(self, check_wait: WaitCheck, max_bytes: int) -> bytes:
-        """The body of the next frame, of which the first byte is there; else Malformed."""
-        head = bytearray(_HEAD.size)
-        self.stream.fill(memoryview(head), check_wait)
-        num_bytes, mac = _HEAD.unpack(head)
-        if num_bytes > max_bytes:
-            raise Malformed(f"a message of {num_bytes} bytes")
-        body = bytearray(num_bytes)
-        self.stream.fill(memoryview(body), check_wait)
-        own = self._mac(self._directions[1], self._num_received, body)
-        if not hmac.compare_digest(mac, own):
-            raise Malformed("a message whose seal is not ours")
-        self._num_received += 1
-        return bytes(body)
-
-    def _mac(self, way: bytes, number: int, body: bytes | bytearray) -> bytes:
-        said = way + struct.pack("<Q", number)
-        digest = hashlib.blake2b(said, key=self._key[:64], digest_size=16)
-        digest.update(body)
-        return digest.digest()
 
 
 _REASONS = {

@@ -1,7 +1,7 @@
-"""A connected socket that moves buffers in place, and whose every call ends within a tick.
+"""A connected socket that moves buffers without copying them. Each call ends within a tick.
 
-The ticks are the kernel's (`SO_RCVTIMEO`), not Python's: Python's would make the socket
-non-blocking, and then a payload takes a poll and a call for each piece that has arrived.
+The tick is the kernel's timeout (`SO_RCVTIMEO`) and not Python's. Python's timeout would make the
+socket non-blocking: each piece of a payload would then take a poll and a call.
 """
 
 import contextlib
@@ -15,21 +15,24 @@ from headwater.disagg.protocol.push import PushFailure
 from headwater.errors import ConfigError
 
 TICK_S = 0.02
-"""Longest time in one call of the kernel, and so until a fence or a deadline is noticed."""
+"""Longest time in one system call, and so the delay with which a fence or deadline is noticed.
+"""
+
+_WILDCARDS = frozenset({"", "*", "0.0.0.0", "::"})
 
 _MAX_PARTS = 512  # of one call; the kernel allows 1024
 
 WaitCheck = Callable[[], None]
-"""Asked once a tick while nothing comes, or not everything has left; raises when it is over."""
+"""Called once a tick while a wait makes no progress. It raises to end the wait."""
 
 
 class Stream:
-    """One connection. One thread receives, one sends; any may `shut` it."""
+    """One connection. One thread receives and one sends; any thread may call `shut`."""
 
     def __init__(self, connected: socket.socket) -> None:
         self.socket = connected
         self.num_received = 0
-        """Bytes, since it was made."""
+        """Bytes received so far."""
 
         connected.settimeout(None)
         timeval = struct.pack("ll", 0, int(TICK_S * 1e6))
@@ -48,13 +51,14 @@ class Stream:
             except BlockingIOError:
                 sent = 0
             except OSError as error:
-                raise LinkBroken(f"the peer is gone: {error}") from error
+                raise LinkBroken(f"connection lost: {error}") from error
             views = advance(views, sent)
             if views:
                 check_wait()
 
     def receive_some(self, views: Sequence[memoryview], flags: int = socket.MSG_WAITALL) -> int:
-        """Fill the views from their beginning; how many bytes came within a tick."""
+        """Fill the views from their beginning; returns the number of bytes that came within a
+        tick."""
         try:
             if len(views) == 1:
                 got = self.socket.recv_into(views[0], 0, flags)
@@ -63,14 +67,14 @@ class Stream:
         except BlockingIOError:
             return 0
         except OSError as error:
-            raise LinkBroken(f"the peer is gone: {error}") from error
+            raise LinkBroken(f"connection lost: {error}") from error
         if not got:
-            raise LinkBroken("the peer has closed the connection")
+            raise LinkBroken("the peer closed the connection")
         self.num_received += got
         return got
 
     def fill(self, view: memoryview, check_wait: WaitCheck) -> None:
-        """The next len(view) bytes."""
+        """Receive exactly len(view) bytes."""
         while view:
             got = self.receive_some([view])
             if not got:
@@ -78,23 +82,23 @@ class Stream:
             view = view[got:]
 
     def await_readable(self) -> None:
-        """Sleep, however long, until there is a byte or the connection has ended."""
+        """Sleep without limit until there is a byte or the connection has ended."""
         poller = select.poll()
         poller.register(self.socket, select.POLLIN)
         poller.poll()
 
     def shut(self) -> None:
-        """End both directions, which wakes every thread that waits in a call."""
+        """End both directions. It wakes every thread that waits in a call."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Release the socket; only its last user does."""
+        """Release the socket. Only its last user does."""
         self.socket.close()
 
 
 def advance(views: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """What is left of `views` after their first `num_bytes`."""
+    """The part of `views` after their first `num_bytes`."""
     index = 0
     while index < len(views) and num_bytes >= len(views[index]):
         num_bytes -= len(views[index])
@@ -106,7 +110,7 @@ def advance(views: list[memoryview], num_bytes: int) -> list[memoryview]:
 
 
 def _keep_alive(connected: socket.socket) -> None:
-    """Notice within a minute that a machine is gone without a word."""
+    """Notice within a minute that the peer's machine is gone."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
         (socket.TCP_KEEPIDLE, 20),
@@ -117,16 +121,18 @@ def _keep_alive(connected: socket.socket) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket, or ConfigError with what is in the way."""
+    """A listening socket, or ConfigError with the reason."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=64)
     except OSError as error:
-        raise ConfigError(f"a link cannot listen on {host} port {port}: {error}") from error
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error}; choose another port"
+        ) from error
 
 
 def connect(target: tuple[str, int], timeout_s: float) -> Stream:
-    """A connection, not greeted yet."""
+    """A connection without a handshake yet. LinkBroken where nothing listens."""
     try:
         return Stream(socket.create_connection(target, timeout_s))
     except OSError as error:
@@ -134,15 +140,24 @@ def connect(target: tuple[str, int], timeout_s: float) -> Stream:
         raise LinkBroken(f"{target[0]} port {target[1]}: {error}", reason) from error
 
 
-def host_port(host: str, listener: socket.socket) -> str:
-    """Where a listener is, as it stands in an address."""
-    port: int = listener.getsockname()[1]
+def advertised_address(
+    listener: socket.socket, host: str, advertised_host: str | None, advertised_port: int | None
+) -> str:
+    """HOST:PORT that peers are given: where `listener` is bound, unless told otherwise."""
+    host = advertised_host or host
+    port: int = advertised_port or listener.getsockname()[1]
+    if host in _WILDCARDS:
+        listener.close()
+        raise ConfigError(
+            f"{host} means every address of this machine, so peers cannot connect to it; set "
+            "--peer-advertise-host to the address at which peers reach this instance"
+        )
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def parse_host_port(address: str) -> tuple[str, int]:
-    """The two halves of what follows `://`."""
+    """Host and port of an address such as tcp://host:port."""
     host, _, port = address.partition("://")[2].rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise ConfigError(f"{address!r} is no address of a link; write tcp://host:port")
+        raise ConfigError(f"{address!r} is not a link address; write tcp://host:port")
     return host.strip("[]"), int(port)

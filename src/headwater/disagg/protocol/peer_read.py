@@ -56,6 +56,7 @@ class PeerRead:
         self._block_bytes = block_bytes
         self._tracker: ReceiveTracker | None = None
         self._num_announced: int | None = None
+        self._num_promised = 0
         self._is_quarantined = False
         self._end_s = _NEVER
 
@@ -67,6 +68,12 @@ class PeerRead:
     def is_released(self) -> bool:
         """Whether it is over and no slot of it is quarantined."""
         return self.is_over and not self._is_quarantined
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether D was asked, and did not answer or sent fewer blocks than it announced."""
+        was_asked = self._tracker is not None
+        return was_asked and (self._num_announced is None or self.num_read < self._num_promised)
 
     @property
     def wake_s(self) -> float:
@@ -94,8 +101,10 @@ class PeerRead:
         return [OpenLease(slots[:wanted]), Send(pull)]
 
     def announced(self, num_blocks: int, now: float) -> Actions:
-        """D says how many blocks it sends."""
+        """D says how many blocks it sends; 0 after another number is the report of a failed
+        push."""
         self._num_announced = num_blocks
+        self._num_promised = max(self._num_promised, num_blocks)
         return self._fence_if_whole(now)
 
     def block_received(self, index: int, num_bytes: int, now: float) -> Actions:

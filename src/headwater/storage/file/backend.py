@@ -259,7 +259,7 @@ class FileStorage:
         return place
 
     def _grow(self) -> bool:
-        """Whether there may be free slots now: another slab, unless there is no room for one."""
+        """Add a slab if there is room; True when there may be free slots now."""
         with self._growing:
             if self._index.has_free():
                 return True

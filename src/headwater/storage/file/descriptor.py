@@ -1,8 +1,8 @@
 """A file descriptor that closes with its last reference.
 
-A read or write in progress keeps its file open, and with it the lock that says who owns it:
+A read or write in progress keeps its file open, and with it the lock of its owner:
 another thread that lets go of a slab can neither close a descriptor under it nor let a third
-process take the slab over while bytes may still land in it.
+process take the slab over while bytes may still be written to it.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A directory of slabs that several processes share: who owns what, and how much there may be.
+"""A directory of slabs that several processes share: ownership of slabs, and the limit on their size.
 
 Everything that makes, takes over or deletes a slab happens under an exclusive `flock` on the
 file `lock`, which a process that died no longer holds. What is found half-made under that

@@ -37,7 +37,7 @@ class Slab:
         except FileNotFoundError as error:
             raise StorageCorrupt(f"{self.path.name} is missing", reason="bad_slab") from error
         if os.fstat(self._file.fd).st_size < self.geometry.slab_bytes:
-            raise StorageCorrupt(f"{self.path.name} was cut short", reason="bad_slab")
+            raise StorageCorrupt(f"{self.path.name} is truncated", reason="bad_slab")
 
     @staticmethod
     def create(table_path: Path, geometry: Geometry, *, direct: bool) -> "Slab":

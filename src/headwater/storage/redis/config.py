@@ -43,7 +43,7 @@ class RedisConfig:
 
 
 def tls_context(config: RedisConfig) -> ssl.SSLContext:
-    """For rediss://: whom we trust, and the certificate that we show."""
+    """TLS for rediss://: trusted authorities, and the client certificate."""
     try:
         context = ssl.create_default_context(cafile=config.tls_ca_file)
     except OSError as error:

@@ -32,7 +32,7 @@ _TICK_S = 0.05  # longest time in one call of the kernel; the deadline is looked
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where a server is and who we are to it."""
+    """Address of a server, and the user to log in as."""
 
     host: str
     port: int

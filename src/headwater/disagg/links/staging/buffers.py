@@ -1,4 +1,4 @@
-"""Host blocks that other blocks pass through, and the copies in and out of them."""
+"""Staging buffers in host memory, and the copies between them and the device."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from headwater.cache import Demotion, JobStatus, Promotion, TransferJob
+from headwater.cache import JobStatus, LoadJob, OffloadJob, TransferJob
 from headwater.transfer.completions import JobCompletion
 from headwater.transfer.mover import DeviceCopier
 from headwater.transfer.slab import HostSlab
@@ -20,13 +20,13 @@ OpenCopier: TypeAlias = Callable[[HostSlab], DeviceCopier]
 """Makes the copier between the device and a slab."""
 
 OnCopied: TypeAlias = Callable[[bool], None]
-"""Told once, from any thread, whether all bytes of a copy are there."""
+"""Called once, from any thread, with whether the copy succeeded."""
 
 _Place: TypeAlias = tuple[Tier, Sequence[int]]
 
 
 class Buffers:
-    """The blocks of one slab, who has them, and the device's copies. Thread-safe."""
+    """The buffers of one slab, which of them are free, and copies to the device. Thread-safe."""
 
     def __init__(self, slab: HostSlab, copier: DeviceCopier) -> None:
         self.block_bytes = slab.block_bytes
@@ -37,11 +37,11 @@ class Buffers:
         self._jobs = count()
 
     def view(self, buffer: int) -> memoryview:
-        """The bytes of one, in place."""
+        """The bytes of a buffer, not a copy."""
         return self._slab.view(buffer)
 
     def take(self, num: int) -> list[int] | None:
-        """So many, or None where so many are not free."""
+        """`num` buffers; None where fewer are free."""
         with self._changed:
             if len(self._free) < num:
                 return None
@@ -49,7 +49,7 @@ class Buffers:
             return taken
 
     def await_one(self, timeout_s: float, is_over: Callable[[], bool]) -> int | None:
-        """One, as soon as there is one; None where that takes too long, or `is_over`, which is
+        """One buffer; waits for it. None after `timeout_s`, or when `is_over` says so; it is
         asked again after `wake`."""
         with self._changed:
             self._changed.wait_for(lambda: self._free or is_over(), timeout_s)
@@ -61,21 +61,21 @@ class Buffers:
             self._changed.notify_all()
 
     def give_back(self, buffers: Sequence[int]) -> None:
-        """They are free again."""
+        """Free the buffers."""
         with self._changed:
             self._free.extend(buffers)
             self._changed.notify_all()
 
     def load(self, slots: Sequence[int], buffers: Sequence[int], on_copied: OnCopied) -> None:
-        """Copy blocks of the device into buffers."""
-        self._copy(Demotion, (Tier.DEVICE, slots), (Tier.HOST, buffers), on_copied)
+        """Copy device blocks into buffers."""
+        self._copy(OffloadJob, (Tier.DEVICE, slots), (Tier.HOST, buffers), on_copied)
 
     def store(self, buffers: Sequence[int], slots: Sequence[int], on_copied: OnCopied) -> None:
-        """Copy buffers into the device's slots."""
-        self._copy(Promotion, (Tier.HOST, buffers), (Tier.DEVICE, slots), on_copied)
+        """Copy buffers into device slots."""
+        self._copy(LoadJob, (Tier.HOST, buffers), (Tier.DEVICE, slots), on_copied)
 
     def close(self) -> None:
-        """Nothing is copied any more. Twice is safe."""
+        """Stop copying. Calling it twice is safe."""
         self._copier.close()
 
     def _copy(
@@ -90,10 +90,10 @@ class Buffers:
         )
 
         def report(completion: JobCompletion) -> None:
-            on_copied(completion.ending is JobStatus.DONE)
+            on_copied(completion.status is JobStatus.DONE)
 
         try:
             self._copier.start(transfer, report)
         except Exception:
-            log.exception("a copy could not begin")
+            log.exception("cannot start a copy between staging buffers and the device")
             on_copied(False)

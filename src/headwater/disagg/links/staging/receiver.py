@@ -1,11 +1,15 @@
-"""Receives into buffers, and then copies from there into the slots of the device.
+"""Receives blocks into staging buffers, then copies them into device slots.
 
-    a link lands a block in a buffer ──▶ copied to its slot ──▶ Landed ──▶ the buffer is free
-                                                       … the last of them ──▶ Quiet
+    the link fills a buffer ──▶ copied to its slot ──▶ BlockReceived ──▶ the buffer is free
+                                                   … the last one ──▶ LeaseClosed
 
-A block has landed when it is on the device, so a lease is quiet when the last copy of it ended.
-Its sender was told before that the bytes are here. So a copy that fails ends the lease: whoever
-waits for the block hears of it by the account.
+A block counts as received when it is on the device. So a lease is closed when its last copy has
+ended. The link has confirmed the bytes to the sender before that. So a failed copy fences the
+lease, and the final byte count tells the hand-off which block is missing.
+
+Buffers are fewer than the blocks that may arrive. Therefore the link writes to *virtual slots*, one
+for each expected block, and a buffer is assigned to a virtual slot when its block arrives. A lease
+that waits for its peer holds no buffer.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,12 +22,12 @@ from headwater.disagg.protocol.errors import LinkBroken
 from headwater.disagg.protocol.push import BlockReceived, LeaseClosed, LinkEvent
 
 Listen = Callable[[BlockMemory, Deliver], Receiver]
-"""Makes a receiver whose blocks land in that memory."""
+"""Makes a receiver that writes blocks to that memory."""
 
 
 class StagingMemory:
-    """Block memory for a link: each block that may come has a ticket, which is the slot that the
-    link knows. Its bytes are in a buffer, from when they are asked for."""
+    """Block memory of virtual slots. Each expected block has a virtual slot id; a buffer is
+    assigned when the link asks for its bytes."""
 
     def __init__(self, buffers: Buffers, timeout_s: float) -> None:
         self.block_bytes = buffers.block_bytes
@@ -37,7 +41,7 @@ class StagingMemory:
         if buffer is None:
             buffer = self._buffers.await_one(self._timeout_s, lambda: slot in self._stopped)
             if buffer is None:
-                raise LinkBroken("no buffer came free for a block that arrives")
+                raise LinkBroken(f"no staging buffer was free within {self._timeout_s:g} s")
             self._buffer_of[slot] = buffer
         return self._buffers.view(buffer)
 
@@ -47,27 +51,27 @@ class StagingMemory:
         self._buffers.wake()
 
     def take_buffer(self, virtual_slot: int) -> int | None:
-        """The buffer of a block, if it has one; it is the caller's now."""
+        """Take the buffer of a virtual slot away from it; None where it has none."""
         self._stopped.discard(virtual_slot)
         return self._buffer_of.pop(virtual_slot, None)
 
 
 class _Lease:
-    """What of a lease is between its buffers and its slots."""
+    """A lease, and its blocks between buffers and slots."""
 
     def __init__(self, slots: Sequence[int], virtual_slots: Iterator[int]) -> None:
         self.slots = list(slots)
         self.virtual_slots = list(islice(virtual_slots, len(slots)))
         self.num_copying = 0
         self.lost: dict[int, int] = {}
-        """Bytes of blocks that came and could not be copied, by index."""
+        """Bytes of blocks that arrived and could not be copied, by index."""
 
         self.closed: LeaseClosed | None = None
-        """What the link said, while copies are under way."""
+        """The link's final event, kept while copies are in progress."""
 
 
 class StagedReceiver:
-    """A `Receiver` for the slots of a device."""
+    """A `Receiver` for device slots."""
 
     def __init__(
         self,
@@ -77,7 +81,7 @@ class StagedReceiver:
         *,
         timeout_s: float,
     ) -> None:
-        """A block that arrives waits `timeout_s` for a buffer."""
+        """An arriving block waits `timeout_s` for a buffer."""
         self._buffers = buffers
         self._deliver = deliver
         self._lock = Lock()
@@ -110,7 +114,7 @@ class StagedReceiver:
         self._buffers.close()
 
     def _take(self, event: LinkEvent) -> None:
-        """What the link says of buffers."""
+        """Process an event of the link."""
         if isinstance(event, BlockReceived):
             self._store(event)
         elif isinstance(event, LeaseClosed):
@@ -121,7 +125,7 @@ class StagedReceiver:
     def _store(self, event: BlockReceived) -> None:
         lease = self._leases[event.lease]
         buffer = self._staging.take_buffer(lease.virtual_slots[event.index])
-        assert buffer is not None, "a block landed without a buffer"
+        assert buffer is not None, "a received block has a buffer"
         with self._lock:
             lease.num_copying += 1
 
@@ -140,7 +144,7 @@ class StagedReceiver:
         self._buffers.store([buffer], [lease.slots[event.index]], stored)
 
     def _end(self, number: int) -> None:
-        """Say that a lease is quiet, if the link has said so and nothing of it is copied."""
+        """Close a lease if the link has closed it and no copy is in progress."""
         with self._lock:
             lease = self._leases.get(number)
             if lease is None or lease.closed is None or lease.num_copying:

@@ -1,4 +1,4 @@
-"""All links of an instance whose blocks are on a device: every kind, through buffers."""
+"""All links of an instance whose blocks are on a device: each kind, with staging buffers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,11 +16,11 @@ from headwater.disagg.links.staging.sender import StagedSender
 from headwater.transfer.slab import HostSlab
 
 _NUM_PARTS = 2
-"""Of each sender's buffers: one part is copied while another travels."""
+"""Parts of each sender's buffers: one is copied while another one is sent."""
 
 
 class StagedLinks:
-    """Made like `Links`, with a way to copy blocks instead of their memory."""
+    """Used like `Links`, with a copier instead of block memory."""
 
     def __init__(
         self,
@@ -31,18 +31,18 @@ class StagedLinks:
         clock: Clock | None = None,
         engine: TransferEngine | None = None,
     ) -> None:
-        """A Transfer Engine is made when one is needed, unless one is given."""
+        """A Transfer Engine is made on first use, unless one is given."""
         self._config = config
         self._block_bytes = block_bytes
         self._open_copier = open_copier
         self._deliver = deliver
         self._clock = clock or SystemClock()
         self._engine = engine
-        # Of the largest frame that any link sends: while one arrives its buffers are taken.
+        # Blocks of the largest frame of any link: a frame holds its buffers while it arrives.
         self._frame_blocks = min(max(FRAME_BYTES // block_bytes, 1), MAX_PIECES)
 
     def listen(self, link: str) -> Receiver:
-        """A receiver of this kind: buffers for as many senders as it serves at once."""
+        """A receiver of this kind, with buffers for as many senders as it serves at once."""
         num_buffers = self._config.max_senders * self._frame_blocks
         slab = HostSlab(num_buffers, self._block_bytes)
         buffers = Buffers(slab, self._open_copier(slab))
@@ -55,12 +55,12 @@ class StagedLinks:
             )
 
     def connect(self, address: str) -> Sender:
-        """A sender to the receiver at `address`, with buffers of its own."""
+        """A sender to the receiver at `address`, with its own buffers."""
         link = address.partition("://")[0]
         shared = link == "shm"
         slab = HostSlab(_NUM_PARTS * self._frame_blocks, self._block_bytes, shared=shared)
         buffers = Buffers(slab, self._open_copier(slab))
-        # A Transfer Engine would register the slab, which goes with its sender.
+        # Not the slab for `mooncake`: the engine would register it, and it is freed with its sender.
         memory: BlockMemory = slab if shared else buffers
         with _closing_unless_made(buffers):
             return StagedSender(
@@ -79,7 +79,7 @@ class StagedLinks:
 
 @contextmanager
 def _closing_unless_made(buffers: Buffers) -> Iterator[None]:
-    """What cannot be made keeps no buffers."""
+    """Free the buffers where making their user failed."""
     try:
         yield
     except BaseException:

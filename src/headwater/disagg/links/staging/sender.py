@@ -1,10 +1,10 @@
-"""Sends blocks of a device: copies them into buffers, and pushes those.
+"""Sends device blocks: copies them into staging buffers, and pushes the buffers.
 
-    push ── cut into parts ──▶ one at a time into buffers ──▶ pushed by the link ──▶ outcome
-                                            └── while the part before travels
+    push ── split into parts ──▶ copied into buffers, one at a time ──▶ pushed by the link ──▶ outcome
+                                            └── while the part before is being sent
 
-Every way to a peer has buffers of its own, so a stalled peer does not delay the others. One thread
-begins each copy, and looks after the deadlines of what waits for its turn.
+Each sender has its own buffers, so a stalled peer does not delay the others. One thread starts
+the copies and checks the deadlines of parts that wait.
 """
 
 from collections import deque
@@ -35,7 +35,7 @@ Connect = Callable[[Deliver], Sender]
 
 
 class _PendingPush:
-    """A push on its way."""
+    """A push without an outcome."""
 
     def __init__(self, push: Push) -> None:
         self.push = push
@@ -49,21 +49,21 @@ class _PendingPush:
 
     @property
     def outcome(self) -> SenderEvent:
-        """Of a push that has ended."""
+        """Outcome of a push that has ended."""
         if self.failure is not None:
             return PushFailed(self.push.job, self.failure)
         return PushDone(self.push.job, sum(piece.num_bytes for piece in self.push.pieces))
 
 
 class _Part(NamedTuple):
-    """Blocks of a push that pass through buffers together."""
+    """Blocks of a push that are copied and sent together."""
 
     pending: _PendingPush
     pieces: Sequence[BlockPiece]
 
 
 class StagedSender:
-    """A `Sender` of the slots of a device."""
+    """A `Sender` of device slots."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class StagedSender:
         *,
         part_blocks: int,
     ) -> None:
-        """At most `part_blocks` pass through buffers together."""
+        """At most `part_blocks` blocks are copied together."""
         self._buffers = buffers
         self._deliver = deliver
         self._clock = clock
@@ -83,15 +83,15 @@ class StagedSender:
         self._queue: deque[_Part] = deque()
         self._is_copying = False
         self._travelling: dict[int, tuple[_Part, list[int]]] = {}
-        """What the link is pushing, and from which buffers, by its job."""
+        """Parts that the link is pushing, with their buffers, by the link's job."""
 
         self._jobs = count()
         self._pending: set[_PendingPush] = set()
         """Pushes whose outcome has not been delivered."""
 
         self._closed = False
-        # The link does not hold us, so the buffers go with whoever closes this sender and not
-        # when cycles are collected, which the engine seldom does.
+        # The link holds only a weak reference. So the buffers are freed when this sender is
+        # closed, and not by the garbage collector, which the engine seldom runs.
         self._sender = connect(partial(_tell, WeakMethod(self._take)))
         Thread(target=self._run, name="staged-send", daemon=True).start()
 
@@ -147,8 +147,8 @@ class StagedSender:
             self._buffers.load(slots, buffers, partial(self._loaded, part, buffers))
 
     def _next(self) -> tuple[_Part, list[int]] | None:
-        """The next part and its buffers, as soon as there are some; None after `close`.
-        Meanwhile, deadlines."""
+        """The next part and its buffers; waits for them and checks deadlines. None after
+        `close`."""
         while True:
             self._expire()
             with self._changed:
@@ -163,14 +163,14 @@ class StagedSender:
                 self._changed.wait(self._wait_s())
 
     def _wait_s(self) -> float | None:
-        """How long until the first deadline of what waits for its turn."""
+        """Time until the first deadline of a part that waits."""
         if not self._queue:
             return None
         first = min(part.pending.deadline_s for part in self._queue)
         return max(first - self._clock.now(), 0.0) + 1e-3
 
     def _expire(self) -> None:
-        """Let nothing begin that is late."""
+        """Fail pushes whose deadline has passed before a part of them began."""
         now = self._clock.now()
         with self._changed:
             waiting = dict.fromkeys(part.pending for part in self._queue)
@@ -179,7 +179,7 @@ class StagedSender:
                 self._settle(pending, PushFailure.TIMEOUT)
 
     def _loaded(self, part: _Part, buffers: list[int], is_there: bool) -> None:
-        """The device's slots are not read any more."""
+        """The copy has ended: the device slots are not read any more."""
         with self._changed:
             failure = self._obstacle(part.pending, is_there)
             job = next(self._jobs)
@@ -198,7 +198,7 @@ class StagedSender:
             self._changed.notify_all()
 
     def _obstacle(self, pending: _PendingPush, is_there: bool) -> PushFailure | None:
-        """Why what has been copied is not pushed."""
+        """Why a copied part is not pushed; None where it is."""
         if pending.failure is not None:
             return pending.failure
         if self._closed:
@@ -208,7 +208,7 @@ class StagedSender:
         return None if is_there else PushFailure.LOST
 
     def _take(self, event: LinkEvent) -> None:
-        """What the link says of a part."""
+        """Process an outcome of the link for a part."""
         assert isinstance(event, PushDone | PushFailed)
         with self._changed:
             part, buffers = self._travelling.pop(event.job)
@@ -223,8 +223,8 @@ class StagedSender:
     def _settle(
         self, pending: _PendingPush, failure: PushFailure | None, *, num_ended: int = 0
     ) -> None:
-        """So many parts of a push have ended. If it has failed, nothing more of it begins; if
-        nothing of it is left, its outcome is said, by one thread of those that see it."""
+        """`num_ended` parts of a push have ended. After a failure no further part begins. When
+        no part is left, exactly one thread delivers the outcome."""
         with self._changed:
             if pending.has_ended:
                 return
@@ -249,7 +249,7 @@ def _tell(take: "WeakMethod[Deliver]", event: LinkEvent) -> None:
 
 
 def _from_buffers(job: int, part: _Part, buffers: list[int]) -> Push:
-    """The same blocks, from where they are now."""
+    """The push of the same blocks from their buffers."""
     push = part.pending.push
     pieces = tuple(
         BlockPiece(buffer, piece.index, piece.num_bytes)

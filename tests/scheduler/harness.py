@@ -10,9 +10,9 @@ from headwater.cache import CacheConfig, TieredCache
 from headwater.cache.pool import SlotState
 from headwater.clock import VirtualClock
 from headwater.engine.core import EngineCore
-from headwater.engine.output import SequenceOutput, Usage
 from headwater.scheduler.batch import ScheduledBatch, StepResult
 from headwater.scheduler.config import SchedulerConfig
+from headwater.scheduler.output import SequenceOutput, Usage
 from headwater.scheduler.request import Request, SamplingParams
 from headwater.scheduler.scheduler import Scheduler
 from headwater.storage.base import StorageBackend
@@ -100,7 +100,7 @@ class NotingRunner(EchoRunner):
 
 
 @dataclass
-class Rig:
+class Harness:
     """An engine, and what came out of it so far."""
 
     num_blocks: int = 64
@@ -222,7 +222,7 @@ class Rig:
     def check(self) -> None:
         """Every book balances, and no slot is free that a step in flight still uses."""
         self.core.check()
-        free = self.cache.device.pool.owned(SlotState.FREE)
+        free = self.cache._device.pool.owned(SlotState.FREE)
         early = np.intersect1d(free, self.runner.in_flight_slots())
         assert not len(early), f"slots {early} were freed with a step in flight"
 

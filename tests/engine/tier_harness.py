@@ -9,7 +9,7 @@ from headwater.storage.base import StorageBackend
 from headwater.storage.codec import BlockFormat
 from headwater.storage.memory import MemoryConfig, MemoryStorage
 from headwater.types import WritePolicy
-from tests.scheduler.rig import Rig, make_prompt, make_request
+from tests.scheduler.harness import Harness, make_prompt, make_request
 
 PROMPT = make_prompt(33)
 
@@ -59,22 +59,24 @@ def always() -> float:
     return 0.0
 
 
-def warm(rig: Rig, prompt: list[int], *, rounds: int = 2) -> None:
+def warm(harness: Harness, prompt: list[int], *, rounds: int = 2) -> None:
     """Serve `prompt` often enough for the host to have it, then crowd it off the device."""
     for number in range(rounds):
-        rig.run(make_request(f"warm{number}", prompt, max_tokens=1))
+        harness.run(make_request(f"warm{number}", prompt, max_tokens=1))
     for family in range(5, 9):
-        rig.run(make_request(f"crowd{family}", make_prompt(60, family=family), max_tokens=1))
+        harness.run(
+            make_request(f"crowd{family}", make_prompt(60, family=family), max_tokens=1)
+        )
 
 
-def make_through(storage: StorageBackend, **options: Any) -> Rig:
+def make_through(storage: StorageBackend, **options: Any) -> Harness:
     """An engine that writes everything it computes to the host and to `storage`."""
     whole: dict[str, Any] = {"num_blocks": 16, "host_blocks": 64, "stored": storage}
-    return Rig(**(whole | {"write_policy": WritePolicy.WRITE_THROUGH} | options))
+    return Harness(**(whole | {"write_policy": WritePolicy.WRITE_THROUGH} | options))
 
 
-def make_warm(**options: Any) -> Rig:
+def make_warm(**options: Any) -> Harness:
     """An engine whose host has the 8 full blocks of `PROMPT` and whose device has none."""
-    rig = Rig(num_blocks=17, host_blocks=64, **options)
-    warm(rig, PROMPT)
-    return rig
+    harness = Harness(num_blocks=17, host_blocks=64, **options)
+    warm(harness, PROMPT)
+    return harness

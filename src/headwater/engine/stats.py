@@ -1,4 +1,4 @@
-"""What the engine loop hands out: new tokens a sequence, and a snapshot of everything."""
+"""Builds `EngineStats`: one snapshot of what scheduler, cache, mover and hand-offs count."""
 
 from headwater.cache import CacheStats
 from headwater.cache.pool import PoolStats
@@ -6,11 +6,8 @@ from headwater.disagg.handoff.controller import HandoffCounts
 from headwater.disagg.handoff.totals import SideTotals
 from headwater.disagg.protocol.messages import REFUSALS
 from headwater.metrics.stats import EngineStats, HandoffStats, LinkStats, TierStats
-from headwater.scheduler.output import SequenceOutput, Usage
 from headwater.scheduler.stats import SchedulerStats
 from headwater.transfer.mover import LinkTotals, Mover
-
-__all__ = ["EngineStats", "SequenceOutput", "Usage", "engine_stats"]
 
 _TIERS = ("device", "host", "storage")
 

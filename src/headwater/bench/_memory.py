@@ -1,0 +1,91 @@
+"""Memory of this process over time: samples, and whether they grow."""
+
+import gc
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MAX_SAMPLES = 600
+_FLAT_SHARE = 1e-4
+"""Growth a minute, as a share of the whole, below which a series is flat without any noise."""
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class MemorySamples:
+    """Seconds, objects and blocks of the Python heap, and resident bytes; at most 600 rows."""
+
+    def __init__(self) -> None:
+        # One array from the start: a list that grows would be the growth that is measured.
+        self._rows = np.zeros((_MAX_SAMPLES, 4))
+        self._count = 0
+        self._every = 1
+        self._num_calls = 0
+
+    @property
+    def rows(self) -> NDArray[np.float64]:
+        """The samples so far."""
+        return self._rows[: self._count]
+
+    def add(self, now_s: float) -> None:
+        """Take a sample, after a full collection. When there are many, every second one is kept
+        and samples are taken half as often."""
+        self._num_calls += 1
+        if self._num_calls % self._every:
+            return
+        if self._count == _MAX_SAMPLES:
+            self._count //= 2
+            self._rows[: self._count] = self._rows[::2].copy()
+            self._every *= 2
+        gc.collect()
+        row = (now_s, len(gc.get_objects()), sys.getallocatedblocks(), resident_bytes())
+        self._rows[self._count] = row
+        self._count += 1
+
+    def report(self) -> dict[str, Any]:
+        """First, last and slope over the second half, each slope with twice its standard error:
+        a slope within that is zero within noise."""
+        half = self.rows[self._count // 2 :]
+        if len(half) < 4:
+            return {"memory_samples": self._count}
+        report: dict[str, Any] = {"memory_samples": self._count}
+        names = ("heap_objects", "heap_blocks", "rss_mib")
+        for column, name in enumerate(names, start=1):
+            scale = 1 / (1 << 20) if name == "rss_mib" else 1.0
+            slope, error = _slope(half[:, 0] / 60, half[:, column] * scale)
+            report[name] = {
+                "first": float(self.rows[0, column]) * scale,
+                "last": float(self.rows[-1, column]) * scale,
+                "slope_per_minute": slope,
+                "two_standard_errors": 2 * error,
+                "is_flat": bool(
+                    slope <= max(2 * error, _FLAT_SHARE * half[-1, column] * scale)
+                ),
+            }
+        return report
+
+    def series(self) -> list[list[float]]:
+        """All samples, for a plot: seconds, objects, heap blocks, resident bytes."""
+        series: list[list[float]] = self.rows.tolist()
+        return series
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in main memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+
+
+def _slope(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float]:
+    """Least squares; the slope and its standard error."""
+    spread = x - x.mean()
+    total = float((spread**2).sum())
+    if not total:
+        return 0.0, 0.0
+    slope = float((spread * y).sum()) / total
+    residuals = y - y.mean() - slope * spread
+    error = float(np.sqrt((residuals**2).sum() / max(len(x) - 2, 1) / total))
+    return slope, error

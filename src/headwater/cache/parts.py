@@ -1,0 +1,176 @@
+"""The parts of the tiered cache, how they are connected, and what can be read from them.
+
+Nothing here changes the cache. The parts are private: code outside `headwater.cache` uses the
+methods of `TieredCache`.
+"""
+
+import sys
+from collections.abc import Iterator
+
+from headwater.cache.audit import audit
+from headwater.cache.config import CacheConfig
+from headwater.cache.evictor import Evictor
+from headwater.cache.ghosts import Ghosts
+from headwater.cache.inflight import InFlightPrefixes
+from headwater.cache.job_finisher import JobFinisher
+from headwater.cache.jobs import JobTable
+from headwater.cache.keys import KeyScheme
+from headwater.cache.kv_event_log import KVEventLog
+from headwater.cache.lease import Lease
+from headwater.cache.ledger import Ledger
+from headwater.cache.matcher import Matcher
+from headwater.cache.outline import Outline, outline
+from headwater.cache.pins import Pins
+from headwater.cache.policy import Orders, Shape, make_orders
+from headwater.cache.policy.session import SessionPolicy
+from headwater.cache.policy.weights import Weights
+from headwater.cache.pool import PoolStats, SlotState
+from headwater.cache.publisher import Publisher
+from headwater.cache.residency import Residency
+from headwater.cache.sessions import Sessions
+from headwater.cache.stats import CacheStats
+from headwater.cache.tier_pool import TierPool
+from headwater.cache.transfer_planner import TransferPlanner
+from headwater.cache.tree import PrefixTree
+from headwater.cache.write_queue import WriteQueue
+from headwater.events import BlocksStored, CacheEvent
+from headwater.types import JobId, Slots, Tier
+
+
+class CacheParts:
+    """Builds the parts of one cache, and reads from them."""
+
+    def __init__(self, config: CacheConfig, orders: Orders | None = None) -> None:
+        """`orders` replaces the eviction policy that `config.eviction` names."""
+        self.config = config
+        self.block_tokens = config.block_tokens
+        self.generation = 0
+        """How many resets there were."""
+        scheme = KeyScheme(
+            block_tokens=config.block_tokens,
+            fingerprint=config.fingerprint,
+            kv_format=config.kv_format,
+            shard=config.shard,
+        )
+        if orders is None:
+            shape = Shape(
+                config.device_blocks, config.host_blocks, config.block_tokens, config.weights
+            )
+            orders = make_orders(config.eviction, shape)
+        tree = self._tree = PrefixTree(scheme)
+        device = self._device = TierPool(Tier.DEVICE, config.device_blocks, orders.device)
+        host = self._host = TierPool(Tier.HOST, config.host_blocks, orders.host)
+        ghosts = self._ghosts = Ghosts(config.max_ghosts)
+        events = self._events = KVEventLog(tree) if config.record_events else None
+        writes = self._writes = WriteQueue(config, device)
+        pins = self._pins = Pins(tree, device, host, writes)
+        limit = config.max_stored_nodes
+        self._evictor = Evictor(tree, device, host, ghosts, writes, limit, events)
+        self._in_flight = InFlightPrefixes(tree)
+        self._matcher = Matcher(tree, self._in_flight, ghosts)
+        self._publisher = Publisher(tree, device.pool, pins, ghosts, writes, events)
+        tiers = {Tier.DEVICE: device, Tier.HOST: host}
+        jobs = self._jobs = JobTable()
+        parts = pins, self._evictor, Residency(tree, host, events), writes, jobs
+        self._planner = TransferPlanner(tree, tiers, *parts)
+        self._finisher = JobFinisher(tiers, *parts, self._publisher.learn_stored)
+        self._leases: dict[Lease, None] = {}
+        self._sessions = Sessions(round(config.hint_share * config.device_blocks))
+        self._ledger = Ledger(config.block_tokens)
+
+    @property
+    def version(self) -> int:
+        """Changes whenever a match could have another result."""
+        return self._tree.version
+
+    @property
+    def scheme(self) -> KeyScheme:
+        """How block keys are computed."""
+        return self._tree.scheme
+
+    @property
+    def num_jobs(self) -> int:
+        """Jobs in flight, including timed-out transfers whose executor is still at work."""
+        return len(self._jobs.by_id)
+
+    @property
+    def num_live_jobs(self) -> int:
+        """Jobs in flight that have not timed out: each will end or time out."""
+        return sum(not record.timed_out for record in self._jobs.by_id.values())
+
+    def storage_writes(self) -> set[JobId]:
+        """Writes to storage in flight, including timed-out ones."""
+        return self._jobs.to_storage()
+
+    @property
+    def next_due_s(self) -> float | None:
+        """When the next session is expected; None when none is expected."""
+        return self._sessions.next_due_s
+
+    @property
+    def may_offload(self) -> bool:
+        """Whether `plan_offloads` may find something to write. O(1)."""
+        return self._writes.may_have_any
+
+    def take_events(self) -> list[CacheEvent]:
+        """KV events since the last call, in order; none unless `record_events` is set."""
+        return [] if self._events is None else self._events.take()
+
+    def snapshot_events(self) -> Iterator[BlocksStored]:
+        """KV events that describe every cached block. O(blocks)."""
+        return iter(()) if self._events is None else self._events.snapshot()
+
+    def outline(self, *, max_depth: int, max_nodes: int) -> Outline:
+        """The shape of the prefix tree, without tokens and keys."""
+        return outline(
+            self._tree,
+            tick=self._pins.tick,
+            generation=self.generation,
+            max_depth=max_depth,
+            max_nodes=max_nodes,
+        )
+
+    def learned_weights(self) -> Weights | None:
+        """What the `session` eviction policy has learned; None for other policies."""
+        order = self._device.order
+        return order.learned() if isinstance(order, SessionPolicy) else None
+
+    def pool_stats(self, tier: Tier) -> PoolStats:
+        """How many slots of the device or the host are in each state."""
+        return (self._device if tier is Tier.DEVICE else self._host).pool.stats()
+
+    def held_slots(self) -> Slots:
+        """Device slots that sequences hold, ascending. O(slots): for checks."""
+        return self._device.pool.owned(SlotState.HELD)
+
+    def stats(self) -> CacheStats:
+        """A snapshot of every counter. O(1)."""
+        return CacheStats(
+            device=self._device.pool.stats(),
+            host=self._host.pool.stats(),
+            device_evictable=self._device.evictable,
+            host_evictable=self._host.evictable,
+            evicted_device=self._device.evicted,
+            evicted_host=self._host.evicted,
+            lost_blocks=self._evictor.lost,
+            nodes=self._tree.num_nodes,
+            leases=len(self._leases),
+            jobs=self.num_jobs,
+            late_outcomes=self._finisher.late_outcomes,
+            generation=self.generation,
+            ledger=self._ledger.stats(),
+            sessions=self._sessions.stats(),
+        )
+
+    def metadata_bytes(self) -> int:
+        """Bytes that describe the device blocks: nodes, tokens, slots, and the pool's arrays.
+        O(nodes): for benchmarks."""
+        total = self._device.pool.array_bytes
+        for node in self._tree.nodes():
+            parts = (node, node.children, node.tokens, node.first, node.device, node.host)
+            total += sum(sys.getsizeof(part) for part in parts)
+        return total
+
+    def check(self) -> None:
+        """Raise InvariantError if an invariant or a bound is violated. O(everything)."""
+        audit(self)

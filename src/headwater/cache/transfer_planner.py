@@ -1,0 +1,221 @@
+"""Plan copies between tiers.
+
+A plan is a value with a job number; the mover carries it out. Until the job ends, its slots are
+neither free nor findable. Copies from or to the device also pin their path. Copies between host
+and storage pin nothing on the device: storage may be slow or never answer, and admission must
+not wait for it. `JobFinisher` applies what the end of a job changes.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from headwater.cache.evictor import Evictor
+from headwater.cache.jobs import JobRecord, JobTable, Segment, leading
+from headwater.cache.node import Node
+from headwater.cache.pins import Pins
+from headwater.cache.plan import JobOwner, LoadJob, Lookup, Match, OffloadJob, Removal
+from headwater.cache.pool import SlotState
+from headwater.cache.residency import Residency
+from headwater.cache.tier_pool import TierPool
+from headwater.cache.tree import PrefixTree
+from headwater.cache.write_queue import WriteQueue
+from headwater.errors import InvariantError
+from headwater.types import EMPTY, BlockKey, Slots, Tier
+
+
+class TransferPlanner:
+    """Plans loads and offloads, and puts each plan into the job table."""
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        tier_pools: Mapping[Tier, TierPool],
+        pins: Pins,
+        evictor: Evictor,
+        residency: Residency,
+        writes: WriteQueue,
+        jobs: JobTable,
+    ) -> None:
+        self._tree = tree
+        self._tier_pools = tier_pools
+        self._pins = pins
+        self._evictor = evictor
+        self._residency = residency
+        self._writes = writes
+        self._jobs = jobs
+
+    def plan_load(
+        self, match: Match, limit: int, owner: JobOwner | None, *, now: float
+    ) -> LoadJob | None:
+        """Plan to copy the next part of `match` one tier up; None when nothing can be copied."""
+        if match.loading is not None:
+            return None
+        if match.host_blocks:
+            return self._load_from_host(match, min(match.host_blocks, limit), owner)
+        return self._load_from_storage(match, min(match.storage_blocks, limit), owner, now=now)
+
+    def plan_host_writes(
+        self, limit: int, owner: JobOwner | None, *, now: float
+    ) -> list[OffloadJob]:
+        """Plan up to `limit` blocks of the queued writes to the host."""
+        plans: list[OffloadJob] = []
+        if limit <= 0:
+            return plans
+        for node, cold in self._writes.host_candidates():
+            if limit <= 0:
+                break
+            start = len(node.host)
+            wanted = min(len(node.device) - start, limit)
+            target = self._take_host(wanted, keep=node)
+            count = 0 if target is None else len(target)
+            if count < wanted or start + count == len(node.device):
+                self._writes.suspend(node)
+            if target is None:
+                continue
+            plan = OffloadJob(
+                job=self._jobs.new_id(),
+                source=Tier.DEVICE,
+                target=Tier.HOST,
+                source_slots=node.device[start : start + len(target)],
+                target_slots=target,
+                owner=owner,
+            )
+            self._pins.pin(node)
+            self._start(JobRecord(plan, [Segment(node, start, len(target))], node, cold=cold))
+            plans.append(plan)
+            limit -= plan.num_blocks
+        return plans
+
+    def plan_storage_writes(self, limit: int, owner: JobOwner | None) -> list[OffloadJob]:
+        """Plan up to `limit` blocks of the queued writes to storage."""
+        plans: list[OffloadJob] = []
+        if limit <= 0:
+            return plans
+        for node in self._writes.storage_candidates():
+            start = node.num_stored
+            count = min(len(node.host) - start, limit)
+            if count <= 0:
+                break
+            plan = OffloadJob(
+                job=self._jobs.new_id(),
+                source=Tier.HOST,
+                target=Tier.STORAGE,
+                source_slots=node.host[start : start + count],
+                target_slots=EMPTY,
+                keys=tuple(self._tree.keys(node)[start : start + count]),
+                parent=self._tree.key_before(node, start),
+                owner=owner,
+            )
+            # A slot that is reused during the write would be stored under a wrong key.
+            self._tier_pools[Tier.HOST].pool.begin_read(plan.source_slots)
+            self._start(JobRecord(plan, [Segment(node, start, count)], node))
+            plans.append(plan)
+            limit -= count
+        return plans
+
+    def start(self, plan: Lookup | Removal) -> None:
+        """Put a job that holds no slots into the table."""
+        self._jobs.start(JobRecord(plan))
+
+    def _load_from_host(
+        self, match: Match, count: int, owner: JobOwner | None
+    ) -> LoadJob | None:
+        segments = _segments(match, match.device_blocks, count)
+        if not segments:
+            return None
+        device = self._tier_pools[Tier.DEVICE]
+        node = segments[-1].node
+        missing = count - device.pool.num_free
+        if missing > device.evictable - self._pins.withheld_by(node):
+            return None
+        self._pins.pin(node)
+        target = self._evictor.take_device(count, SlotState.MOVING)
+        source = [s.node.host[s.start : s.start + s.count] for s in segments]
+        return self._start_load(segments, Tier.HOST, _joined(source), target, owner)
+
+    def _load_from_storage(
+        self, match: Match, count: int, owner: JobOwner | None, *, now: float
+    ) -> LoadJob | None:
+        segments = _segments(match, match.device_blocks + match.host_blocks, count)
+        if not segments:
+            return None
+        first, node = segments[0], segments[-1].node
+        if len(first.node.host) != first.start:
+            # The device has leading blocks of this node that the host does not have. The host
+            # must have a leading part of a node, so the node is split there.
+            self._pins.split(first.node, first.start, now)
+            first.start = 0
+        # The pin protects the path only while host slots are taken. During the read the path is
+        # merely the most recently used; if it is evicted, the read is in vain and harmless.
+        self._pins.pin(node)
+        target = self._take_host(count)
+        self._residency.touch_host(node, now=now)
+        self._pins.unpin(node, now=now)
+        if target is None:
+            return None
+        plan = self._start_load(segments, Tier.STORAGE, EMPTY, target, owner)
+        self._evictor.bound_stored()
+        return plan
+
+    def _start_load(
+        self,
+        segments: list[Segment],
+        source: Tier,
+        slots: Slots,
+        target: Slots | None,
+        owner: JobOwner | None,
+    ) -> LoadJob:
+        """Start a load of as many blocks of `segments` as there are `target` slots."""
+        if target is None:
+            raise InvariantError("blocks counted as available could not be taken")
+        keys: tuple[BlockKey, ...] = ()
+        if source is Tier.STORAGE:
+            runs = (self._tree.keys(s.node)[s.start : s.start + s.count] for s in segments)
+            keys = tuple(key for run in runs for key in run)[: len(target)]
+        plan = LoadJob(
+            job=self._jobs.new_id(),
+            source=source,
+            target=Tier(source - 1),
+            source_slots=slots,
+            target_slots=target,
+            keys=keys,
+            owner=owner,
+        )
+        record = JobRecord(plan, segments, segments[-1].node)
+        record.segments = [segment for segment, _ in leading(record, len(target))]
+        self._start(record)
+        return plan
+
+    def _take_host(self, count: int, keep: Node | None = None) -> Slots | None:
+        """Up to `count` host slots, evicting as needed but nothing of `keep`; None when no slot
+        is available."""
+        pool = self._tier_pools[Tier.HOST].pool
+        if count > pool.num_free:
+            self._evictor.evict_host(count - pool.num_free, keep)
+        count = min(count, pool.num_free)
+        return pool.take(count, SlotState.MOVING) if count > 0 else None
+
+    def _start(self, record: JobRecord) -> None:
+        """Put a job into the table and take its nodes out of the host order."""
+        host = self._tier_pools[Tier.HOST]
+        for segment in record.segments:
+            if len(segment.node.host) and not segment.node.jobs:
+                host.discard(segment.node)
+        self._jobs.start(record)
+
+
+def _joined(parts: list[Slots]) -> Slots:
+    """One array of all parts."""
+    return np.concatenate(parts) if parts else EMPTY
+
+
+def _segments(match: Match, start: int, count: int) -> list[Segment]:
+    """Blocks [start, start + count) of the path of `match`, node by node."""
+    segments = []
+    for node in match.nodes:
+        first = max(start - node.start, 0)
+        last = min(start + count - node.start, node.num_blocks)
+        if first < last:
+            segments.append(Segment(node, first, last - first))
+    return segments

@@ -1,0 +1,44 @@
+"""Memory samples of the soak: bounded, and a leak is told from noise."""
+
+import gc
+
+import numpy as np
+import pytest
+
+from headwater.bench import _memory
+from headwater.bench._memory import MemorySamples
+
+
+@pytest.fixture
+def resident(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What the process is said to take, in bytes; the last entry counts."""
+    sizes = [100 << 20]
+    monkeypatch.setattr(_memory, "resident_bytes", lambda: sizes[-1])
+    monkeypatch.setattr(gc, "get_objects", list)
+    monkeypatch.setattr(gc, "collect", lambda: 0)
+    return sizes
+
+
+def test_a_leak_has_a_slope_and_noise_has_none(resident: list[int]) -> None:
+    """A MiB a minute is found among noise of a MiB; noise alone is flat."""
+    noise = np.random.default_rng(1).normal(0, 1 << 20, 400)
+    for leak, is_flat in ((0, True), (1 << 20, False)):
+        samples = MemorySamples()
+        for number, one in enumerate(noise):
+            resident.append(int((100 << 20) + one + leak * number / 10))
+            samples.add(6.0 * number)
+        rss = samples.report()["rss_mib"]
+        assert rss["is_flat"] is is_flat
+        assert rss["slope_per_minute"] == pytest.approx(leak / (1 << 20), abs=0.05)
+
+
+def test_samples_are_bounded_and_cover_the_whole_time(resident: list[int]) -> None:
+    """A soak of days keeps 600 rows at most, evenly over its time."""
+    samples = MemorySamples()
+    for number in range(5000):
+        samples.add(float(number))
+
+    times = [row[0] for row in samples.series()]
+    assert 300 <= len(times) <= 600
+    assert times[-1] > 4900
+    assert max(np.diff(times)) <= 32

@@ -1,0 +1,320 @@
+"""Bounds: what the cache remembers never outgrows what it holds, and no job holds too much."""
+
+import gc
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from headwater.cache import (
+    CacheConfig,
+    FinishedRequest,
+    JobOutcome,
+    JobStatus,
+    TieredCache,
+    TokenPath,
+)
+from headwater.types import RequestId, Tier, WritePolicy
+from tests.cache.make import (
+    begin,
+    blocks_by_tier,
+    done,
+    make_cache,
+    make_demoted,
+    make_path,
+    serve,
+    write_down,
+)
+
+
+def make_stored(device_blocks=4, host_blocks=8, **settings):
+    """A cache with all tiers that writes everything through."""
+    return make_cache(
+        device_blocks,
+        host_blocks=host_blocks,
+        storage=True,
+        write_policy=WritePolicy.WRITE_THROUGH,
+        **settings,
+    )
+
+
+def plan_storage_write(cache, *blocks):
+    """Serve a path, write it to the host, and start writing it to storage."""
+    serve(cache, make_path(*blocks))
+    for plan in cache.plan_offloads(limit_blocks=9, limit_stored=0, now=0.0):
+        cache.finish_job(done(plan), now=0.0)
+    (plan,) = cache.plan_offloads(limit_blocks=0, limit_stored=9, now=0.0)
+    assert plan.target is Tier.STORAGE
+    return plan
+
+
+def end(cache, plan, status):
+    cache.finish_job(JobOutcome(job=plan.job, status=status), now=0.0)
+    cache.check()
+
+
+def test_a_write_to_storage_holds_nothing_on_the_device():
+    """Storage may be slow, so every device block stays available while it is written."""
+    cache = make_stored()
+
+    plan = plan_storage_write(cache, 1, 2)
+
+    assert cache.num_available == 4
+    slots = cache.take(4, now=0.0)
+    assert slots is not None
+    cache.check()
+    cache.free(slots)
+    end(cache, plan, JobStatus.DONE)
+    assert blocks_by_tier(cache, make_path(1, 2)) == (0, 2, 0)
+
+
+def test_a_read_from_storage_holds_nothing_on_the_device():
+    """The ancestors of the blocks that are read can be evicted: then the read is in vain."""
+    cache = make_stored(host_blocks=2)
+    serve(cache, make_path(1, 2))
+    cache.learn_stored(make_path(1, 2, 3), 3, now=0.0)
+    plan = cache.plan_load(cache.match(make_path(1, 2, 3)), limit_blocks=9, now=0.0)
+    assert plan is not None
+    assert plan.source is Tier.STORAGE
+
+    assert cache.num_available == 4
+    cache.free(cache.take(4, now=0.0))
+    cache.check()
+    end(cache, plan, JobStatus.DONE)
+
+    assert cache.num_available == 4
+    assert cache.stats().host.moving == 0
+
+
+def test_a_slot_that_a_write_reads_is_not_reused():
+    """A host block whose parent was evicted leaves the tree, but the write still reads its slot."""
+    cache = make_cache(4, host_blocks=2, storage=True, write_policy=WritePolicy.NONE)
+    serve(cache, make_path(1, 2, 9))
+    lease, held = begin(cache, make_path(1, 2, 3))
+    cache.commit(lease, make_path(1, 2, 3), held, now=0.0)
+    cache._writes.add(lease.node)
+    cache.release(lease, now=0.0)
+    write_down(cache)
+    (plan,) = cache.plan_offloads(limit_blocks=0, limit_stored=9, now=0.0)
+    cache.free(cache.take(4, now=0.0))
+    cache.check()
+
+    assert blocks_by_tier(cache, make_path(1, 2, 3)) == (0, 0, 0)
+    assert cache.stats().host.quarantined == 1
+    end(cache, plan, JobStatus.DONE)
+    assert cache.stats().host.free == 2
+
+
+def test_a_reset_during_a_write_to_storage_keeps_its_slots_until_it_ends():
+    """The write reads bytes of the old generation; no new block may overwrite them."""
+    cache = make_stored()
+    plan = plan_storage_write(cache, 1, 2)
+
+    cache.reset()
+    cache.check()
+
+    assert cache.stats().host.quarantined == 2
+    assert cache.num_available == 4
+    end(cache, plan, JobStatus.FAILED)
+    assert cache.stats().host.free == 8
+
+
+def test_a_write_to_storage_that_never_returns_holds_only_its_host_slots():
+    """After the deadline the device is free, and other blocks can be written and evicted."""
+    cache = make_stored()
+    lost = plan_storage_write(cache, 1, 2)
+    end(cache, lost, JobStatus.TIMED_OUT)
+
+    assert cache.num_available == 4
+    for block in range(3, 9):
+        serve(cache, make_path(block, block + 10))
+        write_down(cache)
+        write_down(cache)
+        cache.check()
+    assert blocks_by_tier(cache, make_path(1, 2)) == (0, 2, 0)
+    assert cache.num_jobs == 1
+    end(cache, lost, JobStatus.QUIET)
+    assert cache.num_jobs == 0
+
+
+def test_nodes_known_only_from_storage_are_bounded():
+    """Writing and evicting many prompts keeps at most the configured number of nodes."""
+    cache = make_stored(8, max_stored_nodes=10)
+    for number in range(200):
+        serve(cache, make_path(number, number + 1000))
+        write_down(cache)
+        write_down(cache)
+        assert cache.stats().nodes <= 10 + 8
+        cache.check()
+
+
+def test_the_bound_on_stored_nodes_costs_no_scan(monkeypatch):
+    """At the limit, one new node forgets one old node: others are not looked at."""
+    cache = make_stored(max_stored_nodes=1000)
+    for number in range(1000):
+        cache.learn_stored(make_path(number), 1, now=0.0)
+    forgotten = []
+    forget = cache._evictor.forget_stored
+
+    def counted(node, *args):
+        forgotten.append(node)
+        forget(node, *args)
+
+    monkeypatch.setattr(cache._evictor, "forget_stored", counted)
+    cache.learn_stored(make_path(5000), 1, now=0.0)
+
+    assert len(forgotten) == 1
+    assert cache.stats().nodes == 1000
+
+
+def test_the_write_queue_has_only_nodes_of_the_tree():
+    """While storage accepts no write, evicted nodes leave the queue with their blocks."""
+    cache = make_stored(8)
+    for number in range(100):
+        serve(cache, make_path(number, number + 1000))
+        for plan in cache.plan_offloads(limit_blocks=9, limit_stored=0, now=0.0):
+            cache.finish_job(done(plan), now=0.0)
+        cache.check()
+
+    assert len(cache._writes.queued(Tier.HOST)) <= 8
+
+
+def test_a_split_keeps_both_halves_in_the_write_queue():
+    """A request that diverges inside a queued node does not cancel the write of its head."""
+    cache = make_cache(8, host_blocks=8, write_policy=WritePolicy.WRITE_THROUGH)
+    serve(cache, make_path(1, 2, 3))
+    serve(cache, make_path(1, 9))
+    cache.check()
+
+    write_down(cache)
+
+    assert cache.stats().host.cached == 4
+
+
+def test_evicted_sessions_keep_no_tokens():
+    """A remembered session refers to a node of the tree, so its evicted tokens are freed."""
+    cache = make_cache(8)
+    for number in range(200):
+        path = make_path(number, number + 1000)
+        lease, held = begin(cache, path)
+        cache.commit(lease, path, held, now=0.0)
+        cache.release(lease, now=0.0, finished=FinishedRequest(8, 0, f"s{number}"))
+        cache.check()
+
+    entries = list(cache._sessions)
+    assert len(entries) == 200
+    assert len({entry.node for entry in entries}) <= 9
+
+
+def test_a_session_whose_end_was_evicted_continues_with_what_is_left():
+    """Its hint still applies to the leading blocks that are cached."""
+    cache = make_cache(4)
+    path = make_path(1, 2, 3)
+    for end_block in (2, 3):
+        part = make_path(*range(1, end_block + 1))
+        lease, held = begin(cache, part)
+        cache.commit(lease, part, held, now=0.0)
+        cache.release(lease, now=0.0, finished=FinishedRequest(8, 0, "s"))
+    cache.free(cache.take(2, now=0.0))
+    assert blocks_by_tier(cache, path) == (2, 0, 0)
+
+    (entry,) = cache._sessions
+    assert cache.match_session(entry).num_blocks == 2
+
+
+@pytest.mark.parametrize("is_leased", [False, True])
+def test_a_reset_leaves_no_garbage(is_leased):
+    """Nodes are freed by their reference counts, without a run of the garbage collector."""
+    cache = TieredCache(CacheConfig(device_blocks=2_000, block_tokens=64))
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        sizes = []
+        for _ in range(4):
+            fill(cache)
+            if is_leased:
+                path = TokenPath(np.zeros(64, dtype=np.int32))
+                lease = cache.lease(cache.match(path), owner=RequestId("r"), now=0.0)
+            cache.reset()
+            if is_leased:
+                cache.release(lease, now=0.0)
+            sizes.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+
+    assert sizes[-1] - sizes[0] < 100_000
+
+
+def fill(cache):
+    """Cache 50 prompts of 40 blocks with a common first block."""
+    for number in range(50):
+        tokens = np.full(40 * 64, number, dtype=np.int32)
+        tokens[:64] = 0
+        path = TokenPath(tokens)
+        lease = cache.lease(cache.match(path), owner=RequestId("r"), now=0.0)
+        slots = cache.take(40 - lease.num_blocks, now=0.0)
+        cache.commit(lease, path, slots, now=0.0)
+        cache.release(lease, now=0.0)
+
+
+def test_a_match_is_not_current_after_an_eviction_to_the_host():
+    """Blocks that moved to the host are not leased as device blocks."""
+    cache = make_cache(4, host_blocks=8, write_policy=WritePolicy.WRITE_THROUGH)
+    serve(cache, make_path(1, 2))
+    write_down(cache)
+    match = cache.match(make_path(1, 2))
+    cache.free(cache.take(4, now=0.0))
+
+    assert not cache.is_current(match)
+    lease = cache.lease(match, owner=RequestId("r"), now=0.0)
+
+    assert lease.num_blocks == 0
+    cache.check()
+
+
+def test_an_owner_is_told_after_the_cache_has_applied_the_outcome():
+    """One dispatch per outcome: the owner sees the new state, and is told each end once."""
+    cache = make_demoted()
+    told = []
+
+    class Owner:
+        def finish_job(self, job, outcome, now):
+            told.append((job, outcome.status, blocks_by_tier(cache, make_path(1, 2))))
+
+    match = cache.match(make_path(1, 2))
+    plan = cache.plan_load(match, limit_blocks=9, now=0.0, owner=Owner())
+    cache.finish_job(done(plan), now=0.0)
+    cache.finish_job(done(plan), now=0.0)
+
+    assert told == [(plan, JobStatus.DONE, (2, 0, 0))]
+
+
+def test_a_deferred_outcome_is_applied_later():
+    """While a step in flight uses the slots of a job, its end changes nothing."""
+    cache = make_demoted()
+    plan = cache.plan_load(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
+    cache.defer_job(plan.job)
+
+    end(cache, plan, JobStatus.FAILED)
+    assert cache.stats().device.moving == 2
+
+    cache.resume_job(plan.job, now=0.0)
+    cache.check()
+    assert cache.stats().device.free == 4
+    assert cache.num_jobs == 0
+
+
+def test_an_in_flight_prefix_is_compared_with_media():
+    """Blocks count as in flight up to the first that differs in tokens or media."""
+    cache = make_cache(16)
+    path = make_path(1, 2, 3, 4, media={2: b"cat"})
+    lease = cache.lease(cache.match(path), owner=RequestId("a"), now=0.0)
+    cache.announce(lease, path)
+
+    same = cache.match(make_path(1, 2, 3, 4, 5, media={2: b"cat"})).in_flight
+    other = cache.match(make_path(1, 2, 3, 4, media={2: b"dog"})).in_flight
+    shorter = cache.match(make_path(1, 9, 3, 4, media={2: b"cat"})).in_flight
+
+    assert [same.num_blocks, other.num_blocks, shorter.num_blocks] == [4, 2, 1]
