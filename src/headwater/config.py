@@ -267,11 +267,28 @@ class LimitsConfig:
     max_queued: int = 1024
     """Most sequences that may wait beyond those running; more get a 429."""
 
+    max_stored_responses: int = 1024
+    """Most responses that are kept for `previous_response_id`; 0 keeps none."""
+
+    max_stored_bytes: int = 128 * MIB
+    """Most memory for them."""
+
+    stored_lifetime_s: float = 3600.0
+    """How long each of them is kept."""
+
     def __post_init__(self) -> None:
         _positive("--max-body-mib", self.max_body_bytes)
         if self.max_queued < 0:
             raise ConfigError(
                 f"--max-queued-requests cannot be negative, got {self.max_queued}"
+            )
+        if self.max_stored_responses < 0:
+            raise ConfigError(
+                f"--max-stored-responses cannot be negative, got {self.max_stored_responses}"
+            )
+        if self.stored_lifetime_s <= 0:
+            raise ConfigError(
+                f"--stored-response-lifetime must be positive, got {self.stored_lifetime_s}"
             )
 
 

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.server.continuation import FAILED, FIELD, RETURNED, ContinuationMark, mark_line
+from headwater.server.continuation import (
+    FAILED,
+    FIELD,
+    PART,
+    RETURNED,
+    ContinuationMark,
+    mark_line,
+)
 from headwater.server.router.stream_progress import (
     EventSplitter,
     InstanceFailed,
@@ -119,17 +126,28 @@ def test_what_a_client_told_itself_is_kept():
     assert told["token_ids"] == [1, 2, 3]
 
 
-def test_who_speaks_is_said_once():
-    """An opening waits for the first event with tokens; if that never comes, neither does it."""
-    opening = b'data: {"delta":{"role":"assistant"}}\n\n'
+def test_an_event_without_tokens_is_sent_with_the_next_one_that_has_some():
+    """A role chunk waits for the first token; if that never comes, neither does the chunk."""
+    opening = event("role")
+    part = mark_line(PART) + opening
     progress = StreamProgress()
 
-    assert progress.strip(opening) == b""
+    assert progress.strip(part) == b""
     assert progress.body(b"{}") == b"{}"
-    assert progress.strip(opening) == b""
+    assert progress.strip(part) == b""
     marked = mark_line(ContinuationMark(tokens=[3], seed=SEED)) + event("c")
     assert progress.strip(marked) == opening + event("c")
     assert progress.can_continue
+
+
+def test_tokens_that_show_nothing_are_known_too():
+    """A mark alone counts its tokens, and the client sees nothing of it."""
+    progress = StreamProgress()
+    alone = mark_line(ContinuationMark(tokens=[3, 4], seed=SEED)) + b"\n"
+
+    assert progress.strip(alone) == b""
+    assert progress.can_continue
+    assert json.loads(progress.body(b"{}"))[FIELD][0]["token_ids"] == [3, 4]
 
 
 def test_an_event_without_its_tokens_cannot_be_gone_on_after():

@@ -380,6 +380,20 @@ def _add_limits(parser: ArgumentParser) -> None:
         default=_LIMITS.max_queued,
         help=_help("sequences that may wait; more get a 429"),
     )
+    group.add_argument(
+        "--max-stored-responses",
+        type=int,
+        metavar="N",
+        default=_LIMITS.max_stored_responses,
+        help=_help("responses kept in memory for previous_response_id; 0 keeps none"),
+    )
+    group.add_argument(
+        "--stored-response-lifetime",
+        type=_number,
+        metavar="S",
+        default=_LIMITS.stored_lifetime_s,
+        help=_help("seconds that each of them is kept"),
+    )
 
 
 def _number(text: str) -> float:

@@ -109,6 +109,8 @@ def server_config(options: Namespace) -> ServerConfig:
         limits=LimitsConfig(
             max_body_bytes=round(options.max_body_mib * MIB),
             max_queued=options.max_queued_requests,
+            max_stored_responses=options.max_stored_responses,
+            stored_lifetime_s=options.stored_response_lifetime,
         ),
     )
 

@@ -18,7 +18,9 @@ from headwater.server.chat import chat_completions
 from headwater.server.completions import completions
 from headwater.server.control import CONTROL_VERBS
 from headwater.server.errors import ErrorAnswer, ErrorObject, error_response
+from headwater.server.messages import count_tokens, messages
 from headwater.server.openapi import openapi
+from headwater.server.responses import responses, stored_response
 from headwater.server.service import Service
 from headwater.server.streaming import ClientDisconnected
 
@@ -27,6 +29,10 @@ log = logging.getLogger(__name__)
 ROUTES = [
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    Route("/v1/responses", responses, methods=["POST"]),
+    Route("/v1/responses/{response_id}", stored_response, methods=["GET", "DELETE"]),
+    Route("/v1/messages", messages, methods=["POST"]),
+    Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     Route("/v1/models", admin.models, methods=["GET"]),
     Route("/v1/models/{name:path}", admin.model, methods=["GET"]),
     Route("/tokenize", tokenize.tokenize, methods=["POST"]),

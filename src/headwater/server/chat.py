@@ -30,24 +30,34 @@ from headwater.server.parsing.base import ToolCall
 from headwater.server.response_format import constraint_param, structured_output
 from headwater.server.schema import ChatRequest
 from headwater.server.service import Service
+from headwater.server.streaming import OPENAI_EVENTS
 from headwater.server.tools import tool_use
 
 
 async def chat_completions(request: Request) -> ASGIResponse:
     """The endpoint."""
     call = await begin(request, ChatRequest)
+    body = call.body
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    job = await chat_job(call, max_tokens=max_tokens, default_max_tokens=None)
+    return await respond(call, job, _ChatFormat(call, job))
+
+
+async def chat_job(
+    call: Call[ChatRequest], *, max_tokens: int | None, default_max_tokens: int | None
+) -> GenerationJob:
+    """The job of a conversation, whichever API it came in by."""
     body, service = call.body, call.service
-    prompt = await prepare(service, _conversation(body))
-    job = make_job(
+    prompt = await prepare(service, conversation_of(body))
+    return make_job(
         call,
         [prompt.tokens],
-        max_tokens=body.max_completion_tokens or body.max_tokens,
-        default_max_tokens=None,
+        max_tokens=max_tokens,
+        default_max_tokens=default_max_tokens,
         logprobs=_num_logprobs(body, service),
         grammar=prompt.grammar,
         parsing=prompt.parsing,
     )
-    return await respond(call, job, _ChatFormat(call, job))
 
 
 def _num_logprobs(body: ChatRequest, service: Service) -> int | None:
@@ -58,7 +68,8 @@ def _num_logprobs(body: ChatRequest, service: Service) -> int | None:
     return num_logprobs(body.top_logprobs or 0, service.config.limits, param="top_logprobs")
 
 
-def _conversation(body: ChatRequest) -> Conversation:
+def conversation_of(body: ChatRequest) -> Conversation:
+    """What a chat request says."""
     return Conversation(
         messages=plain_messages(body.messages),
         tools=tool_use(body),
@@ -71,6 +82,9 @@ def _conversation(body: ChatRequest) -> Conversation:
 
 class _ChatFormat:
     """Writes output as chat completions."""
+
+    style = OPENAI_EVENTS
+    reports_usage = False
 
     def __init__(self, call: Call[ChatRequest], job: GenerationJob) -> None:
         self._service = call.service
@@ -93,7 +107,17 @@ class _ChatFormat:
 
     def events(self, delta: Delta, usage: UsageAnswer | None) -> list[Struct]:
         first: list[Struct] = [self._role_chunk(delta.index)] if delta.is_first else []
+        if self._shows_nothing(delta):
+            return first
         return [*first, self._chunk([self._delta(delta)], usage)]
+
+    def _shows_nothing(self, delta: Delta) -> bool:
+        """Whether the parser holds back all of this delta, and nothing else is asked for."""
+        body, parsed = self._body, delta.parsed
+        if delta.finish_reason or body.logprobs or body.return_token_ids:
+            return False
+        is_empty = not (parsed.content or parsed.reasoning or parsed.calls)
+        return is_empty and self._job.parsing.make is not None
 
     def usage_event(self, usage: UsageAnswer) -> Struct:
         return self._chunk([], usage)

@@ -17,6 +17,7 @@ from headwater.server.params import num_logprobs
 from headwater.server.response_format import constraint_param, structured_output
 from headwater.server.schema import CompletionRequest
 from headwater.server.service import Service
+from headwater.server.streaming import OPENAI_EVENTS
 from headwater.types import Tokens
 
 _DEFAULT_MAX_TOKENS = 16
@@ -98,16 +99,16 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
 class _CompletionFormat:
     """Writes output as text completions."""
 
+    style = OPENAI_EVENTS
+    reports_usage = False
+
     def __init__(self, call: Call[CompletionRequest], job: GenerationJob) -> None:
         self._service = call.service
         self._body = call.body
         self._id = f"cmpl-{call.request_id}"
         self._job = job
         self._created = call.service.created_now()
-        self._offsets = [
-            self._num_characters(job.resumed_of(index).tokens)
-            for index in range(job.num_sequences)
-        ]
+        self._offsets = [0] * job.num_sequences
 
     def whole(self, transcripts: Sequence[Transcript], usage: UsageAnswer) -> Struct:
         choices = [self._choice(index, entry) for index, entry in enumerate(transcripts)]

@@ -41,6 +41,9 @@ class ContinuationMark(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=
     has_ended: bool = False
     """The choice is complete."""
 
+    is_part: bool = False
+    """The event belongs to the next one that has another mark; it is sent together with it."""
+
     has_failed: bool = False
     """The event is a failure of this instance; another instance may succeed."""
 
@@ -49,6 +52,7 @@ class ContinuationMark(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=
 
 
 FAILED = ContinuationMark(has_failed=True)
+PART = ContinuationMark(is_part=True)
 RETURNED = ContinuationMark(has_failed=True, is_returned=True)
 
 _encode = msgspec.json.Encoder().encode

@@ -26,6 +26,7 @@ from headwater.server.body import (
 from headwater.server.continuation import (
     FAILED,
     HEADER,
+    PART,
     comment_of,
     mark_line,
     resume_outputs,
@@ -41,7 +42,8 @@ from headwater.server.generation import (
 from headwater.server.router.protocol import FALLBACK_HEADER, PREFILL_HEADER, TOKEN_HEADER
 from headwater.server.schema import Sampling
 from headwater.server.service import Service
-from headwater.server.streaming import EventStream, stream, while_connected
+from headwater.server.session import session_name
+from headwater.server.streaming import EventStream, EventStyle, stream, while_connected
 from headwater.server.unsupported import check_supported
 from headwater.types import Tokens
 
@@ -63,11 +65,21 @@ class Call(Generic[B]):
 class ReplyFormat(Protocol):
     """How one endpoint writes its output. Called on the event loop."""
 
+    style: EventStyle
+    """How a stream of it is written."""
+
+    reports_usage: bool
+    """Whether its first and last events have the usage."""
+
     def whole(self, transcripts: Sequence[Transcript], usage: UsageAnswer) -> Struct:
         """The body of a response that is not streamed."""
 
     def events(self, delta: Delta, usage: UsageAnswer | None) -> list[Struct]:
-        """The events of one delta, at least one."""
+        """The events of one delta; none where it adds nothing that is shown.
+
+        When a stream is continued here, it is called for the output that exists already, and
+        what it returns is dropped: it only brings the format to where the stream is.
+        """
 
     def usage_event(self, usage: UsageAnswer) -> Struct:
         """The last event of a stream with `include_usage`."""
@@ -76,7 +88,13 @@ class ReplyFormat(Protocol):
 async def begin(request: Request, kind: type[B]) -> Call[B]:
     """Read and check the request. Raises RequestRefused."""
     service: Service = request.app.state.service
-    body = await read_body(request, kind, max_bytes=service.config.limits.max_body_bytes)
+    limit = service.config.limits.max_body_bytes
+    return await accept(request, await read_body(request, kind, max_bytes=limit))
+
+
+async def accept(request: Request, body: B) -> Call[B]:
+    """Check a request whose body is read. Raises RequestRefused."""
+    service: Service = request.app.state.service
     request_id = request_id_of(request, body)
     check_supported(body)
     service.check_model(body.model)
@@ -131,7 +149,7 @@ def make_job(
         parsing=parsing,
         priority=params.priority(body, service.engine_config),
         cache_salt=body.cache_salt or "",
-        session_id=body.session_id or "",
+        session_id=session_name(body),
         cache_hint=params.cache_hint(body),
         wants_cache_details=bool(body.cache_details),
         load_policy=body.load_policy,
@@ -166,14 +184,20 @@ def _streamed(
             send,
             [(b"x-request-id", call.request_id.encode())],
             on_failure=mark_line(FAILED) if job.is_marked else b"",
+            style=form.style,
         )
+        part = mark_line(PART) if job.is_marked else b""
 
         async def emit(delta: Delta) -> None:
-            usage = generation.usage() if has_running_usage else None
+            is_edge = delta.is_first or delta.finish_reason is not None
+            has_usage = has_running_usage or (form.reports_usage and is_edge)
+            usage = generation.usage() if has_usage else None
             comment = comment_of(delta, job, call.service)
-            await events.write(*form.events(delta, usage), comment=comment)
+            await events.write(*form.events(delta, usage), comment=comment, part=part)
 
         async def work() -> None:
+            for delta in generation.resumed():
+                form.events(delta, generation.usage() if form.reports_usage else None)
             await generation.run(emit)
             if options and options.include_usage:
                 await events.write(form.usage_event(generation.usage()))

@@ -89,7 +89,7 @@ def error_answer(error: HeadwaterError) -> ErrorAnswer:
     )
 
 
-def error_response(error: HeadwaterError) -> Response:
+def error_response(error: HeadwaterError, body: msgspec.Struct | None = None) -> Response:
     """The whole answer, with `Retry-After` where trying again makes sense."""
     status = status_of(error)
     headers = {"retry-after": str(RETRY_AFTER_S)} if status == 429 else None
@@ -98,7 +98,7 @@ def error_response(error: HeadwaterError) -> Response:
     if status == 401:
         headers = {"www-authenticate": "Bearer"}
     return Response(
-        msgspec.json.encode(error_answer(error)),
+        msgspec.json.encode(body or error_answer(error)),
         status_code=status,
         headers=headers,
         media_type="application/json",

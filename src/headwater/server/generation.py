@@ -176,7 +176,9 @@ class ChoiceProgress:
             min_tokens=prompt.params.min_tokens,
         )
         self._answer = AnswerReader(job.parsing, f"{job.name}:{index}")
-        self._is_first = not self.resumed.tokens
+        self._is_first = True
+        self.replayed: list[Delta] = []
+        """The output that exists already, as deltas."""
         if self.resumed.tokens:
             self._replay_resumed(prompt.params.min_tokens)
 
@@ -193,8 +195,8 @@ class ChoiceProgress:
         `min_tokens` on, so the tokens before and after that are fed separately."""
         early, tokens = max(min_tokens - 1, 0), self.resumed.tokens
         for part in (tokens[:early], tokens[early:]):
-            piece = self._stream.append_output(_output_of(part))
-            self._answer.read(piece.text, len(part), is_end=False)
+            if part:
+                self.replayed.append(self.append(_output_of(part)))
 
     def append(self, output: SequenceOutput) -> Delta:
         """The delta of one engine output; `finish_reason` is set when the choice has ended."""
@@ -246,6 +248,10 @@ class Generation:
                         group.create_task(self._run_choice(choice, request, emit))
             except BaseExceptionGroup as errors:
                 raise _first(errors) from None
+
+    def resumed(self) -> list[Delta]:
+        """Output that another instance generated, as deltas; their client has it."""
+        return [delta for choice in self._choices for delta in choice.replayed]
 
     async def collect(self) -> list[Transcript]:
         """Run to the end; the whole output of every choice.

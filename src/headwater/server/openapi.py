@@ -9,7 +9,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headwater.config import VERSION
-from headwater.server import answers, dashboard, schema, stats
+from headwater.server import (
+    answers,
+    dashboard,
+    messages_schema,
+    responses_schema,
+    schema,
+    stats,
+)
 from headwater.server.body import JsonResponse
 from headwater.server.control import CONTROL_VERBS, ControlVerb
 from headwater.server.errors import ErrorAnswer
@@ -79,6 +86,29 @@ def _paths() -> dict[str, _Path]:
             generation,
             streams=True,
         ),
+        "/v1/responses": _post(
+            "Continue a conversation whose turns the server may keep.",
+            responses_schema.ResponsesRequest,
+            responses_schema.ResponsesAnswer,
+            generation,
+            streams=True,
+        ),
+        "/v1/responses/{response_id}": _named_response(),
+        "/v1/messages": _post(
+            "Continue a conversation in Anthropic's format.",
+            messages_schema.MessagesRequest,
+            messages_schema.MessagesAnswer,
+            generation,
+            streams=True,
+            error=messages_schema.MessagesError,
+        ),
+        "/v1/messages/count_tokens": _post(
+            "Tokens of a conversation in Anthropic's format.",
+            messages_schema.CountTokensRequest,
+            messages_schema.CountTokensAnswer,
+            text,
+            error=messages_schema.MessagesError,
+        ),
         "/v1/models": _get("The served model.", answers.ModelList, plain),
         "/v1/models/{name}": _named_model(),
         "/tokenize": _post(
@@ -106,7 +136,13 @@ def _paths() -> dict[str, _Path]:
 
 
 def _post(
-    summary: str, body: type, answer: type, errors: Sequence[int], *, streams: bool = False
+    summary: str,
+    body: type,
+    answer: type,
+    errors: Sequence[int],
+    *,
+    streams: bool = False,
+    error: type = ErrorAnswer,
 ) -> _Path:
     content = _json(answer)
     if streams:
@@ -114,7 +150,7 @@ def _post(
         content["text/event-stream"] = {
             "schema": {"description": "One chunk per event, then [DONE]."}
         }
-    operation = _operation(summary, content, errors)
+    operation = _operation(summary, content, errors, error)
     operation["requestBody"] = {"required": True, "content": _json(body)}
     return {"post": operation}
 
@@ -138,6 +174,22 @@ def _verb(verb: ControlVerb) -> _Path:
 def _plain_path(path: str) -> str:
     """A route's path as OpenAPI writes it: without the converter of a parameter."""
     return path.replace(":path}", "}")
+
+
+def _named_response() -> _Path:
+    path = _get("A stored response.", responses_schema.ResponsesAnswer, (401, 404, 503))
+    deleted = _json(responses_schema.ResponseDeleted)
+    path["delete"] = _operation("Forget a stored response.", deleted, (401, 404, 503))
+    for operation in path.values():
+        operation["parameters"] = [
+            {
+                "name": "response_id",
+                "in": "path",
+                "required": True,
+                "schema": {"type": "string", "pattern": responses_schema.RESPONSE_ID},
+            }
+        ]
+    return path
 
 
 def _named_model() -> _Path:
@@ -177,12 +229,14 @@ def _page() -> dict[str, Any]:
     return {kind: {"schema": {"type": "string"}} for kind in kinds}
 
 
-def _operation(summary: str, content: dict[str, Any], errors: Sequence[int]) -> dict[str, Any]:
+def _operation(
+    summary: str, content: dict[str, Any], errors: Sequence[int], error: type = ErrorAnswer
+) -> dict[str, Any]:
     responses: dict[str, Any] = {"200": {"description": "Success.", "content": content}}
     for status in errors:
         responses[str(status)] = {
             "description": _ERRORS[status],
-            "content": _json(ErrorAnswer),
+            "content": _json(error),
         }
     return {"summary": summary, "responses": responses}
 
@@ -203,6 +257,14 @@ def _schemas() -> dict[str, Any]:
     kinds: list[type] = [
         schema.CompletionRequest,
         schema.ChatRequest,
+        responses_schema.ResponsesRequest,
+        responses_schema.ResponsesAnswer,
+        responses_schema.ResponseDeleted,
+        messages_schema.MessagesRequest,
+        messages_schema.MessagesAnswer,
+        messages_schema.MessagesError,
+        messages_schema.CountTokensRequest,
+        messages_schema.CountTokensAnswer,
         schema.TokenizeRequest,
         schema.DetokenizeRequest,
         answers.CompletionAnswer,

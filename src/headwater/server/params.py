@@ -10,6 +10,7 @@ from headwater.errors import PromptTooLong
 from headwater.scheduler.request import SEED_RANGE, SamplingParams
 from headwater.server.errors import RequestRefused
 from headwater.server.schema import ReturnsIn, Sampling
+from headwater.server.session import session_name
 from headwater.types import Tokens
 
 
@@ -126,7 +127,7 @@ def cache_hint(body: Sampling) -> Hint | None:
     wanted = body.cache_hint
     if wanted is None:
         return None
-    if body.session_id is None:
+    if not session_name(body):
         raise RequestRefused(
             "cache_hint applies to a session; send session_id with it", param="cache_hint"
         )

@@ -107,6 +107,9 @@ class Sampling(Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+    prompt_cache_key: str | None = None
+    conversation: str | None = None
+    """With `prompt_cache_key` and `user`: names the session where `session_id` does not."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredFields | None = None

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from hashlib import sha256
 from typing import TypeVar
 
 from headwater.clock import Clock
@@ -20,6 +21,7 @@ from headwater.metrics.ledger import RequestRecord
 from headwater.metrics.recorder import Recorder
 from headwater.server.errors import RequestRefused
 from headwater.server.parsing.model_output import ModelOutput
+from headwater.server.response_store import ResponseStore
 from headwater.types import RequestId
 
 T = TypeVar("T")
@@ -114,6 +116,13 @@ class Service:
         self.live = LiveRequests(
             engine.info.max_num_seqs + config.limits.max_queued, self.recorder
         )
+        limits = config.limits
+        self.responses = ResponseStore(
+            max_responses=limits.max_stored_responses,
+            max_bytes=limits.max_stored_bytes,
+            lifetime_s=limits.stored_lifetime_s,
+        )
+        """Responses that later ones may continue."""
         self.reloading = asyncio.Lock()
         """Held while weights are reloaded."""
         self.recent: deque[RequestRecord] = deque(maxlen=_MAX_RECENT)
@@ -174,6 +183,12 @@ class Service:
         """
         threads = self._short if size <= _SHORT_CHARS else self._long
         return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+    def new_response_id(self, request_id: str, cache_salt: str) -> str:
+        """An id that tells a router which instance has the response. It is the same for every
+        attempt at one request, so that a stream that is continued elsewhere keeps it."""
+        digest = sha256(f"{cache_salt}\n{request_id}".encode()).hexdigest()[:24]
+        return f"resp_{self.engine.info.epoch or 'local'}_{digest}"
 
     async def check_grammar(self, grammar: str, *, param: str) -> None:
         """Compile a grammar in a thread. Raises RequestRefused, naming `param`, where it is

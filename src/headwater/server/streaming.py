@@ -7,6 +7,7 @@ error response. A failure after it is an `error` event that ends the stream.
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -51,13 +52,36 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
                     await pending
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventStyle:
+    """How an API writes its events."""
+
+    is_named: bool = False
+    """Whether an `event:` line repeats the `type` of each event."""
+
+    last: bytes = DONE
+    """What ends a stream."""
+
+    error: Callable[[HeadwaterError], Any] = error_answer
+    """The event of a failure in the middle of a stream, and the body of one before it."""
+
+
+OPENAI_EVENTS = EventStyle()
+
+
 class EventStream:
     """Writes one streamed response."""
 
     def __init__(
-        self, send: Send, headers: list[tuple[bytes, bytes]], *, on_failure: bytes = b""
+        self,
+        send: Send,
+        headers: list[tuple[bytes, bytes]],
+        *,
+        on_failure: bytes = b"",
+        style: EventStyle = OPENAI_EVENTS,
     ) -> None:
         """`on_failure` is a comment line that precedes the `error` event of a server failure."""
+        self._style = style
         self._send = send
         self._headers = _HEADERS + headers
         self._on_failure = on_failure
@@ -65,23 +89,37 @@ class EventStream:
         self._write_lock = asyncio.Lock()
         """Choices write concurrently, and a write may wait for a slow client."""
 
-    async def write(self, *events: msgspec.Struct, comment: bytes = b"") -> None:
-        """Send events in one piece. `comment` is a line placed before the last of them."""
-        *before, last = [b"data: " + encode(event) + b"\n\n" for event in events]
-        await self._write(b"".join(before) + comment + last)
+    async def write(
+        self, *events: msgspec.Struct, comment: bytes = b"", part: bytes = b""
+    ) -> None:
+        """Send events in one piece. `comment` is a line placed before the last of them, `part`
+        one placed before each of the others. Without events only the comment is sent."""
+        if not events:
+            if comment:
+                await self._write(comment + b"\n")
+            return
+        *before, last = [self._event(event) for event in events]
+        await self._write(b"".join(part + event for event in before) + comment + last)
 
     async def end(self) -> None:
-        """Send `[DONE]` and end the response."""
-        await self._write(DONE, more=False)
+        """Send what ends a stream, and end the response."""
+        await self._write(self._style.last, more=False)
+
+    def _event(self, event: msgspec.Struct) -> bytes:
+        data = b"data: " + encode(event) + b"\n\n"
+        if not self._style.is_named:
+            return data
+        name: str = event.type  # type: ignore[attr-defined]  # named events have one
+        return b"event: " + name.encode() + b"\n" + data
 
     async def fail(self, error: HeadwaterError, receive: Receive) -> None:
         """Send the error: as an event when the stream has begun, else as a response."""
         if self._has_begun:
             comment = b"" if isinstance(error, RequestError) else self._on_failure
-            event = b"data: " + encode(error_answer(error)) + b"\n\n"
-            await self._write(comment + event + DONE, more=False)
+            event = self._event(self._style.error(error))
+            await self._write(comment + event + self._style.last, more=False)
         else:
-            response = error_response(error)
+            response = error_response(error, self._style.error(error))
             response.raw_headers.extend(self._headers[len(_HEADERS) :])
             await response({"type": "http"}, receive, self._send)
 

@@ -101,6 +101,10 @@ async def drain(request: Request) -> Response:
 ROUTES = [
     Route("/v1/completions", forward, methods=["POST"]),
     Route("/v1/chat/completions", forward, methods=["POST"], name="chat"),
+    Route("/v1/responses", forward, methods=["POST"], name="responses"),
+    Route("/v1/responses/{response_id}", forward, methods=["GET", "DELETE"], name="response"),
+    Route("/v1/messages", forward, methods=["POST"], name="messages"),
+    Route("/v1/messages/count_tokens", forward, methods=["POST"], name="count_tokens"),
     Route("/v1/models", forward, methods=["GET"], name="models"),
     Route("/v1/models/{name:path}", forward, methods=["GET"], name="model"),
     Route("/tokenize", forward, methods=["POST"], name="tokenize"),

@@ -18,8 +18,14 @@ from headwater.server.continuation import HEADER as CONTINUABLE_HEADER
 from headwater.server.errors import RequestRefused, error_response
 from headwater.server.router.attempts import Attempts, RetryBudget
 from headwater.server.router.config import RouterConfig
+from headwater.server.router.instance import Instance
 from headwater.server.router.metrics import RouterRecorder
-from headwater.server.router.prompts import UNKNOWN, PromptPath, PromptReader
+from headwater.server.router.prompts import (
+    UNKNOWN,
+    PromptPath,
+    PromptReader,
+    stored_response,
+)
 from headwater.server.router.protocol import FALLBACK_HEADER, PREFILL_HEADER, TOKEN_HEADER
 from headwater.server.router.registry import SERVING, Registry
 from headwater.server.router.route_selector import RouteChoice, RouteSelector
@@ -32,8 +38,17 @@ from headwater.server.router.upstream import (
 )
 from headwater.server.streaming import ClientDisconnected, while_connected
 
-_PASSED_ON = ("authorization", "content-type", "x-request-id", "user-agent", "accept")
-_GENERATING = frozenset({"/v1/completions", "/v1/chat/completions"})
+_PASSED_ON = (
+    "authorization",
+    "x-api-key",
+    "content-type",
+    "x-request-id",
+    "user-agent",
+    "accept",
+)
+_GENERATING = frozenset(
+    {"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"}
+)
 
 
 class Forwarder:
@@ -86,13 +101,14 @@ class Forwarder:
 
     async def _answer(self, request: Request, body: bytes, send: Send) -> None:
         self._budget.deposit()
+        owner = self._owner(request, body)
         path = await self._read(request, body)
         attempts, progress = Attempts(self._config.max_attempts, self._budget), StreamProgress()
         failure: AttemptFailure | None = None
         # All attempts share one request id, so that all parts of the response have it.
         name = secrets.token_hex(12)
         while attempts.may_continue(progress):
-            route = self._choose(path, attempts)
+            route = self._choose(path, attempts, owner)
             if route is None:
                 break
             forwarded = self._forwarded(route, request, progress.body(body), name)
@@ -105,10 +121,33 @@ class Forwarder:
             attempts.record_failure(route, failure, progress)
         await self._give_up(failure, progress, send)
 
-    def _choose(self, path: PromptPath, attempts: Attempts) -> RouteChoice | None:
+    def _choose(
+        self, path: PromptPath, attempts: Attempts, owner: Instance | None
+    ) -> RouteChoice | None:
         """Prefer instances not tried yet; otherwise retry one that was full."""
-        route = self._selector.choose(path, attempts.tried)
-        return route or self._selector.choose(path, attempts.tried - attempts.returned)
+        route = self._selector.choose(path, attempts.tried, owner=owner)
+        full = attempts.tried - attempts.returned
+        return route or self._selector.choose(path, full, owner=owner)
+
+    def _owner(self, request: Request, body: bytes) -> Instance | None:
+        """The instance that has the stored response which a request names; None without one.
+
+        Raises RequestRefused when no registered instance has it.
+        """
+        response_id = stored_response(request.url.path, body)
+        if response_id is None:
+            return None
+        epoch = response_id.removeprefix("resp_").rpartition("_")[0]
+        owner = self._registry.of_epoch(epoch)
+        if owner is None:
+            raise RequestRefused(
+                f"the response {response_id[:140]!r} is not stored on any instance: its time is "
+                "over, or its instance was stopped",
+                param="previous_response_id",
+                status=404,
+                code="previous_response_not_found",
+            )
+        return owner
 
     def _forwarded(
         self, route: RouteChoice, request: Request, body: bytes, name: str

@@ -18,7 +18,10 @@ from headwater.cache import KeyScheme, Namespace
 from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import HeadwaterError
 from headwater.metrics.kv_events import block_hash
+from headwater.server import messages_request, responses_request
 from headwater.server.chat_messages import plain_messages, template_settings
+from headwater.server.messages_schema import MessagesRequest
+from headwater.server.responses_schema import ResponsesRequest
 from headwater.server.router.instance import Instance
 from headwater.server.schema import ChatRequest, CompletionRequest
 from headwater.server.tools import template_tools
@@ -117,12 +120,37 @@ class PromptReader:
             return None
 
 
+class _StoredRef(msgspec.Struct):
+    """The one field of a responses request that decides where it can be answered."""
+
+    previous_response_id: str | None = None
+
+
+def stored_response(path: str, raw: bytes) -> str | None:
+    """The stored response that a request is about; None where it names none."""
+    prefix = "/v1/responses"
+    if path.startswith(prefix + "/"):
+        return path.removeprefix(prefix + "/")
+    if path != prefix:
+        return None
+    try:
+        return msgspec.json.decode(raw, type=_StoredRef).previous_response_id
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
 def _decode(path: str, raw: bytes) -> ChatRequest | CompletionRequest | None:
     try:
         if path.endswith("/chat/completions"):
             return msgspec.json.decode(raw, type=ChatRequest)
+        if path.endswith("/messages"):
+            return messages_request.chat_request(msgspec.json.decode(raw, type=MessagesRequest))
+        if path.endswith("/responses"):
+            return responses_request.chat_request(
+                msgspec.json.decode(raw, type=ResponsesRequest)
+            )
         return msgspec.json.decode(raw, type=CompletionRequest)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, HeadwaterError):
         return None
 
 

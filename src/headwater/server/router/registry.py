@@ -61,6 +61,10 @@ class Registry:
             if entry.told.role in roles and entry.is_ready(now=now, stale_s=stale_s)
         ]
 
+    def of_epoch(self, epoch: str) -> Instance | None:
+        """The instance that was started with this epoch, while it is registered."""
+        return next((e for e in self._instances.values() if e.told.epoch == epoch), None)
+
     def register(self, told: Registration) -> Instance:
         """Register an instance or record its heartbeat. Raises RequestRefused."""
         now = self._clock.now()

@@ -47,9 +47,20 @@ class RouteSelector:
         self._serving = make_policy(config.policy)
         self._prefilling = make_policy(config.policy)
 
-    def choose(self, path: PromptPath, tried: Collection[Instance]) -> RouteChoice | None:
-        """A route that excludes the `tried` instances, or None when no instance is left."""
+    def choose(
+        self,
+        path: PromptPath,
+        tried: Collection[Instance],
+        *,
+        owner: Instance | None = None,
+    ) -> RouteChoice | None:
+        """A route that excludes the `tried` instances, or None when no instance is left.
+
+        With an `owner`, only that instance can answer.
+        """
         servers = [entry for entry in self._registry.ready(SERVING) if entry not in tried]
+        if owner is not None:
+            servers = [entry for entry in servers if entry is owner]
         if not servers:
             return None
         server, cached = self._pick(self._serving, servers, path)

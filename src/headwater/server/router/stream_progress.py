@@ -65,9 +65,9 @@ class StreamProgress:
         self._choices: list[_Choice] = []
         """All choices, known from the first mark on."""
         self._is_unmarked = False
-        self._role_chunk = b""
-        """The role chunk of a chat. It has no token and is sent with the first event that has
-        one, so that an instance that starts over does not send it twice."""
+        self._parts = b""
+        """Events without tokens, such as the role chunk of a chat. They are sent with the next
+        event that has some, so that an instance that starts over does not send them twice."""
 
     @property
     def is_whole(self) -> bool:
@@ -97,20 +97,20 @@ class StreamProgress:
                 raise InstanceFull if mark.is_returned else InstanceFailed
         shown = []
         for mark, event in marked:
-            if mark is None and _is_role_chunk(event):
-                self._role_chunk += event
+            if mark is not None and mark.is_part:
+                self._parts += event
                 continue
             if mark is not None:
                 self._record(mark)
             elif event != DONE and not self.is_whole:
                 self._is_unmarked = True
-            shown += [self._role_chunk, event]
-            self._role_chunk = b""
+            shown += [self._parts, event if event.strip() else b""]
+            self._parts = b""
         return b"".join(shown)
 
     def body(self, raw: bytes) -> bytes:
         """The request body for the next instance, with the output the client already has."""
-        self._role_chunk = b""
+        self._parts = b""
         if not self._choices:
             return raw
         body: dict[str, Any] = msgspec.json.decode(raw)
@@ -138,8 +138,3 @@ def _joined(before: ResumedChoice, choice: _Choice) -> ResumedChoice:
         seed=before.seed if choice.seed is None else choice.seed,
         has_ended=before.has_ended or choice.has_ended,
     )
-
-
-def _is_role_chunk(event: bytes) -> bool:
-    """Whether this is the role chunk of a chat; it stands for no token."""
-    return b'"role":"assistant"' in event

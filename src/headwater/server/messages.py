@@ -1,0 +1,225 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's format for conversations."""
+
+import json
+from collections.abc import Sequence
+from typing import TypeVar
+
+from msgspec import Struct
+from starlette.requests import Request
+
+from headwater.errors import HeadwaterError
+from headwater.server.answers import UsageAnswer
+from headwater.server.body import ASGIResponse, JsonResponse, read_body
+from headwater.server.chat import chat_job, conversation_of
+from headwater.server.conversation import prepare
+from headwater.server.endpoint import Call, accept, respond
+from headwater.server.errors import error_answer, error_response, status_of
+from headwater.server.generation import Delta, GenerationJob, Transcript
+from headwater.server.messages_request import chat_request
+from headwater.server.messages_schema import (
+    AnswerBlock,
+    BlockDelta,
+    BlockDeltaEvent,
+    BlockStart,
+    BlockStop,
+    CountTokensAnswer,
+    CountTokensRequest,
+    MessageDeltaEvent,
+    MessageEnd,
+    MessagesAnswer,
+    MessagesError,
+    MessagesErrorObject,
+    MessagesRequest,
+    MessageStart,
+    MessageStop,
+    MessagesUsage,
+)
+from headwater.server.parsing.base import ParsedOutput, ToolCall
+from headwater.server.schema import ChatRequest
+from headwater.server.service import Service
+from headwater.server.streaming import EventStyle
+
+M = TypeVar("M", bound=CountTokensRequest)
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def messages_error(error: HeadwaterError) -> MessagesError:
+    """An error in Anthropic's shape."""
+    kind = _TYPES.get(status_of(error), "invalid_request_error")
+    message = error_answer(error).error.message
+    return MessagesError(error=MessagesErrorObject(type=kind, message=message))
+
+
+async def messages(request: Request) -> ASGIResponse:
+    """The endpoint."""
+    try:
+        body = await _read(request, MessagesRequest)
+        call = await accept(request, chat_request(body))
+        # Clients send the model's limit whatever the prompt's length: no more than fits.
+        job = await chat_job(call, max_tokens=None, default_max_tokens=body.max_tokens)
+        return await respond(call, job, _MessagesFormat(call, job))
+    except HeadwaterError as error:
+        return error_response(error, messages_error(error))
+
+
+async def count_tokens(request: Request) -> ASGIResponse:
+    """Tokens of a prompt, without generating."""
+    try:
+        service: Service = request.app.state.service
+        chat = chat_request(await _read(request, CountTokensRequest))
+        service.check_model(chat.model)
+        prompt = await prepare(service, conversation_of(chat))
+        return JsonResponse(CountTokensAnswer(input_tokens=len(prompt.tokens)))
+    except HeadwaterError as error:
+        return error_response(error, messages_error(error))
+
+
+async def _read(request: Request, kind: type[M]) -> M:
+    service: Service = request.app.state.service
+    return await read_body(request, kind, max_bytes=service.config.limits.max_body_bytes)
+
+
+class _MessagesFormat:
+    """Writes output as messages: blocks of reasoning, text and tool use, in order."""
+
+    style = EventStyle(is_named=True, last=b"", error=messages_error)
+    reports_usage = True
+
+    def __init__(self, call: Call[ChatRequest], job: GenerationJob) -> None:
+        self._service = call.service
+        self._job = job
+        self._id = f"msg_{call.request_id}"
+        self._num_blocks = 0
+        self._open: str | None = None
+        """Type of the block that is being written."""
+        self._has_calls = False
+
+    def whole(self, transcripts: Sequence[Transcript], usage: UsageAnswer) -> Struct:
+        entry = transcripts[0]
+        end = _end(entry.finish_reason, entry.stop_reason, has_calls=bool(entry.parsed.calls))
+        return MessagesAnswer(
+            id=self._id,
+            model=self._service.model_name,
+            content=_blocks(entry.parsed),
+            usage=self._usage(usage),
+            stop_reason=end.stop_reason,
+            stop_sequence=end.stop_sequence,
+        )
+
+    def events(self, delta: Delta, usage: UsageAnswer | None) -> list[Struct]:
+        found: list[Struct] = []
+        if delta.is_first and usage is not None:
+            found.append(self._start(usage))
+        parsed = delta.parsed
+        if parsed.reasoning:
+            found += self._grow("thinking", parsed.reasoning)
+        if parsed.content:
+            found += self._grow("text", parsed.content)
+        for call in parsed.calls:
+            found += self._tool_use(call)
+        if delta.finish_reason is not None and usage is not None:
+            end = _end(delta.finish_reason, delta.stop_reason, has_calls=self._has_calls)
+            found += self._close()
+            found.append(MessageDeltaEvent(delta=end, usage=self._usage(usage)))
+            found.append(MessageStop())
+        return found
+
+    def usage_event(self, usage: UsageAnswer) -> Struct:
+        raise AssertionError("the last events of a message have the usage")
+
+    def _start(self, usage: UsageAnswer) -> MessageStart:
+        return MessageStart(
+            message=MessagesAnswer(
+                id=self._id,
+                model=self._service.model_name,
+                content=[],
+                usage=self._usage(usage),
+                stop_reason=None,
+            )
+        )
+
+    def _grow(self, kind: str, text: str) -> list[Struct]:
+        """Add to the open block of this kind, or open one."""
+        is_text = kind == "text"
+        found: list[Struct] = []
+        if self._open != kind:
+            block = text_block("") if is_text else thinking_block("")
+            found = [*self._close(), BlockStart(index=self._num_blocks, content_block=block)]
+            self._open = kind
+        if is_text:
+            delta = BlockDelta(type="text_delta", text=text)
+        else:
+            delta = BlockDelta(type="thinking_delta", thinking=text)
+        return [*found, BlockDeltaEvent(index=self._num_blocks, delta=delta)]
+
+    def _tool_use(self, call: ToolCall) -> list[Struct]:
+        self._has_calls = True
+        found = self._close()
+        index, self._num_blocks = self._num_blocks, self._num_blocks + 1
+        block = AnswerBlock(type="tool_use", id=call.id, name=call.name, input={})
+        delta = BlockDelta(type="input_json_delta", partial_json=call.arguments)
+        return [
+            *found,
+            BlockStart(index=index, content_block=block),
+            BlockDeltaEvent(index=index, delta=delta),
+            BlockStop(index=index),
+        ]
+
+    def _close(self) -> list[Struct]:
+        """End the open block."""
+        if self._open is None:
+            return []
+        self._open = None
+        index, self._num_blocks = self._num_blocks, self._num_blocks + 1
+        return [BlockStop(index=index)]
+
+    def _usage(self, usage: UsageAnswer) -> MessagesUsage:
+        block_tokens = self._service.engine.info.block_tokens
+        found = usage.prompt_tokens_details.cached_tokens
+        # Whole blocks are kept; the rest of the prompt is not found again.
+        created = max(usage.prompt_tokens // block_tokens * block_tokens - found, 0)
+        return MessagesUsage(
+            input_tokens=usage.prompt_tokens - found - created,
+            output_tokens=usage.completion_tokens,
+            cache_read_input_tokens=found,
+            cache_creation_input_tokens=created,
+        )
+
+
+def text_block(text: str) -> AnswerBlock:
+    return AnswerBlock(type="text", text=text)
+
+
+def thinking_block(text: str) -> AnswerBlock:
+    return AnswerBlock(type="thinking", thinking=text, signature="")
+
+
+def _blocks(parsed: ParsedOutput) -> list[AnswerBlock]:
+    blocks: list[AnswerBlock] = []
+    if parsed.reasoning:
+        blocks.append(thinking_block(parsed.reasoning))
+    if parsed.content:
+        blocks.append(text_block(parsed.content))
+    blocks += [
+        AnswerBlock(
+            type="tool_use", id=call.id, name=call.name, input=json.loads(call.arguments)
+        )
+        for call in parsed.calls
+    ]
+    return blocks
+
+
+def _end(reason: str | None, stop: int | str | None, *, has_calls: bool) -> MessageEnd:
+    if reason == "length":
+        return MessageEnd(stop_reason="max_tokens")
+    if isinstance(stop, str):
+        return MessageEnd(stop_reason="stop_sequence", stop_sequence=stop)
+    return MessageEnd(stop_reason="tool_use" if has_calls else "end_turn")

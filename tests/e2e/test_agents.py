@@ -1,0 +1,28 @@
+"""Client libraries of agents, unmodified, against a live server on the built-in model."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+PYTHON = Path(os.environ.get("HEADWATER_CLIENTS", ROOT / ".venv-clients")) / "bin" / "python"
+CLIENTS = sorted(path.stem for path in (ROOT / "tests" / "clients").glob("*_client.py"))
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_client_completes_its_tool_loop(server, client):
+    """Forced calls, their results in the history, streams and structured output."""
+    if not PYTHON.exists():
+        pytest.skip(f"no client libraries in {PYTHON.parent.parent}; run: bash scripts/clients")
+    done = subprocess.run(
+        [PYTHON, ROOT / "tests" / "clients" / f"{client}.py", server.url],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
