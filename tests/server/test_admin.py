@@ -158,11 +158,34 @@ def test_a_reset_names_tiers_or_is_refused():
         nowhere = await harness.post(
             "/reset_prefix_cache", {"tiers": ["device", "host", "storage"]}
         )
-        assert "there is no storage" in error(nowhere, 400)["message"]
+        assert "no storage tier" in error(nowhere, 400)["message"]
         assert error(await harness.post("/flush_cache", {"tiers": ["attic"]}), 400)
         assert error(await harness.post("/flush_cache", {"tiers": []}), 400)
         done = (await harness.post("/reset_prefix_cache", {"tiers": ["device"]})).json()
         assert done == {"status": "done", "removed": {"device": 7}, "kept": {"device": 0}}
+
+    run(scenario)
+
+
+def test_control_endpoints_refuse_unknown_fields_and_list_the_valid_ones():
+    """A misspelt `tiers` resets nothing, where it once reset every tier in memory."""
+
+    async def scenario(harness):
+        prompt = "x" * 100
+        await harness.complete(prompt=prompt)
+        await harness.until_idle()
+
+        misspelt = error(await harness.post("/reset_prefix_cache", {"tier": "device"}), 400)
+        wrong = error(await harness.post("/flush_cache", {"tiers": ["attic"]}), 400)
+        no_fields = error(await harness.post("/v1/pause", {"now": True}), 400)
+
+        assert misspelt["param"] == "tier"
+        assert "valid fields: tiers (device | host | storage)" in misspelt["message"]
+        assert wrong["param"] == "tiers"
+        assert "device | host | storage" in wrong["message"]
+        assert "takes no fields" in no_fields["message"]
+        usage = (await harness.complete(prompt=prompt)).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] > 0
 
     run(scenario)
 

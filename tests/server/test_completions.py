@@ -1,10 +1,13 @@
 """POST /v1/completions over an echo engine."""
 
 import asyncio
+import json
 from unittest.mock import ANY
 
 import pytest
 
+from headwater.server.errors import ErrorObject
+from headwater.server.streaming import EventStream
 from tests.server.harness import byte_tokenizer, events, run
 
 
@@ -244,3 +247,19 @@ def test_choices_of_one_stream_never_overtake_its_beginning():
         assert set(sent[1:]) == {"http.response.body"}
 
     run(scenario)
+
+
+@pytest.mark.parametrize("mark", ["\u0085", "\u2028", "\u2029", "\r\n", "\x1c"])
+def test_an_event_is_one_line_for_clients_that_split_text_anywhere(mark):
+    """`httpx.iter_lines` splits on more than newlines, so those characters are escaped."""
+    sent: list[bytes] = []
+
+    async def send(message):
+        sent.append(message.get("body", b""))
+
+    text = f"a{mark}b“c”"
+    asyncio.run(EventStream(send, []).write(ErrorObject(message=text, type="t")))
+
+    lines = [line for line in b"".join(sent).decode().splitlines() if line]
+    assert len(lines) == 1
+    assert json.loads(lines[0].removeprefix("data: "))["message"] == text

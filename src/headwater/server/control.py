@@ -25,7 +25,8 @@ from headwater.engine.client import (
     ResetCache,
     Resume,
 )
-from headwater.server.body import JsonResponse, read_body
+from headwater.server.body import JsonResponse
+from headwater.server.control_body import read_control_body
 from headwater.server.errors import RequestRefused
 from headwater.server.schema import SESSION_ID, Salt
 from headwater.server.service import Service
@@ -33,17 +34,17 @@ from headwater.server.service import Service
 _DRAIN_POLL_S = 0.02
 
 
-class NoFields(Struct, kw_only=True):
+class NoFields(Struct, kw_only=True, forbid_unknown_fields=True):
     """A body without fields; it may be empty."""
 
 
-class CloseSessionRequest(Struct, kw_only=True):
+class CloseSessionRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /cache/sessions/{session_id}; it may be empty."""
 
     cache_salt: Salt | None = None
 
 
-class ResetRequest(Struct, kw_only=True):
+class ResetRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /reset_prefix_cache; an empty one resets the device and host tiers."""
 
     tiers: Annotated[list[Literal["device", "host", "storage"]], Meta(min_length=1)] | None = (
@@ -51,14 +52,14 @@ class ResetRequest(Struct, kw_only=True):
     )
 
 
-class AbortRequest(Struct, kw_only=True):
+class AbortRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/abort_requests: some requests, or all of them."""
 
     request_ids: list[str] | None = None
     abort_all: bool | None = None
 
 
-class ReloadRequest(Struct, kw_only=True):
+class ReloadRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/reload_weights."""
 
     model: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
@@ -125,7 +126,7 @@ class ControlVerb:
 
     async def _endpoint(self, request: Request) -> Response:
         service: Service = request.app.state.service
-        body = await read_body(
+        body = await read_control_body(
             request,
             self.body,
             max_bytes=service.config.limits.max_body_bytes,

@@ -83,7 +83,44 @@ class StructuredFields(Struct, kw_only=True):
     json_object: bool | None = None
 
 
-class Sampling(Struct, kw_only=True):
+class RefusedSampling(Struct, kw_only=True):
+    """Sampling fields of vLLM, SGLang and FastDeploy that this server refuses when they are set.
+
+    `unsupported` has the values without effect, which are accepted."""
+
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    bad_words_token_ids: Any = None
+    custom_logit_processor: Any = None
+    custom_params: Any = None
+    ebnf: Any = None
+    early_stopping: Any = None
+    guided_json_object: Any = None
+    guided_whitespace_pattern: Any = None
+    json_schema: Any = None
+    kv_transfer_params: Any = None
+    length_penalty: Any = None
+    logits_processors: Any = None
+    logprob_token_ids: Any = None
+    lora_path: Any = None
+    mm_processor_kwargs: Any = None
+    no_stop_trim: Any = None
+    prompt_embeds: Any = None
+    reasoning_max_tokens: Any = None
+    regex: Any = None
+    return_hidden_states: Any = None
+    return_tokens_as_token_ids: Any = None
+    spaces_between_special_tokens: Any = None
+    stop_regex: Any = None
+    structural_tag: Any = None
+    thinking_token_budget: Any = None
+    top_a: Any = None
+    truncate_prompt_tokens: Any = None
+    typical_p: Any = None
+    vllm_xargs: Any = None
+
+
+class Sampling(RefusedSampling, kw_only=True):
     """Fields shared by completions and chat. Fields of type Any are listed in `unsupported`."""
 
     model: Name | None = None

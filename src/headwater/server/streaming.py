@@ -27,7 +27,24 @@ _HEADERS = [
     (b"x-accel-buffering", b"no"),  # tells proxies such as nginx not to buffer events
 ]
 
-encode = msgspec.json.Encoder().encode
+_LINE_BREAKS = {
+    "\u0085".encode(): b"\\u0085",
+    "\u2028".encode(): b"\\u2028",
+    "\u2029".encode(): b"\\u2029",
+}
+"""Not line breaks for server-sent events, but for clients that split text with `splitlines`."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+def encode(value: object) -> bytes:
+    """`value` as JSON in one line, whatever a client takes for the end of a line."""
+    data = _encode(value)
+    if b"\xc2\x85" in data or b"\xe2\x80" in data:
+        # In JSON these characters stand only inside strings, where an escape means the same.
+        for raw, escaped in _LINE_BREAKS.items():
+            data = data.replace(raw, escaped)
+    return data
 
 
 class ClientDisconnected(Exception):
