@@ -1,6 +1,7 @@
 """The command line: help that teaches, errors that suggest, nothing heavy before it is needed."""
 
 import pkgutil
+import re
 import subprocess
 import sys
 import tomllib
@@ -10,6 +11,7 @@ import pytest
 
 from headwater import __version__, bench
 from headwater.cli import main
+from headwater.cli.foreign_flags import FOREIGN_FLAGS
 from headwater.cli.idle_flags import idle_settings
 from headwater.cli.parser import build_parser
 from headwater.cli.serve import engine_config, refuse_later_features, server_config
@@ -327,3 +329,57 @@ def test_impossible_tiers_are_refused(flags, sentence):
     """Before anything is loaded, with a sentence to act on."""
     with pytest.raises(ConfigError, match=sentence):
         engine_config(parse(*flags))
+
+
+@pytest.mark.parametrize("flag", sorted(FOREIGN_FLAGS))
+def test_a_flag_of_another_server_gets_a_sentence(flag, capsys):
+    """Not a similar name: what it would do here, or which flag does it."""
+    assert main(["serve", flag, "value"]) == 2
+    assert f"{flag}: {FOREIGN_FLAGS[flag]}" in capsys.readouterr().err
+
+
+def test_a_flag_that_is_explained_is_not_one_of_ours_and_names_only_ours():
+    """The sentences stay true when flags are added or renamed."""
+    ours = set(parse().flags)
+    named = {
+        word
+        for sentence in FOREIGN_FLAGS.values()
+        for word in re.findall(r"--[a-z-]+", sentence)
+    }
+
+    assert not ours & set(FOREIGN_FLAGS)
+    assert named - ours == {"--mixed"}  # of `headwater up`
+
+
+def test_bench_help_has_a_line_for_each_benchmark(capsys):
+    """A user who does not know the names can choose one."""
+    assert main(["bench", "--help"]) == 0
+    out = capsys.readouterr().out
+    for name in BENCHMARKS:
+        assert re.search(rf"^  {name} +\w.{{20,}}$", out, re.MULTILINE), name
+
+
+def test_a_closed_pipe_is_no_traceback():
+    """`headwater … | head` ends without a word when its reader has gone."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "headwater", "version"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    _, errors = process.communicate()
+
+    assert process.returncode == 0
+    assert errors == b""
+
+
+@pytest.mark.parametrize("missing", ["torch", "msgspec"])
+def test_the_library_without_extras_says_what_to_install(missing):
+    """`headwater.LLM()` names the package and the extra, whichever package is missing."""
+    script = f"import sys\nsys.modules[{missing!r}] = None\nimport headwater\nheadwater.LLM()"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+
+    assert f"needs the package '{missing}'" in found.stderr
+    assert "pip install 'headwater[engine]'" in found.stderr

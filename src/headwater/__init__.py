@@ -7,7 +7,7 @@ it is first used, and `headwater.StructuredOutput` imports the grammar library.
 from typing import TYPE_CHECKING
 
 from headwater.config import VERSION
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, PackageMissing
 from headwater.scheduler.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -20,12 +20,15 @@ __all__ = ["LLM", "HeadwaterError", "SamplingParams", "StructuredOutput", "__ver
 
 
 def __getattr__(name: str) -> object:
-    if name == "LLM":
-        from headwater.launch.llm import LLM
+    try:
+        if name == "LLM":
+            from headwater.launch.llm import LLM
 
-        return LLM
-    if name == "StructuredOutput":
-        from headwater.engine.structured import StructuredOutput
+            return LLM
+        if name == "StructuredOutput":
+            from headwater.engine.structured import StructuredOutput
 
-        return StructuredOutput
+            return StructuredOutput
+    except ImportError as error:
+        raise PackageMissing(error, feature=f"headwater.{name}", extra="engine") from error
     raise AttributeError(f"module 'headwater' has no attribute {name!r}")

@@ -103,5 +103,15 @@ class EngineDead(HeadwaterError):
     """The engine process or loop has ended; nothing more will be answered."""
 
 
+class PackageMissing(HeadwaterError, ImportError):
+    """A package that belongs to an extra is not installed."""
+
+    def __init__(self, error: ImportError, *, feature: str, extra: str) -> None:
+        super().__init__(
+            f"{feature} needs the package {error.name!r}, which is not installed; "
+            f"try: pip install 'headwater[{extra}]'"
+        )
+
+
 class InvariantError(AssertionError):
     """The books do not balance: a bug in Headwater, found before it did harm."""

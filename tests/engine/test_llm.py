@@ -22,12 +22,16 @@ from headwater.scheduler.scheduler import Scheduler
 from headwater.testing.engines import VOCAB_SIZE, make_echo_core, make_tokenizer_folder
 from headwater.testing.runners import EchoRunner
 
+MAX_MODEL_LEN = 40
+
 
 @pytest.fixture
 def llm(tmp_path):
     core = make_echo_core()
     tokenizer = Tokenizer(make_tokenizer_folder(tmp_path))
-    yield OfflineEngine(core, tokenizer, SystemClock(), vocab_size=VOCAB_SIZE)
+    yield OfflineEngine(
+        core, tokenizer, SystemClock(), vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN
+    )
     assert not core.has_work
     core.check()
 
@@ -71,8 +75,10 @@ def test_a_repeated_prompt_is_found_in_the_cache(llm):
     """Lesson 64: `cached_tokens` says what was not computed again; salts keep tenants apart."""
     prompt = list(range(100))
 
-    first, second = llm.generate(prompt)[0], llm.generate(prompt)[0]
-    other = llm.generate(prompt, cache_salt="another tenant")[0]
+    params = SamplingParams(seed=1)
+
+    first, second = llm.generate(prompt, params)[0], llm.generate(prompt, params)[0]
+    other = llm.generate(prompt, params, cache_salt="another tenant")[0]
 
     assert (first.cached_tokens, second.cached_tokens, other.cached_tokens) == (0, 96, 0)
     assert first.tokens == second.tokens == other.tokens
@@ -197,7 +203,13 @@ def make_interrupted(folder, depth):
     )
     core = EngineCore(Scheduler(config, cache), runner, SystemClock())
     tokenizer = Tokenizer(make_tokenizer_folder(folder))
-    return OfflineEngine(core, tokenizer, SystemClock(), vocab_size=VOCAB_SIZE), runner, cache
+    return (
+        OfflineEngine(
+            core, tokenizer, SystemClock(), vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN
+        ),
+        runner,
+        cache,
+    )
 
 
 @pytest.fixture
@@ -264,3 +276,14 @@ def test_progress_is_a_bar_on_a_terminal():
 
     assert "prompts" in terminal.getvalue()
     assert isinstance(show_progress("prompts", 2, out=io.StringIO()), LineProgress)
+
+
+def test_without_params_it_samples_as_the_server_does(llm):
+    """A random seed for each prompt, 16 tokens for text, as many as fit for a conversation."""
+    answers = llm.generate([[1, 2, 3]] * 4)
+    chat = llm.chat([{"role": "user", "content": "a"}])[0]
+
+    assert len({tuple(answer.tokens) for answer in answers}) > 1
+    assert all(len(answer.tokens) <= 16 for answer in answers)
+    room = MAX_MODEL_LEN - len(chat.prompt_tokens)
+    assert chat.finish_reason == "stop" or len(chat.tokens) == room

@@ -3,14 +3,19 @@
 Nothing heavier than the parser is imported before a command is known.
 """
 
+import ast
 import importlib
+import importlib.util
 import logging
+import os
 import pkgutil
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from headwater import __version__
+from headwater.cli.foreign_flags import explain
 from headwater.cli.parser import build_parser
 from headwater.errors import HeadwaterError
 from headwater.words import suggest
@@ -43,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        return _fail(_unknown(unknown, options.flags), code=2)
+        return _fail(_unknown(unknown, options), code=2)
     if options.command is None:
         parser.print_help()
         return 0
@@ -98,7 +103,7 @@ def _bench(arguments: list[str]) -> int:
         if not entry.name.startswith("_")
     )
     if not arguments or arguments[0] in ("-h", "--help"):
-        sys.stdout.write(f"usage: headwater bench {{{','.join(known)}}} ...\n")
+        sys.stdout.write(_bench_help(known))
         return 0
     name = arguments[0]
     if name not in known:
@@ -109,10 +114,29 @@ def _bench(arguments: list[str]) -> int:
     return run(arguments[1:]) or 0
 
 
+def _bench_help(known: Sequence[str]) -> str:
+    """One line for each benchmark: the first sentence of its module, read without running it."""
+    lines = ["usage: headwater bench NAME [flags]; NAME --help has the flags", ""]
+    for name in known:
+        found = importlib.util.find_spec(f"headwater.bench.{name}")
+        assert found is not None, "it was just listed"
+        assert found.origin is not None, "a benchmark is a file"
+        about = ast.get_docstring(ast.parse(Path(found.origin).read_text(encoding="utf-8")))
+        sentence = " ".join((about or "").partition("\n\n")[0].split())
+        lines.append(f"  {name:10}{sentence.split(': ', 1)[-1]}")
+    return "\n".join(lines) + "\n"
+
+
 def _guard(run: Callable[[], int]) -> int:
     """Errors we raise on purpose are a sentence, not a traceback."""
     try:
-        return run()
+        code = run()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader, such as `head`, has what it wants. Python flushes once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except HeadwaterError as error:
         return _fail(str(error))
     except ModuleNotFoundError as error:
@@ -126,10 +150,12 @@ def _guard(run: Callable[[], int]) -> int:
         return 130
 
 
-def _unknown(unknown: Sequence[str], flags: Sequence[str]) -> str:
+def _unknown(unknown: Sequence[str], options: Namespace) -> str:
     first = unknown[0].partition("=")[0]
+    if options.command == "serve" and (sentence := explain(first)) is not None:
+        return f"{first}: {sentence}"
     kind = "flag" if first.startswith("-") else "argument"
-    return f"unknown {kind} {first!r}{suggest(first, flags)}"
+    return f"unknown {kind} {first!r}{suggest(first, options.flags)}"
 
 
 def _fail(sentence: str, *, code: int = 1) -> int:

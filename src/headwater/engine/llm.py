@@ -4,6 +4,7 @@ Turns any `EngineCore`, real or simulated, until every prompt has its answer.
 """
 
 import itertools
+import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,12 @@ from headwater.engine.structured import StructuredOutput
 from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import HeadwaterError, RequestError
 from headwater.scheduler.output import SequenceOutput, TokenLogprobs, Usage
-from headwater.scheduler.request import Request, SamplingParams, params_of_choice
+from headwater.scheduler.request import (
+    SEED_RANGE,
+    Request,
+    SamplingParams,
+    params_of_choice,
+)
 from headwater.types import RequestId, Tokens
 
 _DRAIN_S = 2.0
@@ -60,9 +66,16 @@ class OfflineEngine:
     """Answers batches of prompts. One thread; blocks until all are answered."""
 
     def __init__(
-        self, core: EngineCore, tokenizer: Tokenizer, clock: Clock, *, vocab_size: int
+        self,
+        core: EngineCore,
+        tokenizer: Tokenizer,
+        clock: Clock,
+        *,
+        vocab_size: int,
+        max_model_len: int,
     ) -> None:
         """`vocab_size` is the model's: a token id beyond it would end the engine."""
+        self._max_model_len = max_model_len
         self.core = core
         self.tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -83,11 +96,14 @@ class OfflineEngine:
         """Completions in the order of `prompts`: texts, or lists of token ids.
 
         Each prompt gets `n`, one after the other, and they differ by their seeds. `params` is
-        one for all, or one each. `structured` is what every answer must look like. `show` is whether progress is shown; None is when standard
-        error is a terminal. Raises RequestError for what cannot be served, after ending the
+        one for all, or one each; None is what the server does without sampling fields: 16
+        tokens and a random seed. `structured` is what every answer must look like. `show` is
+        whether progress is shown; None is when standard error is a terminal. Raises RequestError for what cannot be served, after ending the
         others; Ctrl-C ends them all too, and the engine is ready for more.
         """
         tokens = [self._encode(prompt) for prompt in read_prompts(prompts)]
+        if params is None:
+            params = [SamplingParams(seed=_random_seed()) for _ in tokens]
         all_params = read_params(params, len(tokens), structured)
         return self._run(tokens, all_params, n=n, stop=stop, cache_salt=cache_salt, show=show)
 
@@ -102,9 +118,15 @@ class OfflineEngine:
         structured: StructuredOutput | None = None,
         show: bool | None = None,
     ) -> list[Completion]:
-        """The next turn of each conversation, `n` times, through the model's chat template."""
+        """The next turn of each conversation, `n` times, through the model's chat template.
+
+        Without `params`, as in the server: a random seed, and as many tokens as fit.
+        """
         batch = read_conversations(conversations)
         tokens = [self.tokenizer.encode_chat(messages) for messages in batch]
+        if params is None:
+            rooms = [max(1, self._max_model_len - len(prompt)) for prompt in tokens]
+            params = [SamplingParams(max_tokens=room, seed=_random_seed()) for room in rooms]
         all_params = read_params(params, len(tokens), structured)
         return self._run(tokens, all_params, n=n, stop=stop, cache_salt=cache_salt, show=show)
 
@@ -214,3 +236,7 @@ class _Pending:
         answer.usage = answer.usage or output.usage
         answer.finish_reason, answer.stop_reason = piece.finish_reason, piece.stop_reason
         return piece.finish_reason is not None
+
+
+def _random_seed() -> int:
+    return secrets.randbelow(SEED_RANGE)

@@ -10,7 +10,7 @@ from headwater.clock import SystemClock
 from headwater.config import EngineConfig
 from headwater.engine.llm import OfflineEngine
 from headwater.engine.tokenizer import Tokenizer
-from headwater.errors import ConfigError
+from headwater.errors import ConfigError, PackageMissing
 from headwater.launch.core import build_core
 from headwater.words import suggest
 
@@ -26,9 +26,16 @@ class LLM(OfflineEngine):
         config = _config({"model": _folder(model), **settings})
         if config.kv_events is not None:
             raise ConfigError("kv_events: a model without a server has no followers")
-        core, info = build_core(config)
+        try:
+            core, info = build_core(config)
+        except ModuleNotFoundError as error:
+            raise PackageMissing(error, feature="headwater.LLM", extra="engine") from error
         super().__init__(
-            core, Tokenizer(info.model_dir), SystemClock(), vocab_size=info.vocab_size
+            core,
+            Tokenizer(info.model_dir),
+            SystemClock(),
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
         )
         self.info = info
 

@@ -61,7 +61,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int = 0
-    """Randomness is a function of this and the token's position, and of nothing else."""
+    """Randomness is a function of this and the token's position, and of nothing else. The default
+    makes library calls repeatable; the server draws a seed for a request without one."""
 
     logprobs: int | None = None
     """How many alternatives to report beside the chosen token; None reports nothing."""
