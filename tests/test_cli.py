@@ -15,13 +15,9 @@ from headwater.cli.foreign_flags import FOREIGN_FLAGS
 from headwater.cli.idle_flags import idle_settings
 from headwater.cli.parser import build_parser
 from headwater.cli.serve import engine_config, refuse_later_features, server_config
-from headwater.config import (
-    EngineConfig,
-    KvEventsConfig,
-    LimitsConfig,
-    ServerConfig,
-)
+from headwater.config import EngineConfig, KvEventsConfig
 from headwater.errors import ConfigError
+from headwater.server.config import LimitsConfig, ServerConfig
 
 
 def parse(*flags):
@@ -56,7 +52,7 @@ def test_without_a_command_it_says_what_there_is(capsys):
     ("arguments", "hint"),
     [
         (["serv"], "did you mean 'serve'?"),
-        (["banana"], "known: bench, demo, plan, replay, route, serve"),
+        (["banana"], "known: bench, certs, demo, plan, replay, route, serve"),
         (["serve", "--max-num-seq", "3"], "did you mean '--max-num-seqs'?"),
         (["serve", "--prot=3"], "did you mean '--port'?"),
         (["serve", "--completely-else"], "see --help"),

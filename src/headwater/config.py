@@ -6,6 +6,7 @@ raises `ConfigError` with a sentence an operator can act on.
 
 import ipaddress
 import os
+import ssl
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -50,6 +51,12 @@ class KvEventsConfig:
 
     topic: str = ""
 
+    token_ids: bool = False
+    """Publish the token ids of blocks, which are prompts, for consumers that need them."""
+
+    insecure: bool = False
+    """Publish without authentication, also beyond loopback or with token ids."""
+
     def __post_init__(self) -> None:
         _positive("--kv-events-config buffer_steps", self.buffer_steps)
         _positive("--kv-events-config hwm", self.hwm)
@@ -59,6 +66,12 @@ class KvEventsConfig:
     def is_on(self) -> bool:
         """Whether anything is published."""
         return self.enable_kv_cache_events and self.publisher == "zmq"
+
+    @property
+    def needs_secret(self) -> bool:
+        """Whether publishing without a peer token would show prompts or reach other hosts."""
+        local = all(_is_local(name) for name in (self.endpoint, self.replay_endpoint))
+        return (self.token_ids or not local) and not self.insecure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,123 +250,60 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LimitsConfig:
-    """What one client may ask for; beyond it the answer is a 4xx, never an exhausted server."""
+class TlsConfig:
+    """TLS of a listener and of connections between the processes of one cluster."""
 
-    max_body_bytes: int = 16 * MIB
-    """Longest request body."""
+    ssl_certfile: str
+    """PEM file with the certificate, followed by its intermediate certificates."""
 
-    max_prompts: int = 256
-    """Most prompts in one completion request."""
+    ssl_keyfile: str
+    """PEM file with the private key."""
 
-    max_choices: int = 64
-    """Most choices (`n`) a prompt."""
+    ssl_ca_certs: str | None = None
+    """PEM file with the cluster's CA. With it, router, instances and peers verify each other
+    (mutual TLS); None verifies with the system's CAs and asks for no client certificate."""
 
-    max_stop_strings: int = 16
-    """Most stop strings a request."""
+    def server_context(self) -> ssl.SSLContext:
+        """For listeners. With a CA, a client certificate is verified if one is sent."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        self._load(context)
+        if self.ssl_ca_certs is not None:
+            context.verify_mode = ssl.CERT_OPTIONAL
+        return context
 
-    max_stop_chars: int = 256
-    """Longest stop string."""
+    def client_context(self) -> ssl.SSLContext:
+        """For connections to other processes of the cluster; presents the certificate."""
+        context = ssl.create_default_context(cafile=self.ssl_ca_certs)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        self._load(context)
+        if self.ssl_ca_certs is not None:
+            # Membership in the cluster is what counts: addresses of instances change, so names
+            # in certificates are not compared. The CA must sign certificates of it only.
+            context.check_hostname = False
+        return context
 
-    max_stop_token_ids: int = 128
-    """Most stop token ids a request; all of a vocabulary would leave nothing to choose."""
-
-    max_logprobs: int = 20
-    """Most alternatives reported beside each token."""
-
-    max_logit_bias: int = 1024
-    """Most entries of `logit_bias`."""
-
-    max_queued: int = 1024
-    """Most sequences that may wait beyond those running; more get a 429."""
-
-    max_stored_responses: int = 1024
-    """Most responses that are kept for `previous_response_id`; 0 keeps none."""
-
-    max_stored_bytes: int = 128 * MIB
-    """Most memory for them."""
-
-    stored_lifetime_s: float = 3600.0
-    """How long each of them is kept."""
-
-    def __post_init__(self) -> None:
-        _positive("--max-body-mib", self.max_body_bytes)
-        if self.max_queued < 0:
+    def _load(self, context: ssl.SSLContext) -> None:
+        try:
+            context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile)
+        except (OSError, ssl.SSLError) as exc:
             raise ConfigError(
-                f"--max-queued-requests cannot be negative, got {self.max_queued}"
-            )
-        if self.max_stored_responses < 0:
-            raise ConfigError(
-                f"--max-stored-responses cannot be negative, got {self.max_stored_responses}"
-            )
-        if self.stored_lifetime_s <= 0:
-            raise ConfigError(
-                f"--stored-response-lifetime must be positive, got {self.stored_lifetime_s}"
-            )
+                f"--ssl-certfile {self.ssl_certfile} with --ssl-keyfile {self.ssl_keyfile}: "
+                f"{exc}; both must be PEM files that belong together"
+            ) from exc
+        if self.ssl_ca_certs is not None:
+            try:
+                context.load_verify_locations(self.ssl_ca_certs)
+            except (OSError, ssl.SSLError) as exc:
+                raise ConfigError(
+                    f"--ssl-ca-certs {self.ssl_ca_certs}: {exc}; it must be a PEM file"
+                ) from exc
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
-    """What the HTTP process needs to know, and nothing of the engine."""
-
-    host: str = "127.0.0.1"
-    """Address to bind. Loopback unless told otherwise."""
-
-    port: int = 8000
-    """Port to bind; 0 lets the system choose a free one."""
-
-    served_model_name: str | None = None
-    """Name clients use; None is the last part of the model's path."""
-
-    api_key: str | None = None
-    """Bearer key every request but `GET /health` must carry; None asks for none."""
-
-    drain_timeout_s: float = 30.0
-    """How long a stopping server lets running requests finish."""
-
-    start_timeout_s: float = 600.0
-    """How long the engine may take to load its model."""
-
-    exit_with_engine: bool = False
-    """Exit 1 when the engine dies, instead of staying to answer 503."""
-
-    vllm_metric_names: bool = False
-    """Expose the few metrics that routers scrape under the `vllm:` prefix as well."""
-
-    router: str | None = None
-    """URL of the router to register at; None is to serve alone."""
-
-    peer_token: str | None = None
-    """What instances and the router of one cluster show each other."""
-
-    tool_call_parser: str = "auto"
-    """Format of the model's tool calls: a name, `module:Class`, `auto` for what its chat template
-    speaks, or `none`."""
-
-    reasoning_parser: str = "auto"
-    """Tags around the model's reasoning: a name, `auto` for those of its chat template, or
-    `none`."""
-
-    log_format: Literal["text", "json"] = "text"
-    """How log lines look; with `json`, each request that ends is a line with its ledger."""
-
-    limits: LimitsConfig = field(default_factory=LimitsConfig)
-
-    def __post_init__(self) -> None:
-        _one_of("--log-format", self.log_format, LOG_FORMATS)
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port must be between 0 and 65535, got {self.port}")
-        check_secret("--api-key", self.api_key)
-        check_secret("--peer-token", self.peer_token)
-        if self.router is not None and not self.router.startswith(("http://", "https://")):
-            raise ConfigError(f"--router is a URL such as http://host, got {self.router!r}")
-        if self.drain_timeout_s < 0:
-            raise ConfigError(f"--drain-timeout cannot be negative, got {self.drain_timeout_s}")
-
-    @property
-    def is_loopback(self) -> bool:
-        """Whether only this machine can connect."""
-        return is_loopback(self.host)
+def _is_local(endpoint: str) -> bool:
+    """Whether only this machine can connect to a ZMQ endpoint."""
+    scheme, _, address = endpoint.partition("://")
+    return scheme in ("ipc", "inproc") or is_loopback(address.rpartition(":")[0].strip("[]"))
 
 
 def is_loopback(host: str) -> bool:

@@ -22,6 +22,8 @@ class BlocksStored:
     """Token ids of the run, int32 little-endian; empty where a salt keeps them private."""
 
     adapter: str = ""
+    salt_id: str = ""
+    """Identifies the salt without disclosing it; empty without a salt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,7 +66,7 @@ class Consumer:
     def BlockStored(
         self, block_hashes, parent_block_hash, token_ids, block_size, medium, **more
     ):
-        assert set(more) == {"lora_id", "lora_name"}
+        assert set(more) == {"lora_id", "lora_name", "extra_keys"}
         assert token_ids == [] or len(token_ids) == len(block_hashes) * block_size
         known = set().union(*self.blocks.values())
         assert parent_block_hash is None or parent_block_hash in known

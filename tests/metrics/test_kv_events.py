@@ -90,7 +90,7 @@ class Instance:
 
 @pytest.fixture
 def instance():
-    instance = Instance(buffer_steps=8)
+    instance = Instance(buffer_steps=8, token_ids=True)
     yield instance
     instance.close()
 
@@ -134,6 +134,7 @@ def test_messages_are_exactly_in_the_format(instance, consumer):
             "block_hashes": [first, second],
             "parent_block_hash": None,
             "token_ids": [1] * BLOCK + [2] * BLOCK,
+            "extra_keys": None,
             "block_size": BLOCK,
             "lora_id": None,
             "lora_name": None,

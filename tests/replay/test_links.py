@@ -91,7 +91,7 @@ def test_a_link_carries_everything_and_no_faster_than_it_can(jobs, max_jobs):
 
 def test_a_link_that_carries_nothing_is_refused():
     """No bandwidth, no places: a sentence."""
-    with pytest.raises(ConfigError, match="is none"):
+    with pytest.raises(ConfigError, match="must be positive"):
         LinkCost(bytes_s=0)
     with pytest.raises(ConfigError, match="carries nothing"):
         LinkCost(bytes_s=1, max_jobs=0)

@@ -141,7 +141,7 @@ def test_a_plan_of_a_small_trace(trace, tmp_path, capsys):
     ("flags", "said"),
     [
         (["--host-gib", "much"], "is a list"),
-        (["--eviction", "mru"], "is none of"),
+        (["--eviction", "mru"], "must be one of"),
         (["--price", "5"], "for example"),
         (["--slo", "quick"], "for example"),
         (["--limit", "0"], "--limit"),

@@ -9,11 +9,15 @@ from typing import Any
 import httpx
 
 from headwater.clock import SystemClock
-from headwater.config import KvEventsConfig, ServerConfig
+from headwater.config import KvEventsConfig
 from headwater.engine.client import KvEventsInfo
 from headwater.launch.router import RouterProcess
+from headwater.launch.server import unix_s
+from headwater.metrics.kv_curve import CurveKeys
 from headwater.metrics.kv_publisher import KvPublisher
+from headwater.server.access import make_access_policy
 from headwater.server.app import create_app
+from headwater.server.config import ServerConfig
 from headwater.server.http import HttpServer, bind, url_of
 from headwater.server.middleware import ReadinessMiddleware
 from headwater.server.registration import Registrar
@@ -47,6 +51,7 @@ class Instance:
             clock=SystemClock(),
             started_s=1.7e9,
             wake=lambda: loop.call_soon_threadsafe(core.publish),
+            keys=None if token is None else CurveKeys.of_token(token),
         )
         core.follow(self.publisher)
         heard = KvEventsInfo(
@@ -54,24 +59,32 @@ class Instance:
             replay_endpoint=self.publisher.replay_endpoint,
             topic="",
             buffer_steps=1000,
+            curve=token is not None,
         )
-        info = replace(
-            make_echo_info(fingerprint=""), epoch=epoch, kv_events=heard if events else None
-        )
+        info = replace(make_echo_info(), epoch=epoch, kv_events=heard if events else None)
+        tls = changes.pop("tls", None)
         kind, silent_s = changes.pop("engine", EchoEngine), changes.pop("silent_s", 20.0)
         self.engine = kind(core, replace(info, **changes))
-        config = ServerConfig(port=port, router=router, peer_token=token)
+        config = ServerConfig(port=port, router=router, peer_token=token, tls=tls)
         self.service = Service(
             self.engine, byte_tokenizer(), config, SystemClock(), created_s=1.7e9
         )
         self.listener = bind("127.0.0.1", port)
-        self.url = url_of(self.listener)
-        self.name = self.url.removeprefix("http://")
-        self.gate = ReadinessMiddleware()
-        self.gate.open(create_app(self.service))
-        self.http = HttpServer(self.gate, drain_timeout_s=1.0)
+        self.url = url_of(self.listener, tls=tls is not None)
+        self.name = self.url.partition("://")[2]
+        access = make_access_policy(config, SystemClock(), unix_s)
+        self.cluster = access.cluster
+        self.readiness = ReadinessMiddleware(access)
+        self.readiness.open(create_app(self.service))
+        self.http = HttpServer(self.readiness, drain_timeout_s=1.0, tls=tls)
         self.serving = loop.create_task(self.http.serve(sockets=[self.listener]))
-        self.registrar = Registrar(self.service, router=router, url=self.url, silent_s=silent_s)
+        self.registrar = Registrar(
+            self.service,
+            router=router,
+            url=self.url,
+            cluster=self.cluster,
+            silent_s=silent_s,
+        )
         self.membership = loop.create_task(self.registrar.run())
 
     async def die(self):
@@ -108,14 +121,19 @@ class Instance:
 class Harness:
     """A router, a client of it, and whoever was started."""
 
-    def __init__(self, tokenizer=None, **settings):
+    def __init__(self, tokenizer=None, verify=True, **settings):
         defaults: dict[str, Any] = {"port": 0, "peer_token": TOKEN, "heartbeat_s": 0.05}
         config = RouterConfig(**defaults | {"stale_s": 0.4, "forget_s": 0.8} | settings)
         self.listener = bind(config.host, config.port)
-        self.url = url_of(self.listener)
+        self.url = url_of(self.listener, tls=config.tls is not None)
         self.process = RouterProcess(config, self.listener, tokenizer, lambda url: None)
         self.instances = []
-        self.client = httpx.AsyncClient(base_url=self.url, timeout=20)
+        self.client = httpx.AsyncClient(base_url=self.url, timeout=20, verify=verify)
+
+    @staticmethod
+    def unix_s():
+        """Unix time, as router and instances know it."""
+        return unix_s()
 
     def attach(self, stop):
         """The router's signals: only this."""

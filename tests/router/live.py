@@ -1,6 +1,7 @@
 """A router process, as an operator would start it."""
 
 import atexit
+import os
 import re
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 
 import httpx
 
+TOKEN = "secret-of-live-tests"
 _READY = re.compile(r"is ready at (http://\S+)")
 
 
@@ -81,7 +83,8 @@ class LiveRouter(Asked, LiveCommand):
     """`headwater route`, ready."""
 
     def __init__(self, *flags: str, port: int = 0) -> None:
-        super().__init__("route", "--port", str(port), *flags)
+        secret = () if "HEADWATER_PEER_TOKEN" in os.environ else ("--peer-token", TOKEN)
+        super().__init__("route", "--port", str(port), *secret, *flags)
         self.until_said("stop with")
         self.port = int(self.url.rpartition(":")[2])
 

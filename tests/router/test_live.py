@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.e2e.live import LiveServer, Stream
-from tests.router.live import LiveCommand, LiveRouter
+from tests.router.live import TOKEN, LiveCommand, LiveRouter
 
 pytestmark = pytest.mark.slow
 
@@ -18,7 +18,8 @@ NAME = "x-headwater-instance"
 
 
 def start(router, *flags):
-    return LiveServer("--router", router.url, "--max-model-len", "4096", *flags, blocks=96)
+    place = ("--router", router.url, "--peer-token", TOKEN)
+    return LiveServer(*place, "--max-model-len", "4096", *flags, blocks=96)
 
 
 def name(server):

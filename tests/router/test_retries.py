@@ -8,8 +8,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from headwater.server.app import create_app
+from headwater.server.cluster_auth import SIGNATURE_HEADER
 from headwater.server.router.protocol import FALLBACK_HEADER, PREFILL_HEADER, TOKEN_HEADER
-from tests.router.harness import TOKEN, run
+from tests.router.harness import run
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +22,7 @@ def test_retries_have_a_budget():
         instances = [harness.add() for _ in range(3)]
         await harness.ready(*instances)
         for instance in instances:
-            instance.gate.shut("not now")
+            instance.readiness.shut("not now")
 
         answer = await harness.complete()
 
@@ -47,7 +48,7 @@ def test_an_outage_is_not_answered_with_more_load():
         instances = [harness.add() for _ in range(3)]
         await harness.ready(*instances)
         for instance in instances:
-            instance.gate.shut("not now")
+            instance.readiness.shut("not now")
 
         answers = await asyncio.gather(*(harness.complete() for _ in range(40)))
 
@@ -88,7 +89,7 @@ def test_a_prefill_instance_that_refuses_is_passed_over():
     async def scenario(harness):
         decode = harness.add(role="decode")
         refusing = Refusing(create_app(decode.service))
-        decode.gate.open(refusing)
+        decode.readiness.open(refusing)
         for port in (1, 2):
             harness.add(role="prefill", peer_address=f"127.0.0.1:{port}")
         await harness.ready(*harness.instances)
@@ -99,7 +100,8 @@ def test_a_prefill_instance_that_refuses_is_passed_over():
         first, second, third = refusing.asked
         peers = {first[PREFILL_HEADER], second[PREFILL_HEADER]}
         assert peers == {"127.0.0.1:1", "127.0.0.1:2"}
-        assert first[TOKEN_HEADER] == second[TOKEN_HEADER] == TOKEN
+        assert first[SIGNATURE_HEADER] != second[SIGNATURE_HEADER]
+        assert TOKEN_HEADER not in first
         assert FALLBACK_HEADER not in first
         assert second[FALLBACK_HEADER] == "local"
         assert PREFILL_HEADER not in third
@@ -117,7 +119,7 @@ def test_a_decode_instance_without_room_is_passed_over():
         decodes = [harness.add(role="decode") for _ in range(2)]
         refusing = [Refusing(create_app(entry.service), "no_room") for entry in decodes]
         for entry, app in zip(decodes, refusing, strict=True):
-            entry.gate.open(app)
+            entry.readiness.open(app)
         harness.add(role="prefill", peer_address="127.0.0.1:1")
         await harness.ready(*harness.instances)
 

@@ -16,7 +16,7 @@ class Known:
 
     def __init__(self, **roles: str) -> None:
         self.clock = VirtualClock()
-        config = RouterConfig()
+        config = RouterConfig(peer_token="between-us")
         watch = RegistryObserver(joined=lambda entry: None, left=lambda entry: None)
         self.registry = Registry(config, self.clock, watch)
         self.chooser = RouteSelector(config, self.registry, self.clock)

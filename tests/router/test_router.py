@@ -108,7 +108,7 @@ def test_another_model_is_refused_with_a_sentence():
     async def scenario(harness):
         await harness.ready(harness.add())
         refused: list[tuple[dict[str, Any], str]] = [
-            ({"fingerprint": "ab" * 32}, "model fingerprint"),
+            ({"fingerprint": "ab" * 32}, "model weights"),
             ({"block_tokens": 32}, "block size"),
             ({"kv_format": "x"}, "KV format"),
             ({"token": "wrong"}, "peer token"),
@@ -152,7 +152,9 @@ def test_a_router_that_comes_late_learns_all():
 
         late = Harness()
         late.start()
-        registrar = Registrar(first.service, router=late.url, url=first.url)
+        registrar = Registrar(
+            first.service, router=late.url, url=first.url, cluster=first.cluster
+        )
         membership = asyncio.create_task(registrar.run())
         await late.until(lambda known: first.name in known)
         await late.until(
@@ -191,7 +193,7 @@ def test_strangers_are_bounded():
     async def scenario(harness):
         one = harness.add()
         await harness.ready(one)
-        headers = {TOKEN_HEADER: TOKEN}
+        headers = {TOKEN_HEADER: TOKEN, "content-type": "application/json"}
         post = harness.client.post
 
         assert (await post("/instances", json={})).status_code == 403

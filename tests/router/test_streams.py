@@ -28,7 +28,7 @@ async def broken_stream(harness, path, body, *, how, others=1):
         if how == "error":
             one.engine.die("out of memory")
         elif how == "stop":
-            one.gate.shut("the server is stopping")
+            one.readiness.shut("the server is stopping")
             one.service.is_stopping = True
             await one.engine.abort(None)
         else:
@@ -157,7 +157,7 @@ def test_what_is_given_back_goes_on(times, num_instances):
         whole = await harness.client.post("/v1/completions", json=body)
         await harness.until(lambda known: blocks(known) > 6)
         home = next(i for i in instances if i.name == whole.headers["x-headwater-instance"])
-        home.gate.open(GivingBack(create_app(home.service), times))
+        home.readiness.open(GivingBack(create_app(home.service), times))
 
         answer = await harness.client.post("/v1/completions", json=body)
 

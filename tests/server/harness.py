@@ -11,10 +11,11 @@ from typing import Any
 import httpx
 
 from headwater.clock import SystemClock
-from headwater.config import LimitsConfig, ServerConfig
 from headwater.engine.client import GetStats
 from headwater.engine.tokenizer import Tokenizer
+from headwater.server.access import make_access_policy
 from headwater.server.app import create_app
+from headwater.server.config import LimitsConfig, ServerConfig
 from headwater.server.middleware import ReadinessMiddleware
 from headwater.server.service import Service
 from headwater.testing.engines import EchoEngine, make_tokenizer_folder
@@ -35,10 +36,12 @@ class Harness:
         self.service = Service(
             self.engine, byte_tokenizer(), config, SystemClock(), created_s=1_700_000_000.0
         )
-        self.gate = ReadinessMiddleware(config.api_key)
-        self.gate.open(create_app(self.service))
-        transport = httpx.ASGITransport(self.gate)
-        self.client = httpx.AsyncClient(transport=transport, base_url="http://test")
+        self.readiness = ReadinessMiddleware(
+            make_access_policy(config, SystemClock(), lambda: 1.7e9)
+        )
+        self.readiness.open(create_app(self.service))
+        transport = httpx.ASGITransport(self.readiness)
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://localhost")
 
     async def post(self, path: str, body: object = None, **options: Any) -> httpx.Response:
         return await self.client.post(path, json=body, **options)

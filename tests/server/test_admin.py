@@ -295,7 +295,7 @@ def test_before_and_after_its_time_the_gate_answers_503():
     """A client that comes while the model loads, or while the server stops, is told so."""
 
     async def scenario(harness):
-        harness.gate.shut("the server is stopping")
+        harness.readiness.shut("the server is stopping")
         response = await harness.client.get("/health")
         assert error(response, 503)["message"] == "the server is stopping"
         assert "retry-after" in response.headers

@@ -242,7 +242,7 @@ def test_choices_of_one_stream_never_overtake_its_beginning():
             "headers": [],
             "query_string": b"",
         }
-        await harness.gate(scope, receive, send)
+        await harness.readiness(scope, receive, send)
         assert sent[0] == "http.response.start"
         assert set(sent[1:]) == {"http.response.body"}
 

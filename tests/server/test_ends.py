@@ -94,7 +94,7 @@ def test_a_client_that_leaves_is_aborted(num_streamed):
         }
         if not num_streamed:
             harness.engine.hold()
-        exchange = asyncio.create_task(harness.gate(scope, receive, send))
+        exchange = asyncio.create_task(harness.readiness(scope, receive, send))
         if not num_streamed:
             await harness.until_live(1)
             gone.set()

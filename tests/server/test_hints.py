@@ -7,6 +7,7 @@ from headwater.metrics import names
 from tests.server.harness import error, run
 from tests.server.test_admin import samples
 
+JSON = {"content-type": "application/json"}
 PROMPT = "a conversation that goes on for a good while " * 4
 
 
@@ -112,7 +113,7 @@ def test_closing_is_bounded_too():
         error(await harness.client.post("/cache/sessions/" + "s" * 257), 400)
         error(await harness.client.post("/cache/sessions/two%20words"), 400)
         error(await harness.post("/cache/sessions/s", {"cache_salt": ""}), 400)
-        error(await harness.client.post("/cache/sessions/s", content=b"{"), 400)
+        error(await harness.client.post("/cache/sessions/s", content=b"{", headers=JSON), 400)
         harness.engine.die("gone")
         error(await harness.client.post("/cache/sessions/s"), 503)
 

@@ -63,6 +63,7 @@ class KVEventLog:
             parent=None if is_first else self._tree.key_before(node, start),
             tokens=b"" if namespace.salt else node.tokens[start * stride : end * stride],
             adapter=namespace.adapter,
+            salt_id=self._tree.scheme.root(namespace)[-8:].hex() if namespace.salt else "",
         )
 
 

@@ -26,6 +26,7 @@ _COMMANDS = (
     "serve",
     "route",
     "up",
+    "certs",
     "demo",
     "bench",
     "replay",
@@ -77,6 +78,10 @@ def _run(options: Namespace, given: frozenset[str]) -> int:
         from headwater.cli.route import run_route
 
         return run_route(options)
+    if options.command == "certs":
+        from headwater.cli.certs import run_certs
+
+        return run_certs(options)
     if options.command == "up":
         from headwater.cli.up import run_up
 

@@ -1,5 +1,4 @@
-"""Every flag of `serve`, in groups, with help that says what it does and what it is when left
-out."""
+"""The flags of `serve`, in groups. Help texts state effect, unit and default."""
 
 import math
 from argparse import (
@@ -13,6 +12,7 @@ from argparse import (
 from pathlib import Path
 from typing import Any
 
+from headwater.cli.security import add_access_flags
 from headwater.config import (
     EVICTIONS,
     LINKS,
@@ -21,10 +21,9 @@ from headwater.config import (
     ROLES,
     WRITE_POLICIES,
     EngineConfig,
-    LimitsConfig,
     PeersConfig,
-    ServerConfig,
 )
+from headwater.server.config import LimitsConfig, ServerConfig
 
 _SERVE = """\
 Serve a Hugging Face model directory (config, safetensors, tokenizer) at /v1/completions and
@@ -36,8 +35,8 @@ use, so that everything can be tried offline.
 """
 
 PREFILL_TOKENS = 512
-"""In a step of an instance that only prefills: on a CPU larger ones are no faster a token, and
-whoever comes meanwhile waits for their end."""
+"""Tokens per step of a prefill instance. On a CPU longer steps are not faster per token, and
+requests that arrive during a step wait for its end."""
 
 _ENGINE = EngineConfig()
 _SERVER = ServerConfig()
@@ -57,6 +56,7 @@ def add_serve(commands: "_SubParsersAction[ArgumentParser]") -> None:
     serve.add_argument("model", nargs="?", metavar="MODEL", help="model directory")
     for add in (
         _add_http,
+        add_access_flags,
         _add_model,
         _add_memory,
         _add_tiers,
@@ -77,7 +77,9 @@ def _add_http(parser: ArgumentParser) -> None:
         "--port", type=int, default=_SERVER.port, help=_help("port to bind; 0 is any free one")
     )
     group.add_argument(
-        "--served-model-name", metavar="NAME", help="name clients use for the model"
+        "--served-model-name",
+        metavar="NAME",
+        help="model name for clients (default: the last part of its path)",
     )
     group.add_argument(
         "--tool-call-parser",
@@ -98,38 +100,38 @@ def _add_http(parser: ArgumentParser) -> None:
         ),
     )
     group.add_argument(
-        "--api-key",
-        metavar="KEY",
-        help="key that every request but GET /health must carry (or HEADWATER_API_KEY)",
-    )
-    group.add_argument(
         "--drain-timeout",
         type=_number,
         metavar="S",
         default=_SERVER.drain_timeout_s,
-        help=_help("seconds that running requests get to finish when the server is stopped"),
+        help=_help("seconds for running requests to finish when the server is stopped"),
     )
     group.add_argument(
         "--record",
         type=Path,
         metavar="FILE",
-        help="record arrivals, lengths and salted block keys, no text, for headwater replay",
+        help="record arrival times, lengths and salted block keys (no text) for headwater replay",
     )
     group.add_argument(
         "--exit-with-engine",
         action="store_true",
-        help="exit 1 when the engine dies, instead of answering 503",
+        help="exit with 1 when the engine dies, instead of answering 503",
     )
     group.add_argument(
         "--vllm-metric-names",
         action="store_true",
-        help="also expose what routers scrape under the vllm: prefix",
+        help="also expose the metrics that routers scrape under the vllm: prefix",
+    )
+    group.add_argument(
+        "--key-metrics",
+        action="store_true",
+        help="count sequences and tokens by the name of their API key in /metrics",
     )
     group.add_argument(
         "--log-format",
         choices=LOG_FORMATS,
         default=_SERVER.log_format,
-        help=_help("log lines; json has one for each request, with its ledger"),
+        help=_help("format of log lines; json adds one line per finished request"),
     )
 
 
@@ -144,7 +146,7 @@ def _add_model(parser: ArgumentParser) -> None:
         "--max-model-len",
         type=int,
         metavar="TOKENS",
-        help="most tokens of prompt and output together (default: the model's)",
+        help="most tokens of prompt and output together (default: that of the model)",
     )
 
 
@@ -155,7 +157,7 @@ def _add_memory(parser: ArgumentParser) -> None:
         type=int,
         metavar="TOKENS",
         default=_ENGINE.block_tokens,
-        help=_help("tokens in a block, the unit of reuse"),
+        help=_help("tokens per block, the unit of reuse"),
     )
     group.add_argument(
         "--gpu-memory-utilization",
@@ -182,20 +184,20 @@ def _add_memory(parser: ArgumentParser) -> None:
         "--eviction",
         choices=EVICTIONS,
         default=_ENGINE.eviction,
-        help=_help("which blocks go first when room is needed; see docs/eviction.md"),
+        help=_help("eviction policy; see docs/eviction.md"),
     )
     group.add_argument(
         "--eviction-weights",
         metavar="none|shipped|FILE",
         default=_ENGINE.eviction_weights,
-        help=_help("what --eviction session begins with"),
+        help=_help("initial weights of --eviction session"),
     )
     group.add_argument(
         "--hint-budget",
         type=_number,
         metavar="SHARE",
         default=_ENGINE.hint_budget,
-        help=_help("share of the device's blocks that hints of one tenant may keep"),
+        help=_help("share of the device blocks that hints of one tenant may keep"),
     )
 
 
@@ -207,7 +209,7 @@ def _add_tiers(parser: ArgumentParser) -> None:
         type=_number,
         metavar="GIB",
         default=_ENGINE.swap_space_gib,
-        help=_help("main memory of the host tier; 0 is none"),
+        help=_help("main memory of the host tier in GiB; 0 turns it off"),
     )
     group.add_argument(
         "--write-policy",
@@ -225,20 +227,20 @@ def _add_tiers(parser: ArgumentParser) -> None:
         "--prefetch-sessions",
         action=BooleanOptionalAction,
         default=_ENGINE.prefetch_sessions,
-        help="bring up sessions that said when they return, shortly before (default: on)",
+        help="load sessions shortly before the time they announced to return (default: on)",
     )
     group.add_argument(
         "--load-policy",
         choices=LOAD_POLICIES,
         default=_ENGINE.load_policy,
-        help=_help("load blocks from lower tiers, or compute them again"),
+        help=_help("whether blocks of lower tiers are loaded or recomputed"),
     )
     group.add_argument(
         "--load-timeout",
         type=_number,
         metavar="S",
         default=_ENGINE.load_timeout_s,
-        help=_help("longest wait of a request for lower tiers"),
+        help=_help("longest wait in seconds of a request for lower tiers"),
     )
     group.add_argument(
         "--kvcache-storage-backend",
@@ -246,7 +248,9 @@ def _add_tiers(parser: ArgumentParser) -> None:
         help="storage below the host tier: file, redis, mooncake, memory or module:Class",
     )
     group.add_argument(
-        "--kvcache-storage-config", metavar="JSON", help="settings of the storage backend"
+        "--kvcache-storage-config",
+        metavar="JSON",
+        help="settings of the storage backend as JSON",
     )
 
 
@@ -257,7 +261,7 @@ def _add_scheduling(parser: ArgumentParser) -> None:
         type=int,
         metavar="N",
         default=_ENGINE.max_num_seqs,
-        help=_help("most sequences computed in one step"),
+        help=_help("most sequences per step"),
     )
     group.add_argument(
         "--max-num-batched-tokens",
@@ -270,7 +274,7 @@ def _add_scheduling(parser: ArgumentParser) -> None:
         "--scheduling-policy",
         choices=("fcfs", "priority"),
         default=_ENGINE.scheduling_policy,
-        help=_help("order of the waiting line"),
+        help=_help("order of the waiting queue"),
     )
 
 
@@ -279,7 +283,7 @@ def _add_cluster(parser: ArgumentParser) -> None:
     group.add_argument(
         "--splitwise-role",
         choices=ROLES,
-        help="computes prompts for others, decodes what others computed, or both (mixed)",
+        help="role in a cluster: prefill for other instances, decode, or both (mixed)",
     )
     group.add_argument(
         "--cache-transfer-protocol",
@@ -328,23 +332,11 @@ def _add_cluster(parser: ArgumentParser) -> None:
         default=_PEERS.max_inflight,
         help=_help("most prompts computed for others at once; more are refused"),
     )
-    group.add_argument(
-        "--peer-token-file",
-        metavar="FILE",
-        help="file with the secret that all instances share (or HEADWATER_PEER_TOKEN)",
-    )
-    group.add_argument(
-        "--router", metavar="URL", help="register at this router, and follow its rules"
-    )
-    group.add_argument(
-        "--peer-token",
-        metavar="TOKEN",
-        help="what router and instances show each other (or HEADWATER_PEER_TOKEN)",
-    )
+    group.add_argument("--router", metavar="URL", help="URL of the router to register at")
     group.add_argument(
         "--kv-events-config",
         metavar="JSON",
-        help="tell others over ZMQ what is cached; {} is with the defaults of docs/routing.md",
+        help="publish KV events over ZMQ; {} uses the defaults of docs/routing.md",
     )
 
 
@@ -371,14 +363,14 @@ def _add_limits(parser: ArgumentParser) -> None:
         type=_number,
         metavar="MIB",
         default=_LIMITS.max_body_bytes / (1 << 20),
-        help=_help("longest request body"),
+        help=_help("longest request body in MiB"),
     )
     group.add_argument(
         "--max-queued-requests",
         type=int,
         metavar="N",
         default=_LIMITS.max_queued,
-        help=_help("sequences that may wait; more get a 429"),
+        help=_help("most waiting sequences; more get a 429"),
     )
     group.add_argument(
         "--max-stored-responses",
@@ -397,7 +389,7 @@ def _add_limits(parser: ArgumentParser) -> None:
 
 
 def _number(text: str) -> float:
-    """A number to reckon with: neither `nan` nor `inf`, which Python reads as one."""
+    """A finite number; Python would also accept `nan` and `inf`."""
     value = float(text)
     if not math.isfinite(value):
         raise ArgumentTypeError(f"{text!r} is not a number")

@@ -1,4 +1,4 @@
-"""Flags that do nothing in a configuration: the operator is told, instead of wondering."""
+"""Notes about flags that have no effect in a configuration."""
 
 from headwater.config import EngineConfig
 

@@ -2,6 +2,7 @@
 
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 
+from headwater.cli.certs import add_certs
 from headwater.cli.flags import add_serve
 from headwater.cli.plan import add_plan
 from headwater.cli.replay import add_replay
@@ -24,6 +25,7 @@ commands:
   replay TRACE    a recorded trace, served by the real engine on a virtual clock
   plan TRACE      how much memory of which kind a recorded trace is worth
   storage ACTION  look into a storage directory: ls, stats, verify, prune
+  certs FOLDER    a development CA and certificates for TLS
   top [URL]       what a server is doing, live in this terminal
   version         the version of this program
 """
@@ -43,6 +45,7 @@ def build_parser() -> ArgumentParser:
     add_serve(commands)
     commands.add_parser("demo", allow_abbrev=False, help="show what the cache saves")
     commands.add_parser("bench", allow_abbrev=False, help="run a benchmark")
+    add_certs(commands)
     add_plan(commands)
     add_replay(commands)
     add_route(commands)

@@ -122,7 +122,7 @@ def _clusters(options: Namespace) -> list[tuple[int, int]]:
 
 def _eviction(name: str) -> str:
     if name not in EVICTIONS:
-        raise ConfigError(f"--eviction {name!r} is none of {', '.join(EVICTIONS)}")
+        raise ConfigError(f"--eviction must be one of {', '.join(EVICTIONS)}; got {name!r}")
     return name
 
 

@@ -1,22 +1,31 @@
-"""`headwater route`: flags to settings, and the line that says where instances register."""
+"""`headwater route`: converts flags to settings and prints the banner."""
 
+import os
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from typing import Any
 
-from headwater.config import api_key_from_environment, peer_token_from_environment
+from headwater.cli.security import (
+    add_access_flags,
+    allowed_hosts_of,
+    api_key_of,
+    peer_token_of,
+    tls_of,
+)
 from headwater.disagg.routing import POLICIES
 from headwater.server.router.config import RouterConfig
 
 _ABOUT = """\
-A front door for many instances: the same endpoints, each request sent to the instance that
-has the least to do before its first token. Instances register themselves:
+A router in front of many instances, with the same endpoints. Each request goes to the instance
+with the least work before its first token. Instances register themselves; router and instances
+share a secret:
 
+  export HEADWATER_PEER_TOKEN=$(openssl rand -hex 16)
   headwater route
   headwater serve --port 0 --router http://127.0.0.1:8100
 """
 
-_ROUTER = RouterConfig()
+_ROUTER = RouterConfig(is_insecure=True)
 
 
 def add_route(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public type for it
@@ -33,10 +42,15 @@ def add_route(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public 
         "--port", type=int, default=_ROUTER.port, help=_help("port; 0 is any free one")
     )
     parser.add_argument(
-        "--model", metavar="DIR", help="use this model's tokenizer (default: ask an instance)"
+        "--model",
+        metavar="DIR",
+        help="tokenize with this model's tokenizer (default: ask an instance)",
     )
     parser.add_argument(
-        "--policy", choices=POLICIES, default=_ROUTER.policy, help=_help("who gets a request")
+        "--policy",
+        choices=POLICIES,
+        default=_ROUTER.policy,
+        help=_help("how an instance is selected"),
     )
     parser.add_argument(
         "--prefill-threshold",
@@ -45,28 +59,29 @@ def add_route(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public 
         default=_ROUTER.prefill_threshold,
         help=_help("uncached tokens up to which a decode instance prefills a prompt itself"),
     )
+    add_access_flags(parser)
     parser.add_argument(
-        "--api-key", metavar="KEY", help="key that clients must carry (or HEADWATER_API_KEY)"
-    )
-    parser.add_argument(
-        "--peer-token",
-        metavar="TOKEN",
-        help="what instances must show to register (or HEADWATER_PEER_TOKEN)",
+        "--insecure",
+        action="store_true",
+        help="run without a peer token: anyone who can connect can register instances",
     )
     parser.add_argument(
         "--drain-timeout",
         type=float,
         metavar="S",
         default=_ROUTER.drain_timeout_s,
-        help=_help("seconds that running requests get to finish when the router is stopped"),
+        help=_help("seconds for running requests to finish when the router is stopped"),
     )
     parser.set_defaults(flags=[flag for a in parser._actions for flag in a.option_strings])
 
 
 def run_route(options: Namespace) -> int:
     """Route until stopped; the exit code."""
+    from headwater.launch.parent_watch import watch_parent
     from headwater.launch.router import route
     from headwater.launch.server import StopSignals
+
+    watch_parent(os.environ)
 
     config = RouterConfig(
         host=options.host,
@@ -74,8 +89,12 @@ def run_route(options: Namespace) -> int:
         model=options.model,
         policy=options.policy,
         prefill_threshold=options.prefill_threshold,
-        api_key=options.api_key or api_key_from_environment(),
-        peer_token=options.peer_token or peer_token_from_environment(),
+        api_key=api_key_of(options),
+        api_keys_file=options.api_keys_file,
+        allowed_hosts=allowed_hosts_of(options),
+        tls=tls_of(options),
+        peer_token=peer_token_of(options),
+        is_insecure=options.insecure,
         drain_timeout_s=options.drain_timeout,
     )
     return route(config, lambda url: _say(banner(url, config.policy)), StopSignals())

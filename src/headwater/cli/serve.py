@@ -6,7 +6,6 @@ import sys
 from argparse import Namespace
 from contextlib import closing
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,20 +13,18 @@ import msgspec
 from headwater import __version__
 from headwater.cli.flags import PREFILL_TOKENS
 from headwater.cli.idle_flags import idle_settings
+from headwater.cli.security import allowed_hosts_of, api_key_of, peer_token_of, tls_of
 from headwater.config import (
     MIB,
     EngineConfig,
     KvEventsConfig,
-    LimitsConfig,
     PeersConfig,
-    ServerConfig,
-    api_key_from_environment,
-    check_secret,
-    peer_token_from_environment,
 )
 from headwater.errors import ConfigError
+from headwater.launch.parent_watch import watch_parent
 from headwater.launch.server import Serving, StopSignals, serve
 from headwater.metrics.logs import set_up_logs
+from headwater.server.config import LimitsConfig, ServerConfig, is_clear_text
 from headwater.server.http import bind
 from headwater.words import suggest
 
@@ -35,16 +32,19 @@ from headwater.words import suggest
 def run_serve(options: Namespace, given: frozenset[str]) -> int:
     """Serve until stopped; the exit code. `given` is which flags were on the command line."""
     set_up_logs(options.log_format)
+    watch_parent(os.environ)
     refuse_later_features(options)
-    if options.peer_token_file is not None:
-        _read_peer_token(options.peer_token_file)
     engine, server = engine_config(options), server_config(options)
     for sentence in idle_settings(engine, given):
         _say(f"note: {sentence}")
     if "--peer-token" in given and server.router is None and engine.peers is None:
         _say("note: --peer-token does nothing here: give --router or --splitwise-role")
-    if not server.is_loopback and server.api_key is None:
+    if not server.is_loopback and not server.needs_key:
         _say(f"note: anyone who can reach {server.host} can use this server; see --api-key")
+    if server.router is not None and is_clear_text(server.router):
+        _say(
+            f"note: {server.router} is not encrypted: other hosts can read prompts; see docs/security.md"
+        )
     signals = StopSignals()
     with closing(bind(server.host, server.port)) as listener:
         _say(f"loading {engine.model or 'the built-in tiny model'}")
@@ -97,14 +97,18 @@ def server_config(options: Namespace) -> ServerConfig:
         host=options.host,
         port=options.port,
         served_model_name=options.served_model_name,
-        api_key=options.api_key if options.api_key is not None else api_key_from_environment(),
+        api_key=api_key_of(options),
+        api_keys_file=options.api_keys_file,
+        allowed_hosts=allowed_hosts_of(options),
         tool_call_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser,
+        tls=tls_of(options),
         drain_timeout_s=options.drain_timeout,
         exit_with_engine=options.exit_with_engine,
         vllm_metric_names=options.vllm_metric_names,
+        key_metrics=options.key_metrics,
         router=options.router,
-        peer_token=options.peer_token or peer_token_from_environment(),
+        peer_token=peer_token_of(options),
         log_format=options.log_format,
         limits=LimitsConfig(
             max_body_bytes=round(options.max_body_mib * MIB),
@@ -113,16 +117,6 @@ def server_config(options: Namespace) -> ServerConfig:
             stored_lifetime_s=options.stored_response_lifetime,
         ),
     )
-
-
-def _read_peer_token(path: str) -> None:
-    """Put the token in the file at `path` where every process of this instance finds it."""
-    try:
-        token = Path(path).read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"--peer-token-file: cannot read {path}: {exc}") from exc
-    check_secret("--peer-token-file", token)
-    os.environ["HEADWATER_PEER_TOKEN"] = token
 
 
 def _step_tokens(options: Namespace) -> int:
@@ -158,7 +152,7 @@ def _peers(options: Namespace) -> PeersConfig | None:
 def _peer_tls(options: Namespace) -> dict[str, str]:
     """Files of mutual TLS with peers. Without a CA there is nothing to check peers with."""
     names = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
-    files = {name: getattr(options, name, None) for name in names}
+    files = {name: getattr(options, name) for name in names}
     return {name: path for name, path in files.items() if path and files["ssl_ca_certs"]}
 
 

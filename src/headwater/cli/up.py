@@ -1,7 +1,8 @@
 """`headwater up`: a router and its instances on this machine, started and stopped together.
 
-Every instance is a `headwater serve` of its own; flags after `--` are passed on to each. When
-one of them dies, that is said, and the others go on; when the last one has, so does the rest.
+Every instance is a `headwater serve` process; flags after `--` are passed to each of them. When
+one dies, its exit is printed and the others continue. When the last one has died, the router
+ends too. When this command itself dies, its children end (`launch.parent_watch`).
 """
 
 import os
@@ -17,6 +18,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from headwater.errors import ConfigError, EngineDead
+from headwater.launch.parent_watch import VARIABLE
 
 _ABOUT = """\
 Start a whole cluster on this machine: a router and instances that register at it. Flags of
@@ -64,19 +66,22 @@ class Child:
         self,
         name: str,
         arguments: Sequence[str],
-        told: "SimpleQueue[Note]",
+        notes: "SimpleQueue[Note]",
         gpu: str | None = None,
+        lifeline: int | None = None,
     ) -> None:
-        """A `gpu` is the only one that it sees."""
+        """The child sees only the GPU `gpu`. It ends when the pipe `lifeline` ends."""
+        own = {} if lifeline is None else {VARIABLE: str(lifeline)}
         self.name = name
         self.url = ""
-        self._told = told
+        self._notes = notes
         self.process = subprocess.Popen(
             [sys.executable, "-m", "headwater", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=None if gpu is None else os.environ | {"CUDA_VISIBLE_DEVICES": gpu},
+            env=os.environ | own | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}),
+            pass_fds=() if lifeline is None else (lifeline,),
             start_new_session=True,  # a terminal's Ctrl-C is for this command, which stops all
         )
         threading.Thread(target=self._read, name=name, daemon=True).start()
@@ -87,10 +92,10 @@ class Child:
         for line in self.process.stdout:
             if found := _READY.search(line):
                 self.url = found.group(1)
-                self._told.put((self, "ready"))
+                self._notes.put((self, "ready"))
             elif " WARNING " in line or " ERROR " in line or "error:" in line:
-                self._told.put((self, line.rstrip()))
-        self._told.put((self, ""))
+                self._notes.put((self, line.rstrip()))
+        self._notes.put((self, ""))
 
     def stop(self) -> None:
         """Tell it to drain and end."""
@@ -107,7 +112,8 @@ class Child:
 
 
 Note = tuple[Child | None, str]
-"""Who says what: `ready`, a line, or nothing at the end. Nobody: this command is to stop."""
+"""A child and its message: `ready`, a log line, or an empty one at its end. Without a child:
+this command must stop."""
 
 
 def run_up(options: Namespace) -> int:
@@ -115,12 +121,12 @@ def run_up(options: Namespace) -> int:
     roles = {role: getattr(options, role) for role in ("mixed", "prefill", "decode")}
     _check(roles)
     gpus = _gpus(options, sum(roles.values()))
-    told: SimpleQueue[Note] = SimpleQueue()
+    notes: SimpleQueue[Note] = SimpleQueue()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: told.put((None, "")))
+        signal.signal(number, lambda *_: notes.put((None, "")))
     # Children share the secret without its being on a command line.
     os.environ.setdefault("HEADWATER_PEER_TOKEN", secrets.token_hex(16))
-    cluster = _Cluster(told)
+    cluster = _Cluster(notes)
     try:
         return cluster.run(options, roles, gpus)
     finally:
@@ -130,9 +136,11 @@ def run_up(options: Namespace) -> int:
 class _Cluster:
     """The children, the router first."""
 
-    def __init__(self, told: "SimpleQueue[Note]") -> None:
-        self._told = told
+    def __init__(self, notes: "SimpleQueue[Note]") -> None:
+        self._notes = notes
         self._children: list[Child] = []
+        # Never written to: when this process dies, its end closes and the children end too.
+        self._lifeline, self._held = os.pipe()
 
     def run(self, options: Namespace, roles: dict[str, int], gpus: Sequence[str | None]) -> int:
         place = ["--host", options.host, "--port", str(options.port)]
@@ -161,14 +169,14 @@ class _Cluster:
             child.wait()
 
     def _start(self, name: str, arguments: Sequence[str], gpu: str | None = None) -> Child:
-        child = Child(name, arguments, self._told, gpu)
+        child = Child(name, arguments, self._notes, gpu, self._lifeline)
         self._children.append(child)
         return child
 
     def _until_ready(self, children: Sequence[Child]) -> bool:
-        """Wait for them all; False when told to stop, EngineDead where one dies first."""
+        """Wait until all are ready; False when stopped. Raises EngineDead when one dies first."""
         while not all(child.url for child in children):
-            child, line = self._told.get()
+            child, line = self._notes.get()
             if child is None:
                 return False
             if not line:
@@ -178,9 +186,9 @@ class _Cluster:
         return True
 
     def _watch(self, router: Child) -> int:
-        """Run until told to stop, or until no process is left."""
+        """Run until stopped, or until no process is left."""
         while True:
-            child, line = self._told.get()
+            child, line = self._notes.get()
             if child is None:
                 _say("stopping")
                 return 0
@@ -191,7 +199,9 @@ class _Cluster:
             _say(f"{child.name} ended with {_how(child.wait())}")
             left = [other for other in self._children if other.process.poll() is None]
             if child is router or left == [router]:
-                raise EngineDead(f"{child.name} is gone, and the cluster with it")
+                raise EngineDead(
+                    f"{child.name} ended, so the cluster ends; see its last lines above"
+                )
 
 
 def _check(roles: dict[str, int]) -> None:

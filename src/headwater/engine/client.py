@@ -27,6 +27,11 @@ class KvEventsInfo:
     replay_endpoint: str
     topic: str
     buffer_steps: int
+    curve: bool = False
+    """Whether consumers need the keys made from the peer token (ZMQ CURVE)."""
+
+    token_ids: bool = False
+    """Whether events carry token ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,5 +54,5 @@ def _config(settings: dict[str, Any]) -> EngineConfig:
         try:
             msgspec.convert(value, types[name], from_attributes=is_dataclass(value))
         except msgspec.ValidationError as exc:
-            raise ConfigError(f"{name}: {exc}") from exc
+            raise ConfigError(f"the setting {name!r} of LLM is wrong: {exc}") from exc
     return EngineConfig(**settings)

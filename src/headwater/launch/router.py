@@ -1,4 +1,4 @@
-"""The router process: binds, serves, follows its instances, drains, ends. Never imports torch."""
+"""The router process: binds, serves, follows its instances, drains, ends. No torch."""
 
 import asyncio
 import contextlib
@@ -9,14 +9,15 @@ from typing import Protocol
 import aiohttp
 import uvloop
 import zmq.asyncio
-from starlette.types import Scope
 
 from headwater.clock import Clock, SystemClock
 from headwater.engine.tokenizer import Tokenizer
-from headwater.launch.server import StopSignals
+from headwater.launch.server import StopSignals, reload_on_hangup, unix_s
+from headwater.metrics.kv_curve import CurveKeys
 from headwater.native import block_keys
+from headwater.server.access import make_access_policy
 from headwater.server.http import HttpServer, bind, url_of
-from headwater.server.middleware import ReadinessMiddleware, is_public
+from headwater.server.middleware import ReadinessMiddleware
 from headwater.server.router.app import Router, create_router_app
 from headwater.server.router.config import RouterConfig
 from headwater.server.router.forwarding import Forwarder
@@ -30,9 +31,9 @@ _SWEEP_S = 0.25
 
 
 def route(config: RouterConfig, announce: Callable[[str], None], signals: StopSignals) -> int:
-    """Route until told to stop by one of `signals`; the exit code. `announce` gets the URL.
+    """Run a router until one of `signals`; the exit code. `announce` gets the URL.
 
-    Raises ConfigError or ModelError, with a sentence, where nothing can be routed.
+    Raises ConfigError or ModelError when the router cannot start.
     """
     with contextlib.closing(bind(config.host, config.port)) as listener:
         tokenizer = None if config.model is None else Tokenizer(config.model)
@@ -42,14 +43,14 @@ def route(config: RouterConfig, announce: Callable[[str], None], signals: StopSi
 
 
 class Signals(Protocol):
-    """What tells a process to stop; `StopSignals` is the real one."""
+    """Tells a process to stop; `StopSignals` implements it."""
 
     def attach(self, stop: Callable[[], None]) -> None:
-        """Call `stop` in the running event loop when the process is told to stop."""
+        """Call `stop` in the running event loop when the process must stop."""
 
 
 class RouterProcess:
-    """One life of a router, on a socket that is bound already."""
+    """One run of a router on a bound socket."""
 
     def __init__(
         self,
@@ -62,30 +63,44 @@ class RouterProcess:
         self._listener = listener
         self._tokenizer = tokenizer
         self._announce = announce
-        self._gate = ReadinessMiddleware(config.api_key, is_open=_needs_no_key)
-        self._http = HttpServer(self._gate, drain_timeout_s=config.drain_timeout_s)
+        self._clock = SystemClock()
+        token = config.peer_token
+        self._curve = None if token is None else CurveKeys.of_token(token)
+        self._access = make_access_policy(
+            config, self._clock, unix_s, is_insecure=config.is_insecure
+        )
+        self._readiness = ReadinessMiddleware(self._access)
+        self._http = HttpServer(
+            self._readiness,
+            drain_timeout_s=config.drain_timeout_s,
+            tls=config.tls,
+            limits=config.connections,
+        )
         self._followers: dict[Instance, KvEventFollower] = {}
 
     async def run(self, signals: Signals) -> int:
-        """Everything from the first byte to the exit code."""
-        config, clock = self._config, SystemClock()
+        """Serve until stopped; the exit code."""
+        config, clock = self._config, self._clock
         self._context = zmq.asyncio.Context()
         registry = Registry(
             config, clock, RegistryObserver(joined=self._joined, left=self._left)
         )
         signals.attach(self._stop)
+        reload_on_hangup(self._access.keys, config.api_keys_file)
         async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(
+                limit=0, ssl=True if config.tls is None else config.tls.client_context()
+            ),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=config.connect_timeout_s),
             auto_decompress=False,
         ) as session:
-            prompts = PromptReader(self._tokenizer, session)
+            prompts = PromptReader(self._tokenizer, session, self._access.cluster)
             sweep = asyncio.create_task(_sweep(registry))
             try:
-                self._gate.open(
+                self._readiness.open(
                     create_router_app(self._router(clock, registry, prompts, session))
                 )
-                self._announce(url_of(self._listener))
+                self._announce(url_of(self._listener, tls=config.tls is not None))
                 await self._http.serve(sockets=[self._listener])
             finally:
                 sweep.cancel()
@@ -104,7 +119,9 @@ class RouterProcess:
         session: aiohttp.ClientSession,
     ) -> Router:
         recorder = RouterRecorder()
-        forwarder = Forwarder(self._config, clock, registry, prompts, session, recorder)
+        forwarder = Forwarder(
+            self._config, clock, registry, prompts, session, recorder, self._access.cluster
+        )
         return Router(
             config=self._config,
             clock=clock,
@@ -114,25 +131,19 @@ class RouterProcess:
         )
 
     def _joined(self, instance: Instance) -> None:
-        self._followers[instance] = KvEventFollower(instance, self._context)
+        self._followers[instance] = KvEventFollower(instance, self._context, keys=self._curve)
 
     def _left(self, instance: Instance) -> None:
         self._followers.pop(instance).close()
 
     def _stop(self) -> None:
-        """Take nothing new; end when what runs has ended, or its time is up."""
-        self._gate.shut("the router is stopping")
+        """Refuse new requests; end when running ones have ended or after the drain timeout."""
+        self._readiness.shut("the router is stopping; retry on another one")
         self._http.stop()
 
 
-def _needs_no_key(scope: Scope) -> bool:
-    """Health and the page, as everywhere; and instances, which show the peer token instead."""
-    is_instance = scope["path"].startswith("/instances") and scope["method"] != "GET"
-    return is_instance or is_public(scope)
-
-
 async def _sweep(registry: Registry) -> None:
-    """Forget instances as their time comes."""
+    """Remove instances whose heartbeat is overdue."""
     while True:
         await asyncio.sleep(_SWEEP_S)
         registry.expire()

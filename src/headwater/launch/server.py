@@ -1,4 +1,4 @@
-"""The HTTP process: starts the engine process, serves, drains, ends. Never imports torch."""
+"""The HTTP process: starts the engine process, serves, drains, ends. No torch."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ import msgspec
 import uvloop
 
 from headwater.clock import SystemClock
-from headwater.config import EngineConfig, ServerConfig
+from headwater.config import EngineConfig
 from headwater.engine.child import EngineChild
 from headwater.engine.client import EngineInfo, GetStats
 from headwater.engine.front import AsyncEngine
@@ -26,42 +26,56 @@ from headwater.errors import EngineDead
 from headwater.metrics.ledger import RequestRecord
 from headwater.metrics.logs import log_record
 from headwater.metrics.tracing import SpanExporter, open_spans
+from headwater.server.access import make_access_policy
 from headwater.server.app import create_app
+from headwater.server.config import ServerConfig
 from headwater.server.http import HttpServer, url_of
+from headwater.server.keys import KeyRing
 from headwater.server.middleware import ReadinessMiddleware
 from headwater.server.registration import Registrar
 from headwater.server.service import Service
 
 _LOOK_S = 0.05
-"""Between two looks at whether other instances still wait for something."""
+"""Interval of checks for hand-offs that are still running."""
+
+
+def unix_s() -> float:
+    """Unix time."""
+    return datetime.now().timestamp()
+
+
+def reload_on_hangup(keys: KeyRing, path: str | None) -> None:
+    """Read the keys file again on SIGHUP."""
+    if path is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keys.reload)
 
 
 class StopSignals:
-    """SIGTERM and SIGINT from now on: remembered until someone can act on them.
+    """Records SIGTERM and SIGINT until a handler is attached.
 
-    A server that is told to stop while it starts neither dies of it nor forgets it.
+    A signal during start is neither fatal nor lost.
     """
 
     def __init__(self) -> None:
-        self._was_told = False
+        self._was_signalled = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._remember)
 
     def attach(self, stop: Callable[[], None]) -> None:
-        """Call `stop`, in the running event loop, for each signal that came or comes."""
+        """Call `stop` in the running event loop for earlier and later signals."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop)
-        if self._was_told:
+        if self._was_signalled:
             stop()
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        self._was_told = True
+        self._was_signalled = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """What a server says when it is ready."""
+    """What a server announces when it is ready."""
 
     url: str
     model_name: str
@@ -77,14 +91,14 @@ def serve(
     signals: StopSignals,
     record: Path | None = None,
 ) -> int:
-    """Serve on a bound socket until told to stop by one of `signals`; the exit code. What was
-    asked is recorded in the file `record`, where one is named.
+    """Serve on a bound socket until one of `signals`; the exit code. Requests are recorded in
+    the file `record` if one is given.
 
-    Raises ConfigError or ModelError, with a sentence, where nothing can be served.
+    Raises ConfigError or ModelError when the server cannot start.
     """
     recording = None if record is None else Recording(record, SystemClock())
     if server_config.peer_token is not None:
-        # Passed by environment: the engine process inherits it, and `/server_info` shows settings.
+        # Through the environment, not the settings: /server_info shows settings.
         os.environ["HEADWATER_PEER_TOKEN"] = server_config.peer_token
     child = EngineChild(
         ["headwater.launch.engine", server_config.log_format],
@@ -99,7 +113,7 @@ def serve(
 
 
 class _Server:
-    """One life of the HTTP process: start, open, drain, end."""
+    """One run of the HTTP process: start, open, drain, end."""
 
     def __init__(
         self,
@@ -120,17 +134,24 @@ class _Server:
         self._is_hurried = False
         self._registrar: Registrar | None = None
         self._leaving: asyncio.Task[None] | None = None
-        self._gate = ReadinessMiddleware(config.api_key)
-        self._http = HttpServer(self._gate, drain_timeout_s=config.drain_timeout_s)
+        self._access = make_access_policy(config, SystemClock(), unix_s)
+        self._readiness = ReadinessMiddleware(self._access)
+        self._http = HttpServer(
+            self._readiness,
+            drain_timeout_s=config.drain_timeout_s,
+            tls=config.tls,
+            limits=config.connections,
+        )
 
     async def run(self, signals: StopSignals) -> int:
-        """Everything from the first byte to the exit code."""
+        """Serve until stopped; the exit code."""
         signals.attach(self._stop)
+        reload_on_hangup(self._access.keys, self._config.api_keys_file)
         http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
         start = asyncio.create_task(self._start())
         try:
             await asyncio.wait({http, start}, return_when=asyncio.FIRST_COMPLETED)
-            if not start.done():  # told to stop before the model was loaded
+            if not start.done():  # stopped before the model was loaded
                 start.cancel()
                 return 0
             start.result()
@@ -158,14 +179,14 @@ class _Server:
             tokenizer,
             config,
             SystemClock(),
-            created_s=datetime.now().timestamp(),
+            created_s=unix_s(),
             engine_config=self._engine_config,
             on_end=self._ledgers(engine.info.model_name),
         )
-        self._gate.open(create_app(service))
+        self._readiness.open(create_app(service))
         self._announce(
             Serving(
-                url=url_of(self._listener),
+                url=url_of(self._listener, tls=config.tls is not None),
                 model_name=service.model_name,
                 info=engine.info,
                 engine_pid=engine.pid,
@@ -173,18 +194,18 @@ class _Server:
         )
 
     def _ledgers(self, model: str) -> list[Callable[[RequestRecord], None]]:
-        """The functions to call with the record of each finished request."""
-        told: list[Callable[[RequestRecord], None]] = []
+        """Receivers of the record of each finished request."""
+        receivers: list[Callable[[RequestRecord], None]] = []
         if self._config.log_format == "json":
-            told.append(log_record)
+            receivers.append(log_record)
         self._spans = open_spans(os.environ, model=self._config.served_model_name or model)
         if self._spans is not None:
-            told.append(self._spans.record)
-        return told
+            receivers.append(self._spans.record)
+        return receivers
 
     async def _serve_out(self, http: "asyncio.Task[None]") -> int:
-        """Until HTTP has drained, the router refuses this instance, or the engine died and the
-        settings say to leave then."""
+        """Wait until HTTP has drained, the router refuses the first registration, or the engine
+        died and `exit_with_engine` is set."""
         death = asyncio.create_task(self._engine.wait_dead())
         membership = asyncio.create_task(self._stay_registered())
         try:
@@ -204,8 +225,8 @@ class _Server:
             membership.cancel()
 
     async def _hand_over(self) -> None:
-        """Compute what other instances wait for, within the time that clients have; or not at
-        all when told again to stop."""
+        """Finish hand-offs that other instances wait for, within the drain timeout. A second
+        signal skips this."""
         if self._engine.dead is not None or not self._engine.info.peer_address:
             return
         with contextlib.suppress(TimeoutError, EngineDead):
@@ -218,16 +239,21 @@ class _Server:
         return sum(side.in_flight for side in sides)
 
     async def _stay_registered(self) -> None:
-        """At the router, where there is one; raises ConfigError when it refuses."""
+        """Keep registered at the router, if there is one. Raises ConfigError."""
         router = self._config.router
         if router is not None and self._service is not None:
-            url = url_of(self._listener)
-            self._registrar = Registrar(self._service, router=router, url=url)
+            url = url_of(self._listener, tls=self._config.tls is not None)
+            self._registrar = Registrar(
+                self._service,
+                router=router,
+                url=url,
+                cluster=self._access.cluster,
+            )
             await self._registrar.run()
 
     def _stop(self) -> None:
-        """Begin to drain. Told again: end at once what still runs."""
-        self._gate.shut("the server is stopping")
+        """Begin to drain. A second signal aborts running requests at once."""
+        self._readiness.shut("the server is stopping; retry on another one")
         if self._service is not None:
             self._service.is_stopping = True
         self._http.stop()
@@ -240,6 +266,6 @@ class _Server:
         self._drain = asyncio.get_running_loop().create_task(self._abort_after(wait_s))
 
     async def _abort_after(self, wait_s: float) -> None:
-        """Clients whose time is up get a last event, not a broken connection."""
+        """Abort running requests: clients get a last event, not a broken connection."""
         await asyncio.sleep(wait_s)
         await self._engine.abort(None)

@@ -36,12 +36,15 @@ class BlockStored(msgspec.Struct, kw_only=True, frozen=True, tag_field="type"):
     block_hashes: list[int]
     parent_block_hash: int | None
     token_ids: list[int]
-    """Empty where a salt keeps them private."""
+    """Empty unless they are published, and always for salted blocks."""
 
     block_size: int
     lora_id: int | None = None
     lora_name: str | None = None
     medium: Medium
+    extra_keys: list[list[str] | None] | None = None
+    """For each block what else its hash depends on: the adapter, and an id of the salt from
+    which the salt cannot be read. None for blocks without either."""
 
 
 class BlockRemoved(msgspec.Struct, kw_only=True, frozen=True, tag_field="type"):
@@ -175,6 +178,7 @@ def _event(fact: CacheEvent, block_tokens: int) -> KvEvent:
                 block_size=block_tokens,
                 lora_name=fact.adapter or None,
                 medium=MEDIUM[fact.tier],
+                extra_keys=_extra_keys(fact),
             )
         case BlocksRemoved():
             return BlockRemoved(block_hashes=_hashes(fact.keys), medium=MEDIUM[fact.tier])
@@ -182,6 +186,11 @@ def _event(fact: CacheEvent, block_tokens: int) -> KvEvent:
             return AllBlocksCleared()
         case _:
             assert_never(fact)
+
+
+def _extra_keys(fact: BlocksStored) -> list[list[str] | None] | None:
+    identity = [part for part in (fact.adapter, fact.salt_id) if part]
+    return [identity] * len(fact.keys) if identity else None
 
 
 def _hashes(keys: Sequence[BlockKey]) -> list[int]:

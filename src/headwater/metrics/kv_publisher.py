@@ -12,6 +12,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 
 import zmq
@@ -20,6 +21,7 @@ from headwater.clock import Clock
 from headwater.config import KvEventsConfig
 from headwater.errors import ConfigError
 from headwater.events import BlocksCleared, BlocksStored, CacheEvent
+from headwater.metrics.kv_curve import CurveKeys
 from headwater.metrics.kv_events import (
     END,
     encode_batch,
@@ -29,7 +31,8 @@ from headwater.metrics.kv_events import (
 )
 
 _MAX_ASKERS = 64
-_MAX_REQUEST_BYTES = 256
+_MAX_REQUEST_BYTES = 4096
+"""Longest message to the replay socket; a CURVE handshake has messages of about 400 bytes."""
 _LONG_BATCH = 64
 """Facts of a batch, or blocks of a fact, above which it is encoded with pauses."""
 
@@ -46,11 +49,13 @@ class KvPublisher:
         started_s: float,
         wake: Callable[[], object],
         max_queued: int = 4096,
+        keys: CurveKeys | None = None,
     ) -> None:
         """Binds, or raises ConfigError. `started_s` is now in seconds since 1970; `wake` makes
         the loop look at `snapshot_wanted`, and may be called from any thread. When `max_queued`
         batches wait for the thread, later ones are dropped until it has sent those, and one
-        snapshot takes their place."""
+        snapshot takes their place. With `keys`, only processes with the peer token can
+        connect."""
         self._config = config
         self._block_tokens = block_tokens
         self._clock = clock
@@ -65,6 +70,8 @@ class KvPublisher:
         self.snapshot_wanted = False
         """Whether the loop should call `publish_snapshot` next."""
         self._context = zmq.Context()
+        self._keys = keys
+        self._authenticator = None if keys is None else keys.authenticator(self._context)
         self._open_sockets()
         self._next = 0
         self._buffer: deque[tuple[int, bytes | memoryview]] = deque(maxlen=config.buffer_steps)
@@ -109,6 +116,8 @@ class KvPublisher:
             os.eventfd_write(self._signal, 1)
             self._thread.join()
             os.close(self._signal)
+            if self._authenticator is not None:
+                self._authenticator.stop()
             self._context.destroy(linger=200)
 
     def _put(self, is_snapshot: bool, facts: Sequence[CacheEvent]) -> None:
@@ -118,13 +127,27 @@ class KvPublisher:
     def _open_sockets(self) -> None:
         self._pub = self._context.socket(zmq.PUB)
         self._pub.set_hwm(self._config.hwm)
-        self._endpoint = _bind(self._pub, self._config.endpoint)
+        self._endpoint = self._bind(self._pub, self._config.endpoint)
         self._router = self._context.socket(zmq.ROUTER)
         # A whole replay fits; for a client that does not read, sending fails instead of waiting.
         self._router.set_hwm(self._config.buffer_steps + 2)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
-        self._replay_endpoint = _bind(self._router, self._config.replay_endpoint)
+        self._replay_endpoint = self._bind(self._router, self._config.replay_endpoint)
+
+    def _bind(self, socket: "zmq.Socket[bytes]", endpoint: str) -> str:
+        if self._keys is not None:
+            self._keys.serve(socket)
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as exc:
+            if self._authenticator is not None:
+                self._authenticator.stop()
+            self._context.destroy(linger=0)
+            raise ConfigError(
+                f"--kv-events-config: cannot bind {endpoint}: {exc}; choose another endpoint"
+            ) from exc
+        return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def _run(self) -> None:
         poller = zmq.Poller()
@@ -161,6 +184,11 @@ class KvPublisher:
 
     def _payload(self, facts: Sequence[CacheEvent]) -> bytes | memoryview:
         now = self._epoch_s + self._clock.now()
+        if not self._config.token_ids:  # they are prompts, and hashes are enough for routers
+            facts = [
+                replace(fact, tokens=b"") if isinstance(fact, BlocksStored) else fact
+                for fact in facts
+            ]
         is_long = len(facts) > _LONG_BATCH or any(
             isinstance(fact, BlocksStored) and len(fact.keys) > _LONG_BATCH for fact in facts
         )
@@ -200,12 +228,3 @@ class KvPublisher:
                 )
         except zmq.ZMQError:
             return
-
-
-def _bind(socket: "zmq.Socket[bytes]", endpoint: str) -> str:
-    try:
-        socket.bind(endpoint)
-    except zmq.ZMQError as exc:
-        socket.context.destroy(linger=0)
-        raise ConfigError(f"--kv-events-config: cannot bind {endpoint}: {exc}") from exc
-    return socket.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -186,6 +186,18 @@ SUCCESS = Metric(
 REFUSED = Metric(
     "requests_refused_total", Kind.COUNTER, "Requests turned away because the queue was full."
 )
+SEQUENCES_BY_KEY = Metric(
+    "sequences_by_key_total",
+    Kind.COUNTER,
+    "Sequences that ended, by the name of their API key; only with --key-metrics.",
+    ("key",),
+)
+TOKENS_BY_KEY = Metric(
+    "tokens_by_key_total",
+    Kind.COUNTER,
+    "Prompt and output tokens, by the name of their API key; only with --key-metrics.",
+    ("key",),
+)
 TTFT = Metric(
     "time_to_first_token_seconds",
     Kind.HISTOGRAM,
@@ -255,6 +267,8 @@ SERVER_METRICS = (
     GENERATION_TOKENS,
     SUCCESS,
     REFUSED,
+    SEQUENCES_BY_KEY,
+    TOKENS_BY_KEY,
     TTFT,
     ITL,
     E2E,

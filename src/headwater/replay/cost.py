@@ -88,7 +88,10 @@ class LinkCost:
 
     def __post_init__(self) -> None:
         if not self.bytes_s > 0 or self.latency_s < 0:
-            raise ConfigError(f"a link of {self.bytes_s} B/s and {self.latency_s} s is none")
+            raise ConfigError(
+                "link bandwidth must be positive and its latency not negative, got "
+                f"{self.bytes_s} B/s and {self.latency_s} s"
+            )
         if self.max_jobs is not None and self.max_jobs < 1:
             raise ConfigError(f"a link that carries {self.max_jobs} copies carries nothing")
 

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -27,10 +28,10 @@ _DEEP_TIMEOUT_S = 30.0
 
 async def health(request: Request) -> Response:
     """Whether the engine is alive. Never waits and never runs the model."""
-    engine = _service(request).engine
-    if engine.dead is not None:
-        raise EngineDead(engine.dead)
-    return JsonResponse(Health())
+    service = _service(request)
+    if service.engine.dead is not None:
+        raise EngineDead(service.engine.dead)
+    return JsonResponse(Health(router=service.router_health or UNSET))
 
 
 async def health_generate(request: Request) -> Response:

@@ -141,7 +141,7 @@ class ChatToolCall(Struct, kw_only=True):
 
 
 class ChatMessage(Struct, kw_only=True):
-    """What the model said."""
+    """The generated message."""
 
     content: str | None
     """Null where there are calls and nothing else."""
@@ -253,10 +253,21 @@ class DetokenizeAnswer(Struct, kw_only=True):
     prompt: str
 
 
+class RouterHealth(Struct, kw_only=True, frozen=True):
+    """The registration of an instance at its router. It does not affect serving."""
+
+    url: str
+    registered: bool
+    error: str | None = None
+    """Why the last heartbeat failed."""
+
+
 class Health(Struct, kw_only=True):
     """Body of GET /health and /health_generate."""
 
     status: Literal["ok"] = "ok"
+    router: RouterHealth | UnsetType = UNSET
+    """Only on instances with `--router`."""
 
 
 class Version(Struct, kw_only=True):

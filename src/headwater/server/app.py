@@ -59,6 +59,7 @@ def create_app(service: Service) -> Starlette:
         exception_handlers=EXCEPTION_HANDLERS,
     )
     app.state.service = service
+    app.state.parser = service.parser
     return app
 
 

@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from headwater.server.body_parser import BodyParser
 from headwater.server.errors import RequestRefused
 from headwater.server.schema import Sampling
 from headwater.server.streaming import ClientDisconnected
@@ -47,40 +48,34 @@ async def read_body(
     With `optional`, an empty body is `kind` with its defaults.
     """
     raw = await read_raw(request, max_bytes)
-    if optional and not raw:
-        return kind()
-    try:
-        return msgspec.json.decode(raw, type=kind)
-    except msgspec.ValidationError as exc:
-        sentence, param = _describe(str(exc))
-        raise RequestRefused(sentence, param=param) from exc
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise RequestRefused(f"the body is not JSON: {exc}") from exc
-    except RecursionError as exc:
-        raise RequestRefused("the body is nested too deeply") from exc
+    parser: BodyParser = request.app.state.parser
+    return kind() if optional and not raw else await parser.parse(raw, kind)
 
 
 async def read_raw(request: Request, max_bytes: int) -> bytes:
     """The body as bytes. Raises RequestRefused with 413 before reading more than `max_bytes`."""
-    too_long = RequestRefused(
-        f"the body is longer than the limit of {max_bytes} bytes; send a shorter one or raise "
-        "--max-body-mib",
-        status=413,
-    )
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
-        raise too_long
+        raise _too_long(max_bytes)
     pieces: list[bytes] = []
     num_bytes = 0
     try:
         async for piece in request.stream():
             num_bytes += len(piece)
             if num_bytes > max_bytes:
-                raise too_long
+                raise _too_long(max_bytes)
             pieces.append(piece)
     except ClientDisconnect as exc:
         raise ClientDisconnected from exc
     return b"".join(pieces)
+
+
+def _too_long(max_bytes: int) -> RequestRefused:
+    return RequestRefused(
+        f"the body is longer than the limit of {max_bytes} bytes; send a shorter one or raise "
+        "--max-body-mib",
+        status=413,
+    )
 
 
 def traceparent(request: Request) -> str | None:
@@ -101,13 +96,3 @@ def request_id_of(request: Request, body: Sampling) -> str:
             param="request_id",
         )
     return name
-
-
-def _describe(message: str) -> tuple[str, str | None]:
-    """Split msgspec's "… - at `$.field`" into a sentence and the field name."""
-    sentence, found, path = message.partition(" - at `$.")
-    if not found:
-        missing = re.search(r"missing required field `(\w+)`", message)
-        return message, missing.group(1) if missing else None
-    param = re.split(r"[.\[]", path.rstrip("`"), maxsplit=1)[0]
-    return f"{param}: {sentence}", param

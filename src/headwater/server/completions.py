@@ -39,7 +39,7 @@ async def completions(request: Request) -> ASGIResponse:
 
 
 async def _grammar(call: Call[CompletionRequest]) -> str:
-    """The grammar of the answer; empty where anything may be said."""
+    """The grammar of the output; empty without a constraint."""
     wanted = structured_output(call.body)
     if wanted is None:
         return ""

@@ -79,9 +79,7 @@ def take_mark(event: bytes) -> tuple[ContinuationMark | None, bytes]:
 
 
 def comment_of(delta: Delta, job: GenerationJob, service: Service) -> bytes:
-    """The comment line for `delta`; empty when the request is not continuable."""
-    if not job.is_marked:
-        return b""
+    """The comment line for `delta` of a continuable request."""
     if delta.finish_reason == "returned":
         return mark_line(RETURNED)
     if delta.finish_reason == "abort" and service.is_stopping:
@@ -97,13 +95,11 @@ def comment_of(delta: Delta, job: GenerationJob, service: Service) -> bytes:
 
 
 def resume_outputs(body: Sampling, job: GenerationJob, info: EngineInfo) -> GenerationJob:
-    """`job`, continued after the output tokens in `continue_choices` when there are any.
+    """`job`, continued after the output tokens in `continue_choices`.
 
     Raises RequestRefused for tokens that cannot be the beginning of its output.
     """
-    entries = body.continue_choices
-    if not entries:
-        return job
+    entries = body.continue_choices or []
     if not body.stream:
         raise RequestRefused(f"{FIELD} needs stream: true", param=FIELD)
     if len(entries) != job.num_sequences:

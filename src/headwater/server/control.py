@@ -28,6 +28,8 @@ from headwater.engine.client import (
 from headwater.server.body import JsonResponse
 from headwater.server.control_body import read_control_body
 from headwater.server.errors import RequestRefused
+from headwater.server.keys import Caller
+from headwater.server.middleware import access_of
 from headwater.server.schema import SESSION_ID, Salt
 from headwater.server.service import Service
 
@@ -108,13 +110,22 @@ class ReloadAnswer(Struct, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ControlRequest:
+    """One request for a verb: the caller and the parameters of the path."""
+
+    service: Service
+    caller: Caller
+    params: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ControlVerb:
     """One operation: where it is, what it takes, what it returns."""
 
     paths: tuple[str, ...]
     summary: str
-    run: Callable[[Service, Any, dict[str, str]], Awaitable[Struct]]
-    """Called with the service, the body and the parameters of the path."""
+    run: Callable[["ControlRequest", Any], Awaitable[Struct]]
+    """Called with the call and its body."""
 
     body: type[Struct] = NoFields
     answer: type[Struct] = ControlDone
@@ -132,53 +143,59 @@ class ControlVerb:
             max_bytes=service.config.limits.max_body_bytes,
             optional=not self.needs_body,
         )
-        return JsonResponse(await self.run(service, body, request.path_params))
+        call = ControlRequest(
+            service=service, caller=access_of(request).caller, params=request.path_params
+        )
+        return JsonResponse(await self.run(call, body))
 
 
-async def _reset(service: Service, body: ResetRequest, params: dict[str, str]) -> ResetAnswer:
-    report = await service.engine.control(ResetCache(frozenset(body.tiers or MEMORY)))
+async def _reset(call: ControlRequest, body: ResetRequest) -> ResetAnswer:
+    report = await call.service.engine.control(ResetCache(frozenset(body.tiers or MEMORY)))
     return ResetAnswer(removed=report.removed, kept=report.kept)
 
 
-async def _close_session(
-    service: Service, body: CloseSessionRequest, params: dict[str, str]
-) -> SessionClosed:
-    name = params["session_id"]
+async def _close_session(call: ControlRequest, body: CloseSessionRequest) -> SessionClosed:
+    name = call.params["session_id"]
     if not re.match(SESSION_ID, name):
         raise RequestRefused(
             f"a session id has 1 to 256 printable ASCII characters without spaces, got "
             f"{len(name)} characters",
             param="session_id",
         )
-    known = await service.engine.control(CloseSession(name, body.cache_salt or ""))
+    known = await call.service.engine.control(CloseSession(name, body.cache_salt or ""))
     return SessionClosed(known=known)
 
 
-async def _pause(service: Service, body: NoFields, params: dict[str, str]) -> ControlDone:
-    await service.engine.control(Pause())
+async def _pause(call: ControlRequest, body: NoFields) -> ControlDone:
+    await call.service.engine.control(Pause())
     return ControlDone()
 
 
-async def _resume(service: Service, body: NoFields, params: dict[str, str]) -> ControlDone:
-    await service.engine.control(Resume())
+async def _resume(call: ControlRequest, body: NoFields) -> ControlDone:
+    await call.service.engine.control(Resume())
     return ControlDone()
 
 
-async def _abort(service: Service, body: AbortRequest, params: dict[str, str]) -> Aborted:
+async def _abort(call: ControlRequest, body: AbortRequest) -> Aborted:
+    """An admin aborts any request, another caller its own ones."""
+    service = call.service
     if body.request_ids is None and not body.abort_all:
         raise RequestRefused("send request_ids or abort_all: true", param="request_ids")
-    if body.abort_all:
+    if body.abort_all and call.caller.is_admin:
         return Aborted(aborted=await service.engine.abort(None))
+    own = service.live.sequences_of_owner(call.caller.name)
+    if body.abort_all:
+        return Aborted(aborted=await service.engine.abort(sorted(own)))
     names = {known for name in body.request_ids or [] for known in _aliases(name)}
-    ids = [entry for name in names for entry in service.live.sequences_of(name)]
+    found = [entry for name in names for entry in service.live.sequences_of(name)]
+    ids = [entry for entry in found if call.caller.is_admin or entry in own]
     return Aborted(aborted=await service.engine.abort(ids))
 
 
-async def _reload(
-    service: Service, body: ReloadRequest, params: dict[str, str]
-) -> ReloadAnswer:
+async def _reload(call: ControlRequest, body: ReloadRequest) -> ReloadAnswer:
     """Pause, wait until nothing runs, read the weights, resume. Requests that wait meanwhile
     are served with the new weights. A failure changes nothing."""
+    service = call.service
     folder = _reload_folder(service, body.model)
     before = service.engine.info.fingerprint
     if service.reloading.locked():
@@ -201,8 +218,8 @@ def _reload_folder(service: Service, model: str | None) -> str | None:
     """The folder to read. Only folders beside the one given at start are allowed."""
     if service.config.router is not None:
         raise RequestRefused(
-            "this instance belongs to a router, whose instances must serve the same weights; "
-            "restart it with the other model instead"
+            "this instance is registered at a router, and all its instances must serve the same "
+            "weights; restart the instance with the other model instead"
         )
     if model is None:
         return None

@@ -3,7 +3,6 @@
 begin(request, ChatRequest) → prompt tokens → make_job(...) → respond(request, reply)
 """
 
-import hmac
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +38,8 @@ from headwater.server.generation import (
     GenerationPrompt,
     Transcript,
 )
-from headwater.server.router.protocol import FALLBACK_HEADER, PREFILL_HEADER, TOKEN_HEADER
+from headwater.server.middleware import access_of
+from headwater.server.router.protocol import FALLBACK_HEADER, PREFILL_HEADER
 from headwater.server.schema import Sampling
 from headwater.server.service import Service
 from headwater.server.session import session_name
@@ -123,6 +123,7 @@ def make_job(
     """
     service, body = call.service, call.body
     limits, info = service.config.limits, service.engine.info
+    caller = access_of(call.request).caller
 
     def prompt_of(tokens: Tokens) -> GenerationPrompt:
         params.check_prompt(tokens, info)
@@ -148,16 +149,19 @@ def make_job(
         skip_special_tokens=body.skip_special_tokens is not False,
         parsing=parsing,
         priority=params.priority(body, service.engine_config),
-        cache_salt=body.cache_salt or "",
+        cache_salt=body.cache_salt or caller.cache_salt,
         session_id=session_name(body),
         cache_hint=params.cache_hint(body),
+        owner=caller.name,
+        share=caller.share,
         wants_cache_details=bool(body.cache_details),
         load_policy=body.load_policy,
         load_timeout_s=body.load_timeout_s,
         traceparent=traceparent(call.request),
         is_marked=HEADER in call.request.headers,
     )
-    return resume_outputs(body, _with_prefill(call.request, service, job), info)
+    job = _with_prefill(call.request, service, job)
+    return resume_outputs(body, job, info) if body.continue_choices else job
 
 
 async def respond(call: Call[B], job: GenerationJob, form: ReplyFormat) -> ASGIResponse:
@@ -192,7 +196,7 @@ def _streamed(
             is_edge = delta.is_first or delta.finish_reason is not None
             has_usage = has_running_usage or (form.reports_usage and is_edge)
             usage = generation.usage() if has_usage else None
-            comment = comment_of(delta, job, call.service)
+            comment = comment_of(delta, job, call.service) if job.is_marked else b""
             await events.write(*form.events(delta, usage), comment=comment, part=part)
 
         async def work() -> None:
@@ -218,12 +222,10 @@ def _with_prefill(request: Request, service: Service, job: GenerationJob) -> Gen
             "start it with --splitwise-role",
             code="no_peers",
         )
-    token = service.config.peer_token or ""
-    given = request.headers.get(TOKEN_HEADER, "")
-    if not token or not hmac.compare_digest(given.encode(), token.encode()):
+    if not access_of(request).is_cluster:
         raise RequestRefused(
-            f"the peer token in {TOKEN_HEADER} is wrong; router and instances need the same "
-            "--peer-token",
+            f"{PREFILL_HEADER} is accepted from the router only: the peer token is missing or "
+            "wrong",
             status=403,
             code="peer_token",
         )

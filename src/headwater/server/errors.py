@@ -1,10 +1,13 @@
-"""Our errors as HTTP answers: a status, and OpenAI's error object.
+"""Errors as HTTP responses: a status and the OpenAI error object.
 
-400  the request is wrong            429  as many wait as may wait
-401  the key is missing or wrong     499  aborted before it was done
-404  no such model or path           503  starting, stopping, or the engine is dead
-413  the body is too long
+400  invalid request                       415  a control body that is not application/json
+401  API key missing or wrong              421  the Host header names another server
+403  key without the scope, wrong peer     429  queue full, or over a limit of the key
+404  no such model or path                 499  aborted before it was complete
+413  body over the size limit              503  starting, stopping, or the engine is dead
 """
+
+import math
 
 import msgspec
 from starlette.responses import Response
@@ -20,6 +23,7 @@ from headwater.errors import (
 
 _TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
@@ -31,7 +35,7 @@ RETRY_AFTER_S = 1
 
 
 class RequestRefused(RequestError):
-    """A request the server itself turns down, with the field or the status that says why."""
+    """A request the HTTP server refuses, with the field or the status that tells why."""
 
     def __init__(
         self,
@@ -40,15 +44,17 @@ class RequestRefused(RequestError):
         param: str | None = None,
         status: int = 400,
         code: str | None = None,
+        retry_after_s: float | None = None,
     ) -> None:
         super().__init__(sentence)
         self.param = param
         self.status = status
         self.code = code
+        self.retry_after_s = retry_after_s
 
 
 class ErrorObject(msgspec.Struct, kw_only=True):
-    """What OpenAI's clients show their user."""
+    """The OpenAI error object."""
 
     message: str
     type: str
@@ -57,13 +63,13 @@ class ErrorObject(msgspec.Struct, kw_only=True):
 
 
 class ErrorAnswer(msgspec.Struct, kw_only=True):
-    """The body of every answer that is not a success."""
+    """The body of every error response."""
 
     error: ErrorObject
 
 
 def status_of(error: HeadwaterError) -> int:
-    """The status that says whose fault it was."""
+    """The HTTP status of an error."""
     match error:
         case RequestRefused():
             return error.status
@@ -76,7 +82,7 @@ def status_of(error: HeadwaterError) -> int:
 
 
 def error_answer(error: HeadwaterError) -> ErrorAnswer:
-    """The error object; what the message says is for the client to read."""
+    """The body of the error response."""
     status = status_of(error)
     param = error.param if isinstance(error, RequestRefused) else None
     return ErrorAnswer(
@@ -90,11 +96,12 @@ def error_answer(error: HeadwaterError) -> ErrorAnswer:
 
 
 def error_response(error: HeadwaterError, body: msgspec.Struct | None = None) -> Response:
-    """The whole answer, with `Retry-After` where trying again makes sense."""
+    """The error response, with `Retry-After` when a retry can succeed."""
     status = status_of(error)
-    headers = {"retry-after": str(RETRY_AFTER_S)} if status == 429 else None
-    if status == 503 and not isinstance(error, EngineDead):
-        headers = {"retry-after": str(RETRY_AFTER_S)}
+    headers = None
+    if status == 429 or (status == 503 and not isinstance(error, EngineDead)):
+        given = error.retry_after_s if isinstance(error, RequestRefused) else None
+        headers = {"retry-after": str(math.ceil(given or RETRY_AFTER_S))}
     if status == 401:
         headers = {"www-authenticate": "Bearer"}
     return Response(

@@ -5,7 +5,7 @@ The endpoints differ only in how they write a delta.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
@@ -14,6 +14,7 @@ from headwater.cache import Hint
 from headwater.engine.detokenizer import TextStream
 from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import HeadwaterError
+from headwater.metrics import names
 from headwater.metrics.recorder import RequestTimer, SequenceProgress
 from headwater.scheduler.output import SequenceOutput, TokenLogprobs, Usage
 from headwater.scheduler.request import Request, SamplingParams, params_of_choice
@@ -77,6 +78,12 @@ class GenerationJob:
     session_id: str = ""
     cache_hint: Hint | None = None
     wants_cache_details: bool = False
+    owner: str = ""
+    """Name of the caller's key; empty without named keys."""
+
+    share: float = 1.0
+    """Weight of the key when keys compete for the engine."""
+
     traceparent: str | None = None
     """The caller's span (W3C), if it sent one."""
 
@@ -236,7 +243,13 @@ class Generation:
         raises it for one choice; the other choices are aborted then.
         """
         service, job = self._service, self._job
-        with service.live.enter(job.name, job.num_sequences) as ids:
+        async with AsyncExitStack() as stack:
+            ids = stack.enter_context(
+                service.live.enter(job.name, job.num_sequences, job.owner)
+            )
+            await stack.enter_async_context(
+                service.fair_share.enter(job.owner, job.share, job.num_sequences)
+            )
             alive = [choice for choice in self._choices if not choice.resumed.has_ended]
             requests = [self._request(choice, ids) for choice in alive]
             if len(requests) == 1:
@@ -298,7 +311,11 @@ class Generation:
             token_bytes=info.block_bytes // info.block_tokens,
             traceparent=self._job.traceparent,
         )
-        service.end(timer.end(choice.finish_reason or "abort", place=place))
+        service.end(timer.end(choice.finish_reason or "abort", place=place), self._job.owner)
+        if service.config.key_metrics and self._job.owner:
+            num_tokens = len(request.tokens) + choice.num_tokens
+            service.recorder.count(names.SEQUENCES_BY_KEY, label=self._job.owner)
+            service.recorder.count(names.TOKENS_BY_KEY, num_tokens, label=self._job.owner)
 
     def _request(self, choice: ChoiceProgress, ids: Sequence[RequestId]) -> Request:
         job = self._job

@@ -1,28 +1,34 @@
-"""The HTTP process: a bound socket, uvicorn on it, and an end that drains.
+"""A bound socket and the HTTP server (uvicorn) on it.
 
-The socket is bound before the model is loaded, so that a taken port is known at once.
+The socket is bound before the model is loaded, so that a port in use is reported at once.
 """
 
+import asyncio
 import contextlib
 import errno
 import socket
 from collections.abc import Iterator
+from functools import partial
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from headwater.clock import SystemClock
+from headwater.config import TlsConfig
 from headwater.errors import ConfigError
+from headwater.server.config import ConnectionLimits
+from headwater.server.connections import ConnectionGuard, GuardedProtocol
 
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 65
-"""Longer than the usual idle limit of clients and proxies, so that they close first."""
+"""Longer than the usual idle timeout of clients and proxies, so that they close first."""
 
 _CLOSE_S = 5
-"""For answers to requests that were just ended."""
+"""Time to send the responses of requests that were just aborted."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket, or a ConfigError that says what is in the way."""
+    """A listening socket. Raises ConfigError when it cannot be bound."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -44,36 +50,56 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def url_of(listener: socket.socket) -> str:
-    """Where clients on this machine reach it."""
+def url_of(listener: socket.socket, *, tls: bool = False) -> str:
+    """The URL for clients on this machine."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn that leaves signals to its owner, and ends when told to."""
+    """uvicorn without its signal handlers."""
 
-    def __init__(self, app: ASGIApp, *, drain_timeout_s: float) -> None:
-        """The owner ends what still runs after `drain_timeout_s`; a little later uvicorn does."""
-        super().__init__(
-            uvicorn.Config(
-                app,
-                lifespan="off",
-                ws="none",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=round(drain_timeout_s) + _CLOSE_S,
-            )
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        drain_timeout_s: float,
+        tls: TlsConfig | None = None,
+        limits: ConnectionLimits | None = None,
+    ) -> None:
+        """The owner aborts running requests after `drain_timeout_s`; uvicorn closes their
+        connections a little later."""
+        config = uvicorn.Config(
+            app,
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=round(drain_timeout_s) + _CLOSE_S,
         )
+        config.load()
+        config.ssl = None if tls is None else tls.server_context()
+        self.guard = ConnectionGuard(limits or ConnectionLimits(), SystemClock())
+        config.http_protocol_class = partial(GuardedProtocol, guard=self.guard)  # type: ignore[assignment]  # called as a class
+        super().__init__(config)
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until `stop`, closing connections whose time is up."""
+        sweep = asyncio.create_task(self.guard.sweep())
+        try:
+            await super().serve(sockets)
+        finally:
+            sweep.cancel()
 
     def stop(self) -> None:
-        """Refuse new connections, and end when what runs has ended."""
+        """Refuse new connections and end when running requests have ended."""
         self.should_exit = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are the owner's: uvicorn would end the process with the signal, not with 0."""
+        """The owner handles signals: uvicorn would exit with the signal instead of 0."""
         yield

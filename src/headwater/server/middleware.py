@@ -1,68 +1,51 @@
-"""What stands before the application: 503 until it is ready, and the key.
+"""ASGI middleware in front of the application: access checks, then readiness.
 
-Plain ASGI, because it is passed for every request.
+Plain ASGI, because every request passes through it.
 """
 
-import hmac
-from collections.abc import Callable
+from contextlib import nullcontext
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from headwater.server import dashboard
+from headwater.server.access import Access, AccessPolicy
 from headwater.server.errors import RequestRefused, error_response
 
-
-def is_health(scope: Scope) -> bool:
-    """Needs no key: load balancers ask it."""
-    return bool(scope["path"] == "/health")
-
-
-def is_public(scope: Scope) -> bool:
-    """Needs no key: health, and the files of the page, which asks for the key itself."""
-    path: str = scope["path"]
-    return is_health(scope) or path == dashboard.PATH or path.startswith(dashboard.PATH + "/")
+_ACCESS = "headwater.access"
 
 
 class ReadinessMiddleware:
-    """Answers 503 before `open` and after `shut`, in between passes requests on."""
+    """Answers 503 before `open` and after `shut`; in between it forwards to the application."""
 
-    def __init__(
-        self, api_key: str | None = None, *, is_open: Callable[[Scope], bool] = is_public
-    ) -> None:
-        """`is_open` says which requests need no key."""
-        self._is_open = is_open
-        self._key = None if api_key is None else api_key.encode()
+    def __init__(self, policy: AccessPolicy) -> None:
+        self._policy = policy
         self._app: ASGIApp | None = None
-        self._reason = "the engine is starting"
+        self._reason = "the engine is starting; retry later"
 
     def open(self, app: ASGIApp) -> None:
-        """From now on `app` answers."""
+        """Forward requests to `app` from now on."""
         self._app = app
 
     def shut(self, reason: str) -> None:
-        """From now on new requests are told to go elsewhere; those inside go on."""
+        """Refuse new requests with `reason`; running ones continue."""
         self._app = None
         self._reason = reason
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        if self._key is not None and not self._is_open(scope) and not self._fits(scope):
-            refused = RequestRefused(
-                "a valid API key is needed", status=401, code="invalid_api_key"
-            )
+        try:
+            access = self._policy.check(scope)
+            if self._app is None:
+                raise RequestRefused(self._reason, status=503, code="not_ready")
+            with nullcontext() if access.key is None else self._policy.keys.use(access.key):
+                scope[_ACCESS] = access
+                await self._app(scope, receive, send)
+        except RequestRefused as refused:
             await error_response(refused)(scope, receive, send)
-        elif self._app is None:
-            refused = RequestRefused(self._reason, status=503, code="not_ready")
-            await error_response(refused)(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
 
-    def _fits(self, scope: Scope) -> bool:
-        """Whether the request carries our key; takes as long for a near miss as for any other."""
-        assert self._key is not None, "asked only where there is a key"
-        headers = dict(scope["headers"])
-        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() != b"bearer":
-            key = headers.get(b"x-api-key", b"")  # as Anthropic's clients send it
-        return hmac.compare_digest(key.strip(), self._key)
+
+def access_of(request: Request) -> Access:
+    """The result of the access check of a request."""
+    access: Access = request.scope[_ACCESS]
+    return access

@@ -37,8 +37,10 @@ _PROMPT = {
 _ERRORS = {
     400: "Invalid request; `param` names the field.",
     401: "The API key is missing or wrong.",
+    403: "The key has no scope for this, or a foreign web page sent it.",
     404: "No such model or file.",
     413: "The body is over the size limit.",
+    415: "A control body that is not application/json.",
     429: "The queue or a limit of the key is full; see Retry-After.",
     499: "Aborted before it was complete.",
     503: "Starting, stopping, or the engine is dead.",
@@ -68,9 +70,9 @@ def document() -> dict[str, Any]:
 
 
 def _paths() -> dict[str, _Path]:
-    generation = (400, 401, 404, 413, 429, 499, 503)
-    text = (400, 401, 404, 413, 503)
-    plain = (401, 503)
+    generation = (400, 401, 403, 404, 413, 429, 499, 503)
+    text = (400, 401, 403, 404, 413, 503)
+    plain = (401, 403, 503)
     return {
         "/v1/completions": _post(
             "Continue a text.",
@@ -160,7 +162,15 @@ def _get(summary: str, answer: type, errors: Sequence[int]) -> _Path:
 
 
 def _verb(verb: ControlVerb) -> _Path:
-    errors = (400, 401, 404, 413, 503)  # 404: clients normalise ids such as ".." in a path
+    errors = (
+        400,
+        401,
+        403,
+        404,
+        413,
+        415,
+        503,
+    )  # 404: clients normalise ids such as ".." in a path
     path = _post(verb.summary, verb.body, verb.answer, errors)
     path["post"]["requestBody"]["required"] = verb.needs_body
     if "{session_id" in verb.paths[0]:

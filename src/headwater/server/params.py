@@ -4,10 +4,11 @@ import secrets
 from collections.abc import Sequence
 
 from headwater.cache import Hint
-from headwater.config import EngineConfig, LimitsConfig
+from headwater.config import EngineConfig
 from headwater.engine.client import EngineInfo
 from headwater.errors import PromptTooLong
 from headwater.scheduler.request import SEED_RANGE, SamplingParams
+from headwater.server.config import LimitsConfig
 from headwater.server.errors import RequestRefused
 from headwater.server.schema import ReturnsIn, Sampling
 from headwater.server.session import session_name

@@ -1,8 +1,9 @@
-"""An instance at its router: registers, says every second that it lives, and leaves.
+"""Keeps an instance registered at its router: registers, sends heartbeats, and leaves.
 
-It lives while its engine answers; this process alone can serve nobody.
-A router that is not there is no reason to stop: it is asked again until it is. A router that
-refuses, because this instance serves something else, is.
+Heartbeats are sent while the engine answers. A router that cannot be reached is retried. A
+router that refuses the first registration ends the instance with its message, because a setting
+is wrong. A refusal after a successful registration is retried with back-off while serving goes
+on: the router was restarted with other settings, or is not ours.
 """
 
 import asyncio
@@ -14,13 +15,14 @@ from urllib.parse import quote, urlsplit
 import aiohttp
 import msgspec
 
-from headwater.config import ServerConfig
 from headwater.engine.client import EngineInfo, GetStats
 from headwater.errors import ConfigError, EngineDead
 from headwater.metrics.stats import EngineStats
+from headwater.server.answers import RouterHealth
+from headwater.server.cluster_auth import ClusterAuth
+from headwater.server.config import ServerConfig
 from headwater.server.errors import ErrorAnswer
 from headwater.server.router.protocol import (
-    TOKEN_HEADER,
     VERSION,
     EventsAddress,
     InstanceLoad,
@@ -31,92 +33,115 @@ from headwater.server.service import Service
 
 log = logging.getLogger(__name__)
 
-_LOOK_TIMEOUT_S = 0.2
+_STATS_TIMEOUT_S = 0.2
 _RETRY_S = 1.0
+_MAX_BACKOFF_S = 60.0
 _TIMEOUT_S = 5.0
 _LEAVE_TIMEOUT_S = 2.0
 _SILENT_S = 60.0
-"""An engine that says nothing for so long hangs: no step should take that long."""
+"""No step takes this long: an engine that does not answer for this time hangs."""
 
-_REFUSALS = frozenset({400, 403, 409})
-"""Answers that trying again does not change."""
+_MAX_ANSWER_BYTES = 64 * 1024
+_REFUSALS = frozenset({400, 401, 403, 409, 413, 415, 421})
+"""Statuses of a router that refuses the registration."""
 
 
 class Registrar:
-    """Keeps one instance registered; `run` until it is cancelled, then `leave`."""
+    """Keeps one instance registered: `run` until it is cancelled, then `leave`."""
 
     def __init__(
-        self, service: Service, *, router: str, url: str, silent_s: float = _SILENT_S
+        self,
+        service: Service,
+        *,
+        router: str,
+        url: str,
+        cluster: ClusterAuth,
+        silent_s: float = _SILENT_S,
     ) -> None:
-        """`url` is where this instance's HTTP is, seen from here."""
+        """`url` is the address of this instance's HTTP server on this machine."""
         self._service = service
         self._silent_s = silent_s
-        self._heard_s = service.clock.now()
-        self._look: asyncio.Task[EngineStats] | None = None
+        self._answered_s = service.clock.now()
+        self._stats: asyncio.Task[EngineStats] | None = None
         self._router = router.rstrip("/")
-        self._url = _seen_from_outside(url, service.config, self._router)
+        self._url = _external_url(url, service.config, self._router)
         self._name = urlsplit(self._url).netloc
-        token = service.config.peer_token
-        self._headers = {} if token is None else {TOKEN_HEADER: token}
-        self._is_known = False
+        self._cluster = cluster
+        self._was_accepted = False
+        self._backoff_s = _RETRY_S
         self._num_leases = 0
 
     async def run(self) -> None:
-        """Register and renew; raises ConfigError with the router's sentence when it refuses."""
+        """Send registrations. Raises ConfigError when the router refuses the first one."""
         async with self._session() as session:
             try:
                 while self._service.engine.dead is None:
-                    pause_s = await self._renew(session) if await self._answers() else _RETRY_S
+                    pause_s = await self._send(session) if await self._is_alive() else _RETRY_S
                     await asyncio.sleep(pause_s)
             finally:
-                if self._look is not None:
-                    self._look.cancel()
+                if self._stats is not None:
+                    self._stats.cancel()
 
     async def leave(self) -> None:
-        """Tell the router to send nothing more."""
-        where = f"{self._router}/instances/{quote(self._name, safe=':')}"
+        """Ask the router to send no more requests."""
+        path = f"/instances/{quote(self._name, safe=':')}"
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
             async with asyncio.timeout(_LEAVE_TIMEOUT_S), self._session() as session:
-                await session.delete(where, headers=self._headers)
+                headers = self._cluster.sign("DELETE", path, {})
+                await session.delete(self._router + path, headers=headers)
 
-    async def _answers(self) -> bool:
-        """Whether the engine has said something lately. In a long step it does not, and is not
-        waited for; in one without an end it is as good as dead, and its requests are better off
-        elsewhere."""
+    async def _is_alive(self) -> bool:
+        """Whether the engine has answered recently. A long step is not waited for; an engine
+        that hangs sends no heartbeats, so that its requests move to other instances."""
         now = self._service.clock.now()
-        if self._look is None:
-            self._look = asyncio.create_task(self._service.engine.control(GetStats()))
-        await asyncio.wait({self._look}, timeout=_LOOK_TIMEOUT_S)
-        if self._look.done():
-            look, self._look = self._look, None
+        if self._stats is None:
+            self._stats = asyncio.create_task(self._service.engine.control(GetStats()))
+        await asyncio.wait({self._stats}, timeout=_STATS_TIMEOUT_S)
+        if self._stats.done():
+            done, self._stats = self._stats, None
             with contextlib.suppress(EngineDead):
-                sides = look.result().handoffs.values()
+                sides = done.result().handoffs.values()
                 self._num_leases = sum(side.in_flight for side in sides)
-                self._heard_s = now
-        return now - self._heard_s <= self._silent_s
+                self._answered_s = now
+        return now - self._answered_s <= self._silent_s
 
-    async def _renew(self, session: aiohttp.ClientSession) -> float:
-        """One heartbeat; seconds until the next."""
+    async def _send(self, session: aiohttp.ClientSession) -> float:
+        """Send one registration or heartbeat; seconds until the next."""
+        body = msgspec.json.encode(self._registration())
+        headers = {"content-type": "application/json"}
         try:
             async with session.post(
                 f"{self._router}/instances",
-                data=msgspec.json.encode(self._registration()),
-                headers=self._headers,
+                data=body,
+                headers=self._cluster.sign("POST", "/instances", headers, body),
+                allow_redirects=False,
             ) as answer:
-                body = await answer.read()
+                raw = await answer.content.read(_MAX_ANSWER_BYTES)
                 if answer.status in _REFUSALS:
-                    raise ConfigError(
-                        f"the router {self._router} refuses this instance: {_why(body)}"
-                    )
+                    return self._refused(answer.status, _message(raw))
                 answer.raise_for_status()
-                told = msgspec.json.decode(body, type=Registered)
+                heartbeat_s = msgspec.json.decode(raw, type=Registered).heartbeat_s
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError) as exc:
-            if self._is_known:
-                log.warning("the router %s does not answer: %s", self._router, exc)
-            self._is_known = False
-            return _RETRY_S
-        self._is_known = True
-        return told.heartbeat_s
+            return self._retry(f"{type(exc).__name__}: {exc}", _RETRY_S)
+        self._was_accepted = True
+        self._backoff_s = _RETRY_S
+        self._service.router_health = RouterHealth(url=self._router, registered=True)
+        return heartbeat_s
+
+    def _refused(self, status: int, message: str) -> float:
+        if not self._was_accepted:
+            raise ConfigError(f"the router {self._router} refuses this instance: {message}")
+        self._backoff_s = min(2 * self._backoff_s, _MAX_BACKOFF_S)
+        return self._retry(f"status {status}: {message}", self._backoff_s)
+
+    def _retry(self, error: str, pause_s: float) -> float:
+        before = self._service.router_health
+        if before is None or before.registered or before.error != error:
+            log.warning("heartbeat failed router=%s error=%s", self._router, error)
+        self._service.router_health = RouterHealth(
+            url=self._router, registered=False, error=error[:500]
+        )
+        return pause_s
 
     def _registration(self) -> Registration:
         service, info = self._service, self._service.engine.info
@@ -143,7 +168,11 @@ class Registrar:
         )
 
     def _session(self) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S))
+        tls = self._service.config.tls
+        return aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),
+            connector=aiohttp.TCPConnector(ssl=True if tls is None else tls.client_context()),
+        )
 
 
 def _events(info: EngineInfo) -> EventsAddress | None:
@@ -153,27 +182,30 @@ def _events(info: EngineInfo) -> EventsAddress | None:
         endpoint=info.kv_events.endpoint,
         replay_endpoint=info.kv_events.replay_endpoint,
         topic=info.kv_events.topic,
+        curve=info.kv_events.curve,
     )
 
 
-def _why(body: bytes) -> str:
+def _message(body: bytes) -> str:
     try:
         return msgspec.json.decode(body, type=ErrorAnswer).error.message
     except msgspec.DecodeError:
         return body[:200].decode(errors="replace")
 
 
-def _seen_from_outside(url: str, config: ServerConfig, router: str) -> str:
-    """`url` as the router can use it: a server on every address says the one that faces it."""
+def _external_url(url: str, config: ServerConfig, router: str) -> str:
+    """`url` as the router can reach it: a wildcard listener is named by the address that faces
+    the router."""
     if config.host not in ("0.0.0.0", "::"):
         return url
     place = urlsplit(router)
     family = socket.AF_INET6 if config.host == "::" else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as facing:
         try:
-            facing.connect((place.hostname or "", place.port or 80))  # sends nothing
+            facing.connect((place.hostname or "", place.port or 80))  # UDP: sends no packet
             host = facing.getsockname()[0]
         except OSError:
             return url
     host = f"[{host}]" if ":" in host else host
-    return f"http://{host}:{urlsplit(url).port}"
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{host}:{parts.port}"

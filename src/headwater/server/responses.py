@@ -13,6 +13,7 @@ from headwater.server.chat import chat_job
 from headwater.server.endpoint import Call, accept, respond
 from headwater.server.errors import RequestRefused, error_answer
 from headwater.server.generation import Delta, GenerationJob, Transcript
+from headwater.server.middleware import access_of
 from headwater.server.parsing.base import ParsedOutput
 from headwater.server.response_items import ItemWriter, items_of
 from headwater.server.response_store import StoredResponse
@@ -39,33 +40,44 @@ async def responses(request: Request) -> ASGIResponse:
     service: Service = request.app.state.service
     limit = service.config.limits.max_body_bytes
     body = await read_body(request, ResponsesRequest, max_bytes=limit)
-    before = _previous(service, body)
+    tenant = _tenant(request, body.cache_salt)
+    before = _previous(service, body, tenant)
     chat = chat_request(body, before.messages if before else ())
     call = await accept(request, chat)
-    response_id = service.new_response_id(call.request_id, chat.cache_salt or "")
+    response_id = service.new_response_id(call.request_id, tenant)
     if chat.session_id is None:
         # A stored conversation is one session, whichever of its turns comes next.
         known = before.session_id if before else session_name(chat)
         chat.session_id = known or (response_id if body.store is not False else None)
     job = await chat_job(call, max_tokens=None, default_max_tokens=body.max_output_tokens)
-    return await respond(call, job, _ResponsesFormat(call, job, body, response_id, before))
+    return await respond(
+        call, job, _ResponsesFormat(call, job, body, response_id, before, tenant)
+    )
 
 
 async def stored_response(request: Request) -> ASGIResponse:
     """A stored response: GET reads it, DELETE forgets it."""
     service: Service = request.app.state.service
     response_id = request.path_params["response_id"]
-    found = _stored(service, response_id, request.query_params.get("cache_salt", ""))
+    found = _stored(
+        service, response_id, _tenant(request, request.query_params.get("cache_salt"))
+    )
     if request.method != "DELETE":
         return JsonResponse(found.answer)
     service.responses.remove(response_id)
     return JsonResponse(ResponseDeleted(id=response_id))
 
 
-def _previous(service: Service, body: ResponsesRequest) -> StoredResponse | None:
+def _tenant(request: Request, cache_salt: str | None) -> str:
+    """Whose stored responses a request may use: those of its salt, else of its API key."""
+    caller = access_of(request).caller
+    return cache_salt or caller.cache_salt or caller.tenant
+
+
+def _previous(service: Service, body: ResponsesRequest, tenant: str) -> StoredResponse | None:
     if body.previous_response_id is None:
         return None
-    return _stored(service, body.previous_response_id, body.cache_salt or "")
+    return _stored(service, body.previous_response_id, tenant)
 
 
 def _stored(service: Service, response_id: str, cache_salt: str) -> StoredResponse:
@@ -99,7 +111,9 @@ class _ResponsesFormat:
         body: ResponsesRequest,
         response_id: str,
         before: StoredResponse | None,
+        tenant: str,
     ) -> None:
+        self._tenant = tenant
         self._service = call.service
         self._body = body
         self._job = job
@@ -170,7 +184,7 @@ class _ResponsesFormat:
             answer=answer,
             messages=messages,
             session_id=self._job.session_id,
-            cache_salt=self._job.cache_salt,
+            cache_salt=self._tenant,
             num_bytes=len(msgspec.json.encode((answer, messages))),
         )
         self._service.responses.put(entry, now=self._service.clock.now())

@@ -11,7 +11,7 @@ from hashlib import sha256
 from typing import TypeVar
 
 from headwater.clock import Clock
-from headwater.config import EngineConfig, ServerConfig
+from headwater.config import EngineConfig
 from headwater.engine.client import EngineClient
 from headwater.engine.grammar import GrammarCompiler
 from headwater.engine.tokenizer import Tokenizer
@@ -19,7 +19,11 @@ from headwater.errors import QueueFull, RequestError
 from headwater.metrics import names
 from headwater.metrics.ledger import RequestRecord
 from headwater.metrics.recorder import Recorder
+from headwater.server.answers import RouterHealth
+from headwater.server.body_parser import BodyParser
+from headwater.server.config import ServerConfig
 from headwater.server.errors import RequestRefused
+from headwater.server.fair_share import FairShare
 from headwater.server.parsing.model_output import ModelOutput
 from headwater.server.response_store import ResponseStore
 from headwater.types import RequestId
@@ -49,11 +53,15 @@ class LiveRequests:
         self._recorder = recorder
         self._max_sequences = max_sequences
         self._sequences: dict[str, list[RequestId]] = {}
+        self._owners: dict[RequestId, str] = {}
         self.num_sequences = 0
 
     @contextmanager
-    def enter(self, name: str, num_sequences: int) -> Iterator[list[RequestId]]:
-        """Sequence ids for the request `name`, counted as live until the block is left.
+    def enter(
+        self, name: str, num_sequences: int, owner: str = ""
+    ) -> Iterator[list[RequestId]]:
+        """Sequence ids for the request `name` of the key `owner`, counted as live until the
+        block is left.
 
         Raises QueueFull when too many sequences are live now, RequestError when this request
         alone is over the limit. Nothing changes then.
@@ -73,10 +81,13 @@ class LiveRequests:
         ids = [RequestId(f"{stem}-{place}") for place in range(num_sequences)]
         self.num_sequences += num_sequences
         self._sequences.setdefault(name, []).extend(ids)
+        self._owners.update((entry, owner) for entry in ids)
         try:
             yield ids
         finally:
             self.num_sequences -= num_sequences
+            for entry in ids:
+                del self._owners[entry]
             left = [entry for entry in self._sequences[name] if not entry.startswith(stem)]
             if left:
                 self._sequences[name] = left
@@ -86,6 +97,10 @@ class LiveRequests:
     def sequences_of(self, name: str) -> list[RequestId]:
         """The engine's ids of the sequences that run for this request id."""
         return list(self._sequences.get(name, ()))
+
+    def sequences_of_owner(self, owner: str) -> set[RequestId]:
+        """The engine's ids of the sequences that run for a key."""
+        return {entry for entry, other in self._owners.items() if other == owner}
 
 
 class Service:
@@ -123,10 +138,15 @@ class Service:
             lifetime_s=limits.stored_lifetime_s,
         )
         """Responses that later ones may continue."""
+        self.router_health: RouterHealth | None = None
+        """Result of the last heartbeat to the router; None without one."""
+        self.parser = BodyParser(max_ids=engine.info.max_model_len)
         self.reloading = asyncio.Lock()
         """Held while weights are reloaded."""
-        self.recent: deque[RequestRecord] = deque(maxlen=_MAX_RECENT)
-        """Finished sequences, newest first."""
+        self.recent: deque[tuple[str, RequestRecord]] = deque(maxlen=_MAX_RECENT)
+        """Finished sequences with the key they belong to, newest first."""
+        seats = engine.info.max_num_seqs
+        self.fair_share = FairShare(seats + max(4, seats // 8))
         self._on_end = on_end
         self._short = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="text")
         self._long = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="long-text")
@@ -159,9 +179,9 @@ class Service:
         """Unix time in whole seconds, as responses state it."""
         return math.floor(self.unix_s())
 
-    def end(self, record: RequestRecord) -> None:
-        """Report a finished sequence to logs and traces."""
-        self.recent.appendleft(record)
+    def end(self, record: RequestRecord, owner: str = "") -> None:
+        """Report a finished sequence of the key `owner` to logs and traces."""
+        self.recent.appendleft((owner, record))
         for report in self._on_end:
             report(record)
 
@@ -206,6 +226,7 @@ class Service:
             raise RequestRefused(str(exc), param=param) from exc
 
     def close(self) -> None:
-        """End the threads. Safe to call twice."""
+        """End the threads and processes. Safe to call twice."""
+        self.parser.close()
         for threads in (self._short, self._long, self._compilers):
             threads.shutdown(wait=False, cancel_futures=True)

@@ -19,6 +19,8 @@ from headwater.metrics.view import EngineView, ViewLimits
 from headwater.server.admin import cache_state
 from headwater.server.body import JsonResponse
 from headwater.server.errors import RequestRefused
+from headwater.server.keys import Caller
+from headwater.server.middleware import access_of
 from headwater.server.service import Service
 
 _TIMEOUT_S = 5.0
@@ -54,10 +56,26 @@ async def stats(request: Request) -> Response:
             "latencies": _latencies(service.recorder),
             "cache": cache_state(service, now),
             "handoffs": {side: asdict(entry) for side, entry in now.handoffs.items()},
-            "sequences": [asdict(sequence) for sequence in view.sequences],
-            "recent": [record.as_log() for record in service.recent],
+            **_requests(service, view, access_of(request).caller),
         }
     )
+
+
+def _requests(service: Service, view: EngineView, caller: Caller) -> dict[str, Any]:
+    """Running and recently finished sequences: all for an admin, otherwise the caller's own."""
+    mine = None if caller.is_admin else service.live.sequences_of_owner(caller.name)
+    return {
+        "sequences": [
+            asdict(sequence)
+            for sequence in view.sequences
+            if mine is None or sequence.request_id in mine
+        ],
+        "recent": [
+            record.as_log()
+            for owner, record in service.recent
+            if caller.is_admin or owner == caller.name
+        ],
+    }
 
 
 async def tree(request: Request) -> Response:

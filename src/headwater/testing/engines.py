@@ -50,7 +50,10 @@ def make_echo_core(
     """A whole engine core over an `EchoRunner`."""
     cache = TieredCache(
         CacheConfig(
-            device_blocks=num_blocks, block_tokens=block_tokens, record_events=record_events
+            device_blocks=num_blocks,
+            block_tokens=block_tokens,
+            record_events=record_events,
+            fingerprint=bytes(32),
         )
     )
     config = SchedulerConfig(

@@ -1,6 +1,5 @@
 """create_router_app(router): the router's own endpoints and the forwarded ones."""
 
-import hmac
 from dataclasses import dataclass
 
 import msgspec
@@ -15,7 +14,9 @@ from headwater.metrics.prometheus import CONTENT_TYPE
 from headwater.server import dashboard
 from headwater.server.answers import Health, Version
 from headwater.server.app import EXCEPTION_HANDLERS
-from headwater.server.body import ASGIResponse, JsonResponse, read_body
+from headwater.server.body import ASGIResponse, JsonResponse, read_raw
+from headwater.server.body_parser import decode_json
+from headwater.server.cluster_auth import check_digest
 from headwater.server.control import ControlDone
 from headwater.server.errors import RequestRefused
 from headwater.server.router.config import RouterConfig
@@ -23,8 +24,8 @@ from headwater.server.router.forwarding import Forwarder
 from headwater.server.router.instance import Instance
 from headwater.server.router.metrics import RouterRecorder
 from headwater.server.router.protocol import (
+    DIGEST_HEADER,
     MAX_BYTES,
-    TOKEN_HEADER,
     Registered,
     Registration,
 )
@@ -82,19 +83,23 @@ async def instances(request: Request) -> Response:
 async def register(request: Request) -> Response:
     """Register an instance, or record its heartbeat."""
     router = _router(request)
-    _check_token(router, request)
-    told = await read_body(request, Registration, max_bytes=MAX_BYTES)
-    router.registry.register(told)
+    raw = await read_raw(request, MAX_BYTES)
+    if not check_digest(request.headers.get(DIGEST_HEADER), raw):
+        raise RequestRefused(
+            "the body does not match its signed digest", status=403, code="peer_token"
+        )
+    router.registry.register(decode_json(raw, Registration))
     return JsonResponse(Registered(heartbeat_s=router.config.heartbeat_s))
 
 
 async def drain(request: Request) -> Response:
     """Send no new requests to an instance."""
     router = _router(request)
-    _check_token(router, request)
     name = request.path_params["name"]
     if router.registry.drain(name) is None:
-        raise RequestRefused(f"no instance {name[:256]!r} is registered", status=404)
+        raise RequestRefused(
+            f"no instance {name[:256]!r} is registered; see GET /instances", status=404
+        )
     return JsonResponse(ControlDone())
 
 
@@ -132,21 +137,11 @@ def _router(request: Request) -> Router:
     return router
 
 
-def _check_token(router: Router, request: Request) -> None:
-    """Refuse who is not of this cluster; takes as long for a near miss as for any other."""
-    wanted = router.config.peer_token
-    given = request.headers.get(TOKEN_HEADER, "")
-    if wanted is not None and not hmac.compare_digest(given.encode(), wanted.encode()):
-        raise RequestRefused(
-            "the peer token is missing or wrong", status=403, code="peer_token"
-        )
-
-
 def _described(router: Router, entry: Instance) -> dict[str, object]:
-    told = msgspec.to_builtins(entry.told)
+    registration = msgspec.to_builtins(entry.registration)
     now = router.clock.now()
     return {
-        **told,
+        **registration,
         "state": entry.state(now=now, stale_s=router.config.stale_s),
         "trust": entry.trust.value,
         "known_blocks": entry.view.num_blocks,

@@ -1,10 +1,11 @@
 """Settings of a router, validated once."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from headwater.config import MIB, check_secret, is_loopback
+from headwater.config import MIB, TlsConfig, check_secret
 from headwater.disagg.routing import make_policy
 from headwater.errors import ConfigError
+from headwater.server.config import ConnectionLimits, check_port
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,8 +19,14 @@ class RouterConfig:
 
     policy: str = "cache_aware"
     api_key: str | None = None
+    api_keys_file: str | None = None
+    allowed_hosts: tuple[str, ...] = ()
+    tls: TlsConfig | None = None
     peer_token: str | None = None
     """Secret that instances present to register, and that the router presents to them."""
+
+    is_insecure: bool = False
+    """Let anyone register instances, without a peer token. For tests on one machine only."""
 
     prefill_threshold: int = 256
     """Uncached tokens up to which a decode instance prefills a prompt itself."""
@@ -46,13 +53,13 @@ class RouterConfig:
     """Most requests in flight; more get a 429."""
 
     max_instances: int = 1024
+    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
 
     def __post_init__(self) -> None:
         make_policy(self.policy)
         check_secret("--api-key", self.api_key)
         check_secret("--peer-token", self.peer_token)
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port must be between 0 and 65535, got {self.port}")
+        check_port(self.port)
         if not 0 < self.heartbeat_s < self.stale_s < self.forget_s:
             raise ConfigError(
                 f"heartbeat_s < stale_s < forget_s is needed, got {self.heartbeat_s:g}, "
@@ -62,7 +69,9 @@ class RouterConfig:
             raise ConfigError(
                 f"--prefill-threshold must not be negative, got {self.prefill_threshold}"
             )
-        if self.peer_token is None and not is_loopback(self.host):
+        if self.peer_token is None and not self.is_insecure:
             raise ConfigError(
-                f"--host {self.host} lets others register instances: give --peer-token"
+                "a router needs a secret that it shares with its instances, or anyone could "
+                "register one and receive prompts: set HEADWATER_PEER_TOKEN or give "
+                "--peer-token-file FILE (headwater up makes one; --insecure runs without)"
             )

@@ -5,6 +5,7 @@ on another instance. Retries are limited by a budget, so that an outage does not
 """
 
 import secrets
+from urllib.parse import unquote
 
 import aiohttp
 from starlette.requests import Request
@@ -13,9 +14,12 @@ from starlette.types import Receive, Scope, Send
 from headwater.clock import Clock
 from headwater.errors import HeadwaterError, QueueFull
 from headwater.metrics import names
+from headwater.server.access import encode_caller
 from headwater.server.body import ASGIResponse, read_raw
+from headwater.server.cluster_auth import ClusterAuth
 from headwater.server.continuation import HEADER as CONTINUABLE_HEADER
 from headwater.server.errors import RequestRefused, error_response
+from headwater.server.middleware import access_of
 from headwater.server.router.attempts import Attempts, RetryBudget
 from headwater.server.router.config import RouterConfig
 from headwater.server.router.instance import Instance
@@ -26,7 +30,7 @@ from headwater.server.router.prompts import (
     PromptReader,
     stored_response,
 )
-from headwater.server.router.protocol import FALLBACK_HEADER, PREFILL_HEADER, TOKEN_HEADER
+from headwater.server.router.protocol import CALLER_HEADER, FALLBACK_HEADER, PREFILL_HEADER
 from headwater.server.router.registry import SERVING, Registry
 from headwater.server.router.route_selector import RouteChoice, RouteSelector
 from headwater.server.router.stream_progress import StreamProgress
@@ -39,8 +43,6 @@ from headwater.server.router.upstream import (
 from headwater.server.streaming import ClientDisconnected, while_connected
 
 _PASSED_ON = (
-    "authorization",
-    "x-api-key",
     "content-type",
     "x-request-id",
     "user-agent",
@@ -62,6 +64,7 @@ class Forwarder:
         prompts: PromptReader,
         session: aiohttp.ClientSession,
         recorder: RouterRecorder,
+        cluster: ClusterAuth,
     ) -> None:
         self._config = config
         self._clock = clock
@@ -69,6 +72,7 @@ class Forwarder:
         self._prompts = prompts
         self._session = session
         self._recorder = recorder
+        self._cluster = cluster
         self._selector = RouteSelector(config, registry, clock)
         self._budget = RetryBudget(config.retry_share)
         self.num_requests = 0
@@ -155,16 +159,19 @@ class Forwarder:
         """The request for `route`. Headwater's own headers are never taken from the client."""
         passed = {key: request.headers[key] for key in _PASSED_ON if key in request.headers}
         headers = {"x-request-id": name, **passed, CONTINUABLE_HEADER: "1"}
+        headers[CALLER_HEADER] = encode_caller(access_of(request).caller)
         if route.prefill is not None:
-            headers[PREFILL_HEADER] = route.prefill.told.peer_address
+            headers[PREFILL_HEADER] = route.prefill.registration.peer_address
             if route.is_last_prefill:
                 headers[FALLBACK_HEADER] = "local"
-            if self._config.peer_token is not None:
-                headers[TOKEN_HEADER] = self._config.peer_token
-        query = f"?{request.url.query}" if request.url.query else ""
-        return ForwardedRequest(
-            method=request.method, path=request.url.path + query, headers=headers, body=body
-        )
+        if not self._cluster.has_token and "authorization" in request.headers:
+            # Without a peer token (--insecure) instances check the client's own key.
+            headers["authorization"] = request.headers["authorization"]
+        path = _raw_path(request)
+        headers = self._cluster.sign(request.method, path, headers)
+        query = request.scope["query_string"].decode("latin-1")
+        target = f"{path}?{query}" if query else path
+        return ForwardedRequest(method=request.method, path=target, headers=headers, body=body)
 
     async def _read(self, request: Request, body: bytes) -> PromptPath:
         """The prompt's block hashes, when they matter for routing."""
@@ -172,7 +179,7 @@ class Forwarder:
         if scheme is None or not ready or request.url.path not in _GENERATING:
             return UNKNOWN
         asked = min(ready, key=lambda entry: entry.num_alive)
-        return await self._prompts.read(request.url.path, body, request.headers, scheme, asked)
+        return await self._prompts.read(body, request, scheme, asked)
 
     def _succeeded(self, path: PromptPath, route: RouteChoice) -> None:
         record = self._recorder.count
@@ -204,3 +211,15 @@ class Forwarder:
                 status=503,
                 code="instances_failed",
             )
+
+
+def _raw_path(request: Request) -> str:
+    """The path exactly as the client sent it, without the query. It is not decoded and encoded
+    again, so the instance matches the same route as this router did."""
+    raw: bytes = request.scope.get("raw_path") or request.scope["path"].encode()
+    path = raw.partition(b"?")[0].decode("latin-1")
+    if any(unquote(segment) in (".", "..") for segment in path.split("/")) or ".." in unquote(
+        path
+    ).split("/"):
+        raise RequestRefused("the path has a '..' segment", status=404)
+    return path

@@ -10,14 +10,14 @@ from headwater.server.router.protocol import Registration
 class Instance:
     """Used on the router's event loop only. A restarted instance is a new object."""
 
-    def __init__(self, told: Registration, *, now: float) -> None:
-        self.told = told
+    def __init__(self, registration: Registration, *, now: float) -> None:
+        self.registration = registration
         self.seen_s = now
-        self.view = BlockView(told.epoch)
+        self.view = BlockView(registration.epoch)
         self.recent = RecentWork()
         self.outstanding_tokens = 0
         self.num_alive = 0
-        self.is_draining = told.is_draining
+        self.is_draining = registration.is_draining
         """It finishes its requests and gets no new ones."""
         self.has_failed = False
         """A request failed on it; it gets no new requests until its next heartbeat."""
@@ -28,19 +28,19 @@ class Instance:
 
     @property
     def name(self) -> str:
-        return self.told.instance_id
+        return self.registration.instance_id
 
     @property
     def trust(self) -> Trust:
         """How reliable the view of its cache is."""
         return self.view.trust
 
-    def heartbeat(self, told: Registration, *, now: float) -> None:
+    def heartbeat(self, registration: Registration, *, now: float) -> None:
         """Record a heartbeat."""
-        self.told = told
+        self.registration = registration
         self.seen_s = now
         self.has_failed = False
-        self.is_draining |= told.is_draining
+        self.is_draining |= registration.is_draining
 
     def is_ready(self, *, now: float, stale_s: float) -> bool:
         """Whether it may get new requests."""
@@ -56,10 +56,12 @@ class Instance:
         """The input of a routing policy, for a prompt with this many cached blocks."""
         return Candidate(
             name=self.name,
-            cached_tokens=cached_blocks * self.told.block_tokens,
+            cached_tokens=cached_blocks * self.registration.block_tokens,
             outstanding_tokens=self.outstanding_tokens,
             recent_tokens=self.recent.tokens(now=now),
-            num_alive=max(self.num_alive, self.told.load.running + self.told.load.waiting),
+            num_alive=max(
+                self.num_alive, self.registration.load.running + self.registration.load.waiting
+            ),
         )
 
     def lose(self) -> None:

@@ -12,6 +12,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from headwater.metrics.kv_curve import CurveKeys
 from headwater.metrics.kv_events import END, decode_batch, pack_sequence, unpack_sequence
 from headwater.server.router.cache_view import EventBatchResult
 from headwater.server.router.instance import Instance
@@ -29,15 +30,22 @@ class KvEventFollower:
     """Keeps the cache view of one instance up to date until it is closed."""
 
     def __init__(
-        self, instance: Instance, context: zmq.asyncio.Context, *, wait_s: float = _WAIT_S
+        self,
+        instance: Instance,
+        context: zmq.asyncio.Context,
+        *,
+        keys: CurveKeys | None = None,
+        wait_s: float = _WAIT_S,
     ) -> None:
+        """`keys` are those of the cluster; instances that need them say so."""
         self._instance = instance
         self._context = context
+        self._keys = keys
         self._wait_ms = round(wait_s * 1e3)
         self._task: asyncio.Task[None] | None = None
-        address = instance.told.kv_events
+        address = instance.registration.kv_events
         if address is not None:
-            reachable = _reachable(address, instance.told.url)
+            reachable = _reachable(address, instance.registration.url)
             self._task = asyncio.get_running_loop().create_task(self._run(reachable))
 
     def close(self) -> None:
@@ -54,6 +62,7 @@ class KvEventFollower:
         with self._context.socket(zmq.SUB) as subscriber:
             subscriber.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
             subscriber.setsockopt(zmq.SUBSCRIBE, address.topic.encode())
+            self._secure(subscriber, address)
             subscriber.connect(address.endpoint)
             await self._catch_up(address)
             while True:
@@ -62,6 +71,10 @@ class KvEventFollower:
                 elif self._apply(await subscriber.recv_multipart()) is EventBatchResult.GAP:
                     self._instance.num_gaps += 1
                     await self._catch_up(address)
+
+    def _secure(self, socket: "zmq.asyncio.Socket", address: EventsAddress) -> None:
+        if address.curve and self._keys is not None:
+            self._keys.connect(socket)
 
     def _apply(self, frames: list[bytes]) -> EventBatchResult:
         """Apply one published message; a malformed one counts as a gap."""
@@ -78,6 +91,7 @@ class KvEventFollower:
         with self._context.socket(zmq.DEALER) as replay:
             replay.setsockopt(zmq.LINGER, 0)
             replay.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+            self._secure(replay, address)
             replay.connect(address.replay_endpoint)
             await replay.send_multipart([b"", pack_sequence(view.next)])
             while await replay.poll(self._wait_ms):
@@ -115,4 +129,5 @@ def _reachable(address: EventsAddress, url: str) -> EventsAddress:
         endpoint=fixed(address.endpoint),
         replay_endpoint=fixed(address.replay_endpoint),
         topic=address.topic,
+        curve=address.curve,
     )

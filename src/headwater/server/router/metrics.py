@@ -28,7 +28,7 @@ class RouterRecorder:
             for metric, counts in self._counts.items()
         }
         values[names.ROUTER_INSTANCES] = {
-            (entry.name, entry.told.role, entry.state(now=now, stale_s=stale_s)): 1
+            (entry.name, entry.registration.role, entry.state(now=now, stale_s=stale_s)): 1
             for entry in instances
         }
         values[names.ROUTER_TRUST] = {(entry.name, entry.trust.value): 1 for entry in instances}

@@ -13,14 +13,18 @@ from typing import Any
 import aiohttp
 import msgspec
 import numpy as np
+from starlette.requests import Request
 
 from headwater.cache import KeyScheme, Namespace
 from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import HeadwaterError
 from headwater.metrics.kv_events import block_hash
 from headwater.server import messages_request, responses_request
+from headwater.server.body_parser import BodyParser
 from headwater.server.chat_messages import plain_messages, template_settings
+from headwater.server.cluster_auth import ClusterAuth
 from headwater.server.messages_schema import MessagesRequest
+from headwater.server.middleware import access_of
 from headwater.server.responses_schema import ResponsesRequest
 from headwater.server.router.instance import Instance
 from headwater.server.schema import ChatRequest, CompletionRequest
@@ -47,34 +51,54 @@ UNKNOWN = PromptPath()
 class PromptReader:
     """Parses and tokenizes requests; `close` ends its threads."""
 
-    def __init__(self, tokenizer: Tokenizer | None, session: aiohttp.ClientSession) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        session: aiohttp.ClientSession,
+        cluster: ClusterAuth,
+    ) -> None:
         self._tokenizer = tokenizer
         self._session = session
+        self._cluster = cluster
+        self._parser = BodyParser()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="text")
 
     def close(self) -> None:
         """Safe to call twice."""
+        self._parser.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def read(
         self,
-        path: str,
         raw: bytes,
-        headers: Mapping[str, str],
+        request: Request,
         scheme: KeyScheme,
         asked: Instance,
     ) -> PromptPath:
         """The path of the request's first prompt; `asked` may be asked to tokenize it."""
-        body = _decode(path, raw)
-        if body is None:
+        try:
+            body = await self._parse(request.url.path, raw)
+        except HeadwaterError:
             return UNKNOWN
-        tokens = await self._tokens(body, headers, asked)
+        tokens = await self._tokens(body, request.headers, asked)
         if tokens is None or not len(tokens):
             return UNKNOWN
-        usable = (len(tokens) - 1) // scheme.block_tokens * scheme.block_tokens
-        root = scheme.root(Namespace(salt=body.cache_salt or ""))
-        keys = scheme.chain(root, tokens[:usable].tobytes(), None)
-        return PromptPath(num_tokens=len(tokens), hashes=[block_hash(key) for key in keys])
+        salt = body.cache_salt or access_of(request).caller.cache_salt
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, _path_of, tokens, scheme, salt
+        )
+
+    async def _parse(self, path: str, raw: bytes) -> ChatRequest | CompletionRequest:
+        """The request; those of other APIs in the form of a chat request."""
+        if path.endswith("/messages"):
+            return messages_request.chat_request(await self._parser.parse(raw, MessagesRequest))
+        if path.endswith("/responses"):
+            return responses_request.chat_request(
+                await self._parser.parse(raw, ResponsesRequest)
+            )
+        if path.endswith("/chat/completions"):
+            return await self._parser.parse(raw, ChatRequest)
+        return await self._parser.parse(raw, CompletionRequest)
 
     async def _tokens(
         self,
@@ -92,7 +116,7 @@ class PromptReader:
         tokenizer = self._tokenizer
         if tokenizer is None:
             return await self._ask(asked, fields, headers)
-        max_tokens = asked.told.max_model_len or None
+        max_tokens = asked.registration.max_model_len or None
         try:
             return await asyncio.get_running_loop().run_in_executor(
                 self._threads, lambda: _encode(tokenizer, body, fields, max_tokens)
@@ -104,12 +128,17 @@ class PromptReader:
         self, asked: Instance, fields: dict[str, Any], headers: Mapping[str, str]
     ) -> Tokens | None:
         """The tokens from an instance's `/tokenize`, or None when it fails."""
-        key = {name: value for name, value in headers.items() if name == "authorization"}
+        sent = {"content-type": "application/json"}
+        if not self._cluster.has_token and "authorization" in headers:
+            sent["authorization"] = headers["authorization"]
+        sent = self._cluster.sign("POST", "/tokenize", sent)
         try:
             async with (
                 asyncio.timeout(_ASK_TIMEOUT_S),
                 self._session.post(
-                    f"{asked.told.url}/tokenize", json=fields, headers=key
+                    f"{asked.registration.url}/tokenize",
+                    data=msgspec.json.encode(fields),
+                    headers=sent,
                 ) as answer,
             ):
                 if answer.status != 200:
@@ -139,19 +168,10 @@ def stored_response(path: str, raw: bytes) -> str | None:
         return None
 
 
-def _decode(path: str, raw: bytes) -> ChatRequest | CompletionRequest | None:
-    try:
-        if path.endswith("/chat/completions"):
-            return msgspec.json.decode(raw, type=ChatRequest)
-        if path.endswith("/messages"):
-            return messages_request.chat_request(msgspec.json.decode(raw, type=MessagesRequest))
-        if path.endswith("/responses"):
-            return responses_request.chat_request(
-                msgspec.json.decode(raw, type=ResponsesRequest)
-            )
-        return msgspec.json.decode(raw, type=CompletionRequest)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, HeadwaterError):
-        return None
+def _path_of(tokens: Tokens, scheme: KeyScheme, salt: str) -> PromptPath:
+    usable = (len(tokens) - 1) // scheme.block_tokens * scheme.block_tokens
+    keys = scheme.chain(scheme.root(Namespace(salt=salt)), tokens[:usable].tobytes(), None)
+    return PromptPath(num_tokens=len(tokens), hashes=[block_hash(key) for key in keys])
 
 
 def _token_ids(body: CompletionRequest) -> list[int] | None:

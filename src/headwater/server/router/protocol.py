@@ -10,6 +10,14 @@ VERSION = 1
 TOKEN_HEADER = "x-headwater-peer-token"
 PREFILL_HEADER = "x-headwater-prefill"
 FALLBACK_HEADER = "x-headwater-fallback"
+CALLER_HEADER = "x-headwater-caller"
+"""The client behind a forwarded request, as the router authenticated it."""
+
+DIGEST_HEADER = "x-headwater-digest"
+"""SHA-256 of a signed body, in hex."""
+
+SIGNED_HEADERS = (PREFILL_HEADER, FALLBACK_HEADER, CALLER_HEADER, DIGEST_HEADER)
+"""Headers that the signature of a request covers."""
 
 MAX_BYTES = 16 * 1024
 """Longest registration body."""
@@ -17,7 +25,8 @@ MAX_BYTES = 16 * 1024
 Role = Literal["mixed", "prefill", "decode"]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Text = Annotated[str, Meta(max_length=512)]
-Hex = Annotated[str, Meta(pattern=r"^[0-9a-f]{0,128}$", max_length=128)]
+Fingerprint = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
+"""SHA-256 in hex: a shorter one could be the beginning of several."""
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 Endpoint = Annotated[str, Meta(pattern=r"^tcp://[^\s]{1,256}$", max_length=262)]
 
@@ -37,6 +46,8 @@ class EventsAddress(Struct, kw_only=True, frozen=True):
     endpoint: Endpoint
     replay_endpoint: Endpoint
     topic: Text = ""
+    curve: bool = False
+    """Whether the sockets need the keys made from the peer token (ZMQ CURVE)."""
 
 
 class Registration(Struct, kw_only=True, frozen=True):
@@ -51,7 +62,7 @@ class Registration(Struct, kw_only=True, frozen=True):
     url: Annotated[str, Meta(pattern=r"^https?://[^\s/]{1,256}$")]
     peer_address: Text = ""
     model: Name
-    fingerprint: Hex
+    fingerprint: Fingerprint
     kv_format: Text = ""
     block_tokens: Annotated[int, Meta(ge=1, le=1 << 20)]
     capacity_tokens: Count = 0

@@ -43,7 +43,7 @@ class Registry:
     @property
     def scheme(self) -> KeyScheme | None:
         """The block key scheme of this cluster; None without instances."""
-        first = next((entry.told for entry in self._instances.values()), None)
+        first = next((entry.registration for entry in self._instances.values()), None)
         if first is None:
             return None
         return KeyScheme(
@@ -58,25 +58,27 @@ class Registry:
         return [
             entry
             for entry in self._instances.values()
-            if entry.told.role in roles and entry.is_ready(now=now, stale_s=stale_s)
+            if entry.registration.role in roles and entry.is_ready(now=now, stale_s=stale_s)
         ]
 
     def of_epoch(self, epoch: str) -> Instance | None:
         """The instance that was started with this epoch, while it is registered."""
-        return next((e for e in self._instances.values() if e.told.epoch == epoch), None)
+        return next(
+            (e for e in self._instances.values() if e.registration.epoch == epoch), None
+        )
 
-    def register(self, told: Registration) -> Instance:
+    def register(self, registration: Registration) -> Instance:
         """Register an instance or record its heartbeat. Raises RequestRefused."""
         now = self._clock.now()
-        known = self._instances.get(told.instance_id)
-        if known is not None and known.told.epoch == told.epoch:
-            known.heartbeat(told, now=now)
+        known = self._instances.get(registration.instance_id)
+        if known is not None and known.registration.epoch == registration.epoch:
+            known.heartbeat(registration, now=now)
             return known
-        self._check(told, known)
+        self._check(registration, known)
         for other in self.instances:
-            if other is known or other.told.url == told.url:
+            if other is known or other.registration.url == registration.url:
                 self._remove(other)
-        joined = self._instances[told.instance_id] = Instance(told, now=now)
+        joined = self._instances[registration.instance_id] = Instance(registration, now=now)
         self._observer.joined(joined)
         return joined
 
@@ -105,35 +107,37 @@ class Registry:
         entry.lose()
         self._observer.left(entry)
 
-    def _check(self, told: Registration, known: Instance | None) -> None:
-        if told.version != VERSION:
+    def _check(self, registration: Registration, known: Instance | None) -> None:
+        if registration.version != VERSION:
             raise RequestRefused(
-                f"this router speaks version {VERSION} of registrations, not {told.version}",
+                f"the registration has version {registration.version} and this router needs {VERSION}; "
+                "use the same Headwater version for router and instances",
                 status=409,
                 code="version",
             )
-        others = [entry.told for entry in self._instances.values() if entry is not known]
-        if others:
-            _check_same_model(told, others[0])
+        others = [
+            entry.registration for entry in self._instances.values() if entry is not known
+        ]
+        if others and not _is_same_model(registration, others[0]):
+            # The response names no value: a sender must not learn which model is served.
+            raise RequestRefused(
+                "this instance differs from the cluster in model weights, block size or KV "
+                "format; start it with the model and settings of the other instances",
+                status=409,
+                code="fingerprint",
+            )
         if len(others) >= self._config.max_instances:
             raise RequestRefused(
-                f"{len(others)} instances are registered, and no more may be",
+                f"{len(others)} instances are registered, which is the limit; start another router",
                 status=409,
                 code="too_many",
             )
 
 
-def _check_same_model(told: Registration, first: Registration) -> None:
-    """Blocks of two instances can stand for each other only if everything here is equal."""
-    for what, mine, theirs in (
-        ("model fingerprint", told.fingerprint[:16], first.fingerprint[:16]),
-        ("block size", told.block_tokens, first.block_tokens),
-        ("KV format", told.kv_format, first.kv_format),
-    ):
-        if mine != theirs:
-            raise RequestRefused(
-                f"{told.instance_id} has the {what} {mine} and this cluster has {theirs}: "
-                "every instance of a router must serve the same model in the same way",
-                status=409,
-                code="fingerprint",
-            )
+def _is_same_model(one: Registration, other: Registration) -> bool:
+    """Whether blocks of the two instances are interchangeable."""
+    return (
+        one.fingerprint == other.fingerprint
+        and one.block_tokens == other.block_tokens
+        and one.kv_format == other.kv_format
+    )

@@ -64,7 +64,7 @@ class RouteSelector:
         if not servers:
             return None
         server, cached = self._pick(self._serving, servers, path)
-        if server.told.role == "decode":
+        if server.registration.role == "decode":
             route = self._with_prefill(server, cached, path, tried)
             if route is not None:
                 return route
@@ -80,7 +80,7 @@ class RouteSelector:
         ready = [
             entry
             for entry in self._registry.ready({"prefill"})
-            if entry not in tried and entry.told.peer_address
+            if entry not in tried and entry.registration.peer_address
         ]
         if not ready:
             return None

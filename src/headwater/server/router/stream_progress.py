@@ -5,7 +5,6 @@ the last one. Otherwise a broken stream can only be ended.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
@@ -54,6 +53,12 @@ class _Choice:
         self.tokens += mark.tokens
         self.seed = mark.seed
         self.has_ended = mark.has_ended
+
+
+class _Resumed(msgspec.Struct, kw_only=True):
+    """The one field of a request that is read here."""
+
+    continue_choices: list[ResumedChoice] | None = None
 
 
 class StreamProgress:
@@ -113,13 +118,16 @@ class StreamProgress:
         self._parts = b""
         if not self._choices:
             return raw
-        body: dict[str, Any] = msgspec.json.decode(raw)
-        before = body.get(FIELD) or [{}] * len(self._choices)
-        body[FIELD] = [
-            _joined(ResumedChoice(**entry), choice)
-            for entry, choice in zip(before, self._choices, strict=True)
+        before = [ResumedChoice() for _ in self._choices]
+        if FIELD.encode() in raw:
+            before = msgspec.json.decode(raw, type=_Resumed).continue_choices or before
+        entries = [
+            _joined(entry, choice) for entry, choice in zip(before, self._choices, strict=True)
         ]
-        return msgspec.json.encode(body)
+        # Appended as text: a long body is not parsed again, and of two fields with one name a
+        # parser takes the last.
+        field = f',"{FIELD}":'.encode() + msgspec.json.encode(entries) + b"}"
+        return raw.rstrip()[:-1] + (field if raw.strip() != b"{}" else field[1:])
 
     def _record(self, mark: ContinuationMark) -> None:
         if not self._choices:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import aiohttp
 import msgspec
 from starlette.types import Send
+from yarl import URL
 
 from headwater.clock import Clock
 from headwater.server.errors import ErrorAnswer, ErrorObject
@@ -104,7 +105,8 @@ class Attempt:
                     _ends_with_instance(server),
                     self._session.request(
                         forwarded.method,
-                        server.told.url + forwarded.path,
+                        # `encoded` keeps the path: yarl would resolve dot segments.
+                        URL(server.registration.url + forwarded.path, encoded=True),
                         data=forwarded.body,
                         headers=forwarded.headers,
                     ) as answer,

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,13 @@ class SlabDirectory:
         self._direct = direct
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            mode = stat.S_IMODE(path.stat().st_mode)
+            if mode & stat.S_IWOTH:
+                # Blocks carry a checksum, not a signature: a writer could forge them.
+                raise ConfigError(
+                    f"storage directory {path} is writable by all users (mode {mode:o}); run: "
+                    f"chmod o-w {path}"
+                )
             OpenFile(path / "lock", os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise ConfigError(f"storage directory {path} cannot be used: {error}") from error

@@ -1,0 +1,91 @@
+"""Flags about access that `serve` and `route` share: keys, hosts, TLS, the peer token."""
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from headwater.config import (
+    TlsConfig,
+    api_key_from_environment,
+    check_secret,
+    peer_token_from_environment,
+)
+from headwater.errors import ConfigError
+
+
+def add_access_flags(parser: ArgumentParser) -> None:
+    """Add the flags in a group of their own."""
+    group = parser.add_argument_group("access")
+    group.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="key with all scopes that requests must carry (or HEADWATER_API_KEY)",
+    )
+    group.add_argument(
+        "--api-keys-file",
+        metavar="FILE",
+        help="JSON file with several keys, their scopes and limits; see docs/security.md",
+    )
+    group.add_argument(
+        "--allowed-hosts",
+        metavar="NAME,NAME",
+        help="further names accepted in the Host header; * accepts all (default: loopback "
+        "names, the bound address; all names when there is a key and --host is not loopback)",
+    )
+    group.add_argument(
+        "--peer-token",
+        metavar="TOKEN",
+        help="secret that router and instances share (or HEADWATER_PEER_TOKEN)",
+    )
+    group.add_argument(
+        "--peer-token-file", metavar="FILE", help="file with that secret, instead of the flag"
+    )
+    group.add_argument(
+        "--ssl-certfile", metavar="FILE", help="serve HTTPS with this PEM certificate chain"
+    )
+    group.add_argument("--ssl-keyfile", metavar="FILE", help="PEM private key of it")
+    group.add_argument(
+        "--ssl-ca-certs",
+        metavar="FILE",
+        help="PEM file with the CA that router, instances and peers verify each other with",
+    )
+
+
+def api_key_of(options: Namespace) -> str | None:
+    """The key of the flag, or of the environment."""
+    return options.api_key if options.api_key is not None else api_key_from_environment()
+
+
+def peer_token_of(options: Namespace) -> str | None:
+    """The token of the flag, of the file, or of the environment."""
+    if options.peer_token is not None:
+        return str(options.peer_token)
+    path = options.peer_token_file
+    if path is None:
+        return peer_token_from_environment()
+    try:
+        token = Path(path).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"--peer-token-file: cannot read {path}: {exc}") from exc
+    check_secret("--peer-token-file", token)
+    return token
+
+
+def allowed_hosts_of(options: Namespace) -> tuple[str, ...]:
+    """The names of `--allowed-hosts`."""
+    return tuple(
+        name.strip() for name in (options.allowed_hosts or "").split(",") if name.strip()
+    )
+
+
+def tls_of(options: Namespace) -> TlsConfig | None:
+    """The TLS settings; None without a certificate. Raises ConfigError for half of them."""
+    certificate, key, ca = options.ssl_certfile, options.ssl_keyfile, options.ssl_ca_certs
+    if certificate is None and key is None:
+        if ca is not None:
+            raise ConfigError("--ssl-ca-certs needs --ssl-certfile and --ssl-keyfile")
+        return None
+    if certificate is None or key is None:
+        raise ConfigError("--ssl-certfile and --ssl-keyfile must be given together")
+    tls = TlsConfig(ssl_certfile=certificate, ssl_keyfile=key, ssl_ca_certs=ca)
+    tls.server_context()  # a file that cannot be used is reported before the model is loaded
+    return tls

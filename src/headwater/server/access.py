@@ -1,0 +1,270 @@
+"""Decides whether a request may reach the application, before its body is read.
+
+The order is: `Host` and `Origin`, then the signature of the cluster, then the API key and its
+scope. Everything here looks at headers only.
+"""
+
+import base64
+import ipaddress
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+from urllib.parse import urlsplit
+
+import msgspec
+from starlette.types import Scope as AsgiScope
+
+from headwater.clock import Clock
+from headwater.config import is_loopback
+from headwater.server import dashboard
+from headwater.server.cluster_auth import ClusterAuth
+from headwater.server.errors import RequestRefused
+from headwater.server.keys import ANYONE, PEER, SINGLE_KEY, ApiKey, Caller, KeyRing, Scope
+from headwater.server.router.protocol import CALLER_HEADER
+
+_LOOPBACK_NAMES = frozenset({"localhost", "localhost.localdomain", "ip6-localhost"})
+_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+
+_ADMIN_PATHS = (
+    "/v1/pause",
+    "/v1/resume",
+    "/v1/reload_weights",
+    "/reset_prefix_cache",
+    "/flush_cache",
+    "/server_info",
+    "/cache",
+    "/cache/tree",
+    "/instances",
+)
+_JSON_PATHS = (*_ADMIN_PATHS, "/v1/abort_requests", "/cache/sessions/", "/instances/")
+"""Control paths: a body must be application/json, which browsers do not send across origins
+without asking first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """An accepted request."""
+
+    caller: Caller
+    key: ApiKey | None = None
+    """The key whose limits apply; None for the cluster's own requests."""
+
+    is_cluster: bool = False
+    """Whether the router or an instance of this cluster sent it."""
+
+
+class HostPolicy:
+    """Which `Host` headers are accepted. This stops DNS rebinding: a web page whose name
+    resolves to this server's address."""
+
+    def __init__(self, bound: str, allowed: Iterable[str], *, any_name: bool) -> None:
+        """`any_name` accepts every name; used when the server asks for keys and is reachable
+        from other hosts, where a proxy or a service name is the usual way in."""
+        self._allowed = {name.lower() for name in allowed} | {bound.lower()} | _LOOPBACK_NAMES
+        self._any_name = any_name or "*" in self._allowed
+        self._is_wildcard = bound in ("0.0.0.0", "::")
+
+    def accepts(self, host: str) -> bool:
+        """Whether a `Host` header names this server."""
+        name = (urlsplit(f"//{host}").hostname or "").lower()
+        if self._any_name or name in self._allowed:
+            return True
+        try:
+            address = ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        # An address cannot be rebound, so a wildcard listener accepts each of its addresses.
+        return address.is_loopback or self._is_wildcard
+
+
+class AccessPolicy:
+    """The access rules of one server."""
+
+    def __init__(
+        self,
+        keys: KeyRing,
+        hosts: HostPolicy,
+        cluster: ClusterAuth,
+        *,
+        is_insecure: bool = False,
+    ) -> None:
+        """`is_insecure` lets anyone register instances at a router (`--insecure`)."""
+        self.keys = keys
+        self._hosts = hosts
+        self.cluster = cluster
+        self._is_insecure = is_insecure
+
+    def check(self, scope: AsgiScope) -> Access:
+        """Who sends this request. Raises RequestRefused when it is not allowed."""
+        headers = _Headers(scope)
+        path, method = scope["path"], scope["method"]
+        if path == "/health":
+            return Access(caller=ANYONE)
+        self._check_host(headers)
+        if method not in _SAFE_METHODS:
+            self._check_origin(headers)
+            _check_content_type(path, headers)
+        if self.cluster.has_token and self.cluster.verify(scope):
+            return Access(caller=_forwarded_caller(headers), is_cluster=True)
+        if _is_dashboard(path):
+            return Access(caller=Caller())
+        if path.startswith("/instances") and method not in _SAFE_METHODS:
+            return self._check_registration()
+        return self._check_key(path, headers)
+
+    def _check_key(self, path: str, headers: "_Headers") -> Access:
+        if self.keys.is_open:
+            return Access(caller=ANYONE)
+        key = self.keys.find(headers.bearer())
+        if key is None:
+            raise RequestRefused(
+                "a valid API key is needed; send it as Authorization: Bearer KEY",
+                status=401,
+                code="invalid_api_key",
+            )
+        needed = _needed_scope(path)
+        if needed not in key.scopes and "admin" not in key.scopes:
+            raise RequestRefused(
+                f"the key {key.name!r} has no {needed!r} scope, which {path[:100]} needs",
+                status=403,
+                code="insufficient_scope",
+            )
+        return Access(caller=caller_of(key), key=key)
+
+    def _check_registration(self) -> Access:
+        """An API key does not register instances: only the peer token does."""
+        if not self._is_insecure:
+            raise RequestRefused(
+                "the peer token is missing or wrong; start the instance with the router's "
+                "--peer-token",
+                status=403,
+                code="peer_token",
+            )
+        return Access(caller=PEER, is_cluster=True)
+
+    def _check_host(self, headers: "_Headers") -> None:
+        host = headers.get(b"host")
+        # Browsers always send Host; a client without it cannot be a rebound page.
+        if host and not self._hosts.accepts(host):
+            raise RequestRefused(
+                f"the Host header {host[:100]!r} does not name this server; start it with "
+                "--allowed-hosts NAME to accept it",
+                status=421,
+                code="host_not_allowed",
+            )
+
+    def _check_origin(self, headers: "_Headers") -> None:
+        """A browser sends `Origin` with every cross-origin POST, so requests of foreign pages
+        are recognised; other clients send none."""
+        origin, host = headers.get(b"origin"), headers.get(b"host")
+        if origin and urlsplit(origin).netloc.lower() != host.lower():
+            raise RequestRefused(
+                f"requests from pages of {origin[:100]!r} are not accepted",
+                status=403,
+                code="cross_origin",
+            )
+
+
+class AccessSettings(Protocol):
+    """The settings of a server or a router that decide about access."""
+
+    @property
+    def host(self) -> str: ...
+    @property
+    def allowed_hosts(self) -> tuple[str, ...]: ...
+    @property
+    def api_key(self) -> str | None: ...
+    @property
+    def api_keys_file(self) -> str | None: ...
+    @property
+    def peer_token(self) -> str | None: ...
+
+
+def make_access_policy(
+    settings: AccessSettings,
+    clock: Clock,
+    unix_s: Callable[[], float],
+    *,
+    is_insecure: bool = False,
+) -> AccessPolicy:
+    """The access rules of `settings`. Raises ConfigError for a bad keys file."""
+    keys = KeyRing(settings.api_key, settings.api_keys_file, clock)
+    allowed = settings.allowed_hosts
+    any_name = not keys.is_open and not is_loopback(settings.host) and not allowed
+    return AccessPolicy(
+        keys,
+        HostPolicy(settings.host, allowed, any_name=any_name),
+        ClusterAuth(settings.peer_token, unix_s),
+        is_insecure=is_insecure,
+    )
+
+
+def caller_of(key: ApiKey) -> Caller:
+    """The caller that presents this key."""
+    # The single key of --api-key is one tenant, like a server without keys.
+    return Caller(
+        name="" if key.name == SINGLE_KEY else key.name,
+        scopes=key.scopes,
+        cache_salt=key.cache_salt or "",
+        share=key.share,
+    )
+
+
+def encode_caller(caller: Caller) -> str:
+    """A caller as the router sends it to instances, in a signed header."""
+    return base64.b64encode(msgspec.json.encode(caller)).decode()
+
+
+def _forwarded_caller(headers: "_Headers") -> Caller:
+    value = headers.get(CALLER_HEADER.encode())
+    if not value:
+        return PEER
+    try:
+        return msgspec.json.decode(base64.b64decode(value, validate=True), type=Caller)
+    except (ValueError, msgspec.DecodeError) as exc:
+        raise RequestRefused(f"{CALLER_HEADER} is malformed", code="bad_caller") from exc
+
+
+def _needed_scope(path: str) -> Scope:
+    if path == "/metrics":
+        return "metrics"
+    return "admin" if path in _ADMIN_PATHS else "client"
+
+
+def _check_content_type(path: str, headers: "_Headers") -> None:
+    if not path.startswith(_JSON_PATHS):
+        return
+    kind = headers.get(b"content-type").partition(";")[0].strip().lower()
+    has_body = headers.get(b"content-length") not in ("", "0") or bool(
+        headers.get(b"transfer-encoding")
+    )
+    if has_body and kind != "application/json":
+        raise RequestRefused(
+            f"the body has the content type {kind[:100]!r}; send it as application/json",
+            status=415,
+            code="content_type",
+        )
+
+
+def _is_dashboard(path: str) -> bool:
+    """The dashboard's files hold no secrets; its script sends the key that the user types in."""
+    return path == dashboard.PATH or path.startswith(dashboard.PATH + "/")
+
+
+class _Headers:
+    """The headers of one request; the first of each name."""
+
+    def __init__(self, scope: AsgiScope) -> None:
+        self._headers: list[tuple[bytes, bytes]] = scope["headers"]
+
+    def get(self, name: bytes) -> str:
+        """Its value, or an empty string."""
+        found = next((value for other, value in self._headers if other == name), b"")
+        return found.decode("latin-1")
+
+    def bearer(self) -> bytes:
+        """The value of `Authorization: Bearer`, or of `x-api-key`."""
+        scheme, _, key = self.get(b"authorization").partition(" ")
+        if scheme.lower() == "bearer":
+            return key.strip().encode("latin-1")
+        return self.get(b"x-api-key").encode("latin-1")

@@ -1,0 +1,220 @@
+"""Only processes with the peer token join, leave or speak for a cluster."""
+
+import asyncio
+import hashlib
+
+import httpx
+import pytest
+
+from headwater.errors import ConfigError
+from headwater.server.cluster_auth import SIGNATURE_HEADER, ClusterAuth
+from headwater.server.router.config import RouterConfig
+from headwater.server.router.protocol import DIGEST_HEADER, TOKEN_HEADER
+from tests.router.harness import TOKEN, run
+
+JSON = {"content-type": "application/json"}
+KEY = "client-key-0123456789"
+
+
+def test_an_api_key_registers_nothing():
+    """A client's key, or none, neither adds a rogue instance nor drains a real one."""
+
+    async def scenario(harness):
+        real = harness.add()
+        harness.client.headers["authorization"] = f"Bearer {KEY}"
+        await harness.ready(real)
+        rogue = (await harness.known())[real.name] | {
+            "instance_id": "rogue",
+            "url": "http://127.0.0.1:1",
+        }
+
+        for headers in ({}, {"authorization": f"Bearer {KEY}"}, {TOKEN_HEADER: "guess"}):
+            added = await harness.client.post("/instances", json=rogue, headers=headers)
+            drained = await harness.client.delete(f"/instances/{real.name}", headers=headers)
+            assert (added.status_code, drained.status_code) == (403, 403)
+
+        assert list(await harness.known()) == [real.name]
+        assert (await harness.known())[real.name]["state"] == "ready"
+        assert (await harness.complete()).status_code == 200
+
+    run(scenario, api_key=KEY)
+
+
+def test_a_router_without_a_secret_does_not_start():
+    """On loopback too; --insecure is the explicit exception."""
+    with pytest.raises(ConfigError, match="HEADWATER_PEER_TOKEN"):
+        RouterConfig()
+    assert RouterConfig(is_insecure=True).peer_token is None
+
+
+def test_the_secret_does_not_travel():
+    """A sniffed registration shows neither the token nor anything that can be sent again."""
+
+    async def scenario(harness):
+        real = harness.add()
+        await harness.ready(real)
+        body = b"{}"
+        auth = ClusterAuth(TOKEN, harness.unix_s)
+        signed = auth.sign("POST", "/instances", JSON, body)
+        assert TOKEN not in str(signed)
+
+        post = harness.client.post
+        first = await post("/instances", content=body, headers=signed)
+        again = await post("/instances", content=body, headers=signed)
+        other = auth.sign("POST", "/instances", JSON, body)
+        forged = await post("/instances", content=b'{"a":1}', headers=other)
+        elsewhere = await harness.client.delete("/instances/x", headers=other)
+
+        assert first.status_code == 400  # accepted as ours; the registration is empty
+        assert [again.status_code, forged.status_code, elsewhere.status_code] == [403] * 3
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("age_s", [-3600.0, 3600.0])
+def test_an_old_signature_is_worthless(age_s):
+    """Signatures expire, so a recorded one is no key."""
+
+    async def scenario(harness):
+        auth = ClusterAuth(TOKEN, lambda: harness.unix_s() + age_s)
+        headers = auth.sign("POST", "/instances", JSON, b"{}")
+        answer = await harness.client.post("/instances", content=b"{}", headers=headers)
+        assert answer.status_code == 403
+
+    run(scenario)
+
+
+def test_a_token_in_a_header_counts_on_loopback_and_over_tls_only():
+    """Between hosts over plain HTTP the token would be readable."""
+    auth = ClusterAuth(TOKEN, lambda: 1.0)
+    scope = {"headers": [(TOKEN_HEADER.encode(), TOKEN.encode())], "scheme": "http"}
+
+    assert auth.verify(scope | {"client": ("127.0.0.1", 1)})
+    assert auth.verify(scope | {"client": ("10.0.0.9", 1), "scheme": "https"})
+    assert not auth.verify(
+        scope | {"client": ("10.0.0.9", 1), "method": "GET", "path": "/", "raw_path": b"/"}
+    )
+
+
+def test_nonces_are_bounded():
+    """A flood of valid signatures does not grow the router's memory without limit."""
+    now = [0.0]
+    auth = ClusterAuth(TOKEN, lambda: now[0])
+    for number in range(100_200):
+        auth._is_new(str(number), now[0])
+    assert len(auth._nonces) == 100_000
+    now[0] = 1000.0
+    auth._is_new("last", now[0])
+    assert list(auth._nonces) == ["last"]
+
+
+@pytest.mark.parametrize("wrong", ["", "00" * 31, "0" * 63 + "g", "00" * 33, "AB" * 32, 7])
+def test_a_malformed_fingerprint_is_a_400(wrong):
+    """A part of a fingerprint, which could fit several models, is not one."""
+
+    async def scenario(harness):
+        real = harness.add()
+        await harness.ready(real)
+        body = (await harness.known())[real.name] | {"instance_id": "b", "fingerprint": wrong}
+        answer = await harness.client.post(
+            "/instances", json=body, headers={TOKEN_HEADER: TOKEN}
+        )
+        assert answer.status_code == 400
+
+    run(scenario)
+
+
+def test_a_refusal_does_not_reveal_the_model():
+    """Fingerprints are compared whole, and the 409 contains no value of the cluster."""
+
+    async def scenario(harness):
+        real = harness.add()
+        await harness.ready(real)
+        known = (await harness.known())[real.name]
+        almost = known["fingerprint"][:-1] + "f"
+        for change in ({"fingerprint": almost}, {"block_tokens": 17}, {"kv_format": "x"}):
+            body = known | {"instance_id": "b"} | change
+            answer = await harness.client.post(
+                "/instances", json=body, headers={TOKEN_HEADER: TOKEN}
+            )
+            assert answer.status_code == 409
+            assert known["fingerprint"][:8] not in answer.text
+            assert "16" not in answer.text
+
+    run(scenario)
+
+
+def test_the_clients_key_stays_at_the_router():
+    """Instances learn who the client is from the router's signed header, not from its key."""
+
+    async def scenario(harness):
+        seen = []
+        instance = harness.add()
+        harness.client.headers["authorization"] = f"Bearer {KEY}"
+        await harness.ready(instance)
+        app = instance.readiness._app
+
+        async def watch(scope, receive, send):
+            seen.append(dict(scope["headers"]))
+            await app(scope, receive, send)
+
+        instance.readiness.open(watch)
+        assert (await harness.complete()).status_code == 200
+        assert seen
+        for headers in seen:
+            assert b"authorization" not in headers
+            assert SIGNATURE_HEADER.encode() in headers
+            assert KEY not in str(headers)
+            assert TOKEN not in str(headers)
+
+    run(scenario, api_key=KEY)
+
+
+def test_an_instance_believes_the_caller_header_of_its_router_only():
+    """A client cannot make itself another tenant, nor name a prefill instance."""
+
+    async def scenario(harness):
+        instance = harness.add(role="decode", peer_address="127.0.0.1:9")
+        await harness.ready(instance)
+        async with httpx.AsyncClient(base_url=instance.url) as direct:
+            answer = await direct.post(
+                "/v1/completions",
+                json={"prompt": "hello"},
+                headers={"x-headwater-prefill": "127.0.0.1:9"},
+            )
+        assert answer.status_code == 403
+
+    run(scenario)
+
+
+def test_a_wrong_answer_after_registration_stops_nothing():
+    """A router that was restarted with another token refuses heartbeats: the instance goes on
+    serving, says so in /health, and is back when the router is."""
+
+    async def scenario(harness):
+        instance = harness.add()
+        await harness.ready(instance)
+        cluster, mended = harness.process._access.cluster, instance.service
+        right, cluster._token = cluster._token, b"another"
+
+        async with asyncio.timeout(10), httpx.AsyncClient(base_url=instance.url) as direct:
+            while mended.router_health.registered:  # noqa: ASYNC110 -- has no event
+                await asyncio.sleep(0.01)
+            health = await direct.get("/health")
+            answer = await direct.post("/v1/completions", json={"prompt": "hello"})
+            assert (health.status_code, answer.status_code) == (200, 200)
+            assert health.json()["router"]["registered"] is False
+            assert "403" in health.json()["router"]["error"]
+            assert not instance.membership.done()
+
+            cluster._token = right
+            while not mended.router_health.registered:  # noqa: ASYNC110 -- has no event
+                await asyncio.sleep(0.01)
+
+    run(scenario)
+
+
+def test_a_digest_belongs_to_its_body():
+    """The digest that is signed is that of the body."""
+    headers = ClusterAuth(TOKEN, lambda: 1.0).sign("POST", "/instances", {}, b"body")
+    assert headers[DIGEST_HEADER] == hashlib.sha256(b"body").hexdigest()

@@ -1,0 +1,23 @@
+"""Errors that users see: listed once, in plain words."""
+
+import re
+
+import pytest
+
+from tests.error_list import PAGE, collect, page
+
+RIDDLES = re.compile(
+    r"\b(nobody|somebody|whoever|whom|whose|anybody|said|lately|told|is none)\b", re.IGNORECASE
+)
+
+
+def test_the_page_lists_every_error():
+    """Written by `python -m tests.error_list`."""
+    assert PAGE.read_text() == page()
+
+
+@pytest.mark.parametrize("error", collect(), ids=lambda e: f"{e.module}: {e.message[:40]}")
+def test_a_message_is_a_plain_sentence(error):
+    """Long enough to say what happened and what to do, and without riddles."""
+    assert len(error.message) >= 15
+    assert not RIDDLES.search(error.message)
