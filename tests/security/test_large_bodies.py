@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from headwater.server.body_parser import INLINE_BYTES, BodyParser
+from headwater.server.body import INLINE_BYTES
+from headwater.server.body_parser import BodyParser
 from headwater.server.config import LimitsConfig
 from headwater.server.errors import RequestRefused
 from headwater.server.router.stream_progress import StreamProgress

@@ -92,6 +92,8 @@ class AccessPolicy:
         self.keys = keys
         self._hosts = hosts
         self.cluster = cluster
+        self._has_token = cluster.has_token
+        self._is_open = keys.is_open
         self._is_insecure = is_insecure
 
     def check(self, scope: AsgiScope) -> Access:
@@ -104,7 +106,7 @@ class AccessPolicy:
         if method not in _SAFE_METHODS:
             self._check_origin(headers)
             _check_content_type(path, headers)
-        if self.cluster.has_token and self.cluster.verify(scope):
+        if self._has_token and self.cluster.verify(scope):
             return Access(caller=_forwarded_caller(headers), is_cluster=True)
         if _is_dashboard(path):
             return Access(caller=Caller())
@@ -113,7 +115,7 @@ class AccessPolicy:
         return self._check_key(path, headers)
 
     def _check_key(self, path: str, headers: "_Headers") -> Access:
-        if self.keys.is_open:
+        if self._is_open:
             return Access(caller=ANYONE)
         key = self.keys.find(headers.bearer())
         if key is None:

@@ -6,19 +6,24 @@ The size limit is checked before the body is read, and the type before any field
 import re
 import secrets
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from headwater.server.body_parser import BodyParser
 from headwater.server.errors import RequestRefused
 from headwater.server.schema import Sampling
 from headwater.server.streaming import ClientDisconnected
 
+if TYPE_CHECKING:
+    from headwater.server.body_parser import BodyParser
+
 S = TypeVar("S", bound=msgspec.Struct)
+
+INLINE_BYTES = 512 * 1024
+"""Bodies up to this length are parsed on the event loop, which takes milliseconds."""
 
 ASGIResponse: TypeAlias = Response | Callable[[Scope, Receive, Send], Coroutine[Any, Any, None]]
 """What an endpoint returns: a whole response, or a function that sends one."""
@@ -48,8 +53,25 @@ async def read_body(
     With `optional`, an empty body is `kind` with its defaults.
     """
     raw = await read_raw(request, max_bytes)
+    if optional and not raw:
+        return kind()
+    if len(raw) <= INLINE_BYTES:
+        return decode_json(raw, kind)
     parser: BodyParser = request.app.state.parser
-    return kind() if optional and not raw else await parser.parse(raw, kind)
+    return await parser.parse(raw, kind)
+
+
+def decode_json(raw: bytes, kind: type[S]) -> S:
+    """A JSON body as `kind`. Raises RequestRefused that names the wrong field."""
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as exc:
+        sentence, param = _describe(str(exc))
+        raise RequestRefused(sentence, param=param) from exc
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise RequestRefused(f"the body is not JSON: {exc}") from exc
+    except RecursionError as exc:
+        raise RequestRefused("the body is nested too deeply") from exc
 
 
 async def read_raw(request: Request, max_bytes: int) -> bytes:
@@ -96,3 +118,13 @@ def request_id_of(request: Request, body: Sampling) -> str:
             param="request_id",
         )
     return name
+
+
+def _describe(message: str) -> tuple[str, str | None]:
+    """Split msgspec's "… - at `$.field`" into a sentence and the field name."""
+    sentence, found, path = message.partition(" - at `$.")
+    if not found:
+        missing = re.search(r"missing required field `(\w+)`", message)
+        return message, missing.group(1) if missing else None
+    param = re.split(r"[.\[]", path.rstrip("`"), maxsplit=1)[0]
+    return f"{param}: {sentence}", param

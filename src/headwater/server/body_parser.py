@@ -10,7 +10,6 @@ worker process, which validates them and returns their token ids as packed array
 
 import asyncio
 import contextlib
-import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
+from headwater.server.body import INLINE_BYTES, decode_json
 from headwater.server.errors import RequestRefused
 from headwater.server.messages_schema import MessagesRequest
 from headwater.server.responses_schema import ResponsesRequest
@@ -30,7 +30,6 @@ from headwater.server.schema import (
     TokenizeRequest,
 )
 
-INLINE_BYTES = 512 * 1024
 MAX_VALUES = 200_000
 """Most JSON values of a long body beside its token ids."""
 
@@ -68,19 +67,6 @@ class ParsedBody(msgspec.Struct, array_like=True):
     error: str | None = None
     param: str | None = None
     code: str | None = None
-
-
-def decode_json(raw: bytes, kind: type[S]) -> S:
-    """A JSON body as `kind`. Raises RequestRefused that names the wrong field."""
-    try:
-        return msgspec.json.decode(raw, type=kind)
-    except msgspec.ValidationError as exc:
-        sentence, param = _describe(str(exc))
-        raise RequestRefused(sentence, param=param) from exc
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise RequestRefused(f"the body is not JSON: {exc}") from exc
-    except RecursionError as exc:
-        raise RequestRefused("the body is nested too deeply") from exc
 
 
 def token_lists(body: msgspec.Struct) -> list[list[int]]:
@@ -195,13 +181,3 @@ class _Worker:
             if pipe is not None:
                 with contextlib.suppress(OSError):  # half a body is left in its buffer
                     pipe.close()
-
-
-def _describe(message: str) -> tuple[str, str | None]:
-    """Split msgspec's "… - at `$.field`" into a sentence and the field name."""
-    sentence, found, path = message.partition(" - at `$.")
-    if not found:
-        missing = re.search(r"missing required field `(\w+)`", message)
-        return message, missing.group(1) if missing else None
-    param = re.split(r"[.\[]", path.rstrip("`"), maxsplit=1)[0]
-    return f"{param}: {sentence}", param

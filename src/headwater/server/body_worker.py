@@ -10,11 +10,11 @@ from typing import Any, BinaryIO
 import msgspec
 import numpy as np
 
+from headwater.server.body import decode_json
 from headwater.server.body_parser import (
     KINDS,
     MAX_VALUES,
     ParsedBody,
-    decode_json,
     token_lists,
 )
 from headwater.server.errors import RequestRefused

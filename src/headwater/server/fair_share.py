@@ -2,7 +2,7 @@
 
 At most `max_sequences` sequences are in the engine, a little more than it computes in one step.
 The others wait here, and the key with the least running work in proportion to its share is next.
-Requests without a named key are not limited here.
+Requests without a named key do not pass here.
 """
 
 import asyncio
@@ -28,9 +28,6 @@ class FairShare:
     async def enter(self, key: str, share: float, num_sequences: int) -> AsyncIterator[None]:
         """Wait until `num_sequences` sequences of `key` may enter the engine; they are counted
         until the block is left."""
-        if not key:
-            yield
-            return
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._shares[key] = share
         self._waiting.setdefault(key, deque()).append((num_sequences, granted))

@@ -247,9 +247,10 @@ class Generation:
             ids = stack.enter_context(
                 service.live.enter(job.name, job.num_sequences, job.owner)
             )
-            await stack.enter_async_context(
-                service.fair_share.enter(job.owner, job.share, job.num_sequences)
-            )
+            if job.owner:
+                await stack.enter_async_context(
+                    service.fair_share.enter(job.owner, job.share, job.num_sequences)
+                )
             alive = [choice for choice in self._choices if not choice.resumed.has_ended]
             requests = [self._request(choice, ids) for choice in alive]
             if len(requests) == 1:

@@ -14,8 +14,7 @@ from headwater.metrics.prometheus import CONTENT_TYPE
 from headwater.server import dashboard
 from headwater.server.answers import Health, Version
 from headwater.server.app import EXCEPTION_HANDLERS
-from headwater.server.body import ASGIResponse, JsonResponse, read_raw
-from headwater.server.body_parser import decode_json
+from headwater.server.body import ASGIResponse, JsonResponse, decode_json, read_raw
 from headwater.server.cluster_auth import check_digest
 from headwater.server.control import ControlDone
 from headwater.server.errors import RequestRefused
