@@ -38,7 +38,7 @@ def test_a_child_ends_when_its_parent_is_killed():
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT],
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
         text=True,
     )
     assert parent.stdout is not None
