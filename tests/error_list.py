@@ -63,7 +63,7 @@ def collect() -> list[UserError]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and _name(node.func) in kinds and node.args:
                 message = _text(node.args[0])
-                if message:
+                if any(letter.isalpha() for letter in message):
                     found.add(_error(module, message, node))
     return sorted(found)
 
