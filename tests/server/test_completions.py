@@ -263,3 +263,21 @@ def test_an_event_is_one_line_for_clients_that_split_text_anywhere(mark):
     lines = [line for line in b"".join(sent).decode().splitlines() if line]
     assert len(lines) == 1
     assert json.loads(lines[0].removeprefix("data: "))["message"] == text
+
+
+def test_echo_puts_the_prompt_before_the_answer():
+    """Whole and streamed, of a text and of token ids; nothing is computed again for it."""
+
+    async def scenario(harness):
+        plain = (await harness.complete(max_tokens=4, prompt="hello", seed=1)).json()
+        fields = {"max_tokens": 4, "echo": True, "n": 2, "seed": 1}
+        whole = (await harness.complete(prompt="hello", **fields)).json()
+        assert whole["choices"][0]["text"] == "hello" + plain["choices"][0]["text"]
+        ids = (await harness.complete(prompt=list(b"hello"), **fields)).json()
+        assert [c["text"] for c in ids["choices"]] == [c["text"] for c in whole["choices"]]
+        streamed = events(await harness.complete(prompt="hello", stream=True, **fields))
+        for choice in whole["choices"]:
+            parts = [c for e in streamed for c in e["choices"] if c["index"] == choice["index"]]
+            assert "".join(part["text"] for part in parts) == choice["text"]
+
+    run(scenario)

@@ -28,7 +28,7 @@ def test_fields_it_does_not_know_are_ignored():
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"echo": True}, "echo"),
+        ({"echo": True, "logprobs": 1}, "echo"),
         ({"best_of": 2}, "best_of"),
         ({"suffix": "end"}, "suffix"),
         ({"prompt_logprobs": 0}, "prompt_logprobs"),

@@ -52,9 +52,9 @@ def test_cache_control_is_a_promise_to_return():
     block = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral", "ttl": "1h"}}
     short = {"name": "f", "cache_control": {"type": "ephemeral"}}
     assert anthropic().cache_hint is None
-    assert anthropic(tools=[short]).cache_hint == ReturnsIn(returns_in_s=300.0)
+    assert anthropic(tools=[short]).cache_hint == "pending"
     both = anthropic(system=[block], tools=[short], metadata={"user_id": "me"})
-    assert both.cache_hint == ReturnsIn(returns_in_s=3600.0)
+    assert both.cache_hint == ReturnsIn(returns_in_s=1785.0)
     assert (both.session_id or "").startswith("me/")
     assert anthropic(tools=[short]).session_id
 

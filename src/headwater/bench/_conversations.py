@@ -17,6 +17,28 @@ _FIRST_TOKEN, _LAST_TOKEN = 300, 31_000
 _OWN_TOKENS = 32
 _TURNS = 3
 
+PERSONS: dict[str, Any] = {
+    "type": "array",
+    "minItems": 1000,  # longer than any answer, so that each has all its tokens
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 12},
+            "age": {"type": "integer", "minimum": 0, "maximum": 120},
+            "kind": {"enum": ["cat", "dog", "bird"]},
+            "tags": {
+                "type": "array",
+                "items": {"type": "string", "maxLength": 8},
+                "maxItems": 3,
+            },
+            "owner": {"type": ["string", "null"], "maxLength": 12},
+        },
+        "required": ["name", "age", "kind", "tags", "owner"],
+        "additionalProperties": False,
+    },
+}
+"""The schema of the `json` workload."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchConversation:
@@ -27,6 +49,8 @@ class BenchConversation:
     """Tokens appended to the conversation so far; then the model continues."""
 
     output_tokens: int
+    schema: dict[str, Any] | None = None
+    """What the answers must look like; None allows everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +76,12 @@ def make_workload(
     prefix = tokens(PREFIX_TOKENS)
 
     def talk(turns: Sequence[list[int]]) -> BenchConversation:
-        return BenchConversation(opening=prefix, turns=list(turns), output_tokens=output_tokens)
+        return BenchConversation(
+            opening=prefix,
+            turns=list(turns),
+            output_tokens=output_tokens,
+            schema=PERSONS if name == JSON else None,
+        )
 
     if name == "full-hit":
         same = talk([tokens(1)])
@@ -69,7 +98,10 @@ def make_workload(
     return ConversationLoad(name=name, conversations=talks)
 
 
-WORKLOADS = ("shared-prefix", "multi-turn", "full-hit")
+JSON, FREE = "json", "json-free"
+"""Answers by a schema, and the same prompts without one."""
+
+WORKLOADS = ("shared-prefix", "multi-turn", "full-hit", JSON)
 
 
 async def run_conversations(
@@ -104,7 +136,9 @@ async def _play_all(
 
 
 def _body(history: list[int], model: str, talk: BenchConversation) -> dict[str, Any]:
+    wanted = {} if talk.schema is None else {"structured_outputs": {"json": talk.schema}}
     return {
+        **wanted,
         "model": model,
         "prompt": history,
         "max_tokens": talk.output_tokens,

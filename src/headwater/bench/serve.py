@@ -28,7 +28,13 @@ from typing import Any
 import numpy as np
 
 from headwater.bench._client import Answer
-from headwater.bench._conversations import WORKLOADS, make_workload, run_conversations
+from headwater.bench._conversations import (
+    FREE,
+    JSON,
+    WORKLOADS,
+    make_workload,
+    run_conversations,
+)
 from headwater.bench._flags import read_flags
 from headwater.bench._servers import (
     MODEL_NAME,
@@ -76,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
     rows: list[Row] = []
     for model in options.models:
         rows += measure_model(model, _folder(model), options)
-    result: dict[str, Any] = {"rows": rows}
+    result: dict[str, Any] = {"rows": rows, "constrained": constrained_ratios(rows)}
     if options.vllm_python:
         result["ratios"] = ratios(rows)
     if options.json:
@@ -113,6 +119,18 @@ def ratios(rows: list[Row]) -> list[Row]:
         names = ("output_tokens_per_s", "tokens_per_cpu_s", *TIMES)
         against = {"against": row["engine"]}
         found.append(key | against | {name: ours[name] / row[name] for name in names})
+    return found
+
+
+def constrained_ratios(rows: list[Row]) -> list[Row]:
+    """With a schema over without, for each engine and case that ran both."""
+    found = []
+    for row in rows:
+        key = {name: row[name] for name in ("model", "concurrency", "cache", "engine")}
+        twins = [r for r in rows if r["workload"] == FREE and key.items() <= r.items()]
+        if row["workload"] == JSON and twins:
+            names = ("output_tokens_per_s", "tokens_per_cpu_s", "itl_p50_ms")
+            found.append(key | {name: row[name] / twins[0][name] for name in names})
     return found
 
 
@@ -218,10 +236,13 @@ def _median(values: list[float | None]) -> float | None:
 
 def _cases(options: Namespace) -> Iterator[Case]:
     for at, workload in enumerate(options.workloads):
+        # The same prompts with and without a schema, one after the other.
+        names = (FREE, JSON) if workload == JSON else (workload,)
         for concurrency in options.concurrency:
-            yield Case(
-                workload=workload, concurrency=concurrency, seed=1 + at * 1000 + concurrency
-            )
+            seed = 1 + at * 1000 + concurrency
+            for name in names:
+                yield Case(workload=name, concurrency=concurrency, seed=seed)
+                seed += 500
 
 
 def _headwater(
@@ -266,6 +287,8 @@ def _print_table(result: dict[str, Any]) -> None:
     print("".join(f"{name:>14}" for name in HEAD))
     for row in result["rows"]:
         print("".join(f"{_shown(value):>14}" for value in row.values()))
+    for row in constrained_ratios(result["rows"]):
+        print("json / json-free:", "  ".join(f"{k}={_shown(v)}" for k, v in row.items()))
     for row in result.get("ratios", ()):
         print("headwater / vllm:", "  ".join(f"{k}={_shown(v)}" for k, v in row.items()))
 

@@ -27,6 +27,12 @@ async def completions(request: Request) -> ASGIResponse:
     """The endpoint."""
     call = await begin(request, CompletionRequest)
     body, service = call.body, call.service
+    if body.echo and body.logprobs is not None:
+        raise RequestRefused(
+            "echo with logprobs is not supported: log-probabilities of prompt tokens are not "
+            "computed; leave out one of them",
+            param="echo",
+        )
     job = make_job(
         call,
         await _prompt_tokens(service, body),
@@ -109,6 +115,7 @@ class _CompletionFormat:
         self._job = job
         self._created = call.service.created_now()
         self._offsets = [0] * job.num_sequences
+        self._has_echo = bool(call.body.echo)
 
     def whole(self, transcripts: Sequence[Transcript], usage: UsageAnswer) -> Struct:
         choices = [self._choice(index, entry) for index, entry in enumerate(transcripts)]
@@ -134,7 +141,7 @@ class _CompletionFormat:
     def _choice(self, index: int, entry: Transcript) -> CompletionChoice:
         choice = CompletionChoice(
             index=index,
-            text=entry.text,
+            text=self._echo(index) + entry.text,
             finish_reason=entry.finish_reason,
             stop_reason=entry.stop_reason,
         )
@@ -144,7 +151,7 @@ class _CompletionFormat:
     def _chunk(self, delta: Delta) -> CompletionChoice:
         choice = CompletionChoice(
             index=delta.index,
-            text=delta.text,
+            text=(self._echo(delta.index) if delta.is_first else "") + delta.text,
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
         )
@@ -164,6 +171,13 @@ class _CompletionFormat:
             prompt = self._job.prompt_of(index)
             choice.token_ids = part.tokens
             choice.prompt_token_ids = prompt.tokens.tolist() if is_first else UNSET
+
+    def _echo(self, index: int) -> str:
+        """The prompt's own text, where the client wants it back."""
+        if not self._has_echo:
+            return ""
+        tokens = self._job.prompt_of(index).tokens.tolist()
+        return self._service.tokenizer.decode(tokens, skip_special_tokens=False)
 
     def _num_characters(self, tokens: Sequence[int]) -> int:
         tokenizer = self._service.tokenizer

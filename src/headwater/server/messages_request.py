@@ -31,7 +31,8 @@ from headwater.server.session import conversation_start, session_name
 
 T = TypeVar("T")
 
-_TTL_S = {None: 300.0, "5m": 300.0, "1h": 3600.0}
+_HOUR = ReturnsIn(returns_in_s=(3600.0 - 30.0) / 2)
+"""Blocks of a session that is expected are kept for twice the time and 30 s: an hour."""
 
 _BILLING = "x-anthropic-billing-header:"
 """Claude Code begins its system prompt with a block that changes with every request. It is no
@@ -68,10 +69,11 @@ def _add_sampling(chat: ChatRequest, body: MessagesRequest) -> None:
     chat.cache_hint = body.cache_hint
     controls = list(_cache_controls(body))
     if controls and chat.cache_hint is None:
-        # The client says that it will send this prefix again before its time is over.
-        kept_s = max(_TTL_S[control.ttl] for control in controls)
+        # The client will send this prefix again: within an hour, or, as a pending session's
+        # blocks are kept, within five minutes.
+        is_long = any(control.ttl == "1h" for control in controls)
         chat.session_id = session_name(chat) or conversation_start(chat.messages)
-        chat.cache_hint = ReturnsIn(returns_in_s=kept_s)
+        chat.cache_hint = _HOUR if is_long else "pending"
 
 
 def _cache_controls(body: MessagesRequest) -> Iterator[CacheControl]:

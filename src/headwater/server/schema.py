@@ -154,7 +154,6 @@ class Sampling(RefusedSampling, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    echo: Any = None
     best_of: Any = None
     prompt_logprobs: Any = None
     use_beam_search: Any = None
@@ -177,6 +176,9 @@ class CompletionRequest(Sampling, kw_only=True):
     prompt: Prompt
     logprobs: SmallCount | None = None
     add_special_tokens: bool | None = None
+    echo: bool | None = None
+    """Whether the text begins with the prompt."""
+
     suffix: Any = None
 
 

@@ -23,7 +23,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "documents": (None, []),
     "early_stopping": (None, False),
     "ebnf": (None, ""),
-    "echo": (None, False),
     "function_call": (None, "none"),
     "functions": (None, []),
     "guided_json_object": (None, False),
@@ -67,7 +66,8 @@ _INSTEAD = {
     "functions": "send tools",
     "function_call": "send tool_choice",
     "truncate_prompt_tokens": "shorten the prompt",
-    "best_of": "send n and choose",
+    "best_of": "send n, which returns every answer that is generated",
+    "use_beam_search": "send n: the sampler keeps one path per choice",
 }
 """What to send for the same effect."""
 

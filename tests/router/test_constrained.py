@@ -1,0 +1,157 @@
+"""Constrained streams and stored responses through a router, with instances that are killed."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.live import LiveServer, Stream
+from tests.router.live import LiveRouter
+from tests.router.test_live import NAME, kill, name, start
+
+pytestmark = pytest.mark.slow
+
+NUMBERS = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 100, "maximum": 999},
+    "minItems": 40,
+    "maxItems": 40,
+}
+ARGUMENTS = {"type": "object", "properties": {"numbers": NUMBERS}, "required": ["numbers"]}
+MESSAGES = [{"role": "user", "content": "Many numbers, please. " * 20}]
+CHAT_TOOLS = [{"type": "function", "function": {"name": "add", "parameters": ARGUMENTS}}]
+
+
+@pytest.fixture
+def cluster():
+    router = LiveRouter()
+    servers = [start(router) for _ in range(2)]
+    for server in servers:
+        server.wait_ready()
+    router.until_exact(*servers)
+    yield router, servers
+    for server in servers:
+        if server.process.poll() is None:
+            assert server.stop() == 0, server.errors
+    assert router.stop() == 0
+
+
+def home_of(servers: list[LiveServer], answer: httpx.Response) -> LiveServer:
+    return next(server for server in servers if name(server) == answer.headers[NAME])
+
+
+def events(
+    router: LiveRouter, path: str, body: dict[str, Any], servers: list[LiveServer]
+) -> Any:
+    """All events of a stream whose instance is killed when a part of it has come."""
+    found: list[Any] = []
+    with httpx.stream("POST", router.url + path, json=body, timeout=60) as response:
+        victim = home_of(servers, response)
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                found.append(json.loads(line[6:]))
+                if len(found) == 2:
+                    kill(victim)
+    return found
+
+
+def test_a_killed_instances_constrained_stream_continues_valid(cluster):
+    """Token by token what an undisturbed instance says, and it follows its schema."""
+    router, servers = cluster
+    fields = {
+        "prompt": "a constrained stream that breaks, " * 20,
+        "max_tokens": 2000,
+        "seed": 3,
+        "temperature": 0.8,
+        "return_token_ids": True,
+        "structured_outputs": {"json": NUMBERS},
+        "ignore_eos": False,
+    }
+    home = router.post(prompt=fields["prompt"]).headers[NAME]
+    victim = next(server for server in servers if name(server) == home)
+    stream = Stream(router.url, fields)
+    pieces = [stream.next() for _ in range(20)]
+    kill(victim)
+    pieces += stream.rest()
+    stream.close()
+
+    text = "".join(piece["choices"][0]["text"] for piece in pieces)
+    assert len(json.loads(text)) == 40
+    whole = router.post(**fields).json()["choices"][0]
+    tokens = [token for piece in pieces for token in piece["choices"][0]["token_ids"]]
+    assert tokens == whole["token_ids"]
+
+
+def test_a_killed_instances_tool_call_comes_whole(cluster):
+    """The parser goes on where the tokens are: one call, its name said once, in chat."""
+    router, servers = cluster
+    body = {
+        "messages": MESSAGES,
+        "tools": CHAT_TOOLS,
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 2000,
+        "seed": 4,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    chunks = events(router, "/v1/chat/completions", body, servers)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert sum("role" in delta for delta in deltas) == 1
+    calls = [call for delta in deltas for call in delta.get("tool_calls") or ()]
+    assert [call["index"] for call in calls] == [0]
+    assert len(json.loads(calls[0]["function"]["arguments"])["numbers"]) == 40
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_a_killed_instances_message_comes_whole(cluster):
+    """Anthropic's events: one beginning, blocks in order, one end."""
+    router, servers = cluster
+    body = {
+        "messages": MESSAGES,
+        "max_tokens": 200,
+        "seed": 4,
+        "stream": True,
+    }
+    found = events(router, "/v1/messages", body, servers)
+    kinds = [event["type"] for event in found]
+    assert kinds.count("message_start") == kinds.count("message_stop") == 1
+    assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 1
+    assert kinds[0] == "message_start"
+    assert kinds[-1] == "message_stop"
+    whole = httpx.post(
+        router.url + "/v1/messages", json={**body, "stream": False}, timeout=60
+    ).json()
+    text = "".join(
+        e["delta"].get("text", "") for e in found if e["type"] == "content_block_delta"
+    )
+    assert text == whole["content"][0]["text"]
+
+
+def test_a_stored_response_leads_to_its_instance(cluster):
+    """Whatever the load says; and when the instance is gone, it is a clear 404."""
+    router, servers = cluster
+    url = router.url + "/v1/responses"
+    body: dict[str, Any] = {"input": "Hello there", "max_output_tokens": 8}
+    stored = [
+        httpx.post(url, json={**body, "input": f"{n} is it"}, timeout=60) for n in range(6)
+    ]
+    homes = {answer.json()["id"]: answer.headers[NAME] for answer in stored}
+    assert len(set(homes.values())) == 2
+    for response_id, home in homes.items():
+        again = httpx.post(url, json={**body, "previous_response_id": response_id}, timeout=60)
+        assert again.status_code == 200, again.text
+        assert again.headers[NAME] == home
+        read = httpx.get(f"{url}/{response_id}", timeout=60)
+        assert read.json()["id"] == response_id
+    victim = home_of(servers, stored[0])
+    kill(victim)
+    router.until(
+        lambda known: name(victim) not in known or known[name(victim)]["state"] == "lost"
+    )
+    lost = httpx.get(f"{url}/{stored[0].json()['id']}", timeout=60)
+    assert lost.status_code in (404, 503)
+    made_up = httpx.get(f"{url}/resp_0123456789abcdef_00", timeout=60)
+    assert made_up.status_code == 404
+    assert made_up.json()["error"]["code"] == "previous_response_not_found"
