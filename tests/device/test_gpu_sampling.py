@@ -71,7 +71,7 @@ def reference(
         histories={row: (history, PROMPT) for row, history in enumerate(histories)},
     )
     chosen = Sampler(EOS).pick(logits, rows)
-    return chosen.int(), LogprobTable(logits, chosen, params).read()
+    return chosen.int(), LogprobTable(logits, chosen, [p.logprobs for p in params]).read()
 
 
 def random_params(random: np.random.Generator, vocab: int) -> SamplingParams:

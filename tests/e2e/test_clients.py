@@ -162,3 +162,27 @@ def test_many_at_once_over_the_async_client(server, model):
         assert len(set(found[number::4])) == 1
     state = server.until_idle()
     assert state["tiers"]["device"]["held"] == 0
+
+
+def test_prompt_logprobs_and_echo(client, model):
+    """vLLM's field in both APIs, and OpenAI's `echo` with `logprobs`: the same numbers."""
+    options = {"model": model, "prompt": "Once upon a time", "max_tokens": 4, "temperature": 0}
+    whole = client.completions.create(**options, extra_body={"prompt_logprobs": 2}).choices[0]
+    entries = whole.prompt_logprobs
+    assert entries[0] is None
+    assert len(entries) == 16
+    assert all(2 <= len(entry) <= 3 for entry in entries[1:])
+    echoed = client.completions.create(**options, echo=True, logprobs=2).choices[0]
+    assert echoed.text == "Once upon a time" + whole.text
+    found = echoed.logprobs
+    assert found.token_logprobs[0] is None
+    assert len(found.tokens) == 20
+    for token, value, entry in zip(
+        b"nce upon", found.token_logprobs[1:], entries[1:], strict=False
+    ):
+        assert entry[str(token)]["logprob"] == pytest.approx(value, abs=1e-4)
+    assert found.text_offset == list(range(16)) + found.text_offset[16:]
+    chat = client.chat.completions.create(
+        model=model, messages=MESSAGES, max_tokens=4, extra_body={"prompt_logprobs": 0}
+    )
+    assert len(chat.prompt_logprobs) == chat.usage.prompt_tokens

@@ -28,10 +28,8 @@ def test_fields_it_does_not_know_are_ignored():
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"echo": True, "logprobs": 1}, "echo"),
         ({"best_of": 2}, "best_of"),
         ({"suffix": "end"}, "suffix"),
-        ({"prompt_logprobs": 0}, "prompt_logprobs"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"allowed_token_ids": [1]}, "allowed_token_ids"),
         ({"bad_words": ["no"]}, "bad_words"),

@@ -80,7 +80,11 @@ def build(
         decodes=decodes.step if decodes is not None else None,
         decode_tokens=torch.from_numpy(np.flatnonzero(together[row_of])).to(pool.device),
     )
-    last = starts[1:][batch.sampled] - 1 if len(batch.sampled) else np.zeros(1, dtype=np.int64)
+    last = starts[1:][batch.sampled] - 1
+    if batch.scored:
+        last = np.concatenate((last, batch.scored_places().astype(np.int64)))
+    if not len(last):
+        last = np.zeros(1, dtype=np.int64)
     return StepInputs(
         tokens=_padded(tokens, min_rows, pool.device),
         positions=_padded(positions, min_rows, pool.device),

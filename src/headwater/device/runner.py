@@ -11,6 +11,7 @@ from headwater.device.inputs import StepInputs, build
 from headwater.device.kv import KVPool
 from headwater.device.model import LoadedModel
 from headwater.device.penalties import History, is_penalised
+from headwater.device.prompt_scores import PromptScores
 from headwater.device.sampler import SampledRows, Sampler
 from headwater.engine.masks import MaskedRow, MaskWorkers, PendingMasks, StepMasks
 from headwater.errors import ConfigError, InvariantError
@@ -81,6 +82,9 @@ class TorchRunner:
             )
         result = StepResult(step=batch.step, tokens=chosen, logprobs=logprobs)
         void_unmasked(result, batch, carried, masks)
+        if batch.scored:
+            places = logits[len(batch.sampled) :]
+            result.scores = PromptScores(batch, lambda start, end: places[start:end]).read()
         self._results.append(result)
         self._last = batch, result
 

@@ -60,7 +60,7 @@ class Sampler:
     ) -> tuple[Tokens, list[TokenLogprobs | None]]:
         """A token for each row of `logits`, and log-probabilities where asked for."""
         chosen = self.pick(logits, rows)
-        logprobs = LogprobTable(logits, chosen, rows.params)
+        logprobs = LogprobTable(logits, chosen, [p.logprobs for p in rows.params])
         tokens: Tokens = chosen.cpu().numpy().astype(np.int32)
         return tokens, logprobs.read()
 
@@ -118,11 +118,10 @@ class LogprobTable:
     Of the model itself: before penalties and temperature.
     """
 
-    def __init__(
-        self, logits: Tensor, chosen: Tensor, params: Sequence[SamplingParams]
-    ) -> None:
-        self._num_rows = len(params)
-        asked = [(row, p.logprobs) for row, p in enumerate(params) if p.logprobs is not None]
+    def __init__(self, logits: Tensor, chosen: Tensor, counts: Sequence[int | None]) -> None:
+        """`counts` says how many alternatives each row wants; None wants nothing."""
+        self._num_rows = len(counts)
+        asked = [(row, count) for row, count in enumerate(counts) if count is not None]
         self._wanted: list[tuple[int, int]] = asked
         self._found: list[Tensor] = []
         if not asked:

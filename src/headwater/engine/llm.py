@@ -52,6 +52,9 @@ class Completion:
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of the prompt's tokens from the second on, where asked for."""
+
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     usage: Usage | None = None
@@ -234,6 +237,8 @@ class _Pending:
         answer.tokens += output.tokens
         answer.logprobs += output.logprobs
         answer.usage = answer.usage or output.usage
+        if output.prompt_logprobs is not None:
+            answer.prompt_logprobs = output.prompt_logprobs
         answer.finish_reason, answer.stop_reason = piece.finish_reason, piece.stop_reason
         return piece.finish_reason is not None
 

@@ -80,6 +80,7 @@ class Output(msgspec.Struct, array_like=True, frozen=True):
     stop_token: int | None
     usage: Usage | None
     detail: str = ""
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 class Outputs(msgspec.Struct, tag="outputs", array_like=True, frozen=True):
@@ -162,6 +163,7 @@ def pack_output(output: SequenceOutput) -> Output:
         stop_token=output.stop_token,
         usage=output.usage,
         detail=output.detail,
+        prompt_logprobs=output.prompt_logprobs,
     )
 
 
@@ -175,6 +177,7 @@ def unpack_output(message: Output) -> SequenceOutput:
         stop_token=message.stop_token,
         usage=message.usage,
         detail=message.detail,
+        prompt_logprobs=message.prompt_logprobs,
     )
 
 

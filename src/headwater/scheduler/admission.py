@@ -255,7 +255,8 @@ class Admission:
         ):
             return self._start_overlapped(sequence, match, now)
         match = self._blocks.renew(sequence, match)
-        if match is not None and self._waits_for_prefix(sequence, match, now):
+        is_shared = match is not None and sequence.scores is None
+        if match is not None and is_shared and self._waits_for_prefix(sequence, match, now):
             self._totals.num_prefix_waits += 1
             return _AdmissionResult.AWAITING_PREFIX
         if not fits:

@@ -70,6 +70,10 @@ class ScheduledBatch:
     such a row is computed when layer l of the load is there, or has failed. Empty unless
     the runner is `layerwise`."""
 
+    scored: dict[int, tuple[Tokens, int]] = field(default_factory=dict)
+    """Rows whose prompt tokens are wanted with log-probabilities: the token after each of the
+    row's first positions, and how many alternatives are reported beside it."""
+
     carry: IntArray
     """Per row: the row of the *previous* batch whose sampled token is this row's only input
     token, or -1 when `tokens` has it. Used when two steps are in flight."""
@@ -77,6 +81,14 @@ class ScheduledBatch:
     @property
     def num_rows(self) -> int:
         return len(self.request_ids)
+
+    def scored_places(self) -> IntArray:
+        """Where in `tokens` the positions of `scored` are, row by row."""
+        spans = [
+            np.arange(len(targets), dtype=np.int32) + self.query_start[row]
+            for row, (targets, _) in self.scored.items()
+        ]
+        return np.concatenate(spans) if spans else np.empty(0, dtype=np.int32)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -89,6 +101,9 @@ class StepResult:
 
     logprobs: list[TokenLogprobs | None]
     """Per sampled row; None where none were asked for."""
+
+    scores: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    """By row of `scored`."""
 
     failures: dict[int, str] = field(default_factory=dict)
     """By sampled row: why no token can ever be chosen for it."""
@@ -133,6 +148,7 @@ def build_batch(
         params=[s.params for s in sampled],
         histories=[(s.tokens, s.answer_start) for s in sampled],
         awaits=_awaits(len(decodes), chunks),
+        scored=_scored(len(decodes), chunks),
         carry=_carry(decodes, len(sequences), carries=carries),
     )
 
@@ -168,6 +184,17 @@ def _awaits(num_decodes: int, chunks: Listed[Chunk]) -> dict[int, JobId]:
         for row, chunk in enumerate(chunks, num_decodes)
         if chunk.sequence.overlap is not None
     }
+
+
+def _scored(num_decodes: int, chunks: Listed[Chunk]) -> dict[int, tuple[Tokens, int]]:
+    scored = {}
+    for row, (s, count) in enumerate(chunks, num_decodes):
+        if s.scores is not None and s.params.prompt_logprobs is not None:
+            end = min(s.num_scheduled + count + 1, s.answer_start)
+            targets = s.tokens[s.num_scheduled + 1 : end]
+            if len(targets):
+                scored[row] = targets, s.params.prompt_logprobs
+    return scored
 
 
 def _carry(decodes: Listed[Sequence], num_rows: int, *, carries: bool) -> IntArray:

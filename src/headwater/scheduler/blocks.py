@@ -56,6 +56,8 @@ class BlockAllocator:
             return None
         end = sequence.num_tokens if sequence.receives else sequence.num_tokens - 1
         longest = end // self._cache.block_tokens
+        if sequence.scores is not None:
+            longest = 0  # log-probabilities of the prompt need all of it computed
         return self._cache.match(sequence.path(), max_blocks=longest)
 
     def renew(self, sequence: Sequence, match: Match | None) -> Match | None:

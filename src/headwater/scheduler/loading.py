@@ -115,7 +115,7 @@ class KVLoader:
     def enter(self, sequence: Sequence) -> bool:
         """A new sequence waits: ask storage for what nothing else has, while it queues. Whether
         it is not to be looked at before there is an answer, or that is late."""
-        if not self._has_storage:
+        if not self._has_storage or sequence.scores is not None:
             return False
         longest = (sequence.num_tokens - 1) // self._cache.block_tokens
         path = sequence.path()

@@ -97,5 +97,8 @@ class SequenceOutput:
     usage: Usage | None = None
     """On the first output that has tokens, and on no other."""
 
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of the prompt's tokens from the second on; on the first output that has tokens."""
+
     detail: str = ""
     """Where it was refused or failed: the reason."""

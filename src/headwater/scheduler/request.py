@@ -32,7 +32,13 @@ MAX_LOAD_TIMEOUT_S = 3600.0
 MAX_RETURNS_IN_S = 3600.0
 """Longest time for which a session can be expected; later is as good as not at all."""
 
-_LEAST_COUNTS = (("max_tokens", 1), ("min_tokens", 0), ("top_k", 0), ("logprobs", 0))
+_LEAST_COUNTS = (
+    ("max_tokens", 1),
+    ("min_tokens", 0),
+    ("top_k", 0),
+    ("logprobs", 0),
+    ("prompt_logprobs", 0),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +72,9 @@ class SamplingParams:
 
     logprobs: int | None = None
     """How many alternatives to report beside the chosen token; None reports nothing."""
+
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt, which is then computed whole; None reports nothing."""
 
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the output; the model's end-of-sequence ids are added unless ignored."""
@@ -241,6 +250,7 @@ _KINDS: Mapping[str, _Kind] = {
     "logit_bias": (_is_bias, "numbers by token id"),
     "seed": _WHOLE,
     "logprobs": (_is_whole_or_none, "a whole number or None"),
+    "prompt_logprobs": (_is_whole_or_none, "a whole number or None"),
     "stop_token_ids": (_are_ids, "a tuple of token ids"),
     "ignore_eos": (_is_bool, "True or False"),
     "grammar": (_is_text, "a text"),

@@ -307,6 +307,10 @@ class Scheduler:
     ) -> None:
         """Apply the rows of `step` that computed chunks of prompts; they follow the decodes."""
         tokens, logprobs = result.tokens.tolist(), result.logprobs
+        for row, scores in result.scores.items():
+            scored = step.chunks[row - len(step.decodes)].sequence
+            if scored.scores is not None:
+                scored.scores += scores
         at = len(step.decodes)
         for (sequence, num_tokens), chooses in zip(step.chunks, step.choosing, strict=True):
             if sequence.state is _FINISHED:
@@ -346,9 +350,12 @@ class Scheduler:
             self._finish(sequence, reason, now)
         elif sequence.state is _PREEMPTING:
             self._preemption.release(sequence, now)
-        return SequenceOutput(
+        output = SequenceOutput(
             sequence.request_id, [token], [logprobs], reason, stop_token, usage
         )
+        if sequence.scores is not None:
+            output.prompt_logprobs, sequence.scores = sequence.scores, None
+        return output
 
     def _apply_missing_token(
         self, sequence: Sequence, num_tokens: int, failure: str | None, now: float

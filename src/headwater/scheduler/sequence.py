@@ -15,7 +15,7 @@ import numpy as np
 
 from headwater.cache import Lease, Namespace, TokenPath
 from headwater.scheduler.load_state import OverlappedLoad, SequenceLoad
-from headwater.scheduler.output import Usage
+from headwater.scheduler.output import TokenLogprobs, Usage
 from headwater.scheduler.request import Request
 from headwater.types import Slots, Tokens
 
@@ -98,6 +98,7 @@ class Sequence:
         "request_id",
         "row",
         "schedulable_end",
+        "scores",
         "state",
         "stop_tokens",
         "surplus",
@@ -155,6 +156,10 @@ class Sequence:
     num_pins: int
     """Hand-offs that read its blocks; they keep the blocks even when it has finished."""
 
+    scores: list[TokenLogprobs] | None
+    """Log-probabilities of its prompt's tokens so far, from the second on; None where they are
+    not asked for, or were reported."""
+
     _block_buffer: Slots
 
     def __init__(
@@ -200,6 +205,7 @@ class Sequence:
         """The running prefill whose blocks this one waits for."""
         self.prefix_wait_blocks = 0
         """It waits until `prefix_source` has committed this many blocks."""
+        self.scores = None if request.params.prompt_logprobs is None else []
         self.prefix_wait_until_s: float | None = None
         """Deadline of its first wait for a prefix; a sequence waits for a prefix only once."""
         self.load: SequenceLoad | None = None

@@ -73,12 +73,24 @@ class UsageAnswer(Struct, kw_only=True):
     completion_tokens_details: CompletionTokensDetails
 
 
+class PromptLogprob(Struct, kw_only=True):
+    """One token of the prompt, or an alternative to it."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""For each token of the prompt, by token id; null for the first, which nothing predicts."""
+
+
 class CompletionLogprobs(Struct, kw_only=True):
     """Log-probabilities of the completions API: parallel lists."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -92,6 +104,7 @@ class CompletionChoice(Struct, kw_only=True):
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class CompletionAnswer(Struct, kw_only=True):
@@ -178,6 +191,7 @@ class ChatAnswer(Struct, kw_only=True):
     usage: UsageAnswer
     object: Literal["chat.completion"] = "chat.completion"
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class ChatToolCallDelta(ChatToolCall, kw_only=True):
@@ -218,6 +232,7 @@ class ChatChunk(Struct, kw_only=True):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     usage: UsageAnswer | None = None
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class ModelCard(Struct, kw_only=True):

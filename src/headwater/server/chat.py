@@ -16,6 +16,7 @@ from headwater.server.answers import (
     ChatToolCall,
     ChatToolCallDelta,
     FunctionCall,
+    PromptLogprobs,
     UsageAnswer,
 )
 from headwater.server.body import ASGIResponse
@@ -24,7 +25,7 @@ from headwater.server.conversation import Conversation, prepare
 from headwater.server.endpoint import Call, begin, make_job, respond
 from headwater.server.errors import RequestRefused
 from headwater.server.generation import Delta, GenerationJob, Transcript
-from headwater.server.logprobs import chat_logprobs
+from headwater.server.logprobs import chat_logprobs, prompt_logprobs
 from headwater.server.params import num_logprobs
 from headwater.server.parsing.base import ToolCall
 from headwater.server.response_format import constraint_param, structured_output
@@ -103,18 +104,23 @@ class _ChatFormat:
             choices=[self._choice(index, entry) for index, entry in enumerate(transcripts)],
             usage=usage,
             prompt_token_ids=self._prompt_ids(),
+            prompt_logprobs=self._prompt_logprobs(transcripts[0]),
         )
 
     def events(self, delta: Delta, usage: UsageAnswer | None) -> list[Struct]:
         first: list[Struct] = [self._role_chunk(delta.index)] if delta.is_first else []
         if self._shows_nothing(delta):
             return first
-        return [*first, self._chunk([self._delta(delta)], usage)]
+        chunk = self._chunk([self._delta(delta)], usage)
+        chunk.prompt_logprobs = self._prompt_logprobs(delta)
+        return [*first, chunk]
 
     def _shows_nothing(self, delta: Delta) -> bool:
         """Whether the parser holds back all of this delta, and nothing else is asked for."""
         body, parsed = self._body, delta.parsed
         if delta.finish_reason or body.logprobs or body.return_token_ids:
+            return False
+        if delta.prompt_logprobs is not None:
             return False
         is_empty = not (parsed.content or parsed.reasoning or parsed.calls)
         return is_empty and self._job.parsing.make is not None
@@ -193,6 +199,12 @@ class _ChatFormat:
         if not self._body.logprobs:
             return None
         return chat_logprobs(part.tokens, part.logprobs, self._service.tokenizer)
+
+    def _prompt_logprobs(self, part: Delta | Transcript) -> PromptLogprobs | UnsetType:
+        if part.prompt_logprobs is None:
+            return UNSET
+        tokens = self._job.prompts[0].tokens.tolist()
+        return prompt_logprobs(tokens, part.prompt_logprobs, self._service.tokenizer)
 
     def _prompt_ids(self) -> list[int] | UnsetType:
         return self._job.prompts[0].tokens.tolist() if self._body.return_token_ids else UNSET

@@ -12,7 +12,12 @@ from headwater.server.body import ASGIResponse
 from headwater.server.endpoint import Call, begin, make_job, respond
 from headwater.server.errors import RequestRefused
 from headwater.server.generation import Delta, GenerationJob, Transcript
-from headwater.server.logprobs import completion_logprobs, num_characters
+from headwater.server.logprobs import (
+    completion_logprobs,
+    num_characters,
+    prompt_logprobs,
+    with_prompt,
+)
 from headwater.server.params import num_logprobs
 from headwater.server.response_format import constraint_param, structured_output
 from headwater.server.schema import CompletionRequest
@@ -27,21 +32,24 @@ async def completions(request: Request) -> ASGIResponse:
     """The endpoint."""
     call = await begin(request, CompletionRequest)
     body, service = call.body, call.service
-    if body.echo and body.logprobs is not None:
-        raise RequestRefused(
-            "echo with logprobs is not supported: log-probabilities of prompt tokens are not "
-            "computed; leave out one of them",
-            param="echo",
-        )
     job = make_job(
         call,
         await _prompt_tokens(service, body),
         max_tokens=body.max_tokens,
         default_max_tokens=_DEFAULT_MAX_TOKENS,
         grammar=await _grammar(call),
+        prompt_logprobs=_num_prompt_logprobs(body, service),
         logprobs=num_logprobs(body.logprobs, service.config.limits, param="logprobs"),
     )
     return await respond(call, job, _CompletionFormat(call, job))
+
+
+def _num_prompt_logprobs(body: CompletionRequest, service: Service) -> int | None:
+    """With `echo`, the log-probabilities are those of the prompt too."""
+    wanted = body.prompt_logprobs
+    if wanted is None and body.echo:
+        wanted = body.logprobs
+    return num_logprobs(wanted, service.config.limits, param="prompt_logprobs")
 
 
 async def _grammar(call: Call[CompletionRequest]) -> str:
@@ -114,8 +122,11 @@ class _CompletionFormat:
         self._id = f"cmpl-{call.request_id}"
         self._job = job
         self._created = call.service.created_now()
-        self._offsets = [0] * job.num_sequences
         self._has_echo = bool(call.body.echo)
+        self._offsets = [
+            self._num_characters(job.prompt_of(index).tokens.tolist()) if self._has_echo else 0
+            for index in range(job.num_sequences)
+        ]
 
     def whole(self, transcripts: Sequence[Transcript], usage: UsageAnswer) -> Struct:
         choices = [self._choice(index, entry) for index, entry in enumerate(transcripts)]
@@ -167,10 +178,22 @@ class _CompletionFormat:
                 part.tokens, part.logprobs, self._service.tokenizer, offset=self._offsets[index]
             )
             self._offsets[index] += self._num_characters(part.tokens)
+        self._add_prompt_logprobs(choice, part)
         if self._body.return_token_ids:
             prompt = self._job.prompt_of(index)
             choice.token_ids = part.tokens
             choice.prompt_token_ids = prompt.tokens.tolist() if is_first else UNSET
+
+    def _add_prompt_logprobs(self, choice: CompletionChoice, part: Delta | Transcript) -> None:
+        """Beside the first token: what the model thought of the prompt."""
+        if part.prompt_logprobs is None:
+            return
+        tokens = self._job.prompt_of(choice.index).tokens.tolist()
+        tokenizer, entries = self._service.tokenizer, part.prompt_logprobs
+        if self._body.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(tokens, entries, tokenizer)
+        if self._has_echo and choice.logprobs is not None:
+            choice.logprobs = with_prompt(tokens, entries, choice.logprobs, tokenizer)
 
     def _echo(self, index: int) -> str:
         """The prompt's own text, where the client wants it back."""

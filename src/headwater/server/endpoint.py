@@ -107,13 +107,14 @@ async def accept(request: Request, body: B) -> Call[B]:
     return Call(request=request, service=service, body=body, request_id=request_id)
 
 
-def make_job(
+def make_job(  # noqa: PLR0913 -- what an endpoint adds, each by its name
     call: Call[B],
     prompts: Sequence[Tokens],
     *,
     max_tokens: int | None,
     default_max_tokens: int | None,
     logprobs: int | None,
+    prompt_logprobs: int | None = None,
     grammar: str = "",
     parsing: AnswerParsing = PLAIN_TEXT,
 ) -> GenerationJob:
@@ -124,6 +125,10 @@ def make_job(
     service, body = call.service, call.body
     limits, info = service.config.limits, service.engine.info
     caller = access_of(call.request).caller
+    if prompt_logprobs is None:
+        prompt_logprobs = params.num_logprobs(
+            body.prompt_logprobs, limits, param="prompt_logprobs"
+        )
 
     def prompt_of(tokens: Tokens) -> GenerationPrompt:
         params.check_prompt(tokens, info)
@@ -138,6 +143,8 @@ def make_job(
         )
         if grammar:
             sampling = replace(sampling, grammar=grammar)
+        if prompt_logprobs is not None:
+            sampling = replace(sampling, prompt_logprobs=prompt_logprobs)
         return GenerationPrompt(tokens=tokens, params=sampling)
 
     job = GenerationJob(
@@ -214,8 +221,8 @@ def _streamed(
 def _with_prefill(request: Request, service: Service, job: GenerationJob) -> GenerationJob:
     """`job`, prefilled by the instance that the router names in its headers."""
     address = request.headers.get(PREFILL_HEADER)
-    if address is None:
-        return job
+    if address is None or job.wants_prompt_logprobs:
+        return job  # log-probabilities of a prompt come from where it is computed
     if not service.engine.info.peer_address:
         raise RequestRefused(
             f"{PREFILL_HEADER} names a prefill instance, but this instance takes no hand-offs; "

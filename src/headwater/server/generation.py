@@ -105,6 +105,10 @@ class GenerationJob:
     def num_sequences(self) -> int:
         return len(self.prompts) * self.num_choices
 
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return any(prompt.params.prompt_logprobs is not None for prompt in self.prompts)
+
     def prompt_of(self, index: int) -> GenerationPrompt:
         """The prompt of the choice `index`."""
         return self.prompts[index // self.num_choices]
@@ -129,6 +133,9 @@ class Delta:
     parsed: ParsedOutput
     """The same text as content, reasoning and calls."""
 
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of the prompt's tokens from the second on, where asked for; with the first delta."""
+
     num_malformed: int = 0
     """Calls of the choice so far that could not be read; their text is content."""
 
@@ -149,6 +156,7 @@ class Transcript:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     parsed: ParsedOutput = field(default_factory=ParsedOutput)
+    prompt_logprobs: list[TokenLogprobs] | None = None
     num_malformed: int = 0
 
     @property
@@ -163,6 +171,8 @@ class Transcript:
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
         self.parsed.add(delta.parsed)
         self.num_malformed = delta.num_malformed
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
 
 
 class ChoiceProgress:
@@ -222,6 +232,7 @@ class ChoiceProgress:
             finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason,
             parsed=parsed,
+            prompt_logprobs=output.prompt_logprobs,
             num_malformed=self._answer.num_malformed,
         )
 

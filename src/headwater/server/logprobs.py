@@ -8,6 +8,8 @@ from headwater.scheduler.output import TokenLogprobs
 from headwater.server.answers import (
     ChatLogprobs,
     CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
     TokenLogprob,
     TopLogprob,
 )
@@ -49,6 +51,47 @@ def chat_logprobs(
         if entry is not None
     ]
     return ChatLogprobs(content=content)
+
+
+def prompt_logprobs(
+    tokens: Sequence[int], entries: Sequence[TokenLogprobs], tokenizer: Tokenizer
+) -> PromptLogprobs:
+    """One object a token of the prompt, and null for the first."""
+    found: PromptLogprobs = [None]
+    for token, entry in zip(tokens[1:], entries, strict=True):
+        pairs = zip(entry.top_ids, entry.top_values, strict=True)
+        by_id = {
+            str(other): _prompt_logprob(other, value, rank, tokenizer)
+            for rank, (other, value) in enumerate(pairs, 1)
+        }
+        by_id[str(token)] = _prompt_logprob(token, entry.chosen, entry.rank, tokenizer)
+        found.append(by_id)
+    return found
+
+
+def with_prompt(
+    tokens: Sequence[int],
+    entries: Sequence[TokenLogprobs],
+    answer: CompletionLogprobs,
+    tokenizer: Tokenizer,
+) -> CompletionLogprobs:
+    """`answer` after the prompt, for `echo`."""
+    first, *_ = tokens
+    rest = completion_logprobs(
+        tokens[1:], entries, tokenizer, offset=num_characters(tokenizer.token_bytes(first))
+    )
+    return CompletionLogprobs(
+        tokens=[tokenizer.token_text(first), *rest.tokens, *answer.tokens],
+        token_logprobs=[None, *rest.token_logprobs, *answer.token_logprobs],
+        top_logprobs=[None, *rest.top_logprobs, *answer.top_logprobs],
+        text_offset=[0, *rest.text_offset, *answer.text_offset],
+    )
+
+
+def _prompt_logprob(token: int, value: float, rank: int, tokenizer: Tokenizer) -> PromptLogprob:
+    return PromptLogprob(
+        logprob=_finite(value), rank=rank, decoded_token=tokenizer.token_text(token)
+    )
 
 
 def num_characters(raw: bytes) -> int:

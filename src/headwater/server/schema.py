@@ -155,7 +155,8 @@ class Sampling(RefusedSampling, kw_only=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     best_of: Any = None
-    prompt_logprobs: Any = None
+    prompt_logprobs: SmallCount | None = None
+    """Alternatives to report beside each token of the prompt, which is then computed whole."""
     use_beam_search: Any = None
 
     cache_salt: Salt | None = None

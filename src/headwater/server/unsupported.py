@@ -38,7 +38,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "no_stop_trim": (None, False),
     "prediction": (None,),
     "prompt_embeds": (None, []),
-    "prompt_logprobs": (None, False),
     "reasoning_max_tokens": (None,),
     "regex": (None, ""),
     "return_hidden_states": (None, False),

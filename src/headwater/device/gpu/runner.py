@@ -28,6 +28,7 @@ from headwater.device.kernels.ints import copy_ints
 from headwater.device.kv import KVPool
 from headwater.device.model import LoadedModel
 from headwater.device.penalties import History, is_penalised
+from headwater.device.prompt_scores import PromptScores
 from headwater.device.runner import begin_masks, is_masked, void_unmasked
 from headwater.device.sampler import LogprobTable, SampledRows, Sampler
 from headwater.device.upload import put
@@ -59,6 +60,9 @@ class _SubmittedStep:
     masks: StepMasks | None
     """Of the rows with a grammar; None where there are none."""
 
+    scores: PromptScores | None
+    """Of the rows whose prompt tokens are wanted with log-probabilities."""
+
     carried: dict[int, int]
     """By row with a grammar: the token that it continues from."""
 
@@ -70,6 +74,8 @@ class _SubmittedStep:
             logprobs = self.logprobs.read()
         result = StepResult(step=self.batch.step, tokens=tokens, logprobs=logprobs)
         void_unmasked(result, self.batch, self.carried, self.masks)
+        if self.scores is not None:
+            result.scores = self.scores.read()
         return result
 
     def tokens(self) -> Tokens:
@@ -150,12 +156,14 @@ class CudaRunner:
         layout = Layout(batch, self.pool.block_tokens)
         carry = self._carry(batch)
         with torch.inference_mode():
-            is_captured = self.graphs is not None and layout.is_decode and not batch.awaits
+            is_plain_decode = layout.is_decode and not batch.awaits and not batch.scored
+            is_captured = self.graphs is not None and is_plain_decode
+            scores = None
             if self.graphs is not None and is_captured:
                 logits = self.graphs.run(layout, carry)
                 places = batch.sampled.astype(np.int32)
             else:
-                logits = self._run_packed(layout, carry)
+                logits, scores = self._run_packed(layout, carry)
                 places = np.arange(len(batch.sampled), dtype=np.int32)
                 if len(places):
                     choose_greedy(logits, self._chosen)
@@ -173,6 +181,7 @@ class CudaRunner:
                     logprobs=logprobs,
                     masks=masks,
                     carried=carried,
+                    scores=scores,
                 )
             )
 
@@ -189,8 +198,11 @@ class CudaRunner:
         if self._masks is not None:
             self._masks.close()
 
-    def _run_packed(self, layout: Layout, carry: IntArray) -> Tensor:
-        """Logits of the sampled rows of a step with chunks of prompts in it."""
+    def _run_packed(
+        self, layout: Layout, carry: IntArray
+    ) -> tuple[Tensor, PromptScores | None]:
+        """Logits of the sampled rows of a step with chunks of prompts in it; and the scores of
+        its prompt tokens, where they are wanted."""
         decoder = self._decoder
         step: PackedStep = pack(
             layout,
@@ -203,8 +215,11 @@ class CudaRunner:
         )
         if layout.batch.awaits:
             step.attention.gate = self._gate(layout.batch)
+        batch, scored = layout.batch, None
+        if batch.scored:
+            scored = put(batch.scored_places().astype(np.int64), self.pool.device)
         if isinstance(decoder, ModuleDecoder):
-            return decoder.logits(step, self._chosen)
+            return self._run_module(decoder, step, batch, scored)
         hidden = decoder.embed(step.tokens, step.carry, self._chosen)
         attention = step.attention
         hidden = decoder.run(
@@ -212,9 +227,35 @@ class CudaRunner:
             step.places,
             self.pool.data,
             attention.attend,
-            wanted=RowsToCompute(step.logits_at, attention.attend_sampled),
+            # Scores need the last layer of every position, not of the sampled ones alone.
+            wanted=None
+            if scored is not None
+            else RowsToCompute(step.logits_at, attention.attend_sampled),
         )
-        return decoder.logits(hidden) if len(hidden) else hidden
+        if scored is None:
+            return (decoder.logits(hidden) if len(hidden) else hidden), None
+        whole, at = hidden, scored
+        scores = PromptScores(
+            batch,
+            lambda start, end: decoder.logits(whole.index_select(0, at[start:end])),
+        )
+        hidden = whole.index_select(0, step.logits_at)
+        return (decoder.logits(hidden) if len(hidden) else hidden), scores
+
+    def _run_module(
+        self,
+        decoder: ModuleDecoder,
+        step: PackedStep,
+        batch: ScheduledBatch,
+        scored: Tensor | None,
+    ) -> tuple[Tensor, PromptScores | None]:
+        if scored is None:
+            return decoder.logits(step, self._chosen), None
+        count = len(step.logits_at)
+        step.logits_at = torch.cat((step.logits_at, scored.int()))
+        logits = decoder.logits(step, self._chosen)
+        places = logits[count:]
+        return logits[:count], PromptScores(batch, lambda start, end: places[start:end])
 
     def _gate(self, batch: ScheduledBatch) -> Callable[[int], None]:
         """Orders each layer behind the loads that rows of `batch` read."""
@@ -246,7 +287,7 @@ class CudaRunner:
         logits = logits.index_select(0, at)
         chosen = self._sampler.pick(logits, self._sampled_rows(batch, masks))
         self._chosen[at] = chosen.int()
-        return LogprobTable(logits, chosen, batch.params)
+        return LogprobTable(logits, chosen, [p.logprobs for p in batch.params])
 
     def _last_token(self, row: int) -> Tokens:
         """What the step before chose for one of its rows; waits for it."""

@@ -170,6 +170,7 @@ _PARAMS: Mapping[str, Callable[[Json], object]] = {
     "logit_bias": lambda value: {int(k): v for k, v in _mapping(_number)(value).items()},
     "seed": _integer,
     "logprobs": _optional(_count),
+    "prompt_logprobs": _optional(_count),
     "stop_token_ids": _many(_integer),
     "ignore_eos": _flag,
     "grammar": _text,
