@@ -174,7 +174,7 @@ def test_who_cannot_join_stops_with_a_sentence(cluster):
     code = other.wait()
 
     assert code == 1
-    assert "block size 32 and this cluster has 64" in "".join(other.errors)
+    assert "differs from the cluster in model weights, block size" in "".join(other.errors)
     assert len(cluster[0].instances()) <= 2
 
 
