@@ -320,3 +320,30 @@ def test_folders_of_the_dead_are_swept_and_of_the_living_are_not(tmp_path):
     assert living.path.exists()
     assert foreign.exists()  # no lock in it: not one of ours
     living.close()
+
+
+def test_the_death_of_the_engine_is_logged_with_its_reason(caplog):
+    """An operator who reads only the log learns that, and why, requests get 503."""
+
+    async def scenario():
+        async with running_engine() as engine:
+            os.kill(engine.pid, signal.SIGKILL)
+            await engine.wait_dead()
+
+    asyncio.run(scenario())
+
+    deaths = [record for record in caplog.records if "engine died" in record.getMessage()]
+    assert len(deaths) == 1
+    assert "signal 9" in deaths[0].getMessage()
+
+
+def test_a_stopped_engine_is_not_logged_as_dead(caplog):
+    """An orderly end is no event."""
+
+    async def scenario():
+        async with running_engine():
+            pass
+
+    asyncio.run(scenario())
+
+    assert not caplog.records

@@ -4,6 +4,10 @@ import asyncio
 
 import pytest
 
+from headwater.clock import VirtualClock
+from headwater.server.router.config import RouterConfig
+from headwater.server.router.protocol import VERSION, Registration
+from headwater.server.router.registry import Registry, RegistryObserver
 from tests.router.harness import HangingEngine, events, run, said
 
 pytestmark = pytest.mark.slow
@@ -132,3 +136,39 @@ def test_a_restarted_instance_is_another():
         ] == 0
 
     run(scenario, stale_s=4.0, forget_s=8.0)
+
+
+def test_instances_that_are_lost_and_return_are_logged(caplog):
+    """One line when it registers, one when it is lost, one when it is back."""
+    caplog.set_level("INFO", logger="headwater.server.router")
+    clock = VirtualClock()
+    config = RouterConfig()
+    observer = RegistryObserver(joined=lambda entry: None, left=lambda entry: None)
+    registry = Registry(config, clock, observer)
+    told = Registration(
+        version=VERSION,
+        instance_id="one",
+        epoch="e",
+        role="mixed",
+        url="http://127.0.0.1:1",
+        model="m",
+        fingerprint="00",
+        kv_format="f",
+        block_tokens=16,
+    )
+
+    registry.register(told)
+    clock.advance(config.stale_s + 0.1)
+    registry.expire()
+    registry.expire()
+    registry.register(told)
+    clock.advance(config.forget_s + 0.1)
+    registry.expire()
+
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "instance registered",
+        "instance lost",
+        "instance is back",
+        "instance lost",
+        "instance removed, no heartbeat",
+    ]

@@ -295,3 +295,31 @@ def test_damaged_and_absent_blocks_do_not_open_it() -> None:
         read_run(guarded, make_keys(1), BLOCK_BYTES)
 
     assert guarded.stats().breaker == "closed"
+
+
+def test_full_storage_opens_the_write_breaker_and_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A store without room is not sent every block; what it has is still read, and each change
+    has a log line."""
+    refusals = [None, *[Fault.REFUSED] * CONFIG.max_failures]
+    guarded, _, clock = make_guarded({"write": refusals})
+    with caplog.at_level("INFO", logger="headwater.storage"):
+        write_run(guarded, KEYS, BLOCK_BYTES)
+        for _ in range(CONFIG.max_failures):
+            assert set(write_run(guarded, KEYS, BLOCK_BYTES)) == {BlockWrite.REFUSED}
+
+        assert guarded.stats().write_breaker == "open"
+        assert guarded.stats().breaker == "closed"
+        assert set(read_run(guarded, KEYS, BLOCK_BYTES)) == {BlockRead.READ}
+
+        clock.advance(CONFIG.max_recovery_s)
+        write_run(guarded, KEYS, BLOCK_BYTES)
+
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.partition(":")[0] for line in said] == [
+        "storage is full and refuses writes; what it has is still read",
+        "storage breaker opened",
+        "storage breaker closed, storage answers again",
+    ]
+    assert "calls=writes reason=full" in said[1]

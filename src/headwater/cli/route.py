@@ -12,6 +12,7 @@ from headwater.cli.security import (
     peer_token_of,
     tls_of,
 )
+from headwater.config import LOG_FORMATS
 from headwater.disagg.routing import POLICIES
 from headwater.server.router.config import RouterConfig
 
@@ -72,6 +73,9 @@ def add_route(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public 
         default=_ROUTER.drain_timeout_s,
         help=_help("seconds for running requests to finish when the router is stopped"),
     )
+    parser.add_argument(
+        "--log-format", choices=LOG_FORMATS, default="text", help=_help("format of log lines")
+    )
     parser.set_defaults(flags=[flag for a in parser._actions for flag in a.option_strings])
 
 
@@ -80,6 +84,9 @@ def run_route(options: Namespace) -> int:
     from headwater.launch.parent_watch import watch_parent
     from headwater.launch.router import route
     from headwater.launch.server import StopSignals
+    from headwater.metrics.logs import set_up_logs
+
+    set_up_logs(options.log_format)
 
     watch_parent(os.environ)
 

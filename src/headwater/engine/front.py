@@ -7,6 +7,7 @@ control call fails at once.
 import asyncio
 import contextlib
 import itertools
+import logging
 from collections.abc import AsyncGenerator, Sequence
 
 import zmq
@@ -24,6 +25,8 @@ from headwater.errors import (
 )
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.request import Request
+
+log = logging.getLogger(__name__)
 
 
 class AsyncEngine:
@@ -209,6 +212,12 @@ class AsyncEngine:
         """Fail every mailbox and pending call, once."""
         if self._dead is not None:
             return
+        if self._info is not None and not self._closing:
+            log.error(
+                "engine died; requests get 503 until the server is restarted: pid=%d reason=%s "
+                "failed_requests=%d",
+                *(self._child.pid, reason, len(self._mailboxes)),
+            )
         self._dead = reason
         self._died.set()
         for mailbox in self._mailboxes.values():

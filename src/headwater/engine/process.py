@@ -15,10 +15,13 @@ from typing import Any, Protocol
 
 import zmq
 
+from headwater.clock import SystemClock
 from headwater.engine import wire
 from headwater.engine.client import Answer, ControlCall, EngineInfo
 from headwater.engine.rundir import remove_socket_folder
+from headwater.engine.step_watch import StepWatch
 from headwater.errors import EngineDead, HeadwaterError, InvariantError, RequestError
+from headwater.metrics.stats import EngineStats
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.request import Request
 from headwater.transfer.completions import CompletionQueue
@@ -39,6 +42,7 @@ class Core(Protocol):
     def abort(self, request_id: RequestId) -> None: ...
     def control(self, call: ControlCall[Any], answer: Answer) -> None: ...
     def step(self) -> list[SequenceOutput]: ...
+    def stats(self) -> EngineStats: ...
     def publish(self) -> None: ...
     def sleep_s(self) -> float | None: ...
     @property
@@ -65,7 +69,7 @@ def run_engine(build: Build, address: str) -> int:
     try:
         core, info = build(settings)
         socket.send(wire.encode(wire.Ready(info)))
-        EngineLoop(core, socket).run()
+        EngineLoop(core, socket, StepWatch(SystemClock())).run()
         core.drain(_DRAIN_S)
         core.close()
         return 0
@@ -86,8 +90,9 @@ def run_engine(build: Build, address: str) -> int:
 class EngineLoop:
     """Takes messages, turns the core, sends what came out."""
 
-    def __init__(self, core: Core, socket: "zmq.Socket[bytes]") -> None:
+    def __init__(self, core: Core, socket: "zmq.Socket[bytes]", watch: StepWatch) -> None:
         self._core = core
+        self._watch = watch
         self._socket = socket
         self._stopped = False
         self._poller = zmq.Poller()
@@ -101,8 +106,16 @@ class EngineLoop:
                 self._sleep()
             self._take_inbox()
             if self._core.has_work:
-                self._report(self._core.step())
+                self._step()
             self._core.publish()
+
+    def _step(self) -> None:
+        began_s = self._watch.now()
+        outputs = self._core.step()
+        self._report(outputs)
+        self._watch.note_step(began_s, len(outputs))
+        if self._watch.wants_tiers:
+            self._watch.note_host(self._core.stats().tiers["host"])
 
     def _sleep(self) -> None:
         """In C, until a message or a finished copy arrives, or a deadline comes."""

@@ -92,8 +92,8 @@ def describe_tiers(
     lines = [f"host    {num_host_blocks:,} blocks ({size:.2f} GiB), empty; {written}"]
     if config.storage_backend is not None:
         lines.append(
-            f"storage {_storage(config)}; what is written to the host is written there too; "
-            "asked for each prompt that is not in memory"
+            f"storage {_storage(config)}; blocks written to the host are written there too while "
+            "it has room; looked up for each prompt that is not in memory"
         )
     bound = (
         "" if config.load_policy == "wait" else f", waits end after {config.load_timeout_s:g} s"

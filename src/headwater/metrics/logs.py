@@ -38,6 +38,9 @@ def set_up_logs(form: LogFormat, *, speaker: str = "%(name)s") -> None:
     handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(text))
     root = logging.getLogger()
     root.handlers[:] = [handler]
+    # What Headwater itself reports is rare; libraries log their routine at this level.
+    logging.getLogger("headwater").setLevel(logging.INFO)
+    _requests.setLevel(logging.WARNING)
     if form == "json":
         _requests.setLevel(logging.INFO)
 

@@ -125,6 +125,9 @@ class Registrar:
             return self._retry(f"{type(exc).__name__}: {exc}", _RETRY_S)
         self._was_accepted = True
         self._backoff_s = _RETRY_S
+        before = self._service.router_health
+        if before is None or not before.registered:
+            log.info("registered router=%s", self._router)
         self._service.router_health = RouterHealth(url=self._router, registered=True)
         return heartbeat_s
 

@@ -73,6 +73,7 @@ class Breaker:
         self._try_at_s = 0.0
         self._trial_ends_s = 0.0
         self._closed_at_s = float("-inf")
+        self._reason = ""
         self.num_recoveries = 0
         """How often it closed again."""
 
@@ -107,11 +108,14 @@ class Breaker:
                 self._failures.clear()
                 self._closed_at_s = self._clock.now()
                 self.num_recoveries += 1
-                log.warning("storage answers again: calls=%s", self._name)
+                log.warning(
+                    "storage breaker closed, storage answers again: calls=%s", self._name
+                )
 
-    def fail(self, kind: str = "call") -> None:
-        """A call failed, or did not end in time."""
+    def fail(self, kind: str = "call", reason: str = "error") -> None:
+        """A call failed, or did not end in time; `reason` is for the log line."""
         with self._lock:
+            self._reason = reason
             self._failures[kind] += 1
             if (
                 self._state is BreakerState.HALF_OPEN
@@ -131,8 +135,6 @@ class Breaker:
         self._state = BreakerState.OPEN
         self._try_at_s = now + self._wait_s
         log.warning(
-            "storage breaker opens: calls=%s failures=%d retry_s=%g",
-            self._name,
-            self._failures.total(),
-            self._wait_s,
+            "storage breaker opened: calls=%s reason=%s failures=%d retry_s=%g",
+            *(self._name, self._reason, self._failures.total(), self._wait_s),
         )

@@ -90,6 +90,8 @@ class GuardedStorage:
         self._probe: Callable[[], object] = lambda: None
         """Repeats the read call that failed last."""
         self._closing = False
+        self._was_full = False
+        """Whether the last write was refused for lack of room; only for the log."""
         self._stats = (0, check_stats(backend.stats()))
         """The newest snapshot, with the number of the call it was taken after."""
 
@@ -134,7 +136,7 @@ class GuardedStorage:
             answer = self._backend.write(keys, blocks, parents=parents, timeout_s=timeout_s)
             return check_outcomes(answer, BlockWrite, len(keys), "write")
 
-        return self._write_call("write", ask, timeout_s)
+        return self._write_call("write", ask, timeout_s, is_refused=_are_all_refused)
 
     def remove(self, keys: Sequence[BlockKey] | None, *, timeout_s: float) -> int:
         def ask() -> int:
@@ -179,11 +181,18 @@ class GuardedStorage:
             raise self._refusal()
         return self._call(kind, call, self._reads, timeout_s, probe)
 
-    def _write_call(self, kind: str, call: Callable[[], T], timeout_s: float) -> T:
+    def _write_call(
+        self,
+        kind: str,
+        call: Callable[[], T],
+        timeout_s: float,
+        *,
+        is_refused: Callable[[T], bool] = lambda answer: False,
+    ) -> T:
         self._expire_calls()
         if not self._writes.admits(timeout_s):
             raise self._refusal()
-        return self._call(kind, call, self._writes, timeout_s)
+        return self._call(kind, call, self._writes, timeout_s, is_refused=is_refused)
 
     def _refusal(self) -> StorageUnavailable:
         self._count("breaker_open")
@@ -196,6 +205,8 @@ class GuardedStorage:
         breaker: Breaker,
         timeout_s: float,
         probe: Callable[[], object] | None = None,
+        *,
+        is_refused: Callable[[T], bool] = lambda answer: False,
     ) -> T:
         overdue_s = self._clock.now() + timeout_s + _GRACE_S
         with self._lock:
@@ -211,19 +222,26 @@ class GuardedStorage:
             raise StorageError(
                 f"storage backend raised {type(error).__name__}: {error}"
             ) from error
-        self._end_call(number, None)
+        self._end_call(number, None, was_refused=is_refused(answer))
         return answer
 
-    def _end_call(self, number: int, error: Exception | None) -> None:
+    def _end_call(
+        self, number: int, error: Exception | None, *, was_refused: bool = False
+    ) -> None:
         self._take_stats()
         with self._lock:
             call = self._running.pop(number, None)
         if error is not None:
             self._count(_reason(error))
-        if call is not None and error is None:
+        if call is None:
+            return
+        if was_refused:
+            self._fail(call, "full")
+        elif error is None:
+            self._was_full = self._was_full and call.breaker is not self._writes
             call.breaker.succeed(call.kind)
-        elif call is not None:
-            self._fail(call)
+        else:
+            self._fail(call, _reason(error))
 
     def _expire_calls(self) -> None:
         """Count calls that have not ended by their deadline as failed."""
@@ -233,11 +251,19 @@ class GuardedStorage:
             calls = [self._running.pop(number) for number in overdue]
             self._reasons["hung"] += len(calls)
         for call in calls:
-            self._fail(call)
+            self._fail(call, "hung")
 
-    def _fail(self, call: _Call) -> None:
+    def _fail(self, call: _Call, reason: str) -> None:
         self._probe = call.probe or self._probe
-        call.breaker.fail(call.kind)
+        if reason == "full" and not self._was_full:
+            self._was_full = True
+            stats = self._stats[1]
+            log.warning(
+                "storage is full and refuses writes; what it has is still read: backend=%s "
+                "used_bytes=%s capacity_bytes=%s reasons=%s",
+                *(stats.backend, stats.used_bytes, stats.capacity_bytes, dict(stats.reasons)),
+            )
+        call.breaker.fail(call.kind, reason)
 
     def _start_probe(self) -> None:
         with self._lock:
@@ -280,6 +306,11 @@ class GuardedStorage:
     def _count(self, reason: str) -> None:
         with self._lock:
             self._reasons[reason] += 1
+
+
+def _are_all_refused(outcomes: list[BlockWrite]) -> bool:
+    """Whether nothing was stored. Further writes would copy bytes for nothing."""
+    return bool(outcomes) and all(outcome is BlockWrite.REFUSED for outcome in outcomes)
 
 
 def _reason(error: Exception) -> str:

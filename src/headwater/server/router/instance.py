@@ -21,6 +21,8 @@ class Instance:
         """It finishes its requests and gets no new ones."""
         self.has_failed = False
         """A request failed on it; it gets no new requests until its next heartbeat."""
+        self.was_lost = False
+        """It was reported as lost, and has sent no heartbeat since."""
         self.num_gaps = 0
         """Number of gaps in its KV events."""
         self.timeouts: set[asyncio.Timeout] = set()
@@ -39,7 +41,7 @@ class Instance:
         """Record a heartbeat."""
         self.registration = registration
         self.seen_s = now
-        self.has_failed = False
+        self.has_failed = self.was_lost = False
         self.is_draining |= registration.is_draining
 
     def is_ready(self, *, now: float, stale_s: float) -> bool:

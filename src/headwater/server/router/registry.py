@@ -4,6 +4,7 @@ All of them serve the same model: the first one defines it, and instances of ano
 refused. After the last one has left, an instance of another model may register.
 """
 
+import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from headwater.server.errors import RequestRefused
 from headwater.server.router.config import RouterConfig
 from headwater.server.router.instance import Instance
 from headwater.server.router.protocol import VERSION, Registration
+
+log = logging.getLogger(__name__)
 
 SERVING = frozenset({"mixed", "decode"})
 """Roles that take requests over HTTP."""
@@ -72,6 +75,8 @@ class Registry:
         now = self._clock.now()
         known = self._instances.get(registration.instance_id)
         if known is not None and known.registration.epoch == registration.epoch:
+            if known.was_lost:
+                log.warning("instance is back: name=%s url=%s", known.name, registration.url)
             known.heartbeat(registration, now=now)
             return known
         self._check(registration, known)
@@ -79,6 +84,10 @@ class Registry:
             if other is known or other.registration.url == registration.url:
                 self._remove(other)
         joined = self._instances[registration.instance_id] = Instance(registration, now=now)
+        log.info(
+            "instance registered: name=%s role=%s url=%s restarted=%s",
+            *(joined.name, registration.role, registration.url, known is not None),
+        )
         self._observer.joined(joined)
         return joined
 
@@ -86,16 +95,35 @@ class Registry:
         """Send no new requests to this instance; None when it is not registered."""
         known = self._instances.get(name)
         if known is not None:
+            log.info("instance drains: name=%s", name)
             known.is_draining = True
         return known
 
     def expire(self) -> list[Instance]:
         """Remove the instances whose heartbeat is overdue, and return them."""
+        self._report_lost()
         silent_s = self._clock.now() - self._config.forget_s
         expired = [entry for entry in self._instances.values() if entry.seen_s < silent_s]
         for entry in expired:
+            log.warning(
+                "instance removed, no heartbeat: name=%s silent_s=%.1f",
+                *(entry.name, self._clock.now() - entry.seen_s),
+            )
             self._remove(entry)
         return expired
+
+    def _report_lost(self) -> None:
+        """Log each instance that stopped answering, once until its next heartbeat."""
+        now = self._clock.now()
+        for entry in self._instances.values():
+            is_lost = entry.state(now=now, stale_s=self._config.stale_s) == "lost"
+            if is_lost and not entry.was_lost:
+                entry.was_lost = True
+                log.warning(
+                    "instance lost: name=%s reason=%s silent_s=%.1f running=%d",
+                    *(entry.name, "request failed" if entry.has_failed else "no heartbeat"),
+                    *(now - entry.seen_s, entry.num_alive),
+                )
 
     def close(self) -> None:
         """Remove all instances."""

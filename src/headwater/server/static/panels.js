@@ -3,6 +3,7 @@
 import { byId, bytes, h, seconds, setText, share, whole, words } from "./dom.js";
 import { SOURCES } from "./model.js";
 
+const FINE = new Set(["closed", "none", undefined]);
 const STORAGE_STATES = { closed: "", none: "", open: "resting after faults", half_open: "being tried again" };
 
 export function showTiers(cache, blockBytes) {
@@ -30,15 +31,25 @@ function storageRow(storage) {
   const used = storage.used_bytes, room = storage.capacity_bytes;
   const size = used == null ? "" : room ? `${bytes(used)} of ${bytes(room)}` : bytes(used);
   const state = STORAGE_STATES[storage.breaker] ?? storage.breaker;
+  const writes = FINE.has(storage.write_breaker) ? "" : "writes fail or there is no room: nothing is written for now";
   return h("div", {},
     head(`storage (${storage.backend})`, [size, state].filter(Boolean).join(", "), "storage"),
+    FINE.has(storage.breaker) ? null : h("p", { class: "fault" }, "reads fail: storage is not asked for now"),
+    writes ? h("p", { class: "fault" }, writes) : null,
     h("div", { class: "track" }, h("span", { class: "k-storage faint", style: { width: used != null && room ? `${(100 * used) / room}%` : "0" } })),
     h("p", { class: "numbers" },
       h("span", {}, h("b", {}, storage.num_blocks == null ? "–" : whole(storage.num_blocks)), " blocks"),
       h("span", {}, h("b", {}, whole(storage.blocks_read)), " read"),
       h("span", {}, h("b", {}, whole(storage.blocks_written)), " written"),
-      h("span", {}, h("b", {}, whole(Object.values(storage.reasons).reduce((a, b) => a + b, 0))), " faults")));
+      faults("faults", storage.reasons)));
 }
+
+// A count of failures with its reasons; red when there are any.
+const faults = (label, reasons) => {
+  const found = Object.entries(reasons).filter(([, n]) => n);
+  const why = found.map(([reason, n]) => `${words(reason)} ${whole(n)}`).join(", ");
+  return h("span", found.length ? { class: "fault" } : {}, h("b", {}, whole(found.reduce((sum, [, n]) => sum + n, 0))), ` ${label}`, why ? `: ${why}` : "");
+};
 
 const head = (name, note, kind) => h("p", { class: "bar-head" },
   h("span", {}, kind ? h("i", { class: `swatch k-${kind}` }) : null, kind ? ` ${name}` : name), h("span", { class: "muted" }, note));
@@ -47,11 +58,10 @@ export function showLinks(links, rates) {
   const moving = Object.entries(links).filter(([name]) => name !== "lookup");
   const rows = moving.map(([name, link]) => {
     const rate = rates[name] ?? 0, most = link.fastest_bytes_s;
-    const failed = Object.values(link.failures).reduce((a, b) => a + b, 0);
     return h("div", {},
       head(words(name).replace(" to ", " → "), most ? `${bytes(rate)}/s of ${bytes(most)}/s` : "nothing moved yet"),
       h("div", { class: "track" }, h("span", { class: `k-${name.split("_to_")[0]}`, style: { width: most ? `${Math.min(100, (100 * rate) / most)}%` : "0" } })),
-      h("p", { class: "numbers" }, h("span", {}, h("b", {}, bytes(link.num_bytes)), " in all"), h("span", {}, h("b", {}, whole(link.in_flight)), " in flight"), h("span", {}, h("b", {}, whole(failed)), " failed")));
+      h("p", { class: "numbers" }, h("span", {}, h("b", {}, bytes(link.num_bytes)), " in all"), h("span", {}, h("b", {}, whole(link.in_flight)), " in flight"), faults("failed", link.failures)));
   });
   byId("links").replaceChildren(rows.length ? h("div", { class: "bars" }, ...rows) : h("p", { class: "none" }, "No tier below the device has moved anything. --swap-space adds host memory."));
 }

@@ -1,0 +1,66 @@
+"""Log lines about the steps of a real engine: slow ones, and a host tier that is full for the first
+time. A simulated engine has no watch: its seconds are not an operator's."""
+
+import logging
+
+from headwater.clock import Clock
+from headwater.metrics.stats import TierStats
+
+log = logging.getLogger(__name__)
+
+SLOW_S = 1.0
+"""Shorter steps are never reported."""
+
+_SLOW_FACTOR = 10.0
+"""How many times the usual step a slow one takes. Steps with long prompts are usual on a CPU."""
+
+_AVERAGE_WEIGHT = 0.05
+_QUIET_S = 10.0
+"""Least time between two lines about slow steps."""
+
+_LOOK_S = 1.0
+
+
+class StepWatch:
+    """Told of each step by the engine loop; used by its thread only."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._usual_s: float | None = None
+        self._num_slow = 0
+        self._silent_until_s = float("-inf")
+        self._look_at_s = float("-inf")
+        self._host_was_full = False
+
+    def now(self) -> float:
+        return self._clock.now()
+
+    def note_step(self, began_s: float, num_outputs: int) -> None:
+        """A step that began at `began_s` has just ended."""
+        now = self._clock.now()
+        took_s = now - began_s
+        usual_s = took_s if self._usual_s is None else self._usual_s
+        if took_s >= SLOW_S and took_s > _SLOW_FACTOR * usual_s:
+            self._num_slow += 1
+            if now >= self._silent_until_s:
+                log.warning(
+                    "slow step: took_s=%.2f usual_s=%.4f outputs=%d slow_steps=%d",
+                    *(took_s, usual_s, num_outputs, self._num_slow),
+                )
+                self._silent_until_s = now + _QUIET_S
+        self._usual_s = usual_s + _AVERAGE_WEIGHT * (took_s - usual_s)
+
+    @property
+    def wants_tiers(self) -> bool:
+        """Whether it is time to look at the host tier; at most once a second, until it filled."""
+        return not self._host_was_full and self._clock.now() >= self._look_at_s
+
+    def note_host(self, host: TierStats) -> None:
+        """The state of the host tier now."""
+        self._look_at_s = self._clock.now() + _LOOK_S
+        if host.num_blocks and not host.free:
+            self._host_was_full = True
+            log.info(
+                "host tier is full; from now on its oldest blocks are evicted: blocks=%d cached=%d",
+                *(host.num_blocks, host.cached),
+            )
