@@ -12,6 +12,7 @@ from headwater.server.config import LimitsConfig
 from headwater.server.errors import RequestRefused
 from headwater.server.router.stream_progress import StreamProgress
 from headwater.server.schema import ChatRequest, CompletionRequest
+from tests.router.harness import run as run_router
 from tests.server.harness import error, run
 
 IDS = b'{"prompt":[' + b",".join([b"65"] * 4_000_000) + b'],"max_tokens":1}'
@@ -147,3 +148,23 @@ def test_a_stream_is_resumed_without_parsing_its_body_again():
         assert added == [{"token_ids": [7], "seed": 1, "has_ended": False}]
     again = b'{"prompt":"x","continue_choices":[{"token_ids":[5],"seed":1}]}'
     assert json.loads(progress.body(again))["continue_choices"][0]["token_ids"] == [5, 7]
+
+
+def test_a_text_that_no_instance_can_take_is_not_tokenized_for_routing():
+    """The router sends it on by load, and the instance refuses it unread."""
+
+    async def scenario(harness):
+        instance, paths = harness.add(), []
+        await harness.ready(instance)
+        app = instance.readiness._app
+
+        async def watch(scope, receive, send):
+            paths.append(scope["path"])
+            await app(scope, receive, send)
+
+        instance.readiness.open(watch)
+        answer = await harness.complete(prompt="word " * 10_000)
+        assert answer.status_code == 400
+        assert paths == ["/v1/completions"]
+
+    run_router(scenario)

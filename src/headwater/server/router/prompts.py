@@ -21,7 +21,7 @@ from headwater.errors import HeadwaterError
 from headwater.metrics.kv_events import block_hash
 from headwater.server import messages_request, responses_request
 from headwater.server.body_parser import BodyParser
-from headwater.server.chat_messages import plain_messages, template_settings
+from headwater.server.chat_messages import num_characters, plain_messages, template_settings
 from headwater.server.cluster_auth import ClusterAuth
 from headwater.server.messages_schema import MessagesRequest
 from headwater.server.middleware import access_of
@@ -33,6 +33,8 @@ from headwater.types import Tokens
 
 _ASK_TIMEOUT_S = 5.0
 _THREADS = 2
+_MAX_CHARS_PER_TOKEN = 64
+"""A text with more characters per token of the context is not tokenized for routing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +113,9 @@ class PromptReader:
             if ids is not None:
                 return np.array(ids, dtype=np.int32)
         fields = _text_fields(body)
-        if fields is None:
-            return None
+        limit = asked.registration.max_model_len
+        if fields is None or (limit and _num_characters(fields) > _MAX_CHARS_PER_TOKEN * limit):
+            return None  # too long for any instance, which will say so
         tokenizer = self._tokenizer
         if tokenizer is None:
             return await self._ask(asked, fields, headers)
@@ -172,6 +175,10 @@ def _path_of(tokens: Tokens, scheme: KeyScheme, salt: str) -> PromptPath:
     usable = (len(tokens) - 1) // scheme.block_tokens * scheme.block_tokens
     keys = scheme.chain(scheme.root(Namespace(salt=salt)), tokens[:usable].tobytes(), None)
     return PromptPath(num_tokens=len(tokens), hashes=[block_hash(key) for key in keys])
+
+
+def _num_characters(fields: dict[str, Any]) -> int:
+    return len(fields.get("prompt", "")) + num_characters(fields.get("messages", ()))
 
 
 def _token_ids(body: CompletionRequest) -> list[int] | None:
