@@ -7,6 +7,7 @@
   + RequestError      the client's mistake; becomes a 4xx
     - PromptTooLong
     - QueueFull       the server's queue limit; becomes a 429
+    - NotDrained      requests did not end in time for a control call; becomes a 503
   + ModelError        a model directory that cannot be served; says why
   + StorageError      a tier below failed; becomes a cache miss, never a 5xx
     - StorageTimeout  it did not answer in time; `quiet` says when it will touch nothing more
@@ -50,6 +51,10 @@ class PromptTooLong(RequestError):
 
 class QueueFull(RequestError):
     """As many requests wait as may wait; try again later."""
+
+
+class NotDrained(RequestError):
+    """A control call needs an idle engine, and requests or transfers did not end in time."""
 
 
 class ModelError(HeadwaterError):

@@ -10,7 +10,7 @@ require_gpu()
 from headwater.bench._gpu_engine import GpuEngine  # noqa: E402 - it imports Triton
 from headwater.device.model import LoadedModel  # noqa: E402
 from headwater.scheduler.batch import ScheduledBatch  # noqa: E402
-from headwater.scheduler.scheduler import Scheduler  # noqa: E402
+from headwater.scheduler.results import ResultApplier  # noqa: E402
 from headwater.scheduler.sequence import Sequence  # noqa: E402
 from headwater.types import RequestId, Slots  # noqa: E402
 from tests.device.test_gpu_layerwise import BLOCKS, model  # noqa: E402
@@ -86,12 +86,12 @@ def test_without_the_edge_a_step_writes_into_promoted_blocks(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test above sees the edge: with slots given back while a step uses them, it fails."""
-    finish_later = Scheduler._finish
+    finish_later = ResultApplier.finish
 
-    def finish_now(self: Scheduler, sequence: Sequence, reason: str, now: float) -> None:
+    def finish_now(self: ResultApplier, sequence: Sequence, reason: str, now: float) -> None:
         finish_later(self, sequence, reason, now)
         self._blocks.release(sequence, now)
 
-    monkeypatch.setattr(Scheduler, "_finish", finish_now)
+    monkeypatch.setattr(ResultApplier, "finish", finish_now)
 
     assert promote_where_others_were(model, turns=3) > 0

@@ -18,7 +18,7 @@ from headwater.engine.client import (
     ResetCache,
     ResetReport,
 )
-from headwater.errors import EngineDead, ModelError, PromptTooLong, RequestError
+from headwater.errors import EngineDead, ModelError, NotDrained, PromptTooLong
 from headwater.metrics.stats import EngineStats, TierStats
 from headwater.scheduler.output import SequenceOutput, TokenLogprobs, Usage
 from headwater.scheduler.request import Request, SamplingParams
@@ -135,9 +135,11 @@ def test_every_control_call_and_its_reply_survive_the_journey(call, result):
 
 def test_a_refused_control_call_raises_with_its_reason():
     """The client of a call that the engine refused gets the engine's sentence."""
-    reply = wire.decode_from_engine(wire.encode(wire.pack_reply(3, None, "drain first")))
+    reply = wire.decode_from_engine(
+        wire.encode(wire.pack_reply(3, None, NotDrained("drain first")))
+    )
 
-    with pytest.raises(RequestError, match="drain first"):
+    with pytest.raises(NotDrained, match="drain first"):
         wire.unpack_reply(ReloadWeights(), reply)
 
 

@@ -43,6 +43,7 @@ def test_two_reloads_at_once_are_one_and_a_refusal():
     """The second is told that the first is at it, and changes nothing of its pause."""
 
     async def scenario(harness):
+        harness.engine.core.allow_reload(lambda folder: harness.engine.info)
         harness.engine.hold()
         running = asyncio.create_task(harness.complete(max_tokens=4))
         await harness.until_waiting(1)
@@ -53,6 +54,26 @@ def test_two_reloads_at_once_are_one_and_a_refusal():
         assert found["code"] == "reloading"
         harness.engine.flow()
         assert (await running).status_code == 200
-        error(await first, 400)
+        assert (await first).json()["changed"] is False
+
+    run(scenario)
+
+
+def test_a_reload_that_cannot_drain_is_told_so_and_changes_nothing():
+    """503 with a code that clients can act on; a pause from before stays."""
+
+    async def scenario(harness):
+        harness.engine.core.allow_reload(lambda folder: harness.engine.info)
+        harness.engine.hold()
+        running = asyncio.create_task(harness.complete(max_tokens=4))
+        await harness.until_waiting(1)
+        harness.engine.core.step()
+        await harness.post("/v1/pause")
+        late = asyncio.create_task(harness.post("/v1/reload_weights", {"drain_timeout_s": 0}))
+        await harness.until(harness.service.reloading.locked)
+        harness.engine.flow()
+        assert error(await late, 503)["code"] == "not_drained"
+        assert (await running).status_code == 200
+        assert (await harness.engine.control(GetStats())).is_paused
 
     run(scenario)

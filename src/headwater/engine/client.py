@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar, get_args
 
+from headwater.errors import RequestError
 from headwater.metrics.stats import EngineStats
 from headwater.metrics.view import EngineView, ViewLimits
 from headwater.scheduler.output import SequenceOutput
@@ -109,8 +110,8 @@ class ResetReport:
 
 R = TypeVar("R")
 
-Answer = Callable[[Any, str | None], None]
-"""Receives a call's reply, or None and the reason why the call was refused. Called once."""
+Answer = Callable[[Any, RequestError | None], None]
+"""Receives a call's reply, or the error that says why the call was refused. Called once."""
 
 
 @dataclass(frozen=True)
@@ -158,10 +159,12 @@ class CloseSession(ControlCall[bool]):
 
 @dataclass(frozen=True)
 class ReloadWeights(ControlCall[EngineInfo]):
-    """Read the weights of `folder`, or of the current folder again. Refused while a sequence
-    runs, or where the weights cannot be used; then nothing has changed."""
+    """Read the weights of `folder`, or of the current folder again, once nothing runs and nothing
+    is in flight. No request is admitted meanwhile. Refused where that takes longer than
+    `drain_timeout_s`, or where the weights cannot be used; then nothing has changed."""
 
     folder: str | None = None
+    drain_timeout_s: float = 5.0
 
 
 CALLS: dict[str, type[ControlCall[Any]]] = {

@@ -6,7 +6,8 @@ caller passes requests and aborts between two steps, and sleeps on `completions`
 work.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from headwater.cache import Namespace
@@ -17,7 +18,6 @@ from headwater.engine.client import (
     Answer,
     CloseSession,
     ControlCall,
-    EngineInfo,
     GetStats,
     GetView,
     Pause,
@@ -27,9 +27,10 @@ from headwater.engine.client import (
     Resume,
 )
 from headwater.engine.pace import RateEstimator
+from headwater.engine.reload import REFUSALS, Reload, WeightReload
 from headwater.engine.reset import Resets, Then
 from headwater.engine.stats import engine_stats
-from headwater.errors import ConfigError, ModelError, RequestError, StorageError
+from headwater.errors import HeadwaterError, RequestError
 from headwater.events import CacheEvent
 from headwater.metrics.stats import EngineStats
 from headwater.metrics.view import EngineView, ViewLimits
@@ -40,9 +41,6 @@ from headwater.scheduler.scheduler import Scheduler
 from headwater.transfer.completions import CompletionQueue
 from headwater.transfer.mover import Mover
 from headwater.types import RequestId
-
-_RELOAD_DRAIN_S = 5.0
-"""Longest wait for copies in flight before weights are read."""
 
 
 class Runner(Protocol):
@@ -68,10 +66,6 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Release the device. Twice is safe."""
-
-
-Reload = Callable[[str | None], EngineInfo]
-"""Reads weights of a folder, or of the current folder again; the engine's new description."""
 
 
 class Feed(Protocol):
@@ -111,13 +105,13 @@ class EngineCore:
         self._decide_s = 0.0
         self._step_s = 0.0
         self._feed: Feed | None = None
-        self._reload: Reload | None = None
+        self._reload = WeightReload(scheduler)
         self._peers: HandoffController | None = None
 
     @property
     def has_work(self) -> bool:
         """Whether `step` would do something. If not, the caller may sleep for `sleep_s`."""
-        if self._scheduler.has_work:
+        if self._scheduler.has_work or self._reload.is_ready:
             return True
         if not self._has_tiers and self._peers is None:
             return False
@@ -173,27 +167,7 @@ class EngineCore:
 
     def allow_reload(self, reload: Reload) -> None:
         """Let `reload` read other weights while the engine runs."""
-        self._reload = reload
-
-    def reload(self, folder: str | None) -> EngineInfo:
-        """Read weights again; the cache is emptied if they differ.
-
-        Raises RequestError while a sequence runs, ModelError where the weights cannot be used;
-        then nothing has changed.
-        """
-        if self._reload is None:
-            raise RequestError("this engine cannot reload weights; restart it instead")
-        if running := self._scheduler.stats().num_running:
-            raise RequestError(
-                f"cannot reload weights while {running} sequences run; drain first"
-            )
-        self.drain(_RELOAD_DRAIN_S)
-        if num_copies := self._scheduler.num_copies:
-            raise RequestError(
-                f"{num_copies} transfers between tiers have not ended after "
-                f"{_RELOAD_DRAIN_S:g} s; try again"
-            )
-        return self._reload(folder)
+        self._reload.read = reload
 
     def close_session(self, session_id: str, cache_salt: str) -> bool:
         """End a session; whether it was known."""
@@ -202,13 +176,23 @@ class EngineCore:
     def control(self, call: ControlCall[Any], answer: Answer) -> None:
         """Carry out `call` between two steps. `answer` is called once: at once, or some steps
         later where the call takes longer."""
+
+        def refuse(error: HeadwaterError) -> None:
+            answer(None, error if isinstance(error, RequestError) else RequestError(str(error)))
+
         try:
-            if isinstance(call, ResetCache):
-                self.reset_cache(call.tiers, lambda report: answer(report, report.refusal))
-            else:
-                answer(self._carry_out(call), None)
-        except (RequestError, ModelError, ConfigError, StorageError) as exc:
-            answer(None, str(exc))
+            match call:
+                case ResetCache(tiers):
+                    self.reset_cache(tiers, partial(_answer_reset, answer))
+                case ReloadWeights(folder, drain_s):
+                    now = self._clock.now()
+                    self._reload.begin(
+                        folder, drain_s, lambda info: answer(info, None), refuse, now=now
+                    )
+                case _:
+                    answer(self._carry_out(call), None)
+        except REFUSALS as exc:
+            refuse(exc)
 
     def step(self) -> list[SequenceOutput]:
         """Run one iteration: finish transfer jobs, schedule and submit a step, collect the oldest
@@ -216,6 +200,8 @@ class EngineCore:
         began = self._clock.now()
         if self._has_tiers or self._peers is not None:
             self._receive(began)
+        if self._reload.is_pending:
+            self._reload.advance(began)
         batch = self._scheduler.schedule(now=began)
         self._start(began)
         decided = self._clock.now()
@@ -311,14 +297,18 @@ class EngineCore:
                 return self.view(limits)
             case CloseSession(session_id, cache_salt):
                 return self.close_session(session_id, cache_salt)
-            case ReloadWeights(folder):
-                return self.reload(folder)
         raise RequestError(f"this engine does not support {type(call).__name__}")
 
     def _wakes(self) -> list[float]:
         """Deadlines at which there is work although nothing arrives."""
         peers = None if self._peers is None else self._peers.wake_s
-        ends = (self._mover.wake_s, self._scheduler.wake_s, self._resets.wake_s, peers)
+        ends = (
+            self._mover.wake_s,
+            self._scheduler.wake_s,
+            self._resets.wake_s,
+            self._reload.wake_s,
+            peers,
+        )
         return [end for end in ends if end is not None]
 
     def _start(self, now: float) -> None:
@@ -364,6 +354,10 @@ class EngineCore:
         if in_flight == 0 or (batch is not None and in_flight < self._runner.depth):
             return None
         return self._runner.collect()
+
+
+def _answer_reset(answer: Answer, report: ResetReport) -> None:
+    answer(report, None if report.refusal is None else RequestError(report.refusal))
 
 
 def _ignore(report: ResetReport) -> None:

@@ -147,7 +147,7 @@ class EngineLoop:
             case wire.Stop():
                 self._stopped = True
 
-    def _answer(self, number: int, result: Any, refusal: str | None) -> None:  # noqa: ANN401 -- by call
+    def _answer(self, number: int, result: Any, refusal: RequestError | None) -> None:  # noqa: ANN401 -- by call
         self._send(wire.pack_reply(number, result, refusal))
 
     def _report(self, outputs: list[SequenceOutput]) -> None:

@@ -103,6 +103,8 @@ class Reply(msgspec.Struct, tag="reply", array_like=True, frozen=True):
     number: int
     result: msgspec.Raw
     refusal: str | None
+    kind: str = ""
+    """Class of the error, where it is refused."""
 
 
 ToEngine = Add | Abort | PackedCall | Stop
@@ -194,15 +196,17 @@ def unpack_call(message: PackedCall) -> ControlCall[Any]:
     return call
 
 
-def pack_reply(number: int, result: Any, refusal: str | None) -> Reply:  # noqa: ANN401 -- by call
+def pack_reply(number: int, result: Any, refusal: RequestError | None) -> Reply:  # noqa: ANN401 -- by call
     """The end of a control call as it travels."""
-    return Reply(number, msgspec.Raw(encode(result)), refusal)
+    if refusal is not None:
+        return Reply(number, msgspec.Raw(encode(None)), str(refusal), type(refusal).__name__)
+    return Reply(number, msgspec.Raw(encode(result)), None)
 
 
 def unpack_reply(call: ControlCall[R], reply: Reply) -> R:
-    """The result of `call`; raises RequestError where it was refused."""
+    """The result of `call`; raises the engine's RequestError where it was refused."""
     if reply.refusal is not None:
-        raise RequestError(reply.refusal)
+        raise rebuild_error(reply.kind, reply.refusal)
     result: R = msgspec.msgpack.decode(reply.result, type=reply_type(type(call)))
     return result
 

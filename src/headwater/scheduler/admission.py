@@ -143,13 +143,20 @@ class Admission:
         self.recheck_s = inf
         """When a wait times out, so that `admit` may decide differently with the same inputs."""
         self.is_paused = False
-        """Whether only preempted sequences, which are not new, may start."""
+        """Whether only preempted sequences, which are not new, may start: an operator's wish."""
+        self.is_draining = False
+        """The same, for as long as the engine waits to be idle."""
 
     @property
     def has_candidates(self) -> bool:
         """Whether a waiting sequence exists that is allowed to start."""
         waiting = self._table.waiting
-        return (waiting.num_preempted if self.is_paused else len(waiting)) > 0
+        return (waiting.num_preempted if self.is_closed else len(waiting)) > 0
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no new sequence may start."""
+        return self.is_paused or self.is_draining
 
     @property
     def is_futile(self) -> bool:
@@ -202,7 +209,7 @@ class Admission:
         sequence that nothing may pass."""
         table = self._table
         invited = [sequence for sequence in table.invited.values() if sequence.receives]
-        if self.is_paused or not invited:
+        if self.is_closed or not invited:
             return
         head = next(self._candidates())
         growth = self._growth.num_blocks(table.running())
@@ -220,7 +227,7 @@ class Admission:
     def _candidates(self) -> Iterator[Sequence]:
         """Waiting sequences that are allowed to start, in order."""
         waiting = self._table.waiting
-        return waiting.preempted() if self.is_paused else iter(waiting)
+        return waiting.preempted() if self.is_closed else iter(waiting)
 
     def _inputs(self) -> tuple[object, ...]:
         """All inputs of the decisions, except the time and the outcomes of transfers."""

@@ -13,7 +13,6 @@ from headwater.errors import InvariantError
 from headwater.scheduler.admission import Admission
 from headwater.scheduler.audit import audit
 from headwater.scheduler.batch import (
-    NO_TOKEN,
     Chunk,
     InFlightStep,
     ScheduledBatch,
@@ -27,12 +26,12 @@ from headwater.scheduler.fast_forward import DecodeOnly, decode_only_steps, fast
 from headwater.scheduler.load_state import MeasuredRates
 from headwater.scheduler.loading import KVLoader
 from headwater.scheduler.offload import OffloadPlanner, Prefetch
-from headwater.scheduler.output import SequenceOutput, TokenLogprobs
-from headwater.scheduler.overlap import OverlappedLoads
+from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.preemption import Preemption
 from headwater.scheduler.queues import SequenceTable
 from headwater.scheduler.remote import Handoffs
 from headwater.scheduler.request import Request
+from headwater.scheduler.results import ResultApplier
 from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.scheduler.stats import (
     SchedulerStats,
@@ -42,9 +41,6 @@ from headwater.scheduler.stats import (
     view_sequences,
 )
 from headwater.types import RequestId, Tokens
-
-# Looking up an enum member takes longer than comparing it; these are read for each row.
-_PREEMPTING, _FINISHED = SequenceState.PREEMPTING, SequenceState.FINISHED
 
 
 class Scheduler:
@@ -75,9 +71,17 @@ class Scheduler:
         self._admission = Admission(
             config, self._table, self._blocks, self._growth, self._loader, self._totals
         )
-        owners = (self._table, self._blocks, self._totals)
-        self.handoffs = Handoffs(*owners, self._apply_token, self._finish, self._reschedule)
-        self._overlaps = OverlappedLoads(*owners, cache, self._apply_token)
+        self._results = ResultApplier(
+            self._table, self._blocks, self._growth, self._totals, self._preemption, cache
+        )
+        self.handoffs = Handoffs(
+            self._table,
+            self._blocks,
+            self._totals,
+            self._results.apply_token,
+            self._results.finish,
+            self._reschedule,
+        )
         self._loader.finish_overlapped = self._finish_overlapped
         self._writes: list[OffloadJob] = []
         """Offloads that are planned and not taken by the loop yet."""
@@ -123,7 +127,9 @@ class Scheduler:
         """Queue `request`, or raise RequestError if it can never be served."""
         is_idle = self._is_stalled or not self._table.alive
         sequence = self._table.add(request, self.config, self._block_tokens, self.max_model_len)
-        awaits_storage = self._has_lower_tiers and self._loader.enter(sequence)
+        # Lookups of newcomers would keep an engine under load from ever being idle.
+        may_ask = self._has_lower_tiers and not self._admission.is_draining
+        awaits_storage = may_ask and self._loader.enter(sequence)
         self._is_stalled = awaits_storage and is_idle
         return sequence
 
@@ -133,7 +139,7 @@ class Scheduler:
         if sequence is None:
             return
         self._outputs.append(SequenceOutput(request_id, [], [], finish_reason="abort"))
-        self._finish(sequence, "abort", now)
+        self._results.finish(sequence, "abort", now)
 
     def pause(self) -> None:
         """Stop admitting new sequences. Running ones go on, and resume when they are preempted."""
@@ -143,6 +149,35 @@ class Scheduler:
         """Admit again."""
         self._admission.is_paused = False
         self._reschedule()
+
+    def begin_drain(self) -> None:
+        """Stop admitting new sequences, whether paused or not, until `end_drain`."""
+        self._admission.is_draining = True
+
+    def end_drain(self) -> None:
+        """Admit again, unless paused."""
+        self._admission.is_draining = False
+        self._reschedule()
+
+    @property
+    def num_preempted(self) -> int:
+        """Sequences that were preempted and wait to resume."""
+        return self._table.waiting.num_preempted
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether no sequence has begun without having ended, and nothing is in flight."""
+        table = self._table
+        return not (
+            table.num_running
+            or table.departing
+            or table.waiting.num_preempted
+            or self._in_flight
+            or self._outputs
+            or self.handoffs.outputs
+            or self.handoffs.quarantined
+            or self.num_copies
+        )
 
     def allow_overlap(self) -> None:
         """The runner waits for loads layer by layer, so a first chunk may start before its load
@@ -206,7 +241,7 @@ class Scheduler:
         outputs, self._outputs = self._outputs + self.handoffs.outputs, []
         self.handoffs.outputs.clear()
         if result is not None:
-            self._apply_result(result, outputs, now)
+            self._results.apply(self._in_flight.popleft(), result, outputs, now)
         self._plan_background(now)
         return outputs
 
@@ -273,7 +308,7 @@ class Scheduler:
         for row, (sequence, num_tokens) in enumerate(chunks, len(decodes)):
             sequence.schedule(num_tokens, row)
             if sequence.overlap is not None:
-                self._overlaps.begin(sequence)
+                self._results.overlaps.begin(sequence)
             elif sequence.num_scheduled == sequence.num_tokens:
                 self._table.move(sequence, SequenceState.DECODE)
         self._in_flight.append(InFlightStep(step, decodes, chunks, choosing))
@@ -281,122 +316,15 @@ class Scheduler:
         self._growth.lower_caution()
         return batch
 
-    def _apply_result(
-        self, result: StepResult, outputs: list[SequenceOutput], now: float
-    ) -> None:
-        """Apply what the oldest step in flight computed and sampled."""
-        step = self._in_flight.popleft()
-        if step.step != result.step:
-            raise InvariantError(f"collected step {result.step}, expected {step.step}")
-        tokens = result.tokens.tolist()
-        logprobs = result.logprobs
-        for sequence, token, chosen in zip(step.decodes, tokens, logprobs, strict=False):
-            if sequence.state is _FINISHED:
-                self._discard_row(sequence, 1, now)
-            elif token == NO_TOKEN:
-                failure = result.failures.get(step.decodes.index(sequence))
-                outputs += self._apply_missing_token(sequence, 1, failure, now)
-            else:
-                sequence.finish_chunk_with_token(1, token)
-                outputs.append(self._apply_token(sequence, token, chosen, now))
-        if step.chunks:
-            self._apply_chunks(step, result, outputs, now)
-
-    def _apply_chunks(
-        self, step: InFlightStep, result: StepResult, outputs: list[SequenceOutput], now: float
-    ) -> None:
-        """Apply the rows of `step` that computed chunks of prompts; they follow the decodes."""
-        tokens, logprobs = result.tokens.tolist(), result.logprobs
-        for row, scores in result.scores.items():
-            scored = step.chunks[row - len(step.decodes)].sequence
-            if scored.scores is not None:
-                scored.scores += scores
-        at = len(step.decodes)
-        for (sequence, num_tokens), chooses in zip(step.chunks, step.choosing, strict=True):
-            if sequence.state is _FINISHED:
-                self._discard_row(sequence, num_tokens, now)
-            elif sequence.overlap is not None:
-                held = (tokens[at], logprobs[at]) if chooses else (None, None)
-                self._overlaps.collect(sequence, num_tokens, *held)
-                self.cache.resume_job(sequence.overlap.job, now=now)
-            elif chooses and tokens[at] == NO_TOKEN:
-                failure = result.failures.get(at)
-                outputs += self._apply_missing_token(sequence, num_tokens, failure, now)
-            elif chooses:
-                sequence.finish_chunk_with_token(num_tokens, tokens[at])
-                self._table.note_computed(sequence)
-                outputs.append(self._apply_token(sequence, tokens[at], logprobs[at], now))
-            else:
-                sequence.finish_chunk(num_tokens)
-                self._table.note_computed(sequence)
-                if sequence.num_computed >= sequence.commit_at:
-                    self._blocks.commit(sequence, now)
-            at += chooses
-
-    def _apply_token(
-        self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now: float
-    ) -> SequenceOutput:
-        """Apply a sampled token: commit full blocks, and finish or preempt the sequence if due."""
-        if sequence.num_computed >= sequence.commit_at:
-            self._blocks.commit(sequence, now)
-        self._totals.generated_tokens += 1
-        usage, sequence.usage = sequence.usage, None
-        reason = stop_token = None
-        if token in sequence.stop_tokens and sequence.num_tokens >= sequence.min_stop:
-            reason, stop_token = "stop", token
-        elif sequence.num_tokens >= sequence.num_tokens_end:
-            reason = "length"
-        if reason is not None:
-            self._finish(sequence, reason, now)
-        elif sequence.state is _PREEMPTING:
-            self._preemption.release(sequence, now)
-        output = SequenceOutput(
-            sequence.request_id, [token], [logprobs], reason, stop_token, usage
-        )
-        if sequence.scores is not None:
-            output.prompt_logprobs, sequence.scores = sequence.scores, None
-        return output
-
-    def _apply_missing_token(
-        self, sequence: Sequence, num_tokens: int, failure: str | None, now: float
-    ) -> list[SequenceOutput]:
-        """Its grammar mask was late: it tries again in a later step. With a `failure` it ends."""
-        sequence.finish_chunk_without_token(num_tokens)
-        if sequence.num_computed >= sequence.commit_at:
-            self._blocks.commit(sequence, now)
-        if failure is not None:
-            self._finish(sequence, "failed", now)
-            return [SequenceOutput(sequence.request_id, [], [], "failed", detail=failure)]
-        if sequence.state is _PREEMPTING:
-            self._preemption.release(sequence, now)
-        return []
-
-    def _discard_row(self, sequence: Sequence, num_tokens: int, now: float) -> None:
-        """Discard the result of a row whose sequence has finished meanwhile."""
-        sequence.finish_chunk(num_tokens)
-        overlap = sequence.overlap
-        if not sequence.is_kept:
-            self._table.departing.remove(sequence)
-            self._blocks.release(sequence, now)
-        if overlap is not None and not sequence.num_in_flight:
-            self.cache.resume_job(overlap.job, now=now)
-
-    def _finish(self, sequence: Sequence, reason: str, now: float) -> None:
-        """End a sequence. Its slots are freed now, or when nothing uses them any more."""
-        self._totals.finished[reason] += 1
-        if reason != "abort":
-            self._growth.observe(sequence.num_output)
-        self._table.move(sequence, SequenceState.FINISHED)
-        if not sequence.is_kept:
-            self._blocks.release(sequence, now)
-
     def _finish_overlapped(self, sequence: Sequence, outcome: JobOutcome, now: float) -> None:
-        self._outputs += self._overlaps.finish(sequence, outcome, now)
+        self._outputs += self._results.overlaps.finish(sequence, outcome, now)
         self._reschedule()
 
     def _plan_background(self, now: float) -> None:
         """Plan copies that no sequence waits for; prefetches are handed to the loader."""
         if not self._has_lower_tiers:
+            return
+        if self._admission.is_draining and not self._table.num_running:
             return
         self._prefetch.plan(now)
         self._writes += self._offloads.plan(now)

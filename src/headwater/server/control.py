@@ -4,7 +4,6 @@ Each verb is one entry of `CONTROL_VERBS`. Routes and the OpenAPI document are m
 table, so adding a verb on the server is one entry and its function.
 """
 
-import asyncio
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from starlette.routing import Route
 from headwater.engine.client import (
     MEMORY,
     CloseSession,
-    GetStats,
     Pause,
     ReloadWeights,
     ResetCache,
@@ -32,8 +30,6 @@ from headwater.server.keys import Caller
 from headwater.server.middleware import access_of
 from headwater.server.schema import SESSION_ID, Salt
 from headwater.server.service import Service
-
-_DRAIN_POLL_S = 0.02
 
 
 class NoFields(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -193,24 +189,20 @@ async def _abort(call: ControlRequest, body: AbortRequest) -> Aborted:
 
 
 async def _reload(call: ControlRequest, body: ReloadRequest) -> ReloadAnswer:
-    """Pause, wait until nothing runs, read the weights, resume. Requests that wait meanwhile
-    are served with the new weights. A failure changes nothing."""
+    """The engine stops admitting, waits until nothing runs, and reads the weights. Requests that
+    wait meanwhile are served with the new weights. A failure changes nothing."""
     service = call.service
     folder = _reload_folder(service, body.model)
     before = service.engine.info.fingerprint
+    timeout_s = body.drain_timeout_s
+    if timeout_s is None:
+        timeout_s = service.config.drain_timeout_s
     if service.reloading.locked():
         raise RequestRefused(
             "another reload is running; retry when it has ended", status=503, code="reloading"
         )
     async with service.reloading:
-        timeout_s = body.drain_timeout_s
-        await _drain(
-            service, service.config.drain_timeout_s if timeout_s is None else timeout_s
-        )
-        try:
-            info = await service.engine.control(ReloadWeights(folder))
-        finally:
-            await service.engine.control(Resume())
+        info = await service.engine.control(ReloadWeights(folder, timeout_s))
     return ReloadAnswer(fingerprint=info.fingerprint, changed=info.fingerprint != before)
 
 
@@ -229,22 +221,6 @@ def _reload_folder(service: Service, model: str | None) -> str | None:
             "model must be a folder beside the one this server was started with", param="model"
         )
     return str(Path(model).resolve())
-
-
-async def _drain(service: Service, timeout_s: float) -> None:
-    """Stop admitting and wait until nothing runs. On timeout admit again and raise."""
-    await service.engine.control(Pause())
-    end_s = service.clock.now() + timeout_s
-    while (await service.engine.control(GetStats())).num_running:
-        if service.clock.now() >= end_s:
-            await service.engine.control(Resume())
-            raise RequestRefused(
-                f"requests were still running after {timeout_s:g} s; nothing was changed. Retry "
-                "with a longer drain_timeout_s",
-                status=503,
-                code="not_drained",
-            )
-        await asyncio.sleep(_DRAIN_POLL_S)
 
 
 def _aliases(name: str) -> tuple[str, ...]:

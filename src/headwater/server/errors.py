@@ -15,6 +15,7 @@ from starlette.responses import Response
 from headwater.errors import (
     EngineDead,
     HeadwaterError,
+    NotDrained,
     PeerRefused,
     PromptTooLong,
     QueueFull,
@@ -75,6 +76,8 @@ def status_of(error: HeadwaterError) -> int:
             return error.status
         case QueueFull():
             return 429
+        case NotDrained():
+            return 503
         case RequestError():
             return 400
         case _:
@@ -128,6 +131,8 @@ def _code_of(error: HeadwaterError) -> str | None:
             return "context_length_exceeded"
         case QueueFull():
             return "queue_full"
+        case NotDrained():
+            return "not_drained"
         case EngineDead():
             return "engine_dead"
         case _:

@@ -152,11 +152,11 @@ class EchoEngine:
         self._check_alive()
         future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
 
-        def answer(result: R, refusal: str | None) -> None:
+        def answer(result: R, refusal: RequestError | None) -> None:
             if refusal is None:
                 future.set_result(result)
             else:
-                future.set_exception(RequestError(refusal))
+                future.set_exception(refusal)
 
         self.core.control(call, answer)
         self.core.publish()

@@ -1,0 +1,151 @@
+"""Applies the result of a step to its sequences: tokens, commits, ends.
+
+Blocks are committed here, because the step that filled them is done.
+"""
+
+from headwater.cache import TieredCache
+from headwater.errors import InvariantError
+from headwater.scheduler.batch import NO_TOKEN, InFlightStep, StepResult
+from headwater.scheduler.blocks import BlockAllocator, GrowthEstimate
+from headwater.scheduler.output import SequenceOutput, TokenLogprobs
+from headwater.scheduler.overlap import OverlappedLoads
+from headwater.scheduler.preemption import Preemption
+from headwater.scheduler.queues import SequenceTable
+from headwater.scheduler.sequence import Sequence, SequenceState
+from headwater.scheduler.stats import Totals
+
+# Looking up an enum member takes longer than comparing it; these are read for each row.
+_PREEMPTING, _FINISHED = SequenceState.PREEMPTING, SequenceState.FINISHED
+
+
+class ResultApplier:
+    """Brings every sequence of a collected step forward."""
+
+    def __init__(
+        self,
+        table: SequenceTable,
+        blocks: BlockAllocator,
+        growth: GrowthEstimate,
+        totals: Totals,
+        preemption: Preemption,
+        cache: TieredCache,
+    ) -> None:
+        self._table = table
+        self._blocks = blocks
+        self._growth = growth
+        self._totals = totals
+        self._preemption = preemption
+        self._cache = cache
+        self.overlaps = OverlappedLoads(table, blocks, totals, cache, self.apply_token)
+
+    def apply(
+        self,
+        step: InFlightStep,
+        result: StepResult,
+        outputs: list[SequenceOutput],
+        now: float,
+    ) -> None:
+        """Apply what `step` computed and sampled; append to `outputs`."""
+        if step.step != result.step:
+            raise InvariantError(f"collected step {result.step}, expected {step.step}")
+        tokens = result.tokens.tolist()
+        logprobs = result.logprobs
+        for sequence, token, chosen in zip(step.decodes, tokens, logprobs, strict=False):
+            if sequence.state is _FINISHED:
+                self._discard_row(sequence, 1, now)
+            elif token == NO_TOKEN:
+                failure = result.failures.get(step.decodes.index(sequence))
+                outputs += self._apply_missing_token(sequence, 1, failure, now)
+            else:
+                sequence.finish_chunk_with_token(1, token)
+                outputs.append(self.apply_token(sequence, token, chosen, now))
+        if step.chunks:
+            self._apply_chunks(step, result, outputs, now)
+
+    def _apply_chunks(
+        self, step: InFlightStep, result: StepResult, outputs: list[SequenceOutput], now: float
+    ) -> None:
+        """Apply the rows of `step` that computed chunks of prompts; they follow the decodes."""
+        tokens, logprobs = result.tokens.tolist(), result.logprobs
+        for row, scores in result.scores.items():
+            scored = step.chunks[row - len(step.decodes)].sequence
+            if scored.scores is not None:
+                scored.scores += scores
+        at = len(step.decodes)
+        for (sequence, num_tokens), chooses in zip(step.chunks, step.choosing, strict=True):
+            if sequence.state is _FINISHED:
+                self._discard_row(sequence, num_tokens, now)
+            elif sequence.overlap is not None:
+                held = (tokens[at], logprobs[at]) if chooses else (None, None)
+                self.overlaps.collect(sequence, num_tokens, *held)
+                self._cache.resume_job(sequence.overlap.job, now=now)
+            elif chooses and tokens[at] == NO_TOKEN:
+                failure = result.failures.get(at)
+                outputs += self._apply_missing_token(sequence, num_tokens, failure, now)
+            elif chooses:
+                sequence.finish_chunk_with_token(num_tokens, tokens[at])
+                self._table.note_computed(sequence)
+                outputs.append(self.apply_token(sequence, tokens[at], logprobs[at], now))
+            else:
+                sequence.finish_chunk(num_tokens)
+                self._table.note_computed(sequence)
+                if sequence.num_computed >= sequence.commit_at:
+                    self._blocks.commit(sequence, now)
+            at += chooses
+
+    def apply_token(
+        self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now: float
+    ) -> SequenceOutput:
+        """Apply a sampled token: commit full blocks, and finish or preempt the sequence if due."""
+        if sequence.num_computed >= sequence.commit_at:
+            self._blocks.commit(sequence, now)
+        self._totals.generated_tokens += 1
+        usage, sequence.usage = sequence.usage, None
+        reason = stop_token = None
+        if token in sequence.stop_tokens and sequence.num_tokens >= sequence.min_stop:
+            reason, stop_token = "stop", token
+        elif sequence.num_tokens >= sequence.num_tokens_end:
+            reason = "length"
+        if reason is not None:
+            self.finish(sequence, reason, now)
+        elif sequence.state is _PREEMPTING:
+            self._preemption.release(sequence, now)
+        output = SequenceOutput(
+            sequence.request_id, [token], [logprobs], reason, stop_token, usage
+        )
+        if sequence.scores is not None:
+            output.prompt_logprobs, sequence.scores = sequence.scores, None
+        return output
+
+    def _apply_missing_token(
+        self, sequence: Sequence, num_tokens: int, failure: str | None, now: float
+    ) -> list[SequenceOutput]:
+        """Its grammar mask was late: it tries again in a later step. With a `failure` it ends."""
+        sequence.finish_chunk_without_token(num_tokens)
+        if sequence.num_computed >= sequence.commit_at:
+            self._blocks.commit(sequence, now)
+        if failure is not None:
+            self.finish(sequence, "failed", now)
+            return [SequenceOutput(sequence.request_id, [], [], "failed", detail=failure)]
+        if sequence.state is _PREEMPTING:
+            self._preemption.release(sequence, now)
+        return []
+
+    def _discard_row(self, sequence: Sequence, num_tokens: int, now: float) -> None:
+        """Discard the result of a row whose sequence has finished meanwhile."""
+        sequence.finish_chunk(num_tokens)
+        overlap = sequence.overlap
+        if not sequence.is_kept:
+            self._table.departing.remove(sequence)
+            self._blocks.release(sequence, now)
+        if overlap is not None and not sequence.num_in_flight:
+            self._cache.resume_job(overlap.job, now=now)
+
+    def finish(self, sequence: Sequence, reason: str, now: float) -> None:
+        """End a sequence. Its slots are freed now, or when nothing uses them any more."""
+        self._totals.finished[reason] += 1
+        if reason != "abort":
+            self._growth.observe(sequence.num_output)
+        self._table.move(sequence, SequenceState.FINISHED)
+        if not sequence.is_kept:
+            self._blocks.release(sequence, now)
