@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 LOG_FORMATS = ("text", "json")
 EVICTIONS = ("lru", "s3fifo", "arc", "session")
-WRITE_POLICIES = ("write_through", "write_through_selective", "write_back", "none")
+WRITE_POLICIES = ("auto", "write_through", "write_through_selective", "write_back", "none")
 LOAD_POLICIES = get_args(LoadPolicy)
 ROLES, LINKS = ("mixed", "prefill", "decode"), ("shm", "tcp", "mooncake")
 
@@ -181,9 +181,9 @@ class EngineConfig:
     swap_space_gib: float = 0.0
     """Main memory of the host tier, to which device blocks are written; 0 is no host tier."""
 
-    write_policy: Literal["write_through", "write_through_selective", "write_back", "none"] = (
-        "write_through_selective"
-    )
+    write_policy: Literal[
+        "auto", "write_through", "write_through_selective", "write_back", "none"
+    ] = "auto"
     """When a device block is written to the host: when computed, when found again, when about
     to be evicted, or never."""
 

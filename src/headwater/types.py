@@ -51,6 +51,9 @@ class Tier(IntEnum):
 class WritePolicy(Enum):
     """When a device block is also written to the host tier."""
 
+    AUTO = "auto"
+    """Before it is evicted from the device, and at once while the host has free slots."""
+
     WRITE_THROUGH = "write_through"
     """As soon as it is committed."""
 

@@ -32,6 +32,10 @@ def audit(cache: "CacheParts") -> None:
         tier_pool.pool.check()
         _check_owners(cache, tier_pool, [*nodes, *cache._pins.retired])
         _check_order(tier_pool, nodes)
+    for node in cache._host.duplicates:
+        _require(node in cache._host.order, "a duplicate is not in the host order")
+        both = 0 < len(node.host) <= len(node.device)
+        _require(both, "a duplicate is not on the device and on the host")
     _check_reads(cache)
     _check_stored_only(cache, nodes)
     _check_bounds(cache)

@@ -24,15 +24,15 @@ class CacheConfig:
     storage: bool = False
     """Whether there is a storage tier below the host tier."""
 
-    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH_SELECTIVE
+    write_policy: WritePolicy = WritePolicy.AUTO
     """When device blocks are written to the host tier."""
 
     select_hits: int = 1
     """With `write_through_selective`: a block is written at its n-th hit."""
 
-    write_ahead_blocks: int = 256
-    """With `write_back`: how many of the next victims are kept written, so that taking them
-    waits for nothing."""
+    write_ahead_blocks: int | None = None
+    """How many of the next victims of the device are kept written to the host, under the
+    policies `auto`, `write_through` and `write_back`; None is an eighth of the device."""
 
     eviction: str = "lru"
     """Name of the eviction policy, for the device and the host tier."""
@@ -68,12 +68,15 @@ class CacheConfig:
         for name in (
             "device_blocks",
             "host_blocks",
-            "write_ahead_blocks",
             "max_ghosts",
             "max_stored_nodes",
         ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} cannot be negative, got {getattr(self, name)}")
+        if self.write_ahead_blocks is not None and self.write_ahead_blocks < 1:
+            raise ConfigError(
+                f"write_ahead_blocks must be positive, got {self.write_ahead_blocks}"
+            )
         if self.weights is not None and self.eviction != "session":
             raise ConfigError(f"weights are for the session policy, not for {self.eviction}")
         if not 0.0 <= self.hint_share <= 1.0:

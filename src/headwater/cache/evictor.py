@@ -4,6 +4,8 @@ The cost is proportional to the evicted blocks, however many leaves are cached. 
 out* of their node before they go to the pool, so that no second path can free them again.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from headwater.cache.ghosts import Ghosts
@@ -68,10 +70,13 @@ class Evictor:
         """
         host = self._host
         moved: list[Slots] = []
-        need = count
+        # A duplicate above other host blocks stays: if the device lost it before it is written
+        # again, those blocks could not be found any more.
+        leaves = [node for node in host.duplicates if not node.host_children]
+        need = self._host_pass(leaves, count, moved, kept)
         while need:
             before = need
-            need = self._host_pass(need, moved, kept)
+            need = self._host_pass(host.order.victims(), need, moved, kept)
             if need == before:
                 break
         evicted = count - need
@@ -126,11 +131,14 @@ class Evictor:
         """
         evicted: list[Node] = []
         leaves: list[Node] = []
+        duplicates = self._host.duplicates
         for node in self._device.order.victims():
             if node.device_children:
                 continue
             slots = node.device
             count = len(slots)
+            if duplicates:
+                duplicates.pop(node, None)
             if self._events is not None:
                 self._events.removed(node, Tier.DEVICE, max(count - need, 0), count)
             if count > need:
@@ -174,9 +182,15 @@ class Evictor:
             self.lost += self._ghosts.add(leaves, MissReason.EVICTED_DEVICE)
             self._tree.forget(leaves)
 
-    def _host_pass(self, need: int, moved: list[Slots], kept: Node | None) -> int:
+    def _host_pass(
+        self, victims: Iterable[Node], need: int, moved: list[Slots], kept: Node | None
+    ) -> int:
+        """Evict up to `need` blocks of `victims` from the host; return how many are missing."""
         evicted: list[Node] = []
-        for node in self._host.order.victims():
+        duplicates = self._host.duplicates
+        for node in victims:
+            if not need:
+                break
             # A node that is also on the device can leave the host. Otherwise it must stay
             # while a child on the host needs it, or a load to the device goes through it.
             if len(node.device) < node.num_blocks and (node.host_children or node.pins):
@@ -184,6 +198,8 @@ class Evictor:
             # Evicting blocks that a lost write may still read would free no slot.
             if node is kept or self._host.pool.is_read(node.host):
                 continue
+            if node in duplicates:
+                node.suspended_at = -1  # the device has it: write it again before that changes
             keep = max(len(node.host) - need, 0)
             if self._events is not None:
                 self._events.removed(node, Tier.HOST, keep, len(node.host))
@@ -194,9 +210,9 @@ class Evictor:
                 evicted.append(node)
                 node.parent.host_children -= 1  # type: ignore[union-attr]  # a root has no slots
             self._shrink(node, MissReason.EVICTED_HOST)
-            if not need:
-                break
         self._tree.version += 1
+        for node in evicted:
+            duplicates.pop(node, None)
         self._host.order.discard_all(evicted)
         self._writes.discard(evicted, Tier.HOST)
         return need

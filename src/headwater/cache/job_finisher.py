@@ -166,8 +166,19 @@ class JobFinisher:
         if plan.target is Tier.HOST:
             for segment in record.segments:
                 self._writes.add_to_storage(segment.node)
+        self._mark_duplicates(record, plan)
         if pinned:
             self._pins.unpin(node, now=now, cold=record.cold)
+
+    def _mark_duplicates(self, record: JobRecord, plan: TransferJob) -> None:
+        """Blocks of this job are on the device and on the host now."""
+        window = self._writes.window
+        if not window.is_enabled or Tier.DEVICE not in (plan.source, plan.target):
+            return
+        if plan.target is Tier.HOST and (record.cold or window.has_everything):
+            return  # written because the device evicts them soon
+        for segment in record.segments:
+            self._tier_pools[Tier.HOST].mark_duplicate(segment.node)
 
     def _suspend_writes(self, record: JobRecord) -> None:
         """A write that failed is not repeated at once: a broken tier must not keep the engine

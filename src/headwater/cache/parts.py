@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from headwater.cache.audit import audit
 from headwater.cache.config import CacheConfig
+from headwater.cache.eviction_window import EvictionWindow
 from headwater.cache.evictor import Evictor
 from headwater.cache.ghosts import Ghosts
 from headwater.cache.inflight import InFlightPrefixes
@@ -62,7 +63,7 @@ class CacheParts:
         host = self._host = TierPool(Tier.HOST, config.host_blocks, orders.host)
         ghosts = self._ghosts = Ghosts(config.max_ghosts)
         events = self._events = KVEventLog(tree) if config.record_events else None
-        writes = self._writes = WriteQueue(config, device)
+        writes = self._writes = WriteQueue(config, EvictionWindow(config, device), host)
         pins = self._pins = Pins(tree, device, host, writes)
         limit = config.max_stored_nodes
         self._evictor = Evictor(tree, device, host, ghosts, writes, limit, events)

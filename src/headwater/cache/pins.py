@@ -25,6 +25,7 @@ class Pins:
     ) -> None:
         self._tree = tree
         self._writes = writes
+        self._window = writes.window
         self._device = device
         self._host = host
         self._has_host = host.pool.num_slots > 0
@@ -43,6 +44,8 @@ class Pins:
                 if count:
                     device.order.discard(at)
                     device.evictable -= count
+                    if len(at.host) and self._window.is_enabled:
+                        self._host.mark_duplicate(at)
             at.pins += 1
             at = at.parent
 
@@ -63,6 +66,7 @@ class Pins:
             self._free_slots(self._decrement(node))
             return
         device = self._device
+        soon = not self._window.is_enabled or self._window.has_everything
         at: Node | None = node
         while at is not None:
             at.pins -= 1
@@ -75,6 +79,8 @@ class Pins:
             if self._has_host and len(at.host) and not at.jobs:
                 self._host.discard(at)
                 self._host.add(at, now)
+                if at.pins or not soon:
+                    self._host.mark_duplicate(at)
             at = at.parent
 
     def unpin(self, node: Node, *, now: float, cold: bool = False) -> None:
@@ -201,6 +207,7 @@ def _place(tier_pool: TierPool, head: Node, tail: Node, was_evictable: int, now:
     evictable = 0 if _is_kept(tier_pool, tail) else tier_pool.blocks(tail)
     if was_evictable and not evictable:
         tier_pool.order.discard(tail)
+        tier_pool.duplicates.pop(tail, None)
     elif evictable and not was_evictable:
         tier_pool.order.add_cold(tail, now)
     tier_pool.evictable += evictable - was_evictable

@@ -102,7 +102,7 @@ class Publisher:
         if self._events is not None:
             self._events.stored(node, Tier.DEVICE, node.num_blocks - count, node.num_blocks)
         if self._writes.through:
-            self._writes.add(node)
+            self._writes.add_committed(node)
         return node
 
     def _join(
@@ -127,7 +127,7 @@ class Publisher:
                 child.parent.device_children += 1  # type: ignore[union-attr]  # not a root
                 self._tree.stored_only.pop(child, None)
             if self._writes.through:
-                self._writes.add(child)
+                self._writes.add_committed(child)
         return child, known, common
 
 

@@ -46,9 +46,12 @@ class Residency:
         at = node
         while at is not None:
             if len(at.host) and not at.jobs and not at.gone:
+                is_duplicate = at in self._host.duplicates
                 if at in self._host.order:
                     self._host.discard(at)
                 self._host.add(at, now)
+                if is_duplicate:
+                    self._host.mark_duplicate(at)
             at = at.parent
 
     def _attach_device(self, node: Node, parent: Node, start: int, slots: Slots) -> bool:

@@ -341,6 +341,7 @@ class TieredCache(CacheParts):
         if runs:
             self._pins.mark(lease.node, runs, now=now)
         self._pins.release(lease.node, now=now)
+        self._writes.add_finished(lease.node)
 
     def _claim(self, match: Match, now: float) -> tuple[Node, list[Slots]]:
         """The node with which the device part of `match` ends; split there if necessary."""

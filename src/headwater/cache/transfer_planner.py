@@ -62,14 +62,16 @@ class TransferPlanner:
         plans: list[OffloadJob] = []
         if limit <= 0:
             return plans
-        for node, cold in self._writes.host_candidates():
+        for node, may_evict, is_next_victim in self._writes.host_candidates():
             if limit <= 0:
                 break
             start = len(node.host)
             wanted = min(len(node.device) - start, limit)
-            target = self._take_host(wanted, keep=node)
+            target = self._take_host(wanted, keep=node, may_evict=may_evict)
             count = 0 if target is None else len(target)
-            if count < wanted or start + count == len(node.device):
+            if count < wanted and not may_evict:
+                self._writes.drop(node)
+            elif count < wanted or start + count == len(node.device):
                 self._writes.suspend(node)
             if target is None:
                 continue
@@ -82,7 +84,8 @@ class TransferPlanner:
                 owner=owner,
             )
             self._pins.pin(node)
-            self._start(JobRecord(plan, [Segment(node, start, len(target))], node, cold=cold))
+            segments = [Segment(node, start, len(target))]
+            self._start(JobRecord(plan, segments, node, cold=is_next_victim))
             plans.append(plan)
             limit -= plan.num_blocks
         return plans
@@ -187,11 +190,13 @@ class TransferPlanner:
         self._start(record)
         return plan
 
-    def _take_host(self, count: int, keep: Node | None = None) -> Slots | None:
+    def _take_host(
+        self, count: int, keep: Node | None = None, *, may_evict: bool = True
+    ) -> Slots | None:
         """Up to `count` host slots, evicting as needed but nothing of `keep`; None when no slot
         is available."""
         pool = self._tier_pools[Tier.HOST].pool
-        if count > pool.num_free:
+        if may_evict and count > pool.num_free:
             self._evictor.evict_host(count - pool.num_free, keep)
         count = min(count, pool.num_free)
         return pool.take(count, SlotState.MOVING) if count > 0 else None

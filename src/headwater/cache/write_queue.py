@@ -5,40 +5,67 @@ a node from the queue together with its blocks, so the queue never outgrows the 
 """
 
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from typing import NamedTuple
 
 from headwater.cache.config import CacheConfig
+from headwater.cache.eviction_window import EvictionWindow
 from headwater.cache.node import Node
 from headwater.cache.tier_pool import TierPool
 from headwater.types import Tier, WritePolicy
 
 
+class HostWrite(NamedTuple):
+    """A node whose device blocks are to be written to the host."""
+
+    node: Node
+    may_evict: bool
+    """Whether host blocks may be evicted for it."""
+
+    is_next_victim: bool = False
+    """Whether the device evicts it next; after the write it is the next victim again."""
+
+
 class WriteQueue:
     """Nodes with blocks to write, oldest first. A node leaves when nothing is left to write."""
 
-    def __init__(self, config: CacheConfig, device: TierPool) -> None:
+    def __init__(self, config: CacheConfig, window: EvictionWindow, host: TierPool) -> None:
         self._enabled = config.host_blocks > 0
-        self.through = self._enabled and config.write_policy is WritePolicy.WRITE_THROUGH
-        """Whether every commit has to be queued with `add`."""
-        self._write_back = self._enabled and config.write_policy is WritePolicy.WRITE_BACK
-        """Whether the eviction order decides what is written."""
+        self.through = self._enabled and config.write_policy in (
+            WritePolicy.AUTO,
+            WritePolicy.WRITE_THROUGH,
+        )
+        """Whether every commit has to be queued with `add_committed`."""
         self._storage = config.storage
         self._policy = config.write_policy
         self._select_hits = config.select_hits
-        self._write_ahead = config.write_ahead_blocks
-        self._device = device
-        self._to_host: dict[Node, None] = {}
+        self.window = window
+        self._host = host
+        self._to_host: dict[Node, bool] = {}
+        """Each with whether host blocks may be evicted for it."""
         self._to_storage: dict[Node, None] = {}
 
     @property
     def may_have_any(self) -> bool:
         """Whether there may be something to write. O(1), because every step asks."""
-        return bool(self._to_host or self._to_storage) or self._write_back
+        return bool(self._to_host or self._to_storage) or self.window.is_due
 
     def add(self, node: Node) -> None:
         """Queue the device blocks of `node` that the host does not have."""
         if self._enabled and len(node.host) < len(node.device) and not node.gone:
-            self._to_host[node] = None
+            self._to_host[node] = True
+
+    def add_committed(self, node: Node) -> None:
+        """`node` got new device blocks. Under `auto` they only fill free host slots: evicting
+        for them would replace a block that is in no other tier by a duplicate."""
+        if self._policy is not WritePolicy.AUTO:
+            self.add(node)
+        elif self._host.pool.num_free and len(node.host) < len(node.device):
+            self._to_host.setdefault(node, False)
+
+    def add_finished(self, node: Node) -> None:
+        """A request that used the path to `node` ended, and its blocks may be evicted soon."""
+        if self.window.is_enabled and self.window.has_everything:
+            self.add_path(node)
 
     def record_hit(self, node: Node) -> None:
         """A request found the path that ends with `node`."""
@@ -53,11 +80,17 @@ class WriteQueue:
             at = at.parent
 
     def add_path(self, node: Node) -> None:
-        """Queue the path that ends with `node`, whatever the policy says."""
+        """Queue the path that ends with `node`, whatever the policy says.
+
+        The root side first: a block on the host is of no use without those before it.
+        """
+        path: list[Node] = []
         at: Node | None = node
         while at is not None:
-            self.add(at)
+            path.append(at)
             at = at.parent
+        for each in reversed(path):
+            self.add(each)
 
     def add_to_storage(self, node: Node) -> None:
         """Queue the host blocks of `node` that storage does not have."""
@@ -74,6 +107,10 @@ class WriteQueue:
         self._to_storage.pop(node, None)
         node.suspended_at = node.used
 
+    def drop(self, node: Node) -> None:
+        """There is no free host slot for `node`; it is written when it is a next victim."""
+        self._to_host.pop(node, None)
+
     def discard(self, nodes: Iterable[Node], tier: Tier) -> None:
         """`nodes` have no blocks in `tier` any more, so there is nothing to read."""
         queue = self._to_host if tier is Tier.DEVICE else self._to_storage
@@ -83,23 +120,28 @@ class WriteQueue:
 
     def divide(self, head: Node, tail: Node) -> None:
         """A node was split: the head is queued like the tail, each if it has blocks."""
-        for queue, tier in ((self._to_host, Tier.DEVICE), (self._to_storage, Tier.HOST)):
-            if tail in queue:
-                on_device = tier is Tier.DEVICE
-                if len(head.device if on_device else head.host):
-                    queue[head] = None
-                if not len(tail.device if on_device else tail.host):
-                    del queue[tail]
+        if tail in self._to_host:
+            if len(head.device):
+                self._to_host[head] = self._to_host[tail]
+            if not len(tail.device):
+                del self._to_host[tail]
+        if tail in self._to_storage:
+            if len(head.host):
+                self._to_storage[head] = None
+            if not len(tail.host):
+                del self._to_storage[tail]
 
-    def host_candidates(self) -> Iterator[tuple[Node, bool]]:
-        """Nodes with device blocks to write, and whether they are the next victims."""
-        for node in list(self._to_host):
+    def host_candidates(self) -> Iterator[HostWrite]:
+        """Nodes with device blocks to write. Read to the end, nothing of the window is left."""
+        for node, may_evict in list(self._to_host.items()):
             if len(node.host) >= len(node.device):
-                del self._to_host[node]
+                self._to_host.pop(node, None)
             elif not node.jobs:
-                yield node, False
-        if self._write_back:
-            yield from ((node, True) for node in self._next_victims())
+                yield HostWrite(node, may_evict=may_evict)
+        if self.window.is_due:
+            for node in self._unwritten_victims():
+                yield HostWrite(node, may_evict=True, is_next_victim=True)
+            self.window.finish_search()
 
     def storage_candidates(self) -> Iterator[Node]:
         """Nodes with host blocks to write."""
@@ -118,15 +160,12 @@ class WriteQueue:
         """Nodes queued to be read from `tier`; for checks."""
         return self._to_host if tier is Tier.DEVICE else self._to_storage
 
-    def _next_victims(self) -> list[Node]:
+    def _unwritten_victims(self) -> list[Node]:
         """Unwritten nodes among the next victims of the device tier."""
         due: list[Node] = []
-        # Free slots are used before any victim, so they count towards the distance.
-        distance = self._device.pool.num_free
-        for node in islice(self._device.order.victims(), self._write_ahead):
-            if distance >= self._write_ahead:
-                break
-            distance += len(node.device)
+        duplicates = self._host.duplicates
+        for node in self.window.nodes():
+            duplicates.pop(node, None)  # its host copy will soon be the only one
             if len(node.host) >= len(node.device) or node.suspended_at == node.used:
                 continue
             if not node.jobs:

@@ -121,7 +121,7 @@ def add_policies(group: _ArgumentGroup) -> None:
     group.add_argument(
         "--write-policy",
         choices=WRITE_POLICIES,
-        default="write_through_selective",
+        default="auto",
         help="when a block is written to the host tier (default: %(default)s)",
     )
     group.add_argument(

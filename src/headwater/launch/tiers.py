@@ -27,6 +27,7 @@ _GIB = 1 << 30
 
 _WRITTEN = {
     "write_through": "every computed block is written to it at once",
+    "auto": "a block is written to it before it leaves the device",
     "write_through_selective": "a block is written to it when it is first found again",
     "write_back": "a block is written to it when the device is about to evict it",
     "none": "no block is written to it by use",

@@ -37,7 +37,7 @@ class SimConfig:
     max_batched_tokens: int | None = None
     max_model_len: int = 1 << 20
     eviction: str = "lru"
-    write_policy: str = "write_through_selective"
+    write_policy: str = "auto"
     load_policy: str = "priced"
     fast_forward: bool = True
     """Whether steps that decide nothing are taken many at once. The outcome is the same."""

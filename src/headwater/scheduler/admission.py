@@ -176,6 +176,9 @@ class Admission:
         length of the queue.
         """
         growth = self._growth.num_blocks(self._table.running())
+        self._loader.backlog_tokens = sum(
+            s.num_tokens - s.num_scheduled for s in self._table.prefilling
+        )
         chunks: list[Chunk] = []
         blocked: list[Sequence] = []
         patience, num_waiters = self._config.max_passes, 0

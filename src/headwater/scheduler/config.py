@@ -66,7 +66,7 @@ class SchedulerConfig:
     there is a host tier."""
 
     max_write_blocks: int = 64
-    """Most blocks on their way to each lower tier at once."""
+    """Most blocks being written to storage at once."""
 
     def __post_init__(self) -> None:
         _at_least(1, "max_write_blocks", self.max_write_blocks)

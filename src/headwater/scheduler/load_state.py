@@ -71,9 +71,12 @@ def choose(
     queued: LowerTierMatch,
     block_tokens: int,
     max_wait_s: float,
+    backlog_tokens: int = 0,
 ) -> LoadDecision:
     """The cheapest leading part to load. `queued` are blocks that the links bring before.
 
+    `backlog_tokens` are prompt tokens of running sequences that are computed before any of this
+    one. A load costs nothing while they are computed, and computing begins only after them.
     Nothing longer than `max_wait_s` is loaded. What was never measured is loaded, because
     that is how it gets measured.
     """
@@ -83,18 +86,19 @@ def choose(
         compute_s = block_tokens / rates.prefill_tokens_s
     if compute_s is None:
         return LoadDecision(num_blocks=total, reason="unmeasured")
+    backlog_s = backlog_tokens * compute_s / block_tokens
     costs = {}
     for count in sorted({0, found.host, total, _within(max_wait_s, found, rates, queued)}):
         wait_s = load_s(count, found, rates, queued)
         if wait_s <= max_wait_s:
-            costs[count] = wait_s + (total - count) * compute_s
+            costs[count] = max(wait_s, backlog_s) + (total - count) * compute_s
     best = min(costs, key=lambda count: (costs[count], -count))
     reason = "recompute_cheaper" if best == 0 else "load_cheaper" if best == total else "split"
     return LoadDecision(
         num_blocks=best,
         reason=reason,
         load_s=load_s(best or total, found, rates, queued),
-        recompute_s=total * compute_s,
+        recompute_s=backlog_s + total * compute_s,
         chosen_s=costs[best],
     )
 

@@ -82,6 +82,8 @@ class KVLoader:
         self._has_storage = cache.config.storage and config.prefix_caching
         self.rates = MeasuredRates()
         """What the loop measured lately; it puts a new value here."""
+        self.backlog_tokens = 0
+        """Prompt tokens that running sequences have still to compute; set before admission."""
         self._plans: list[LoadJob] = []
         """Decided, and not taken yet."""
         self._questions: list[StorageLookup] = []
@@ -160,6 +162,10 @@ class KVLoader:
             return False
         if not load.is_asking and not self._wants(load, match):
             return False
+        if not fits or (load.job is None and not load.is_asking):
+            # The timer limits the wait for one load. It does not run while the sequence waits
+            # for room, nor between a load whose blocks were evicted again and the next one.
+            load.until_s = None
         if fits and load.until_s is None:
             load.began_s, load.until_s = now, now + self._patience_s(sequence, load, match)
         if load.until_s is not None and now >= load.until_s:
@@ -267,6 +273,7 @@ class KVLoader:
             else LowerTierMatch(self._queued[Tier.HOST], self._queued[Tier.STORAGE]),
             block_tokens=self._cache.block_tokens,
             max_wait_s=load.timeout_s,
+            backlog_tokens=self.backlog_tokens,
         )
 
     def _patience_s(self, sequence: Sequence, load: SequenceLoad, match: Match) -> float:

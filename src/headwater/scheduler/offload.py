@@ -22,17 +22,18 @@ from headwater.scheduler.loading import KVLoader
 from headwater.scheduler.queues import SequenceTable
 from headwater.types import Tier
 
-_OFFLOAD_SHARE = 4
-"""At most one device block in this many is being written."""
+_OFFLOAD_SHARE = 8
+"""At most one device block in this many is being written to the host: enough for the blocks of
+several requests that end in one step, which are otherwise evicted unwritten."""
 
 
 class OffloadPlanner:
     """Plans what the write policy and preemptions want, within a bound for each link."""
 
-    def __init__(self, cache: TieredCache, max_blocks: int) -> None:
+    def __init__(self, cache: TieredCache, max_storage_blocks: int) -> None:
         self._cache = cache
         spare = max(cache.config.device_blocks // _OFFLOAD_SHARE, 1)
-        self._limits = {Tier.HOST: min(max_blocks, spare), Tier.STORAGE: max_blocks}
+        self._limits = {Tier.HOST: spare, Tier.STORAGE: max_storage_blocks}
         self._num_blocks = {Tier.HOST: 0, Tier.STORAGE: 0}
         """Blocks in flight to each tier; a running sum, because every step needs it."""
 
