@@ -38,6 +38,7 @@ def test_no_more_main_memory_than_there_is():
     ("policy", "words"),
     [
         ("write_through", "every computed block is written to it at once"),
+        ("auto", "written to it before it leaves the device"),
         ("write_through_selective", "written to it when it is first found again"),
         ("write_back", "when the device is about to evict it"),
         ("none", "no block is written to it by use"),

@@ -136,7 +136,7 @@ def _check_stored_only(cache: "CacheParts", nodes: list[Node]) -> None:
     expected = {n for n in nodes if not len(n.device) and not len(n.host)}
     stored_only = cache._tree.stored_only
     _require(set(stored_only) == expected, "the list of nodes only in storage is wrong")
-    num_read = sum(1 for node in stored_only if node.jobs)
+    num_read = sum(1 for node in stored_only if node.jobs or node.pins)
     limit = cache.config.max_stored_nodes + num_read
     _require(
         len(stored_only) <= limit, f"{len(stored_only)} nodes only in storage, max {limit}"

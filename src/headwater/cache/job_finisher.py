@@ -100,6 +100,7 @@ class JobFinisher:
         """Attach the blocks that arrived, free the other targets, and release the path."""
         if outcome.status is JobStatus.TIMED_OUT:
             self._time_out(record, plan, now=now)
+            self._evictor.bound_stored()
             return JobEffect.QUARANTINED
         arrived = 0 if record.timed_out else _num_arrived(plan, outcome)
         attached = self._attach(record, plan, arrived)
@@ -108,6 +109,7 @@ class JobFinisher:
         self._end(record, plan, now=now)
         if outcome.status in _LOST and not record.timed_out:
             self._forget_from(record, plan, arrived, _LOST[outcome.status])
+        self._evictor.bound_stored()  # the job kept its nodes from being forgotten
         return JobEffect.ATTACHED if attached else JobEffect.NOTHING
 
     def _finish_lookup(self, plan: Lookup, outcome: JobOutcome, *, now: float) -> None:

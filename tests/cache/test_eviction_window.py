@@ -1,0 +1,133 @@
+"""Device and host hold what one pool of their joint size would hold: the policy `auto`."""
+
+import pytest
+
+from headwater.cache import CacheConfig, FinishedRequest
+from headwater.errors import ConfigError
+from headwater.types import EMPTY, Tier, WritePolicy
+from tests.cache.make import begin, blocks_by_tier, done, make_cache, make_path, serve, write_down
+
+
+def make_auto(device_blocks=4, host_blocks=4, **settings):
+    return make_cache(
+        device_blocks, host_blocks=host_blocks, write_policy=WritePolicy.AUTO, **settings
+    )
+
+
+def finish(cache, path):
+    """A whole request that ends, as the scheduler ends it."""
+    lease, held = begin(cache, path)
+    surplus = cache.commit(lease, path, held, now=0.0)
+    finished = FinishedRequest(prompt_tokens=len(path.tokens), output_tokens=0)
+    cache.release(lease, now=0.0, slots=surplus, finished=finished)
+    cache.check()
+
+
+def load(cache, path):
+    """Load a path from the host, with success."""
+    plan = cache.plan_load(cache.match(path), limit_blocks=99, now=0.0)
+    assert plan is not None
+    cache.finish_job(done(plan), now=0.0)
+    cache.check()
+
+
+def test_auto_is_the_default_policy():
+    """A host tier is filled without any flag."""
+    assert CacheConfig(device_blocks=8, host_blocks=8).write_policy is WritePolicy.AUTO
+
+
+def test_a_block_reaches_the_host_before_the_device_evicts_it_without_a_hit():
+    """A block that was used once is found on the host after the device needed its slot."""
+    cache = make_auto()
+
+    for number in (1, 2, 3, 4, 5, 6):
+        finish(cache, make_path(number))
+        write_down(cache)
+
+    assert [blocks_by_tier(cache, make_path(n))[:2] for n in (1, 2)] == [(0, 1), (0, 1)]
+
+
+def test_device_and_host_hold_different_blocks_when_both_are_full():
+    """Eight requests of one block fill four device and four host slots, and none is lost."""
+    cache = make_auto(write_ahead_blocks=1)
+
+    for number in range(8):
+        finish(cache, make_path(number + 1))
+        write_down(cache)
+
+    found = [sum(blocks_by_tier(cache, make_path(number + 1))) for number in range(8)]
+    assert found.count(1) >= 7  # one slot of the host is kept for the next victim
+
+
+def test_a_committed_block_fills_a_free_host_slot_but_evicts_nothing():
+    """While the host has free slots a block is written at once; a full host is left alone."""
+    cache = make_auto(device_blocks=8, host_blocks=1, write_ahead_blocks=1)
+
+    serve(cache, make_path(1))
+    write_down(cache)
+    serve(cache, make_path(2))
+
+    assert cache.plan_offloads(limit_blocks=9, now=0.0) == []
+    assert cache.pool_stats(Tier.HOST).cached == 1
+
+
+def test_a_loaded_block_leaves_a_full_host_first():
+    """After a load the host copy is a duplicate: it goes before older blocks that have no other
+    copy."""
+    cache = make_auto(device_blocks=4, host_blocks=3, write_ahead_blocks=1)
+    for number in (1, 2, 3):
+        finish(cache, make_path(number))
+        write_down(cache)
+    cache.free(cache.take(4, now=0.0))  # the device is empty now
+    lease, held = begin_loaded(cache, make_path(3))
+
+    finish(cache, make_path(4))
+    cache.save(cache.lease(cache.match(make_path(4)), owner="s", now=0.0))
+    write_down(cache)
+
+    assert blocks_by_tier(cache, make_path(1)) == (0, 1, 0)
+    assert blocks_by_tier(cache, make_path(2)) == (0, 1, 0)
+    assert blocks_by_tier(cache, make_path(3)) == (1, 0, 0)
+    cache.release(lease, now=0.0, slots=held)
+    cache.check()
+
+
+def begin_loaded(cache, path):
+    load(cache, path)
+    lease = cache.lease(cache.match(path), owner="r", now=0.0)
+    return lease, EMPTY
+
+
+def test_a_dropped_duplicate_is_written_again_before_the_device_evicts_it():
+    """A host copy that made room is not lost: the block is a next victim later, and is written."""
+    cache = make_auto(device_blocks=2, host_blocks=2, write_ahead_blocks=2)
+    finish(cache, make_path(1))
+    write_down(cache)
+    assert cache.trim_host() == 1
+    assert blocks_by_tier(cache, make_path(1)) == (1, 0, 0)
+
+    finish(cache, make_path(1))  # used again
+    finish(cache, make_path(2))
+    write_down(cache)
+    cache.free(cache.take(2, now=0.0))
+
+    assert blocks_by_tier(cache, make_path(1)) == (0, 1, 0)
+
+
+def test_a_path_is_written_from_its_root_side():
+    """With room for one block the first block of a path is written: the others need it."""
+    cache = make_auto(device_blocks=4, host_blocks=1, write_ahead_blocks=4)
+    finish(cache, make_path(1))
+    finish(cache, make_path(1, 2))
+
+    write_down(cache)
+    cache.free(cache.take(4, now=0.0))
+
+    assert blocks_by_tier(cache, make_path(1, 2)) == (0, 1, 0)
+
+
+@pytest.mark.parametrize("blocks", [0, -1])
+def test_a_window_of_no_blocks_is_refused(blocks):
+    """The message names the setting and the value."""
+    with pytest.raises(ConfigError, match=f"write_ahead_blocks must be positive, got {blocks}"):
+        CacheConfig(device_blocks=8, host_blocks=8, write_ahead_blocks=blocks)
