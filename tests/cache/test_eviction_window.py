@@ -5,7 +5,15 @@ import pytest
 from headwater.cache import CacheConfig, FinishedRequest
 from headwater.errors import ConfigError
 from headwater.types import EMPTY, Tier, WritePolicy
-from tests.cache.make import begin, blocks_by_tier, done, make_cache, make_path, serve, write_down
+from tests.cache.make import (
+    begin,
+    blocks_by_tier,
+    done,
+    make_cache,
+    make_path,
+    serve,
+    write_down,
+)
 
 
 def make_auto(device_blocks=4, host_blocks=4, **settings):
