@@ -89,12 +89,13 @@ class Child:
     def _read(self) -> None:
         """Until it ends: its address, its complaints, its exit code."""
         assert self.process.stdout is not None, "asked for a pipe"
-        for line in self.process.stdout:
-            if found := _READY.search(line):
-                self.url = found.group(1)
-                self._notes.put((self, "ready"))
-            elif " WARNING " in line or " ERROR " in line or "error:" in line:
-                self._notes.put((self, line.rstrip()))
+        with self.process.stdout as lines:
+            for line in lines:
+                if found := _READY.search(line):
+                    self.url = found.group(1)
+                    self._notes.put((self, "ready"))
+                elif " WARNING " in line or " ERROR " in line or "error:" in line:
+                    self._notes.put((self, line.rstrip()))
         self._notes.put((self, ""))
 
     def stop(self) -> None:
