@@ -29,7 +29,7 @@ Start a whole cluster on this machine: a router and instances that register at i
   headwater up --prefill 2 --decode 2 --model ./Llama-3.1-8B --gpus 0,1,2,3
 """
 
-_READY = re.compile(r"is ready at (http://\S+)")
+_READY = re.compile(r"is ready at (https?://\S+)")
 _STOP_TIMEOUT_S = 60.0
 
 
