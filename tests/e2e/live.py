@@ -94,6 +94,12 @@ class LiveServer:
                 return state
             assert time.monotonic() < deadline, state
 
+    def until_draining(self) -> None:
+        """Ask /health until it says that the server drains."""
+        deadline = time.monotonic() + 60
+        while "draining" not in self.get("/health").text:
+            assert time.monotonic() < deadline
+
     def until_idle(self) -> dict[str, Any]:
         """The same, until nothing runs."""
         return self.until(lambda state: not state["num_running"] and not state["num_waiting"])

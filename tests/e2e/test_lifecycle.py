@@ -17,20 +17,45 @@ pytestmark = pytest.mark.slow
 
 
 def test_sigterm_drains_then_exits_0():
-    """Lesson 59: what runs is finished, what is new is refused, and the exit code is 0."""
-    server = LiveServer().wait_ready()
-    stream = server.open_stream(max_tokens=300)
+    """Lesson 59: what runs is finished; health and new requests get 503 on the open port; the
+    exit code is 0, and the log has the beginning and the end."""
+    server = LiveServer("--drain-timeout", "300").wait_ready()
+    stream = server.open_stream(max_tokens=2000)
     first = stream.next()
 
     server.process.send_signal(signal.SIGTERM)
+    server.until_draining()
+    refused = server.complete()
     rest = stream.rest()
 
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "draining"
+    assert refused.headers["retry-after"] == "1"
     assert first["choices"][0]["finish_reason"] is None
     assert rest[-1]["choices"][0]["finish_reason"] == "length"
     stream.close()
     assert server.wait() == 0
     with pytest.raises(httpx.ConnectError):
         server.get("/health")
+    log = "".join(server.errors)
+    assert "drain begun: running=1" in log
+    assert "drain ended: " in log
+
+
+def test_a_second_signal_stops_at_once():
+    """An operator who does not want to wait is obeyed; clients get a last event."""
+    server = LiveServer("--drain-timeout", "600").wait_ready()
+    stream = server.open_stream(max_tokens=8000)
+    stream.next()
+
+    server.process.send_signal(signal.SIGTERM)
+    server.until_draining()
+    server.process.send_signal(signal.SIGTERM)
+
+    assert stream.rest()[-1]["choices"][0]["finish_reason"] == "abort"
+    stream.close()
+    assert server.wait() == 0
+    assert "stopping now" in "".join(server.errors)
 
 
 def test_a_drain_is_bounded_and_two_servers_live_side_by_side():
@@ -97,6 +122,7 @@ def test_a_taken_port_is_a_clear_message(command):
 
         found = subprocess.run(
             [sys.executable, "-m", "headwater", command, "--port", str(port)],
+            env=os.environ | {"HEADWATER_PEER_TOKEN": "t" * 32},
             capture_output=True,
             text=True,
             timeout=60,

@@ -76,7 +76,7 @@ class Instance:
         self.cluster = access.cluster
         self.readiness = ReadinessMiddleware(access)
         self.readiness.open(create_app(self.service))
-        self.http = HttpServer(self.readiness, drain_timeout_s=1.0, tls=tls)
+        self.http = HttpServer(self.readiness, tls=tls)
         self.serving = loop.create_task(self.http.serve(sockets=[self.listener]))
         self.registrar = Registrar(
             self.service,

@@ -142,7 +142,7 @@ def test_instances_that_are_lost_and_return_are_logged(caplog):
     """One line when it registers, one when it is lost, one when it is back."""
     caplog.set_level("INFO", logger="headwater.server.router")
     clock = VirtualClock()
-    config = RouterConfig()
+    config = RouterConfig(peer_token="t" * 32)
     observer = RegistryObserver(joined=lambda entry: None, left=lambda entry: None)
     registry = Registry(config, clock, observer)
     told = Registration(

@@ -22,12 +22,12 @@ def test_retries_have_a_budget():
         instances = [harness.add() for _ in range(3)]
         await harness.ready(*instances)
         for instance in instances:
-            instance.readiness.shut("not now")
+            instance.readiness.drain()
 
         answer = await harness.complete()
 
         assert answer.status_code == 503
-        assert answer.json()["error"]["message"] == "not now"
+        assert answer.json()["error"]["code"] == "draining"
         text = (await harness.client.get("/metrics")).text
         failures = [
             sample.value
@@ -48,7 +48,7 @@ def test_an_outage_is_not_answered_with_more_load():
         instances = [harness.add() for _ in range(3)]
         await harness.ready(*instances)
         for instance in instances:
-            instance.readiness.shut("not now")
+            instance.readiness.drain()
 
         answers = await asyncio.gather(*(harness.complete() for _ in range(40)))
 

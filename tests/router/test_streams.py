@@ -28,7 +28,7 @@ async def broken_stream(harness, path, body, *, how, others=1):
         if how == "error":
             one.engine.die("out of memory")
         elif how == "stop":
-            one.readiness.shut("the server is stopping")
+            one.readiness.drain()
             one.service.is_stopping = True
             await one.engine.abort(None)
         else:

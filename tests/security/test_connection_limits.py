@@ -30,9 +30,7 @@ class Live:
         )
         readiness.open(create_app(self.harness.service))
         self.listener = bind("127.0.0.1", 0)
-        self.http = HttpServer(
-            readiness, drain_timeout_s=0.0, limits=ConnectionLimits(**limits)
-        )
+        self.http = HttpServer(readiness, limits=ConnectionLimits(**limits))
         self.address = self.listener.getsockname()
 
     async def __aenter__(self):

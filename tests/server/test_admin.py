@@ -291,14 +291,31 @@ def test_without_the_key_only_health_answers(header):
     run(scenario, api_key="hidden")
 
 
-def test_before_and_after_its_time_the_gate_answers_503():
-    """A client that comes while the model loads, or while the server stops, is told so."""
+def test_a_draining_server_refuses_new_work_and_still_answers_reads():
+    """Health and new requests get 503 with `Retry-After`; metrics and aborts are still there."""
 
     async def scenario(harness):
-        harness.readiness.shut("the server is stopping")
-        response = await harness.client.get("/health")
-        assert error(response, 503)["message"] == "the server is stopping"
-        assert "retry-after" in response.headers
+        harness.engine.hold()
+        running = asyncio.create_task(harness.complete(max_tokens=4))
+        await harness.until_live(1)
+        harness.readiness.drain()
+
+        health = await harness.client.get("/health")
+        refused = await harness.complete()
+
+        assert error(health, 503)["message"].startswith("draining")
+        assert error(refused, 503)["code"] == "draining"
+        for response in (health, refused):
+            assert response.headers["retry-after"] == "1"
+            assert response.headers["connection"] == "close"
+        assert (await harness.client.get("/metrics")).status_code == 200
+        nothing = await harness.post("/v1/abort_requests", {"request_ids": ["none"]})
+        assert nothing.json() == {"aborted": 0}
+        assert not await harness.readiness.wait_idle(0.01)
+
+        harness.engine.flow()
+        assert (await running).status_code == 200
+        assert await harness.readiness.wait_idle(10.0)
 
     run(scenario)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import Callable
 from typing import Protocol
@@ -26,6 +27,8 @@ from headwater.server.router.kv_follower import KvEventFollower
 from headwater.server.router.metrics import RouterRecorder
 from headwater.server.router.prompts import PromptReader
 from headwater.server.router.registry import Registry, RegistryObserver
+
+log = logging.getLogger(__name__)
 
 _SWEEP_S = 0.25
 
@@ -72,11 +75,11 @@ class RouterProcess:
         self._readiness = ReadinessMiddleware(self._access)
         self._http = HttpServer(
             self._readiness,
-            drain_timeout_s=config.drain_timeout_s,
             tls=config.tls,
             limits=config.connections,
         )
         self._followers: dict[Instance, KvEventFollower] = {}
+        self._drain: asyncio.Task[None] | None = None
 
     async def run(self, signals: Signals) -> int:
         """Serve until stopped; the exit code."""
@@ -104,6 +107,8 @@ class RouterProcess:
                 await self._http.serve(sockets=[self._listener])
             finally:
                 sweep.cancel()
+                if self._drain is not None:
+                    self._drain.cancel()
                 followers = list(self._followers.values())
                 registry.close()
                 prompts.close()
@@ -137,8 +142,19 @@ class RouterProcess:
         self._followers.pop(instance).close()
 
     def _stop(self) -> None:
-        """Refuse new requests; end when running ones have ended or after the drain timeout."""
-        self._readiness.shut("the router is stopping; retry on another one")
+        """Begin to drain. A second signal stops at once."""
+        if self._drain is None:
+            self._readiness.drain()
+            self._drain = asyncio.get_running_loop().create_task(self._finish_and_stop())
+        else:
+            log.warning("second signal, stopping now: running=%d", self._readiness.num_running)
+            self._http.stop(at_once=True)
+
+    async def _finish_and_stop(self) -> None:
+        """Stop when running requests have ended, or after the drain timeout."""
+        log.info("drain begun: running=%d", self._readiness.num_running)
+        await self._readiness.wait_idle(self._config.drain_timeout_s)
+        log.info("drain ended: cut_off=%d", self._readiness.num_running)
         self._http.stop()
 
 

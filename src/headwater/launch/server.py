@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -29,11 +30,13 @@ from headwater.metrics.tracing import SpanExporter, open_spans
 from headwater.server.access import make_access_policy
 from headwater.server.app import create_app
 from headwater.server.config import ServerConfig
-from headwater.server.http import HttpServer, url_of
+from headwater.server.http import CLOSE_S, HttpServer, url_of
 from headwater.server.keys import KeyRing
 from headwater.server.middleware import ReadinessMiddleware
 from headwater.server.registration import Registrar
 from headwater.server.service import Service
+
+log = logging.getLogger(__name__)
 
 _LOOK_S = 0.05
 """Interval of checks for hand-offs that are still running."""
@@ -138,7 +141,6 @@ class _Server:
         self._readiness = ReadinessMiddleware(self._access)
         self._http = HttpServer(
             self._readiness,
-            drain_timeout_s=config.drain_timeout_s,
             tls=config.tls,
             limits=config.connections,
         )
@@ -218,7 +220,6 @@ class _Server:
                     membership.result()
                 if death in ended:
                     raise EngineDead(death.result())
-            await self._hand_over()
             return 0
         finally:
             death.cancel()
@@ -252,20 +253,46 @@ class _Server:
             await self._registrar.run()
 
     def _stop(self) -> None:
-        """Begin to drain. A second signal aborts running requests at once."""
-        self._readiness.shut("the server is stopping; retry on another one")
-        if self._service is not None:
-            self._service.is_stopping = True
-        self._http.stop()
-        self._is_hurried = self._drain is not None
+        """Begin to drain. A second signal aborts running requests and stops at once."""
+        if self._service is None:  # still starting: there is nothing to drain
+            self._http.stop()
+            return
+        loop = asyncio.get_running_loop()
+        self._service.is_stopping = True
+        self._readiness.drain()
         if self._registrar is not None and self._leaving is None:
-            self._leaving = asyncio.get_running_loop().create_task(self._registrar.leave())
-        if self._drain is not None:
+            self._leaving = loop.create_task(self._registrar.leave())
+        if self._drain is None:
+            self._drain = loop.create_task(self._finish_and_stop())
+        elif not self._is_hurried:
+            self._is_hurried = True
             self._drain.cancel()
-        wait_s = self._config.drain_timeout_s if self._drain is None else 0.0
-        self._drain = asyncio.get_running_loop().create_task(self._abort_after(wait_s))
+            self._drain = loop.create_task(self._stop_now())
 
-    async def _abort_after(self, wait_s: float) -> None:
+    async def _finish_and_stop(self) -> None:
+        """Let running requests and hand-offs end within the drain timeout, abort the rest, and
+        stop listening. Until then health checks and new requests get 503."""
+        timeout_s, begin_s = self._config.drain_timeout_s, unix_s()
+        num_running, num_aborted = self._readiness.num_running, 0
+        log.info("drain begun: running=%d timeout_s=%g", num_running, timeout_s)
+        try:
+            if not await self._readiness.wait_idle(timeout_s):
+                num_aborted = self._readiness.num_running
+                await self._abort_all()
+            await self._hand_over()
+        finally:
+            self._http.stop()
+        log.info("drain ended: took_s=%.1f aborted=%d", unix_s() - begin_s, num_aborted)
+
+    async def _stop_now(self) -> None:
+        log.warning("second signal, stopping now: aborted=%d", self._readiness.num_running)
+        try:
+            await self._abort_all()
+        finally:
+            self._http.stop()
+
+    async def _abort_all(self) -> None:
         """Abort running requests: clients get a last event, not a broken connection."""
-        await asyncio.sleep(wait_s)
-        await self._engine.abort(None)
+        with contextlib.suppress(EngineDead):
+            await self._engine.abort(None)
+        await self._readiness.wait_idle(CLOSE_S)

@@ -23,7 +23,7 @@ _BACKLOG = 2048
 _KEEP_ALIVE_S = 65
 """Longer than the usual idle timeout of clients and proxies, so that they close first."""
 
-_CLOSE_S = 5
+CLOSE_S = 5
 """Time to send the responses of requests that were just aborted."""
 
 
@@ -65,12 +65,10 @@ class HttpServer(uvicorn.Server):
         self,
         app: ASGIApp,
         *,
-        drain_timeout_s: float,
         tls: TlsConfig | None = None,
         limits: ConnectionLimits | None = None,
     ) -> None:
-        """The owner aborts running requests after `drain_timeout_s`; uvicorn closes their
-        connections a little later."""
+        """The owner waits for running requests before `stop`; uvicorn then closes connections."""
         config = uvicorn.Config(
             app,
             lifespan="off",
@@ -79,7 +77,7 @@ class HttpServer(uvicorn.Server):
             access_log=False,
             server_header=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=round(drain_timeout_s) + _CLOSE_S,
+            timeout_graceful_shutdown=CLOSE_S,
         )
         config.load()
         config.ssl = None if tls is None else tls.server_context()
@@ -95,9 +93,10 @@ class HttpServer(uvicorn.Server):
         finally:
             sweep.cancel()
 
-    def stop(self) -> None:
-        """Refuse new connections and end when running requests have ended."""
+    def stop(self, *, at_once: bool = False) -> None:
+        """Refuse new connections and end within `CLOSE_S`, or at once with connections open."""
         self.should_exit = True
+        self.force_exit |= at_once
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
