@@ -33,6 +33,20 @@ _SIZES: dict[str, Any] = {
 _WINDOW: dict[str, Any] = {"sliding_window": 9}
 _MIXED: dict[str, Any] = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 
+_ROUTED: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+
+
+def _without(*names: str) -> dict[str, Any]:
+    """The sizes for a family that derives some of them."""
+    return {name: size for name, size in _SIZES.items() if name not in names}
+
+
 FAMILIES: dict[str, Any] = {
     "llama": lambda: hf.LlamaConfig(**_SIZES),
     "qwen2": lambda: hf.Qwen2Config(**_SIZES, **_MIXED, use_sliding_window=True),
@@ -64,6 +78,43 @@ FAMILIES: dict[str, Any] = {
     "gpt_oss": lambda: hf.GptOssConfig(
         **_SIZES, **_MIXED, num_local_experts=4, num_experts_per_tok=2
     ),
+    "arcee": lambda: hf.ArceeConfig(**_SIZES),
+    "apertus": lambda: hf.ApertusConfig(**_SIZES),
+    "cohere": lambda: hf.CohereConfig(**_SIZES),
+    "cohere2": lambda: hf.Cohere2Config(**_SIZES, **_MIXED),
+    "dots1": lambda: hf.Dots1Config(**_SIZES, **_ROUTED, n_group=1, topk_group=1),
+    "ernie4_5": lambda: hf.Ernie4_5Config(**_SIZES),
+    "exaone4": lambda: hf.Exaone4Config(**_SIZES, **_MIXED),
+    "gemma": lambda: hf.GemmaConfig(**_SIZES),
+    "glm": lambda: hf.GlmConfig(**_SIZES),
+    "glm4": lambda: hf.Glm4Config(**_SIZES),
+    "glm4_moe": lambda: hf.Glm4MoeConfig(
+        **_SIZES, **_ROUTED, n_group=2, topk_group=1, use_qk_norm=True
+    ),
+    "gpt_neox": lambda: hf.GPTNeoXConfig(**_without("head_dim", "num_key_value_heads")),
+    "granitemoe": lambda: hf.GraniteMoeConfig(
+        **_SIZES, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "helium": lambda: hf.HeliumConfig(**_SIZES),
+    "hunyuan_v1_dense": lambda: hf.HunYuanDenseV1Config(**_SIZES),
+    "ministral": lambda: hf.MinistralConfig(**_SIZES, **_MIXED),
+    "mixtral": lambda: hf.MixtralConfig(**_SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "olmo": lambda: hf.OlmoConfig(**_SIZES),
+    "olmo3": lambda: hf.Olmo3Config(**_SIZES, **_MIXED),
+    "olmoe": lambda: hf.OlmoeConfig(
+        **_without("head_dim"), num_experts=4, num_experts_per_tok=2
+    ),
+    "phi": lambda: hf.PhiConfig(**_SIZES),
+    "qwen2_moe": lambda: hf.Qwen2MoeConfig(
+        **_SIZES,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=48,
+    ),
+    "seed_oss": lambda: hf.SeedOssConfig(**_SIZES),
+    "smollm3": lambda: hf.SmolLM3Config(**_SIZES),
+    "starcoder2": lambda: hf.Starcoder2Config(**_SIZES, **_WINDOW),
 }
 
 

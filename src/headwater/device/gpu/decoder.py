@@ -106,19 +106,29 @@ class FusedDecoder:
         attend: Attend,
         *,
         wanted: RowsToCompute | None = None,
+        is_eager: bool = False,
     ) -> Tensor:
-        """All layers over `hidden`, `[tokens, size]`, which is used up; of all rows, or `wanted`."""
+        """All layers over `hidden`, `[tokens, size]`, which is used up; of all rows, or `wanted`.
+
+        `is_eager` says that this is no part of a graph.
+        """
         for number, layer in enumerate(self.layers):
             if wanted is not None and number == len(self.layers) - 1:
-                return self._run_last(hidden, places, pool, wanted)
+                return self._run_last(hidden, places, pool, wanted, is_eager=is_eager)
             packed = self._project_qkv(layer, hidden)
             rotate(packed, *places, layer.table, pool, number, layer.head_norms)
             attended = attend(number, packed, layer.variant)
-            self._finish_layer(layer, hidden, attended, is_eager=wanted is not None)
+            self._finish_layer(layer, hidden, attended, is_eager=is_eager)
         return hidden
 
     def _run_last(
-        self, hidden: Tensor, places: TokenSlots, pool: Tensor, wanted: RowsToCompute
+        self,
+        hidden: Tensor,
+        places: TokenSlots,
+        pool: Tensor,
+        wanted: RowsToCompute,
+        *,
+        is_eager: bool,
     ) -> Tensor:
         """The last layer: K and V of all rows into the pool, everything else of `wanted`."""
         number, layer = len(self.layers) - 1, self.layers[-1]
@@ -132,7 +142,7 @@ class FusedDecoder:
         nowhere = torch.full_like(positions, -1)  # their K and V are stored already
         rotate(packed, positions, nowhere, layer.table, pool, number, layer.head_norms)
         attended = wanted.attend(number, packed, layer.variant)
-        self._finish_layer(layer, hidden, attended, is_eager=True)
+        self._finish_layer(layer, hidden, attended, is_eager=is_eager)
         return hidden
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:

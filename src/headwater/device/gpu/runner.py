@@ -22,6 +22,7 @@ from headwater.device.gpu.inputs import Layout, PackedStep, pack
 from headwater.device.gpu.module import ModuleDecoder
 from headwater.device.gpu.sampling import DeviceSampler, PendingLogprobs
 from headwater.device.gpu.staging import Staging
+from headwater.device.gpu.suffix_graphs import SuffixGraphs
 from headwater.device.gpu.warm import warm_chunks
 from headwater.device.kernels.greedy import choose_greedy
 from headwater.device.kernels.ints import copy_ints
@@ -121,10 +122,14 @@ class CudaRunner:
             fused = fused_decoder(model.module, model.max_model_len)
         self._decoder: FusedDecoder | ModuleDecoder = fused or ModuleDecoder(model)
         self.graphs: DecodeGraphs | None = None
+        self._suffixes: SuffixGraphs | None = None
         if fused is not None:
             width = min(-(-model.max_model_len // block_tokens), num_blocks) + 1
             self.graphs = DecodeGraphs(
                 fused, self.pool, self._chosen, max_rows=self._max_rows, max_table=width
+            )
+            self._suffixes = SuffixGraphs(
+                fused, self.pool, self._chosen, self.graphs.logits, max_table=width
             )
         self._submitted: deque[_SubmittedStep] = deque()
         self._last: _SubmittedStep | None = None
@@ -147,6 +152,8 @@ class CudaRunner:
                 self.graphs.warm_up_to(num_rows)
                 return
             self.graphs.warm()
+            if self._suffixes is not None:
+                self._suffixes.warm()
             decoder.warm(self.pool.data)
             for variant in _distinct([layer.variant for layer in decoder.layers]):
                 warm_chunks(self.pool, decoder.heads, variant)
@@ -161,6 +168,9 @@ class CudaRunner:
             scores = None
             if self.graphs is not None and is_captured:
                 logits = self.graphs.run(layout, carry)
+                places = batch.sampled.astype(np.int32)
+            elif self._suffixes is not None and self._suffixes.takes(layout):
+                logits = self._suffixes.run(layout)
                 places = batch.sampled.astype(np.int32)
             else:
                 logits, scores = self._run_packed(layout, carry)
@@ -231,6 +241,7 @@ class CudaRunner:
             wanted=None
             if scored is not None
             else RowsToCompute(step.logits_at, attention.attend_sampled),
+            is_eager=True,
         )
         if scored is None:
             return (decoder.logits(hidden) if len(hidden) else hidden), None
