@@ -79,19 +79,17 @@ FAMILIES: dict[str, Any] = {
         **_SIZES, **_MIXED, num_local_experts=4, num_experts_per_tok=2
     ),
     "arcee": lambda: hf.ArceeConfig(**_SIZES),
-    "apertus": lambda: hf.ApertusConfig(**_SIZES),
     "cohere": lambda: hf.CohereConfig(**_SIZES),
     "cohere2": lambda: hf.Cohere2Config(**_SIZES, **_MIXED),
     "dots1": lambda: hf.Dots1Config(**_SIZES, **_ROUTED, n_group=1, topk_group=1),
     "ernie4_5": lambda: hf.Ernie4_5Config(**_SIZES),
     "exaone4": lambda: hf.Exaone4Config(**_SIZES, **_MIXED),
-    "gemma": lambda: hf.GemmaConfig(**_SIZES),
+    "gemma": lambda: hf.GemmaConfig(**_SIZES, tie_word_embeddings=False),
     "glm": lambda: hf.GlmConfig(**_SIZES),
     "glm4": lambda: hf.Glm4Config(**_SIZES),
     "glm4_moe": lambda: hf.Glm4MoeConfig(
         **_SIZES, **_ROUTED, n_group=2, topk_group=1, use_qk_norm=True
     ),
-    "gpt_neox": lambda: hf.GPTNeoXConfig(**_without("head_dim", "num_key_value_heads")),
     "granitemoe": lambda: hf.GraniteMoeConfig(
         **_SIZES, num_local_experts=4, num_experts_per_tok=2
     ),

@@ -11,7 +11,6 @@ from headwater.errors import ModelError
 
 SERVED = frozenset(
     {
-        "apertus",
         "arcee",
         "cohere",
         "cohere2",
@@ -24,7 +23,6 @@ SERVED = frozenset(
         "glm",
         "glm4",
         "glm4_moe",
-        "gpt_neox",
         "gpt_oss",
         "granite",
         "granitemoe",
