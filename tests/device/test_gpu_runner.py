@@ -198,7 +198,7 @@ def test_a_short_suffix_in_a_graph_equals_one_outside(tmp_path: Path) -> None:
             if not is_captured:
                 driver.runner._suffixes = None
             row = driver.add(
-                prompt(700, seed=3)[: 640 + num_new],
+                prompt(704, seed=3)[: 640 + num_new],
                 params=SamplingParams(temperature=0.0, logprobs=5),
             )
             for size in (250, 250, 140, num_new):

@@ -30,7 +30,6 @@ MAX_COUNT = PROMPT_BIT - 1
 
 _BLOCK = 2048
 _WARPS = 16
-_STAGES = 1
 _FEW = 256
 """Elements that are collected and compared with each other at the end of a search."""
 
@@ -125,21 +124,26 @@ def _add_listed(edited, edit_start, edit_end, edit_ids, edit_amounts, VOCAB: tl.
 
 @triton.jit
 def _read(row, at, VOCAB: tl.constexpr):
-    """Values of a row as float32; negative infinity beyond the end."""
-    return tl.load(row + at, mask=at < VOCAB, other=float("-inf")).to(tl.float32)
+    """Values of a row; negative infinity beyond the end.
+
+    Loops read one block ahead, so that the next values are on their way while these are used.
+    """
+    return tl.load(row + at, mask=at < VOCAB, other=float("-inf"))
 
 
 @triton.jit
-def _extremes(row, VOCAB: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+def _extremes(row, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """Largest finite value, its first index (2^31 - 1 if there is none), smallest finite value,
     and whether the row has a NaN or a positive infinity."""
     highest = tl.full([BLOCK], float("-inf"), tl.float32)
     lowest = tl.full([BLOCK], float("inf"), tl.float32)
     where = tl.full([BLOCK], 2147483647, tl.int32)
     broken = tl.zeros([BLOCK], tl.int32)
-    for first in tl.range(0, VOCAB, BLOCK, num_stages=STAGES):
+    ahead = _read(row, tl.arange(0, BLOCK), VOCAB)
+    for first in range(0, VOCAB, BLOCK):
         at = first + tl.arange(0, BLOCK)
-        values = _read(row, at, VOCAB)
+        values = ahead.to(tl.float32)
+        ahead = _read(row, at + BLOCK, VOCAB)
         # Comparisons with NaN are false, so NaN is neither finite nor better.
         is_finite = (values > float("-inf")) & (values < float("inf"))
         better = is_finite & (values > highest)
@@ -159,7 +163,7 @@ def _best_allowed(row, words, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     where = tl.full([BLOCK], 2147483647, tl.int32)
     for first in range(0, VOCAB, BLOCK):
         at = first + tl.arange(0, BLOCK)
-        values = _read(row, at, VOCAB)
+        values = _read(row, at, VOCAB).to(tl.float32)
         better = (values > highest) & (values < float("inf")) & _allowed(words, at, at < VOCAB)
         highest = tl.where(better, values, highest)
         where = tl.where(better, at, where)
@@ -220,8 +224,7 @@ def _settle(room, count, high, above, top, heat, target, by_count, FEW: tl.const
 
 @triton.jit
 def _search(row, room, counter, low, high, top, heat, by_count, target, share,
-            VOCAB: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr,
-            STAGES: tl.constexpr):  # fmt: skip
+            VOCAB: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr):  # fmt: skip
     """The smallest `high` such that less than the target lies above each element it keeps.
 
     Elements are counted, or their weights are summed. A negative
@@ -264,8 +267,10 @@ def _search(row, room, counter, low, high, top, heat, by_count, target, share,
         if collects:
             tl.store(counter, 0)
             tl.debug_barrier()
-        for first in tl.range(0, VOCAB, BLOCK, num_stages=STAGES):
-            values = _read(row, first + tl.arange(0, BLOCK), VOCAB)
+        ahead = _read(row, tl.arange(0, BLOCK), VOCAB)
+        for first in range(0, VOCAB, BLOCK):
+            values = ahead.to(tl.float32)
+            ahead = _read(row, first + BLOCK + tl.arange(0, BLOCK), VOCAB)
             weights = _weigh(values, top, heat, by_count)
             if collects:
                 over += tl.where(values > high, weights, 0.0)
@@ -348,14 +353,15 @@ def _search(row, room, counter, low, high, top, heat, by_count, target, share,
 
 
 @triton.jit
-def _top_k_mass(row, least, top, heat, top_k, VOCAB: tl.constexpr, BLOCK: tl.constexpr,
-                STAGES: tl.constexpr):  # fmt: skip
+def _top_k_mass(row, least, top, heat, top_k, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Weight of exactly k elements among those from `least` on, and the smallest of those."""
     count = tl.zeros([BLOCK], tl.float32)
     mass = tl.zeros([BLOCK], tl.float32)
     smallest = tl.full([BLOCK], float("inf"), tl.float32)
-    for first in tl.range(0, VOCAB, BLOCK, num_stages=STAGES):
-        values = _read(row, first + tl.arange(0, BLOCK), VOCAB)
+    ahead = _read(row, tl.arange(0, BLOCK), VOCAB)
+    for first in range(0, VOCAB, BLOCK):
+        values = ahead.to(tl.float32)
+        ahead = _read(row, first + BLOCK + tl.arange(0, BLOCK), VOCAB)
         kept = values >= least
         count += tl.where(kept, 1.0, 0.0)
         mass += tl.where(kept, tl.exp2((values - top) * heat), 0.0)
@@ -368,7 +374,7 @@ def _top_k_mass(row, least, top, heat, top_k, VOCAB: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def _threshold(row, room, counter, top, bottom, heat, top_k, top_p, VOCAB: tl.constexpr,
-               BLOCK: tl.constexpr, FEW: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+               BLOCK: tl.constexpr, FEW: tl.constexpr):  # fmt: skip
     """Least value that top-k and, of what that leaves, top-p keep."""
     least = _below(bottom)
     mass = top * 0.0 - 1.0
@@ -382,30 +388,31 @@ def _threshold(row, room, counter, top, bottom, heat, top_k, top_p, VOCAB: tl.co
             target = tl.where(by_count, top_k.to(tl.float32), mass)
             least = _search(
                 row, room, counter, low, top, top, heat, by_count, target, top_p, VOCAB, BLOCK,
-                FEW, STAGES,
+                FEW,
             )  # fmt: skip
             if by_count & (top_p < 1.0):
-                mass, last = _top_k_mass(row, least, top, heat, top_k, VOCAB, BLOCK, STAGES)
+                mass, last = _top_k_mass(row, least, top, heat, top_k, VOCAB, BLOCK)
                 mass = mass * top_p
                 least = _below(last)
     return least
 
 
 @triton.jit
-def _weights(row, at, least, top, heat, min_p, VOCAB: tl.constexpr):
-    values = _read(row, at, VOCAB)
+def _weights(values, least, top, heat, min_p):
     weights = tl.exp2((values - top) * heat)
     return tl.where((values >= least) & (weights >= min_p), weights, 0.0)
 
 
 @triton.jit
 def _draw(row, least, top, heat, min_p, uniform, VOCAB: tl.constexpr, BLOCK: tl.constexpr,
-          CHUNKS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+          CHUNKS: tl.constexpr):  # fmt: skip
     """Invert the cumulative distribution, in the order of ids, at `uniform`."""
     number = tl.arange(0, CHUNKS)
     sums = tl.zeros([CHUNKS], tl.float32)
-    for first in tl.range(0, VOCAB, BLOCK, num_stages=STAGES):
-        weights = _weights(row, first + tl.arange(0, BLOCK), least, top, heat, min_p, VOCAB)
+    ahead = _read(row, tl.arange(0, BLOCK), VOCAB)
+    for first in range(0, VOCAB, BLOCK):
+        weights = _weights(ahead.to(tl.float32), least, top, heat, min_p)
+        ahead = _read(row, first + BLOCK + tl.arange(0, BLOCK), VOCAB)
         sums = tl.where(number == first // BLOCK, tl.sum(weights, 0), sums)
     ends = tl.cumsum(sums, 0)
     total = tl.max(ends, 0)
@@ -414,7 +421,7 @@ def _draw(row, least, top, heat, min_p, uniform, VOCAB: tl.constexpr, BLOCK: tl.
     chunk = tl.sum((ends <= goal).to(tl.int32), 0)
     begin = tl.max(tl.where(number < chunk, ends, 0.0), 0)
     at = chunk * BLOCK + tl.arange(0, BLOCK)
-    weights = _weights(row, at, least, top, heat, min_p, VOCAB)
+    weights = _weights(_read(row, at, VOCAB).to(tl.float32), least, top, heat, min_p)
     passed = begin + tl.cumsum(weights, 0) <= goal
     # Sums of a chunk in two orders may differ in the last bit: stay on a token that is kept.
     last = tl.max(tl.where(weights > 0, at, 0), 0)
@@ -423,24 +430,22 @@ def _draw(row, least, top, heat, min_p, uniform, VOCAB: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def _choose(row, room, counter, asked, warmth, top_k, top_p, min_p, uniform,
-            VOCAB: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, FEW: tl.constexpr,
-            STAGES: tl.constexpr):  # fmt: skip
+            VOCAB: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, FEW: tl.constexpr):  # fmt: skip
     """The token of a row; 2^31 - 1 if no value is finite."""
-    top, token, bottom, broken = _extremes(row, VOCAB, BLOCK, STAGES)
+    top, token, bottom, broken = _extremes(row, VOCAB, BLOCK)
     if (token < 2147483647) & (asked & 2 != 0) & (broken == 0) & (warmth > 0):
         heat = 1.4426950408889634 / warmth
         least = _threshold(
-            row, room, counter, top, bottom, heat, top_k, top_p, VOCAB, BLOCK, FEW, STAGES
+            row, room, counter, top, bottom, heat, top_k, top_p, VOCAB, BLOCK, FEW
         )
-        token = _draw(row, least, top, heat, min_p, uniform, VOCAB, BLOCK, CHUNKS, STAGES)
+        token = _draw(row, least, top, heat, min_p, uniform, VOCAB, BLOCK, CHUNKS)
     return token
 
 
 @triton.jit
 def _sample(logits, edited, chosen, rooms, counters, flags, top_k, state, temperature, top_p,
             min_p, uniform, mask, masks, counts, stride, VOCAB: tl.constexpr,
-            WORDS: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, FEW: tl.constexpr,
-            STAGES: tl.constexpr):  # fmt: skip
+            WORDS: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, FEW: tl.constexpr):  # fmt: skip
     program = tl.program_id(0)
     asked = tl.load(flags + program)
     if asked == 0:
@@ -455,7 +460,6 @@ def _sample(logits, edited, chosen, rooms, counters, flags, top_k, state, temper
         row = edited + number * VOCAB
         token = _choose(
             row, room, counter, asked, warmth, k, p, least_p, chance, VOCAB, BLOCK, CHUNKS, FEW,
-            STAGES,
         )  # fmt: skip
         if token == 2147483647:
             # Every token is forbidden: the model's own logits decide, within the mask.
@@ -463,11 +467,10 @@ def _sample(logits, edited, chosen, rooms, counters, flags, top_k, state, temper
             if mask_row >= 0:
                 token = _best_allowed(own, masks + mask_row * WORDS, VOCAB, BLOCK)
             else:
-                _, token, _, _ = _extremes(own, VOCAB, BLOCK, STAGES)
+                _, token, _, _ = _extremes(own, VOCAB, BLOCK)
     else:
         token = _choose(
             own, room, counter, asked, warmth, k, p, least_p, chance, VOCAB, BLOCK, CHUNKS, FEW,
-            STAGES,
         )  # fmt: skip
     token = tl.where(token == 2147483647, 0, token)
     tl.store(chosen + program, token)
@@ -519,7 +522,7 @@ def choose_sampled(
         inputs.uniform, inputs.mask, inputs.masks, inputs.counts, logits.stride(0),
         VOCAB=vocab, WORDS=inputs.masks.shape[1], MOST=MAX_COUNT,
         BLOCK=block, CHUNKS=triton.next_power_of_2(triton.cdiv(vocab, block)), FEW=_FEW,
-        STAGES=_STAGES, num_warps=_WARPS,
+        num_warps=_WARPS,
     )  # fmt: skip
 
 
