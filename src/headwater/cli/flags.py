@@ -35,6 +35,7 @@ use, so that everything can be tried offline.
 """
 
 PREFILL_TOKENS = 512
+GPU_NUM_SEQS = 256
 """Tokens per step of a prefill instance. On a CPU longer steps are not faster per token, and
 requests that arrive during a step wait for its end."""
 
@@ -260,8 +261,7 @@ def _add_scheduling(parser: ArgumentParser) -> None:
         "--max-num-seqs",
         type=int,
         metavar="N",
-        default=_ENGINE.max_num_seqs,
-        help=_help("most sequences per step"),
+        help=f"most sequences per step (default: {_ENGINE.max_num_seqs}; {GPU_NUM_SEQS} on a GPU)",
     )
     group.add_argument(
         "--max-num-batched-tokens",

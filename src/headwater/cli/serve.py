@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from headwater import __version__
-from headwater.cli.flags import PREFILL_TOKENS
+from headwater.cli.flags import GPU_NUM_SEQS, PREFILL_TOKENS
 from headwater.cli.idle_flags import idle_settings
 from headwater.cli.security import allowed_hosts_of, api_key_of, peer_token_of, tls_of
 from headwater.config import (
@@ -67,7 +67,7 @@ def engine_config(options: Namespace) -> EngineConfig:
         num_threads=options.threads,
         block_tokens=options.block_size,
         max_model_len=options.max_model_len,
-        max_num_seqs=options.max_num_seqs,
+        max_num_seqs=_num_seqs(options),
         max_batched_tokens=_step_tokens(options),
         memory_utilization=options.gpu_memory_utilization,
         num_blocks_override=options.num_gpu_blocks_override,
@@ -119,12 +119,19 @@ def server_config(options: Namespace) -> ServerConfig:
     )
 
 
+def _num_seqs(options: Namespace) -> int:
+    """The most sequences of a step: a GPU computes more of them in nearly the same time."""
+    if options.max_num_seqs is not None:
+        return int(options.max_num_seqs)
+    return EngineConfig().max_num_seqs if options.device == "cpu" else GPU_NUM_SEQS
+
+
 def _step_tokens(options: Namespace) -> int:
     """The most tokens of a step."""
     if options.max_num_batched_tokens is not None:
         return int(options.max_num_batched_tokens)
     if options.splitwise_role == "prefill" and options.device == "cpu":
-        return max(PREFILL_TOKENS, int(options.max_num_seqs))
+        return max(PREFILL_TOKENS, _num_seqs(options))
     return EngineConfig().max_batched_tokens
 
 
