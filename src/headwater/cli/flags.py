@@ -35,9 +35,11 @@ use, so that everything can be tried offline.
 """
 
 PREFILL_TOKENS = 512
-GPU_NUM_SEQS = 256
 """Tokens per step of a prefill instance. On a CPU longer steps are not faster per token, and
 requests that arrive during a step wait for its end."""
+
+GPU_NUM_SEQS = 256
+"""Sequences per step on a GPU, which computes many in nearly the time of a few."""
 
 _ENGINE = EngineConfig()
 _SERVER = ServerConfig()
