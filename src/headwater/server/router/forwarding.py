@@ -48,6 +48,9 @@ _PASSED_ON = (
     "user-agent",
     "accept",
 )
+_KEYS = ("authorization", "x-api-key")
+"""Where clients of OpenAI and of Anthropic put their key."""
+
 _GENERATING = frozenset(
     {"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"}
 )
@@ -164,9 +167,9 @@ class Forwarder:
             headers[PREFILL_HEADER] = route.prefill.registration.peer_address
             if route.is_last_prefill:
                 headers[FALLBACK_HEADER] = "local"
-        if not self._cluster.has_token and "authorization" in request.headers:
+        if not self._cluster.has_token:
             # Without a peer token (--insecure) instances check the client's own key.
-            headers["authorization"] = request.headers["authorization"]
+            headers |= {key: request.headers[key] for key in _KEYS if key in request.headers}
         path = _raw_path(request)
         headers = self._cluster.sign(request.method, path, headers)
         query = request.scope["query_string"].decode("latin-1")

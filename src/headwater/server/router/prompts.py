@@ -132,8 +132,9 @@ class PromptReader:
     ) -> Tokens | None:
         """The tokens from an instance's `/tokenize`, or None when it fails."""
         sent = {"content-type": "application/json"}
-        if not self._cluster.has_token and "authorization" in headers:
-            sent["authorization"] = headers["authorization"]
+        if not self._cluster.has_token:
+            keys = ("authorization", "x-api-key")
+            sent |= {key: headers[key] for key in keys if key in headers}
         sent = self._cluster.sign("POST", "/tokenize", sent)
         try:
             async with (

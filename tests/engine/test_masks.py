@@ -1,0 +1,133 @@
+"""Masks of allowed tokens: ready, late, rebuilt, failed; and the bounds of what is kept."""
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from llguidance import LLMatcher
+
+from headwater.clock import SystemClock
+from headwater.device.builtin import ensure
+from headwater.engine.grammar import GrammarCompiler
+from headwater.engine.masks import MaskedRow, MaskWorkers, StepMasks
+from headwater.engine.structured import StructuredOutput
+from headwater.engine.tokenizer import Tokenizer
+from headwater.types import RequestId
+
+VOCAB, EOS = 264, 257
+DIGITS = StructuredOutput(regex="[0-9]{3}").to_grammar()
+LETTERS = StructuredOutput(regex="[a-z]{3}").to_grammar()
+
+
+class HeldCompiler(GrammarCompiler):
+    """Does not return from `LETTERS` until it is told to."""
+
+    def __init__(self) -> None:
+        tokenizer = Tokenizer(ensure())
+        super().__init__(tokenizer.to_json, vocab_size=VOCAB, eos_token_ids=[EOS])
+        self.released = threading.Event()
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        if grammar == LETTERS:
+            assert self.released.wait(30)
+        return super().matcher(grammar)
+
+
+@pytest.fixture
+def compiler() -> Iterator[HeldCompiler]:
+    made = HeldCompiler()
+    yield made
+    made.released.set()
+
+
+@pytest.fixture
+def workers(compiler: HeldCompiler) -> Iterator[MaskWorkers]:
+    made = MaskWorkers(compiler, SystemClock(), max_states=4)
+    yield made
+    made.close()
+
+
+def row(number: int, grammar: str, output: str, name: str = "") -> MaskedRow:
+    tokens = np.frombuffer(output.encode(), dtype=np.uint8).astype(np.int32)
+    return MaskedRow(number, RequestId(name or f"r{number}"), grammar, tokens)
+
+
+def take(workers: MaskWorkers, *rows: MaskedRow, until: int = 1) -> StepMasks:
+    """The masks, when at least `until` of them are ready."""
+    clock = SystemClock()
+    end_s = clock.now() + 20.0
+    while True:
+        found = workers.begin(rows).take(is_alone=True)
+        if len(found.rows) + len(found.failed) >= until:
+            return found
+        assert clock.now() < end_s, f"no {until} masks: {found}"
+
+
+def allowed(words: np.ndarray) -> set[int]:
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:VOCAB]
+    return set(np.flatnonzero(bits).tolist())
+
+
+def test_a_mask_follows_its_output(workers):
+    """One token after another, and the end where nothing more may follow."""
+    for output, wanted in (("", b"0123456789"), ("1", b"0123456789"), ("123", b"")):
+        found = take(workers, row(0, DIGITS, output))
+        assert allowed(found.words[0]) == (set(wanted) or {EOS})
+
+
+def test_a_state_that_is_not_the_outputs_is_rebuilt(workers):
+    """After a preemption, or under a name that is used again: from the tokens alone."""
+    take(workers, row(0, DIGITS, "12", name="same"))
+    for output in ("1", "", "98", "987"):
+        found = take(workers, row(0, DIGITS, output, name="same"))
+        ended = len(output) == 3
+        assert allowed(found.words[0]) == ({EOS} if ended else set(b"0123456789"))
+
+
+def test_a_late_mask_delays_no_other_row(workers, compiler):
+    """A grammar that is still compiled leaves its row late, step after step; then it is there."""
+    rows = [row(0, DIGITS, "1"), row(5, LETTERS, "")]
+    for _ in range(3):
+        found = take(workers, *rows)
+        assert found.rows == [0]
+        assert found.late == [5]
+    compiler.released.set()
+    found = take(workers, *rows, until=2)
+    assert set(found.rows) == {0, 5}
+    letters = found.words[found.rows.index(5)]
+    assert allowed(letters) == set(b"abcdefghijklmnopqrstuvwxyz")
+
+
+def test_many_rows_are_made_together(workers):
+    """Once each is known, the next masks come in one piece, in the rows' order."""
+    rows = [row(number, DIGITS, "") for number in range(4)]
+    take(workers, *rows, until=4)
+    take(workers, *(row(number, DIGITS, "1") for number in range(4)), until=4)
+    found = take(workers, *(row(number, DIGITS, "12") for number in range(4)), until=4)
+    assert sorted(found.rows) == [0, 1, 2, 3]
+    assert all(allowed(words) == set(b"0123456789") for words in found.words)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "output", "words"),
+    [
+        (StructuredOutput(regex="(").to_grammar(), "", "unclosed group"),
+        (DIGITS, "x", "does not fit"),
+    ],
+)
+def test_what_can_never_have_a_mask_fails_with_its_reason(workers, grammar, output, words):
+    """A wrong grammar, and output that is none of its own; other rows go on."""
+    found = take(workers, row(0, grammar, output), row(1, DIGITS, ""), until=2)
+    assert words in found.failed[0]
+    assert found.rows == [1]
+
+
+def test_states_and_compiled_grammars_are_bounded(workers, compiler):
+    """However many requests and grammars come."""
+    for number in range(20):
+        take(workers, row(0, DIGITS, "", name=f"request {number}"))
+        assert workers.num_states <= 4
+    for number in range(300):
+        compiler.check(StructuredOutput(choice=[f"choice {number}"]).to_grammar())
+    assert compiler.num_cached <= 256
