@@ -133,6 +133,23 @@ def test_a_refused_prompt_ends_the_batch_and_leaves_nothing_running(llm):
         llm.generate([[1, 2]], [SamplingParams(), SamplingParams()])
 
 
+@pytest.mark.parametrize(
+    ("field", "ask"),
+    [
+        ("the prompt", lambda llm, text: llm.generate(["good", text])),
+        ("the prompt", lambda llm, text: llm.chat([{"role": "user", "content": text}])),
+        ("cache_salt", lambda llm, text: llm.generate("a" * 20, cache_salt=text)),
+        ("stop", lambda llm, text: llm.generate("good", stop=text)),
+    ],
+)
+def test_a_lone_surrogate_is_refused_as_over_http(llm, field, ask):
+    """It has no UTF-8 encoding. The error names field and place, and the engine goes on."""
+    with pytest.raises(RequestError, match=f"{field} has a lone surrogate, U.D800, at char"):
+        ask(llm, "so\ud800")
+
+    assert llm.generate("good", SamplingParams(max_tokens=2))[0].finish_reason == "length"
+
+
 def test_a_prompt_may_get_several_answers(llm):
     """`n` answers a prompt, one after the other; each is what its own seed alone would give."""
     params = SamplingParams(max_tokens=6, seed=40)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from headwater.engine.structured import StructuredOutput
+from headwater.engine.tokenizer import check_text
 from headwater.errors import RequestError
 from headwater.scheduler.request import SamplingParams, is_whole
 from headwater.types import Tokens
@@ -62,6 +63,7 @@ def read_stops(stop: str | Sequence[str]) -> tuple[str, ...]:
     for text in stops:
         if not isinstance(text, str):
             raise RequestError(f"stop is a string, or a list of them; one is {_kind(text)}")
+        check_text("stop", text)
     if not all(stops):
         raise RequestError("a stop string is empty")
     return stops
@@ -71,6 +73,7 @@ def read_salt(cache_salt: str) -> str:
     """The tenant whose blocks may be found."""
     if not isinstance(cache_salt, str):
         raise RequestError(f"cache_salt is a string, got {_kind(cache_salt)}")
+    check_text("cache_salt", cache_salt)
     return cache_salt
 
 

@@ -54,7 +54,11 @@ class Tokenizer:
                 f"the prompt has {len(text)} characters, and {max_tokens} tokens hold at most "
                 f"{max_tokens * self._longest}"
             )
-        ids = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            ids = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:
+            check_text("the prompt", text)  # the tokenizer calls such a string no string
+            raise
         return np.array(ids, dtype=np.int32)
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -139,6 +143,17 @@ class Tokenizer:
             tools=tools,
         )
         return self.encode(text, add_special_tokens=False, max_tokens=max_tokens)
+
+
+def check_text(field: str, text: str) -> None:
+    """Raise RequestError for a string with a lone surrogate: it has no UTF-8 encoding."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as exc:
+        raise RequestError(
+            f"{field} has a lone surrogate, U+{ord(text[exc.start]):04X}, at character "
+            f"{exc.start}, which is no text; replace it, for example with U+FFFD"
+        ) from exc
 
 
 def _load_fast(path: Path) -> FastTokenizer:
