@@ -104,6 +104,9 @@ class EngineCore:
         self._has_tiers = self._cache.config.host_blocks > 0
         self._decide_s = 0.0
         self._step_s = 0.0
+        self._num_idle_turns = 0
+        self._num_received = 0
+        """Outcomes and messages that arrived, ever."""
         self._feed: Feed | None = None
         self._reload = WeightReload(scheduler)
         self._peers: HandoffController | None = None
@@ -198,12 +201,13 @@ class EngineCore:
         """Run one iteration: finish transfer jobs, schedule and submit a step, collect the oldest
         step; the outputs."""
         began = self._clock.now()
+        received = self._num_received
         if self._has_tiers or self._peers is not None:
             self._receive(began)
         if self._reload.is_pending:
             self._reload.advance(began)
         batch = self._scheduler.schedule(now=began)
-        self._start(began)
+        is_idle = not self._start(began) and batch is None and received == self._num_received
         decided = self._clock.now()
         result = self._run(batch)
         collected = self._clock.now()
@@ -211,6 +215,7 @@ class EngineCore:
         outputs = self._scheduler.advance(result, now=collected)
         if self._peers is not None:
             outputs = self._peers.step_finished(outputs, collected)
+        self._num_idle_turns += is_idle and result is None and not outputs
         ended = self._clock.now()
         self._decide_s += decided - began + ended - collected
         self._step_s += ended - began
@@ -235,6 +240,7 @@ class EngineCore:
             self._mover,
             decide_s=self._decide_s,
             step_s=self._step_s,
+            num_idle_turns=self._num_idle_turns,
             peers=None if self._peers is None else self._peers.stats(),
         )
 
@@ -311,12 +317,14 @@ class EngineCore:
         )
         return [end for end in ends if end is not None]
 
-    def _start(self, now: float) -> None:
-        """Start transfers and notify hand-offs."""
-        if copies := self._scheduler.take_copies(now):
+    def _start(self, now: float) -> bool:
+        """Start transfers and notify hand-offs; whether a transfer was started."""
+        copies = self._scheduler.take_copies(now)
+        if copies:
             self._mover.start(copies, now=now)
         if self._peers is not None:
             self._peers.step_scheduled(now)
+        return bool(copies)
 
     def _receive(self, now: float) -> None:
         """Finish transfer jobs, pass messages of peers on, and update the measured rates."""
@@ -324,19 +332,26 @@ class EngineCore:
         if not self._resets.is_idle:
             self._resets.advance(now)
         if self._peers is not None:
-            self._peers.receive(self.completions.take_posted(), now)
+            self._hear_peers(self._peers, now)
             if self.completions.has_any:
                 # A message may complete a job at once, such as a fence that holds. It is
                 # handled now, not a step later.
                 self._finish_jobs(now)
-                self._peers.receive(self.completions.take_posted(), now)
+                self._hear_peers(self._peers, now)
         if self._peers is not None or (self._has_tiers and self._scheduler.has_waiting):
             self._learn(now)
 
     def _finish_jobs(self, now: float) -> None:
         """Hand every finished transfer job to its owner."""
         for outcome in self._mover.take(now=now):
+            self._num_received += 1
             self._scheduler.finish_job(outcome, now=now)
+
+    def _hear_peers(self, peers: HandoffController, now: float) -> None:
+        """Pass on the messages that arrived."""
+        messages = self.completions.take_posted()
+        self._num_received += len(messages)
+        peers.receive(messages, now)
 
     def _learn(self, now: float) -> None:
         """Give the scheduler the rates that were measured lately."""

@@ -19,6 +19,7 @@ def engine_stats(
     *,
     decide_s: float,
     step_s: float,
+    num_idle_turns: int = 0,
     peers: HandoffCounts | None = None,
 ) -> EngineStats:
     """Every owner's snapshot in one, in plain numbers and names."""
@@ -31,6 +32,7 @@ def engine_stats(
         num_preemptions=scheduler.num_preemptions,
         decide_s=decide_s,
         step_s=step_s,
+        num_idle_turns=num_idle_turns,
         queue_s=scheduler.queue_s,
         num_admitted=scheduler.num_admitted,
         tiers={

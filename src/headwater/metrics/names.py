@@ -47,6 +47,12 @@ KV_USAGE = Metric(
 )
 PREEMPTIONS = Metric("num_preemptions_total", Kind.COUNTER, "Sequences preempted.")
 STEPS = Metric("engine_steps_total", Kind.COUNTER, "Steps computed.")
+IDLE_TURNS = Metric(
+    "engine_idle_turns_total",
+    Kind.COUNTER,
+    "Turns of the loop without progress: each is a deadline that passed. Thousands a second "
+    "are a defect.",
+)
 STEP_SECONDS = Metric("engine_step_seconds_total", Kind.COUNTER, "Seconds spent in steps.")
 DECIDE_SECONDS = Metric(
     "engine_decide_seconds_total",
@@ -229,6 +235,7 @@ ENGINE_METRICS = (
     KV_USAGE,
     PREEMPTIONS,
     STEPS,
+    IDLE_TURNS,
     STEP_SECONDS,
     DECIDE_SECONDS,
     QUERIES,

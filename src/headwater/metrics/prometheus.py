@@ -114,6 +114,7 @@ def _engine_values(stats: EngineStats, block_tokens: int) -> dict[Metric, Values
         names.KV_USAGE: {(): in_use / device.num_blocks if device else 0.0},
         names.PREEMPTIONS: {(): stats.num_preemptions},
         names.STEPS: {(): stats.num_steps},
+        names.IDLE_TURNS: {(): stats.num_idle_turns},
         names.STEP_SECONDS: {(): stats.step_s},
         names.DECIDE_SECONDS: {(): stats.decide_s},
         names.QUERIES: {(): stats.query_tokens},

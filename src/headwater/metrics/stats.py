@@ -89,6 +89,9 @@ class EngineStats:
     step_s: float = 0.0
     """Seconds spent in steps, deciding included."""
 
+    num_idle_turns: int = 0
+    """Turns of the loop that received, scheduled, computed and sent nothing."""
+
     queue_s: float = 0.0
     """Seconds that admitted requests had waited, summed."""
 

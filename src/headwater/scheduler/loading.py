@@ -7,7 +7,7 @@ is no way in which a slow or broken tier costs more than its hits.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from math import inf
 from typing import NamedTuple
 
@@ -219,13 +219,6 @@ class KVLoader:
                     load.ended = load.shortfall
         if pending.overlapped is not None and self.finish_overlapped is not None:
             self.finish_overlapped(pending.overlapped, outcome, now)
-
-    def wake_s(self, waiting: Iterable[Sequence]) -> float | None:
-        """When the first of `waiting` ends its wait, if nothing lands before."""
-        loader = [s.load for s in waiting if s.load is not None and s.load.ended is None]
-        ends = [end_s for load in loader if (end_s := load.end_s) is not None]
-        earliest = min(ends, default=inf)
-        return None if earliest == inf else earliest
 
     def _load_found(self, asked: StorageLookup, now: float) -> None:
         """Storage has blocks of a sequence: load those that are not on the host either."""

@@ -54,16 +54,6 @@ class Handoffs:
         pinned = any(sequence.num_pins for sequence in table.departing)
         return bool(table.receiving or self.quarantined) or pinned
 
-    @property
-    def wake_s(self) -> float | None:
-        """When the first wait for an in-flight prefix times out."""
-        ends = [
-            sequence.prefix_wait_until_s
-            for sequence in self._table.waiting
-            if sequence.prefix_source is not None and sequence.prefix_wait_until_s is not None
-        ]
-        return min(ends, default=None)
-
     def take_admitted(self) -> list[Sequence]:
         """Sequences of hand-offs that were admitted since the last call: on D they receive from
         now on, on P they are computed. Each is reported once."""

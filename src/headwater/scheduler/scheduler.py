@@ -7,6 +7,7 @@ step grows with the number of sequences, never with the number of blocks.
 """
 
 from collections import deque
+from math import inf
 
 from headwater.cache import JobEffect, JobOutcome, Lookup, OffloadJob, TieredCache, TransferJob
 from headwater.errors import InvariantError
@@ -23,7 +24,7 @@ from headwater.scheduler.batch import (
 from headwater.scheduler.blocks import BlockAllocator, GrowthEstimate
 from headwater.scheduler.config import SchedulerConfig
 from headwater.scheduler.fast_forward import DecodeOnly, decode_only_steps, fast_forward
-from headwater.scheduler.load_state import MeasuredRates
+from headwater.scheduler.load_state import ANSWER_S, MeasuredRates
 from headwater.scheduler.loading import KVLoader
 from headwater.scheduler.offload import OffloadPlanner, Prefetch
 from headwater.scheduler.output import SequenceOutput
@@ -87,6 +88,9 @@ class Scheduler:
         """Offloads that are planned and not taken by the loop yet."""
         self._is_stalled = self._was_idle = False
         """Whether nothing can be scheduled before a transfer ends or a wait times out."""
+        self._recheck_s = inf
+        """When a wait times out of a sequence that the last look at the queue reached. Waits of
+        other sequences wake nothing: the look that follows would not reach them either."""
         self._in_flight: deque[InFlightStep] = deque()
         self._outputs: list[SequenceOutput] = []
         """Outputs of sequences that ended outside a step."""
@@ -118,10 +122,10 @@ class Scheduler:
     @property
     def wake_s(self) -> float | None:
         """When an idle or stalled scheduler has work although no transfer ended."""
-        ends = [self._prefetch.wake_s]
-        if self._is_stalled:
-            ends += [self._loader.wake_s(self._table.waiting), self.handoffs.wake_s]
-        return min((end for end in ends if end is not None), default=None)
+        prefetch_s = None if self._admission.is_draining else self._prefetch.wake_s
+        recheck_s = self._recheck_s if self._is_stalled else inf
+        earliest = recheck_s if prefetch_s is None else min(prefetch_s, recheck_s)
+        return None if earliest == inf else earliest
 
     def add(self, request: Request) -> Sequence:
         """Queue `request`, or raise RequestError if it can never be served."""
@@ -198,6 +202,8 @@ class Scheduler:
         if not self._has_lower_tiers:
             return []
         writes, self._writes = self._writes, []
+        if self._loader.num_questions:
+            self._recheck_s = min(self._recheck_s, now + ANSWER_S)
         return [*self._loader.take_plans(now), *writes]
 
     def schedule(self, *, now: float) -> ScheduledBatch | None:
@@ -217,8 +223,10 @@ class Scheduler:
             max_chunk=config.long_prefill_tokens,
         )
         chunks = [budget.spend_chunk(s) for s in table.prefilling if budget.num_tokens]
+        self._recheck_s = inf
         if is_grown and budget.has_room and self._admission.has_candidates:
             chunks += self._admission.admit(budget, now)
+            self._recheck_s = self._admission.recheck_s
         if is_grown and not budget.num_tokens and table.invited:
             self._admission.admit_invited(budget, now)
         if not is_grown:
@@ -326,7 +334,8 @@ class Scheduler:
             return
         if self._admission.is_draining and not self._table.num_running:
             return
-        self._prefetch.plan(now)
+        if not self._admission.is_draining:
+            self._prefetch.plan(now)
         self._writes += self._offloads.plan(now)
 
     def _reschedule(self) -> None:

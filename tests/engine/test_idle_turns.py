@@ -1,0 +1,89 @@
+"""The loop sleeps while there is nothing to do: turns without progress are counted and few."""
+
+from typing import Any
+
+import pytest
+
+from tests.scheduler.harness import Harness, make_prompt, make_request, make_storage
+
+TURN_S = 20e-6
+
+
+def turn(harness: Harness, seconds: float) -> int:
+    """Turn the loop as an engine process does for `seconds`, with turns of 20 us; how many of
+    the turns made no progress."""
+    before = harness.core.stats().num_idle_turns
+    end_s = harness.clock.now() + seconds
+    while (now := harness.clock.now()) < end_s:
+        if harness.core.has_work:
+            harness.core.step()
+            harness.clock.advance(TURN_S)
+        else:
+            sleep_s = harness.core.sleep_s()
+            harness.clock.advance(end_s - now if sleep_s is None else max(sleep_s, 1e-6))
+    return harness.core.stats().num_idle_turns - before
+
+
+def make_harness(**settings: Any) -> Harness:
+    """Storage is asked and does not answer."""
+    return Harness(
+        num_blocks=400, host_blocks=64, stored=make_storage(), held=True, settings=settings
+    )
+
+
+def add(harness: Harness, count: int) -> None:
+    for number in range(count):
+        prompt = [*make_prompt(13, family=number % 39), number % 40]
+        harness.add(make_request(f"r{number}", prompt, max_tokens=2))
+
+
+def test_a_paused_engine_with_an_unanswered_lookup_sleeps() -> None:
+    """It turned 49,901 times a second: a wait had timed out, and nothing may start."""
+    harness = make_harness()
+    harness.core.pause()
+    add(harness, 1)
+
+    assert turn(harness, 1.0) <= 2
+
+
+@pytest.mark.parametrize("num_waiting", [8, 16, 17, 40, 100])
+def test_a_queue_longer_than_one_look_reaches_sleeps(num_waiting: int) -> None:
+    """The waits of sequences that are not looked at wake nothing (4,901 turns in 0.1 s)."""
+    harness = make_harness(max_num_seqs=4, max_batched_tokens=2048)
+    add(harness, num_waiting)
+
+    assert turn(harness, 0.1) <= 4
+
+
+def test_requests_that_come_while_others_wait_do_not_keep_the_loop_turning() -> None:
+    """Each newcomer costs a deadline, not a turning loop."""
+    harness = make_harness(max_num_seqs=4, max_batched_tokens=2048)
+    idle = 0
+    for number in range(30):
+        harness.add(make_request(f"n{number}", make_prompt(13, family=number), max_tokens=2))
+        idle += turn(harness, 0.01)
+
+    assert idle <= 2 * 30
+
+
+def test_a_draining_engine_with_a_transfer_in_flight_sleeps() -> None:
+    """A reload waits for transfers without turning."""
+    harness = Harness(num_blocks=16, host_blocks=64, held=True)
+    harness.core.allow_reload(lambda folder: None)  # type: ignore[arg-type,return-value]
+    harness.run(make_request("a", make_prompt(33), max_tokens=1))
+    harness.add(make_request("b", make_prompt(33), max_tokens=1))
+    harness.core._reload.begin(None, 1.0, lambda info: None, lambda exc: None, now=0.0)
+
+    assert turn(harness, 0.5) <= 2
+
+
+def test_every_request_still_ends_when_storage_never_answers() -> None:
+    """Sleeping longer loses no request: the lookups time out, and all are computed."""
+    harness = make_harness(max_num_seqs=4, max_batched_tokens=2048)
+    add(harness, 40)
+
+    harness.run()
+
+    assert set(harness.reasons.values()) == {"length"}
+    assert len(harness.reasons) == 40
+    assert harness.core.stats().num_idle_turns <= 2 * 40
