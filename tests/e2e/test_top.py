@@ -105,3 +105,47 @@ def test_live_in_a_terminal_it_updates_until_interrupted(server):
         assert process.wait(timeout=20) == 130
     os.close(ours)
     assert "Traceback" not in said
+
+
+def test_q_leaves(server):
+    """As in every other monitor; the terminal is as before, and the exit code is 0."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 150, 0, 0))
+    with subprocess.Popen(
+        [*TOP, server.url, "--interval", "30"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=os.environ | {"TERM": "xterm-256color"},
+        start_new_session=True,
+    ) as process:
+        os.close(theirs)
+        read_until(ours, ["running and waiting"])
+        os.write(ours, b"q")
+        drain(ours)
+        assert process.wait(timeout=20) == 0
+    os.close(ours)
+
+
+def test_ids_shorten_in_a_narrow_terminal(server):
+    """Below 100 columns an id keeps its beginning and its end, and the other columns stay."""
+    name = "a-rather-long-request-id-of-a-client-0123"
+    server.complete(prompt="narrow", max_tokens=2, request_id=name)
+    command = [*TOP, server.url, "--once", "--interval", "0.1"]
+
+    shown = {
+        columns: subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=os.environ | {"COLUMNS": columns},
+        ).stdout
+        for columns in ("90", "160")
+    }
+
+    assert name in shown["160"]
+    assert name not in shown["90"]
+    assert "a-rathe…" in shown["90"]
+    row = next(line for line in shown["90"].splitlines() if "a-rathe" in line)
+    assert "length" in row

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.columns import Columns
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.measure import Measurement
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -24,6 +25,8 @@ _COLOURS = {
 _TICKS = "▁▂▃▄▅▆▇█"
 _BAR = 12
 _NONE = "-"
+_WIDE = 100
+"""Columns from which request ids are shown whole."""
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
@@ -152,7 +155,7 @@ def _sequences(sequences: Iterable[Mapping[str, Any]]) -> RenderableType:
             entry["found_tokens"], done - entry["found_tokens"], entry["prompt_tokens"], "blue"
         )
         table.add_row(
-            Text(entry["request_id"], no_wrap=True, overflow="ellipsis"),
+            ShortId(entry["request_id"]),
             waits,
             bar,
             f"{entry['output_tokens']:,} / {entry['max_output_tokens']:,}",
@@ -166,7 +169,7 @@ def _recent(records: Iterable[Mapping[str, Any]]) -> RenderableType:
     for record in list(records)[:8]:
         share = record["cached_tokens"] / max(record["prompt_tokens"], 1)
         table.add_row(
-            Text(record["request_id"], no_wrap=True, overflow="ellipsis"),
+            ShortId(record["request_id"]),
             f"{record['prompt_tokens']:,}",
             percent(share),
             str(record.get("miss_reason", "")).replace("_", " "),
@@ -175,6 +178,27 @@ def _recent(records: Iterable[Mapping[str, Any]]) -> RenderableType:
             record["finish_reason"],
         )
     return table if table.row_count else Text("none yet", "dim")
+
+
+class ShortId:
+    """A request id, whole in a wide terminal, its first and last characters in a narrow one."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterable[RenderableType]:
+        yield Text(self._shown(console.width), no_wrap=True, overflow="ellipsis")
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        width = len(self._shown(console.width))
+        return Measurement(min(width, 12), width)
+
+    def _shown(self, columns: int) -> str:
+        if columns >= _WIDE or len(self._name) <= 12:
+            return self._name
+        return f"{self._name[:7]}…{self._name[-4:]}"
 
 
 def _pane(title: str, body: RenderableType, *, expand: bool = False) -> Panel:

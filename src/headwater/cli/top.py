@@ -4,31 +4,43 @@ import json
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter, _SubParsersAction
 from collections import deque
+from http import HTTPStatus
 from threading import Event
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
+from headwater.cli.keys_pressed import PressedKeys
 from headwater.config import api_key_from_environment
 from headwater.errors import ConfigError, HeadwaterError
 from headwater.metrics.rates import ServerRates, is_restart, rates_between
 
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
 _ABOUT = """\
 Show what a server is doing: throughput, latency, where prompts came from, tiers, transfers,
-misses and requests, once a second. The same as its page at /dashboard. Ctrl-C leaves.
+misses and requests, once a second. The same as its page at /dashboard. Of a router: each
+instance with its state, load, rate and hits. `q` or Ctrl-C leaves.
 
   headwater top
   headwater top http://127.0.0.1:8000 --once
+  headwater top http://127.0.0.1:8100       # a router
 """
 
 _pause = Event().wait
 
 _TIMEOUT_S = 6.0
+_INSTANCE_TIMEOUT_S = 1.0
 _HISTORY = 240
 
 
 class Unreachable(HeadwaterError):
     """The server does not answer, or not with what a server says."""
+
+    def __init__(self, sentence: str, *, status: int | None = None) -> None:
+        super().__init__(sentence)
+        self.status = status
 
 
 def add_top(commands: "_SubParsersAction[ArgumentParser]") -> None:
@@ -41,7 +53,11 @@ def add_top(commands: "_SubParsersAction[ArgumentParser]") -> None:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "url", nargs="?", default="http://127.0.0.1:8000", metavar="URL", help="of the server"
+        "url",
+        nargs="?",
+        default="http://127.0.0.1:8000",
+        metavar="URL",
+        help="of the server or router",
     )
     parser.add_argument("--api-key", metavar="KEY", help="its key (or HEADWATER_API_KEY)")
     parser.add_argument(
@@ -49,14 +65,16 @@ def add_top(commands: "_SubParsersAction[ArgumentParser]") -> None:
     )
     parser.add_argument("--once", action="store_true", help="print one look and leave")
     parser.add_argument(
-        "--json", action="store_true", help="print the answers of GET /stats, one a line"
+        "--json",
+        action="store_true",
+        help="print the answers of GET /stats (of a router: GET /instances), one a line",
     )
     flags = [flag for action in parser._actions for flag in action.option_strings]
     parser.set_defaults(flags=flags)
 
 
 def run_top(options: Namespace) -> int:
-    """Watch until Ctrl-C; the exit code."""
+    """Watch until `q` or Ctrl-C; the exit code."""
     if not 0.1 <= options.interval <= 3600:
         raise ConfigError(f"--interval is from 0.1 to 3600 seconds, got {options.interval:g}")
     if not options.url.startswith(("http://", "https://")):
@@ -72,19 +90,47 @@ class StatusClient:
 
     def __init__(self, url: str, api_key: str | None) -> None:
         self.url = url.rstrip("/")
+        self._api_key = api_key
         self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
 
     def stats(self) -> dict[str, Any]:
         """The answer of GET /stats, or Unreachable with a sentence."""
+        return self._get("/stats", _TIMEOUT_S)
+
+    def instances(self) -> dict[str, Any]:
+        """The answer of a router's GET /instances, or Unreachable."""
+        return self._get("/instances", _TIMEOUT_S)
+
+    def is_router(self) -> bool:
+        """Whether a router answers. Raises Unreachable where nothing does."""
         try:
-            request = Request(self.url + "/stats", headers=self._headers)
-            with urlopen(request, timeout=_TIMEOUT_S) as answer:
+            self.stats()
+        except Unreachable as exc:
+            if exc.status != HTTPStatus.NOT_FOUND:
+                raise
+            self.instances()
+            return True
+        return False
+
+    def stats_of(self, url: str) -> dict[str, Any] | None:
+        """GET /stats of an instance; None where it cannot be reached from here."""
+        try:
+            return StatusClient(url, self._api_key)._get("/stats", _INSTANCE_TIMEOUT_S)
+        except Unreachable:
+            return None
+
+    def _get(self, path: str, timeout_s: float) -> dict[str, Any]:
+        try:
+            request = Request(self.url + path, headers=self._headers)
+            with urlopen(request, timeout=timeout_s) as answer:
                 found: dict[str, Any] = json.load(answer)
                 return found
         except HTTPError as exc:
             with exc:
                 hint = "; see --api-key" if exc.code == 401 else ""
-                raise Unreachable(f"{self.url} answers {exc.code} {exc.reason}{hint}") from exc
+                raise Unreachable(
+                    f"{self.url} answers {exc.code} {exc.reason}{hint}", status=exc.code
+                ) from exc
         except (URLError, OSError, ValueError) as exc:
             raise Unreachable(f"{self.url} does not answer: {exc}") from exc
 
@@ -107,25 +153,70 @@ class Watcher:
             self.history.append(found)
 
 
+class RouterWatcher:
+    """The instances of a router, each watched by its own answers where it can be reached."""
+
+    def __init__(self, client: StatusClient) -> None:
+        self._client = client
+        self._watchers: dict[str, Watcher] = {}
+        self._answer: dict[str, Any] = {}
+
+    def look(self) -> None:
+        """Ask the router, and then each of its instances."""
+        self._answer = self._client.instances()
+        names = {entry["instance_id"]: entry["url"] for entry in self._answer["instances"]}
+        self._watchers = {name: self._watchers.get(name, Watcher()) for name in names}
+        for name, url in names.items():
+            if (answer := self._client.stats_of(url)) is not None:
+                self._watchers[name].take(answer)
+
+    def screen(self, state: str) -> "RenderableType":
+        from headwater.cli.router_panes import router_screen
+
+        rates = {name: watcher.rates for name, watcher in self._watchers.items()}
+        return router_screen(self._answer, rates, self._client.url, state)
+
+
+class ServerWatcher:
+    """One server."""
+
+    def __init__(self, client: StatusClient) -> None:
+        self._client = client
+        self._watcher = Watcher()
+
+    def look(self) -> None:
+        """Ask it once."""
+        self._watcher.take(self._client.stats())
+
+    def screen(self, state: str) -> "RenderableType":
+        from headwater.cli.panes import screen
+
+        return screen(self._watcher, self._client.url, state)
+
+
 def _print_answers(server: StatusClient, options: Namespace) -> int:
+    ask = server.instances if server.is_router() else server.stats
     while True:
-        sys.stdout.write(json.dumps(server.stats()) + "\n")
+        sys.stdout.write(json.dumps(ask()) + "\n")
         sys.stdout.flush()
         if options.once:
             return 0
         _pause(options.interval)
 
 
+def _watch(server: StatusClient) -> RouterWatcher | ServerWatcher:
+    watcher = RouterWatcher(server) if server.is_router() else ServerWatcher(server)
+    watcher.look()
+    return watcher
+
+
 def _print_once(server: StatusClient, options: Namespace) -> int:
     from rich.console import Console
 
-    from headwater.cli.panes import screen
-
-    watcher = Watcher()
-    watcher.take(server.stats())
+    watcher = _watch(server)
     _pause(options.interval)
-    watcher.take(server.stats())
-    Console(file=sys.stdout, highlight=False).print(screen(watcher, server.url, "live"))
+    watcher.look()
+    Console(file=sys.stdout, highlight=False).print(watcher.screen("live"))
     return 0
 
 
@@ -133,23 +224,23 @@ def _live(server: StatusClient, options: Namespace) -> int:
     from rich.console import Console
     from rich.live import Live
 
-    from headwater.cli.panes import screen
-
-    watcher, state = Watcher(), "live"
-    watcher.take(server.stats())
+    watcher, state = _watch(server), "live"
     console = Console(highlight=False)
-    with Live(
-        screen(watcher, server.url, state),
-        console=console,
-        screen=console.is_terminal,
-        auto_refresh=False,
-        vertical_overflow="crop",
-    ) as live:
-        while True:
-            _pause(options.interval)
+    with (
+        PressedKeys() as keys,
+        Live(
+            watcher.screen(state),
+            console=console,
+            screen=console.is_terminal,
+            auto_refresh=False,
+            vertical_overflow="crop",
+        ) as live,
+    ):
+        while "q" not in keys.wait(options.interval).lower():
             try:
-                watcher.take(server.stats())
+                watcher.look()
                 state = "live"
             except Unreachable:
                 state = "waiting for the server"
-            live.update(screen(watcher, server.url, state), refresh=True)
+            live.update(watcher.screen(state), refresh=True)
+    return 0

@@ -8,12 +8,15 @@ ends too. When this command itself dies, its children end (`launch.parent_watch`
 import os
 import re
 import secrets
+import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -54,6 +57,16 @@ def add_up(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public typ
     )
     parser.add_argument("--host", default="127.0.0.1", help="address of the router")
     parser.add_argument("--port", type=int, default=8100, help="port of the router")
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="key that clients must carry, for router and instances (or HEADWATER_API_KEY)",
+    )
+    parser.add_argument(
+        "--instance-ports",
+        metavar="FIRST[-LAST]",
+        help="ports of the instances, counted up from FIRST (default: any free ports)",
+    )
     parser.add_argument("--policy", metavar="NAME", default="cache_aware", help="see route")
     parser.add_argument("serve_flags", nargs="*", metavar="-- FLAGS", help="of each instance")
     parser.set_defaults(flags=[flag for a in parser._actions for flag in a.option_strings])
@@ -122,28 +135,55 @@ def run_up(options: Namespace) -> int:
     roles = {role: getattr(options, role) for role in ("mixed", "prefill", "decode")}
     _check(roles)
     gpus = _gpus(options, sum(roles.values()))
+    ports = _ports(options, sum(roles.values()))
     notes: SimpleQueue[Note] = SimpleQueue()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: notes.put((None, "")))
     # Children share the secret without its being on a command line.
     os.environ.setdefault("HEADWATER_PEER_TOKEN", secrets.token_hex(16))
-    cluster = _Cluster(notes)
-    try:
-        return cluster.run(options, roles, gpus)
-    finally:
-        cluster.stop()
+    if options.api_key is not None:
+        os.environ["HEADWATER_API_KEY"] = options.api_key
+    with TokenFile(os.environ["HEADWATER_PEER_TOKEN"]) as token:
+        cluster = _Cluster(notes, token.path)
+        try:
+            return cluster.run(options, roles, list(zip(gpus, ports, strict=True)))
+        finally:
+            cluster.stop()
+
+
+class TokenFile:
+    """The cluster's secret in a file that only this user reads, for instances started by hand."""
+
+    def __init__(self, token: str) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="headwater-up-")  # mode 0700
+        self.path = Path(self._folder.name) / "peer-token"
+        self.path.write_text(token + "\n", encoding="ascii")
+        self.path.chmod(0o600)
+
+    def __enter__(self) -> "TokenFile":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._folder.cleanup()
 
 
 class _Cluster:
     """The children, the router first."""
 
-    def __init__(self, notes: "SimpleQueue[Note]") -> None:
+    def __init__(self, notes: "SimpleQueue[Note]", token_file: Path) -> None:
         self._notes = notes
+        self._token_file = token_file
         self._children: list[Child] = []
         # Never written to: when this process dies, its end closes and the children end too.
         self._lifeline, self._held = os.pipe()
 
-    def run(self, options: Namespace, roles: dict[str, int], gpus: Sequence[str | None]) -> int:
+    def run(
+        self,
+        options: Namespace,
+        roles: dict[str, int],
+        places: Sequence[tuple[str | None, int]],
+    ) -> int:
+        """`places` has the GPU and the port of each instance."""
         place = ["--host", options.host, "--port", str(options.port)]
         router = self._start("router", ["route", *place, "--policy", options.policy])
         if not self._until_ready([router]):
@@ -151,12 +191,16 @@ class _Cluster:
         names = [f"{role}-{n}" for role, count in roles.items() for n in range(1, count + 1)]
         _say(f"router ready at {router.url}; loading {len(names)} instances")
         instances = [
-            self._start(name, _serve_arguments(name, options, router.url), gpu)
-            for name, gpu in zip(names, gpus, strict=True)
+            self._start(name, _serve_arguments(name, options, router.url, port), gpu)
+            for name, (gpu, port) in zip(names, places, strict=True)
         ]
         if not self._until_ready(instances):
             return 0
-        _say(_banner(router, instances))
+        again = _serve_arguments(
+            "mixed" if roles["mixed"] else "decode", options, router.url, 0
+        )
+        again += ["--peer-token-file", str(self._token_file)]
+        _say(_banner(router, instances, ["headwater", *again]))
         return self._watch(router)
 
     def stop(self) -> None:
@@ -227,10 +271,28 @@ def _gpus(options: Namespace, num_instances: int) -> list[str | None]:
     return gpus
 
 
-def _serve_arguments(name: str, options: Namespace, router: str) -> list[str]:
+def _ports(options: Namespace, num_instances: int) -> list[int]:
+    """The port of each instance; 0 takes a free one."""
+    if options.instance_ports is None:
+        return [0] * num_instances
+    first, dash, last = options.instance_ports.partition("-")
+    if not first.isdigit() or (dash and not last.isdigit()):
+        raise ConfigError(
+            f"--instance-ports {options.instance_ports}: give one port, as 8200, or a range, as "
+            "8200-8210"
+        )
+    ports = list(range(int(first), int(first) + num_instances))
+    if ports[-1] > (int(last) if dash else 65535) or not ports[0]:
+        raise ConfigError(
+            f"--instance-ports {options.instance_ports} has no room for {num_instances} instances"
+        )
+    return ports
+
+
+def _serve_arguments(name: str, options: Namespace, router: str, port: int) -> list[str]:
     role = name.partition("-")[0]
     model = [] if options.model is None else [options.model]
-    place = ["--port", "0", "--router", router, "--splitwise-role", role]
+    place = ["--port", str(port), "--router", router, "--splitwise-role", role]
     device = [] if options.gpus is None else ["--device", "cuda"]
     return ["serve", *model, *place, *device, *options.serve_flags]
 
@@ -239,7 +301,7 @@ def _how(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-def _banner(router: Child, instances: Sequence[Child]) -> str:
+def _banner(router: Child, instances: Sequence[Child], again: Sequence[str]) -> str:
     width = max(len(child.name) for child in (router, *instances))
     lines = "".join(
         f"\n  {child.name:<{width}}  {child.url}  pid {child.process.pid}"
@@ -250,6 +312,9 @@ Headwater cluster is ready at {router.url}{lines}
 try:
   curl {router.url}/v1/chat/completions -d '{{"messages": [{{"role": "user", "content": "Hello"}}]}}'
   curl {router.url}/instances
+  headwater top {router.url}
+add or replace an instance:
+  {shlex.join(again)}
 stop with Ctrl-C"""
 
 
