@@ -23,6 +23,8 @@ def make_choice(
     storage: LinkRate | None = None,
     queued: LowerTierMatch | None = None,
     max_wait_s: float = 10.0,
+    backlog_tokens: int = 0,
+    num_waiting: int = 0,
 ) -> LoadDecision:
     """By default a block of 64 tokens is computed in 10 ms."""
     rates = MeasuredRates(prefill_tokens_s=prefill, host=host, storage=storage)
@@ -32,6 +34,8 @@ def make_choice(
         queued=queued or LowerTierMatch(),
         block_tokens=64,
         max_wait_s=max_wait_s,
+        backlog_tokens=backlog_tokens,
+        num_waiting=num_waiting,
     )
 
 
@@ -87,6 +91,28 @@ def test_a_queue_counts():
         ).num_blocks
         == 0
     )
+
+
+def test_a_load_is_free_while_other_prompts_are_computed():
+    """Computing would begin only after the running prompts, and the load has ended by then."""
+    queued = LowerTierMatch(host=100)
+    found = LowerTierMatch(host=8)
+
+    alone = make_choice(found, host=FAST, queued=queued)
+    behind = make_choice(found, host=FAST, queued=queued, backlog_tokens=12 * 64)
+
+    assert (alone.num_blocks, behind.num_blocks) == (0, 8)
+
+
+def test_a_burst_loads_although_computing_would_be_faster_for_one_alone():
+    """Computing 8 blocks delays each of the others by 80 ms, loading them by 8 ms."""
+    queued = LowerTierMatch(host=100)
+    found = LowerTierMatch(host=8)
+
+    alone = make_choice(found, host=FAST, queued=queued)
+    in_burst = make_choice(found, host=FAST, queued=queued, num_waiting=15)
+
+    assert (alone.reason, in_burst.reason) == ("recompute_cheaper", "load_cheaper")
 
 
 def test_the_unmeasured_is_tried():

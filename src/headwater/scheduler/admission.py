@@ -179,6 +179,7 @@ class Admission:
         self._loader.backlog_tokens = sum(
             s.num_tokens - s.num_scheduled for s in self._table.prefilling
         )
+        self._loader.num_waiting = max(len(self._table.waiting) - 1, 0)
         chunks: list[Chunk] = []
         blocked: list[Sequence] = []
         patience, num_waiters = self._config.max_passes, 0

@@ -72,11 +72,14 @@ def choose(
     block_tokens: int,
     max_wait_s: float,
     backlog_tokens: int = 0,
+    num_waiting: int = 0,
 ) -> LoadDecision:
     """The cheapest leading part to load. `queued` are blocks that the links bring before.
 
     `backlog_tokens` are prompt tokens of running sequences that are computed before any of this
     one. A load costs nothing while they are computed, and computing begins only after them.
+    `num_waiting` other sequences wait: each second that this one computes or uses the link delays
+    them too. Without that a burst would compute what the link brings ten times faster.
     Nothing longer than `max_wait_s` is loaded. What was never measured is loaded, because
     that is how it gets measured.
     """
@@ -91,7 +94,9 @@ def choose(
     for count in sorted({0, found.host, total, _within(max_wait_s, found, rates, queued)}):
         wait_s = load_s(count, found, rates, queued)
         if wait_s <= max_wait_s:
+            others_s = (total - count) * compute_s + _link_s(count, found, rates)
             costs[count] = max(wait_s, backlog_s) + (total - count) * compute_s
+            costs[count] += num_waiting * others_s
     best = min(costs, key=lambda count: (costs[count], -count))
     reason = "recompute_cheaper" if best == 0 else "load_cheaper" if best == total else "split"
     return LoadDecision(
@@ -99,7 +104,8 @@ def choose(
         reason=reason,
         load_s=load_s(best or total, found, rates, queued),
         recompute_s=backlog_s + total * compute_s,
-        chosen_s=costs[best],
+        chosen_s=max(load_s(best, found, rates, queued), backlog_s)
+        + (total - best) * compute_s,
     )
 
 
@@ -122,6 +128,15 @@ def load_s(
         latency_s, block_s = rates.host
         seconds += latency_s + (queued.host + count) * block_s
     return seconds
+
+
+def _link_s(count: int, found: LowerTierMatch, rates: MeasuredRates) -> float:
+    """Seconds for which the first `count` blocks below the device use the slowest link."""
+    stored_s = (
+        0.0 if rates.storage is None else max(count - found.host, 0) * rates.storage.block_s
+    )
+    host_s = 0.0 if rates.host is None else count * rates.host.block_s
+    return max(stored_s, host_s)
 
 
 def _within(

@@ -84,6 +84,8 @@ class KVLoader:
         """What the loop measured lately; it puts a new value here."""
         self.backlog_tokens = 0
         """Prompt tokens that running sequences have still to compute; set before admission."""
+        self.num_waiting = 0
+        """Sequences that wait behind the one being examined; set before admission."""
         self._plans: list[LoadJob] = []
         """Decided, and not taken yet."""
         self._questions: list[StorageLookup] = []
@@ -267,6 +269,7 @@ class KVLoader:
             block_tokens=self._cache.block_tokens,
             max_wait_s=load.timeout_s,
             backlog_tokens=self.backlog_tokens,
+            num_waiting=self.num_waiting,
         )
 
     def _patience_s(self, sequence: Sequence, load: SequenceLoad, match: Match) -> float:
