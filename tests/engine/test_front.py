@@ -347,3 +347,30 @@ def test_a_stopped_engine_is_not_logged_as_dead(caplog):
     asyncio.run(scenario())
 
     assert not caplog.records
+
+
+def test_a_device_that_hangs_is_declared_dead_and_clients_are_told():
+    """The loop's thread is stuck in the runner; the watchdog speaks for it and ends the process.
+    Requests and control calls that wait get the reason, and so do later ones."""
+
+    async def scenario():
+        child = EngineChild(ECHO, b'{"hang_after_s": 0.5}')
+        engine = AsyncEngine(child)
+        await engine.start(timeout_s=60)
+        idle = await engine.control(GetStats())
+        assert idle.num_running == 0
+        request = asyncio.ensure_future(tokens_of(engine, make_request("stuck")))
+        reason = await engine.wait_dead()
+        assert "step 1 did not end within 0.5 s: the device hangs" in reason
+        with pytest.raises(EngineDead, match="did not end within"):
+            await request
+        with pytest.raises(EngineDead, match="did not end within"):
+            await engine.control(GetStats())
+
+        async def ended():
+            return not process_exists(engine.pid)
+
+        await until(ended)
+        await engine.close()
+
+    asyncio.run(scenario())

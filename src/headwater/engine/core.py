@@ -88,6 +88,9 @@ class Feed(Protocol):
 class EngineCore:
     """Requests in, tokens out, one step at a time."""
 
+    step_timeout_s = 600.0
+    """A wait for the device that takes longer never ends: the engine is dead then."""
+
     def __init__(
         self, scheduler: Scheduler, runner: Runner, clock: Clock, mover: Mover | None = None
     ) -> None:
@@ -105,6 +108,9 @@ class EngineCore:
         self._decide_s = 0.0
         self._step_s = 0.0
         self._num_idle_turns = 0
+        self.device_since: tuple[float, int] | None = None
+        """Since when the loop waits for the device, and how many steps were scheduled before;
+        None while it does not wait. Read by the watchdog's thread."""
         self._num_received = 0
         """Outcomes and messages that arrived, ever."""
         self._feed: Feed | None = None
@@ -209,7 +215,9 @@ class EngineCore:
         batch = self._scheduler.schedule(now=began)
         is_idle = not self._start(began) and batch is None and received == self._num_received
         decided = self._clock.now()
+        self.device_since = decided, self._scheduler.num_steps
         result = self._run(batch)
+        self.device_since = None
         collected = self._clock.now()
         self._rates.note(batch, decided, result, collected)
         outputs = self._scheduler.advance(result, now=collected)

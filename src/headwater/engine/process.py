@@ -20,6 +20,7 @@ from headwater.engine import wire
 from headwater.engine.client import Answer, ControlCall, EngineInfo
 from headwater.engine.rundir import remove_socket_folder
 from headwater.engine.step_watch import StepWatch
+from headwater.engine.watchdog import StepWatchdog
 from headwater.errors import EngineDead, HeadwaterError, InvariantError, RequestError
 from headwater.metrics.stats import EngineStats
 from headwater.scheduler.output import SequenceOutput
@@ -31,6 +32,9 @@ log = logging.getLogger(__name__)
 
 _DRAIN_S = 2.0
 """Longest wait for writes to lower tiers before the process ends."""
+
+_LAST_WORDS_S = 2.0
+"""Longest wait for the last message of an engine whose device hangs."""
 
 
 class Core(Protocol):
@@ -47,6 +51,10 @@ class Core(Protocol):
     def sleep_s(self) -> float | None: ...
     @property
     def completions(self) -> CompletionQueue: ...
+    @property
+    def device_since(self) -> tuple[float, int] | None: ...
+    @property
+    def step_timeout_s(self) -> float: ...
     def drain(self, within_s: float) -> None: ...
     def close(self) -> None: ...
 
@@ -69,7 +77,11 @@ def run_engine(build: Build, address: str) -> int:
     try:
         core, info = build(settings)
         socket.send(wire.encode(wire.Ready(info)))
-        EngineLoop(core, socket, StepWatch(SystemClock())).run()
+        loop = EngineLoop(core, socket, StepWatch(SystemClock()))
+        watchdog = StepWatchdog(core, core.step_timeout_s, loop.die, SystemClock())
+        watchdog.start()
+        loop.run()
+        watchdog.stop()
         core.drain(_DRAIN_S)
         core.close()
         return 0
@@ -94,7 +106,10 @@ class EngineLoop:
         self._core = core
         self._watch = watch
         self._socket = socket
+        self._context = socket.context
         self._stopped = False
+        self._speaking = threading.Lock()
+        """Held while the socket is used: by the loop, or for good by `die`."""
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(core.completions.fileno(), zmq.POLLIN)
@@ -108,6 +123,19 @@ class EngineLoop:
             if self._core.has_work:
                 self._step()
             self._core.publish()
+
+    def die(self, sentence: str) -> None:
+        """From the watchdog's thread, while the loop is stuck in a step: tell every client, and
+        end the process without waiting for any thread."""
+        self._speaking.acquire()
+        if self._core.device_since is None:  # the step has just ended after all
+            self._speaking.release()
+            return
+        self._socket.send(wire.encode(wire.EngineFailed(EngineDead.__name__, sentence)))
+        self._socket.close(linger=1000)
+        threading.Timer(_LAST_WORDS_S, os._exit, args=(1,)).start()
+        self._context.term()  # returns when the message is on its way
+        os._exit(1)
 
     def _step(self) -> None:
         began_s = self._watch.now()
@@ -127,7 +155,8 @@ class EngineLoop:
     def _take_inbox(self) -> None:
         while True:
             try:
-                frame = self._socket.recv(zmq.NOBLOCK)
+                with self._speaking:
+                    frame = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
             self._receive(wire.decode_to_engine(frame))
@@ -155,7 +184,9 @@ class EngineLoop:
             self._send(wire.Outputs([wire.pack_output(output) for output in outputs]))
 
     def _send(self, message: wire.FromEngine) -> None:
-        self._socket.send(wire.encode(message), copy=False)
+        frame = wire.encode(message)
+        with self._speaking:
+            self._socket.send(frame, copy=False)
 
 
 def _watch_parent(pipe: io.FileIO, address: str) -> None:

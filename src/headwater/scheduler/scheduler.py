@@ -101,6 +101,11 @@ class Scheduler:
         return len(self._in_flight)
 
     @property
+    def num_steps(self) -> int:
+        """Steps that were scheduled, ever."""
+        return self._totals.num_steps
+
+    @property
     def num_copies(self) -> int:
         """Transfers and lookups that are planned and have not ended."""
         return self.cache.num_jobs + self._loader.num_questions

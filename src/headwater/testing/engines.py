@@ -26,7 +26,7 @@ from headwater.scheduler.config import SchedulerConfig
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.request import Request
 from headwater.scheduler.scheduler import Scheduler
-from headwater.testing.runners import EchoRunner
+from headwater.testing.runners import EchoRunner, HangingRunner
 
 _SPECIALS = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
 _TEMPLATE = (
@@ -46,6 +46,7 @@ def make_echo_core(
     max_model_len: int = 512,
     clock: Clock | None = None,
     record_events: bool = False,
+    runner_type: type[EchoRunner] = EchoRunner,
 ) -> EngineCore:
     """A whole engine core over an `EchoRunner`."""
     cache = TieredCache(
@@ -59,7 +60,9 @@ def make_echo_core(
     config = SchedulerConfig(
         max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_batched_tokens=256
     )
-    runner = EchoRunner(num_blocks=num_blocks, block_tokens=block_tokens, vocab_size=VOCAB_SIZE)
+    runner = runner_type(
+        num_blocks=num_blocks, block_tokens=block_tokens, vocab_size=VOCAB_SIZE
+    )
     return EngineCore(Scheduler(config, cache), runner, clock or SystemClock())
 
 
@@ -188,13 +191,19 @@ def _byte_of_sign(sign: str) -> int:
 
 
 def _build(settings: bytes) -> tuple[EngineCore, EngineInfo]:
-    """Build from `{"fail": …, "raise": …}`, so that tests can ask for a bad start."""
+    """Build from `{"fail": …, "raise": …, "hang_after_s": …}`, so that tests can ask for a bad
+    start, or for a device whose first step never ends and is given up after that time."""
     wanted: dict[str, str] = json.loads(settings)
     if "fail" in wanted:
         raise ModelError(wanted["fail"])
     if "raise" in wanted:
         raise ZeroDivisionError(wanted["raise"])
-    return make_echo_core(), make_echo_info(wanted.get("model_dir", ""))
+    if "hang_after_s" in wanted:
+        core = make_echo_core(runner_type=HangingRunner)
+        core.step_timeout_s = float(wanted["hang_after_s"])
+    else:
+        core = make_echo_core()
+    return core, make_echo_info(wanted.get("model_dir", ""))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ and read, so that a block that is freed too early, read too early or put in the 
 changes the tokens that come out.
 """
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from zlib import crc32
@@ -184,3 +185,11 @@ def _logprobs(params: SamplingParams, token: int) -> TokenLogprobs | None:
     if params.logprobs is None:
         return None
     return TokenLogprobs(chosen=-0.5, rank=1, top_ids=(token,), top_values=(-0.5,))
+
+
+class HangingRunner(EchoRunner):
+    """A device on which no step ever ends, like a kernel that hangs."""
+
+    def collect(self) -> StepResult:
+        threading.Event().wait()
+        raise AssertionError("nothing sets the event")

@@ -1,0 +1,65 @@
+"""Ends an engine process whose device does not finish a step: a kernel that hangs, a lost rank.
+
+The loop's thread is inside the runner then and cannot speak. So a thread looks at it, tells the
+clients why the engine is dead, and ends the process at once: nothing that the device may still
+write to is used again. It needs the interpreter lock, which runners release while they wait.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from headwater.clock import Clock
+
+log = logging.getLogger(__name__)
+
+_LOOKS = 20
+"""Looks per timeout: a step is found at most a twentieth of the timeout late."""
+
+
+class SteppingCore(Protocol):
+    """What is watched. Read from another thread."""
+
+    @property
+    def device_since(self) -> tuple[float, int] | None:
+        """Since when the loop waits for the device, and how many steps were scheduled before;
+        None while it does not wait."""
+
+
+class StepWatchdog:
+    """Calls `die` once, from its own thread, when one wait for the device exceeds `timeout_s`."""
+
+    def __init__(
+        self,
+        core: SteppingCore,
+        timeout_s: float,
+        die: Callable[[str], None],
+        clock: Clock,
+    ) -> None:
+        self._core = core
+        self._timeout_s = timeout_s
+        self._die = die
+        self._clock = clock
+        self._stopped = threading.Event()
+
+    def start(self) -> None:
+        """Watch until `stop`."""
+        threading.Thread(target=self._watch, name="step-watchdog", daemon=True).start()
+
+    def stop(self) -> None:
+        """Watch no longer. Twice is safe."""
+        self._stopped.set()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(self._timeout_s / _LOOKS):
+            since = self._core.device_since
+            if since is None or self._clock.now() - since[0] < self._timeout_s:
+                continue
+            sentence = (
+                f"step {since[1]} did not end within {self._timeout_s:g} s: the "
+                "device hangs or is lost, so the engine has ended; restart it"
+            )
+            log.critical("the device hangs: step=%d timeout_s=%g", since[1], self._timeout_s)
+            self._die(sentence)
+            return

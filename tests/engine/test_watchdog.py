@@ -1,0 +1,62 @@
+"""The watchdog of device steps: only a wait that is too long ends the engine."""
+
+import threading
+
+from headwater.clock import VirtualClock
+from headwater.engine.watchdog import StepWatchdog
+
+
+class Loop:
+    """What a watchdog reads."""
+
+    device_since: tuple[float, int] | None = None
+
+
+class SteppedEvent(threading.Event):
+    """Ends each look at once, and the watch after the looks of a script."""
+
+    def __init__(self, looks):
+        super().__init__()
+        self._looks = iter(looks)
+
+    def wait(self, timeout=None):
+        look = next(self._looks, None)
+        if look is not None:
+            look()
+        return look is None
+
+
+def watch(*looks, loop, clock):
+    """Run the watch over a script of looks, in this thread; what it said."""
+    said: list[str] = []
+    watchdog = StepWatchdog(loop, 10.0, said.append, clock)
+    watchdog._stopped = SteppedEvent(looks)
+    watchdog._watch()
+    return said
+
+
+def test_a_loop_that_sleeps_or_ends_its_steps_in_time_is_left_alone():
+    """Time alone means nothing: the loop may sleep for hours, and each wait counts anew."""
+    clock, loop = VirtualClock(), Loop()
+
+    def sleep():
+        clock.advance(3600.0)
+
+    def next_step():
+        clock.advance(9.0)
+        loop.device_since = clock.now() - 9.0, 1
+
+    assert watch(sleep, next_step, next_step, next_step, loop=loop, clock=clock) == []
+
+
+def test_a_step_that_does_not_end_is_reported_once():
+    """With its number and the bound."""
+    clock, loop = VirtualClock(), Loop()
+
+    def hang():
+        loop.device_since = loop.device_since or (clock.now(), 7)
+        clock.advance(4.0)
+
+    (said,) = watch(hang, hang, hang, hang, hang, loop=loop, clock=clock)
+
+    assert said.startswith("step 7 did not end within 10 s")
