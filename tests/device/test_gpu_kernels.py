@@ -101,7 +101,7 @@ class Pool:
         return [self._random.permutation(len(self.data))[:n] for n in wanted]
 
     def own_tables(self, contexts: list[int]) -> list[np.ndarray]:
-        """Tables that share nothing; NaN behind each context, left by whoever was there before."""
+        """Tables that share nothing; NaN behind each context, left by an earlier sequence."""
         widths = [-(-context // self.block_tokens) for context in contexts]
         slots = self._random.permutation(sum(widths))
         tables = np.split(slots, np.cumsum(widths)[:-1])
@@ -171,7 +171,7 @@ def test_decodes_of_whole_tiles(
     shape: tuple[int, int, int, int], variant_name: str, num_rows: int
 ) -> None:
     """Heads alone and together, few rows and many, every layer again with the same counters;
-    NaN behind a row's context, left by whoever had the block before, changes nothing."""
+    NaN behind a row's context, left by an earlier owner of the block, changes nothing."""
     pool = Pool(shape, torch.bfloat16)
     variant = VARIANTS[variant_name](pool.heads, pool.dim**-0.5)
     random = np.random.default_rng()

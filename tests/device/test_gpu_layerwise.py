@@ -1,4 +1,4 @@
-"""A first chunk that rides on its load computes over whole layers, and over nothing else."""
+"""A chunk that overlaps its load reads only layers that have arrived completely."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def model() -> LoadedModel:
 
 def serve_again(model: LoadedModel, turns: int) -> tuple[list[list[int]], list[list[int]]]:
     """Tokens of prompts computed, and of the same prompts found on the host, stale bytes being
-    where they are promoted to."""
+    where they are loaded to."""
     engine = GpuEngine(
         model, num_blocks=BLOCKS + 16, host_blocks=BLOCKS * 4, max_num_seqs=4,
         max_batched_tokens=1024, load_policy="wait",
@@ -59,7 +59,7 @@ def serve_again(model: LoadedModel, turns: int) -> tuple[list[list[int]], list[l
     return first, again
 
 
-def test_riding_equals_computing(model: LoadedModel) -> None:
+def test_overlapping_a_load_equals_computing(model: LoadedModel) -> None:
     """Lesson 21: every layer is attended after it has arrived; the tokens are the same."""
     first, again = serve_again(model, turns=4)
 

@@ -35,9 +35,9 @@ class Tables:
         self._submit(batch)
 
 
-def promote_where_others_were(model: LoadedModel, turns: int) -> int:
+def load_into_reused_slots(model: LoadedModel, turns: int) -> int:
     """Promotes blocks into slots that aborted requests had, steps with those still in flight;
-    in how many turns a promoted block is not what it was."""
+    in how many turns a loaded block has changed."""
     engine = GpuEngine(
         model, num_blocks=BLOCKS + 16, host_blocks=BLOCKS * 4, max_num_seqs=8,
         max_batched_tokens=1024, load_policy="wait",
@@ -77,12 +77,12 @@ def finish(engine: GpuEngine, name: RequestId) -> None:
             ended |= output.request_id == name and output.finish_reason is not None
 
 
-def test_promoted_blocks_stay_what_they_are(model: LoadedModel) -> None:
+def test_loaded_blocks_stay_what_they_are(model: LoadedModel) -> None:
     """Lesson 21: what an aborted request's last step still writes, it writes to its own."""
-    assert promote_where_others_were(model, turns=3) == 0
+    assert load_into_reused_slots(model, turns=3) == 0
 
 
-def test_without_the_edge_a_step_writes_into_promoted_blocks(
+def test_without_the_order_a_step_writes_into_loaded_blocks(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test above sees the edge: with slots given back while a step uses them, it fails."""
@@ -94,4 +94,4 @@ def test_without_the_edge_a_step_writes_into_promoted_blocks(
 
     monkeypatch.setattr(ResultApplier, "finish", finish_now)
 
-    assert promote_where_others_were(model, turns=3) > 0
+    assert load_into_reused_slots(model, turns=3) > 0

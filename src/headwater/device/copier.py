@@ -42,7 +42,7 @@ class CpuCopier:
         self._host: Bytes = slab.rows
         self._clock = clock
         self._queues: list[SimpleQueue[tuple[TransferJob, Report] | None]] = []
-        for name in ("promote", "demote"):
+        for name in ("load", "offload"):
             queue: SimpleQueue[tuple[TransferJob, Report] | None] = SimpleQueue()
             self._queues.append(queue)
             Thread(target=self._work, args=(queue,), name=name, daemon=True).start()

@@ -70,7 +70,7 @@ class CudaCopier:
         self._runtime = Runtime(pool.device.index or 0)
         self._pinned = PinnedSlab(slab, self._runtime)
         self._queues: list[SimpleQueue[_Entry | None]] = []
-        for name in ("promote", "demote"):
+        for name in ("load", "offload"):
             queue: SimpleQueue[_Entry | None] = SimpleQueue()
             stream = torch.cuda.Stream(pool.device)
             self._queues.append(queue)

@@ -190,8 +190,8 @@ def attend_decodes(
 ) -> None:
     """Attend one token a row; `query` is `[rows, >= heads * dim]`, `out` `[rows, heads, dim]`.
 
-    K and V of the rows' own tokens are in the pool already. Rows that are not there get what
-    nobody may read.
+    K and V of the rows' own tokens are in the pool already. The output of padding rows (context
+    0) is undefined and must not be read.
     """
     if decode_tma.fits(pool, variant):
         decode_tma.attend_decodes(query, pool, layer, work, variant, out)

@@ -1,10 +1,10 @@
-"""Gate and up in one product with the activation inside, so that its input is never written.
+"""Gate and up as one GEMM with a fused activation epilogue: their result is never written.
 
-The weight has a row of the gate, then the same row of up, and so on: a tile of it is one product,
-and each thread has both numbers of an output. For Hopper and later: tiles come and go by the
-copy engine of each processor (TMA). With many rows each program takes tiles one after another.
-With few it is the reading of weights: the product is transposed, `[outputs, rows]`, so that
-weights fill the tensor cores' longer side and rows that are not there cost little.
+Rows of gate and up are interleaved in the weight, so one tile is one GEMM and each thread has
+both numbers of an output. For Hopper and later: TMA loads and stores tiles. With many rows, each
+program computes tiles one after another. With few rows, reading weights takes the time: the GEMM
+is transposed, `[outputs, rows]`, so that weights fill the longer side of the tensor cores and
+padding rows cost little.
 """
 
 import torch

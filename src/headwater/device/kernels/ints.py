@@ -1,7 +1,7 @@
 """Small arrays of integers between pinned memory and the device, read and written by a kernel.
 
 Not by a copy engine: there a few kilobytes would queue behind the blocks that are being
-promoted or demoted, and a step would wait for a copy.
+loaded or offloaded, and a step would wait for a copy.
 """
 
 import triton

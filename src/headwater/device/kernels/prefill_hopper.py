@@ -1,17 +1,17 @@
-"""`prefill` for Hopper: two groups of warps compute, a third brings what they need.
+"""Prefill attention as in `prefill`, for Hopper: two warp groups compute, a third loads.
 
-A program takes tiles of 128 queries one after another, and each group half of a tile. While the
-tensor cores compute scores of one tile of keys and sums over the one before, the group weighs
-the scores it has; while it weighs, the other group has the tensor cores. Queries stay in
-registers, and sums are only multiplied where a higher score came: a busy device is short of
-power, and what is not moved or computed is time for the rest.
+A program computes tiles of 128 queries one after another; each computing group has half of a
+tile. While the tensor cores compute scores of one tile of keys and sums over the tile before, the
+group computes the softmax of the scores it has. Meanwhile the other group uses the tensor cores.
+Queries stay in registers, and sums are rescaled only where a higher score came: power limits a
+busy device, so work that is left out makes the rest faster.
 
-    copies    K0 V0 K1 V1       K2 V2        K3 V3 …
-    group 0   S0   | weigh 0  | S1, sums 0 | weigh 1 | S2, sums 1 | …
-    group 1     S0   | weigh 0  | S1, sums 0 | weigh 1 | S2, sums 1 | …
+    loads     K0 V0 K1 V1       K2 V2        K3 V3 …
+    group 0   S0   | softmax 0  | S1, sums 0 | softmax 1 | S2, sums 1 | …
+    group 1     S0   | softmax 0  | S1, sums 0 | softmax 1 | S2, sums 1 | …
 
-In Gluon, Triton's language for a chip's own instructions, which is an experiment of theirs:
-`prefill` leaves it alone with versions of Triton it was not tried with.
+It is written in Gluon, Triton's experimental language for a chip's own instructions. `prefill`
+uses it only with the version of Triton it was tested with.
 """
 
 from typing import Any, NamedTuple

@@ -30,7 +30,8 @@ def make_ring(dtype: gl.constexpr, layout: gl.constexpr, NUMBER: gl.constexpr, R
 
 @gluon.jit
 def await_room(ring, use, num_bytes):
-    """The buffer of a use, counted from 0, once nobody reads it; its barrier now awaits so many bytes."""
+    """The buffer of a use, counted from 0, once all readers have left it. Its barrier then expects
+    `num_bytes`."""
     number: gl.constexpr = ring.buffers.type.shape[0]
     at = use % number
     mbarrier.wait(ring.empty.index(at), ((use // number) & 1) ^ 1)
