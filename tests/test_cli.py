@@ -52,7 +52,7 @@ def test_without_a_command_it_says_what_there_is(capsys):
     ("arguments", "hint"),
     [
         (["serv"], "did you mean 'serve'?"),
-        (["banana"], "known: bench, certs, demo, plan, replay, route, serve"),
+        (["banana"], "known: bench, certs, demo, doctor, plan, replay, route, serve"),
         (["serve", "--max-num-seq", "3"], "did you mean '--max-num-seqs'?"),
         (["serve", "--prot=3"], "did you mean '--port'?"),
         (["serve", "--completely-else"], "see --help"),
@@ -282,10 +282,15 @@ def test_the_version_can_be_asked_for_either_way(capsys):
 
 
 def test_the_version_is_that_of_the_package():
-    """One number: the one pyproject.toml builds, and the one the program says."""
-    settings = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
+    """One number: packages are built with the one in config.py, which the program says."""
+    root = Path(__file__).parent.parent
+    settings = tomllib.loads((root / "pyproject.toml").read_text())
+    place = settings["tool"]["hatch"]["version"]
 
-    assert settings["project"]["version"] == __version__
+    assert settings["project"]["dynamic"] == ["version"]
+    found = re.search(place["pattern"], (root / place["path"]).read_text(), re.MULTILINE)
+    assert found is not None
+    assert found["version"] == __version__
 
 
 def test_tier_flags_become_settings():

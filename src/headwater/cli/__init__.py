@@ -33,6 +33,7 @@ _COMMANDS = (
     "plan",
     "storage",
     "top",
+    "doctor",
     "version",
 )
 
@@ -66,6 +67,10 @@ def _run(options: Namespace, given: frozenset[str]) -> int:
         from headwater.cli.demo import run_demo
 
         return run_demo()
+    if options.command == "doctor":
+        from headwater.cli.doctor import run_doctor
+
+        return run_doctor()
     if options.command == "replay":
         from headwater.cli.replay import run_replay
 

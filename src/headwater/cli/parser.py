@@ -27,6 +27,7 @@ commands:
   storage ACTION  look into a storage directory: ls, stats, verify, prune
   certs FOLDER    a development CA and certificates for TLS
   top [URL]       what a server is doing, live in this terminal
+  doctor          what this machine has, what is missing or slow, and how to fix it
   version         the version of this program
 """
 
@@ -44,6 +45,7 @@ def build_parser() -> ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     add_serve(commands)
     commands.add_parser("demo", allow_abbrev=False, help="show what the cache saves")
+    commands.add_parser("doctor", allow_abbrev=False, help="check this machine")
     commands.add_parser("bench", allow_abbrev=False, help="run a benchmark")
     add_certs(commands)
     add_plan(commands)
