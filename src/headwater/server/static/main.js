@@ -14,7 +14,7 @@ let before = null, turn = 0;
 async function look() {
   const now = await ask("stats");
   take(now);
-  if (turn % TREE_EVERY === 0) showTree(await ask("cache/tree?depth=24&limit=1024"), now.cache.block_tokens);
+  if (turn % TREE_EVERY === 0) showTree(await ask("cache/tree?depth=24&limit=1024"), now.cache.block_tokens, now.cache.tiers);
   turn += 1;
   say(now.cache.is_paused ? "paused" : "live", now.cache.is_paused ? "admits nobody" : "live");
 }

@@ -9,12 +9,13 @@ let path = [];              // uids from the first run down to where we are
 let focused = "0";
 let blockTokens = 1;
 
-export function showTree(outline, tokens) {
+// `tiers` has the counts of all cached blocks; the outline has limits of depth and size.
+export function showTree(outline, tokens, tiers) {
   blockTokens = tokens;
   build(outline);
   path = path.filter((uid, i) => nodes.has(uid) && (i === 0 || nodes.get(path[i - 1])));
-  const more = outline.num_nodes - outline.nodes.length;
-  setText("tree-sum", `${whole(top.total)} blocks in ${whole(outline.num_nodes)} runs${more > 0 ? `, ${whole(outline.nodes.length)} drawn` : ""}`);
+  const cached = Object.entries(tiers).filter(([, tier]) => tier.cached).map(([name, tier]) => `${whole(tier.cached)} on the ${name}`);
+  setText("tree-sum", `${whole(top.total)} blocks drawn, in ${whole(outline.nodes.length)} of ${whole(outline.num_nodes)} runs; cached in all: ${cached.join(", ") || "none"}`);
   draw();
 }
 
@@ -94,7 +95,7 @@ function describe(node) {
     const { apart } = node;
     return `${whole(apart.num_namespaces)} salted tenants with ${apart.is_whole ? "" : "more than "}${whole(apart.device)} blocks on the device, ${whole(apart.host)} on the host, ${whole(apart.stored)} in storage; nothing else about them is shown`;
   }
-  if (node === top) return `Everything that is cached: ${whole(node.total)} blocks`;
+  if (node === top) return `Everything that is drawn: ${whole(node.total)} blocks`;
   const used = node.num_pins ? "in use now" : node.age === 0 ? "used last" : `last used ${whole(node.age)} requests ago`;
   return `Blocks ${whole(node.start)}–${whole(node.start + node.num_blocks)} of their path: ${whole(node.num_blocks)} blocks (${whole(node.num_blocks * blockTokens)} tokens); device ${whole(node.device)}, host ${whole(node.host)}, storage ${whole(node.stored)}; ${used}; ${whole(node.num_children)} branches`;
 }
