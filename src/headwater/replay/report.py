@@ -5,6 +5,7 @@ Every number is a function of the trace, the settings and the seed: the same byt
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,6 +20,9 @@ from headwater.replay.time_series import summed
 
 Seconds: TypeAlias = NDArray[np.float64]
 Report: TypeAlias = dict[str, Any]
+
+_LEAST_OVERLOAD = 16
+"""Fewer waiting requests are not called an overload."""
 
 _TIERS = ("device", "host", "storage")
 _SOURCES = (*_TIERS, "peer")
@@ -206,9 +210,26 @@ def _links(run: SimulationRun, duration_s: float) -> Report:
     }
 
 
-def _queue(waiting: Sequence[float]) -> dict[str, float]:
+def _queue(waiting: Sequence[float]) -> dict[str, float | bool]:
     most = max(waiting, default=0.0)
-    return {"mean_waiting": sum(waiting) / max(len(waiting), 1), "max_waiting": most}
+    return {
+        "mean_waiting": sum(waiting) / max(len(waiting), 1),
+        "max_waiting": most,
+        "overloaded": only_grew(waiting),
+    }
+
+
+def only_grew(waiting: Sequence[float]) -> bool:
+    """Whether the queue grew for most of the run and did not shrink before its highest point: the
+    machines cannot serve this traffic, and latencies say how long the trace is, not how fast they
+    are. A burst that is worked off is not that."""
+    most = max(waiting, default=0.0)
+    peak = list(waiting).index(most) + 1 if waiting else 0
+    if most < _LEAST_OVERLOAD or peak < max(8, len(waiting) // 2):
+        return False
+    quarters = [waiting[peak * q // 4 : peak * (q + 1) // 4] for q in range(4)]
+    means = [sum(quarter) / len(quarter) for quarter in quarters]
+    return means[1] > 0 and all(a < b for a, b in pairwise(means))
 
 
 def _over_time(run: SimulationRun) -> dict[str, list[float]]:

@@ -50,6 +50,14 @@ def report_table(report: Report) -> str:
     for link, moved in report["bytes_per_link"].items():
         busy = _percent(report["busy_share_per_link"][link])
         lines.append(f"  {link:<16} {moved / 1e9:,.2f} GB, busy {busy}")
+    if report["queue"]["overloaded"]:
+        lines += [
+            "",
+            (
+                "  overloaded: the queue only grew, so latencies depend on the length of the trace. Give "
+                "more instances, or slow the trace down"
+            ),
+        ]
     if "slo" in report:
         lines += ["", *_slo(report["slo"])]
     return "\n".join([*lines, "", f"  simulated in {report['wall_s']:.1f} s", ""])
