@@ -4,6 +4,7 @@ The runner's KV, the host slab and the stored blocks are real bytes, so a block 
 copied, landed or reused wrongly yields other tokens.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -304,3 +305,25 @@ def test_an_abort_while_loading_returns_every_slot() -> None:
     assert harness.reasons["a"] == "abort"
     assert harness.usages["b"].cached_tokens == 32
     harness.check_empty()
+
+
+def test_one_request_is_loaded_for_a_bounded_number_of_times() -> None:
+    """Where every load brings one block only, the rest is computed after eight of them: a request
+    does not wait for one load per block."""
+    prompt = make_prompt(4 * 20 + 1)
+    harness = make_through(make_storage(), num_blocks=24)
+    harness.run(make_request("a", prompt, max_tokens=1))
+    harness.core.reset_cache(("device",))
+    before = len(harness.copier.started)
+    harness.copier.held = True
+    again = replace(make_request("again", prompt, max_tokens=2), load_policy="wait")
+    harness.add(again)
+
+    for _ in range(60):
+        for job in list(harness.copier.pending):
+            harness.copier.finish(job, 1)
+        harness.step()
+
+    loads = [job for job in harness.copier.started[before:] if isinstance(job, LoadJob)]
+    assert len(loads) == 8
+    assert harness.outputs["again"] == expected_tokens(again)

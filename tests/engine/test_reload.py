@@ -17,13 +17,17 @@ from tests.scheduler.harness import (
 )
 
 
+IDLE = (0, 0, 0, 0)
+
+
 class Reloading:
     """An engine whose weights can be read again, and what each reload saw and answered."""
 
     def __init__(self, **options: Any) -> None:
         self.harness = Harness(write_policy=WritePolicy.WRITE_THROUGH, **options)
-        self.seen: list[tuple[int, int, int]] = []
-        """Running sequences, steps and transfers in flight, whenever weights were read."""
+        self.seen: list[tuple[int, int, int, int]] = []
+        """Running and preempted sequences, steps and transfers in flight, whenever weights were
+        read."""
         self.answers: list[tuple[EngineInfo | None, RequestError | None]] = []
         self.harness.core.allow_reload(self._read)
         self.error: Exception | None = None
@@ -47,8 +51,8 @@ class Reloading:
 
     def _read(self, folder: str | None) -> EngineInfo:
         scheduler = self.harness.scheduler
-        counts = (scheduler.stats().num_running, scheduler.num_in_flight, scheduler.num_copies)
-        self.seen.append(counts)
+        sequences = scheduler.stats().num_running, scheduler.num_preempted
+        self.seen.append((*sequences, scheduler.num_in_flight, scheduler.num_copies))
         if self.error is not None:
             raise self.error
         return make_echo_info()
@@ -68,7 +72,7 @@ def test_running_requests_get_every_token_before_weights_are_read(depth: int) ->
     assert engine.seen == []
     engine.run()
 
-    assert engine.seen == [(0, 0, 0)]
+    assert engine.seen == [IDLE]
     ((info, refusal),) = engine.answers
     assert (info is not None, refusal) == (True, None)
     for request in (running, waiting):
@@ -77,10 +81,11 @@ def test_running_requests_get_every_token_before_weights_are_read(depth: int) ->
     assert last == 12, "no token of the waiting request comes before the reload"
 
 
-def test_a_preempted_request_ends_before_weights_are_read() -> None:
+@pytest.mark.parametrize("host_blocks", [0, 64])
+def test_a_preempted_request_ends_before_weights_are_read(host_blocks: int) -> None:
     """A request that waits for its blocks to be loaded back has begun with the old weights, so
     the engine is not idle although nothing runs (it got 23 of 24 tokens)."""
-    engine = Reloading(num_blocks=12, host_blocks=64, settings={"max_num_seqs": 4})
+    engine = Reloading(num_blocks=12, host_blocks=host_blocks, settings={"max_num_seqs": 4})
     requests = [
         make_request("r1", make_prompt(16), max_tokens=24),
         make_request("r2", make_prompt(16, family=3), max_tokens=24),
@@ -92,7 +97,7 @@ def test_a_preempted_request_ends_before_weights_are_read() -> None:
     engine.ask()
     engine.run()
 
-    assert engine.seen == [(0, 0, 0)]
+    assert engine.seen == [IDLE]
     for request in requests:
         assert engine.harness.outputs[request.request_id] == expected_tokens(request)
 
@@ -117,7 +122,7 @@ def test_transfers_end_before_weights_are_read() -> None:
         harness.copier.finish(job)
     engine.run()
 
-    assert engine.seen == [(0, 0, 0)]
+    assert engine.seen == [IDLE]
     assert harness.outputs["again"] == expected_tokens(again)
 
 
@@ -132,7 +137,7 @@ def test_newcomers_do_not_keep_the_engine_from_being_idle() -> None:
 
     engine.run()
 
-    assert engine.seen == [(0, 0, 0)]
+    assert engine.seen == [IDLE]
     assert engine.harness.outputs["newcomer"] == expected_tokens(newcomer)
 
 
@@ -208,7 +213,7 @@ def test_a_second_reload_is_refused_while_one_drains() -> None:
     assert "another reload" in str(refusal)
     engine.run()
     assert len(engine.answers) == 2
-    assert engine.seen == [(0, 0, 0)]
+    assert engine.seen == [IDLE]
 
 
 def test_an_engine_that_cannot_reload_says_so() -> None:

@@ -125,6 +125,30 @@ def test_a_write_that_never_ends_refuses_the_reset():
     harness.check_empty()
 
 
+def test_a_write_that_timed_out_is_waited_for_until_its_call_returns():
+    """Its deadline ends no call: a lost call that returns later would put blocks back into a
+    storage that was emptied before."""
+    harness = make_harness()
+    task = begin_write(harness)
+    assert task.claim()
+    harness.clock.advance(60.1)
+    harness.step()
+    assert harness.core.stats().links["host_to_storage"].failures == {"timeout": 1}
+
+    reports = reset(harness, *EVERYTHING)
+    harness.step()
+    assert (reports, harness.workers.tasks) == ([], [task]), "nothing is removed before its end"
+    harness.workers.run(task)
+    harness.workers.tasks.remove(task)
+    harness.workers.held = False
+    harness.run()
+
+    (report,) = reports
+    assert report.refusal is None
+    assert harness.storage.stats().num_blocks == 0
+    harness.check_empty()
+
+
 def test_storage_that_fails_refuses_the_reset():
     """It says so, and memory is forgotten nevertheless."""
     harness = make_harness()
