@@ -7,6 +7,7 @@ import pytest
 
 from headwater.bench import cache as bench
 from headwater.bench._cache_parts import measure_parts
+from headwater.bench._cache_steps import measure_steps
 from headwater.bench._workload import make_workload
 from headwater.cli import main
 from headwater.errors import ConfigError
@@ -87,3 +88,11 @@ def test_every_configuration_finds_the_same_and_uses_its_tiers():
     for row in parts.values():
         shares = row["request_us"] + row["offload_us"] + row["events_us"]
         assert row["total_us"] == pytest.approx(shares)
+
+
+def test_steps_of_many_sequences_are_measured():
+    """Deciding and encoding of a step, with every block filling in the same step."""
+    steps = measure_steps(40, block=16, num_steps=20)
+
+    assert 0 < steps["median_ms"] <= steps["worst_ms"]
+    assert steps["schedule_ms"] > 0

@@ -16,7 +16,6 @@ from tests.scheduler.harness import (
     make_storage,
 )
 
-
 IDLE = (0, 0, 0, 0)
 
 

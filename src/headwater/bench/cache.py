@@ -27,6 +27,7 @@ from headwater.types import RequestId, Slots, Tokens
 
 LONG = 131_072
 FULL_BLOCKS = 100_000
+RUNNING = (1_024, 2_048)
 LEAVES = (1_000, 10_000, 100_000)
 # How often each size is taken from one full cache; together less than half of its blocks.
 TAKES = {1: 1_000, 64: 50, 1_000: 8, 10_000: 2}
@@ -34,6 +35,9 @@ TAKES = {1: 1_000, 64: 50, 1_000: 8, 10_000: 2}
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and print a table, or JSON."""
+    # Encoding needs msgspec; the rest of this module runs without server libraries.
+    from headwater.bench._cache_steps import measure_steps
+
     options = read_flags(_parser(), argv)
     if options.quick:
         options.requests = min(options.requests, 1_000)
@@ -48,6 +52,10 @@ def main(argv: Sequence[str]) -> int:
     result = min(replays, key=lambda one: one["mean_us"])
     result |= measure_long(options.block)
     result["take_us"] = {str(n): measure_takes(n) for n in LEAVES}
+    result["steps"] = {
+        str(n): measure_steps(n, block=options.block, num_steps=40 if options.quick else 200)
+        for n in RUNNING
+    }
     result["parts_us"] = measure_parts(
         requests,
         capacity_blocks=options.capacity_tokens // options.block,

@@ -46,7 +46,9 @@ class Preemption:
                 self._preempt(self._table.choose_victim(), now)
 
     def release(self, victim: Sequence, now: float) -> None:
-        """Release its blocks, of which all full ones are committed, and queue it to resume."""
+        """Commit its full blocks, release all, and queue it to resume."""
+        if victim.num_computed >= victim.commit_at:
+            self._blocks.commit(victim, now)
         if self._save:
             self._blocks.save(victim)
         self._blocks.release(victim, now)

@@ -1,7 +1,11 @@
 """Applies the result of a step to its sequences: tokens, commits, ends.
 
-Blocks are committed here, because the step that filled them is done.
+Blocks are committed here, because the step that filled them is done. Sequences of equal length fill
+their blocks in the same step. Their commits are spread over the following steps, so that no step
+takes much longer than the others; a sequence that ends or is preempted commits at once.
 """
+
+from itertools import islice
 
 from headwater.cache import TieredCache
 from headwater.errors import InvariantError
@@ -16,6 +20,9 @@ from headwater.scheduler.stats import Totals
 
 # Looking up an enum member takes longer than comparing it; these are read for each row.
 _PREEMPTING, _FINISHED = SequenceState.PREEMPTING, SequenceState.FINISHED
+
+_MIN_COMMITS = 32
+"""Output blocks that one step commits at least, where more are due."""
 
 
 class ResultApplier:
@@ -36,6 +43,10 @@ class ResultApplier:
         self._totals = totals
         self._preemption = preemption
         self._cache = cache
+        self._due: dict[Sequence, None] = {}
+        """Decoding sequences with a full block to commit, the longest due first."""
+        self._commits_left = 0
+        """Output blocks that the step being applied may still commit."""
         self.overlaps = OverlappedLoads(table, blocks, totals, cache, self.apply_token)
 
     def apply(
@@ -48,6 +59,7 @@ class ResultApplier:
         """Apply what `step` computed and sampled; append to `outputs`."""
         if step.step != result.step:
             raise InvariantError(f"collected step {result.step}, expected {step.step}")
+        self._commit_due(len(step.decodes), now)
         tokens = result.tokens.tolist()
         logprobs = result.logprobs
         for sequence, token, chosen in zip(step.decodes, tokens, logprobs, strict=False):
@@ -61,6 +73,30 @@ class ResultApplier:
                 outputs.append(self.apply_token(sequence, token, chosen, now))
         if step.chunks:
             self._apply_chunks(step, result, outputs, now)
+
+    def _commit_due(self, num_decodes: int, now: float) -> None:
+        """Commit blocks that earlier steps filled, and set how many more this step may commit.
+
+        Twice the number that fill in an average step, so that nothing stays due for long.
+        """
+        left = max(2 * num_decodes // self._cache.block_tokens, _MIN_COMMITS)
+        for sequence in list(islice(self._due, left)):
+            del self._due[sequence]
+            if sequence.state is not _FINISHED and sequence.num_computed >= sequence.commit_at:
+                self._blocks.commit(sequence, now)
+                left -= 1
+        self._commits_left = left
+
+    def _commit_or_postpone(self, sequence: Sequence, now: float) -> None:
+        """Commit a full block of a sequence that sampled a token, now or in a later step."""
+        # Whole blocks of the prompt are what others wait for.
+        is_prompt = sequence.commit_at <= sequence.prompt_tokens
+        if is_prompt or self._commits_left > 0 or sequence.state is _PREEMPTING:
+            self._due.pop(sequence, None)
+            self._commits_left -= 1
+            self._blocks.commit(sequence, now)
+        else:
+            self._due[sequence] = None
 
     def _apply_chunks(
         self, step: InFlightStep, result: StepResult, outputs: list[SequenceOutput], now: float
@@ -98,7 +134,7 @@ class ResultApplier:
     ) -> SequenceOutput:
         """Apply a sampled token: commit full blocks, and finish or preempt the sequence if due."""
         if sequence.num_computed >= sequence.commit_at:
-            self._blocks.commit(sequence, now)
+            self._commit_or_postpone(sequence, now)
         self._totals.generated_tokens += 1
         usage, sequence.usage = sequence.usage, None
         reason = stop_token = None
@@ -143,6 +179,9 @@ class ResultApplier:
 
     def finish(self, sequence: Sequence, reason: str, now: float) -> None:
         """End a sequence. Its slots are freed now, or when nothing uses them any more."""
+        if sequence in self._due:
+            del self._due[sequence]
+            self._blocks.commit(sequence, now)
         self._totals.finished[reason] += 1
         if reason != "abort":
             self._growth.observe(sequence.num_output)
