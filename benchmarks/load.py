@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
-from headwater.bench._servers import (  # noqa: E402  # after the path is set
+from headwater.bench._server_processes import (  # noqa: E402  # after the path is set
     MODEL_NAME,
     VLLM_ENVIRONMENT,
     free_port,

@@ -13,21 +13,13 @@ from headwater.cache import CacheConfig, TieredCache
 
 SOURCE = Path(__file__).parent.parent / "src" / "headwater"
 LONGEST = 400
+LONGEST_KERNEL = 550
+"""Triton inlines the device functions of a kernel; they are read and changed together."""
 
 WORD_ENDING = re.compile(r"(ings?|ers?|ors?|ed|ies|es|s|e|y)$")
 
-SIMILAR_MODULES = {
-    ("bench", "_pd", "pd"),
-    ("bench", "_router", "router"),
-    ("bench", "_servers", "serve"),
-    ("disagg", "decode", "decodes"),
-    ("disagg", "fetch", "fetches"),
-    ("disagg", "link", "links"),
-    ("disagg", "prefill", "prefills"),
-    ("scheduler", "load", "loading"),
-    ("scheduler", "ride", "riders"),
-}
-"""Pairs that are still to be renamed. This set may only shrink."""
+SIMILAR_MODULES: set[tuple[str, str, str]] = set()
+"""Pairs of one package that are still to be renamed. It stays empty."""
 
 
 def test_the_core_imports_without_torch_and_without_server_libraries():
@@ -45,7 +37,8 @@ def test_a_module_says_what_it_is_for_and_stays_short(path):
     """Above the limit a file has a second noun in it."""
     text = path.read_text()
 
-    assert len(text.splitlines()) <= LONGEST
+    longest = LONGEST_KERNEL if path.parent.name == "kernels" else LONGEST
+    assert len(text.splitlines()) <= longest
     assert path.name == "__init__.py" or text.startswith(('"""', "#!"))
 
 

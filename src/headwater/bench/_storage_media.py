@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from headwater.bench._servers import free_port
+from headwater.bench._server_processes import free_port
 
 Media = dict[str, dict[str, Any]]
 """Settings of each backend that this machine can run, by the backend's name."""

@@ -36,7 +36,7 @@ from headwater.bench._conversations import (
     run_conversations,
 )
 from headwater.bench._flags import read_flags
-from headwater.bench._servers import (
+from headwater.bench._server_processes import (
     MODEL_NAME,
     VLLM_ENVIRONMENT,
     RunningServer,

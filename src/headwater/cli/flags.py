@@ -1,27 +1,23 @@
 """The flags of `serve`, in groups. Help texts state effect, unit and default."""
 
-import math
 from argparse import (
     ArgumentParser,
-    ArgumentTypeError,
     BooleanOptionalAction,
     RawDescriptionHelpFormatter,
-    _ArgumentGroup,
     _SubParsersAction,
 )
 from pathlib import Path
 from typing import Any
 
+from headwater.cli.cluster_flags import add_cluster_flags
 from headwater.cli.security import add_access_flags
+from headwater.cli.values import help_text, number_value
 from headwater.config import (
     EVICTIONS,
-    LINKS,
     LOAD_POLICIES,
     LOG_FORMATS,
-    ROLES,
     WRITE_POLICIES,
     EngineConfig,
-    PeersConfig,
 )
 from headwater.server.config import LimitsConfig, ServerConfig
 
@@ -44,7 +40,6 @@ GPU_NUM_SEQS = 256
 _ENGINE = EngineConfig()
 _SERVER = ServerConfig()
 _LIMITS = LimitsConfig()
-_PEERS = PeersConfig()
 
 
 def add_serve(commands: "_SubParsersAction[ArgumentParser]") -> None:
@@ -64,7 +59,7 @@ def add_serve(commands: "_SubParsersAction[ArgumentParser]") -> None:
         _add_memory,
         _add_tiers,
         _add_scheduling,
-        _add_cluster,
+        add_cluster_flags,
         _add_later,
         _add_limits,
     ):
@@ -75,9 +70,12 @@ def add_serve(commands: "_SubParsersAction[ArgumentParser]") -> None:
 
 def _add_http(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("http")
-    group.add_argument("--host", default=_SERVER.host, help=_help("address to bind"))
+    group.add_argument("--host", default=_SERVER.host, help=help_text("address to bind"))
     group.add_argument(
-        "--port", type=int, default=_SERVER.port, help=_help("port to bind; 0 is any free one")
+        "--port",
+        type=int,
+        default=_SERVER.port,
+        help=help_text("port to bind; 0 is any free one"),
     )
     group.add_argument(
         "--served-model-name",
@@ -88,7 +86,7 @@ def _add_http(parser: ArgumentParser) -> None:
         "--tool-call-parser",
         metavar="NAME",
         default=_SERVER.tool_call_parser,
-        help=_help(
+        help=help_text(
             "format of the model's tool calls: auto (what its chat template speaks), none, "
             "deepseek, glm, harmony, hermes, kimi, llama3, mistral, qwen_coder or module:Class"
         ),
@@ -97,17 +95,17 @@ def _add_http(parser: ArgumentParser) -> None:
         "--reasoning-parser",
         metavar="NAME",
         default=_SERVER.reasoning_parser,
-        help=_help(
+        help=help_text(
             "tags around the model's reasoning: auto (those of its chat template), none, "
             "think, mistral, kimi or seed"
         ),
     )
     group.add_argument(
         "--drain-timeout",
-        type=_number,
+        type=number_value,
         metavar="S",
         default=_SERVER.drain_timeout_s,
-        help=_help("seconds for running requests to finish when the server is stopped"),
+        help=help_text("seconds for running requests to finish when the server is stopped"),
     )
     group.add_argument(
         "--record",
@@ -134,14 +132,18 @@ def _add_http(parser: ArgumentParser) -> None:
         "--log-format",
         choices=LOG_FORMATS,
         default=_SERVER.log_format,
-        help=_help("format of log lines; json adds one line per finished request"),
+        help=help_text("format of log lines; json adds one line per finished request"),
     )
 
 
 def _add_model(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("model")
-    group.add_argument("--dtype", default=_ENGINE.dtype, help=_help("type of weights and KV"))
-    group.add_argument("--device", default=_ENGINE.device, help=_help("where the model runs"))
+    group.add_argument(
+        "--dtype", default=_ENGINE.dtype, help=help_text("type of weights and KV")
+    )
+    group.add_argument(
+        "--device", default=_ENGINE.device, help=help_text("where the model runs")
+    )
     group.add_argument(
         "--threads", type=int, metavar="N", help="CPU threads of the model (default: cores - 1)"
     )
@@ -160,11 +162,11 @@ def _add_memory(parser: ArgumentParser) -> None:
         type=int,
         metavar="TOKENS",
         default=_ENGINE.block_tokens,
-        help=_help("tokens per block, the unit of reuse"),
+        help=help_text("tokens per block, the unit of reuse"),
     )
     group.add_argument(
         "--gpu-memory-utilization",
-        type=_number,
+        type=number_value,
         metavar="SHARE",
         help="share of the device's free memory for KV blocks (0.9 of a GPU's, else 0.5)",
     )
@@ -187,20 +189,20 @@ def _add_memory(parser: ArgumentParser) -> None:
         "--eviction",
         choices=EVICTIONS,
         default=_ENGINE.eviction,
-        help=_help("eviction policy; see docs/eviction.md"),
+        help=help_text("eviction policy; see docs/eviction.md"),
     )
     group.add_argument(
         "--eviction-weights",
         metavar="none|shipped|FILE",
         default=_ENGINE.eviction_weights,
-        help=_help("initial weights of --eviction session"),
+        help=help_text("initial weights of --eviction session"),
     )
     group.add_argument(
         "--hint-budget",
-        type=_number,
+        type=number_value,
         metavar="SHARE",
         default=_ENGINE.hint_budget,
-        help=_help("share of the device blocks that hints of one tenant may keep"),
+        help=help_text("share of the device blocks that hints of one tenant may keep"),
     )
 
 
@@ -209,16 +211,16 @@ def _add_tiers(parser: ArgumentParser) -> None:
     group.add_argument(
         "--swap-space",
         "--kv-offloading-size",
-        type=_number,
+        type=number_value,
         metavar="GIB",
         default=_ENGINE.swap_space_gib,
-        help=_help("main memory of the host tier in GiB; 0 turns it off"),
+        help=help_text("main memory of the host tier in GiB; 0 turns it off"),
     )
     group.add_argument(
         "--write-policy",
         choices=WRITE_POLICIES,
         default=_ENGINE.write_policy,
-        help=_help("when a computed block is written to the host tier"),
+        help=help_text("when a computed block is written to the host tier"),
     )
     group.add_argument(
         "--save-preempted",
@@ -236,14 +238,14 @@ def _add_tiers(parser: ArgumentParser) -> None:
         "--load-policy",
         choices=LOAD_POLICIES,
         default=_ENGINE.load_policy,
-        help=_help("whether blocks of lower tiers are loaded or recomputed"),
+        help=help_text("whether blocks of lower tiers are loaded or recomputed"),
     )
     group.add_argument(
         "--load-timeout",
-        type=_number,
+        type=number_value,
         metavar="S",
         default=_ENGINE.load_timeout_s,
-        help=_help("longest wait in seconds of a request for lower tiers"),
+        help=help_text("longest wait in seconds of a request for lower tiers"),
     )
     group.add_argument(
         "--kvcache-storage-backend",
@@ -276,77 +278,8 @@ def _add_scheduling(parser: ArgumentParser) -> None:
         "--scheduling-policy",
         choices=("fcfs", "priority"),
         default=_ENGINE.scheduling_policy,
-        help=_help("order of the waiting queue"),
+        help=help_text("order of the waiting queue"),
     )
-
-
-def _add_cluster(parser: ArgumentParser) -> None:
-    group = parser.add_argument_group("among other instances")
-    group.add_argument(
-        "--splitwise-role",
-        choices=ROLES,
-        help="role in a cluster: prefill for other instances, decode, or both (mixed)",
-    )
-    group.add_argument(
-        "--cache-transfer-protocol",
-        choices=LINKS,
-        default=_PEERS.link,
-        help=_help("how blocks come to this instance"),
-    )
-    group.add_argument(
-        "--peer-host",
-        metavar="ADDRESS",
-        default=_PEERS.host,
-        help=_help("address to listen on for control messages of peers"),
-    )
-    group.add_argument(
-        "--peer-port",
-        type=int,
-        metavar="PORT",
-        default=_PEERS.port,
-        help=_help("port for control messages; 0 takes a free one"),
-    )
-    _add_address(group, "--peer-advertise", "control messages", "--peer-host and --peer-port")
-    group.add_argument(
-        "--link-host",
-        metavar="ADDRESS",
-        help="address to listen on for KV blocks of peers (default: that of --peer-host)",
-    )
-    group.add_argument(
-        "--link-port",
-        type=int,
-        metavar="PORT",
-        default=_PEERS.link_port,
-        help=_help("port for KV blocks; 0 takes a free one"),
-    )
-    _add_address(group, "--link-advertise", "KV blocks", "--link-host and --link-port")
-    group.add_argument(
-        "--peer-lease",
-        type=_number,
-        metavar="SECONDS",
-        default=_PEERS.lease_s,
-        help=_help("how long room for a peer's blocks is kept without a heartbeat"),
-    )
-    group.add_argument(
-        "--max-inflight-prefill",
-        type=int,
-        metavar="N",
-        default=_PEERS.max_inflight,
-        help=_help("most prompts computed for others at once; more are refused"),
-    )
-    group.add_argument("--router", metavar="URL", help="URL of the router to register at")
-    group.add_argument(
-        "--kv-events-config",
-        metavar="JSON",
-        help="publish KV events over ZMQ; {} uses the defaults of docs/routing.md",
-    )
-
-
-def _add_address(group: _ArgumentGroup, prefix: str, what: str, default: str) -> None:
-    """Two flags for an address that peers are given."""
-    text = f"address that peers are given for {what}, behind NAT (default: {default})"
-    group.add_argument(f"{prefix}-host", metavar="ADDRESS", help=text)
-    group.add_argument(f"{prefix}-port", metavar="PORT", type=int, help=f"its port for {what}")
 
 
 def _add_later(parser: ArgumentParser) -> None:
@@ -362,41 +295,29 @@ def _add_limits(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("limits on one client")
     group.add_argument(
         "--max-body-mib",
-        type=_number,
+        type=number_value,
         metavar="MIB",
         default=_LIMITS.max_body_bytes / (1 << 20),
-        help=_help("longest request body in MiB"),
+        help=help_text("longest request body in MiB"),
     )
     group.add_argument(
         "--max-queued-requests",
         type=int,
         metavar="N",
         default=_LIMITS.max_queued,
-        help=_help("most waiting sequences; more get a 429"),
+        help=help_text("most waiting sequences; more get a 429"),
     )
     group.add_argument(
         "--max-stored-responses",
         type=int,
         metavar="N",
         default=_LIMITS.max_stored_responses,
-        help=_help("responses kept in memory for previous_response_id; 0 keeps none"),
+        help=help_text("responses kept in memory for previous_response_id; 0 keeps none"),
     )
     group.add_argument(
         "--stored-response-lifetime",
-        type=_number,
+        type=number_value,
         metavar="S",
         default=_LIMITS.stored_lifetime_s,
-        help=_help("seconds that each of them is kept"),
+        help=help_text("seconds that each of them is kept"),
     )
-
-
-def _number(text: str) -> float:
-    """A finite number; Python would also accept `nan` and `inf`."""
-    value = float(text)
-    if not math.isfinite(value):
-        raise ArgumentTypeError(f"{text!r} is not a number")
-    return value
-
-
-def _help(text: str) -> str:
-    return f"{text} (default: %(default)s)"

@@ -1,8 +1,12 @@
 """The response bodies of the OpenAI API."""
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
+
+from headwater.scheduler.output import Usage
 
 
 class LoadDetails(Struct, kw_only=True):
@@ -289,3 +293,26 @@ class Version(Struct, kw_only=True):
     """Body of GET /version."""
 
     version: str
+
+
+def cache_details(usages: Sequence[Usage], block_tokens: int, block_bytes: int) -> CacheDetails:
+    """Where the prompt tokens of one request came from, summed over its prompts."""
+
+    def found(tier: str) -> int:
+        return sum(usage.by_tier.get(tier, 0) for usage in usages)
+
+    loads = [usage.load for usage in usages if usage.load is not None]
+    reasons = [usage.miss_reason for usage in usages if usage.miss_reason is not None]
+    loaded_tokens = found("host") + found("storage") + found("peer")
+    return CacheDetails(
+        device=found("device"),
+        host=found("host"),
+        storage=found("storage"),
+        peer=found("peer"),
+        recomputed=sum(usage.computed for usage in usages),
+        miss_reason=reasons[0] if reasons else None,
+        block_tokens=block_tokens,
+        queued_s=max((usage.queued_s for usage in usages), default=0.0),
+        loaded_bytes=loaded_tokens * (block_bytes // block_tokens),
+        load=LoadDetails(**asdict(loads[0])) if loads else None,
+    )

@@ -6,7 +6,7 @@ The endpoints differ only in how they write a delta.
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,11 +20,10 @@ from headwater.scheduler.output import SequenceOutput, TokenLogprobs, Usage
 from headwater.scheduler.request import Request, SamplingParams, params_of_choice
 from headwater.server.answer_reader import PLAIN_TEXT, AnswerParsing, AnswerReader
 from headwater.server.answers import (
-    CacheDetails,
     CompletionTokensDetails,
-    LoadDetails,
     PromptTokensDetails,
     UsageAnswer,
+    cache_details,
 )
 from headwater.server.errors import RequestRefused
 from headwater.server.parsing.base import ParsedOutput
@@ -358,7 +357,8 @@ class Generation:
         found = sum(usage.cached_tokens for usage in usages)
         details = PromptTokensDetails(cached_tokens=min(found, prompt_tokens))
         if self._job.wants_cache_details:
-            details.cache = self._cache_details(usages)
+            info = self._service.engine.info
+            details.cache = cache_details(usages, info.block_tokens, info.block_bytes)
         return UsageAnswer(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
@@ -375,27 +375,6 @@ class Generation:
         groups = [self._choices[at : at + many] for at in range(0, len(self._choices), many)]
         known = [[choice.usage for choice in group if choice.usage] for group in groups]
         return [usages[0] for usages in known if usages]
-
-    def _cache_details(self, usages: Sequence[Usage]) -> CacheDetails:
-        def found(tier: str) -> int:
-            return sum(usage.by_tier.get(tier, 0) for usage in usages)
-
-        info = self._service.engine.info
-        loads = [usage.load for usage in usages if usage.load is not None]
-        reasons = [usage.miss_reason for usage in usages if usage.miss_reason is not None]
-        return CacheDetails(
-            device=found("device"),
-            host=found("host"),
-            storage=found("storage"),
-            peer=found("peer"),
-            recomputed=sum(usage.computed for usage in usages),
-            miss_reason=reasons[0] if reasons else None,
-            block_tokens=info.block_tokens,
-            queued_s=max((usage.queued_s for usage in usages), default=0.0),
-            loaded_bytes=(found("host") + found("storage") + found("peer"))
-            * (info.block_bytes // info.block_tokens),
-            load=LoadDetails(**asdict(loads[0])) if loads else None,
-        )
 
 
 def _output_of(tokens: Sequence[int]) -> SequenceOutput:
