@@ -61,13 +61,16 @@ def expected_tokens(
     """What the request yields when nothing else exists: no cache, chunks or neighbours."""
     params = request.params
     tokens: list[int] = request.tokens.tolist()
-    stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos))
+    # A grammar alone says when an output is complete, so it overrides both settings.
+    ignores_eos = params.ignore_eos and not params.grammar
+    min_tokens = 0 if params.grammar else params.min_tokens
+    stops = set(params.stop_token_ids) | (set() if ignores_eos else set(eos))
     start = len(tokens)
     while len(tokens) - start < params.max_tokens and len(tokens) < max_model_len:
         seen = np.array(tokens, dtype=np.int32)
         token = echo_token(seen, params, prompt_tokens=start, vocab_size=VOCAB_SIZE)
         tokens.append(token)
-        if token in stops and len(tokens) - start >= params.min_tokens:
+        if token in stops and len(tokens) - start >= min_tokens:
             break
     return tokens[start:]
 
