@@ -86,11 +86,17 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"block_tokens": "64"}, "block_tokens: Expected `int`, got `str`"),
-        ({"max_num_seqs": 1.5}, "max_num_seqs: Expected `int`, got `float`"),
-        ({"prefix_caching": "yes"}, "prefix_caching: Expected `bool`, got `str`"),
-        ({"model": 7}, "model: Expected `str | null`, got `int`"),
-        ({"storage_config": [1]}, "storage_config: Expected `object`, got `array`"),
+        ({"block_tokens": "64"}, "'block_tokens' of LLM is wrong: Expected `int`, got `str`"),
+        ({"max_num_seqs": 1.5}, "'max_num_seqs' of LLM is wrong: Expected `int`, got `float`"),
+        (
+            {"prefix_caching": "yes"},
+            "'prefix_caching' of LLM is wrong: Expected `bool`, got `str`",
+        ),
+        ({"model": 7}, "'model' of LLM is wrong: Expected `str | null`, got `int`"),
+        (
+            {"storage_config": [1]},
+            "'storage_config' of LLM is wrong: Expected `object`, got `array`",
+        ),
         ({"block_token": 64}, "LLM has no setting 'block_token'; did you mean 'block_tokens'?"),
         ({"block_tokens": 0}, "--block-size"),
     ],

@@ -7,8 +7,8 @@ import httpx
 import pytest
 
 from headwater.cli import main
-from headwater.config import TlsConfig
 from headwater.errors import ConfigError
+from headwater.server.tls import TlsConfig
 from tests.router.harness import run
 
 

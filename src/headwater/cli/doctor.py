@@ -42,7 +42,7 @@ Verdict = Literal["ok", "note", "slow", "missing"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class DoctorFinding:
     """One thing that was looked at."""
 
     verdict: Verdict
@@ -69,16 +69,16 @@ def run_doctor() -> int:
     return 1 if missing else 0
 
 
-def look_at_versions() -> Iterable[Finding]:
-    yield Finding(verdict="ok", what="headwater", detail=__version__)
-    yield Finding(
+def look_at_versions() -> Iterable[DoctorFinding]:
+    yield DoctorFinding(verdict="ok", what="headwater", detail=__version__)
+    yield DoctorFinding(
         verdict="ok", what="python", detail=f"{platform.python_version()} ({sys.executable})"
     )
     for name, extra, is_needed, use in _PACKAGES:
         try:
-            yield Finding(verdict="ok", what="package", detail=f"{name} {version(name)}")
+            yield DoctorFinding(verdict="ok", what="package", detail=f"{name} {version(name)}")
         except PackageNotFoundError:
-            yield Finding(
+            yield DoctorFinding(
                 verdict="missing" if is_needed else "note",
                 what="package",
                 detail=f"{name} is not installed; needed for {use}",
@@ -86,12 +86,12 @@ def look_at_versions() -> Iterable[Finding]:
             )
 
 
-def look_at_compiler() -> Iterable[Finding]:
+def look_at_compiler() -> Iterable[DoctorFinding]:
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
     if compiler is not None:
-        yield Finding(verdict="ok", what="compiler", detail=compiler)
+        yield DoctorFinding(verdict="ok", what="compiler", detail=compiler)
         return
-    yield Finding(
+    yield DoctorFinding(
         verdict="slow",
         what="compiler",
         detail="no C compiler: block keys are hashed in Python, small CPU operations run in torch",
@@ -99,18 +99,18 @@ def look_at_compiler() -> Iterable[Finding]:
     )
 
 
-def look_at_memory() -> Iterable[Finding]:
+def look_at_memory() -> Iterable[DoctorFinding]:
     cores = len(os.sched_getaffinity(0))
-    yield Finding(verdict="ok", what="cpu", detail=f"{cores} cores, {platform.machine()}")
+    yield DoctorFinding(verdict="ok", what="cpu", detail=f"{cores} cores, {platform.machine()}")
     available = _memory_bytes("MemAvailable")
-    yield Finding(
+    yield DoctorFinding(
         verdict="ok" if available >= 2 * _GIB else "slow",
         what="memory",
         detail=f"{available / _GIB:.1f} of {_memory_bytes('MemTotal') / _GIB:.1f} GiB available",
         fix="" if available >= 2 * _GIB else "free memory, or lower --gpu-memory-utilization",
     )
     shared = shutil.disk_usage("/dev/shm").free
-    yield Finding(
+    yield DoctorFinding(
         verdict="ok" if shared >= _GIB else "note",
         what="/dev/shm",
         detail=f"{shared / _GIB:.1f} GiB free",
@@ -119,7 +119,7 @@ def look_at_memory() -> Iterable[Finding]:
         else "the shm link between instances needs it: docker --shm-size",
     )
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    yield Finding(
+    yield DoctorFinding(
         verdict="ok" if files >= _LEAST_FILES else "note",
         what="open files",
         detail=f"limit {files:,}",
@@ -129,10 +129,10 @@ def look_at_memory() -> Iterable[Finding]:
     )
 
 
-def look_at_device() -> Iterable[Finding]:
+def look_at_device() -> Iterable[DoctorFinding]:
     command = shutil.which("nvidia-smi")
     if command is None:
-        yield Finding(
+        yield DoctorFinding(
             verdict="note", what="gpu", detail="none found; --device cpu is the default"
         )
         return
@@ -142,7 +142,7 @@ def look_at_device() -> Iterable[Finding]:
             query, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=True
         )
     except (OSError, subprocess.SubprocessError) as exc:
-        yield Finding(
+        yield DoctorFinding(
             verdict="note",
             what="gpu",
             detail=f"nvidia-smi fails: {exc}",
@@ -150,32 +150,36 @@ def look_at_device() -> Iterable[Finding]:
         )
         return
     for line in found.stdout.splitlines():
-        yield Finding(verdict="ok", what="gpu", detail=f"{line}; serve with --device cuda")
+        yield DoctorFinding(
+            verdict="ok", what="gpu", detail=f"{line}; serve with --device cuda"
+        )
 
 
-def look_at_ports() -> Iterable[Finding]:
+def look_at_ports() -> Iterable[DoctorFinding]:
     for port, command in _PORTS.items():
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError as exc:
-                yield Finding(
+                yield DoctorFinding(
                     verdict="note",
                     what="port",
                     detail=f"{port} of {command} cannot be bound: {exc.strerror}",
                     fix="choose another with --port, or stop what uses it",
                 )
             else:
-                yield Finding(verdict="ok", what="port", detail=f"{port} is free ({command})")
+                yield DoctorFinding(
+                    verdict="ok", what="port", detail=f"{port} is free ({command})"
+                )
 
 
-def look_at_storage() -> Iterable[Finding]:
+def look_at_storage() -> Iterable[DoctorFinding]:
     folder = cache_folder()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     is_fine = free >= _GIB and os.access(existing, os.W_OK)
-    yield Finding(
+    yield DoctorFinding(
         verdict="ok" if is_fine else "slow",
         what="storage",
         detail=f"{folder} (built-in model, compiled code): {free / _GIB:.1f} GiB free",
@@ -183,14 +187,14 @@ def look_at_storage() -> Iterable[Finding]:
     )
     for name, purpose in (("redis-server", "redis"), ("mooncake_master", "mooncake")):
         if (path := shutil.which(name)) is not None:
-            yield Finding(
+            yield DoctorFinding(
                 verdict="ok",
                 what="storage",
                 detail=f"{path}; --kvcache-storage-backend {purpose}",
             )
 
 
-LOOKS: tuple[Callable[[], Iterable[Finding]], ...] = (
+LOOKS: tuple[Callable[[], Iterable[DoctorFinding]], ...] = (
     look_at_versions,
     look_at_compiler,
     look_at_memory,

@@ -4,12 +4,12 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from headwater.config import (
-    TlsConfig,
     api_key_from_environment,
     check_secret,
     peer_token_from_environment,
 )
 from headwater.errors import ConfigError
+from headwater.server.tls import TlsConfig
 
 
 def add_access_flags(parser: ArgumentParser) -> None:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
 
-from headwater.config import LOG_FORMATS, MIB, TlsConfig, check_secret, is_loopback
+from headwater.config import LOG_FORMATS, MIB, check_secret, is_loopback
 from headwater.errors import ConfigError
+from headwater.server.tls import TlsConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,10 +14,10 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from headwater.clock import SystemClock
-from headwater.config import TlsConfig
 from headwater.errors import ConfigError
 from headwater.server.config import ConnectionLimits
 from headwater.server.connections import ConnectionGuard, GuardedProtocol
+from headwater.server.tls import TlsConfig
 
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 65

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass, field
 
-from headwater.config import MIB, TlsConfig, check_secret
+from headwater.config import MIB, check_secret
 from headwater.disagg.routing import make_policy
 from headwater.errors import ConfigError
 from headwater.server.config import ConnectionLimits, check_port
+from headwater.server.tls import TlsConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
