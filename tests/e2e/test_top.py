@@ -29,6 +29,19 @@ def run_top(*arguments):
     )
 
 
+TERMINAL = {"TERM": "xterm-256color", "COLUMNS": "150", "LINES": "50"}
+"""Its size too: COLUMNS of a test runner would win over the size of the pseudo-terminal."""
+
+
+@contextlib.contextmanager
+def killed_at_the_end(process):
+    """A process that writes to a terminal that is not read any more would never end."""
+    try:
+        yield
+    finally:
+        process.kill()
+
+
 def read_until(terminal, wanted, *, said=""):
     """What the terminal showed, up to all of `wanted`; pytest's limit ends a wait for ever."""
     while not all(word in said for word in wanted):
@@ -88,14 +101,17 @@ def test_live_in_a_terminal_it_updates_until_interrupted(server):
     """In a real pseudo-terminal: draws, sees a new request, leaves on Ctrl-C."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 150, 0, 0))
-    with subprocess.Popen(
-        [*TOP, server.url, "--interval", "0.2"],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env=os.environ | {"TERM": "xterm-256color"},
-        start_new_session=True,
-    ) as process:
+    with (
+        subprocess.Popen(
+            [*TOP, server.url, "--interval", "0.2"],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=os.environ | TERMINAL,
+            start_new_session=True,
+        ) as process,
+        killed_at_the_end(process),
+    ):
         os.close(theirs)
         read_until(ours, ["headwater-tiny", "live", "tiers", "running and waiting"])
         server.complete(prompt="a request to be seen", max_tokens=4, request_id="seen-in-top")
@@ -111,14 +127,17 @@ def test_q_leaves(server):
     """As in every other monitor; the terminal is as before, and the exit code is 0."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 150, 0, 0))
-    with subprocess.Popen(
-        [*TOP, server.url, "--interval", "30"],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env=os.environ | {"TERM": "xterm-256color"},
-        start_new_session=True,
-    ) as process:
+    with (
+        subprocess.Popen(
+            [*TOP, server.url, "--interval", "30"],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=os.environ | TERMINAL,
+            start_new_session=True,
+        ) as process,
+        killed_at_the_end(process),
+    ):
         os.close(theirs)
         read_until(ours, ["running and waiting"])
         os.write(ours, b"q")
