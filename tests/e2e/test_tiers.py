@@ -77,7 +77,7 @@ def test_a_prompt_that_the_device_evicted_comes_back_from_the_host():
     assert state["ledger"]["found_tokens"]["host"] == cache["host"]
     assert 'headwater:transfer_bytes_total{link="host_to_device"}' in scraped
     assert 'headwater:tier_blocks{state="cached",tier="host"}' in scraped
-    assert any("is written to it when it is first found again" in line for line in server.said)
+    assert any("is written to it before it leaves the device" in line for line in server.said)
     assert code == 0, server.errors
 
 

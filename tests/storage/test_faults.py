@@ -59,7 +59,7 @@ def test_a_write_that_dies_half_way_leaves_half() -> None:
     """And everything fails until it is revived."""
     double = make_double(write=[Fault.DIES])
     keys = make_keys(4)
-    with pytest.raises(StorageError, match="half-way"):
+    with pytest.raises(StorageError, match="died in the middle"):
         write_run(double, keys, BLOCK_BYTES)
     with pytest.raises(StorageError):
         double.contains([keys], timeout_s=1)[0]

@@ -25,6 +25,7 @@ from headwater.storage.redis.backend import RedisStorage
 from headwater.storage.redis.config import RedisConfig
 from headwater.storage.redis.resp import Address, RespConnection, command
 from headwater.testing.storage import make_format, make_keys, read_run, write_run
+from tests.ports import free_port
 from tests.storage.conftest import RedisServer
 
 BLOCK_BYTES = 4096
@@ -54,7 +55,9 @@ def tell(url: str, *words: str) -> None:
 
 def test_cluster_mode_is_refused(tmp_path: Path) -> None:
     """Half of the keys would be on other nodes."""
-    server = RedisServer(tmp_path, "--cluster-enabled", "yes")
+    # Without a port of its own the cluster bus takes the server's port + 10,000, if there is one.
+    bus = ("--cluster-port", str(free_port()))
+    server = RedisServer(tmp_path, "--cluster-enabled", "yes", *bus)
     with pytest.raises(ConfigError, match="node of a Redis cluster, which is not supported"):
         open_redis(server.url)
     server.stop()
