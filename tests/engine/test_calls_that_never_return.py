@@ -197,7 +197,7 @@ def end_fifo(fifo: Path) -> None:
 
 
 def stop_lookups(folder: Path) -> Callable[[], None]:
-    """A file in the directory blocks whoever opens it: looking for other processes' blocks."""
+    """A file in the directory blocks every process that opens it: looking for other processes' blocks."""
     fifo = folder / "stopped.table"
     os.mkfifo(fifo)
     return lambda: end_fifo(fifo)

@@ -195,7 +195,7 @@ def test_what_makes_no_sense_is_refused_before_it_is_compiled(wanted):
 
 
 def test_a_schema_that_is_nested_too_deeply_is_refused():
-    """The depth is bounded, whoever walks the schema."""
+    """The depth of a schema is bounded for every function that walks it."""
     schema: dict[str, object] = {}
     for _ in range(100):
         schema = {"properties": {"a": schema}}

@@ -112,7 +112,7 @@ def test_a_prefix_wait_ends_when_the_computing_sequence_is_preempted() -> None:
 
 
 def test_a_prefix_wait_ends_after_a_reset() -> None:
-    """What they waited for became unfindable; they compute it, and nobody hangs."""
+    """What they waited for became unfindable; they compute it, and no request hangs."""
     harness = Harness(settings=CHUNKED)
     waiter = make_request("b", make_prompt(42))
     harness.add(make_request("a", make_prompt(40)), waiter)

@@ -213,7 +213,7 @@ def test_a_file_that_makes_no_sense_is_refused_at_start(tmp_path, keys, words):
 
 
 def test_a_file_that_others_can_change_is_refused(tmp_path):
-    """Whoever can write it could add a key."""
+    """A user who can write the file could add a key."""
     path = write(tmp_path / "keys.json", {"name": "a", "key": ALICE})
     os.chmod(path, 0o666)
     with pytest.raises(ConfigError, match="chmod go-w"):

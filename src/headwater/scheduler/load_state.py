@@ -212,7 +212,7 @@ class SequenceLoad:
     def by_tier(self, num_blocks: int) -> tuple[int, int, int]:
         """Where the first `num_blocks` of the path were found: device, host, storage.
 
-        Promoted blocks count for the tier they came from. What somebody else computed
+        Promoted blocks count for the tier they came from. What another request computed
         meanwhile was found on the device.
         """
         host_start = min(self.device_blocks, num_blocks)

@@ -169,7 +169,7 @@ class Prefetch:
             self._trials.append(trial._replace(at_s=now + _RETRY_S))
 
     def _room(self, match: Match) -> int:
-        """Blocks that may be brought up now; 0 while somebody waits for room."""
+        """Blocks that may be brought up now; 0 while a sequence waits for room."""
         table = self._table
         if len(table.waiting):
             return 0
