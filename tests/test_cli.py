@@ -319,7 +319,7 @@ STORED = ["--swap-space", "1", "--kvcache-storage-backend", "file"]
     ("flags", "sentence"),
     [
         (["--swap-space", "-1"], "--swap-space is a size"),
-        (["--kvcache-storage-backend", "file"], "needs a host tier"),
+        (["--swap-space", "0", "--kvcache-storage-backend", "file"], "needs a host tier"),
         (["--swap-space", "1", "--kvcache-storage-config", '{"a": 1}'], "nothing to set"),
         ([*STORED, "--kvcache-storage-config", "{"], "is not JSON"),
         ([*STORED, "--kvcache-storage-config", "[]"], "is a JSON object"),

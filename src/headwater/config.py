@@ -177,8 +177,9 @@ class EngineConfig:
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     """Order of the waiting line: by arrival, or by the request's `priority` first."""
 
-    swap_space_gib: float = 0.0
-    """Main memory of the host tier, to which device blocks are written; 0 is no host tier."""
+    swap_space_gib: float | None = None
+    """Main memory of the host tier, to which device blocks are written; 0 is no host tier. None
+    chooses the size at start, on a GPU or above storage (`launch.tiers.default_host_bytes`)."""
 
     write_policy: Literal[
         "auto", "write_through", "write_through_selective", "write_back", "none"
@@ -230,17 +231,29 @@ class EngineConfig:
                 f"each of --max-num-seqs {self.max_num_seqs} sequences"
             )
 
+    @property
+    def may_have_host_tier(self) -> bool:
+        """Whether a host tier is made, provided that main memory is free for it."""
+        if self.swap_space_gib is not None:
+            return self.swap_space_gib > 0
+        # The KV pool of a CPU is main memory already: a host tier of the same memory only
+        # makes sense above storage, which reads and writes host slots.
+        chosen = self.device != "cpu" or self.storage_backend is not None
+        filled = self.write_policy != "none" or self.save_preempted
+        return chosen and self.prefix_caching and filled
+
     def _check_tiers(self) -> None:
-        if not 0.0 <= self.swap_space_gib < float("inf"):
+        if not 0.0 <= (self.swap_space_gib or 0.0) < float("inf"):
             raise ConfigError(f"--swap-space is a size in GiB, got {self.swap_space_gib}")
         if self.load_timeout_s < 0:
             raise ConfigError(f"--load-timeout cannot be negative, got {self.load_timeout_s}")
         _one_of("--eviction", self.eviction, EVICTIONS)
         _one_of("--write-policy", self.write_policy, WRITE_POLICIES)
         _one_of("--load-policy", self.load_policy, LOAD_POLICIES)
-        if self.storage_backend is not None and not self.swap_space_gib:
+        if self.storage_backend is not None and self.swap_space_gib == 0:
             raise ConfigError(
-                "--kvcache-storage-backend needs a host tier to pass through: give --swap-space"
+                "--kvcache-storage-backend needs a host tier to pass through: leave out "
+                "--swap-space 0"
             )
         if self.storage_config and self.storage_backend is None:
             raise ConfigError(

@@ -7,13 +7,14 @@ import pytest
 from headwater.config import EngineConfig
 from headwater.device.memory import free_main_bytes
 from headwater.errors import ConfigError
-from headwater.launch.tiers import describe_tiers, host_blocks
+from headwater.launch.tiers import default_host_bytes, describe_tiers, host_blocks
 from headwater.transfer.layout import KVLayout
 
 LAYOUT = KVLayout(
     num_layers=4, kv_heads=2, head_dim=16, block_tokens=64, dtype="float32", element_bytes=4
 )
-STORED = {"storage_backend": "file", "storage_config": {"path": "/var/kv"}}
+STORED: dict[str, Any] = {"storage_backend": "file", "storage_config": {"path": "/var/kv"}}
+GIB = 1 << 30
 
 
 def describe(**settings: Any) -> str:
@@ -32,6 +33,60 @@ def test_no_more_main_memory_than_there_is():
     with pytest.raises(ConfigError, match="does not hold one block"):
         host_blocks(EngineConfig(swap_space_gib=1e-6), LAYOUT)
     assert host_blocks(EngineConfig(), LAYOUT) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "free_gib", "num_gpus", "size_gib"),
+    [
+        ({"device": "cuda"}, 120, 1, 60),
+        ({"device": "cuda"}, 2000, 8, 64),
+        ({"device": "cuda:3"}, 500.5, 8, 31),
+        ({"device": "cuda"}, 1.9, 1, 0),
+        (STORED, 8, 1, 2),
+        (STORED, 100, 1, 4),
+    ],
+)
+def test_the_default_host_tier_is_a_share_of_free_memory(
+    settings: dict[str, Any], free_gib: float, num_gpus: int, size_gib: int
+):
+    """Engines on all GPUs of a machine may start at once, and none takes more than 64 GiB."""
+    config = EngineConfig(**settings)
+
+    size = default_host_bytes(config, free_bytes=int(free_gib * GIB), num_gpus=num_gpus)
+
+    assert config.may_have_host_tier
+    assert size == size_gib * GIB
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"device": "cuda", "swap_space_gib": 0.0},
+        {"device": "cuda", "prefix_caching": False},
+        {"device": "cuda", "write_policy": "none", "save_preempted": False},
+    ],
+)
+def test_no_host_tier_is_chosen_where_none_would_help(settings: dict[str, Any]):
+    """On a CPU without storage the KV pool is main memory already."""
+    assert not EngineConfig(**settings).may_have_host_tier
+
+
+def test_storage_without_memory_for_a_host_tier_is_refused():
+    """Storage reads and writes host slots: without them it could not be used."""
+    with pytest.raises(ConfigError, match="too little to choose one: give --swap-space"):
+        default_host_bytes(EngineConfig(**STORED), free_bytes=GIB, num_gpus=1)
+
+
+def test_the_start_says_that_the_host_tier_was_chosen():
+    """With its size and the flag that changes it; or that there was no memory for one."""
+    config = EngineConfig(**STORED)
+    chosen = describe_tiers(config, LAYOUT, 100_000)
+    none = describe_tiers(EngineConfig(device="cuda"), LAYOUT, 0)
+
+    assert "chosen by free memory; --swap-space changes it" in chosen[0]
+    assert "too little main memory is free" in none[0]
+    assert describe_tiers(EngineConfig(), LAYOUT, 0) == ()
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,9 @@ def _add_tiers(parser: ArgumentParser) -> None:
         type=number_value,
         metavar="GIB",
         default=_ENGINE.swap_space_gib,
-        help=help_text("main memory of the host tier in GiB; 0 turns it off"),
+        help="main memory of the host tier in GiB; 0 turns it off (default: on a GPU half of the "
+        "free main memory divided by the GPUs of the machine, at most 64; on a CPU 0, or up to 4 "
+        "above storage)",
     )
     group.add_argument(
         "--write-policy",

@@ -39,7 +39,7 @@ def idle_settings(engine: EngineConfig, given: frozenset[str]) -> list[str]:
 
 
 def _idle_tiers(engine: EngineConfig, given: frozenset[str]) -> list[str]:
-    if not engine.swap_space_gib:
+    if not engine.may_have_host_tier:
         return [
             f"{flag} does nothing here: there is no host tier (--swap-space)"
             for flag in _TIER_FLAGS

@@ -25,6 +25,7 @@ _WORKSPACE_BYTES = 1 << 30
 _UTILIZATION = {"cuda": 0.9}
 """Share of free memory that blocks use unless told: a GPU is the engine's, main memory is not."""
 
+_GPUS = Path("/proc/driver/nvidia/gpus")
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 _CACHED = ("active_file", "inactive_file")
@@ -89,6 +90,14 @@ def _step_bytes(model: LoadedModel, step_tokens: int) -> int:
     activations = (step_tokens * narrow + wide) * model.dtype.itemsize
     rows = min(step_tokens, _MAX_LOGIT_ROWS)
     return int(activations) + rows * model.vocab_size * _LOGIT_BYTES + _WORKSPACE_BYTES
+
+
+def num_machine_gpus() -> int:
+    """GPUs of this machine, at least 1. Other engines may use those that this one does not see."""
+    try:
+        return max(len(list(_GPUS.iterdir())), 1)
+    except OSError:
+        return max(torch.cuda.device_count(), 1)
 
 
 def free_main_bytes() -> int:

@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 
 _GIB = 1 << 30
 
+_MAX_GPU_BYTES = 64 * _GIB
+"""A default host tier is not larger. Its memory is pinned, so nothing else can use it."""
+
+_MAX_CPU_BYTES = 4 * _GIB
+_MIN_BYTES = _GIB
+"""A default host tier is not smaller: there is none where so little memory is free."""
+
 _WRITTEN = {
     "write_through": "every computed block is written to it at once",
     "auto": "a block is written to it before it leaves the device",
@@ -43,12 +50,15 @@ _LOADED = {
 
 def host_blocks(config: EngineConfig, layout: KVLayout) -> int:
     """Number of host blocks; 0 without a host tier. Raises ConfigError when it does not fit."""
-    if not config.swap_space_gib:
+    if not config.may_have_host_tier:
         return 0
     # Beside torch, which is imported by the time there is a layout.
-    from headwater.device.memory import free_main_bytes
+    from headwater.device.memory import free_main_bytes, num_machine_gpus
 
     free = free_main_bytes()
+    if config.swap_space_gib is None:
+        size = default_host_bytes(config, free_bytes=free, num_gpus=num_machine_gpus())
+        return size // slot_bytes(layout.block_bytes)
     if config.swap_space_gib * _GIB > free:
         # The system would hand the memory out and end the process when the tier has filled.
         raise ConfigError(
@@ -62,6 +72,27 @@ def host_blocks(config: EngineConfig, layout: KVLayout) -> int:
             f"{layout.block_bytes / (1 << 20):.1f} MiB"
         )
     return num_blocks
+
+
+def default_host_bytes(config: EngineConfig, *, free_bytes: int, num_gpus: int) -> int:
+    """Size of the host tier where `--swap-space` is not given, in whole GiB; 0 is no host tier.
+
+    On a GPU it is half of the free main memory, divided by the GPUs of the machine: engines on
+    all of them may start at the same time and see the same free memory. `free_bytes` is already
+    within the limit of the control group. On a CPU it only buffers what storage reads and writes.
+    """
+    if config.device == "cpu":
+        size = min(free_bytes // 4, _MAX_CPU_BYTES)
+    else:
+        size = min(free_bytes // 2 // num_gpus, _MAX_GPU_BYTES)
+    if size >= _MIN_BYTES:
+        return size // _GIB * _GIB
+    if config.storage_backend is not None:
+        raise ConfigError(
+            f"--kvcache-storage-backend needs a host tier, and {free_bytes / _GIB:.1f} GiB of free "
+            "main memory are too little to choose one: give --swap-space"
+        )
+    return 0
 
 
 def open_mover(
@@ -86,11 +117,14 @@ def describe_tiers(
 ) -> tuple[str, ...]:
     """A line for each tier below the device: what fills it, and how it is read."""
     if not num_host_blocks:
-        return ()
-    size = num_host_blocks * slot_bytes(layout.block_bytes) / _GIB
+        no_room = "host    none: too little main memory is free; --swap-space GIB sets a size"
+        return (no_room,) if config.may_have_host_tier else ()
+    size = f"{num_host_blocks * slot_bytes(layout.block_bytes) / _GIB:.2f} GiB"
+    if config.swap_space_gib is None:
+        size += ", chosen by free memory; --swap-space changes it"
     saved = "preempted sequences are" if config.save_preempted else "preempted ones are not"
     written = f"{_WRITTEN[config.write_policy]}; {saved} saved"
-    lines = [f"host    {num_host_blocks:,} blocks ({size:.2f} GiB), empty; {written}"]
+    lines = [f"host    {num_host_blocks:,} blocks ({size}), empty; {written}"]
     if config.storage_backend is not None:
         lines.append(
             f"storage {_storage(config)}; blocks written to the host are written there too while "
