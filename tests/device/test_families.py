@@ -13,6 +13,7 @@ from headwater.device.builtin import LlamaShape, make_llama
 from headwater.device.families import SERVED, check_served, max_positions
 from headwater.device.model import load
 from headwater.device.packing import pack
+from headwater.device.survey import survey
 from headwater.errors import ModelError
 from tests.device.driver import Driver
 from tests.device.families import (
@@ -54,6 +55,21 @@ def test_tokens_equal_generate(name: str, family: Any) -> None:
     assert_same_tokens(sequences[0].output, expected, gaps)
     assert_same_tokens(chunked.output, expected, gaps)
     assert_same_tokens(sequences[1].output, *reference.generate(short, COUNT))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(SERVED))
+def test_a_survey_without_torch_agrees_with_the_loaded_model(name: str, family: Any) -> None:
+    """`headwater check` says what is served: the same layout, type and context."""
+    folder = family(name)
+    (folder / "tokenizer.json").write_text("{}")
+
+    model, found = load(folder, packed=False), survey(folder)
+
+    assert found.layout(16) == model.layout(16)
+    assert found.max_model_len == model.max_model_len
+    loaded = sum(weight.nbytes for weight in model.module.parameters())
+    assert found.weight_bytes == pytest.approx(loaded, rel=1e-3), "buffers are not counted"
 
 
 @pytest.mark.slow

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from headwater.device import memory
+from headwater.device import budget
+from headwater.device.budget import free_main_bytes
 from headwater.device.kv import KVPool
-from headwater.device.memory import free_main_bytes, num_blocks_that_fit
+from headwater.device.memory import num_blocks_that_fit
 from headwater.device.model import LoadedModel, load
 from headwater.errors import ConfigError
 
@@ -91,7 +92,7 @@ def test_a_control_group_bounds_what_is_free(
 ) -> None:
     """What it has used counts, what of that only caches files does not; without a limit, or
     without a group, the machine's own memory does."""
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(budget, "_CGROUP", tmp_path)
     whole = free_main_bytes()
     (tmp_path / "memory.max").write_text(f"{100 * MIB}\n")
     (tmp_path / "memory.current").write_text(f"{70 * MIB}\n")

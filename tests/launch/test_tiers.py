@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from headwater.config import EngineConfig
-from headwater.device.memory import free_main_bytes
+from headwater.device.budget import free_main_bytes
 from headwater.errors import ConfigError
 from headwater.launch.tiers import default_host_bytes, describe_tiers, host_blocks
 from headwater.transfer.layout import KVLayout

@@ -27,6 +27,7 @@ _COMMANDS = (
     "route",
     "up",
     "certs",
+    "check",
     "demo",
     "bench",
     "replay",
@@ -87,6 +88,10 @@ def _run(options: Namespace, given: frozenset[str]) -> int:
         from headwater.cli.certs import run_certs
 
         return run_certs(options)
+    if options.command == "check":
+        from headwater.cli.check import run_check
+
+        return run_check(options)
     if options.command == "up":
         from headwater.cli.up import run_up
 

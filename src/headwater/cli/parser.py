@@ -3,6 +3,7 @@
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 
 from headwater.cli.certs import add_certs
+from headwater.cli.check import add_check
 from headwater.cli.flags import add_serve
 from headwater.cli.plan import add_plan
 from headwater.cli.replay import add_replay
@@ -27,6 +28,7 @@ commands:
   storage ACTION  look into a storage directory: ls, stats, verify, prune
   certs FOLDER    a development CA and certificates for TLS
   top [URL]       what a server is doing, live in this terminal
+  check MODEL     whether and how a model would be served, and what fits in memory
   doctor          what this machine has, what is missing or slow, and how to fix it
   version         the version of this program
 """
@@ -48,6 +50,7 @@ def build_parser() -> ArgumentParser:
     commands.add_parser("doctor", allow_abbrev=False, help="check this machine")
     commands.add_parser("bench", allow_abbrev=False, help="run a benchmark")
     add_certs(commands)
+    add_check(commands)
     add_plan(commands)
     add_replay(commands)
     add_route(commands)

@@ -49,6 +49,34 @@ SERVED = frozenset(
 )
 """`model_type` of every family that is served."""
 
+FUSED = frozenset(
+    {
+        "dots1",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "glm4_moe",
+        "gpt_oss",
+        "granite",
+        "llama",
+        "ministral",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "olmo3",
+        "olmoe",
+        "phi3",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "seed_oss",
+        "smollm3",
+    }
+)
+"""Families that the fused decoder of the GPU runs, in captured graphs. It is compared with the
+model's own code at start, and not used where the two differ."""
+
 _RECURRENT = "keeps a recurrent state, which cannot be shared as blocks of KV"
 _ENCODER = "is an encoder-decoder; only decoder-only models are served"
 _LATENT = "uses multi-head latent attention (MLA), whose KV is not served in this release"

@@ -1,6 +1,5 @@
 """Loads a model folder: transformers' model code, our attention, local files only."""
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from headwater.device import builtin, packing
 from headwater.device.attention.base import ATTENTION, register
 from headwater.device.families import check_served, max_positions
 from headwater.device.fingerprint import fingerprint
+from headwater.device.model_files import read_config, read_object
 from headwater.errors import ConfigError, ModelError
 from headwater.transfer.layout import KVLayout
 
@@ -102,25 +102,6 @@ def load(
         eos_token_ids=_config_ends(loaded.config, folder) if ends is None else ends,
         **_facts(loaded.config),
     )
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's config.json, or a ModelError that says what is wrong with it."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ModelError(f"{folder} is not a model folder: it has no config.json")
-    return _read_object(path)
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """A file with one JSON object."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as exc:
-        raise ModelError(f"{path} is not valid JSON: {exc}") from exc
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} is not a JSON object")
-    return content
 
 
 def _torch_dtype(name: str) -> torch.dtype | str:
@@ -220,7 +201,7 @@ def _facts(config: PretrainedConfig) -> dict[str, Any]:
 def _generation_ends(folder: Path) -> tuple[int, ...] | None:
     """Ids that end a sequence, where the folder has a generation config that names some."""
     path = folder / "generation_config.json"
-    named = _read_object(path).get("eos_token_id") if path.is_file() else None
+    named = read_object(path).get("eos_token_id") if path.is_file() else None
     return None if named is None else _token_ids(named, path)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headwater.device.budget import CONTIGUOUS_SHARE
 from headwater.device.contiguous_kv import ContiguousKV
 from headwater.device.inputs import StepInputs, build
 from headwater.device.kv import KVPool
@@ -17,9 +18,6 @@ from headwater.engine.masks import MaskedRow, MaskWorkers, PendingMasks, StepMas
 from headwater.errors import ConfigError, InvariantError
 from headwater.scheduler.batch import NO_TOKEN, ScheduledBatch, StepResult
 from headwater.types import Tokens
-
-CONTIGUOUS_SHARE = 1.0
-"""Memory for buffers, as a share of the pool's."""
 
 
 class TorchRunner:

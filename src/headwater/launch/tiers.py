@@ -7,6 +7,7 @@ from headwater.cache import Namespace, TieredCache
 from headwater.cache.keys import KeyScheme
 from headwater.clock import Clock
 from headwater.config import EngineConfig
+from headwater.device.budget import free_main_bytes
 from headwater.engine.core import Runner
 from headwater.errors import ConfigError
 from headwater.storage.base import Opening
@@ -53,7 +54,7 @@ def host_blocks(config: EngineConfig, layout: KVLayout) -> int:
     if not config.may_have_host_tier:
         return 0
     # Beside torch, which is imported by the time there is a layout.
-    from headwater.device.memory import free_main_bytes, num_machine_gpus
+    from headwater.device.memory import num_machine_gpus
 
     free = free_main_bytes()
     if config.swap_space_gib is None:

@@ -1,0 +1,109 @@
+"""Reads a model folder without torch: its config.json, and the headers of its weights.
+
+A safetensors file begins with the length of a JSON header, which names each tensor with its
+type, shape and place. The numbers themselves are never read here.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headwater.errors import ModelError
+
+_MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+
+_INDEX = "model.safetensors.index.json"
+
+ELEMENT_BITS = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 8),
+    "F4": 4,
+}
+"""Bits of a number of each type that safetensors knows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """One tensor of a weights file."""
+
+    name: str
+    kind: str
+    """The type's name in safetensors, such as `BF16`."""
+
+    shape: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * ELEMENT_BITS[self.kind] // 8
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json, or a ModelError that says what is wrong with it."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelError(f"{folder} is not a model folder: it has no config.json")
+    return read_object(path)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A file with one JSON object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as exc:
+        raise ModelError(f"{path} is not valid JSON: {exc}") from exc
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} is not a JSON object")
+    return content
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model: those its index names, else all in the folder."""
+    index = folder / _INDEX
+    if index.is_file():
+        names = read_object(index).get("weight_map")
+        if not isinstance(names, dict) or not names:
+            raise ModelError(f"{index} has no weight_map")
+        # Only the last part: an index may not name files outside of its folder.
+        files = [folder / Path(str(name)).name for name in sorted(set(names.values()))]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise ModelError(
+            f"{folder}: {len(missing)} of {len(files)} weight files are missing, "
+            f"the first is {missing[0]}"
+        )
+    if not files:
+        raise ModelError(f"{folder} has no .safetensors weights")
+    return files
+
+
+def stored_tensors(path: Path) -> Iterator[StoredTensor]:
+    """The tensors of one file. A ModelError where it is damaged or cut short."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if not 0 < header_bytes <= min(_MAX_HEADER_BYTES, size - 8):
+            raise ModelError(f"{path} is not a safetensors file, or is cut short")
+        raw = file.read(header_bytes)
+    try:
+        header = json.loads(raw)
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            tensor = StoredTensor(name=name, kind=entry["dtype"], shape=tuple(entry["shape"]))
+            end = 8 + header_bytes + int(entry["data_offsets"][1])
+            if end > size or tensor.num_bytes < 0:
+                raise ModelError(f"{path} is cut short: tensor {name} ends after the file")
+            yield tensor
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as exc:
+        raise ModelError(f"{path} has a damaged safetensors header: {exc!r}") from exc

@@ -1,0 +1,131 @@
+"""What a model folder would need and how it would be served, read from its files without torch."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headwater.device.budget import StepShape
+from headwater.device.families import FUSED, check_served, max_positions
+from headwater.device.model_files import (
+    StoredTensor,
+    read_config,
+    stored_tensors,
+    weight_files,
+)
+from headwater.errors import ConfigError, ModelError
+from headwater.transfer.layout import KVLayout
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_REQUIRED = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSurvey:
+    """One model folder, as its files describe it."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    dtype: str
+    """Of weights and KV, as they would be served."""
+
+    tensors: tuple[StoredTensor, ...]
+    num_files: int
+
+    @property
+    def model_type(self) -> str:
+        return str(self.config["model_type"])
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether a GPU runs it in the fused decoder and captured graphs."""
+        return self.model_type in FUSED
+
+    @property
+    def quantization(self) -> str | None:
+        """How the weights are stored, where they are quantised."""
+        settings = self.config.get("quantization_config")
+        return str(settings.get("quant_method")) if isinstance(settings, Mapping) else None
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of all tensors, as they are in the files."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all tensors, in the types they would be served in."""
+        return sum(self._served_bytes(tensor) for tensor in self.tensors)
+
+    @property
+    def max_model_len(self) -> int:
+        rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
+        return max_positions(self.config, rope)
+
+    def layout(self, block_tokens: int) -> KVLayout:
+        """What the bytes of a block would be."""
+        heads = int(self.config["num_attention_heads"])
+        return KVLayout(
+            num_layers=int(self.config["num_hidden_layers"]),
+            kv_heads=int(self.config.get("num_key_value_heads") or heads),
+            head_dim=int(self.config.get("head_dim") or self.config["hidden_size"] // heads),
+            block_tokens=block_tokens,
+            dtype=self.dtype,
+            element_bytes=DTYPE_BYTES[self.dtype],
+        )
+
+    def step_shape(self) -> StepShape:
+        """What the memory that a step computes in depends on."""
+        layout = self.layout(1)
+        heads = int(self.config["num_attention_heads"])
+        return StepShape(
+            hidden_size=int(self.config["hidden_size"]),
+            intermediate_size=int(self.config.get("intermediate_size") or 0),
+            packed_size=(heads + 2 * layout.kv_heads) * layout.head_dim,
+            vocab_size=int(self.config["vocab_size"]),
+            element_bytes=layout.element_bytes,
+        )
+
+    def _served_bytes(self, tensor: StoredTensor) -> int:
+        width = DTYPE_BYTES[self.dtype]
+        if tensor.kind in _STORED_DTYPES:
+            return tensor.num_elements * width
+        if self.quantization == "mxfp4":
+            # Dequantised at load: a byte holds two numbers, and scales disappear.
+            return tensor.num_bytes * 2 * width if tensor.name.endswith("_blocks") else 0
+        return tensor.num_bytes
+
+
+def survey(folder: Path, dtype: str = "auto") -> ModelSurvey:
+    """Read the folder. A ModelError says why its model would be refused."""
+    config = read_config(folder)
+    check_served(config)
+    for name in _REQUIRED:
+        if not isinstance(config.get(name), int) or config[name] < 1:
+            raise ModelError(f"{folder / 'config.json'} has no usable {name}")
+    files = weight_files(folder)
+    tensors = tuple(tensor for file in files for tensor in stored_tensors(file))
+    if not (folder / "tokenizer.json").is_file():
+        raise ModelError(f"{folder} has no tokenizer.json")
+    return ModelSurvey(
+        folder=folder,
+        config=config,
+        dtype=_dtype(dtype, config, tensors),
+        tensors=tensors,
+        num_files=len(files),
+    )
+
+
+def _dtype(asked: str, config: Mapping[str, Any], tensors: tuple[StoredTensor, ...]) -> str:
+    """The type of weights and KV: as asked, else the config's, else that of most weights."""
+    if asked == "auto":
+        named = config.get("dtype") or config.get("torch_dtype")
+        kinds = Counter(tensor.kind for tensor in tensors if tensor.kind in _STORED_DTYPES)
+        most = kinds.most_common(1)[0][0] if kinds else "F32"
+        asked = str(named or _STORED_DTYPES[most]).removeprefix("torch.")
+    if asked not in DTYPE_BYTES:
+        known = ", ".join(DTYPE_BYTES)
+        raise ConfigError(f"unknown dtype '{asked}'; known: auto, {known}")
+    return asked
