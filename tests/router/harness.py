@@ -20,7 +20,7 @@ from headwater.server.app import create_app
 from headwater.server.config import ServerConfig
 from headwater.server.http import HttpServer, bind, url_of
 from headwater.server.middleware import ReadinessMiddleware
-from headwater.server.registration import Registrar
+from headwater.server.registration import Memberships
 from headwater.server.router.config import RouterConfig
 from headwater.server.service import Service
 from headwater.testing.engines import EchoEngine, make_echo_core, make_echo_info
@@ -65,7 +65,8 @@ class Instance:
         tls = changes.pop("tls", None)
         kind, silent_s = changes.pop("engine", EchoEngine), changes.pop("silent_s", 20.0)
         self.engine = kind(core, replace(info, **changes))
-        config = ServerConfig(port=port, router=router, peer_token=token, tls=tls)
+        routers = (router,) if isinstance(router, str) else tuple(router)
+        config = ServerConfig(port=port, routers=routers, peer_token=token, tls=tls)
         self.service = Service(
             self.engine, byte_tokenizer(), config, SystemClock(), created_s=1.7e9
         )
@@ -78,14 +79,10 @@ class Instance:
         self.readiness.open(create_app(self.service))
         self.http = HttpServer(self.readiness, tls=tls)
         self.serving = loop.create_task(self.http.serve(sockets=[self.listener]))
-        self.registrar = Registrar(
-            self.service,
-            router=router,
-            url=self.url,
-            cluster=self.cluster,
-            silent_s=silent_s,
+        self.memberships = Memberships(
+            self.service, url=self.url, cluster=self.cluster, silent_s=silent_s
         )
-        self.membership = loop.create_task(self.registrar.run())
+        self.membership = loop.create_task(self.memberships.run())
 
     async def die(self):
         """Gone at once, connections and all, as after kill -9."""

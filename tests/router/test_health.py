@@ -85,13 +85,13 @@ def test_a_draining_instance_gets_nothing_new():
     async def scenario(harness):
         one, two = harness.add(), harness.add()
         await harness.ready(one, two)
-        await one.registrar.leave()
+        await one.memberships.leave()
 
         names = {(await harness.complete()).headers["x-headwater-instance"] for _ in range(6)}
 
         assert names == {two.name}
         assert (await harness.known())[one.name]["state"] == "draining"
-        await two.registrar.leave()
+        await two.memberships.leave()
         answer = await harness.complete()
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "no_instance"

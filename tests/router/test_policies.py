@@ -111,12 +111,15 @@ def test_unknown_policies_are_refused():
 
 @pytest.mark.slow
 def test_cache_aware_finds_what_one_pool_would():
-    """Lesson 70, simulated: hits of one shared pool, evenly loaded; affinity alone is not."""
+    """Lesson 70, simulated: hits of one shared pool, evenly loaded; affinity alone is not. Two
+    routers side by side find as much, as evenly."""
     result = measure_router(None, quick=True)
     router = result["router"]
 
     assert set(router) == {*POLICIES, "longest_prefix"}
     assert router["cache_aware"]["block_hit"] >= 0.98 * result["pool_block_hit"]
     assert router["cache_aware"]["max_over_mean"] <= 1.2
+    assert result["routers"]["share_of_one_router"] >= 0.97
+    assert result["routers"]["max_over_mean"] <= 1.3
     assert router["longest_prefix"]["max_over_mean"] > 3
     assert router["round_robin"]["block_hit"] < 0.5 * result["pool_block_hit"]

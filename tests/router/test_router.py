@@ -155,7 +155,7 @@ def test_a_router_that_comes_late_learns_all():
         registrar = Registrar(
             first.service, router=late.url, url=first.url, cluster=first.cluster
         )
-        membership = asyncio.create_task(registrar.run())
+        membership = asyncio.create_task(registrar.run(lambda error: None))
         await late.until(lambda known: first.name in known)
         await late.until(
             lambda known: (

@@ -198,17 +198,18 @@ def test_a_wrong_answer_after_registration_stops_nothing():
         right, cluster._token = cluster._token, b"another"
 
         async with asyncio.timeout(10), httpx.AsyncClient(base_url=instance.url) as direct:
-            while mended.router_health.registered:  # noqa: ASYNC110 -- has no event
+            while mended.router_health[harness.url].registered:  # noqa: ASYNC110 -- has no event
                 await asyncio.sleep(0.01)
             health = await direct.get("/health")
             answer = await direct.post("/v1/completions", json={"prompt": "hello"})
             assert (health.status_code, answer.status_code) == (200, 200)
-            assert health.json()["router"]["registered"] is False
-            assert "403" in health.json()["router"]["error"]
+            (shown,) = health.json()["routers"]
+            assert shown["registered"] is False
+            assert "403" in shown["error"]
             assert not instance.membership.done()
 
             cluster._token = right
-            while not mended.router_health.registered:  # noqa: ASYNC110 -- has no event
+            while not mended.router_health[harness.url].registered:  # noqa: ASYNC110 -- has no event
                 await asyncio.sleep(0.01)
 
     run(scenario)

@@ -1,13 +1,17 @@
 """Routing policies on a trace: simulated instances, chosen by what their KV events say.
 
-Every instance is the real cache with an LRU; what it gains and loses reaches the router as KV
-events, and the router knows nothing else. Beside them, one pool as large as all together.
+Every instance is the real cache with an LRU; what it gains and loses reaches the routers as KV
+events, and they know nothing else of it. Several routers share the requests at random: each
+knows all caches, and only the work that it assigned itself. Beside them, one pool as large as all
+caches together.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from headwater.bench._workload import make_sessions
 from headwater.cache import KeyScheme
@@ -34,31 +38,31 @@ class LongestPrefix:
 
 
 class RoutedCache:
-    """A cache, and what the router knows of it."""
+    """A cache, and what each router knows of it."""
 
-    def __init__(self, name: str, longest: int) -> None:
+    def __init__(self, name: str, longest: int, num_routers: int) -> None:
         self.name = name
         self.view = BlockView("")
-        self.recent = RecentWork()
+        self.recent = [RecentWork() for _ in range(num_routers)]
         self.assigned_tokens = 0
         self._cache = CacheOnly(INSTANCE_BLOCKS, longest, record_events=True)
 
-    def candidate(self, hashes: Sequence[int], now: float) -> Candidate:
-        """What the router knows when a prompt of these blocks arrives."""
+    def candidate(self, hashes: Sequence[int], now: float, router: int) -> Candidate:
+        """What a router knows when a prompt of these blocks arrives."""
         return Candidate(
             name=self.name,
             cached_tokens=self.view.match(hashes) * TRACE_BLOCK,
-            recent_tokens=self.recent.tokens(now=now),
+            recent_tokens=self.recent[router].tokens(now=now),
         )
 
-    def serve(self, request: TraceRequest, prompt: Tokens, believed: int) -> int:
+    def serve(self, request: TraceRequest, prompt: Tokens, believed: int, router: int) -> int:
         """Send it the request; how many blocks it found, which is what was believed."""
         found = self._cache.serve(request, prompt)
         if found != believed:
             raise InvariantError(f"{self.name} said {believed} blocks and had {found}")
         uncached = max(request.input_length - found * TRACE_BLOCK, 0)
         self.assigned_tokens += uncached
-        self.recent.add(uncached, now=request.arrival_s)
+        self.recent[router].add(uncached, now=request.arrival_s)
         self._tell()
         return found
 
@@ -73,8 +77,9 @@ class RoutedCache:
             raise InvariantError("the router did not apply a batch that was the next")
 
 
-def measure_router(trace: Path | None, quick: bool) -> dict[str, Any]:
-    """Block hits and balance by policy, and the hits of one pool; synthetic without a trace."""
+def measure_router(trace: Path | None, quick: bool, num_routers: int = 2) -> dict[str, Any]:
+    """Block hits and balance by policy, the same for `num_routers` routers side by side, and the
+    hits of one pool; synthetic without a trace."""
     limit = _QUICK_REQUESTS if quick else None
     requests = (
         make_sessions(limit or 10_000, seed=0) if trace is None else read_trace(trace, limit)
@@ -84,25 +89,36 @@ def measure_router(trace: Path | None, quick: bool) -> dict[str, Any]:
     policies["longest_prefix"] = LongestPrefix()
     pool = replay_cache(requests, INSTANCES * INSTANCE_BLOCKS).block_hit
     routed = {name: _route(requests, hashes, policies[name]) for name in sorted(policies)}
+    one = routed["cache_aware"]
+    several = _route(requests, hashes, make_policy("cache_aware"), num_routers)
     return {
         "router": routed,
         "pool_block_hit": pool,
-        "router_share_of_pool": routed["cache_aware"]["block_hit"] / pool if pool else 0.0,
+        "router_share_of_pool": one["block_hit"] / pool if pool else 0.0,
+        "routers": {
+            "num_routers": num_routers,
+            **several,
+            "share_of_one_router": several["block_hit"] / (one["block_hit"] or 1.0),
+        },
     }
 
 
 def _route(
-    requests: Sequence[TraceRequest], hashes: Sequence[Sequence[int]], policy: Policy
+    requests: Sequence[TraceRequest],
+    hashes: Sequence[Sequence[int]],
+    policy: Policy,
+    num_routers: int = 1,
 ) -> dict[str, float]:
     longest = longest_blocks(requests)
-    instances = {f"i{n}": RoutedCache(f"i{n}", longest) for n in range(INSTANCES)}
+    instances = {f"i{n}": RoutedCache(f"i{n}", longest, num_routers) for n in range(INSTANCES)}
+    routers = np.random.default_rng(0).integers(num_routers, size=len(requests)).tolist()
     hits = 0
-    for request, prompt_hashes in zip(requests, hashes, strict=True):
+    for request, prompt_hashes, router in zip(requests, hashes, routers, strict=True):
         now = request.arrival_s
-        candidates = [i.candidate(prompt_hashes, now) for i in instances.values()]
+        candidates = [i.candidate(prompt_hashes, now, router) for i in instances.values()]
         chosen = policy.choose(request.input_length, candidates)
         believed = chosen.cached_tokens // TRACE_BLOCK
-        hits += instances[chosen.name].serve(request, request.whole_blocks(), believed)
+        hits += instances[chosen.name].serve(request, request.whole_blocks(), believed, router)
     assigned = [instance.assigned_tokens for instance in instances.values()]
     return {
         "block_hit": hits / max(sum(len(request.hash_ids) for request in requests), 1),

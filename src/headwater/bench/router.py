@@ -1,4 +1,7 @@
-"""`headwater bench router`: what each routing policy finds, beside one pool of the same size."""
+"""`headwater bench router`: what each routing policy finds, beside one pool of the same size.
+
+The policy `cache_aware` also runs on several routers side by side, which share the requests at
+random."""
 
 from argparse import ArgumentParser
 from collections.abc import Sequence
@@ -15,7 +18,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--trace", type=Path, help="in the Mooncake format (default: made up)")
     parser.add_argument("--quick", action="store_true", help="the first 2,000 requests only")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--routers", type=int, default=2, metavar="N", help="routers side by side (default: 2)"
+    )
     options = read_flags(parser, argv)
-    result = measure_router(options.trace, options.quick)
+    result = measure_router(options.trace, options.quick, options.routers)
     print_report("headwater bench router", result, as_json=options.json)
     return 0

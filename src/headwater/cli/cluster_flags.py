@@ -63,7 +63,13 @@ def add_cluster_flags(parser: ArgumentParser) -> None:
         default=_PEERS.max_inflight,
         help=help_text("most prompts computed for others at once; more are refused"),
     )
-    group.add_argument("--router", metavar="URL", help="URL of the router to register at")
+    group.add_argument(
+        "--router",
+        metavar="URL",
+        action="append",
+        default=[],
+        help="URL of a router to register at; may be given several times",
+    )
     group.add_argument(
         "--kv-events-config",
         metavar="JSON",

@@ -37,14 +37,15 @@ def run_serve(options: Namespace, given: frozenset[str]) -> int:
     engine, server = engine_config(options), server_config(options)
     for sentence in idle_settings(engine, given):
         _say(f"note: {sentence}")
-    if "--peer-token" in given and server.router is None and engine.peers is None:
+    if "--peer-token" in given and not server.routers and engine.peers is None:
         _say("note: --peer-token does nothing here: give --router or --splitwise-role")
     if not server.is_loopback and not server.needs_key:
         _say(f"note: anyone who can reach {server.host} can use this server; see --api-key")
-    if server.router is not None and is_clear_text(server.router):
-        _say(
-            f"note: {server.router} is not encrypted: other hosts can read prompts; see docs/security.md"
-        )
+    for router in server.routers:
+        if is_clear_text(router):
+            _say(
+                f"note: {router} is not encrypted: other hosts can read prompts; see docs/security.md"
+            )
     signals = StopSignals()
     with closing(bind(server.host, server.port)) as listener:
         _say(f"loading {engine.model or 'the built-in tiny model'}")
@@ -107,7 +108,7 @@ def server_config(options: Namespace) -> ServerConfig:
         exit_with_engine=options.exit_with_engine,
         vllm_metric_names=options.vllm_metric_names,
         key_metrics=options.key_metrics,
-        router=options.router,
+        routers=tuple(url.rstrip("/") for url in options.router),
         peer_token=peer_token_of(options),
         log_format=options.log_format,
         limits=LimitsConfig(

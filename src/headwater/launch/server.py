@@ -33,7 +33,7 @@ from headwater.server.config import ServerConfig
 from headwater.server.http import CLOSE_S, HttpServer, url_of
 from headwater.server.keys import KeyRing
 from headwater.server.middleware import ReadinessMiddleware
-from headwater.server.registration import Registrar
+from headwater.server.registration import Memberships
 from headwater.server.service import Service
 
 log = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ class _Server:
         self._spans: SpanExporter | None = None
         self._drain: asyncio.Task[None] | None = None
         self._is_hurried = False
-        self._registrar: Registrar | None = None
+        self._memberships: Memberships | None = None
         self._leaving: asyncio.Task[None] | None = None
         self._access = make_access_policy(config, SystemClock(), unix_s)
         self._readiness = ReadinessMiddleware(self._access)
@@ -206,7 +206,7 @@ class _Server:
         return receivers
 
     async def _serve_out(self, http: "asyncio.Task[None]") -> int:
-        """Wait until HTTP has drained, the router refuses the first registration, or the engine
+        """Wait until HTTP has drained, all routers refuse the first registration, or the engine
         died and `exit_with_engine` is set."""
         death = asyncio.create_task(self._engine.wait_dead())
         membership = asyncio.create_task(self._stay_registered())
@@ -240,17 +240,13 @@ class _Server:
         return sum(side.in_flight for side in sides)
 
     async def _stay_registered(self) -> None:
-        """Keep registered at the router, if there is one. Raises ConfigError."""
-        router = self._config.router
-        if router is not None and self._service is not None:
+        """Keep registered at the routers, if there are any. Raises ConfigError."""
+        if self._config.routers and self._service is not None:
             url = url_of(self._listener, tls=self._config.tls is not None)
-            self._registrar = Registrar(
-                self._service,
-                router=router,
-                url=url,
-                cluster=self._access.cluster,
+            self._memberships = Memberships(
+                self._service, url=url, cluster=self._access.cluster
             )
-            await self._registrar.run()
+            await self._memberships.run()
 
     def _stop(self) -> None:
         """Begin to drain. A second signal aborts running requests and stops at once."""
@@ -260,8 +256,8 @@ class _Server:
         loop = asyncio.get_running_loop()
         self._service.is_stopping = True
         self._readiness.drain()
-        if self._registrar is not None and self._leaving is None:
-            self._leaving = loop.create_task(self._registrar.leave())
+        if self._memberships is not None and self._leaving is None:
+            self._leaving = loop.create_task(self._memberships.leave())
         if self._drain is None:
             self._drain = loop.create_task(self._finish_and_stop())
         elif not self._is_hurried:

@@ -31,7 +31,7 @@ async def health(request: Request) -> Response:
     service = _service(request)
     if service.engine.dead is not None:
         raise EngineDead(service.engine.dead)
-    return JsonResponse(Health(router=service.router_health or UNSET))
+    return JsonResponse(Health(routers=list(service.router_health.values()) or UNSET))
 
 
 async def health_generate(request: Request) -> Response:

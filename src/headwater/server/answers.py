@@ -273,7 +273,7 @@ class DetokenizeAnswer(Struct, kw_only=True):
 
 
 class RouterHealth(Struct, kw_only=True, frozen=True):
-    """The registration of an instance at its router. It does not affect serving."""
+    """The registration of an instance at one router. It does not affect serving."""
 
     url: str
     registered: bool
@@ -285,8 +285,8 @@ class Health(Struct, kw_only=True):
     """Body of GET /health and /health_generate."""
 
     status: Literal["ok"] = "ok"
-    router: RouterHealth | UnsetType = UNSET
-    """Only on instances with `--router`."""
+    routers: list[RouterHealth] | UnsetType = UNSET
+    """The registration at each router; only on instances with `--router`."""
 
 
 class Version(Struct, kw_only=True):

@@ -139,8 +139,8 @@ class ServerConfig:
     key_metrics: bool = False
     """Count requests and tokens by the name of their key."""
 
-    router: str | None = None
-    """URL of the router to register at; None registers nowhere."""
+    routers: tuple[str, ...] = ()
+    """URLs of the routers to register at, side by side."""
 
     peer_token: str | None = None
     """Secret shared by the router and the instances of one cluster."""
@@ -167,8 +167,10 @@ class ServerConfig:
         check_port(self.port)
         check_secret("--api-key", self.api_key)
         check_secret("--peer-token", self.peer_token)
-        if self.router is not None:
-            check_router_url(self.router)
+        for url in self.routers:
+            check_router_url(url)
+        if len(set(self.routers)) < len(self.routers):
+            raise ConfigError(f"--router names a router twice: {', '.join(self.routers)}")
         if self.drain_timeout_s < 0:
             raise ConfigError(
                 f"--drain-timeout must not be negative, got {self.drain_timeout_s}"

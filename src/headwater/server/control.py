@@ -208,7 +208,7 @@ async def _reload(call: ControlRequest, body: ReloadRequest) -> ReloadAnswer:
 
 def _reload_folder(service: Service, model: str | None) -> str | None:
     """The folder to read. Only folders beside the one given at start are allowed."""
-    if service.config.router is not None:
+    if service.config.routers:
         raise RequestRefused(
             "this instance is registered at a router, and all its instances must serve the same "
             "weights; restart the instance with the other model instead"

@@ -1,15 +1,17 @@
-"""Keeps an instance registered at its router: registers, sends heartbeats, and leaves.
+"""Keeps an instance registered at its routers: registers, sends heartbeats, and leaves.
 
-Heartbeats are sent while the engine answers. A router that cannot be reached is retried. A
-router that refuses the first registration ends the instance with its message, because a setting
-is wrong. A refusal after a successful registration is retried with back-off while serving goes
-on: the router was restarted with other settings, or is not ours.
+Heartbeats are sent while the engine answers. Each router has a task of its own, so one that
+hangs does not delay the heartbeats of the others. A router that cannot be reached is retried.
+When every router refuses the first registration, the instance ends with the message, because a
+setting is wrong. Any other refusal is retried with back-off while serving goes on: that router
+was restarted with other settings, or is not ours.
 """
 
 import asyncio
 import contextlib
 import logging
 import socket
+from collections.abc import Callable
 from urllib.parse import quote, urlsplit
 
 import aiohttp
@@ -46,8 +48,44 @@ _REFUSALS = frozenset({400, 401, 403, 409, 413, 415, 421})
 """Statuses of a router that refuses the registration."""
 
 
+class Memberships:
+    """Keeps one instance registered at all its routers: `run` until cancelled, then `leave`."""
+
+    def __init__(
+        self,
+        service: Service,
+        *,
+        url: str,
+        cluster: ClusterAuth,
+        silent_s: float = _SILENT_S,
+    ) -> None:
+        """`url` is the address of this instance's HTTP server on this machine."""
+        self._registrars = [
+            Registrar(service, router=router, url=url, cluster=cluster, silent_s=silent_s)
+            for router in service.config.routers
+        ]
+
+    async def run(self) -> None:
+        """Send registrations. Raises ConfigError when every router refused the first one."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for registrar in self._registrars:
+                    tasks.create_task(registrar.run(self._check_refusal))
+        except* ConfigError as errors:
+            raise errors.exceptions[0] from None
+
+    async def leave(self) -> None:
+        """Ask all routers to send no more requests."""
+        await asyncio.gather(*(registrar.leave() for registrar in self._registrars))
+
+    def _check_refusal(self, error: str) -> None:
+        """Raise ConfigError when no router is left that accepted or might accept."""
+        if all(registrar.was_refused for registrar in self._registrars):
+            raise ConfigError(error)
+
+
 class Registrar:
-    """Keeps one instance registered: `run` until it is cancelled, then `leave`."""
+    """Keeps one instance registered at one router."""
 
     def __init__(
         self,
@@ -67,12 +105,17 @@ class Registrar:
         self._url = _external_url(url, service.config, self._router)
         self._name = urlsplit(self._url).netloc
         self._cluster = cluster
+        self._on_refusal: Callable[[str], None] = lambda error: None
         self._was_accepted = False
+        self.was_refused = False
+        """The router refused, and has never accepted."""
         self._backoff_s = _RETRY_S
         self._num_leases = 0
 
-    async def run(self) -> None:
-        """Send registrations. Raises ConfigError when the router refuses the first one."""
+    async def run(self, on_refusal: Callable[[str], None]) -> None:
+        """Send registrations. `on_refusal` gets the message when the router refuses, unless it
+        accepted before."""
+        self._on_refusal = on_refusal
         async with self._session() as session:
             try:
                 while self._service.engine.dead is None:
@@ -123,28 +166,30 @@ class Registrar:
                 heartbeat_s = msgspec.json.decode(raw, type=Registered).heartbeat_s
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError) as exc:
             return self._retry(f"{type(exc).__name__}: {exc}", _RETRY_S)
-        self._was_accepted = True
+        self._was_accepted, self.was_refused = True, False
         self._backoff_s = _RETRY_S
-        before = self._service.router_health
+        before = self._service.router_health.get(self._router)
         if before is None or not before.registered:
             log.info("registered router=%s", self._router)
-        self._service.router_health = RouterHealth(url=self._router, registered=True)
+        self._report(RouterHealth(url=self._router, registered=True))
         return heartbeat_s
 
     def _refused(self, status: int, message: str) -> float:
         if not self._was_accepted:
-            raise ConfigError(f"the router {self._router} refuses this instance: {message}")
+            self.was_refused = True
+            self._on_refusal(f"the router {self._router} refuses this instance: {message}")
         self._backoff_s = min(2 * self._backoff_s, _MAX_BACKOFF_S)
         return self._retry(f"status {status}: {message}", self._backoff_s)
 
     def _retry(self, error: str, pause_s: float) -> float:
-        before = self._service.router_health
-        if before is None or before.registered or before.error != error:
+        before = self._service.router_health.get(self._router)
+        if before is None or before.registered or before.error != error[:500]:
             log.warning("heartbeat failed router=%s error=%s", self._router, error)
-        self._service.router_health = RouterHealth(
-            url=self._router, registered=False, error=error[:500]
-        )
+        self._report(RouterHealth(url=self._router, registered=False, error=error[:500]))
         return pause_s
+
+    def _report(self, health: RouterHealth) -> None:
+        self._service.router_health[self._router] = health
 
     def _registration(self) -> Registration:
         service, info = self._service, self._service.engine.info

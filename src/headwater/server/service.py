@@ -138,7 +138,7 @@ class Service:
             lifetime_s=limits.stored_lifetime_s,
         )
         """Responses that later ones may continue."""
-        self.router_health: RouterHealth | None = None
+        self.router_health: dict[str, RouterHealth] = {}
         """Result of the last heartbeat to the router; None without one."""
         self.parser = BodyParser(max_ids=engine.info.max_model_len)
         self.reloading = asyncio.Lock()
