@@ -130,6 +130,9 @@ class EngineConfig:
     dtype: str = "auto"
     """Type of weights and KV; `auto` is what the model's config says."""
 
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Type that KV is stored in, on every tier and link; `auto` is that of `dtype`."""
+
     device: str = "cpu"
     """Where the model runs: `cpu`, `cuda`, `cuda:1`."""
 

@@ -10,6 +10,7 @@ from headwater.cache import JobStatus, LoadJob, OffloadJob
 from headwater.clock import SystemClock
 from headwater.device.copier import CpuCopier
 from headwater.device.kv import KVPool
+from headwater.device.model import LoadedModel
 from headwater.transfer.mover import Mover
 from headwater.transfer.slab import HostSlab
 from headwater.types import JobId, Tier
@@ -20,6 +21,8 @@ class Shape:
     """As much of a model as a pool wants to know."""
 
     num_layers, kv_heads, head_dim = 2, 2, 8
+    has_fp8_kv = False
+    layout = LoadedModel.layout
     device = torch.device("cpu")
 
     def __init__(self, dtype: torch.dtype) -> None:

@@ -10,6 +10,7 @@ import torch
 from headwater.cache import JobStatus, LoadJob, OffloadJob
 from headwater.clock import SystemClock
 from headwater.device.kv import KVPool
+from headwater.device.model import LoadedModel
 from headwater.storage.base import Opening
 from headwater.storage.codec import BlockFormat
 from headwater.storage.registry import open_storage
@@ -32,6 +33,8 @@ class Shape:
     """As much of a model as a pool wants to know: blocks of 2 MiB."""
 
     num_layers, kv_heads, head_dim = 8, 8, 128
+    has_fp8_kv = False
+    layout = LoadedModel.layout
     device = torch.device("cuda")
     dtype = torch.bfloat16
 

@@ -142,6 +142,14 @@ def _add_model(parser: ArgumentParser) -> None:
         "--dtype", default=_ENGINE.dtype, help=help_text("type of weights and KV")
     )
     group.add_argument(
+        "--kv-cache-dtype",
+        choices=("auto", "fp8"),
+        default=_ENGINE.kv_cache_dtype,
+        help=help_text(
+            "type of stored KV on every tier; fp8 takes half the memory of a 16-bit type"
+        ),
+    )
+    group.add_argument(
         "--device", default=_ENGINE.device, help=help_text("where the model runs")
     )
     group.add_argument(

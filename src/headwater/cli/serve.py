@@ -64,6 +64,7 @@ def engine_config(options: Namespace) -> EngineConfig:
     return EngineConfig(
         model=options.model,
         dtype=options.dtype,
+        kv_cache_dtype=options.kv_cache_dtype,
         device=options.device,
         num_threads=options.threads,
         block_tokens=options.block_size,

@@ -1,7 +1,5 @@
 """The KV pool's blocks, for links: as plain bytes where they are read and written in place."""
 
-import torch
-
 from headwater.device.kv import KVPool
 from headwater.types import Slots
 
@@ -23,7 +21,7 @@ class PoolBlocks(DeviceBlocks):
 
     def __init__(self, pool: KVPool) -> None:
         super().__init__(pool)
-        flat = pool.data.view(pool.num_blocks, -1).view(torch.uint8).numpy()
+        flat = pool.blocks.numpy()
         self._views = [memoryview(row) for row in flat]
         self.memory: memoryview = flat.reshape(-1).data
         """All of it, for a link that registers memory as a whole."""

@@ -38,7 +38,8 @@ class ContiguousKV:
     def __init__(self, pool: KVPool, *, max_buffers: int, max_bytes: int) -> None:
         self._pool = pool
         self._max_buffers = max_buffers
-        self._max_tokens = max_bytes // (pool.num_bytes // pool.num_blocks) * pool.block_tokens
+        token_bytes = 2 * pool.num_layers * pool.kv_heads * pool.head_dim * pool.dtype.itemsize
+        self._max_tokens = max_bytes // (token_bytes * pool.block_tokens) * pool.block_tokens
         self._buffer_of: dict[RequestId, int] = {}
         self.buffer_tokens = 0
         self.num_buffers = 0
@@ -168,8 +169,8 @@ class ContiguousKV:
         )
         # Let go of the old ones first: both together may be more than there is.
         self.keys = self.values = torch.empty(0)
-        self.keys = pages.zeros(shape, dtype=pool.data.dtype, device=pool.device)
-        self.values = pages.zeros(shape, dtype=pool.data.dtype, device=pool.device)
+        self.keys = pages.zeros(shape, dtype=pool.dtype, device=pool.device)
+        self.values = pages.zeros(shape, dtype=pool.dtype, device=pool.device)
         rows = max(num_buffers, 1)  # buffer -1, which means none, must be readable
         self._held = np.zeros(rows, dtype=np.int64)
         self._first = np.zeros(rows, dtype=np.int64)

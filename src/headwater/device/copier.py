@@ -12,7 +12,6 @@ from queue import SimpleQueue
 from threading import Thread
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from headwater.cache import JobStatus, LoadJob, TransferJob
@@ -36,9 +35,7 @@ class CpuCopier:
 
     def __init__(self, pool: KVPool, slab: HostSlab, clock: Clock) -> None:
         self._pool = pool
-        # Bytes, because numpy does not know every type that a pool may have.
-        flat = pool.data.view(pool.num_blocks, -1).view(torch.uint8)
-        self._device: Bytes = flat.numpy()
+        self._device: Bytes = pool.blocks.numpy()
         self._host: Bytes = slab.rows
         self._clock = clock
         self._queues: list[SimpleQueue[tuple[TransferJob, Report] | None]] = []

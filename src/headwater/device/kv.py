@@ -1,6 +1,6 @@
 """The KV pool: one tensor `[blocks, layers, 2, block_tokens, kv_heads, head_dim]`.
 
-A block's bytes are one contiguous piece. Everything here addresses it by slot; which slot
+`transfer.layout` says what the bytes of a block are. A block's bytes are one contiguous piece. Everything here addresses it by slot; which slot
 holds what is decided elsewhere.
 
     flat rows   slot 0: layer 0: K of token 0, 1, … | V of token 0, 1, … | layer 1: K … | V …
@@ -29,28 +29,42 @@ class KVPool:
         self, model: LoadedModel, *, num_blocks: int, block_tokens: int, shared: bool = False
     ) -> None:
         """A `shared` one is in memory that peers on this machine may be let read."""
+        self.layout = model.layout(block_tokens)
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self.num_layers, self.kv_heads = model.num_layers, model.kv_heads
         self.head_dim = model.head_dim
         self.device = model.device
+        self.dtype = model.dtype
+        """Of the numbers that the model computes with, whatever they are stored in."""
+
         # Zeros, not whatever was there: a masked key still meets its zero weight, and
         # zero times a stray NaN is NaN.
-        self.data, self.pages = _zeros(
-            (num_blocks, self.num_layers, 2, block_tokens, self.kv_heads, self.head_dim),
-            model,
-            shared=shared,
+        self.blocks, self.pages = _zeros(
+            (num_blocks, self.layout.block_bytes), model, shared=shared
         )
+        """The bytes of every block, `[blocks, block_bytes]`."""
+        self.data = self._numbers()
+        """The numbers in them, `[blocks, layers, 2, block_tokens, kv_heads, head_dim]`."""
         self.writes: Ints = np.zeros(num_blocks, dtype=np.int64)
         """Per slot: a count that changes with every step or copy that writes to it."""
         self.ops = host_ops(model.device, model.dtype)
-        self._token_rows = self.data.view(-1, self.kv_heads * self.head_dim)
-        self._head_rows = self.data.view(-1, self.head_dim)
         self._scratch = [self.data.new_empty(0), self.data.new_empty(0)]
+
+    def _numbers(self) -> Tensor:
+        shape = (self.num_layers, 2, self.block_tokens, self.kv_heads, self.head_dim)
+        data = self.blocks.view(self.dtype).view(self.num_blocks, *shape)
+        self._token_rows = data.view(-1, self.kv_heads * self.head_dim)
+        self._head_rows = data.view(-1, self.head_dim)
+        return data
 
     @property
     def num_bytes(self) -> int:
-        return self.data.nbytes
+        return self.blocks.nbytes
+
+    def rounded(self, heads: Tensor) -> Tensor:
+        """K or V as it is read back once it is stored; here as it is."""
+        return heads
 
     def mark_written(self, slots: Ints) -> None:
         """Call before writing to slots: it invalidates copies of their KV elsewhere."""
@@ -101,14 +115,14 @@ class KVPool:
 
 
 def _zeros(
-    shape: tuple[int, ...], model: LoadedModel, *, shared: bool
+    shape: tuple[int, int], model: LoadedModel, *, shared: bool
 ) -> tuple[Tensor, SharedPages | None]:
     try:
         if shared:
-            return pages.shared_zeros(shape, dtype=model.dtype)
-        return pages.zeros(shape, dtype=model.dtype, device=model.device), None
+            return pages.shared_zeros(shape, dtype=torch.uint8)
+        return pages.zeros(shape, dtype=torch.uint8, device=model.device), None
     except (RuntimeError, OSError, OverflowError) as exc:
-        gib = math.prod(shape) * model.dtype.itemsize / (1 << 30)
+        gib = math.prod(shape) / (1 << 30)
         raise ConfigError(
             f"{shape[0]:,} blocks of KV take {gib:,.1f} GiB, which {model.device} does not have; "
             "ask for fewer with --num-gpu-blocks-override"

@@ -52,21 +52,27 @@ class LoadedModel:
     min_rows: int = 1
     """Smaller steps are padded to this many tokens, because they are faster so."""
 
+    has_fp8_kv: bool = False
+    """Whether KV is stored in 8 bits, with a scale for each token and head."""
+
     def layout(self, block_tokens: int) -> KVLayout:
         """What the bytes of a block are."""
+        dtype = str(self.dtype).removeprefix("torch.")
         return KVLayout(
             num_layers=self.num_layers,
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
             block_tokens=block_tokens,
-            dtype=str(self.dtype).removeprefix("torch."),
-            element_bytes=self.dtype.itemsize,
+            # KV rounded from two dtypes is not the same KV, so both are named.
+            dtype=f"{dtype}-fp8_e4m3" if self.has_fp8_kv else dtype,
+            element_bytes=1 if self.has_fp8_kv else self.dtype.itemsize,
+            scale_bytes=1 if self.has_fp8_kv else 0,
         )
 
     @property
     def token_bytes(self) -> int:
         """KV of one token over all layers."""
-        return 2 * self.num_layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+        return self.layout(1).block_bytes
 
 
 def load(
@@ -75,6 +81,7 @@ def load(
     dtype: str = "auto",
     device: str = "cpu",
     packed: bool = True,
+    has_fp8_kv: bool = False,
 ) -> LoadedModel:
     """Load `model_dir`, or the built-in tiny model for None; a ModelError says why not.
 
@@ -100,6 +107,7 @@ def load(
         device=target,
         min_rows=packing.ROWS_WANTED if padded else 1,
         eos_token_ids=_config_ends(loaded.config, folder) if ends is None else ends,
+        has_fp8_kv=has_fp8_kv,
         **_facts(loaded.config),
     )
 

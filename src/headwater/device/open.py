@@ -47,6 +47,10 @@ def open_runner(
             f"device '{model.device}' needs the package {exc.name!r}; "
             "try: pip install 'headwater[gpu]'"
         ) from exc
+    if model.has_fp8_kv:
+        raise ConfigError(
+            "--kv-cache-dtype fp8 is not supported on a GPU yet; use --device cpu"
+        )
     on_gpu = CudaRunner(model, **sizes, masks=masks)
     on_gpu.warm()
     return on_gpu, on_gpu.pool

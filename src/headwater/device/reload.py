@@ -18,7 +18,7 @@ def load_like(model: LoadedModel, folder: Path) -> LoadedModel:
     What is served now is not touched, so a folder that cannot be used changes nothing.
     """
     dtype = str(model.dtype).removeprefix("torch.")
-    other = load(folder, dtype=dtype, device=str(model.device))
+    other = load(folder, dtype=dtype, device=str(model.device), has_fp8_kv=model.has_fp8_kv)
     for name in _MUST_AGREE:
         old, new = getattr(model, name), getattr(other, name)
         if old != new:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from headwater.device.budget import CONTIGUOUS_SHARE
 from headwater.device.contiguous_kv import ContiguousKV
+from headwater.device.fp8_kv import open_pool
 from headwater.device.inputs import StepInputs, build
-from headwater.device.kv import KVPool
 from headwater.device.model import LoadedModel
 from headwater.device.penalties import History, is_penalised
 from headwater.device.prompt_scores import PromptScores
@@ -47,7 +47,7 @@ class TorchRunner:
             raise ConfigError(f"a runner has 1 or 2 steps in flight, not {depth}")
         self.depth = depth
         self._model = model
-        self.pool = KVPool(
+        self.pool = open_pool(
             model, num_blocks=num_blocks, block_tokens=block_tokens, shared=shared
         )
         if contiguous_bytes is None:

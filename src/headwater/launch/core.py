@@ -46,7 +46,12 @@ def build_core(
     from headwater.device.runner import TorchRunner
 
     block_keys.prepare()
-    model = model or load(config.model, dtype=config.dtype, device=config.device)
+    model = model or load(
+        config.model,
+        dtype=config.dtype,
+        device=config.device,
+        has_fp8_kv=config.kv_cache_dtype == "fp8",
+    )
     num_blocks = num_blocks_that_fit(
         model,
         block_tokens=config.block_tokens,

@@ -1,4 +1,11 @@
-"""What a block's bytes are: arithmetic over the model's shape, and nothing else."""
+"""What a block's bytes are: arithmetic over the model's shape, and nothing else.
+
+    block   | layer 0 | layer 1 | …
+    layer   | numbers [planes, block_tokens, kv_heads, head_dim] | scales [planes, block_tokens, kv_heads] |
+
+Scales are there only where numbers are stored in fewer bits than the model computes in. They are
+inside their layer's bytes, so a block, or a group of layers of it, is one contiguous piece.
+"""
 
 from dataclasses import dataclass
 
@@ -8,7 +15,7 @@ LAYOUT_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """One block: `[layers, planes, block_tokens, kv_heads, head_dim]`, the same in every tier."""
+    """The bytes of one block, the same in every tier."""
 
     num_layers: int
     kv_heads: int
@@ -19,11 +26,25 @@ class KVLayout:
     planes: int = 2
     """Keys and values; a model with one latent has one plane."""
 
+    scale_bytes: int = 0
+    """Bytes of the scale of one head's numbers of one token; 0 is no scale."""
+
+    @property
+    def numbers_bytes(self) -> int:
+        """Bytes of one layer before its scales."""
+        heads = self.planes * self.block_tokens * self.kv_heads
+        return heads * self.head_dim * self.element_bytes
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer of a block."""
+        heads = self.planes * self.block_tokens * self.kv_heads
+        return self.numbers_bytes + heads * self.scale_bytes
+
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
-        elements = self.num_layers * self.planes * self.block_tokens
-        return elements * self.kv_heads * self.head_dim * self.element_bytes
+        return self.num_layers * self.layer_bytes
 
     @property
     def kv_format(self) -> str:

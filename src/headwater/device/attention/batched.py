@@ -31,7 +31,7 @@ class BatchedDecodes:
         shared: int = 0,
     ) -> None:
         self._pool = pool
-        self._ops = host_ops(pool.device, pool.data.dtype)
+        self._ops = host_ops(pool.device, pool.dtype)
         self._shared = shared
         self._storage = storage
         self._keys, self._values = storage.keys, storage.values

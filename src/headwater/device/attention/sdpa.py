@@ -37,6 +37,8 @@ class SdpaStep:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant
     ) -> Tensor:
         """As `AttentionStep` says; tokens that only pad the batch come out as zeros."""
+        # What is attended is what the pool will give: a prefix found again is no other prefix.
+        key, value = self._pool.rounded(key), self._pool.rounded(value)
         decodes = self._decodes
         if decodes is not None and not self._chunks and decodes.fills(query.shape[0]):
             return decodes.attend(layer, query, key, value, variant)

@@ -148,7 +148,7 @@ class CudaCopier:
             host, device = host[starts], device[starts]
             sizes = (counts * self._block_bytes).tolist()
         on_host = self._pinned.base + host * self._pinned.slot_bytes
-        on_device = self._pool.data.data_ptr() + device * self._block_bytes
+        on_device = self._pool.blocks.data_ptr() + device * self._block_bytes
         source, target = (on_host, on_device) if up else (on_device, on_host)
         begun = torch.cuda.Event(enable_timing=True, blocking=True)
         ended = torch.cuda.Event(enable_timing=True, blocking=True)

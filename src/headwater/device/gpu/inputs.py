@@ -78,7 +78,7 @@ def pack(
     pieces = split_contexts(layout.contexts[:num_decodes], max(num_decodes, 1))
     chunks = slice(num_decodes, len(layout.counts) - (whole is not None))
     longest = int(layout.counts[chunks].max(initial=0))
-    tile = tile_queries(pool.data.dtype, pool.head_dim, longest)
+    tile = tile_queries(pool.dtype, pool.head_dim, longest)
     shared = tiles(
         layout.counts[chunks], layout.contexts[chunks],
         first_row=num_decodes, tile=tile, heads=heads, has_hopper_kernel=has_hopper_kernel(pool.data),

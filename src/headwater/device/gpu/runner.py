@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from headwater.device.attention.base import Variant
+from headwater.device.fp8_kv import open_pool
 from headwater.device.gpu.arrivals import Arrivals
 from headwater.device.gpu.decoder import FusedDecoder, RowsToCompute
 from headwater.device.gpu.fused_check import fused_decoder
@@ -26,7 +27,6 @@ from headwater.device.gpu.suffix_graphs import SuffixGraphs
 from headwater.device.gpu.warm import warm_chunks
 from headwater.device.kernels.greedy import choose_greedy
 from headwater.device.kernels.ints import copy_ints
-from headwater.device.kv import KVPool
 from headwater.device.model import LoadedModel
 from headwater.device.penalties import History, is_penalised
 from headwater.device.prompt_scores import PromptScores
@@ -107,7 +107,7 @@ class CudaRunner:
             torch.cuda.set_device(model.device)
         self._model = model
         self._max_rows = min(max_num_seqs, max_batched_tokens)
-        self.pool = KVPool(model, num_blocks=num_blocks, block_tokens=block_tokens)
+        self.pool = open_pool(model, num_blocks=num_blocks, block_tokens=block_tokens)
         self.arrivals = Arrivals(model.num_layers)
         """For the copier: rows wait for loads that it tells of here."""
         self._chosen = torch.zeros(self._max_rows, dtype=torch.int32, device=model.device)

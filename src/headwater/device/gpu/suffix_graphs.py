@@ -65,7 +65,7 @@ class SuffixGraphs:
 
     @property
     def _tile(self) -> int:
-        return tile_queries(self._pool.data.dtype, self._pool.head_dim, _SIZES[-1])
+        return tile_queries(self._pool.dtype, self._pool.head_dim, _SIZES[-1])
 
     def takes(self, layout: Layout) -> bool:
         """Whether the step is one short chunk whose last token is sampled."""

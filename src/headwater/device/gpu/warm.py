@@ -14,11 +14,11 @@ def warm_chunks(pool: KVPool, heads: int, variant: Variant) -> None:
     """Compile attention of chunks for every size of tile and number of parts, and of many."""
     packed = torch.zeros(
         (1, (heads + 2 * pool.kv_heads) * pool.head_dim),
-        dtype=pool.data.dtype,
+        dtype=pool.dtype,
         device=pool.device,
     )
     out = packed.new_empty((1, heads, pool.head_dim))
-    sizes = {tile_queries(pool.data.dtype, pool.head_dim, longest) for longest in (1, 1 << 20)}
+    sizes = {tile_queries(pool.dtype, pool.head_dim, longest) for longest in (1, 1 << 20)}
     for tile in sizes:
         num_parts = 1
         while num_parts <= MAX_PARTS:

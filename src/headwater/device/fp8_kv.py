@@ -1,0 +1,108 @@
+"""KV in 8 bits: e4m3 numbers with a scale for each token and head inside the block's bytes.
+
+A scale depends on the numbers of its own token and head alone, so a token is stored once and
+never rewritten, and it makes no difference in which step or chunk it was computed. It is a power
+of two, kept as its exponent in one byte. Scaling is then exact: what is read back is exact in
+bfloat16 and float32, and storing it again gives the same numbers.
+
+    exponent byte b    scale 2 ** (b - 127); the largest number of the head is in (224, 448] scales
+"""
+
+import torch
+from torch import Tensor
+
+from headwater.device.kv import KVPool
+from headwater.device.model import LoadedModel
+
+FP8 = torch.float8_e4m3fn
+
+_TOP_FRACTION = 0x600000
+"""Fraction bits of 448, the largest e4m3 number, as a float32: it is 1.75 * 2 ** 8."""
+
+_MIN_FLOAT16_BYTE = 112
+"""Smaller scales would make numbers that float16 cannot hold exactly."""
+
+
+def open_pool(
+    model: LoadedModel, *, num_blocks: int, block_tokens: int, shared: bool = False
+) -> KVPool:
+    """The pool of a model, in the format that its layout says."""
+    kind = Fp8KVPool if model.has_fp8_kv else KVPool
+    return kind(model, num_blocks=num_blocks, block_tokens=block_tokens, shared=shared)
+
+
+def quantize(heads: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers of e4m3 and exponent bytes `[…]` of heads `[…, head_dim]`."""
+    exact = heads.float()
+    bits = exact.abs().amax(dim=-1).view(torch.int32)
+    above = (bits & 0x7FFFFF) > _TOP_FRACTION
+    least = _MIN_FLOAT16_BYTE if heads.dtype == torch.float16 else 1
+    exponents = ((bits >> 23) - 8 + above.int()).clamp_(min=least)
+    inverse = ((254 - exponents) << 23).view(torch.float32)
+    return (exact * inverse[..., None]).to(FP8), exponents.to(torch.uint8)
+
+
+def dequantize(numbers: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
+    """The heads again, from numbers `[…, head_dim]` and exponents `[…]`."""
+    scales = (exponents.int() << 23).view(torch.float32)
+    return (numbers.float() * scales[..., None]).to(dtype)
+
+
+class Fp8KVPool(KVPool):
+    """A pool whose blocks are numbers in e4m3 and their scales.
+
+    `data` is a view of the numbers; it is not contiguous, because scales follow each layer's.
+    """
+
+    def _numbers(self) -> Tensor:
+        """Views for kernels and for writes by row; row r is `r % lines` of layer `r // lines`."""
+        layout, heads = self.layout, self.kv_heads
+        self._lines = 2 * self.block_tokens
+        layers = self.blocks.view(-1, layout.layer_bytes)
+        numbers, scales = layers.tensor_split((layout.numbers_bytes,), dim=1)
+        self._codes = numbers.view(len(layers), self._lines, heads * self.head_dim)
+        self._exponents = scales.view(len(layers), self._lines, heads)
+        shape = (self.num_blocks, self.num_layers, 2, self.block_tokens, heads, self.head_dim)
+        row = heads * self.head_dim
+        strides = (layout.block_bytes, layout.layer_bytes, self.block_tokens * row, row)
+        return self.blocks.view(FP8).as_strided(shape, (*strides, self.head_dim, 1))
+
+    def rounded(self, heads: Tensor) -> Tensor:
+        """K or V as it is read back once it is stored."""
+        return dequantize(*quantize(heads), heads.dtype)
+
+    def write(self, rows: Tensor, tokens: Tensor, keys: Tensor, values: Tensor) -> None:
+        """As `KVPool.write`."""
+        for plane, source in enumerate((keys, values)):
+            self._put(rows[plane], source.index_select(0, tokens))
+
+    def write_heads(self, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+        """As `KVPool.write_heads`."""
+        shape = (-1, self.kv_heads, self.head_dim)
+        for plane, source in enumerate((keys, values)):
+            self._put(rows[:, plane].flatten(), source.view(shape))
+
+    def read(self, slots: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """As `KVPool.read`, in fresh memory."""
+        keys, values = self._get(slots * self.num_layers + layer).unbind(1)
+        return keys.flatten(0, 1), values.flatten(0, 1)
+
+    def read_whole(self, slots: Tensor) -> Tensor:
+        """As `KVPool.read_whole`, in fresh memory."""
+        layers = torch.arange(self.num_layers, device=slots.device)
+        wanted = (slots[:, None] * self.num_layers + layers).flatten()
+        whole = self._get(wanted)
+        return whole.view(len(slots), self.num_layers, *whole.shape[1:])
+
+    def _put(self, rows: Tensor, heads: Tensor) -> None:
+        numbers, exponents = quantize(heads)
+        at = rows // self._lines, rows % self._lines
+        self._codes[at] = numbers.view(torch.uint8).flatten(1)
+        self._exponents[at] = exponents
+
+    def _get(self, layers: Tensor) -> Tensor:
+        """`[layers, 2, block_tokens, kv_heads, head_dim]` of these layers of blocks."""
+        codes = self._codes.index_select(0, layers).view(FP8)
+        shape = (-1, 2, self.block_tokens, self.kv_heads)
+        exponents = self._exponents.index_select(0, layers).view(shape)
+        return dequantize(codes.view(*shape, self.head_dim), exponents, self.dtype)
