@@ -127,6 +127,9 @@ class EngineConfig:
     model: str | None = None
     """Hugging Face model directory; None is the built-in tiny model."""
 
+    model_name: str | None = None
+    """Name of the model for clients; None is the last part of its path."""
+
     dtype: str = "auto"
     """Type of weights and KV; `auto` is what the model's config says."""
 

@@ -14,8 +14,9 @@ from typing import Any
 from headwater.cli.values import help_text, number_value
 from headwater.config import EngineConfig
 from headwater.device.budget import blocks_within, free_main_bytes
-from headwater.device.survey import ModelSurvey, survey
+from headwater.device.survey import ModelSurvey, survey, survey_of
 from headwater.errors import ConfigError, ModelError
+from headwater.launch.hub import cached_folder, is_hub_name, remote_tensors
 from headwater.storage.codec import HEADER_BYTES
 from headwater.transfer.layout import KVLayout
 from headwater.transfer.slab import slot_bytes
@@ -29,6 +30,7 @@ Say whether and how a model would be served, how much memory its weights and one
 and how many tokens each tier would hold. Nothing is loaded; it takes a second.
 
   headwater check ./Qwen3-8B
+  headwater check Qwen/Qwen3-8B             # downloads a few small files, no weights
   headwater check ./Qwen3-8B --device cuda --device-gib 80 --swap-space 256 --storage-gib 4096
 
 Exits with 0 where the model would be served, and with 1 and the reason where not.
@@ -51,7 +53,10 @@ def add_check(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public 
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("model", metavar="MODEL", help="model directory")
+    parser.add_argument("model", metavar="MODEL", help="model directory or Hugging Face name")
+    parser.add_argument(
+        "--revision", metavar="NAME", help="branch, tag or commit of a model by name"
+    )
     parser.add_argument(
         "--device",
         help="cpu or cuda (default: cuda where there is a GPU or --device-gib is given, else cpu)",
@@ -117,7 +122,7 @@ def run_check(options: Namespace) -> int:
 
 def make_report(options: Namespace) -> dict[str, Any]:
     """What the command says, as one value."""
-    found = survey(Path(options.model), options.dtype)
+    found = _survey(options)
     device = options.device or _likely_device(options)
     if device.partition(":")[0] not in ("cpu", "cuda"):
         raise ConfigError(f"device '{device}' is not served; known: cpu, cuda, cuda:N")
@@ -157,6 +162,16 @@ def make_report(options: Namespace) -> dict[str, Any]:
             ),
         },
     }
+
+
+def _survey(options: Namespace) -> ModelSurvey:
+    """Of a folder, or of a name: from the cache, or from headers that the hub sends."""
+    if not is_hub_name(options.model):
+        return survey(Path(options.model), options.dtype)
+    if (folder := cached_folder(options.model, options.revision)) is not None:
+        return survey(folder, options.dtype)
+    folder, tensors, num_files = remote_tensors(options.model, options.revision)
+    return survey_of(folder, options.dtype, tensors, num_files)
 
 
 def _check_sizes(options: Namespace) -> None:

@@ -22,11 +22,12 @@ from headwater.config import (
 from headwater.server.config import LimitsConfig, ServerConfig
 
 _SERVE = """\
-Serve a Hugging Face model directory (config, safetensors, tokenizer) at /v1/completions and
+Serve a Hugging Face model, a directory (config, safetensors, tokenizer) or a name, at /v1/completions and
 /v1/chat/completions. Without MODEL, the built-in tiny model: random weights, made at first
 use, so that everything can be tried offline.
 
   headwater serve
+  headwater serve Qwen/Qwen3-0.6B           # downloaded once, then found in the local cache
   headwater serve ./Llama-3.2-1B --port 8080 --max-model-len 8192
 """
 
@@ -51,7 +52,9 @@ def add_serve(commands: "_SubParsersAction[ArgumentParser]") -> None:
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    serve.add_argument("model", nargs="?", metavar="MODEL", help="model directory")
+    serve.add_argument(
+        "model", nargs="?", metavar="MODEL", help="model directory or Hugging Face name"
+    )
     for add in (
         _add_http,
         add_access_flags,
@@ -138,6 +141,11 @@ def _add_http(parser: ArgumentParser) -> None:
 
 def _add_model(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("model")
+    group.add_argument(
+        "--revision",
+        metavar="NAME",
+        help="branch, tag or commit of a model by name (default: the cached one, else main)",
+    )
     group.add_argument(
         "--dtype", default=_ENGINE.dtype, help=help_text("type of weights and KV")
     )

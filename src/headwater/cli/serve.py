@@ -5,7 +5,7 @@ import os
 import sys
 from argparse import Namespace
 from contextlib import closing
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import msgspec
@@ -21,6 +21,7 @@ from headwater.config import (
     PeersConfig,
 )
 from headwater.errors import ConfigError
+from headwater.launch.hub import find_model
 from headwater.launch.parent_watch import watch_parent
 from headwater.launch.server import Serving, StopSignals, serve
 from headwater.metrics.logs import set_up_logs
@@ -34,7 +35,9 @@ def run_serve(options: Namespace, given: frozenset[str]) -> int:
     set_up_logs(options.log_format)
     watch_parent(os.environ)
     refuse_later_features(options)
-    engine, server = engine_config(options), server_config(options)
+    server = server_config(options)
+    found = find_model(options.model, options.revision)
+    engine = replace(engine_config(options), model=found.folder, model_name=found.name)
     for sentence in idle_settings(engine, given):
         _say(f"note: {sentence}")
     if "--peer-token" in given and not server.routers and engine.peers is None:
@@ -48,7 +51,7 @@ def run_serve(options: Namespace, given: frozenset[str]) -> int:
             )
     signals = StopSignals()
     with closing(bind(server.host, server.port)) as listener:
-        _say(f"loading {engine.model or 'the built-in tiny model'}")
+        _say(f"loading {options.model or 'the built-in tiny model'}")
         return serve(
             engine,
             server,

@@ -21,6 +21,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from headwater.errors import ConfigError, EngineDead
+from headwater.launch.hub import find_model
 from headwater.launch.parent_watch import VARIABLE
 
 _ABOUT = """\
@@ -45,7 +46,11 @@ def add_up(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public typ
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--model", metavar="DIR", help="model directory (default: built in)")
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="model directory or Hugging Face name (default: built in)",
+    )
     for role, what in (
         ("mixed", "instances that do everything"),
         ("prefill", "instances that compute prompts"),
@@ -136,6 +141,8 @@ def run_up(options: Namespace) -> int:
     _check(roles)
     gpus = _gpus(options, sum(roles.values()))
     ports = _ports(options, sum(roles.values()))
+    if "--revision" not in options.serve_flags:
+        find_model(options.model)  # downloaded once, and not by every instance
     notes: SimpleQueue[Note] = SimpleQueue()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: notes.put((None, "")))

@@ -1,7 +1,7 @@
 """What a model folder would need and how it would be served, read from its files without torch."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,26 +99,34 @@ class ModelSurvey:
 
 
 def survey(folder: Path, dtype: str = "auto") -> ModelSurvey:
-    """Read the folder. A ModelError says why its model would be refused."""
+    """Read a folder that has its weights. A ModelError says why its model would be refused."""
+    check_served(read_config(folder))
+    files = weight_files(folder)
+    tensors = [tensor for file in files for tensor in stored_tensors(file)]
+    return survey_of(folder, dtype, tensors, len(files))
+
+
+def survey_of(
+    folder: Path, dtype: str, tensors: Sequence[StoredTensor], num_files: int
+) -> ModelSurvey:
+    """The same where the tensors, in so many files, are known from elsewhere."""
     config = read_config(folder)
     check_served(config)
     for name in _REQUIRED:
         if not isinstance(config.get(name), int) or config[name] < 1:
             raise ModelError(f"{folder / 'config.json'} has no usable {name}")
-    files = weight_files(folder)
-    tensors = tuple(tensor for file in files for tensor in stored_tensors(file))
     if not (folder / "tokenizer.json").is_file():
         raise ModelError(f"{folder} has no tokenizer.json")
     return ModelSurvey(
         folder=folder,
         config=config,
         dtype=_dtype(dtype, config, tensors),
-        tensors=tensors,
-        num_files=len(files),
+        tensors=tuple(tensors),
+        num_files=num_files,
     )
 
 
-def _dtype(asked: str, config: Mapping[str, Any], tensors: tuple[StoredTensor, ...]) -> str:
+def _dtype(asked: str, config: Mapping[str, Any], tensors: Sequence[StoredTensor]) -> str:
     """The type of weights and KV: as asked, else the config's, else that of most weights."""
     if asked == "auto":
         named = config.get("dtype") or config.get("torch_dtype")

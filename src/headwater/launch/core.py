@@ -73,7 +73,7 @@ def build_core(
         masks=_masks(config, model, clock),
     )
     info = EngineInfo(
-        model_name=Path(config.model).resolve().name if config.model else BUILT_IN_NAME,
+        model_name=_model_name(config),
         model_dir=str(model.model_dir),
         max_model_len=scheduler.max_model_len,
         vocab_size=model.vocab_size,
@@ -98,6 +98,12 @@ def build_core(
         parts = Parts(model=model, runner=runner, cache=scheduler.cache, mover=mover)
         core.allow_reload(Reloader(config, parts, info, clock).reload)
     return core, info
+
+
+def _model_name(config: EngineConfig) -> str:
+    if config.model_name is not None:
+        return config.model_name
+    return Path(config.model).resolve().name if config.model else BUILT_IN_NAME
 
 
 def _masks(config: EngineConfig, model: "LoadedModel", clock: Clock) -> MaskWorkers:

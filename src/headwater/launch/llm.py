@@ -1,7 +1,7 @@
 """`headwater.LLM`: a model in this process, without a server."""
 
 import os
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from typing import Any, get_type_hints
 
 import msgspec
@@ -12,18 +12,27 @@ from headwater.engine.llm import OfflineEngine
 from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import ConfigError, PackageMissing
 from headwater.launch.core import build_core
+from headwater.launch.hub import find_model
 from headwater.words import suggest
 
 
 class LLM(OfflineEngine):
     """A model in this process: `LLM("path/to/model").generate(["Hello"])`.
 
-    Settings are those of `EngineConfig`. Raises ModelError or ConfigError, with a sentence,
+    `model` is a folder, or a Hugging Face name, which is downloaded once (at `revision`, else
+    as the cache has it, else the newest). Settings are those of `EngineConfig`. Raises ModelError or ConfigError, with a sentence,
     for a model that cannot be served or a setting that makes no sense.
     """
 
-    def __init__(self, model: str | os.PathLike[str] | None = None, **settings: Any) -> None:  # noqa: ANN401 -- typed by EngineConfig
-        config = _config({"model": _folder(model), **settings})
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        revision: str | None = None,
+        **settings: Any,  # noqa: ANN401 -- typed by EngineConfig
+    ) -> None:
+        found = find_model(_folder(model), revision)
+        config = replace(_config(settings), model=found.folder, model_name=found.name)
         if config.kv_events is not None:
             raise ConfigError("kv_events: a model without a server has no followers")
         try:
