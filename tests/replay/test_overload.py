@@ -1,8 +1,11 @@
-"""When a replay says that the machines cannot serve the trace."""
+"""The diagnoses of a replay: overload, ceiling, busy links."""
 
 import pytest
 
-from headwater.replay.report import only_grew
+from headwater.replay.ceiling import reusable_tokens
+from headwater.replay.report import make_report, only_grew
+from headwater.replay.simulator import Simulator
+from tests.replay.traces import gib, make_config, make_request
 
 
 @pytest.mark.parametrize(
@@ -31,3 +34,31 @@ from headwater.replay.report import only_grew
 def test_a_queue_that_only_grew_is_an_overload(waiting, expected):
     """A burst, waves or a level queue are not: the machines catch up with those."""
     assert only_grew(waiting) is expected
+
+
+def test_a_queue_that_grows_until_the_last_arrival_is_an_overload_though_it_is_worked_off():
+    """All requests are served in the end, long after the last one came."""
+    requests = [make_request(range(3 * n, 3 * n + 3), at_s=0.01 * n) for n in range(120)]
+
+    report = make_report(Simulator(make_config(), requests).run())
+
+    assert report["duration_s"] > 3 * requests[-1].arrival_s
+    assert report["queue"]["overloaded"]
+
+
+def test_the_ceiling_counts_whole_leading_blocks_that_came_before():
+    """The second request repeats two blocks of the first; the last token is always computed."""
+    requests = [make_request([1, 2, 3]), make_request([1, 2, 4]), make_request([1, 2, 3])]
+
+    assert list(reusable_tokens(requests, 16)) == [0, 1024, 1264]
+
+
+def test_a_link_that_is_busy_after_the_last_token_is_never_busier_than_all_the_time():
+    """Writes to the host go on when the last request has ended."""
+    requests = [make_request(range(3 * n, 3 * n + 3), at_s=0.0, output=1) for n in range(2)]
+
+    report = make_report(
+        Simulator(make_config(host_gib=gib(512), write_policy="write_through"), requests).run()
+    )
+
+    assert 0 < report["busy_share_per_link"]["device_to_host"] <= 1

@@ -8,6 +8,7 @@ from headwater.cli import main
 from headwater.errors import ConfigError
 from headwater.replay.plan import Grid, _mark_pareto, _per_tib
 from headwater.replay.prices import DEFAULT_PRICES, parse_prices
+from headwater.replay.verdict import choose, verdict
 from tests.replay.test_replay_command import write_trace
 from tests.replay.traces import gib, make_config
 
@@ -44,6 +45,8 @@ def test_a_grid_tries_every_combination_that_makes_sense():
         storage_gib=[0.0, gib(512)],
         clusters=[(1, 0), (3, 1)],
         eviction=["lru"],
+        write_policy=["auto"],
+        load_policy=["priced"],
     )
     configs = grid.configs(make_config())
 
@@ -55,6 +58,8 @@ def test_a_grid_tries_every_combination_that_makes_sense():
         storage_gib=[0.0],
         clusters=[(1, 0)],
         eviction=["lru"],
+        write_policy=["auto"],
+        load_policy=["priced"],
     )
     with pytest.raises(ConfigError, match="fewer values"):
         many.configs(make_config())
@@ -69,6 +74,34 @@ def test_the_edge_is_what_nothing_beats_for_its_price():
     points = [make_point(p, 1, good=g) for p, g in ((1, 0.5), (2, 0.4), (3, 0.9))]
     _mark_pareto(points)
     assert [point["pareto"] for point in points] == [True, False, True]
+
+
+def test_the_verdict_without_an_slo_is_the_cheapest_that_is_nearly_as_fast_as_the_best():
+    """Within 5 % of the best first token; it says what more money would buy."""
+    pairs = ((1, 1000), (2, 520), (4, 500))
+    points = [make_point(*pair) | {"name": f"size {pair[0]}"} for pair in pairs]
+
+    chosen = choose(points)
+
+    assert chosen == 1
+    said = verdict(points, chosen)
+    assert said.startswith("size 2 is enough: compared with size 1")
+    assert "(-48 %)" in said
+    assert "size 4 at 2.00 times the price changes the first-token p99 by -4 %" in said
+
+
+def test_the_verdict_says_when_nothing_meets_the_slo_and_memory_does_not_help():
+    """Ten per cent faster at five times the price is no help."""
+    points = [
+        make_point(p, t, good=0.1) | {"name": f"size {p}"} for p, t in ((1, 900), (5, 880))
+    ]
+    for point in points:
+        point["slo"]["met"] = False
+
+    assert choose(points) is None
+    said = verdict(points, None)
+    assert "No deployment that was tried meets the SLO" in said
+    assert "More memory does not help" in said
 
 
 def test_one_more_tib_is_by_the_memory_of_all_instances():
@@ -88,12 +121,12 @@ def test_one_more_tib_is_by_the_memory_of_all_instances():
 
 def test_prices_are_of_instances_and_of_every_gib():
     """Tiers of each instance, the storage once; what is not given is the default."""
-    prices = parse_prices(["instance=100,host=1024", "storage=2048"])
+    prices = parse_prices(["instance=100,host=1024", "storage=2048", "device=0"])
     config = make_config(num_instances=3, host_gib=gib(1024), storage_gib=gib(2048))
     gibs = gib(1024)
 
     assert prices.of(config) == pytest.approx(300 + 3 * 1024 * gibs + 2048 * 2 * gibs)
-    assert prices.by_name["device"] == DEFAULT_PRICES["device"]
+    assert parse_prices([]).by_name["device"] == DEFAULT_PRICES["device"] > 0
     for wrong in ("host", "host=x", "gpu=3", "host=-1"):
         with pytest.raises(ConfigError, match="for example"):
             parse_prices([wrong])
@@ -129,7 +162,9 @@ def test_a_plan_of_a_small_trace(trace, tmp_path, capsys):
     assert main(["plan", trace, *flags]) == 0
     printed = capsys.readouterr().out
     for word in (
-        "cheapest that keeps the SLO",
+        "is enough and meets the SLO",
+        "write policy auto",
+        "a cache without a size limit could find",
         "one TiB more of host",
         "not modelled",
         "prices",

@@ -123,7 +123,8 @@ def test_every_token_has_a_source_and_every_miss_a_reason():
     assert report["bytes_per_link"]["device_to_host"] > 0
     assert report["bytes_per_link"]["host_to_device"] % (16 * 64) == 0
     assert 0 < report["busy_share_per_link"]["device_to_host"] <= 1
-    assert max(report["over_time"]["host"]) <= 1
+    assert max(report["over_time"]["host_gib"]) <= report["settings"]["host_gib"]
+    assert report["token_hit"] <= report["token_hit_ceiling"] < 1
 
 
 def test_time_is_what_the_costs_say():

@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter, _SubParsersAction
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,18 +13,18 @@ from headwater.cli.replay import (
     ROUTERS,
     add_load,
     add_machine,
-    add_policies,
+    add_slo,
     cluster,
     load_of,
     sim_config,
 )
-from headwater.config import EVICTIONS
+from headwater.config import EVICTIONS, LOAD_POLICIES, WRITE_POLICIES
 from headwater.errors import ConfigError
 
 _ABOUT = """\
 Replay a trace on every combination of tier sizes, policies and instance counts, on all cores, and
-compare: what one more TiB of each tier buys in hits, time to the first token and throughput,
-which deployments nothing cheaper beats, and the cheapest that keeps a promise.
+compare: what one more TiB of each tier buys in hits, time to the first token and throughput, and
+which deployments nothing cheaper beats. The last line is the verdict in one sentence.
 
   headwater plan trace.jsonl --slo ttft_p99=2s --device-gib 60,120 --host-gib 0,256,1024
   headwater plan trace.jsonl --instances 8 --pd 2:6,3:5,4:4 --slo ttft_p99=2s,itl_p99=50ms
@@ -52,7 +52,7 @@ def add_plan(commands: "_SubParsersAction[ArgumentParser]") -> None:
     _add_sweep(parser)
     add_load(parser.add_argument_group("load"))
     add_machine(parser.add_argument_group("machine"))
-    add_policies(parser.add_argument_group("policies"))
+    add_slo(parser.add_argument_group("promise"))
     group = parser.add_argument_group("work and output")
     group.add_argument(
         "--jobs", type=int, metavar="N", help="processes (default: one for each core)"
@@ -62,7 +62,7 @@ def add_plan(commands: "_SubParsersAction[ArgumentParser]") -> None:
         "--picture",
         type=Path,
         metavar="DIR|FILE",
-        help="draw price against value: a .png or .svg file, or both in a folder",
+        help="draw hits and first token by size of each tier: a .png or .svg file, or both in a folder",
     )
     flags = [flag for action in parser._actions for flag in action.option_strings]
     parser.set_defaults(flags=flags)
@@ -72,7 +72,8 @@ def run_plan(options: Namespace) -> int:
     """Sweep and print; the exit code."""
     from headwater.engine.progress import SilentProgress, show_progress
     from headwater.replay.plan import Grid, make_plan
-    from headwater.replay.plan_report import draw_plan, plan_table
+    from headwater.replay.plan_charts import draw_plan
+    from headwater.replay.plan_report import plan_table
     from headwater.replay.prices import parse_prices
     from headwater.replay.slo import parse_slo
 
@@ -81,7 +82,9 @@ def run_plan(options: Namespace) -> int:
         host_gib=_listed("--host-gib", options.host_gib, float),
         storage_gib=_listed("--storage-gib", options.storage_gib, float),
         clusters=_clusters(options),
-        eviction=_listed("--eviction", options.eviction, _eviction),
+        eviction=_names("--eviction", options.eviction, EVICTIONS),
+        write_policy=_names("--write-policy", options.write_policy, WRITE_POLICIES),
+        load_policy=_names("--load-policy", options.load_policy, LOAD_POLICIES),
     )
     configs = grid.configs(sim_config(options, router=options.router))
     bounds, prices = parse_slo(options.slo), parse_prices(options.price)
@@ -120,10 +123,12 @@ def _clusters(options: Namespace) -> list[tuple[int, int]]:
     return [(one["num_instances"], one["num_prefill"]) for one in made]
 
 
-def _eviction(name: str) -> str:
-    if name not in EVICTIONS:
-        raise ConfigError(f"--eviction must be one of {', '.join(EVICTIONS)}; got {name!r}")
-    return name
+def _names(flag: str, text: str, valid: Sequence[str]) -> list[str]:
+    names = _listed(flag, text, str)
+    for name in names:
+        if name not in valid:
+            raise ConfigError(f"{flag} must be one of {', '.join(valid)}; got {name!r}")
+    return names
 
 
 def _add_sweep(parser: ArgumentParser) -> None:
@@ -154,6 +159,18 @@ def _add_sweep(parser: ArgumentParser) -> None:
         metavar="NAME,NAME",
         default="lru",
         help=f"of {', '.join(EVICTIONS)} (default: %(default)s)",
+    )
+    group.add_argument(
+        "--write-policy",
+        metavar="NAME,NAME",
+        default="auto",
+        help=f"of {', '.join(WRITE_POLICIES)} (default: %(default)s)",
+    )
+    group.add_argument(
+        "--load-policy",
+        metavar="NAME,NAME",
+        default="priced",
+        help=f"of {', '.join(LOAD_POLICIES)} (default: %(default)s)",
     )
     group.add_argument(
         "--router",

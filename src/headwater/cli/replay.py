@@ -55,7 +55,9 @@ def add_replay(commands: "_SubParsersAction[ArgumentParser]") -> None:
     add_load(parser.add_argument_group("load"))
     add_machine(parser.add_argument_group("machine"))
     _add_tiers(parser.add_argument_group("tiers and instances"))
-    add_policies(parser.add_argument_group("policies"))
+    policies = parser.add_argument_group("policies")
+    add_policies(policies)
+    add_slo(policies)
     _add_cache_only(parser.add_argument_group("the cache alone"))
     _add_output(parser.add_argument_group("output"))
     flags = [flag for action in parser._actions for flag in action.option_strings]
@@ -130,6 +132,10 @@ def add_policies(group: _ArgumentGroup) -> None:
         default="priced",
         help="load blocks from lower tiers, or compute them again (default: %(default)s)",
     )
+
+
+def add_slo(group: _ArgumentGroup) -> None:
+    """What requests are promised."""
     group.add_argument(
         "--slo",
         default="",
@@ -166,8 +172,6 @@ def sim_config(options: Namespace, **changes: Any) -> "SimConfig":  # noqa: ANN4
         "block_tokens": options.block_size,
         "max_num_seqs": options.max_num_seqs,
         "max_batched_tokens": options.max_num_batched_tokens,
-        "write_policy": options.write_policy,
-        "load_policy": options.load_policy,
     }
     return SimConfig(**(settings | changes))
 
@@ -215,6 +219,8 @@ def _run_engine(options: Namespace) -> int:
         prefill_threshold=options.prefill_threshold,
         router=options.router,
         eviction=options.eviction,
+        write_policy=options.write_policy,
+        load_policy=options.load_policy,
         fast_forward=not options.step_by_step,
     )
     requests = load_of(options).requests()

@@ -1,8 +1,10 @@
-"""Pictures of a report, as PNG and SVG. Needs matplotlib, which nothing else here does."""
+"""Pictures of a report, as PNG and SVG. Only this and `plan_charts` need matplotlib."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from headwater.errors import ConfigError
 from headwater.replay.report import Report
@@ -14,27 +16,30 @@ if TYPE_CHECKING:
 FORMATS = ("svg", "png")
 
 COLOURS = {
+    "held": "#0b3c5d",
     "device": "#1b6ca8",
     "host": "#3fa796",
     "storage": "#e0a030",
     "peer": "#8e5ea2",
     "computed": "#d7d9dc",
 }
+SLO_COLOUR = "#c0392b"
 _SAVE: Mapping[str, Any] = {"png": {"dpi": 150}, "svg": {"metadata": {"Date": None}}}
 
 
 def draw_report(report: Report, where: Path) -> list[Path]:
     """Hits over time, first tokens, tiers and queue, in one picture; the files written."""
     figure = new_figure(rows=2, columns=2)
-    hits, firsts, tiers, queue = figure.axes
+    hits, first_tokens, tiers, queue = figure.axes
     _draw_hits(hits, report["hits_over_time"])
-    _draw_firsts(firsts, report["ttft_ms_quantiles"])
-    _draw_tiers(tiers, report["over_time"], report["tiers"])
-    _draw_queue(queue, report["over_time"])
+    _draw_first_tokens(first_tokens, report)
+    _draw_tiers(tiers, report["over_time"])
+    _draw_queue(queue, report)
     settings = report["settings"]
     figure.suptitle(
         f"{report['requests']:,} requests on {settings['instances']} x {settings['machine']}: "
-        f"{100 * report['token_hit']:.1f} % of prompt tokens found"
+        f"{100 * report['token_hit']:.1f} % of prompt tokens found, "
+        f"{100 * report['token_hit_ceiling']:.1f} % possible"
     )
     return save(figure, where, "replay")
 
@@ -48,7 +53,7 @@ def new_figure(*, rows: int, columns: int) -> "Figure":
         raise ConfigError("--picture needs matplotlib: pip install 'headwater[plots]'") from exc
     # The names inside an SVG are made from this, so that equal pictures are equal bytes.
     with rc_context({"svg.hashsalt": "headwater"}):
-        figure = Figure(figsize=(5.5 * columns, 3.6 * rows), layout="constrained")
+        figure = Figure(figsize=(6.0 * columns, 4.2 * rows), layout="constrained")
         figure.subplots(rows, columns)
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
@@ -78,57 +83,103 @@ def save(figure: "Figure", where: Path, name: str) -> list[Path]:
 
 
 def _draw_hits(axes: "Axes", series: Mapping[str, Sequence[float]]) -> None:
-    axes.set_title("where prompt tokens came from")
+    axes.set_title("Sources of prompt tokens")
     axes.set_ylabel("share of prompt tokens")
+    axes.set_xlabel("minutes")
+    axes.set_ylim(0, 1)
     if not series:
         return
-    totals = [max(total, 1.0) for total in series["prompt"]]
+    # Parts of the time without a first token have no sources.
+    parts = [at for at, prompt in enumerate(series["prompt"]) if prompt]
+    totals = np.array(series["prompt"])[parts]
     shares = {
-        name: [value / total for value, total in zip(series[name], totals, strict=True)]
+        name: np.array(series[name])[parts] / totals
         for name in ("device", "host", "storage", "peer")
         if any(series[name])
     }
-    if shares:
-        minutes = [t / 60 for t in series["t_s"]]
-        colours = [COLOURS[name] for name in shares]
-        axes.stackplot(minutes, *shares.values(), labels=list(shares), colors=colours)
-        axes.legend(loc="upper left", frameon=False, fontsize=8)
-    axes.set_ylim(0, 1)
-    axes.set_xlabel("minutes")
+    shares["computed"] = 1.0 - sum(shares.values(), np.zeros(len(totals)))
+    minutes = np.array(series["t_s"])[parts] / 60
+    colours = [COLOURS[name] for name in shares]
+    axes.stackplot(minutes, *shares.values(), labels=list(shares), colors=colours)
+    ceiling = np.array(series["reusable"])[parts] / totals
+    axes.plot(minutes, ceiling, color="#222222", linestyle="--", linewidth=1, label="ceiling")
+    axes.set_xlim(minutes[0], max(minutes[-1], minutes[0] + 1e-6))
+    _legend_above(axes)
 
 
-def _draw_firsts(axes: "Axes", quantiles_ms: Sequence[float]) -> None:
-    axes.set_title("time to the first token")
+def _draw_first_tokens(axes: "Axes", report: Report) -> None:
+    axes.set_title("Time to the first token")
     axes.set_xlabel("seconds")
-    axes.set_ylabel("share of requests")
+    axes.set_ylabel("share of requests that are faster")
+    axes.set_ylim(0, 1)
+    quantiles_ms = report["ttft_ms_quantiles"]
     if not quantiles_ms:
         return
     seconds = [max(ms, 0.01) / 1e3 for ms in quantiles_ms]
     axes.plot(seconds, [at / 100 for at in range(101)], color=COLOURS["device"])
     axes.set_xscale("log")
-    for at in (50, 99):
-        axes.axvline(seconds[at], color="#888888", linewidth=0.8, linestyle=":")
-        axes.annotate(f"p{at} {seconds[at]:.3g} s", (seconds[at], 0.02), fontsize=8)
+    for at, style in ((50, ":"), (99, "-.")):
+        label = f"p{at} {seconds[at]:.3g} s"
+        axes.axvline(seconds[at], color="#666666", linewidth=1, linestyle=style, label=label)
+    for name, bound in report.get("slo", {}).get("bounds", {}).items():
+        if name.startswith("ttft"):
+            limit_s = bound["limit_ms"] / 1e3
+            label = f"SLO {name} {limit_s:.3g} s"
+            axes.axvline(limit_s, color=SLO_COLOUR, linewidth=1.5, label=label)
+    _legend_above(axes)
 
 
-def _draw_tiers(
-    axes: "Axes", series: Mapping[str, Sequence[float]], tiers: Mapping[str, Any]
-) -> None:
-    axes.set_title("tiers")
-    axes.set_ylabel("share of blocks in use")
-    minutes = [t / 60 for t in series["t_s"]]
-    for name, tier in tiers.items():
-        if tier["blocks"]:
-            axes.plot(minutes, series[name], label=name, color=COLOURS[name])
-    axes.set_ylim(0, 1.02)
+def _draw_tiers(axes: "Axes", series: Mapping[str, Sequence[float]]) -> None:
+    """The memory in use by purpose: a tier that is full of idle blocks is normal."""
+    axes.set_title("KV in each tier")
+    axes.set_ylabel("GiB in use, all instances")
     axes.set_xlabel("minutes")
-    axes.legend(loc="lower right", frameon=False, fontsize=8)
+    minutes = [t / 60 for t in series["t_s"]]
+    held = np.array(series["held_gib"])
+    parts = {
+        "held by requests": (held, COLOURS["held"]),
+        "cached on device": (np.array(series["device_gib"]) - held, COLOURS["device"]),
+        "host": (np.array(series["host_gib"]), COLOURS["host"]),
+        "storage": (np.array(series["storage_gib"]), COLOURS["storage"]),
+    }
+    drawn = {name: part for name, part in parts.items() if part[0].any()}
+    if drawn:
+        axes.stackplot(
+            minutes,
+            *(values for values, _ in drawn.values()),
+            labels=list(drawn),
+            colors=[colour for _, colour in drawn.values()],
+        )
+        axes.set_xlim(minutes[0], max(minutes[-1], minutes[0] + 1e-6))
+        _legend_above(axes)
+    axes.set_ylim(bottom=0)
 
 
-def _draw_queue(axes: "Axes", series: Mapping[str, Sequence[float]]) -> None:
-    axes.set_title("requests")
+def _draw_queue(axes: "Axes", report: Report) -> None:
+    overloaded = report["queue"]["overloaded"]
+    axes.set_title("Requests: overloaded, the queue only grew" if overloaded else "Requests")
+    axes.set_ylabel("requests")
+    axes.set_xlabel("minutes")
+    series = report["over_time"]
     minutes = [t / 60 for t in series["t_s"]]
     axes.plot(minutes, series["waiting"], label="waiting", color=COLOURS["storage"])
     axes.plot(minutes, series["running"], label="running", color=COLOURS["device"])
-    axes.set_xlabel("minutes")
-    axes.legend(loc="upper left", frameon=False, fontsize=8)
+    axes.set_ylim(bottom=0)
+    if minutes:
+        axes.set_xlim(minutes[0], max(minutes[-1], minutes[0] + 1e-6))
+    _legend_above(axes)
+
+
+def _legend_above(axes: "Axes") -> None:
+    """A legend between title and axes, so that it never covers a line."""
+    axes.set_title(axes.get_title(), pad=26)
+    axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(0, 1.0),
+        ncols=5,
+        frameon=False,
+        fontsize=9,
+        columnspacing=1.2,
+        handlelength=1.4,
+        borderaxespad=0.2,
+    )

@@ -67,7 +67,7 @@ class SimInstance:
         self.served: list[SimRequest] = []
         """Everything it was given, in that order."""
         self.samples = TimeSeries(times)
-        """Waiting, running, device blocks and host blocks in use."""
+        """Waiting, running, device blocks in use, of these held by requests, host blocks in use."""
         self._fast_forward = config.fast_forward
         self._line: deque[tuple[RequestId, TraceRequest, str]] = deque()
         self._alive: dict[RequestId, SimRequest] = {}
@@ -144,6 +144,7 @@ class SimInstance:
             stats.num_waiting + len(self._line),
             stats.num_running,
             device.total - device.free,
+            device.total - self.cache.num_available,
             host.total - host.free,
         )
 

@@ -37,6 +37,8 @@ class SharedLink:
         """Carried or being carried since the beginning."""
         self.busy_s = 0.0
         """Seconds in which at least one copy was on it."""
+        self.busy_until_s = 0.0
+        """When a copy was last on it."""
         self._now_s = 0.0
         self._served = 0.0
         self._moving: list[tuple[float, int, float, Arrive]] = []
@@ -90,12 +92,14 @@ class SharedLink:
             end, _, began_s, arrive = heappop(self._moving)
             self.busy_s += through_s - self._now_s
             self._now_s, self._served = through_s, end
+            self.busy_until_s = through_s
             self._landing.append((through_s + self.cost.latency_s, began_s, arrive))
             if self._line:
                 self._begin(*self._line.popleft())
         if self._moving:
             self._served += (now - self._now_s) * self.cost.bytes_s / len(self._moving)
             self.busy_s += now - self._now_s
+            self.busy_until_s = now
         else:
             self._served = 0.0
         self._now_s = max(self._now_s, now)

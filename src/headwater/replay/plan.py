@@ -14,15 +14,14 @@ from headwater.replay.report import describe, make_report
 from headwater.replay.settings import SimConfig
 from headwater.replay.simulator import Simulator
 from headwater.replay.slo import Bound
+from headwater.replay.verdict import Point, choose, verdict
 from headwater.replay.workload import TraceLoad
 
 Plan: TypeAlias = dict[str, Any]
-Point: TypeAlias = dict[str, Any]
-"""The settings of one deployment, and what came of it."""
-
 TIERS = ("device", "host", "storage")
 _TIB = 1024.0
 _MAX_POINTS = 512
+_POLICIES = ("eviction", "write_policy", "load_policy")
 
 NOT_MODELLED = (
     "prices of network and power, and what a failed machine costs",
@@ -44,11 +43,19 @@ class Grid:
     """How many instances, and how many of them only compute prompts."""
 
     eviction: Sequence[str]
+    write_policy: Sequence[str]
+    load_policy: Sequence[str]
 
     def configs(self, base: SimConfig) -> list[SimConfig]:
         """`base` with each combination; storage without a host tier is left out."""
         combinations = product(
-            self.device_gib, self.host_gib, self.storage_gib, self.clusters, self.eviction
+            self.device_gib,
+            self.host_gib,
+            self.storage_gib,
+            self.clusters,
+            self.eviction,
+            self.write_policy,
+            self.load_policy,
         )
         made = [
             replace(
@@ -59,8 +66,13 @@ class Grid:
                 num_instances=instances,
                 num_prefill=prefill,
                 eviction=eviction,
+                write_policy=write_policy,
+                load_policy=load_policy,
             )
-            for device, host, storage, (instances, prefill), eviction in combinations
+            for device, host, storage, (
+                instances,
+                prefill,
+            ), eviction, write_policy, load_policy in combinations
             if host or not storage
         ]
         if len(made) > _MAX_POINTS:
@@ -84,12 +96,19 @@ def make_plan(
     for point, config in zip(points, configs, strict=True):
         point["price"] = prices.of(config)
     _mark_pareto(points)
-    within = [point for point in points if point["slo"] and point["slo"]["met"]]
-    cheapest = min(within, key=lambda point: point["price"], default=None)
+    varied = [name for name in _POLICIES if len({p["settings"][name] for p in points}) > 1]
+    for point in points:
+        point["name"] = name_of(point["settings"], varied)
+    chosen = choose(points)
     return {
         "points": points,
         "per_tib": {tier: _per_tib(points, tier) for tier in TIERS},
-        "cheapest_within_slo": None if cheapest is None else points.index(cheapest),
+        "chosen": chosen,
+        "cheapest_within_slo": chosen if bounds else None,
+        "verdict": verdict(points, chosen),
+        "policies": _policies(points[0]["settings"], varied),
+        "token_hit_ceiling": max(point["token_hit_ceiling"] for point in points),
+        "ttft_limits_s": {b.name: b.limit_s for b in bounds if b.metric == "ttft"},
         "prices": dict(prices.by_name),
         "not_modelled": list(NOT_MODELLED),
     }
@@ -99,7 +118,14 @@ def evaluate(config: SimConfig, load: TraceLoad, bounds: Sequence[Bound]) -> Poi
     """One replay; what a plan keeps of its report. Runs in a process of its own."""
     requests = load.requests()
     report = make_report(Simulator(config, requests).run(), bounds)
-    kept = ("token_hit", "block_hit", "tokens_by_source", "throughput", "requests_per_s")
+    kept = (
+        "token_hit",
+        "token_hit_ceiling",
+        "block_hit",
+        "tokens_by_source",
+        "throughput",
+        "requests_per_s",
+    )
     latencies = {
         name: {at: report[name][at] for at in ("p50", "p90", "p99")}
         for name in ("ttft_ms", "itl_ms")
@@ -191,11 +217,17 @@ def _tib_between(small: Point, large: Point, tier: str) -> float:
     return float((large["settings"][name] - small["settings"][name]) * count / _TIB)
 
 
-def settings_of(point: Point) -> str:
-    """The settings that a plan varies, in a few words."""
-    s = point["settings"]
-    tiers = " / ".join(f"{s[f'{tier}_gib']:,.0f}" for tier in TIERS)
-    cluster = str(s["instances"])
-    if s["prefill_instances"]:
-        cluster = f"{s['prefill_instances']}P+{s['instances'] - s['prefill_instances']}D"
-    return f"{cluster} x {tiers} GiB, {s['eviction']}"
+def name_of(settings: Point, policies: Sequence[str]) -> str:
+    """A deployment in a few words: sizes, and the policies that the plan varies."""
+    tiers = " / ".join(f"{settings[f'{tier}_gib']:,.0f}" for tier in TIERS)
+    cluster = str(settings["instances"])
+    if settings["prefill_instances"]:
+        decode = settings["instances"] - settings["prefill_instances"]
+        cluster = f"{settings['prefill_instances']}P+{decode}D"
+    return ", ".join([f"{cluster} x {tiers} GiB", *(settings[name] for name in policies)])
+
+
+def _policies(settings: Point, varied: Sequence[str]) -> str:
+    """The policies that all deployments share, as one line."""
+    fixed = [f"{n.replace('_', ' ')} {settings[n]}" for n in _POLICIES if n not in varied]
+    return ", ".join(fixed) or "policies differ"

@@ -9,9 +9,9 @@ from headwater.replay.settings import SimConfig
 
 PRICED = ("instance", "device", "host", "storage")
 
-DEFAULT_PRICES = {"instance": 2000.0, "device": 0.0, "host": 3.0, "storage": 0.1}
-"""Example prices: an accelerator with its server, and GiB of memory and of disk, a
-month. They only give the order of things; yours are what counts."""
+DEFAULT_PRICES = {"instance": 500.0, "device": 12.0, "host": 3.0, "storage": 0.1}
+"""Example prices a month: a server, and a GiB of accelerator memory, of host memory and of disk.
+They only order deployments. Give your own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwater.replay.cost import GIB
+from headwater.replay.links import SharedLink
 from headwater.replay.request import SimRequest
 from headwater.replay.settings import SimConfig
 from headwater.replay.simulator import SimulationRun
@@ -54,8 +55,8 @@ def make_report(run: SimulationRun, bounds: Sequence[Bound] = ()) -> Report:
         "output_tokens": output_tokens,
         "duration_s": duration_s,
         **_engines(run),
-        **_links(run, duration_s),
-        "queue": _queue(over_time["waiting"]),
+        **_links(run, served),
+        "queue": _queue(over_time, served),
     }
     if bounds:
         report["slo"] = attainment(bounds, served, latencies, duration_s)
@@ -107,6 +108,7 @@ def _hits(ended: Sequence[SimRequest], block_tokens: int) -> Report:
     return {
         "block_hit": found / block_tokens / max(blocks, 1),
         "token_hit": found / max(prompt, 1),
+        "token_hit_ceiling": sum(one.reusable_tokens for one in ended) / max(prompt, 1),
         "prompt_tokens": prompt,
         "tokens_by_source": dict(sources) | {"computed": prompt - found},
         "misses_by_reason": dict(sorted(reasons.items())),
@@ -195,34 +197,46 @@ def _handoffs(run: SimulationRun) -> Report:
     }
 
 
-def _links(run: SimulationRun, duration_s: float) -> Report:
-    sums: dict[str, list[float]] = {}
+def _links(run: SimulationRun, served: Sequence[SimRequest]) -> Report:
+    """Bytes and busy share of each link, over the time until its last copy or the last token."""
+    start_s = served[0].arrival_s if served else 0.0
+    end_s = max((one.last_s for one in served), default=start_s)
+    by_name: dict[str, list[SharedLink]] = {}
     for name, link in run.links:
-        entry = sums.setdefault(name, [0, 0.0, 0])
-        entry[0] += link.num_bytes
-        entry[1] += link.busy_s
-        entry[2] += 1
+        by_name.setdefault(name, []).append(link)
+    shares = {
+        name: [one.busy_s / max(max(end_s, one.busy_until_s) - start_s, 1e-9) for one in links]
+        for name, links in by_name.items()
+    }
     return {
-        "bytes_per_link": {name: int(entry[0]) for name, entry in sums.items()},
-        "busy_share_per_link": {
-            name: entry[1] / duration_s / entry[2] for name, entry in sums.items()
+        "bytes_per_link": {
+            name: sum(one.num_bytes for one in links) for name, links in by_name.items()
         },
+        "busy_share_per_link": {name: sum(each) / len(each) for name, each in shares.items()},
     }
 
 
-def _queue(waiting: Sequence[float]) -> dict[str, float | bool]:
-    most = max(waiting, default=0.0)
+def _queue(
+    over_time: dict[str, list[float]], served: Sequence[SimRequest]
+) -> dict[str, float | bool]:
+    waiting = over_time["waiting"]
+    last_s = served[-1].arrival_s if served else 0.0
+    arriving = [
+        count for t_s, count in zip(over_time["t_s"], waiting, strict=True) if t_s <= last_s
+    ]
     return {
         "mean_waiting": sum(waiting) / max(len(waiting), 1),
-        "max_waiting": most,
-        "overloaded": only_grew(waiting),
+        "max_waiting": max(waiting, default=0.0),
+        "overloaded": only_grew(arriving),
     }
 
 
 def only_grew(waiting: Sequence[float]) -> bool:
-    """Whether the queue grew for most of the run and did not shrink before its highest point: the
-    machines cannot serve this traffic, and latencies say how long the trace is, not how fast they
-    are. A burst that is worked off is not that."""
+    """Whether a queue only grew while requests arrived.
+
+    The machines cannot serve this traffic then, and latencies depend on the length of the trace.
+    A burst that is worked off is no overload.
+    """
     most = max(waiting, default=0.0)
     peak = list(waiting).index(most) + 1 if waiting else 0
     if most < _LEAST_OVERLOAD or peak < max(8, len(waiting) // 2):
@@ -233,19 +247,19 @@ def only_grew(waiting: Sequence[float]) -> bool:
 
 
 def _over_time(run: SimulationRun) -> dict[str, list[float]]:
-    """Requests, and shares of each tier's blocks in use; of a long run every n-th sample."""
-    waiting, running, device, host = summed([i.samples for i in run.instances], 4)
+    """Requests, and GiB of each tier in use; of a long run every n-th sample."""
+    waiting, running, device, held, host = summed([i.samples for i in run.instances], 5)
     (stored,) = summed([run.stored], 1)
     stored += stored[-1:] * (len(waiting) - len(stored))
-    cache, count = run.config.cache(), len(run.instances)
-    totals = (cache.device_blocks * count, cache.host_blocks * count, run.config.storage_blocks)
+    gib = run.config.block_bytes / GIB
     columns = {
         "t_s": [run.times.start_s + at * run.times.every_s for at in range(len(waiting))],
         "waiting": waiting,
         "running": running,
     }
-    for name, used, total in zip(_TIERS, (device, host, stored), totals, strict=True):
-        columns[name] = [value / max(total, 1) for value in used[: len(waiting)]]
+    used = {"device": device, "held": held, "host": host, "storage": stored}
+    for name, blocks in used.items():
+        columns[f"{name}_gib"] = [value * gib for value in blocks[: len(waiting)]]
     stride = -(-len(waiting) // _MAX_POINTS) or 1
     return {name: values[::stride] for name, values in columns.items()}
 
@@ -266,4 +280,6 @@ def _hits_over_time(ended: Sequence[SimRequest]) -> dict[str, list[float]]:
         series[source] = np.bincount(places, tokens, _NUM_BUCKETS).tolist()
     prompts = [one.prompt_tokens for one in ended]
     series["prompt"] = np.bincount(places, prompts, _NUM_BUCKETS).tolist()
+    reusable = [one.reusable_tokens for one in ended]
+    series["reusable"] = np.bincount(places, reusable, _NUM_BUCKETS).tolist()
     return series

@@ -21,6 +21,9 @@ class SimRequest:
 
     arrival_s: float
     prompt_tokens: int
+    reusable_tokens: int = 0
+    """Leading prompt tokens that an earlier request of the trace contained."""
+
     prefill: str = ""
     """Which other instance computes its prompt; empty is none."""
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import inf
 
 from headwater.errors import ConfigError, InvariantError
+from headwater.replay.ceiling import reusable_tokens
 from headwater.replay.cost import OWN_LINKS, PEER_LINK, SHARED_LINKS, LinkCost
 from headwater.replay.devices import SimStore
 from headwater.replay.instance import SimInstance
@@ -38,12 +39,13 @@ class SimulationRun:
 
 
 class Simulator:
-    """A deployment that a trace serves a trace, once."""
+    """A deployment that serves a trace, once."""
 
     def __init__(self, config: SimConfig, requests: Sequence[TraceRequest]) -> None:
         """`requests` are in order of time."""
         self._config = config
         self._requests = requests
+        self._reusable = reusable_tokens(requests, config.block_tokens)
         self._times = Times.of_trace(requests)
         self._stored = TimeSeries(self._times)
         costs = _link_costs(config)
@@ -114,6 +116,7 @@ class Simulator:
         served = SimRequest(
             arrival_s=now,
             prompt_tokens=request.input_length,
+            reusable_tokens=next(self._reusable),
             prefill="" if route.prefill is None else route.prefill.name,
             uncached_tokens=route.uncached_tokens,
             work=work,

@@ -6,29 +6,60 @@ from headwater.replay.report import Report
 
 _SHARED = ("p50", "p90", "p99", "mean", "max")
 
+_OVERLOADED = (
+    "  OVERLOADED: the queue only grew while requests arrived, so latencies depend on the length "
+    "of the trace.\n  Give more instances (--instances), or slow the trace down (--speed 0.5)."
+)
+
 
 def report_table(report: Report) -> str:
-    """What matters of `report`, and where it comes from."""
+    """The figures of `report` that matter, and their causes."""
     settings = report["settings"]
     lines = [
         (
             f"headwater replay: {report['requests']:,} requests on {_cluster(settings)} x "
             f"{settings['machine']}, {_tiers(settings)}"
         ),
+        (
+            f"  eviction {settings['eviction']}, write policy {settings['write_policy']}, "
+            f"load policy {settings['load_policy']}"
+        ),
         "",
+        *_found(report),
+        "",
+        f"  {'ms':<16}" + "".join(f"{name:>12}" for name in _SHARED),
+    ]
+    for name, label in (
+        ("ttft", "first token"),
+        ("itl", "between tokens"),
+        ("e2e", "request"),
+    ):
+        values = report[f"{name}_ms"]
+        lines.append(f"  {label:<16}" + "".join(f"{values[one]:>12,.1f}" for one in _SHARED))
+    lines += ["", *_rates(report), "", *_link_rows(report)]
+    if report["queue"]["overloaded"]:
+        lines += ["", _OVERLOADED]
+    if "slo" in report:
+        lines += ["", *_slo(report["slo"])]
+    return "\n".join([*lines, "", f"  simulated in {report['wall_s']:.1f} s", ""])
+
+
+def _found(report: Report) -> list[str]:
+    prompt = max(report["prompt_tokens"], 1)
+    lines = [
         (
             f"  found            {_percent(report['token_hit'])} of "
-            f"{report['prompt_tokens']:,} prompt tokens, {_percent(report['block_hit'])} of blocks"
-        ),
+            f"{report['prompt_tokens']:,} prompt tokens; a cache without a size limit could find "
+            f"{_percent(report['token_hit_ceiling'])}"
+        )
     ]
-    lines += _counts("tokens from", report["tokens_by_source"])
-    lines += _counts("missed because", report["misses_by_reason"], "requests")
-    lines += ["", f"  {'ms':<20}" + "".join(f"{name:>11}" for name in _SHARED)]
-    for name in ("ttft", "itl", "e2e"):
-        values = report[f"{name}_ms"]
-        lines.append(f"  {name:<20}" + "".join(f"{values[one]:>11,.1f}" for one in _SHARED))
-    lines += [
-        "",
+    lines += _counts("tokens from", report["tokens_by_source"], prompt)
+    lines += _counts("missed because", report["missed_tokens_by_reason"], prompt)
+    return lines
+
+
+def _rates(report: Report) -> list[str]:
+    lines = [
         (
             f"  throughput       {report['throughput']:,.1f} output tokens/s, "
             f"{report['prompt_tokens_per_s']:,.0f} prompt tokens/s, "
@@ -47,20 +78,17 @@ def report_table(report: Report) -> str:
         )
     if report["refused"]:
         lines.append(f"  refused          {report['refused']:,} requests that do not fit")
+    return lines
+
+
+def _link_rows(report: Report) -> list[str]:
+    if not report["bytes_per_link"]:
+        return []
+    lines = [f"  {'link':<16}{'GB':>12}{'busy':>12}"]
     for link, moved in report["bytes_per_link"].items():
         busy = _percent(report["busy_share_per_link"][link])
-        lines.append(f"  {link:<16} {moved / 1e9:,.2f} GB, busy {busy}")
-    if report["queue"]["overloaded"]:
-        lines += [
-            "",
-            (
-                "  overloaded: the queue only grew, so latencies depend on the length of the trace. Give "
-                "more instances, or slow the trace down"
-            ),
-        ]
-    if "slo" in report:
-        lines += ["", *_slo(report["slo"])]
-    return "\n".join([*lines, "", f"  simulated in {report['wall_s']:.1f} s", ""])
+        lines.append(f"  {link:<16}{moved / 1e9:>12,.2f}{busy:>12}")
+    return lines
 
 
 def _slo(slo: Report) -> list[str]:
@@ -74,7 +102,7 @@ def _slo(slo: Report) -> list[str]:
     lines.append(
         f"  goodput          {slo['goodput_requests_per_s']:.2f} requests/s, "
         f"{slo['goodput_tokens_per_s']:,.1f} output tokens/s; {_percent(slo['good_share'])} of "
-        "requests kept every bound"
+        "requests were within every bound"
     )
     return lines
 
@@ -94,12 +122,13 @@ def _tiers(settings: Mapping[str, float]) -> str:
     return ", ".join(parts)
 
 
-def _counts(title: str, counts: Mapping[str, int], unit: str = "") -> list[str]:
+def _counts(title: str, counts: Mapping[str, int], prompt: int) -> list[str]:
+    """Rows of tokens with their share of all prompt tokens."""
     rows: Sequence[tuple[str, int]] = [(k, v) for k, v in counts.items() if v]
     lines = []
     for at, (name, count) in enumerate(rows):
         head = title if at == 0 else ""
-        lines.append(f"  {head:<16} {name:<20} {count:>14,} {unit}".rstrip())
+        lines.append(f"  {head:<16} {name:<20}{count:>16,}{_percent(count / prompt):>10}")
     return lines
 
 
