@@ -151,6 +151,10 @@ class EngineConfig:
     max_batched_tokens: int = 2048
     """Most tokens computed in one step; longer prompts are computed in chunks."""
 
+    max_itl_ms: float | None = None
+    """Target in milliseconds for the time between tokens while prompts are computed; None is
+    3.5 decode steps, at least 30 ms, on a GPU, and none on a CPU; 0 is none."""
+
     memory_utilization: float | None = None
     """Share of the device's free memory, once the model is loaded, that KV blocks may use; None
     is nine tenths of a GPU's and half of main memory."""
@@ -221,6 +225,8 @@ class EngineConfig:
         _positive("--max-model-len", self.max_model_len)
         _positive("--num-gpu-blocks-override", self.num_blocks_override)
         _positive("--threads", self.num_threads)
+        if self.max_itl_ms is not None and not 0.0 <= self.max_itl_ms < float("inf"):
+            raise ConfigError(f"--max-itl-ms cannot be negative, got {self.max_itl_ms:g}")
         if self.memory_utilization is not None and not 0.0 < self.memory_utilization <= 1.0:
             raise ConfigError(
                 f"--gpu-memory-utilization is a share between 0 and 1, got {self.memory_utilization}"

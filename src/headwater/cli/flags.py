@@ -293,6 +293,14 @@ def _add_scheduling(parser: ArgumentParser) -> None:
         f"(default: {_ENGINE.max_batched_tokens}; {PREFILL_TOKENS} for the prefill role on a CPU)",
     )
     group.add_argument(
+        "--max-itl-ms",
+        type=number_value,
+        metavar="MS",
+        help="target for the time between tokens while prompts are computed, which bounds the "
+        "prompt tokens of a step; 0 is none (default: 3.5 decode steps, at least 30 ms, on a "
+        "GPU; none on a CPU)",
+    )
+    group.add_argument(
         "--scheduling-policy",
         choices=("fcfs", "priority"),
         default=_ENGINE.scheduling_policy,

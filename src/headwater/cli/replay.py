@@ -116,6 +116,12 @@ def add_machine(group: _ArgumentGroup) -> None:
         metavar="N",
         help="most tokens in a step (the preset's)",
     )
+    group.add_argument(
+        "--max-itl-ms",
+        type=float,
+        metavar="MS",
+        help="target for the time between tokens while prompts are computed (none)",
+    )
 
 
 def add_policies(group: _ArgumentGroup) -> None:
@@ -172,6 +178,7 @@ def sim_config(options: Namespace, **changes: Any) -> "SimConfig":  # noqa: ANN4
         "block_tokens": options.block_size,
         "max_num_seqs": options.max_num_seqs,
         "max_batched_tokens": options.max_num_batched_tokens,
+        "max_itl_ms": options.max_itl_ms,
     }
     return SimConfig(**(settings | changes))
 

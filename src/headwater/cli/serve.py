@@ -74,6 +74,7 @@ def engine_config(options: Namespace) -> EngineConfig:
         max_model_len=options.max_model_len,
         max_num_seqs=_num_seqs(options),
         max_batched_tokens=_step_tokens(options),
+        max_itl_ms=options.max_itl_ms,
         memory_utilization=options.gpu_memory_utilization,
         num_blocks_override=options.num_gpu_blocks_override,
         prefix_caching=options.enable_prefix_caching,

@@ -220,6 +220,7 @@ class EngineCore:
         self.device_since = None
         collected = self._clock.now()
         self._rates.note(batch, decided, result, collected)
+        self._scheduler.learn_costs(self._rates.step_costs.costs)
         outputs = self._scheduler.advance(result, now=collected)
         if self._peers is not None:
             outputs = self._peers.step_finished(outputs, collected)
@@ -238,6 +239,12 @@ class EngineCore:
                 sleep_s = self.sleep_s()
                 self.completions.wait(left_s if sleep_s is None else min(sleep_s, left_s))
             self.step()
+
+    def note_decode_steps(self, num_rows: int, seconds: Sequence[float]) -> None:
+        """Steps that were applied many at once took so long each; for simulators."""
+        for step_s in seconds:
+            self._rates.step_costs.note_decode(num_rows, step_s)
+        self._scheduler.learn_costs(self._rates.step_costs.costs)
 
     def stats(self) -> EngineStats:
         """A snapshot of all counts. O(1)."""

@@ -1,9 +1,14 @@
-"""How fast things went lately, as the `MeasuredRates` that prices are made from."""
+"""How fast things went lately: the `MeasuredRates` that prices are made from, and the `StepCosts`
+that the number of prompt tokens of a step is chosen by."""
 
 from collections import deque
+from typing import NamedTuple
+
+import numpy as np
 
 from headwater.scheduler.batch import ScheduledBatch, StepResult
 from headwater.scheduler.load_state import MeasuredRates
+from headwater.scheduler.pacing import CONTEXT_TOKENS, StepCosts
 from headwater.transfer.mover import Mover
 
 _MEMORY = 0.9
@@ -13,11 +18,98 @@ _PREFILL_SHARE = 4
 """A step says how fast prompts are computed when it has this many tokens a row."""
 
 
+_COST_MEMORY = 0.8
+"""Weight that the cost of a step keeps with each later one of its kind."""
+
+_MAX_CHANGE = 4.0
+"""A step that took this many times what was expected counts as this many times: a hiccup of the
+machine must not stop prompts."""
+
+_LEAST_CHUNK_SHARE = 0.25
+"""Least share of a mixed step that its prompt tokens are taken to cost."""
+
+
+class _StepShape(NamedTuple):
+    """What decides how long a step takes."""
+
+    num_tokens: int
+    num_rows: int
+    num_decodes: int
+    chunk_cost: float
+    """Of its prompt tokens, in prompt tokens without context."""
+
+    is_delayed: bool
+    """Whether it waits for a load, so that its time says nothing about computing."""
+
+
+class StepCostEstimator:
+    """Measures what decode steps and prompt tokens cost.
+
+    A decode step is looked up by its number of rows in powers of two. A prompt token costs what
+    mixed steps take beyond their decodes. If the decodes are estimated wrongly, the next budget
+    is still right: it scales the last chunk by how far its step missed the target.
+    """
+
+    def __init__(self) -> None:
+        self._decode_s: dict[int, float] = {}
+        """By the bit length of the number of rows."""
+        self._mixed_token_s = self._prompt_token_s = 0.0
+        self.costs = StepCosts()
+
+    def note_decode(self, num_rows: int, seconds: float) -> None:
+        """A step decoded so many rows and computed no prompt."""
+        size = num_rows.bit_length()
+        self._decode_s[size] = _smoothed(self._decode_s.get(size, 0.0), seconds)
+        self._publish(num_rows)
+
+    def note_chunks(self, num_decodes: int, chunk_cost: float, seconds: float) -> None:
+        """A step computed prompt tokens of this cost beside so many decodes."""
+        decode_s = self._expected_decode_s(num_decodes) if num_decodes else 0.0
+        spent_s = max(seconds - decode_s, _LEAST_CHUNK_SHARE * seconds)
+        token_s = spent_s / chunk_cost
+        if num_decodes:
+            self._mixed_token_s = _smoothed(self._mixed_token_s, token_s)
+        else:
+            self._prompt_token_s = _smoothed(self._prompt_token_s, token_s)
+        self._publish(num_decodes)
+
+    def _publish(self, num_rows: int) -> None:
+        self.costs = StepCosts(
+            self._expected_decode_s(num_rows), self._mixed_token_s or self._prompt_token_s
+        )
+
+    def _expected_decode_s(self, num_rows: int) -> float:
+        """Of the measured number of rows that is nearest; 0 before the first decode."""
+        size = num_rows.bit_length()
+        nearest = min(self._decode_s, key=lambda known: abs(known - size), default=None)
+        return 0.0 if nearest is None else self._decode_s[nearest]
+
+
+def _smoothed(known: float, seen: float) -> float:
+    if not known:
+        return seen
+    seen = min(seen, _MAX_CHANGE * known)
+    return known * _COST_MEMORY + seen * (1 - _COST_MEMORY)
+
+
+def _shape(batch: ScheduledBatch) -> _StepShape:
+    num_tokens, num_rows = len(batch.tokens), batch.num_rows
+    if num_tokens == num_rows:
+        return _StepShape(num_tokens, num_rows, num_rows, 0.0, bool(batch.awaits))
+    counts = np.diff(batch.query_start).astype(np.int64)
+    chunks = counts > 1
+    counts, ends = counts[chunks], batch.context_lens[chunks]
+    cost = float((counts * (1 + (ends - counts / 2) / CONTEXT_TOKENS)).sum())
+    num_decodes = num_rows - len(counts)
+    return _StepShape(num_tokens, num_rows, num_decodes, cost, bool(batch.awaits))
+
+
 class RateEstimator:
     """Measures steps; asks the mover for the speed of its links."""
 
     def __init__(self) -> None:
-        self._submitted: deque[tuple[int, int, float]] = deque()
+        self.step_costs = StepCostEstimator()
+        self._submitted: deque[tuple[_StepShape, float]] = deque()
         self._last_s = 0.0
         self._tokens = 0.0
         self._seconds = 0.0
@@ -33,7 +125,7 @@ class RateEstimator:
     ) -> None:
         """One turn of the loop: what was submitted, and what was collected, if anything."""
         if batch is not None:
-            self._submitted.append((len(batch.tokens), batch.num_rows, submitted_s))
+            self._submitted.append((_shape(batch), submitted_s))
         if result is not None:
             self._end_step(collected_s)
 
@@ -53,9 +145,14 @@ class RateEstimator:
 
     def _end_step(self, now: float) -> None:
         """The oldest step is done. What it waited for the one before is not its own time."""
-        num_tokens, num_rows, began_s = self._submitted.popleft()
+        shape, began_s = self._submitted.popleft()
         seconds = now - max(began_s, self._last_s)
         self._last_s = now
-        if num_tokens >= _PREFILL_SHARE * num_rows:
-            self._tokens = self._tokens * _MEMORY + num_tokens
+        if not shape.is_delayed:
+            if shape.chunk_cost:
+                self.step_costs.note_chunks(shape.num_decodes, shape.chunk_cost, seconds)
+            else:
+                self.step_costs.note_decode(shape.num_rows, seconds)
+        if shape.num_tokens >= _PREFILL_SHARE * shape.num_rows:
+            self._tokens = self._tokens * _MEMORY + shape.num_tokens
             self._seconds = self._seconds * _MEMORY + seconds

@@ -24,6 +24,7 @@ from headwater.launch.tiers import describe_tiers, host_blocks, open_mover
 from headwater.launch.weights import load_weights
 from headwater.native import block_keys
 from headwater.scheduler.config import SchedulerConfig
+from headwater.scheduler.pacing import ADAPTIVE_ITL, ItlTarget
 from headwater.scheduler.scheduler import Scheduler
 from headwater.transfer.layout import KVLayout
 from headwater.types import WritePolicy
@@ -148,6 +149,7 @@ def _scheduler(
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_batched_tokens=config.max_batched_tokens,
+        itl=_itl_target(config, model.device.type),
         policy=config.scheduling_policy,
         prefix_caching=config.prefix_caching,
         output_caching=config.output_caching,
@@ -158,6 +160,14 @@ def _scheduler(
         prefetch_sessions=config.prefetch_sessions,
     )
     return Scheduler(settings, cache)
+
+
+def _itl_target(config: EngineConfig, device: str) -> ItlTarget | None:
+    """The target for the time between tokens. On a CPU, prompt tokens cost so much that a target
+    would make first tokens late: there only the operator sets one."""
+    if config.max_itl_ms is not None:
+        return ItlTarget(min_s=config.max_itl_ms / 1e3) if config.max_itl_ms else None
+    return None if device == "cpu" else ADAPTIVE_ITL
 
 
 def _limit_threads(num_threads: int | None) -> None:

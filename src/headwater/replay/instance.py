@@ -156,9 +156,15 @@ class SimInstance:
         if num_steps < 2:
             return 0
         until_s = min(until_s, quiet_s, self._deadline_s())
+        began_s = self.clock.now()
         ends, tokens = self.runner.stretch(decoding, num_steps, until_s)
         if not len(ends):
             return 0
+        if self.scheduler.config.itl is not None:
+            self.core.note_decode_steps(
+                len(decoding),
+                [later - earlier for earlier, later in pairwise([began_s, *ends.tolist()])],
+            )
         times = ends.tolist()
         gaps = np.array([later - earlier for earlier, later in pairwise(times)]).tobytes()
         self.scheduler.fast_forward(tokens)

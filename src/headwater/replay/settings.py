@@ -6,6 +6,7 @@ from headwater.cache import CacheConfig
 from headwater.errors import ConfigError
 from headwater.replay.cost import Machine
 from headwater.scheduler.config import SchedulerConfig
+from headwater.scheduler.pacing import ItlTarget
 from headwater.types import WritePolicy
 
 
@@ -35,6 +36,9 @@ class SimConfig:
     block_tokens: int = 64
     max_num_seqs: int | None = None
     max_batched_tokens: int | None = None
+    max_itl_ms: float | None = None
+    """Target for the time between tokens while prompts are computed; None is no target."""
+
     max_model_len: int = 1 << 20
     eviction: str = "lru"
     write_policy: str = "auto"
@@ -92,5 +96,6 @@ class SimConfig:
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs or machine.max_num_seqs,
             max_batched_tokens=self.max_batched_tokens or machine.max_batched_tokens,
+            itl=None if self.max_itl_ms is None else ItlTarget(min_s=self.max_itl_ms / 1e3),
             load_policy=self.load_policy,  # type: ignore[arg-type]
         )

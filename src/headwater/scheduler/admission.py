@@ -8,9 +8,10 @@ sequence, in a circle, or beyond its deadline.
 Proof of progress: some sequence always finishes, whatever the pool size and the load.
 
 1. A sequence is admitted with slots for *all* its tokens at once, the partial last block
-   included. A prefill therefore never asks for another block and is never preempted. Prefills
-   are computed in the order of admission. While there is a prefill, a step has more tokens than
-   decodes, because `max_batched_tokens >= max_num_seqs`. So each admission leads to at least one
+   included. A prefill therefore never asks for another block and is never preempted. While there
+   is a prefill, a step has more tokens than decodes, because `max_batched_tokens >=
+   max_num_seqs`. Prefills are computed in the order of `pacing`. There, a prefill is old after
+   finitely many tokens, and finitely many are before an old one. So each admission leads to at least one
    sampled token, unless the request is aborted or its overlapped load failed. The number of loads
    per request is bounded, and then the request is computed without them.
 2. Only decoding sequences are preempted. By 1, each has sampled a token since it was admitted,
@@ -38,6 +39,7 @@ from headwater.scheduler.batch import Chunk, StepBudget
 from headwater.scheduler.blocks import BlockAllocator, GrowthEstimate
 from headwater.scheduler.config import SchedulerConfig
 from headwater.scheduler.loading import KVLoader
+from headwater.scheduler.pacing import MAX_UNFINISHED, is_old
 from headwater.scheduler.queues import SequenceTable
 from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.scheduler.stats import Totals
@@ -50,6 +52,9 @@ class _AdmissionResult(Enum):
     ADMITTED = auto()
     BLOCKED = auto()
     """There is no room for it now. A bounded number of later sequences may start before it."""
+
+    HELD = auto()
+    """Enough long prompts are being computed. Shorter ones may start before it until it is old."""
 
     LOADING = auto()
     """It waits for blocks that are being loaded from a lower tier."""
@@ -114,6 +119,9 @@ def starts_prefix_wait(
 
 _WAITERS_PER_PLACE = 4
 """Sequences waiting for a load or a prefix that one step skips, per sequence that may run."""
+
+_MAX_HELD = 32
+"""Long prompts that one step looks past."""
 
 _MAX_OVERLAPPED_BLOCKS = 16
 """Largest load that a step with decodes may wait for: two or three milliseconds on a GPU."""
@@ -182,17 +190,19 @@ class Admission:
         self._loader.num_waiting = max(len(self._table.waiting) - 1, 0)
         chunks: list[Chunk] = []
         blocked: list[Sequence] = []
-        patience, num_waiters = self._config.max_passes, 0
+        patience, num_waiters, num_held = self._config.max_passes, 0, 0
         self.recheck_s = inf
         for sequence in self._candidates():
             own = self._growth.num_blocks((sequence,))
-            result = self._start(sequence, growth + own, now)
+            result = self._start(sequence, growth + own, now, budget)
             if result is _AdmissionResult.ADMITTED:
                 growth += own
                 budget.spend_place()
                 if sequence.state is SequenceState.PREFILL:
                     chunks.append(budget.spend_chunk(sequence))
                 patience -= _count_passes(blocked)
+            elif result is _AdmissionResult.HELD:
+                num_held += 1
             elif result is _AdmissionResult.BLOCKED:
                 blocked.append(sequence)
                 patience = min(patience, self._patience(sequence))
@@ -203,6 +213,8 @@ class Admission:
             if not budget.has_room or patience <= 0 < len(blocked):
                 break
             if len(blocked) > self._config.lookahead or num_waiters >= self._max_waiters:
+                break
+            if num_held >= _MAX_HELD:
                 break
         self._last_inputs = None if chunks else self._inputs()
         return chunks
@@ -249,8 +261,15 @@ class Admission:
             return 0
         return self._config.max_passes - sequence.num_passes
 
-    def _start(self, sequence: Sequence, num_growth: int, now: float) -> _AdmissionResult:
-        """Admit `sequence` if there is room for it and it has nothing to wait for."""
+    def _start(
+        self,
+        sequence: Sequence,
+        num_growth: int,
+        now: float,
+        budget: StepBudget | None = None,
+    ) -> _AdmissionResult:
+        """Admit `sequence` if there is room for it and it has nothing to wait for. `budget` is
+        what it computes its first chunk with; None where another instance computes it."""
         if _still_waits_for_prefix(sequence, now):
             return _AdmissionResult.AWAITING_PREFIX
         load = sequence.load
@@ -272,6 +291,10 @@ class Admission:
             return _AdmissionResult.AWAITING_PREFIX
         if not fits:
             return _AdmissionResult.BLOCKED
+        if budget is not None and not sequence.receives:
+            found = 0 if match is None else match.device_blocks * self._blocks.block_tokens
+            if self._is_held(sequence, found, budget):
+                return _AdmissionResult.HELD
         if not self._blocks.begin(sequence, match, now):
             return _AdmissionResult.BLOCKED
         sequence.is_counted = True
@@ -285,6 +308,16 @@ class Admission:
         if sequence.usage is not None:
             self._totals.count_admission(sequence.usage)
         return _AdmissionResult.ADMITTED
+
+    def _is_held(self, sequence: Sequence, num_found: int, budget: StepBudget) -> bool:
+        """Whether `sequence` would be one long prompt too many. A prompt that the step finishes
+        is not long; a preempted sequence was admitted before and is never held."""
+        if len(self._table.prefilling) < MAX_UNFINISHED or sequence.num_preemptions:
+            return False
+        num_lacking = sequence.num_tokens - num_found
+        if budget.finishes(num_found, num_lacking):
+            return False
+        return not is_old(sequence, num_lacking, self._totals.scheduled_prompt_tokens)
 
     def _start_overlapped(
         self, sequence: Sequence, match: Match, now: float

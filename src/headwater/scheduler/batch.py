@@ -13,12 +13,14 @@ Both are values in arrays: one entry a sequence or a token, never an object a to
 
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwater.scheduler.output import TokenLogprobs
+from headwater.scheduler.pacing import NEW_SHARE, affordable_tokens, chunk_cost
 from headwater.scheduler.request import SamplingParams
 from headwater.scheduler.sequence import Sequence
 from headwater.types import JobId, RequestId, Slots, Tokens
@@ -210,19 +212,52 @@ def _carry(decodes: Listed[Sequence], num_rows: int, *, carries: bool) -> IntArr
 class StepBudget:
     """Tokens left in the step being scheduled, and places left for new sequences."""
 
-    __slots__ = ("_max_chunk", "num_places", "num_tokens")
+    __slots__ = ("_max_chunk", "cost", "num_places", "num_tokens")
 
     def __init__(
-        self, *, num_tokens: int, num_places: int, max_chunk: int | None = None
+        self,
+        *,
+        num_tokens: int,
+        num_places: int,
+        max_chunk: int | None = None,
+        cost: float = inf,
     ) -> None:
+        """`cost` bounds what chunks cost together, in prompt tokens without context."""
         self.num_tokens = num_tokens
         self.num_places = num_places
+        self.cost = cost
         self._max_chunk = max_chunk or num_tokens
 
     @property
     def has_room(self) -> bool:
         """Whether one more sequence could start and compute at least one token."""
-        return self.num_tokens > 0 and self.num_places > 0
+        return self.has_tokens and self.num_places > 0
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the step can compute one more token of a prompt."""
+        return self.num_tokens > 0 and self.cost > 0
+
+    def finishes(self, start: int, num_tokens: int) -> bool:
+        """Whether the step can compute so many tokens after `start` others."""
+        fits = num_tokens <= min(self.num_tokens, self._max_chunk)
+        return fits and chunk_cost(start, num_tokens) <= self.cost
+
+    def hold_for_prefills(self, num_lacking: int) -> int:
+        """Hold room for prefills that lack so many tokens; what is left is for new sequences.
+
+        They leave one part in `NEW_SHARE` of the step. Returns what `release` takes.
+        """
+        most = int(min(self.num_tokens, self.cost))
+        held = min(num_lacking, most - most // NEW_SHARE)
+        self.num_tokens -= held
+        self.cost -= held
+        return held
+
+    def release(self, held: int) -> None:
+        """Give back what is held."""
+        self.num_tokens += held
+        self.cost += held
 
     def spend_place(self) -> None:
         """A new sequence runs from now on."""
@@ -232,7 +267,11 @@ class StepBudget:
         """As much of a prefill as the step has tokens for; at least one must be left."""
         left = sequence.num_tokens - sequence.num_scheduled
         num_tokens = min(left, self.num_tokens, self._max_chunk)
+        start = sequence.num_scheduled
+        if chunk_cost(start, num_tokens) > self.cost:
+            num_tokens = min(num_tokens, affordable_tokens(start, self.cost))
         self.num_tokens -= num_tokens
+        self.cost -= chunk_cost(start, num_tokens)
         return Chunk(sequence, num_tokens)
 
 

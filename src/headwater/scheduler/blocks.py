@@ -39,6 +39,7 @@ class BlockAllocator:
 
     def __init__(self, cache: TieredCache, *, prefix_caching: bool) -> None:
         self._cache = cache
+        self.block_tokens = cache.block_tokens
         self._prefix_caching = prefix_caching
 
     @property

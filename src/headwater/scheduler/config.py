@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headwater.errors import ConfigError
+from headwater.scheduler.pacing import ItlTarget
 from headwater.types import LoadPolicy
 
 
@@ -23,6 +24,9 @@ class SchedulerConfig:
     long_prefill_tokens: int | None = None
     """Most tokens of one prompt computed in one step, so that a long one leaves room for
     others; None is as many as the step has."""
+
+    itl: ItlTarget | None = None
+    """Target for the time between tokens while prompts are computed; None is no target."""
 
     policy: Literal["fcfs", "priority"] = "fcfs"
     """Order of waiting and of victims: by arrival, or by the request's `priority` first."""

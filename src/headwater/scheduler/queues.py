@@ -99,7 +99,6 @@ class SequenceTable:
         self.overlapping: list[Sequence] = []
         """Sequences whose first chunk is computed while the KV it reads is being loaded."""
         self.prefilling: list[Sequence] = []
-        """In the order of admission."""
         self.decoding: list[Sequence] = []
         self.preempting: list[Sequence] = []
         self.departing: list[Sequence] = []

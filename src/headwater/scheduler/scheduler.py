@@ -1,7 +1,8 @@
 """Decides what the next step computes, and applies the results of the last one.
 
-Pure: no I/O, no threads, no clock. Running sequences come first, decodes before prefills; then
-waiting ones are admitted while the step has tokens and the pool has blocks. `schedule` returns a
+Pure: no I/O, no threads, no clock. Decodes come first. Prefills and waiting sequences share the
+step's other tokens: waiting ones are admitted while they have tokens and the pool has blocks.
+`pacing` says how many tokens, and which prefill is next. `schedule` returns a
 step and `advance` applies its result; one more step may be scheduled in between. The cost of a
 step grows with the number of sequences, never with the number of blocks.
 """
@@ -28,6 +29,7 @@ from headwater.scheduler.load_state import ANSWER_S, MeasuredRates
 from headwater.scheduler.loading import KVLoader
 from headwater.scheduler.offload import OffloadPlanner, Prefetch
 from headwater.scheduler.output import SequenceOutput
+from headwater.scheduler.pacing import StepCosts, in_prefill_order
 from headwater.scheduler.preemption import Preemption
 from headwater.scheduler.queues import SequenceTable
 from headwater.scheduler.remote import Handoffs
@@ -91,6 +93,7 @@ class Scheduler:
         self._recheck_s = inf
         """When a wait times out of a sequence that the last look at the queue reached. Waits of
         other sequences wake nothing: the look that follows would not reach them either."""
+        self._costs = StepCosts()
         self._in_flight: deque[InFlightStep] = deque()
         self._outputs: list[SequenceOutput] = []
         """Outputs of sequences that ended outside a step."""
@@ -136,6 +139,7 @@ class Scheduler:
         """Queue `request`, or raise RequestError if it can never be served."""
         is_idle = self._is_stalled or not self._table.alive
         sequence = self._table.add(request, self.config, self._block_tokens, self.max_model_len)
+        sequence.entered_at = self._totals.scheduled_prompt_tokens
         # Lookups of newcomers would keep an engine under load from ever being idle.
         may_ask = self._has_lower_tiers and not self._admission.is_draining
         awaits_storage = may_ask and self._loader.enter(sequence)
@@ -197,6 +201,10 @@ class Scheduler:
         """Use these measured rates to decide between loading and recomputing."""
         self._loader.rates = rates
 
+    def learn_costs(self, costs: StepCosts) -> None:
+        """Use these measured costs to choose how many prompt tokens a step computes."""
+        self._costs = costs
+
     def finish_job(self, outcome: JobOutcome, *, now: float) -> None:
         """A job ended: the cache applies the outcome and tells the owner of the job."""
         if self.cache.finish_job(outcome, now=now) is not JobEffect.DEFERRED:
@@ -218,21 +226,25 @@ class Scheduler:
         if self._is_stalled and self._loader.has_plans:
             return None  # the transfers that sequences wait for are not started yet
         is_grown = self._grow_decodes(now)
-        table, config = self._table, self.config
+        table = self._table
         decodes = [
             s for s in table.decoding if s.num_scheduled < s.schedulable_end and not s.is_held
         ]
-        budget = StepBudget(
-            num_tokens=config.max_batched_tokens - len(decodes),
-            num_places=config.max_num_seqs - table.num_running,
-            max_chunk=config.long_prefill_tokens,
-        )
-        chunks = [budget.spend_chunk(s) for s in table.prefilling if budget.num_tokens]
+        budget = self._budget(len(decodes))
+        prefilling = in_prefill_order(table.prefilling, self._totals.scheduled_prompt_tokens)
+        chunks: list[Chunk] = []
         self._recheck_s = inf
         if is_grown and budget.has_room and self._admission.has_candidates:
-            chunks += self._admission.admit(budget, now)
-            self._recheck_s = self._admission.recheck_s
-        if is_grown and not budget.num_tokens and table.invited:
+            # New sequences first, in what prefills leave them: a long prompt takes many steps.
+            held = budget.hold_for_prefills(
+                sum(s.num_tokens - s.num_scheduled for s in prefilling)
+            )
+            if budget.has_tokens:
+                chunks = self._admission.admit(budget, now)
+                self._recheck_s = self._admission.recheck_s
+            budget.release(held)
+        chunks = [budget.spend_chunk(s) for s in prefilling if budget.has_tokens] + chunks
+        if is_grown and not budget.has_tokens and table.invited:
             self._admission.admit_invited(budget, now)
         if not is_grown:
             self._plan_background(now)  # blocks of preempted sequences, before they are evicted
@@ -295,6 +307,18 @@ class Scheduler:
         audit(self._table, self._in_flight, self._block_tokens)
         self._blocks.check(self._table.with_slots(), self.handoffs.quarantined.values())
 
+    def _budget(self, num_decodes: int) -> StepBudget:
+        """What the next step may compute beside its decodes, which wait for the whole step."""
+        config, cost = self.config, inf
+        if num_decodes and config.itl is not None:
+            cost = config.itl.chunk_tokens(self._costs)
+        return StepBudget(
+            num_tokens=config.max_batched_tokens - num_decodes,
+            num_places=config.max_num_seqs - self._table.num_running,
+            max_chunk=config.long_prefill_tokens,
+            cost=cost,
+        )
+
     def _grow_decodes(self, now: float) -> bool:
         """Give each decoding sequence the block it needs next, preempting others if necessary.
 
@@ -320,6 +344,7 @@ class Scheduler:
             sequence.schedule(1, row)
         for row, (sequence, num_tokens) in enumerate(chunks, len(decodes)):
             sequence.schedule(num_tokens, row)
+            self._totals.scheduled_prompt_tokens += num_tokens
             if sequence.overlap is not None:
                 self._results.overlaps.begin(sequence)
             elif sequence.num_scheduled == sequence.num_tokens:

@@ -66,6 +66,7 @@ class Sequence:
         "_namespace",
         "block_table",
         "commit_at",
+        "entered_at",
         "is_counted",
         "is_held",
         "last_token",
@@ -134,6 +135,9 @@ class Sequence:
     commit_at: int
     """With this many tokens computed there is a block to commit."""
 
+    entered_at: int
+    """Prompt tokens that the scheduler had given to steps when it arrived."""
+
     num_passes: int
     """Later sequences that were admitted while this one was blocked."""
 
@@ -199,7 +203,7 @@ class Sequence:
         self.last_token = int(request.tokens[-1])
 
         self.state = SequenceState.WAITING
-        self.num_preemptions = self.num_passes = 0
+        self.num_preemptions = self.num_passes = self.entered_at = 0
         self.preempted_s = 0.0
         self.prefix_source: Sequence | None = None
         """The running prefill whose blocks this one waits for."""

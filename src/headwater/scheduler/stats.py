@@ -75,6 +75,9 @@ class Totals:
     num_steps: int = 0
     num_preemptions: int = 0
     num_prefix_waits: int = 0
+    scheduled_prompt_tokens: int = 0
+    """Given to steps, recomputed ones included: the clock by which prompts age."""
+
     generated_tokens: int = 0
     finished: Counter[str] = field(default_factory=Counter)
     num_admitted: int = 0

@@ -1,0 +1,120 @@
+"""How many prompt tokens a step computes beside decodes, and which prompts come first.
+
+Every token of a prompt makes the step longer, and all decoding sequences wait for the step. With a
+target for the time between tokens, the step takes as many prompt tokens as fit into the target. The
+engine measures what steps cost; this module only calculates, so that the simulator decides alike.
+
+Which prompts come first: the one with the least left to compute, so that short prompts and hits do
+not wait for long ones. A prompt ages. Once other prompts have computed twice as many tokens as it
+lacks, it goes before every younger one. A prompt of R tokens is therefore overtaken by at most 2 R
+tokens of prompts that arrived after it, beside the share of each step that is reserved for new ones.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import inf, sqrt
+from typing import NamedTuple
+
+from headwater.errors import ConfigError
+from headwater.scheduler.sequence import Sequence
+
+AGE_FACTOR = 2
+"""A prompt is old when prompts computed this many times the tokens it lacks since it arrived."""
+
+NEW_SHARE = 4
+"""One part in this many of a step's prompt tokens is for sequences that have not begun yet."""
+
+MAX_UNFINISHED = 4
+"""Prompts that are computed over several steps at once. They hold blocks, so more of them wait,
+and shorter ones pass them."""
+
+CONTEXT_TOKENS = 32768
+"""Tokens before a token that double its cost, because attention reads them. It is about right for
+models of 1 to 70 billion weights; measuring corrects the rest."""
+
+_MIN_CHUNK = 128
+"""Prompt tokens of a step, whatever the target is: prompts always make progress."""
+
+_UNKNOWN_CHUNK = 512
+"""The same while the cost of a token is not measured."""
+
+_AIM = 0.95
+"""Share of the target that a step is planned for: steps differ from what is expected."""
+
+_CHUNK_STEP = 64
+"""Budgets are multiples of this: kernels compute tokens in tiles."""
+
+
+class StepCosts(NamedTuple):
+    """What steps took lately, as measured."""
+
+    decode_s: float = 0.0
+    """A step without prompts, with about as many rows as the last one; 0 is not known."""
+
+    token_s: float = 0.0
+    """One token of a prompt without context, beside the decodes; 0 is not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItlTarget:
+    """How long a step with decodes and prompts should take: the time between tokens."""
+
+    min_s: float
+    """The target, or its least value where it follows the decode steps."""
+
+    decode_steps: float = 0.0
+    """The target is at least this many decode steps. Below a few of them, most of a step would
+    be spent on reading the weights, and prompts would be slow."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.min_s < inf:
+            raise ConfigError(f"the time between tokens must be positive, got {self.min_s} s")
+        if self.decode_steps < 0:
+            raise ConfigError(f"decode_steps cannot be negative, got {self.decode_steps}")
+
+    def seconds(self, costs: StepCosts) -> float:
+        """The target while steps cost this."""
+        return max(self.min_s, self.decode_steps * costs.decode_s)
+
+    def chunk_tokens(self, costs: StepCosts) -> int:
+        """Prompt tokens without context that fit into a step beside the decodes."""
+        if not costs.token_s:
+            return _UNKNOWN_CHUNK
+        left_s = _AIM * self.seconds(costs) - costs.decode_s
+        num_tokens = int(max(left_s, 0.0) / costs.token_s)
+        return max(num_tokens // _CHUNK_STEP * _CHUNK_STEP, _MIN_CHUNK)
+
+
+ADAPTIVE_ITL = ItlTarget(min_s=0.030, decode_steps=3.5)
+"""The target of a GPU unless told otherwise."""
+
+
+def chunk_cost(start: int, num_tokens: int) -> float:
+    """Cost of `num_tokens` tokens after `start` others, in tokens without context."""
+    return num_tokens * (1 + (start + num_tokens / 2) / CONTEXT_TOKENS)
+
+
+def affordable_tokens(start: int, cost: float) -> int:
+    """The most tokens after `start` others that cost no more than `cost`; at least one."""
+    # n (1 + (start + n / 2) / C) = cost, solved for n.
+    linear = CONTEXT_TOKENS + start
+    return max(int(sqrt(linear * linear + 2 * CONTEXT_TOKENS * cost) - linear), 1)
+
+
+def is_old(sequence: Sequence, num_lacking: int, prompt_clock: int) -> bool:
+    """Whether `sequence`, which lacks so many tokens, goes before younger ones. `prompt_clock`
+    counts the prompt tokens of all steps so far."""
+    return prompt_clock - sequence.entered_at >= AGE_FACTOR * num_lacking
+
+
+def in_prefill_order(sequences: Iterable[Sequence], prompt_clock: int) -> list[Sequence]:
+    """By priority class; within a class old ones by arrival, then those that lack the least."""
+
+    def key(sequence: Sequence) -> tuple[int, bool, int]:
+        priority, arrival = sequence.rank
+        num_lacking = sequence.num_tokens - sequence.num_scheduled
+        if is_old(sequence, num_lacking, prompt_clock):
+            return priority, False, arrival
+        return priority, True, AGE_FACTOR * num_lacking + sequence.entered_at
+
+    return sorted(sequences, key=key)

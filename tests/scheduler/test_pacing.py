@@ -1,0 +1,173 @@
+"""How many prompt tokens a step computes beside decodes, and which prompts come first."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headwater.errors import ConfigError
+from headwater.scheduler.batch import StepBudget
+from headwater.scheduler.pacing import (
+    ADAPTIVE_ITL,
+    AGE_FACTOR,
+    ItlTarget,
+    StepCosts,
+    affordable_tokens,
+    chunk_cost,
+)
+from tests.scheduler.harness import Harness, expected_tokens, make_prompt, make_request
+from tests.search import search
+
+
+def serve(num_tokens, *, depth=1, **settings):
+    """An engine whose steps have so many tokens."""
+    settings = {"max_batched_tokens": num_tokens, "max_num_seqs": 16, **settings}
+    return Harness(num_blocks=4096, block_tokens=4, depth=depth, settings=settings)
+
+
+def prompt(num_tokens, family):
+    """A prompt that no other family shares blocks with."""
+    return [family % 40, family // 40, *make_prompt(num_tokens - 2, family=family)]
+
+
+def test_a_step_with_decodes_takes_the_prompt_tokens_that_fit_its_target():
+    """Forty milliseconds, less the decodes, at 20 microseconds each; never none at all."""
+    target = ItlTarget(min_s=0.040)
+
+    assert target.chunk_tokens(StepCosts(decode_s=0.008, token_s=20e-6)) == 1472
+    assert target.chunk_tokens(StepCosts(decode_s=0.100, token_s=20e-6)) == 128
+    assert target.chunk_tokens(StepCosts()) == 512
+
+
+def test_the_adaptive_target_follows_the_decode_steps():
+    """At least 30 ms, so that few rows do not make prompts slow; else 3.5 decode steps."""
+    assert ADAPTIVE_ITL.seconds(StepCosts(decode_s=0.004)) == 0.030
+    assert ADAPTIVE_ITL.seconds(StepCosts(decode_s=0.020)) == pytest.approx(0.070)
+
+
+@pytest.mark.parametrize("wrong", [{"min_s": 0.0}, {"min_s": 0.1, "decode_steps": -1.0}])
+def test_a_target_that_cannot_be_met_is_refused(wrong):
+    """With a sentence."""
+    with pytest.raises(ConfigError):
+        ItlTarget(**wrong)
+
+
+@given(start=st.integers(0, 200_000), cost=st.floats(1, 50_000))
+def test_affordable_tokens_cost_no_more_than_the_budget(start, cost):
+    """And one token more would."""
+    num_tokens = affordable_tokens(start, cost)
+
+    assert num_tokens == 1 or chunk_cost(start, num_tokens) <= cost * (1 + 1e-9)
+    assert chunk_cost(start, num_tokens + 2) > cost
+
+
+def test_tokens_after_a_long_context_count_for_more():
+    """Attention reads the context for each of them."""
+    assert affordable_tokens(0, 1000) > affordable_tokens(32768, 1000) >= 490
+
+
+def test_prefills_leave_a_part_of_the_step_for_new_sequences():
+    """A quarter, and all that they do not need."""
+    budget = StepBudget(num_tokens=1000, num_places=4)
+    held = budget.hold_for_prefills(5000)
+    assert budget.num_tokens == 250
+    budget.release(held)
+    budget.hold_for_prefills(100)
+    assert budget.num_tokens == 900
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one():
+    """The long prompt takes 100 steps; the short one, which arrives later, a few."""
+    engine = serve(16)
+    engine.add(make_request("long", prompt(1600, 1), max_tokens=1))
+    for _ in range(3):
+        engine.step()
+    engine.run_until("short", make_request("short", prompt(8, 2), max_tokens=1), max_steps=8)
+
+    assert "long" not in engine.reasons
+    engine.run()
+    for name, family, length in (("long", 1, 1600), ("short", 2, 8)):
+        request = make_request("again", prompt(length, family), max_tokens=1)
+        assert engine.outputs[name] == expected_tokens(request)
+
+
+def test_a_hit_does_not_wait_for_a_long_prompt():
+    """What counts is what is left to compute, not the length of the prompt."""
+    engine = serve(16)
+    engine.run(make_request("first", prompt(400, 1), max_tokens=1))
+    engine.add(make_request("long", prompt(1600, 2), max_tokens=1))
+    engine.step()
+    again = make_request("again", [*prompt(400, 1), 3, 4], max_tokens=1)
+    engine.run_until("again", again, max_steps=8)
+
+    assert "long" not in engine.reasons
+
+
+def test_short_prompts_pass_many_long_ones_that_wait():
+    """Only a few long prompts are computed at once; the others wait, and are passed."""
+    engine = serve(16)
+    for family in range(12):
+        engine.add(make_request(f"long-{family}", prompt(400, family), max_tokens=1))
+    for _ in range(4):
+        engine.step()
+    engine.run_until("short", make_request("short", prompt(8, 50), max_tokens=1), max_steps=16)
+
+    assert not any(name.startswith("long") for name in engine.reasons)
+    engine.run()
+    assert len(engine.reasons) == 13
+
+
+@search(examples=25)
+@given(
+    long_tokens=st.integers(20, 300),
+    short_tokens=st.lists(st.integers(2, 40), min_size=1, max_size=6),
+    every=st.integers(1, 3),
+    step_tokens=st.sampled_from([16, 24, 64]),
+    depth=st.sampled_from([1, 2]),
+)
+def test_no_prompt_starves_however_many_short_ones_arrive(
+    long_tokens, short_tokens, every, step_tokens, depth
+):
+    """Short prompts arrive for ever, faster than they are computed. The long one is overtaken by
+    a bounded number of tokens: twice its own, the share of new ones, and those before it."""
+    engine = serve(step_tokens, depth=depth, max_num_seqs=12)
+    long = make_request("long", prompt(long_tokens, 39), max_tokens=1)
+    engine.add(long)
+    bound = 4 * (AGE_FACTOR + 1) * long_tokens // 3 + 16 * step_tokens + 12 * 40
+    spent = steps = 0
+    while "long" not in engine.reasons:
+        if steps % every == 0:
+            size = short_tokens[steps % len(short_tokens)]
+            name = f"short-{steps}"
+            engine.add(make_request(name, prompt(size, 40 + steps), max_tokens=1))
+        before = len(engine.batches)
+        engine.step()
+        spent += sum(len(batch.tokens) for batch in engine.batches[before:])
+        steps += 1
+        assert spent <= bound, f"{long_tokens} tokens wait for {spent}"
+
+    assert engine.outputs["long"] == expected_tokens(long)
+
+
+def test_a_step_with_decodes_stays_within_its_target():
+    """A long prompt arrives while a sequence decodes: once its cost is known, each step takes at
+    most the target, and the tokens are the same."""
+    target = ItlTarget(min_s=0.5)
+    engine = serve(2048, itl=target, max_num_seqs=4)
+    engine.runner.token_s = 0.001
+    decoding = make_request("decoding", prompt(8, 1), max_tokens=60)
+    engine.add(decoding)
+    for _ in range(6):
+        engine.step()
+    long = make_request("long", prompt(6000, 2), max_tokens=1)
+    engine.add(long)
+    times = []
+    while "long" not in engine.reasons:
+        before = engine.clock.now()
+        engine.step()
+        times.append(engine.clock.now() - before)
+
+    assert len(times) > 12
+    assert max(times[2:]) <= target.min_s + 0.02  # the harness adds 10 ms to each step
+    engine.run()
+    assert engine.outputs["decoding"] == expected_tokens(decoding)
+    assert engine.outputs["long"] == expected_tokens(long)
