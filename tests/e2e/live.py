@@ -123,6 +123,10 @@ class Stream:
         self._response = self._connection.getresponse()
         self.status = self._response.status
 
+    def header(self, name: str) -> str | None:
+        """A header of the response."""
+        return self._response.getheader(name)
+
     def next(self) -> Any:
         """The next event; None at the end."""
         for line in self._response:

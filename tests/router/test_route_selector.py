@@ -1,9 +1,15 @@
 """Which pair a request goes to, as far as the router knows them."""
 
+from typing import Any
+
+import msgspec
+
 from headwater.clock import VirtualClock
 from headwater.disagg.routing import BACKLOG_TOKENS
+from headwater.metrics.kv_events import BlockStored, EventBatch
 from headwater.server.router.config import RouterConfig
-from headwater.server.router.prompts import PromptPath
+from headwater.server.router.instance import Instance
+from headwater.server.router.prompts import PromptPath, PromptPaths
 from headwater.server.router.protocol import VERSION, Registration
 from headwater.server.router.registry import Registry, RegistryObserver
 from headwater.server.router.route_selector import RouteSelector
@@ -22,7 +28,7 @@ class Known:
         self.chooser = RouteSelector(config, self.registry, self.clock)
         self.entries = {name: self.add(name, role) for name, role in roles.items()}
 
-    def add(self, name: str, role: str):
+    def add(self, name: str, role: str, **changes: Any) -> Instance:
         told = Registration(
             version=VERSION,
             instance_id=name,
@@ -34,10 +40,14 @@ class Known:
             fingerprint="",
             block_tokens=16,
         )
-        return self.registry.register(told)
+        return self.registry.register(msgspec.structs.replace(told, **changes))
+
+    def paths(self, path: PromptPath) -> PromptPaths:
+        """The same path in every group."""
+        return PromptPaths(by_group={e.group: path for e in self.registry.instances})
 
     def pair(self, path: PromptPath = LONG, tried=()) -> tuple[str, str] | None:
-        route = self.chooser.choose(path, tried)
+        route = self.chooser.choose(self.paths(path), tried)
         if route is None:
             return None
         return route.server.name, "" if route.prefill is None else route.prefill.name
@@ -85,10 +95,84 @@ def test_who_is_tried_draining_or_silent_is_passed_over():
 def test_the_last_prefill_instance_may_be_replaced():
     """Lesson 56: where it refuses, nobody else is left to ask."""
     known = Known(p="prefill", q="prefill", d="decode")
-    both = known.chooser.choose(LONG, ())
-    last = known.chooser.choose(LONG, [known.entries["p"]])
+    both = known.chooser.choose(known.paths(LONG), ())
+    last = known.chooser.choose(known.paths(LONG), [known.entries["p"]])
 
     assert both is not None
     assert last is not None
     assert not both.is_last_prefill
     assert last.is_last_prefill
+
+
+def test_a_prefill_instance_of_another_group_is_never_asked():
+    """KV of other weights is of no use to the decode instance."""
+    known = Known(d="decode")
+    other = known.add("q", "prefill", fingerprint="other weights")
+
+    assert known.pair() == ("d", "")
+    same = known.add("p", "prefill")
+    assert known.pair() == ("d", "p")
+    assert other.group != same.group
+
+
+def test_instances_of_another_program_version_are_another_group():
+    """The protocol between two versions may differ, so they hand nothing to each other."""
+    known = Known(d="decode")
+    known.add("q", "prefill", software="9.9.9")
+
+    assert known.pair() == ("d", "")
+
+
+def test_each_group_is_matched_with_its_own_hashes():
+    """A prompt has other block hashes in another group; nothing is believed across groups."""
+    known = Known(old="mixed")
+    new = known.add("new", "mixed", fingerprint="other weights")
+    old = known.entries["old"]
+    for entry, first in ((old, 1), (new, 101)):
+        stored = BlockStored(
+            block_hashes=[*range(first, first + 50)],
+            parent_block_hash=None,
+            token_ids=[],
+            block_size=16,
+            medium="GPU",
+        )
+        entry.view.apply(0, EventBatch(ts=0.0, events=[stored]))
+    hashes = {old.group: [*range(1, 31)], new.group: [*range(1, 31)]}
+    paths = PromptPaths(
+        by_group={g: PromptPath(num_tokens=500, hashes=h) for g, h in hashes.items()}
+    )
+
+    route = known.chooser.choose(paths, ())
+
+    assert route is not None
+    assert (route.server, route.cached_tokens) == (old, 480)
+    alone = known.chooser.choose(paths, [old])
+    assert alone is not None
+    assert (alone.server, alone.cached_tokens, alone.uncached_tokens) == (new, 0, 500)
+
+
+def test_a_stream_that_has_begun_stays_in_its_group():
+    """Other weights would continue it with another text."""
+    known = Known(old="mixed")
+    known.add("new", "mixed", fingerprint="other weights")
+    old = known.entries["old"]
+
+    assert known.chooser.choose(known.paths(LONG), [old], group=old.group) is None
+    assert known.chooser.choose(known.paths(LONG), [old]) is not None
+
+
+def test_a_request_goes_to_the_group_that_serves_its_model():
+    """While two names are served; a name that no instance has goes anywhere and gets its 404."""
+    known = Known(old="mixed")
+    new = known.add("new", "mixed", model="m-2", fingerprint="other weights")
+
+    for name, wanted in (("m", {"old"}), ("m-2", {"new"}), ("m-3", {"old", "new"})):
+        paths = PromptPaths(model=name)
+        found = set()
+        for _ in range(4):
+            route = known.chooser.choose(paths, ())
+            assert route is not None
+            found.add(route.server.name)
+            route.server.num_alive += 1
+        assert found == wanted
+    assert new.num_alive

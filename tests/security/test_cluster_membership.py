@@ -10,6 +10,7 @@ from headwater.errors import ConfigError
 from headwater.server.cluster_auth import SIGNATURE_HEADER, ClusterAuth
 from headwater.server.router.config import RouterConfig
 from headwater.server.router.protocol import DIGEST_HEADER, TOKEN_HEADER
+from headwater.server.router.registry import MAX_GROUPS
 from tests.router.harness import TOKEN, run
 
 JSON = {"content-type": "application/json"}
@@ -125,23 +126,28 @@ def test_a_malformed_fingerprint_is_a_400(wrong):
 
 
 def test_a_refusal_does_not_reveal_the_model():
-    """Fingerprints are compared whole, and the 409 contains no value of the cluster."""
+    """A router with as many groups as it takes refuses another one. The 409 contains no value of
+    the cluster, and fingerprints are compared whole: one other digit is another group."""
 
     async def scenario(harness):
         real = harness.add()
         await harness.ready(real)
         known = (await harness.known())[real.name]
-        almost = known["fingerprint"][:-1] + "f"
-        for change in ({"fingerprint": almost}, {"block_tokens": 17}, {"kv_format": "x"}):
-            body = known | {"instance_id": "b"} | change
+        for number in range(MAX_GROUPS):
+            almost = known["fingerprint"][:-1] + "abcdef"[number]
+            place = {"instance_id": almost, "url": f"http://127.0.0.1:{1 + number}"}
             answer = await harness.client.post(
-                "/instances", json=body, headers={TOKEN_HEADER: TOKEN}
+                "/instances",
+                json=known | place | {"fingerprint": almost},
+                headers={TOKEN_HEADER: TOKEN},
             )
-            assert answer.status_code == 409
-            assert known["fingerprint"][:8] not in answer.text
-            assert "16" not in answer.text
+        assert answer.status_code == 409
+        assert known["fingerprint"][:8] not in answer.text
+        assert "16" not in answer.text
+        groups = {entry["group"] for entry in (await harness.known()).values()}
+        assert len(groups) == MAX_GROUPS
 
-    run(scenario)
+    run(scenario, stale_s=20.0, forget_s=30.0)
 
 
 def test_the_clients_key_stays_at_the_router():

@@ -299,12 +299,16 @@ ROUTER_FAILURES = Metric(
     ("instance", "reason"),
 )
 ROUTER_PROMPT_TOKENS = Metric(
-    "router_prompt_tokens_total", Kind.COUNTER, "Prompt tokens of answered requests."
+    "router_prompt_tokens_total",
+    Kind.COUNTER,
+    "Prompt tokens of answered requests, by group of instances with the same model.",
+    ("group",),
 )
 ROUTER_CACHED_TOKENS = Metric(
     "router_cached_tokens_total",
     Kind.COUNTER,
-    "Prompt tokens that the chosen instance had said it has.",
+    "Prompt tokens that the chosen instance had said it has, by group.",
+    ("group",),
 )
 ROUTER_INSTANCES = Metric(
     "router_instances", Kind.GAUGE, "Registered instances.", ("instance", "role", "state")

@@ -1,18 +1,10 @@
-"""Parses large JSON bodies in another process.
+"""Parses JSON bodies; long ones in another process (`worker_pool`).
 
-Parsing holds the interpreter lock, so a thread would not help: a body of 15 MB stops an event loop
-for seconds. Bodies up to `INLINE_BYTES` are parsed in place within milliseconds. Longer ones go to a
-worker process, which validates them and returns their token ids as packed arrays.
-
-    request   length (8 bytes), length of the type's name (1), name, limit of ids (8), JSON
-    response  length (8 bytes), msgpack: ParsedBody
+Bodies up to `INLINE_BYTES` are parsed in place within milliseconds. Longer ones go to a worker,
+which validates them and returns their token ids as packed arrays.
 """
 
 import asyncio
-import contextlib
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import msgspec
@@ -29,15 +21,13 @@ from headwater.server.schema import (
     Sampling,
     TokenizeRequest,
 )
+from headwater.server.worker_pool import WorkerPool
 
 MAX_VALUES = 200_000
 """Most JSON values of a long body beside its token ids."""
 
 MAX_IDS = 1 << 21
 """Most token ids of one list, for servers whose context is longer."""
-
-_MAX_WORKERS = 2
-_TIMEOUT_S = 30.0
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -88,10 +78,7 @@ class BodyParser:
     def __init__(self, max_ids: int = MAX_IDS) -> None:
         """`max_ids` is the most token ids that one list may have."""
         self._max_ids = max_ids
-        self._idle: list[_Worker] = []
-        self._all: set[_Worker] = set()
-        self._threads = ThreadPoolExecutor(_MAX_WORKERS, thread_name_prefix="body")
-        self._slots = asyncio.Semaphore(_MAX_WORKERS)
+        self._workers = WorkerPool("headwater.server.body_worker")
 
     async def parse(self, raw: bytes, kind: type[S]) -> S:
         """The body as `kind`. Raises RequestRefused; never stops the event loop for long."""
@@ -102,8 +89,8 @@ class BodyParser:
                 f"the body has {len(raw)} bytes; this endpoint takes at most {INLINE_BYTES}",
                 status=413,
             )
-        async with self._slots:
-            parsed = await self._ask(raw, kind)
+        result = await self._workers.ask(kind.__name__, raw, self._max_ids)
+        parsed = msgspec.msgpack.decode(result, type=ParsedBody)
         if parsed.error is not None:
             raise RequestRefused(parsed.error, param=parsed.param, code=parsed.code)
         body = msgspec.msgpack.decode(parsed.body, type=kind)
@@ -114,70 +101,4 @@ class BodyParser:
 
     def close(self) -> None:
         """End the workers. Safe to call twice."""
-        for worker in self._all:
-            worker.end()
-        self._all.clear()
-        self._idle.clear()
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    async def _ask(self, raw: bytes, kind: type[S]) -> ParsedBody:
-        """Have a worker parse; a worker that fails or is interrupted is not used again."""
-        worker = self._idle.pop() if self._idle else self._start()
-        try:
-            async with asyncio.timeout(_TIMEOUT_S):
-                answer = await asyncio.get_running_loop().run_in_executor(
-                    self._threads, worker.parse, raw, kind.__name__.encode(), self._max_ids
-                )
-        except BaseException as exc:
-            self._all.discard(worker)
-            worker.end()
-            if not isinstance(exc, OSError | EOFError | TimeoutError):
-                raise
-            raise RequestRefused(
-                f"the body could not be parsed within {_TIMEOUT_S:.0f} s and the memory for it; "
-                "send a smaller one",
-                status=413,
-            ) from exc
-        self._idle.append(worker)
-        return answer
-
-    def _start(self) -> "_Worker":
-        worker = _Worker()
-        self._all.add(worker)
-        return worker
-
-
-class _Worker:
-    """One worker process. `parse` waits for pipes without the interpreter lock."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "headwater.server.body_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # a terminal's Ctrl-C is for the server, which ends it
-        )
-
-    def parse(self, raw: bytes, name: bytes, max_ids: int) -> ParsedBody:
-        """Send a body and wait for the result. OSError or EOFError when the worker died."""
-        source, sink = self._process.stdout, self._process.stdin
-        assert source is not None, "asked for a pipe"
-        assert sink is not None, "asked for a pipe"
-        head = len(name).to_bytes(1, "big") + name + max_ids.to_bytes(8, "big")
-        sink.write((len(head) + len(raw)).to_bytes(8, "big") + head)
-        sink.write(raw)
-        sink.flush()
-        size = int.from_bytes(source.read(8), "big")
-        payload = source.read(size)
-        if not size or len(payload) < size:
-            raise EOFError("the worker ended")
-        return msgspec.msgpack.decode(payload, type=ParsedBody)
-
-    def end(self) -> None:
-        """Kill it; a thread that waits for it sees the end of its pipes."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):  # half a body is left in its buffer
-                    pipe.close()
+        self._workers.close()

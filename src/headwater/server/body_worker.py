@@ -1,11 +1,6 @@
-"""The worker process of `BodyParser`: reads bodies from stdin, writes results to stdout.
+"""The worker process of `BodyParser`."""
 
-It ends when its input ends, so it does not outlive the server.
-"""
-
-import resource
-import sys
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,8 +13,7 @@ from headwater.server.body_parser import (
     token_lists,
 )
 from headwater.server.errors import RequestRefused
-
-_MAX_MEMORY_BYTES = 4 << 30
+from headwater.server.worker_pool import serve_requests
 
 
 def parse(raw: bytes, kind: type[msgspec.Struct], max_ids: int) -> ParsedBody:
@@ -68,17 +62,9 @@ def _num_values(value: Any, most: int) -> int:  # noqa: ANN401 -- JSON
     return count
 
 
-def _serve(source: BinaryIO, sink: BinaryIO) -> None:
-    while size := int.from_bytes(source.read(8), "big"):
-        message = source.read(size)
-        end = 1 + message[0]
-        kind = KINDS[message[1:end].decode()]
-        max_ids = int.from_bytes(message[end : end + 8], "big")
-        payload = msgspec.msgpack.encode(parse(message[end + 8 :], kind, max_ids))
-        sink.write(len(payload).to_bytes(8, "big") + payload)
-        sink.flush()
+def _work(name: str, raw: bytes, max_ids: int) -> bytes:
+    return msgspec.msgpack.encode(parse(raw, KINDS[name], max_ids))
 
 
 if __name__ == "__main__":
-    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
-    _serve(sys.stdin.buffer, sys.stdout.buffer)
+    serve_requests(_work)

@@ -17,6 +17,7 @@ from urllib.parse import quote, urlsplit
 import aiohttp
 import msgspec
 
+from headwater.config import VERSION as SOFTWARE
 from headwater.engine.client import EngineInfo, GetStats
 from headwater.errors import ConfigError, EngineDead
 from headwater.metrics.stats import EngineStats
@@ -212,6 +213,7 @@ class Registrar:
             load=InstanceLoad(
                 running=running, waiting=alive - running, leases=self._num_leases
             ),
+            software=SOFTWARE,
             is_draining=service.is_stopping,
         )
 

@@ -141,6 +141,7 @@ def _described(router: Router, entry: Instance) -> dict[str, object]:
     now = router.clock.now()
     return {
         **registration,
+        "group": entry.group.label,
         "state": entry.state(now=now, stale_s=router.config.stale_s),
         "trust": entry.trust.value,
         "known_blocks": entry.view.num_blocks,

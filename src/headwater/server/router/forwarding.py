@@ -24,13 +24,14 @@ from headwater.server.router.attempts import Attempts, RetryBudget
 from headwater.server.router.config import RouterConfig
 from headwater.server.router.instance import Instance
 from headwater.server.router.metrics import RouterRecorder
-from headwater.server.router.prompts import (
-    UNKNOWN,
-    PromptPath,
-    PromptReader,
-    stored_response,
+from headwater.server.router.prompt_fields import GENERATING, PromptFields
+from headwater.server.router.prompts import PromptPaths, PromptReader, stored_response
+from headwater.server.router.protocol import (
+    CALLER_HEADER,
+    FALLBACK_HEADER,
+    PREFILL_HEADER,
+    ModelGroup,
 )
-from headwater.server.router.protocol import CALLER_HEADER, FALLBACK_HEADER, PREFILL_HEADER
 from headwater.server.router.registry import SERVING, Registry
 from headwater.server.router.route_selector import RouteChoice, RouteSelector
 from headwater.server.router.stream_progress import StreamProgress
@@ -50,10 +51,6 @@ _PASSED_ON = (
 )
 _KEYS = ("authorization", "x-api-key")
 """Where clients of OpenAI and of Anthropic put their key."""
-
-_GENERATING = frozenset(
-    {"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"}
-)
 
 
 class Forwarder:
@@ -108,40 +105,50 @@ class Forwarder:
 
     async def _answer(self, request: Request, body: bytes, send: Send) -> None:
         self._budget.deposit()
-        owner = self._owner(request, body)
-        path = await self._read(request, body)
+        fields = await self._prompts.fields(request.url.path, body)
+        owner = self._owner(request, fields)
+        paths = await self._paths(request, fields)
         attempts, progress = Attempts(self._config.max_attempts, self._budget), StreamProgress()
         failure: AttemptFailure | None = None
+        begun_in: ModelGroup | None = None
         # All attempts share one request id, so that all parts of the response have it.
         name = secrets.token_hex(12)
         while attempts.may_continue(progress):
-            route = self._choose(path, attempts, owner)
+            route = self._choose(paths, attempts, owner, begun_in)
             if route is None:
                 break
             forwarded = self._forwarded(route, request, progress.body(body), name)
             attempt = Attempt(self._session, self._clock, route, send, progress)
             failure = await attempt.run(forwarded)
             if failure is None:
-                self._succeeded(path, route)
+                self._succeeded(route)
                 return
+            if progress.has_begun:
+                begun_in = route.server.group
             self._recorder.count(names.ROUTER_FAILURES, route.server.name, failure.reason)
             attempts.record_failure(route, failure, progress)
         await self._give_up(failure, progress, send)
 
     def _choose(
-        self, path: PromptPath, attempts: Attempts, owner: Instance | None
+        self,
+        paths: PromptPaths,
+        attempts: Attempts,
+        owner: Instance | None,
+        group: ModelGroup | None,
     ) -> RouteChoice | None:
-        """Prefer instances not tried yet; otherwise retry one that was full."""
-        route = self._selector.choose(path, attempts.tried, owner=owner)
+        """Prefer instances not tried yet; otherwise retry one that was full. A stream that has
+        begun stays in its `group`: other weights would continue it with another text."""
+        choose = self._selector.choose
         full = attempts.tried - attempts.returned
-        return route or self._selector.choose(path, full, owner=owner)
+        route = choose(paths, attempts.tried, owner=owner, group=group)
+        return route or choose(paths, full, owner=owner, group=group)
 
-    def _owner(self, request: Request, body: bytes) -> Instance | None:
+    def _owner(self, request: Request, fields: PromptFields) -> Instance | None:
         """The instance that has the stored response which a request names; None without one.
 
         Raises RequestRefused when no registered instance has it.
         """
-        response_id = stored_response(request.url.path, body)
+        response_id = stored_response(request.url.path, fields)
         if response_id is None:
             return None
         epoch = response_id.removeprefix("resp_").rpartition("_")[0]
@@ -176,20 +183,21 @@ class Forwarder:
         target = f"{path}?{query}" if query else path
         return ForwardedRequest(method=request.method, path=target, headers=headers, body=body)
 
-    async def _read(self, request: Request, body: bytes) -> PromptPath:
-        """The prompt's block hashes, when they matter for routing."""
-        scheme, ready = self._registry.scheme, self._registry.ready(SERVING)
-        if scheme is None or not ready or request.url.path not in _GENERATING:
-            return UNKNOWN
-        asked = min(ready, key=lambda entry: entry.num_alive)
-        return await self._prompts.read(body, request, scheme, asked)
+    async def _paths(self, request: Request, fields: PromptFields) -> PromptPaths:
+        """The prompt's block hashes in each group, when they matter for routing."""
+        if request.url.path not in GENERATING:
+            return PromptPaths()
+        asked: dict[ModelGroup, Instance] = {}
+        for entry in sorted(self._registry.ready(SERVING), key=lambda entry: entry.num_alive):
+            asked.setdefault(entry.group, entry)
+        return await self._prompts.paths(fields, request, list(asked.values()))
 
-    def _succeeded(self, path: PromptPath, route: RouteChoice) -> None:
-        record = self._recorder.count
+    def _succeeded(self, route: RouteChoice) -> None:
+        record, group = self._recorder.count, route.server.group.label
         record(names.ROUTER_REQUESTS, "answered")
         record(names.ROUTER_ROUTED, route.server.name, route.worker.trust.value)
-        record(names.ROUTER_PROMPT_TOKENS, amount=path.num_tokens)
-        record(names.ROUTER_CACHED_TOKENS, amount=route.cached_tokens)
+        record(names.ROUTER_PROMPT_TOKENS, group, amount=route.prompt_tokens)
+        record(names.ROUTER_CACHED_TOKENS, group, amount=route.cached_tokens)
 
     async def _give_up(
         self, failure: AttemptFailure | None, progress: StreamProgress, send: Send

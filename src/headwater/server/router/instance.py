@@ -12,6 +12,8 @@ class Instance:
 
     def __init__(self, registration: Registration, *, now: float) -> None:
         self.registration = registration
+        self.group = registration.group
+        """Hand-offs, peer reads and continued streams stay within it."""
         self.seen_s = now
         self.view = BlockView(registration.epoch)
         self.recent = RecentWork()
@@ -54,11 +56,11 @@ class Instance:
             return "draining"
         return "ready" if self.is_ready(now=now, stale_s=stale_s) else "lost"
 
-    def candidate(self, cached_blocks: int, *, now: float) -> Candidate:
-        """The input of a routing policy, for a prompt with this many cached blocks."""
+    def candidate(self, cached_tokens: int, *, now: float) -> Candidate:
+        """The input of a routing policy, for a prompt with this many cached tokens."""
         return Candidate(
             name=self.name,
-            cached_tokens=cached_blocks * self.registration.block_tokens,
+            cached_tokens=cached_tokens,
             outstanding_tokens=self.outstanding_tokens,
             recent_tokens=self.recent.tokens(now=now),
             num_alive=max(

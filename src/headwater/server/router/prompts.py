@@ -1,4 +1,4 @@
-"""Computes the block hashes of a request's prompt.
+"""Computes the block hashes of a request's prompt, for each group of instances.
 
 Tokens come from the model's tokenizer or from an instance's `/tokenize`. A request that cannot
 be parsed is routed by load; the instance answers it with the error.
@@ -7,8 +7,7 @@ be parsed is routed by load; the instance answers it with the error.
 import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import aiohttp
 import msgspec
@@ -19,15 +18,14 @@ from headwater.cache import KeyScheme, Namespace
 from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import HeadwaterError
 from headwater.metrics.kv_events import block_hash
-from headwater.server import messages_request, responses_request
-from headwater.server.body_parser import BodyParser
-from headwater.server.chat_messages import num_characters, plain_messages, template_settings
+from headwater.server.body import pieces
+from headwater.server.chat_messages import plain_messages
 from headwater.server.cluster_auth import ClusterAuth
-from headwater.server.messages_schema import MessagesRequest
 from headwater.server.middleware import access_of
-from headwater.server.responses_schema import ResponsesRequest
 from headwater.server.router.instance import Instance
-from headwater.server.schema import ChatRequest, CompletionRequest
+from headwater.server.router.prompt_fields import FieldReader, PromptFields
+from headwater.server.router.protocol import ModelGroup
+from headwater.server.schema import TokenizeRequest
 from headwater.server.tools import template_tools
 from headwater.types import Tokens
 
@@ -50,8 +48,29 @@ UNKNOWN = PromptPath()
 """The path of a request that could not be parsed."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptPaths:
+    """The path of one prompt in each group. Groups have no block in common, because the
+    fingerprint is part of every key."""
+
+    model: str | None = None
+    """The model that the request names."""
+
+    by_group: Mapping[ModelGroup, PromptPath] = field(default_factory=dict)
+
+    def of(self, instance: Instance) -> PromptPath:
+        """The path in the group of `instance`."""
+        return self.by_group.get(instance.group, UNKNOWN)
+
+
+class _Tokens(msgspec.Struct):
+    """The part of an answer of `/tokenize` that is read."""
+
+    tokens: list[int]
+
+
 class PromptReader:
-    """Parses and tokenizes requests; `close` ends its threads."""
+    """Reads and tokenizes requests; `close` ends its threads and processes."""
 
     def __init__(
         self,
@@ -62,76 +81,64 @@ class PromptReader:
         self._tokenizer = tokenizer
         self._session = session
         self._cluster = cluster
-        self._parser = BodyParser()
+        self._fields = FieldReader()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="text")
 
     def close(self) -> None:
         """Safe to call twice."""
-        self._parser.close()
+        self._fields.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def read(
-        self,
-        raw: bytes,
-        request: Request,
-        scheme: KeyScheme,
-        asked: Instance,
+    async def fields(self, path: str, raw: bytes) -> PromptFields:
+        """The fields that decide where a request goes."""
+        return await self._fields.read(path, raw)
+
+    async def paths(
+        self, fields: PromptFields, request: Request, asked: Sequence[Instance]
+    ) -> PromptPaths:
+        """The paths of the request's first prompt. `asked` has one instance of each group, which
+        may be asked to tokenize it."""
+        salt = fields.cache_salt or access_of(request).caller.cache_salt
+        found = await asyncio.gather(
+            *(self._path(fields, salt, request.headers, entry) for entry in asked)
+        )
+        groups = [entry.group for entry in asked]
+        return PromptPaths(model=fields.model, by_group=dict(zip(groups, found, strict=True)))
+
+    async def _path(
+        self, fields: PromptFields, salt: str, headers: Mapping[str, str], asked: Instance
     ) -> PromptPath:
-        """The path of the request's first prompt; `asked` may be asked to tokenize it."""
-        try:
-            body = await self._parse(request.url.path, raw)
-        except HeadwaterError:
-            return UNKNOWN
-        tokens = await self._tokens(body, request.headers, asked)
+        tokens = await self._tokens(fields, headers, asked)
         if tokens is None or not len(tokens):
             return UNKNOWN
-        salt = body.cache_salt or access_of(request).caller.cache_salt
         return await asyncio.get_running_loop().run_in_executor(
-            self._threads, _path_of, tokens, scheme, salt
+            self._threads, _path_of, tokens, asked.group, salt
         )
 
-    async def _parse(self, path: str, raw: bytes) -> ChatRequest | CompletionRequest:
-        """The request; those of other APIs in the form of a chat request."""
-        if path.endswith("/messages"):
-            return messages_request.chat_request(await self._parser.parse(raw, MessagesRequest))
-        if path.endswith("/responses"):
-            return responses_request.chat_request(
-                await self._parser.parse(raw, ResponsesRequest)
-            )
-        if path.endswith("/chat/completions"):
-            return await self._parser.parse(raw, ChatRequest)
-        return await self._parser.parse(raw, CompletionRequest)
-
     async def _tokens(
-        self,
-        body: ChatRequest | CompletionRequest,
-        headers: Mapping[str, str],
-        asked: Instance,
+        self, fields: PromptFields, headers: Mapping[str, str], asked: Instance
     ) -> Tokens | None:
-        if isinstance(body, CompletionRequest):
-            ids = _token_ids(body)
-            if ids is not None:
-                return np.array(ids, dtype=np.int32)
-        fields = _text_fields(body)
+        if fields.token_ids:
+            return np.frombuffer(fields.token_ids, dtype=np.int32)
         limit = asked.registration.max_model_len
-        if fields is None or (limit and _num_characters(fields) > _MAX_CHARS_PER_TOKEN * limit):
-            return None  # too long for any instance, which will say so
+        too_long = limit and fields.num_characters > _MAX_CHARS_PER_TOKEN * limit
+        if not fields.text or too_long:
+            return None  # an instance will say what is wrong
         tokenizer = self._tokenizer
         if tokenizer is None:
-            return await self._ask(asked, fields, headers)
-        max_tokens = asked.registration.max_model_len or None
+            return await self._ask(asked, fields.text, headers)
         try:
             return await asyncio.get_running_loop().run_in_executor(
-                self._threads, lambda: _encode(tokenizer, body, fields, max_tokens)
+                self._threads, lambda: _encode(tokenizer, fields.text, limit or None)
             )
         except HeadwaterError:
             return None
 
     async def _ask(
-        self, asked: Instance, fields: dict[str, Any], headers: Mapping[str, str]
+        self, asked: Instance, body: bytes, headers: Mapping[str, str]
     ) -> Tokens | None:
         """The tokens from an instance's `/tokenize`, or None when it fails."""
-        sent = {"content-type": "application/json"}
+        sent = {"content-type": "application/json", "content-length": str(len(body))}
         if not self._cluster.has_token:
             keys = ("authorization", "x-api-key")
             sent |= {key: headers[key] for key in keys if key in headers}
@@ -140,92 +147,48 @@ class PromptReader:
             async with (
                 asyncio.timeout(_ASK_TIMEOUT_S),
                 self._session.post(
-                    f"{asked.registration.url}/tokenize",
-                    data=msgspec.json.encode(fields),
-                    headers=sent,
+                    f"{asked.registration.url}/tokenize", data=pieces(body), headers=sent
                 ) as answer,
             ):
                 if answer.status != 200:
                     return None
-                body = msgspec.json.decode(await answer.read())
-                return np.array(body["tokens"], dtype=np.int32)
-        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, KeyError, ValueError):
+                found = msgspec.json.decode(await answer.read(), type=_Tokens)
+                return np.array(found.tokens, dtype=np.int32)
+        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, ValueError):
             return None
 
 
-class _StoredRef(msgspec.Struct):
-    """The one field of a responses request that decides where it can be answered."""
-
-    previous_response_id: str | None = None
-
-
-def stored_response(path: str, raw: bytes) -> str | None:
+def stored_response(path: str, fields: PromptFields) -> str | None:
     """The stored response that a request is about; None where it names none."""
-    prefix = "/v1/responses"
-    if path.startswith(prefix + "/"):
-        return path.removeprefix(prefix + "/")
-    if path != prefix:
-        return None
-    try:
-        return msgspec.json.decode(raw, type=_StoredRef).previous_response_id
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
+    prefix = "/v1/responses/"
+    if path.startswith(prefix):
+        return path.removeprefix(prefix)
+    return fields.previous_response_id
 
 
-def _path_of(tokens: Tokens, scheme: KeyScheme, salt: str) -> PromptPath:
+def _path_of(tokens: Tokens, group: ModelGroup, salt: str) -> PromptPath:
+    scheme = KeyScheme(
+        block_tokens=group.block_tokens,
+        fingerprint=bytes.fromhex(group.fingerprint),
+        kv_format=group.kv_format,
+    )
     usable = (len(tokens) - 1) // scheme.block_tokens * scheme.block_tokens
     keys = scheme.chain(scheme.root(Namespace(salt=salt)), tokens[:usable].tobytes(), None)
     return PromptPath(num_tokens=len(tokens), hashes=[block_hash(key) for key in keys])
 
 
-def _num_characters(fields: dict[str, Any]) -> int:
-    return len(fields.get("prompt", "")) + num_characters(fields.get("messages", ()))
-
-
-def _token_ids(body: CompletionRequest) -> list[int] | None:
-    """The first prompt when it is given as token ids."""
-    prompt = body.prompt
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
-        return prompt[0]
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
-        ids = [token for token in prompt if isinstance(token, int)]
-        return ids if all(0 <= token < 1 << 31 for token in ids) else None
-    return None
-
-
-def _text_fields(body: ChatRequest | CompletionRequest) -> dict[str, Any] | None:
-    """The body of a /tokenize request for the first prompt."""
-    if isinstance(body, CompletionRequest):
-        prompt = (
-            body.prompt[0] if isinstance(body.prompt, list) and body.prompt else body.prompt
-        )
-        if not isinstance(prompt, str):
-            return None
-        return {"prompt": prompt, "add_special_tokens": body.add_special_tokens is not False}
-    return {
-        "messages": msgspec.to_builtins(body.messages),
-        "add_generation_prompt": body.add_generation_prompt is not False,
-        "chat_template_kwargs": template_settings(body),
-        "tools": None if body.tools is None else msgspec.to_builtins(body.tools),
-    }
-
-
-def _encode(
-    tokenizer: Tokenizer,
-    body: ChatRequest | CompletionRequest,
-    fields: dict[str, Any],
-    max_tokens: int | None,
-) -> Tokens:
-    if isinstance(body, ChatRequest):
-        return tokenizer.encode_chat(
-            plain_messages(body.messages),
-            add_generation_prompt=fields["add_generation_prompt"],
-            settings=fields["chat_template_kwargs"],
-            tools=template_tools(body.tools),
+def _encode(tokenizer: Tokenizer, text: bytes, max_tokens: int | None) -> Tokens:
+    body = msgspec.json.decode(text, type=TokenizeRequest)
+    if body.messages is None:
+        return tokenizer.encode(
+            body.prompt or "",
+            add_special_tokens=bool(body.add_special_tokens),
             max_tokens=max_tokens,
         )
-    return tokenizer.encode(
-        fields["prompt"],
-        add_special_tokens=fields["add_special_tokens"],
+    return tokenizer.encode_chat(
+        plain_messages(body.messages),
+        add_generation_prompt=bool(body.add_generation_prompt),
+        settings=body.chat_template_kwargs,
+        tools=template_tools(body.tools),
         max_tokens=max_tokens,
     )

@@ -1,6 +1,7 @@
 """The registration that an instance sends with each heartbeat: JSON, bounded, versioned."""
 
-from typing import Annotated, Literal
+from hashlib import sha256
+from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta, Struct
 
@@ -50,6 +51,21 @@ class EventsAddress(Struct, kw_only=True, frozen=True):
     """Whether the sockets need the keys made from the peer token (ZMQ CURVE)."""
 
 
+class ModelGroup(NamedTuple):
+    """Instances whose KV and answers are interchangeable: same weights, same KV bytes, same
+    program. During a rolling upgrade a router has two."""
+
+    fingerprint: str
+    kv_format: str
+    block_tokens: int
+    software: str
+
+    @property
+    def label(self) -> str:
+        """A short name for logs, metrics and `/instances`; it does not reveal the fingerprint."""
+        return sha256(repr(tuple(self)).encode()).hexdigest()[:12]
+
+
 class Registration(Struct, kw_only=True, frozen=True):
     """Body of `POST /instances`: the first one registers, later ones are heartbeats."""
 
@@ -69,8 +85,15 @@ class Registration(Struct, kw_only=True, frozen=True):
     max_model_len: Count = 0
     kv_events: EventsAddress | None = None
     load: InstanceLoad = InstanceLoad()
+    software: Text = ""
+    """Headwater version of the instance."""
+
     is_draining: bool = False
     """The instance finishes its requests and takes no new ones."""
+
+    @property
+    def group(self) -> ModelGroup:
+        return ModelGroup(self.fingerprint, self.kv_format, self.block_tokens, self.software)
 
 
 class Registered(Struct, kw_only=True, frozen=True):

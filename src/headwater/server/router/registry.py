@@ -1,14 +1,14 @@
 """The registered instances of one router: which are alive and may get requests.
 
-All of them serve the same model: the first one defines it, and instances of another model are
-refused. After the last one has left, an instance of another model may register.
+They form groups by model fingerprint, KV format, block size and version (`ModelGroup`). A cluster
+has one group; while it is upgraded instance by instance it has two, and new requests move with
+the instances.
 """
 
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from headwater.cache import KeyScheme
 from headwater.clock import Clock
 from headwater.server.errors import RequestRefused
 from headwater.server.router.config import RouterConfig
@@ -16,6 +16,9 @@ from headwater.server.router.instance import Instance
 from headwater.server.router.protocol import VERSION, Registration
 
 log = logging.getLogger(__name__)
+
+MAX_GROUPS = 4
+"""Most groups at once. An upgrade has two; more than a few are a mistake."""
 
 SERVING = frozenset({"mixed", "decode"})
 """Roles that take requests over HTTP."""
@@ -44,16 +47,9 @@ class Registry:
         return list(self._instances.values())
 
     @property
-    def scheme(self) -> KeyScheme | None:
-        """The block key scheme of this cluster; None without instances."""
-        first = next((entry.registration for entry in self._instances.values()), None)
-        if first is None:
-            return None
-        return KeyScheme(
-            block_tokens=first.block_tokens,
-            fingerprint=bytes.fromhex(first.fingerprint),
-            kv_format=first.kv_format,
-        )
+    def num_groups(self) -> int:
+        """Groups with at least one registered instance."""
+        return len({entry.group for entry in self._instances.values()})
 
     def ready(self, roles: Collection[str]) -> list[Instance]:
         """Instances of these roles that may get a request now."""
@@ -74,7 +70,7 @@ class Registry:
         """Register an instance or record its heartbeat. Raises RequestRefused."""
         now = self._clock.now()
         known = self._instances.get(registration.instance_id)
-        if known is not None and known.registration.epoch == registration.epoch:
+        if known is not None and _is_heartbeat(registration, known):
             if known.was_lost:
                 log.warning("instance is back: name=%s url=%s", known.name, registration.url)
             known.heartbeat(registration, now=now)
@@ -85,8 +81,9 @@ class Registry:
                 self._remove(other)
         joined = self._instances[registration.instance_id] = Instance(registration, now=now)
         log.info(
-            "instance registered: name=%s role=%s url=%s restarted=%s",
+            "instance registered: name=%s role=%s url=%s restarted=%s group=%s groups=%d",
             *(joined.name, registration.role, registration.url, known is not None),
+            *(joined.group.label, self.num_groups),
         )
         self._observer.joined(joined)
         return joined
@@ -143,29 +140,24 @@ class Registry:
                 status=409,
                 code="version",
             )
-        others = [
-            entry.registration for entry in self._instances.values() if entry is not known
-        ]
-        if others and not _is_same_model(registration, others[0]):
-            # The response names no value: a sender must not learn which model is served.
+        num_others = len(self._instances) - (known is not None)
+        if num_others >= self._config.max_instances:
             raise RequestRefused(
-                "this instance differs from the cluster in model weights, block size or KV "
-                "format; start it with the model and settings of the other instances",
-                status=409,
-                code="fingerprint",
-            )
-        if len(others) >= self._config.max_instances:
-            raise RequestRefused(
-                f"{len(others)} instances are registered, which is the limit; start another router",
+                f"{num_others} instances are registered, which is the limit; start another router",
                 status=409,
                 code="too_many",
             )
+        groups = {entry.group for entry in self._instances.values() if entry is not known}
+        if registration.group not in groups and len(groups) >= MAX_GROUPS:
+            # The response names no value: a sender must not learn which model is served.
+            raise RequestRefused(
+                f"instances of {len(groups)} different models or versions are registered, which "
+                "is the limit; stop old ones first",
+                status=409,
+                code="too_many_groups",
+            )
 
 
-def _is_same_model(one: Registration, other: Registration) -> bool:
-    """Whether blocks of the two instances are interchangeable."""
-    return (
-        one.fingerprint == other.fingerprint
-        and one.block_tokens == other.block_tokens
-        and one.kv_format == other.kv_format
-    )
+def _is_heartbeat(registration: Registration, known: Instance) -> bool:
+    """Whether it comes from the run of the instance that is registered."""
+    return known.registration.epoch == registration.epoch and known.group == registration.group

@@ -7,7 +7,8 @@ from headwater.clock import Clock
 from headwater.disagg.routing import Policy, is_swamped, make_policy, prefills_itself
 from headwater.server.router.config import RouterConfig
 from headwater.server.router.instance import Instance
-from headwater.server.router.prompts import PromptPath
+from headwater.server.router.prompts import PromptPaths
+from headwater.server.router.protocol import ModelGroup
 from headwater.server.router.registry import SERVING, Registry
 
 
@@ -28,6 +29,7 @@ class RouteChoice:
     moved_tokens: int = 0
     """Tokens handed off from `prefill` to `server`, as far as known."""
 
+    prompt_tokens: int = 0
     is_last_prefill: bool = False
     """No other prefill instance is left: if `prefill` refuses, `server` prefills itself."""
 
@@ -49,42 +51,57 @@ class RouteSelector:
 
     def choose(
         self,
-        path: PromptPath,
+        paths: PromptPaths,
         tried: Collection[Instance],
         *,
         owner: Instance | None = None,
+        group: ModelGroup | None = None,
     ) -> RouteChoice | None:
         """A route that excludes the `tried` instances, or None when no instance is left.
 
-        With an `owner`, only that instance can answer.
+        With an `owner`, only that instance can answer; with a `group`, only instances of it.
         """
-        servers = [entry for entry in self._registry.ready(SERVING) if entry not in tried]
-        if owner is not None:
-            servers = [entry for entry in servers if entry is owner]
+        servers = [
+            entry
+            for entry in self._registry.ready(SERVING)
+            if entry not in tried
+            and (owner is None or entry is owner)
+            and (group is None or entry.group == group)
+        ]
+        servers = [entry for entry in servers if entry.registration.model == paths.model] or (
+            servers  # one of them will say that it does not serve this model
+        )
         if not servers:
             return None
-        server, cached = self._pick(self._serving, servers, path)
+        server, cached = self._pick(self._serving, servers, paths)
         if server.registration.role == "decode":
-            route = self._with_prefill(server, cached, path, tried)
+            route = self._with_prefill(server, cached, paths, tried)
             if route is not None:
                 return route
+        num_tokens = paths.of(server).num_tokens
         return RouteChoice(
-            server=server, cached_tokens=cached, uncached_tokens=path.num_tokens - cached
+            server=server,
+            cached_tokens=cached,
+            uncached_tokens=num_tokens - cached,
+            prompt_tokens=num_tokens,
         )
 
     def _with_prefill(
-        self, server: Instance, cached: int, path: PromptPath, tried: Collection[Instance]
+        self, server: Instance, cached: int, paths: PromptPaths, tried: Collection[Instance]
     ) -> RouteChoice | None:
+        path = paths.of(server)
         if path.num_tokens and prefills_itself(path.num_tokens - cached, self._threshold):
             return None
         ready = [
             entry
             for entry in self._registry.ready({"prefill"})
-            if entry not in tried and entry.registration.peer_address
+            if entry not in tried
+            and entry.registration.peer_address
+            and entry.group == server.group
         ]
         if not ready:
             return None
-        prefill, found = self._pick(self._prefilling, ready, path)
+        prefill, found = self._pick(self._prefilling, ready, paths)
         if is_swamped(prefill.outstanding_tokens, server.outstanding_tokens):
             return None
         return RouteChoice(
@@ -93,16 +110,29 @@ class RouteSelector:
             cached_tokens=found,
             uncached_tokens=path.num_tokens - found,
             moved_tokens=path.num_tokens - cached,
+            prompt_tokens=path.num_tokens,
             is_last_prefill=len(ready) == 1,
         )
 
     def _pick(
-        self, policy: Policy, instances: Sequence[Instance], path: PromptPath
+        self, policy: Policy, instances: Sequence[Instance], paths: PromptPaths
     ) -> tuple[Instance, int]:
+        """One of `instances`, and how many tokens of the prompt it has cached."""
         now = self._clock.now()
-        by_name = {entry.name: entry for entry in instances}
+        found = {entry.name: entry for entry in instances}
+        cached = {entry.name: _cached_tokens(entry, paths) for entry in instances}
+        # Tokenizers of two models may count differently; only uncached tokens are compared.
+        most = max(paths.of(entry).num_tokens for entry in instances)
         candidates = [
-            entry.candidate(entry.view.match(path.hashes), now=now) for entry in instances
+            entry.candidate(
+                cached[entry.name] + most - (paths.of(entry).num_tokens or most), now=now
+            )
+            for entry in instances
         ]
-        chosen = policy.choose(path.num_tokens, candidates)
-        return by_name[chosen.name], chosen.cached_tokens
+        chosen = policy.choose(most, candidates)
+        return found[chosen.name], cached[chosen.name]
+
+
+def _cached_tokens(instance: Instance, paths: PromptPaths) -> int:
+    num_blocks = instance.view.match(paths.of(instance).hashes)
+    return num_blocks * instance.registration.block_tokens

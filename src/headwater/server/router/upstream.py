@@ -16,6 +16,7 @@ from starlette.types import Send
 from yarl import URL
 
 from headwater.clock import Clock
+from headwater.server.body import pieces
 from headwater.server.errors import ErrorAnswer, ErrorObject
 from headwater.server.router.instance import Instance
 from headwater.server.router.route_selector import RouteChoice
@@ -107,8 +108,11 @@ class Attempt:
                         forwarded.method,
                         # `encoded` keeps the path: yarl would resolve dot segments.
                         URL(server.registration.url + forwarded.path, encoded=True),
-                        data=forwarded.body,
-                        headers=forwarded.headers,
+                        data=pieces(forwarded.body) if forwarded.body else None,
+                        headers={
+                            **forwarded.headers,
+                            "content-length": str(len(forwarded.body)),
+                        },
                     ) as answer,
                 ):
                     return await self._pass_back(answer)

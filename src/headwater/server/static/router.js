@@ -3,7 +3,7 @@
 import { byId, count, h, seconds, setText, whole } from "./dom.js";
 import { ask, say, watch } from "./shell.js";
 
-const HEADS = ["instance", "role", "state", "cache known", "running", "waiting", "leases", "from here", "tokens promised", "blocks known", "gaps", "seen"];
+const HEADS = ["instance", "role", "group", "state", "cache known", "running", "waiting", "leases", "from here", "tokens promised", "blocks known", "gaps", "seen"];
 
 watch(async () => {
   const { policy, instances } = await ask("instances");
@@ -25,7 +25,7 @@ watch(async () => {
 });
 
 function table(instances) {
-  const head = h("tr", {}, ...HEADS.map((text, i) => h("th", { scope: "col", class: i > 3 ? "num" : false }, text)));
+  const head = h("tr", {}, ...HEADS.map((text, i) => h("th", { scope: "col", class: i > 4 ? "num" : false }, text)));
   return h("table", {}, h("thead", {}, head), h("tbody", {}, ...instances.map(row)));
 }
 
@@ -34,6 +34,7 @@ function row(entry) {
   return h("tr", { "data-instance": entry.instance_id },
     h("td", {}, h("a", { href: `${entry.url}/dashboard`, rel: "noreferrer" }, entry.instance_id)),
     h("td", {}, entry.role),
+    h("td", {}, entry.group),
     h("td", {}, h("span", { class: "pill" }, entry.state)),
     h("td", {}, h("span", { class: "pill" }, entry.trust)),
     ...numbers.map((n) => h("td", { class: "num" }, whole(n))),

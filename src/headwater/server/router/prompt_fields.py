@@ -1,0 +1,131 @@
+"""The fields of a request that decide where it goes.
+
+They are read in a worker process for long bodies (`prompt_worker`), so everything here is bytes,
+numbers and short texts: nothing that takes long to decode on the router's event loop.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from headwater.server import messages_request, responses_request
+from headwater.server.body import INLINE_BYTES, decode_json
+from headwater.server.chat_messages import template_settings
+from headwater.server.errors import RequestRefused
+from headwater.server.messages_schema import MessagesRequest
+from headwater.server.responses_schema import ResponsesRequest
+from headwater.server.schema import ChatRequest, CompletionRequest, Message, TokenizeRequest
+from headwater.server.worker_pool import WorkerPool
+
+GENERATING = frozenset(
+    {"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"}
+)
+"""Paths whose requests have a prompt."""
+
+
+class PromptFields(msgspec.Struct, array_like=True, kw_only=True, frozen=True):
+    """What a router reads of a request; empty where it could not be parsed."""
+
+    model: str | None = None
+    cache_salt: str = ""
+    previous_response_id: str | None = None
+    token_ids: bytes = b""
+    """The first prompt as int32, when it is given as token ids."""
+
+    text: bytes = b""
+    """The first prompt as the body of a `/tokenize` request, when it is text."""
+
+    num_characters: int = 0
+    """Characters of the text."""
+
+
+NO_FIELDS = PromptFields()
+
+
+class FieldReader:
+    """Reads the fields of requests; `close` ends its worker processes."""
+
+    def __init__(self) -> None:
+        self._workers = WorkerPool("headwater.server.router.prompt_worker")
+
+    async def read(self, path: str, raw: bytes) -> PromptFields:
+        """The fields of a request to `path`. Never stops the event loop for long."""
+        if path not in GENERATING:
+            return NO_FIELDS
+        if len(raw) <= INLINE_BYTES:
+            return prompt_fields(path, raw)
+        try:
+            result = await self._workers.ask(path, raw, 0)
+        except RequestRefused:
+            return NO_FIELDS
+        return msgspec.msgpack.decode(result, type=PromptFields)
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        self._workers.close()
+
+
+def prompt_fields(path: str, raw: bytes) -> PromptFields:
+    """The fields of one request; `NO_FIELDS` for a body that the instance will refuse."""
+    try:
+        match path:
+            case "/v1/messages":
+                return _chat_fields(
+                    messages_request.chat_request(decode_json(raw, MessagesRequest))
+                )
+            case "/v1/responses":
+                body = decode_json(raw, ResponsesRequest)
+                fields = _chat_fields(responses_request.chat_request(body))
+                before = body.previous_response_id
+                return msgspec.structs.replace(fields, previous_response_id=before)
+            case "/v1/chat/completions":
+                return _chat_fields(decode_json(raw, ChatRequest))
+            case _:
+                return _completion_fields(decode_json(raw, CompletionRequest))
+    except RequestRefused:
+        return NO_FIELDS
+
+
+def _completion_fields(body: CompletionRequest) -> PromptFields:
+    prompt: str | Sequence[object] = body.prompt
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    fields = PromptFields(model=body.model, cache_salt=body.cache_salt or "")
+    if not isinstance(prompt, str):
+        return msgspec.structs.replace(fields, token_ids=_packed(prompt))
+    text = TokenizeRequest(
+        prompt=prompt, add_special_tokens=body.add_special_tokens is not False
+    )
+    return msgspec.structs.replace(
+        fields, text=msgspec.json.encode(text), num_characters=len(prompt)
+    )
+
+
+def _chat_fields(body: ChatRequest) -> PromptFields:
+    text = TokenizeRequest(
+        messages=body.messages,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        chat_template_kwargs=template_settings(body),
+        tools=body.tools,
+    )
+    return PromptFields(
+        model=body.model,
+        cache_salt=body.cache_salt or "",
+        text=msgspec.json.encode(text),
+        num_characters=sum(_num_characters(message) for message in body.messages),
+    )
+
+
+def _num_characters(message: Message) -> int:
+    content = message.content
+    if content is None or isinstance(content, str):
+        return len(content or "")
+    return sum(len(part.text or "") for part in content)
+
+
+def _packed(ids: Sequence[object]) -> bytes:
+    """Token ids as int32; empty when one of them is no token id."""
+    if not all(type(token) is int and 0 <= token < 1 << 31 for token in ids):
+        return b""
+    return np.array(ids, dtype=np.int32).tobytes()

@@ -1,0 +1,122 @@
+"""Worker processes that read long request bodies for one event loop.
+
+Parsing holds the interpreter lock, so a thread would not help: a body of 15 MB stops an event loop
+for seconds. A worker is `python -m MODULE`, whose main calls `serve_requests`. It ends when its
+input ends, so it does not outlive the server.
+
+    request   length (8 bytes), length of the task's name (1), name, limit (8), body
+    response  length (8 bytes), result
+"""
+
+import asyncio
+import contextlib
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from headwater.server.errors import RequestRefused
+
+_MAX_WORKERS = 2
+_TIMEOUT_S = 30.0
+_MAX_MEMORY_BYTES = 4 << 30
+
+Task = Callable[[str, bytes, int], bytes]
+"""A worker's work: name of the task, body, limit; the result."""
+
+
+class WorkerPool:
+    """Asks workers; `close` ends them."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+        self._idle: list[_Worker] = []
+        self._all: set[_Worker] = set()
+        self._threads = ThreadPoolExecutor(_MAX_WORKERS, thread_name_prefix="body")
+        self._slots = asyncio.Semaphore(_MAX_WORKERS)
+
+    async def ask(self, task: str, body: bytes, limit: int) -> bytes:
+        """The result of one task. Raises RequestRefused (413) when the worker fails."""
+        async with self._slots:
+            worker = self._idle.pop() if self._idle else self._start()
+            try:
+                async with asyncio.timeout(_TIMEOUT_S):
+                    result = await asyncio.get_running_loop().run_in_executor(
+                        self._threads, worker.ask, task.encode(), body, limit
+                    )
+            except BaseException as exc:
+                # Half a result may be in its pipe: it is not used again.
+                self._all.discard(worker)
+                worker.end()
+                if not isinstance(exc, OSError | EOFError | TimeoutError):
+                    raise
+                raise RequestRefused(
+                    f"the body could not be parsed within {_TIMEOUT_S:.0f} s and the memory for "
+                    "it; send a smaller one",
+                    status=413,
+                ) from exc
+            self._idle.append(worker)
+            return result
+
+    def close(self) -> None:
+        """End the workers. Safe to call twice."""
+        for worker in self._all:
+            worker.end()
+        self._all.clear()
+        self._idle.clear()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _start(self) -> "_Worker":
+        worker = _Worker(self._module)
+        self._all.add(worker)
+        return worker
+
+
+class _Worker:
+    """One worker process. `ask` waits for pipes without the interpreter lock."""
+
+    def __init__(self, module: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # a terminal's Ctrl-C is for the server, which ends it
+        )
+
+    def ask(self, task: bytes, body: bytes, limit: int) -> bytes:
+        """Send a body and wait for the result. OSError or EOFError when the worker died."""
+        source, sink = self._process.stdout, self._process.stdin
+        assert source is not None, "asked for a pipe"
+        assert sink is not None, "asked for a pipe"
+        head = len(task).to_bytes(1, "big") + task + limit.to_bytes(8, "big")
+        sink.write((len(head) + len(body)).to_bytes(8, "big") + head)
+        sink.write(body)
+        sink.flush()
+        size = int.from_bytes(source.read(8), "big")
+        result = source.read(size)
+        if not size or len(result) < size:
+            raise EOFError("the worker ended")
+        return result
+
+    def end(self) -> None:
+        """Kill it; a thread that waits for it sees the end of its pipes."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):  # half a body is left in its buffer
+                    pipe.close()
+
+
+def serve_requests(work: Task) -> None:
+    """The main of a worker: run `work` for each request until its input ends."""
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    while size := int.from_bytes(source.read(8), "big"):
+        message = source.read(size)
+        end = 1 + message[0]
+        limit = int.from_bytes(message[end : end + 8], "big")
+        result = work(message[1:end].decode(), message[end + 8 :], limit)
+        sink.write(len(result).to_bytes(8, "big") + result)
+        sink.flush()
