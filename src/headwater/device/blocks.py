@@ -9,7 +9,7 @@ class DeviceBlocks:
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
-        self.block_bytes = pool.num_bytes // pool.num_blocks
+        self.block_bytes = pool.block_bytes
 
     def mark_written(self, slots: Slots) -> None:
         """Bytes have landed in `slots`; called from the loop's thread."""

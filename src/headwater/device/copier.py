@@ -18,6 +18,7 @@ from headwater.cache import JobStatus, LoadJob, TransferJob
 from headwater.clock import Clock
 from headwater.device.kv import KVPool
 from headwater.transfer.completions import JobCompletion
+from headwater.transfer.layout import KVLayout
 from headwater.transfer.slab import HostSlab
 from headwater.transfer.workers import Report
 from headwater.types import Slots
@@ -35,8 +36,14 @@ class CpuCopier:
 
     def __init__(self, pool: KVPool, slab: HostSlab, clock: Clock) -> None:
         self._pool = pool
-        self._device: Bytes = pool.blocks.numpy()
-        self._host: Bytes = slab.rows
+        self._places: list[tuple[Bytes, Bytes]] = [(slab.rows, pool.blocks.numpy())]
+        """Host and device, by slot: what is copied for each block."""
+        self._writes = pool.part is None or pool.part.is_written
+        if pool.part is not None:
+            heads = slice(pool.part.first_head, pool.part.end_head)
+            whole = [by_head[..., heads, :] for by_head in _by_head(slab.rows, pool.part.whole)]
+            own = _by_head(pool.blocks.numpy(), pool.layout)
+            self._places = list(zip(whole, own, strict=True))
         self._clock = clock
         self._queues: list[SimpleQueue[tuple[TransferJob, Report] | None]] = []
         for name in ("load", "offload"):
@@ -69,11 +76,24 @@ class CpuCopier:
             report(ended._replace(busy_s=self._clock.now() - began))
 
     def _copy(self, transfer: TransferJob) -> None:
-        source, target = self._host, self._device
-        if not isinstance(transfer, LoadJob):
-            source, target = target, source
-        for at, to, count in _runs(transfer.source_slots, transfer.target_slots):
-            np.copyto(target[to : to + count], source[at : at + count])
+        up = isinstance(transfer, LoadJob)
+        if not up and not self._writes:
+            return
+        for host, device in self._places:
+            source, target = (host, device) if up else (device, host)
+            for at, to, count in _runs(transfer.source_slots, transfer.target_slots):
+                np.copyto(target[to : to + count], source[at : at + count])
+
+
+def _by_head(blocks: Bytes, layout: KVLayout) -> list[Bytes]:
+    """Views of numbers and scales as `[blocks, layers, planes * tokens, heads, bytes]`."""
+    layers = blocks.reshape(len(blocks), layout.num_layers, layout.layer_bytes)
+    rows = layout.planes * layout.block_tokens
+    shape = (len(blocks), layout.num_layers, rows, layout.kv_heads, -1)
+    views = [layers[:, :, : layout.numbers_bytes].reshape(shape)]
+    if layout.scale_bytes:
+        views.append(layers[:, :, layout.numbers_bytes :].reshape(shape))
+    return views
 
 
 def _runs(sources: Slots, targets: Slots) -> Iterator[tuple[int, int, int]]:

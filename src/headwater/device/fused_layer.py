@@ -5,6 +5,7 @@ so operations are what costs. Q, K and V are one product, rotary is applied to Q
 once, residuals and gates are inside products.
 """
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -54,6 +55,8 @@ class FusedLayer(nn.Module):
         self.output = made(_linear(attention, "o_proj"))
         gate, up, down = (made(_linear(mlp, f"{n}_proj")) for n in ("gate", "up", "down"))
         self.mlp = GatedMLP(gate, up, down, cast(nn.Module, mlp.act_fn))
+        self.sum_ranks: Callable[[Tensor], Tensor] | None = None
+        """Sums the ranks' partial results, where the weights are split over ranks."""
 
     def forward(
         self,
@@ -74,9 +77,14 @@ class FusedLayer(nn.Module):
             heads[:, self._rotated :],
             self._how,
         )
-        hidden_states = self.output.plus(attended.reshape(1, len(qkv), -1), hidden_states)
+        hidden_states = self._add(self.output, attended.reshape(1, len(qkv), -1), hidden_states)
         gated = self.mlp.gated(self.between(hidden_states))
-        return self.mlp.down.plus(gated, hidden_states)
+        return self._add(self.mlp.down, gated, hidden_states)
+
+    def _add(self, linear: AnyLinear, x: Tensor, hidden_states: Tensor) -> Tensor:
+        if self.sum_ranks is None:
+            return linear.plus(x, hidden_states)
+        return self.sum_ranks(linear(x)) + hidden_states
 
 
 def fused_layer(layer: nn.Module, *, min_packed_weights: int) -> FusedLayer | None:

@@ -7,6 +7,7 @@ holds what is decided elsewhere.
 """
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,9 +18,30 @@ from headwater.device import pages
 from headwater.device.host_ops import host_ops
 from headwater.device.model import LoadedModel
 from headwater.errors import ConfigError
+from headwater.transfer.layout import KVLayout
 from headwater.transfer.shared import SharedPages
 
 Ints = NDArray[np.int64]
+
+
+class BlockPart(NamedTuple):
+    """The KV heads of one rank in a whole block."""
+
+    whole: KVLayout
+    first_head: int
+    end_head: int
+    is_written: bool
+    """Whether this rank writes them to lower tiers; another one does where it has them too."""
+
+
+def block_part(model: LoadedModel, block_tokens: int) -> BlockPart | None:
+    """The part of `model`'s rank; None where there is one rank."""
+    share = model.share
+    if share is None or share.size == 1:
+        return None
+    whole = model.whole_layout(block_tokens)
+    first, end = share.kv_heads(whole.kv_heads)
+    return BlockPart(whole, first, end, share.writes_kv(whole.kv_heads))
 
 
 class KVPool:
@@ -48,6 +70,8 @@ class KVPool:
         """The numbers in them, `[blocks, layers, 2, block_tokens, kv_heads, head_dim]`."""
         self.writes: Ints = np.zeros(num_blocks, dtype=np.int64)
         """Per slot: a count that changes with every step or copy that writes to it."""
+        self.part = block_part(model, block_tokens)
+        """Which bytes of a whole block are here; None is all of them."""
         self.ops = host_ops(model.device, model.dtype)
         self._scratch = [self.data.new_empty(0), self.data.new_empty(0)]
 
@@ -65,6 +89,11 @@ class KVPool:
     def rounded(self, heads: Tensor) -> Tensor:
         """K or V as it is read back once it is stored; here as it is."""
         return heads
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a whole block in lower tiers and on links: the parts of all ranks."""
+        return (self.layout if self.part is None else self.part.whole).block_bytes
 
     def mark_written(self, slots: Ints) -> None:
         """Call before writing to slots: it invalidates copies of their KV elsewhere."""

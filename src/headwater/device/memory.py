@@ -32,7 +32,7 @@ def num_blocks_that_fit(
             raise ConfigError(f"the KV pool needs at least one block, got {override}")
         return override
     return blocks_within(
-        available_bytes if available_bytes is not None else _free_bytes(model),
+        available_bytes if available_bytes is not None else free_bytes(model),
         device_type=model.device.type,
         block_tokens=block_tokens,
         block_bytes=model.token_bytes * block_tokens,
@@ -41,7 +41,7 @@ def num_blocks_that_fit(
     )
 
 
-def _free_bytes(model: LoadedModel) -> int:
+def free_bytes(model: LoadedModel) -> int:
     """What the model's device has left, now that the model is on it."""
     if model.device.type == "cuda":
         return int(torch.cuda.mem_get_info(model.device)[0])

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +18,8 @@ from headwater.device.attention.base import ATTENTION, register
 from headwater.device.families import check_served, max_positions
 from headwater.device.fingerprint import fingerprint
 from headwater.device.model_files import read_config, read_object
+from headwater.device.parallel.share import RankShare
+from headwater.device.parallel.sharding import split
 from headwater.errors import ConfigError, ModelError
 from headwater.transfer.layout import KVLayout
 
@@ -43,6 +45,8 @@ class LoadedModel:
     dtype: torch.dtype
     num_layers: int
     kv_heads: int
+    """KV heads in memory here: this rank's, where the model is split over ranks."""
+
     head_dim: int
     vocab_size: int
     max_model_len: int
@@ -55,8 +59,14 @@ class LoadedModel:
     has_fp8_kv: bool = False
     """Whether KV is stored in 8 bits, with a scale for each token and head."""
 
+    share: RankShare | None = None
+    """The part of the weights that is here; None is all of them."""
+
+    total_kv_heads: int = 0
+    """Of the whole model; 0 is the same as here."""
+
     def layout(self, block_tokens: int) -> KVLayout:
-        """What the bytes of a block are."""
+        """What the bytes of a block are here: of this rank's KV heads."""
         dtype = str(self.dtype).removeprefix("torch.")
         return KVLayout(
             num_layers=self.num_layers,
@@ -68,6 +78,11 @@ class LoadedModel:
             element_bytes=1 if self.has_fp8_kv else self.dtype.itemsize,
             scale_bytes=1 if self.has_fp8_kv else 0,
         )
+
+    def whole_layout(self, block_tokens: int) -> KVLayout:
+        """What the bytes of a block are in lower tiers and on links, whatever the ranks."""
+        own = self.layout(block_tokens)
+        return replace(own, kv_heads=self.total_kv_heads or self.kv_heads)
 
     @property
     def token_bytes(self) -> int:
@@ -82,10 +97,12 @@ def load(
     device: str = "cpu",
     packed: bool = True,
     has_fp8_kv: bool = False,
+    share: RankShare | None = None,
 ) -> LoadedModel:
     """Load `model_dir`, or the built-in tiny model for None; a ModelError says why not.
 
-    `packed` lets a CPU model's weights be reordered for speed. Nothing is fetched from
+    `packed` lets a CPU model's weights be reordered for speed. With a `share`, only that part of
+    the weights is kept; it computes nothing of use before `connect`. Nothing is fetched from
     anywhere and no code from the folder is run.
     """
     target = _torch_device(device)
@@ -96,6 +113,11 @@ def load(
     name = fingerprint(folder)
     loaded = _load_module(folder, raw, _torch_dtype(dtype))
     module: nn.Module = loaded
+    facts = _facts(loaded.config)
+    if share is not None:
+        split(module, share)
+        start, end = share.kv_heads(facts["total_kv_heads"])
+        facts["kv_heads"] = end - start
     _move(module, target)
     module.eval()
     quick = packed and packing.pack(module)
@@ -108,7 +130,8 @@ def load(
         min_rows=packing.ROWS_WANTED if padded else 1,
         eos_token_ids=_config_ends(loaded.config, folder) if ends is None else ends,
         has_fp8_kv=has_fp8_kv,
-        **_facts(loaded.config),
+        share=share,
+        **facts,
     )
 
 
@@ -196,10 +219,12 @@ def _facts(config: PretrainedConfig) -> dict[str, Any]:
     positions = max_positions(config.to_dict(), rope)
     if positions < config.max_position_embeddings:
         _log.warning("sequences are limited to %d tokens: longer ones change rotary", positions)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
     return {
         "dtype": cast(torch.dtype, config.dtype),
         "num_layers": config.num_hidden_layers,
-        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "kv_heads": kv_heads,
+        "total_kv_heads": kv_heads,
         "head_dim": head_dim,
         "vocab_size": config.vocab_size,
         "max_model_len": positions,

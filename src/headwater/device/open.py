@@ -3,7 +3,8 @@
 Triton and cuda-python are imported only where the model is on a GPU.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from headwater.clock import Clock
 from headwater.device.copier import CpuCopier
@@ -13,8 +14,10 @@ from headwater.device.runner import TorchRunner
 from headwater.engine.core import Runner
 from headwater.engine.masks import MaskWorkers
 from headwater.errors import ConfigError
+from headwater.scheduler.batch import ScheduledBatch
 from headwater.transfer.mover import DeviceCopier
 from headwater.transfer.slab import HostSlab
+from headwater.types import Tokens
 
 
 def open_runner(
@@ -54,6 +57,42 @@ def open_runner(
     on_gpu = CudaRunner(model, **sizes, masks=masks)
     on_gpu.warm()
     return on_gpu, on_gpu.pool
+
+
+class LeadingRunner(Runner, Protocol):
+    """Rank 0's own runner, where other ranks compute its steps too."""
+
+    announce: Callable[[ScheduledBatch, Tokens], None] | None
+    """Told of each step before it is computed, with the carried tokens that are known."""
+
+
+class FollowingRunner(Protocol):
+    """The runner of any other rank."""
+
+    pool: KVPool
+
+    def follow(self, batch: ScheduledBatch) -> None:
+        """Compute this rank's part of a step that rank 0 samples."""
+
+
+def open_follower(  # noqa: PLR0913 -- sizes, each by its name
+    model: LoadedModel,
+    *,
+    num_blocks: int,
+    block_tokens: int,
+    max_num_seqs: int,
+    max_batched_tokens: int,
+    contiguous_bytes: int | None = None,
+) -> FollowingRunner:
+    """The runner of a rank other than the first."""
+    return TorchRunner(
+        model,
+        num_blocks=num_blocks,
+        block_tokens=block_tokens,
+        max_num_seqs=max_num_seqs,
+        max_batched_tokens=max_batched_tokens,
+        contiguous_bytes=contiguous_bytes,
+    )
 
 
 def open_copier(

@@ -1,6 +1,7 @@
 """TorchRunner: runs one `ScheduledBatch` after another on a device."""
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -59,6 +60,8 @@ class TorchRunner:
         )
         self._sampler = Sampler(model.eos_token_ids)
         self._masks = masks
+        self.announce: Callable[[ScheduledBatch, Tokens], None] | None = None
+        """Told of each step before it is computed, where other ranks compute it too."""
         self._results: deque[StepResult] = deque()
         self._last: tuple[ScheduledBatch, StepResult] | None = None
 
@@ -73,7 +76,7 @@ class TorchRunner:
             tokens[batch.query_start[rows]] = known.clip(min=0)  # a void row computes anything
         pending = begin_masks(self._masks, batch, carried)
         with torch.inference_mode():
-            logits = self._logits(batch, tokens)
+            logits = self.compute(batch, tokens)
             masks = None if pending is None else pending.take(is_alone=is_masked(batch))
             chosen, logprobs = self._sampler.choose(
                 logits[: len(batch.sampled)], _sampled_rows(batch, carried, masks)
@@ -85,6 +88,11 @@ class TorchRunner:
             result.scores = PromptScores(batch, lambda start, end: places[start:end]).read()
         self._results.append(result)
         self._last = batch, result
+
+    def follow(self, batch: ScheduledBatch) -> None:
+        """Compute this rank's part of a step that rank 0 samples."""
+        with torch.inference_mode():
+            self.compute(batch, batch.tokens)
 
     def collect(self) -> StepResult:
         """The result of the oldest step not yet collected."""
@@ -101,7 +109,11 @@ class TorchRunner:
         self._results.clear()
         self._last = None
 
-    def _logits(self, batch: ScheduledBatch, tokens: Tokens) -> Tensor:
+    def compute(self, batch: ScheduledBatch, tokens: Tokens) -> Tensor:
+        """Run the model over `tokens`, those of `batch` with carried ones filled in. The logits
+        of the sampled rows, then of the scored places."""
+        if self.announce is not None:
+            self.announce(batch, tokens)
         inputs: StepInputs = build(
             batch, tokens, pool=self.pool, buffers=self._buffers, min_rows=self._model.min_rows
         )

@@ -21,19 +21,30 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 class SharedPages:
     """One mapping, writable here; the system gives a page when it is first written."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, *, sealed: bool = True) -> None:
+        """Unless `sealed`, others may map it writable until `seal` is called."""
         try:
             self.file = os.memfd_create("headwater", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             weakref.finalize(self, os.close, self.file)
             os.ftruncate(self.file, num_bytes)
             self._map = mmap.mmap(self.file, num_bytes)
-            fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, SEALS | _SEAL_FUTURE_WRITE)
+            if sealed:
+                self.seal()
         except (OSError, OverflowError, ValueError) as exc:
             raise ConfigError(f"{num_bytes:,} bytes of memory cannot be shared: {exc}") from exc
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.memory = memoryview(self._map)
         """All of it; as long-lived as this object, however long others keep theirs."""
+
+    def seal(self) -> None:
+        """From now on nobody maps it writable; those that have may go on writing."""
+        fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, SEALS | _SEAL_FUTURE_WRITE)
+
+
+def map_writable(file: int, num_bytes: int) -> memoryview:
+    """Memory of another process of the same engine, before it is sealed."""
+    return memoryview(mmap.mmap(file, num_bytes))
 
 
 def map_shared(file: int, num_bytes: int) -> memoryview:

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.errors import ConfigError
-from headwater.transfer.shared import SharedPages
+from headwater.errors import ConfigError, InvariantError
+from headwater.transfer.shared import SharedPages, map_writable
 
 PAGE_BYTES = mmap.PAGESIZE
 
@@ -18,22 +18,56 @@ PAGE_BYTES = mmap.PAGESIZE
 class HostSlab:
     """Bytes of every host block, addressed by slot; who has which slot is decided elsewhere."""
 
-    def __init__(self, num_slots: int, block_bytes: int, *, shared: bool = False) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        block_bytes: int,
+        *,
+        shared: bool = False,
+        for_ranks: bool = False,
+        memory: memoryview | None = None,
+    ) -> None:
         """A `shared` one can be handed to peers on this machine; its slots have no gaps between
-        them, so they start on a page only where blocks are whole pages."""
+        them, so they start on a page only where blocks are whole pages. One `for_ranks` can be
+        mapped by the other ranks of this engine until `seal`. `memory` is used where given."""
         self.num_slots = num_slots
         self.block_bytes = block_bytes
+        self.is_shared = shared
         self.slot_bytes = block_bytes if shared else slot_bytes(block_bytes)
         total = max(num_slots * self.slot_bytes, PAGE_BYTES)
-        self._pages = SharedPages(total) if shared else None
-        self.file = None if self._pages is None else self._pages.file
+        self._pages: SharedPages | None = None
+        if memory is None and (shared or for_ranks):
+            self._pages = SharedPages(total, sealed=not for_ranks)
+            memory = self._pages.memory
+        self.file = self._pages.file if self._pages is not None and shared else None
         """A descriptor of the same bytes, for peers; None where they are private."""
-        self.memory = _map(total) if self._pages is None else self._pages.memory
+        self.memory = _map(total) if memory is None else memory
         """All of it, for whoever has to register it."""
         whole: NDArray[np.uint8] = np.frombuffer(self.memory, dtype=np.uint8)
         slots = whole[: num_slots * self.slot_bytes].reshape(num_slots, self.slot_bytes)
         self.rows = slots[:, :block_bytes]
         """`[slots, block_bytes]`; a row is one contiguous block."""
+
+    @classmethod
+    def mapped(
+        cls, file: int, num_slots: int, block_bytes: int, *, shared: bool = False
+    ) -> "HostSlab":
+        """The slab of rank 0 in another rank."""
+        each = block_bytes if shared else slot_bytes(block_bytes)
+        memory = map_writable(file, max(num_slots * each, PAGE_BYTES))
+        return cls(num_slots, block_bytes, shared=shared, memory=memory)
+
+    @property
+    def rank_file(self) -> int:
+        """A descriptor of the bytes of a slab made `for_ranks`."""
+        if self._pages is None:
+            raise InvariantError("this slab was not made for ranks")
+        return self._pages.file
+
+    def seal(self) -> None:
+        """Let no other process map the memory writable any more."""
+        if self._pages is not None:
+            self._pages.seal()
 
     def view(self, slot: int) -> memoryview:
         """The bytes of one block, in place."""

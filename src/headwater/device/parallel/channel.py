@@ -1,0 +1,147 @@
+"""Messages between rank 0 and another rank: framed bytes over a socket pair, no pickle.
+
+    kind u8 | 3 unused | payload bytes u32 | payload
+
+Files travel beside a frame's first byte. Both ends are processes of one engine on one machine.
+"""
+
+import array
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+_HEADER = struct.Struct("<BxxxI")
+_MAX_FILES = 1
+_BUFFER_BYTES = 4 << 20
+"""Asked for each direction, so that a rank which is busy does not hold up rank 0."""
+
+MAX_PAYLOAD_BYTES = 1 << 30
+
+
+class RankMessage(IntEnum):
+    """What a frame says: the first ones to a rank, the others from it."""
+
+    LOAD = 1
+    """Load this model; the answer is LOADED."""
+
+    MEET = 2
+    """Join the process group that meets at this file."""
+
+    OPEN = 3
+    """Make a runner of these sizes; the answer is READY."""
+
+    STEP = 4
+    """Compute this batch. Nothing is answered: the results of all ranks are joined."""
+
+    SLAB = 5
+    """Map the file that comes with it as host memory for copies; the answer is MAPPED."""
+
+    DROP_SLAB = 6
+    COPY = 7
+    """Copy blocks between this rank's pool and a slab; the answer is COPIED."""
+
+    MARK = 8
+    """These slots were written."""
+
+    LOADED = 20
+    READY = 21
+    MAPPED = 22
+    COPIED = 23
+    FAILED = 24
+    """The rank cannot go on; the payload is a sentence."""
+
+
+class Frame(NamedTuple):
+    """One message."""
+
+    kind: RankMessage
+    payload: memoryview
+    files: tuple[int, ...] = ()
+    """Descriptors that now belong to the receiver."""
+
+
+class ChannelClosed(OSError):
+    """The other end is gone."""
+
+
+class RankChannel:
+    """One end of a socket pair. One thread receives; callers of `send` take turns by themselves."""
+
+    def __init__(self, sock: socket.socket, *, send_timeout_s: float) -> None:
+        self._socket = sock
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+        # A rank that takes nothing for so long hangs; the sender is told instead of waiting on.
+        whole, part = divmod(send_timeout_s, 1.0)
+        limit = struct.pack("ll", int(whole), int(part * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+    def send(
+        self, kind: RankMessage, payload: bytes | memoryview = b"", files: Sequence[int] = ()
+    ) -> None:
+        """Queue a message. Raises OSError where the other end is gone or takes nothing."""
+        header = _HEADER.pack(kind, len(payload))
+        beside = []
+        if files:
+            beside = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
+        sent = self._socket.sendmsg([header, payload], beside)
+        if sent < _HEADER.size:
+            self._socket.sendall(header[sent:])
+            sent = _HEADER.size
+        if sent < _HEADER.size + len(payload):
+            self._socket.sendall(memoryview(payload)[sent - _HEADER.size :])
+
+    def receive(self) -> Frame:
+        """The next message; waits for it. Raises ChannelClosed when there will be none."""
+        header, files = self._receive_header()
+        number, size = _HEADER.unpack(header)
+        if size > MAX_PAYLOAD_BYTES:
+            raise ChannelClosed(f"a message of {size} bytes is more than any rank sends")
+        payload = bytearray(size)
+        self._fill(memoryview(payload))
+        return Frame(RankMessage(number), memoryview(payload), files)
+
+    def close(self) -> None:
+        """Close this end; a receiver at the other one is woken. Twice is safe."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self._socket.close()
+
+    def _receive_header(self) -> tuple[bytes, tuple[int, ...]]:
+        room = socket.CMSG_SPACE(_MAX_FILES * array.array("i").itemsize)
+        try:
+            data, beside, _, _ = self._socket.recvmsg(_HEADER.size, room, socket.MSG_CMSG_CLOEXEC)
+        except ConnectionError as exc:
+            raise ChannelClosed("the other end is gone") from exc
+        files: list[int] = []
+        for level, kind, content in beside:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                files += array.array("i", content[: len(content) // 4 * 4])
+        if not data:
+            raise ChannelClosed("the other end is gone")
+        if len(data) < _HEADER.size:
+            rest = bytearray(_HEADER.size - len(data))
+            self._fill(memoryview(rest))
+            data += bytes(rest)
+        return data, tuple(files)
+
+    def _fill(self, into: memoryview) -> None:
+        while len(into):
+            try:
+                count = self._socket.recv_into(into)
+            except ConnectionError as exc:
+                raise ChannelClosed("the other end is gone") from exc
+            if not count:
+                raise ChannelClosed("the other end is gone")
+            into = into[count:]
+
+
+def close_files(files: Sequence[int]) -> None:
+    """Close descriptors that came with a frame."""
+    for file in files:
+        os.close(file)

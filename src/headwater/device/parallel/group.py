@@ -1,0 +1,73 @@
+"""The collectives of the ranks of one engine: torch.distributed with gloo or NCCL.
+
+All ranks call the same collectives in the same order, because all run the same steps. A rank that
+is gone makes a gloo call raise; one that hangs makes every rank wait, which the engine's step
+watchdog ends.
+"""
+
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from headwater.device.parallel.share import RankShare
+
+_TIMEOUT = timedelta(hours=1)
+"""Of one collective. Longer than the engine's step timeout, which is the one that counts."""
+
+
+class RankGroup:
+    """One rank's end of the group. Every method is called by all ranks."""
+
+    def __init__(self, share: RankShare, *, backend: str, store: Path) -> None:
+        """Meet the other ranks over the file `store`; `backend` is `gloo` or `nccl`."""
+        self.rank, self.size = share.rank, share.size
+        if any(name == "lo" for _, name in socket.if_nameindex()):
+            # The ranks of an engine are on one machine; gloo would listen on its host name.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(
+            backend,
+            store=dist.FileStore(str(store), share.size),
+            rank=share.rank,
+            world_size=share.size,
+            timeout=_TIMEOUT,
+        )
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of every rank's `x`, in place where it is contiguous."""
+        whole = x.contiguous()
+        dist.all_reduce(whole)
+        return whole
+
+    def join_columns(self, x: Tensor, total: int) -> Tensor:
+        """On rank 0 the ranks' parts of the last dimension side by side, `total` wide; elsewhere
+        `x` itself."""
+        width = -(-total // self.size)
+        if x.shape[-1] < width:  # parts differ by at most one; gloo wants them equal
+            x = torch.nn.functional.pad(x, (0, width - x.shape[-1]))
+        if x.device.type == "cuda":
+            parts = x.new_empty((self.size, *x.shape))
+            dist.all_gather_into_tensor(parts, x.contiguous())
+            return self._cut(list(parts), total)
+        pieces = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
+        dist.gather(x.contiguous(), pieces, dst=0)
+        return x if pieces is None else self._cut(pieces, total)
+
+    def copy_from_first(self, x: Tensor) -> None:
+        """Overwrite `x` with that of rank 0."""
+        dist.broadcast(x, src=0)
+
+    def close(self) -> None:
+        """Leave the group. Waits for no rank."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _cut(self, parts: list[Tensor], total: int) -> Tensor:
+        shares = (RankShare(rank=rank, size=self.size) for rank in range(self.size))
+        widths = (share.part(total) for share in shares)
+        pairs = zip(parts, widths, strict=True)
+        return torch.cat([part[..., : end - start] for part, (start, end) in pairs], dim=-1)

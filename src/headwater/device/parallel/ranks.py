@@ -1,0 +1,182 @@
+"""Rank 0's view of the other ranks: tell all of them, hear each of them, notice when one is lost.
+
+One thread per rank receives. Everything a rank is told goes through `tell`, under one lock, so all
+ranks see the same messages in the same order.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+from headwater.clock import Clock
+from headwater.device.parallel.channel import Frame, RankChannel, RankMessage, close_files
+from headwater.errors import ConfigError, EngineDead
+
+log = logging.getLogger(__name__)
+
+_BLAME_WITHIN_S = 2.0
+"""Longest wait to learn which rank is lost, once a collective or a message has failed."""
+
+OnCopied = Callable[[int, Frame], None]
+"""Told of the end of a copy by the rank's number, from a receiving thread."""
+
+
+class RankProcess(Protocol):
+    """The process behind a rank."""
+
+    def describe_end(self) -> str:
+        """How it ended, in a few words; waits a little for it."""
+
+    def kill(self) -> None:
+        """End it at once, whatever state it is in. Twice is safe."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """One of the other ranks."""
+
+    number: int
+    channel: RankChannel
+    process: RankProcess
+
+
+class Ranks:
+    """All ranks but rank 0. Close it to end them."""
+
+    def __init__(self, ranks: Sequence[Rank], clock: Clock) -> None:
+        self._ranks = tuple(ranks)
+        self._clock = clock
+        self.size = len(ranks) + 1
+        self._telling = threading.Lock()
+        self._heard: list[SimpleQueue[Frame | None]] = [SimpleQueue() for _ in ranks]
+        """Answers by rank, for `hear`; None once the rank is lost."""
+        self._failure: str | None = None
+        self._lost = threading.Event()
+        self._on_lost: Callable[[str], None] = _ignore
+        self._on_copied: OnCopied = _drop_copied
+        self._is_closing = False
+        for at, rank in enumerate(self._ranks):
+            threading.Thread(
+                target=self._receive, args=(at, rank), name=f"rank-{rank.number}", daemon=True
+            ).start()
+
+    @property
+    def failure(self) -> str | None:
+        """Why the ranks cannot go on; None while all live."""
+        return self._failure
+
+    def on_lost(self, tell: Callable[[str], None]) -> None:
+        """Call `tell` once with a sentence, from any thread, when a rank is lost."""
+        self._on_lost = tell
+        if self._failure is not None:
+            tell(self._failure)
+
+    def on_copied(self, tell: OnCopied) -> None:
+        """Call `tell` for every copy that ended."""
+        self._on_copied = tell
+
+    def tell(
+        self, kind: RankMessage, payload: bytes | memoryview = b"", files: Sequence[int] = ()
+    ) -> None:
+        """Send the same to every rank. Raises EngineDead where one is lost."""
+        self.tell_each(kind, [payload] * len(self._ranks), files)
+
+    def tell_each(
+        self,
+        kind: RankMessage,
+        payloads: Sequence[bytes | memoryview],
+        files: Sequence[int] = (),
+    ) -> None:
+        """Send each rank its own payload, in the order of ranks."""
+        with self._telling:
+            for rank, payload in zip(self._ranks, payloads, strict=True):
+                try:
+                    rank.channel.send(kind, payload, files)
+                except OSError as exc:
+                    raise self._untold(rank, exc) from exc
+
+    def hear(self, kind: RankMessage, *, timeout_s: float) -> list[memoryview]:
+        """One answer of this kind from every rank. Raises ConfigError with the sentence of a rank
+        that failed, or where one does not answer in time."""
+        end_s = self._clock.now() + timeout_s
+        payloads = []
+        for rank, heard in zip(self._ranks, self._heard, strict=True):
+            try:
+                frame = heard.get(timeout=max(end_s - self._clock.now(), 0.01))
+            except Empty:
+                raise ConfigError(
+                    f"rank {rank.number} of {self.size} did not answer {kind.name} within "
+                    f"{timeout_s:g} s; its log lines say how far it came"
+                ) from None
+            if frame is None:
+                raise ConfigError(f"{self._failure}")
+            if frame.kind is not kind:
+                raise ConfigError(
+                    f"rank {rank.number} answered {frame.kind.name} instead of {kind.name}"
+                )
+            payloads.append(frame.payload)
+        return payloads
+
+    def cause_of(self, error: Exception) -> Exception:
+        """What to raise where a collective or a message failed: EngineDead with the sentence of
+        the rank that is lost, or `error` itself where all ranks live."""
+        # This rank's call may fail before the thread has seen the end of the rank that caused it.
+        self._lost.wait(_BLAME_WITHIN_S)
+        return error if self._failure is None else EngineDead(self._failure)
+
+    def close(self) -> None:
+        """End every rank at once: they hold nothing that must be saved. Twice is safe."""
+        self._is_closing = True
+        for rank in self._ranks:
+            rank.channel.close()
+        for rank in self._ranks:
+            rank.process.kill()
+
+    def _untold(self, rank: Rank, error: OSError) -> Exception:
+        cause = self.cause_of(error)
+        if cause is not error:
+            return cause
+        return EngineDead(f"rank {rank.number} of {self.size} takes no messages: {error}")
+
+    def _receive(self, at: int, rank: Rank) -> None:
+        """Until the rank is gone."""
+        sentence = ""
+        try:
+            while True:
+                frame = rank.channel.receive()
+                close_files(frame.files)  # ranks send none
+                if frame.kind is RankMessage.COPIED:
+                    self._on_copied(rank.number, frame)
+                elif frame.kind is RankMessage.FAILED:
+                    sentence = bytes(frame.payload).decode(errors="replace")
+                    break
+                else:
+                    self._heard[at].put(frame)
+        except (OSError, ValueError) as exc:
+            log.debug("rank %d: %s", rank.number, exc)
+        if not self._is_closing:
+            self._lose(rank, sentence)
+        self._heard[at].put(None)
+
+    def _lose(self, rank: Rank, sentence: str) -> None:
+        if not sentence:
+            sentence = f"its process {rank.process.describe_end()}"
+        failure = f"rank {rank.number} of {self.size} failed: {sentence}"
+        with self._telling:
+            if self._failure is not None:
+                return  # the first one is the cause; the others follow from it
+            self._failure = failure
+        self._lost.set()
+        log.critical("a rank is lost: rank=%d size=%d: %s", rank.number, self.size, sentence)
+        self._on_lost(failure)
+
+
+def _ignore(sentence: str) -> None:
+    """Before the engine listens."""
+
+
+def _drop_copied(rank: int, frame: Frame) -> None:
+    """Before there is a copier, no copy was asked for."""

@@ -1,0 +1,154 @@
+"""A rank other than the first: does what rank 0 tells it, in order, and decides nothing."""
+
+import logging
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from headwater.clock import Clock
+from headwater.device.memory import free_bytes
+from headwater.device.model import LoadedModel, load
+from headwater.device.open import FollowingRunner, open_copier, open_follower
+from headwater.device.parallel.channel import (
+    ChannelClosed,
+    Frame,
+    RankChannel,
+    RankMessage,
+    close_files,
+)
+from headwater.device.parallel.group import RankGroup
+from headwater.device.parallel.messages import (
+    CopyBlocks,
+    Loaded,
+    LoadModel,
+    MapSlab,
+    MeetRanks,
+    OpenRunner,
+    pack_copied,
+)
+from headwater.device.parallel.share import RankShare
+from headwater.device.parallel.sharding import connect
+from headwater.device.parallel.step_message import unpack_step
+from headwater.errors import HeadwaterError, InvariantError
+from headwater.transfer.completions import JobCompletion
+from headwater.transfer.mover import DeviceCopier
+from headwater.transfer.slab import HostSlab
+
+log = logging.getLogger(__name__)
+
+_BLAME_AFTER_S = 1.0
+"""A collective fails on every rank when one is gone. The others report it this much later, so
+that rank 0 has seen by then which rank is gone."""
+
+
+class RankWorker:
+    """Turns messages into calls. One thread, except for the ends of copies."""
+
+    def __init__(self, channel: RankChannel, clock: Clock) -> None:
+        self._channel = channel
+        self._clock = clock
+        self._answering = threading.Lock()
+        self._share = RankShare(rank=0, size=1)
+        self._model: LoadedModel | None = None
+        self._group: RankGroup | None = None
+        self._runner: FollowingRunner | None = None
+        self._copiers: dict[int, DeviceCopier] = {}
+
+    def run(self) -> int:
+        """Until rank 0 is gone; the exit code."""
+        try:
+            while True:
+                self._do(self._channel.receive())
+        except ChannelClosed:
+            return 0
+        except HeadwaterError as exc:
+            self._fail(str(exc))
+        except Exception as exc:
+            log.exception("rank %d of %d died", self._share.rank, self._share.size)
+            if self._group is not None and isinstance(exc, RuntimeError):
+                threading.Event().wait(_BLAME_AFTER_S)
+            self._fail(f"{type(exc).__name__}: {exc}")
+        return 1
+
+    def _do(self, frame: Frame) -> None:
+        match frame.kind:
+            case RankMessage.STEP:
+                if self._runner is None:
+                    raise InvariantError("a rank was given a step before it had a runner")
+                self._runner.follow(unpack_step(frame.payload))
+            case RankMessage.COPY:
+                copy = CopyBlocks.unpack(frame.payload)
+                self._copiers[copy.slab].start(copy.job, self._copied)
+            case RankMessage.MARK:
+                if self._runner is not None:
+                    self._runner.pool.mark_written(np.frombuffer(frame.payload, dtype=np.int64))
+            case RankMessage.LOAD:
+                self._load(msgspec.json.decode(frame.payload, type=LoadModel))
+            case RankMessage.MEET:
+                self._meet(msgspec.json.decode(frame.payload, type=MeetRanks))
+            case RankMessage.OPEN:
+                self._open(msgspec.json.decode(frame.payload, type=OpenRunner))
+            case RankMessage.SLAB:
+                self._map(msgspec.json.decode(frame.payload, type=MapSlab), frame.files)
+            case RankMessage.DROP_SLAB:
+                self._copiers.pop(int.from_bytes(frame.payload, "little")).close()
+            case _:
+                raise InvariantError(f"a rank was told {frame.kind.name}")
+
+    def _load(self, wanted: LoadModel) -> None:
+        self._share = RankShare(rank=wanted.rank, size=wanted.size)
+        self._runner = None
+        self._model = load(
+            wanted.model,
+            dtype=wanted.dtype,
+            device=wanted.device,
+            packed=wanted.is_packed,
+            share=self._share,
+        )
+        free = Loaded(free_bytes=free_bytes(self._model))
+        self._answer(RankMessage.LOADED, msgspec.json.encode(free))
+
+    def _meet(self, wanted: MeetRanks) -> None:
+        self._group = RankGroup(self._share, backend=wanted.backend, store=Path(wanted.store))
+
+    def _open(self, sizes: OpenRunner) -> None:
+        if self._model is None or self._group is None:
+            raise InvariantError("a rank was told to open before it had a model and a group")
+        connect(self._model.module, self._group)
+        model = replace(self._model, min_rows=sizes.min_rows)
+        self._runner = open_follower(
+            model,
+            num_blocks=sizes.num_blocks,
+            block_tokens=sizes.block_tokens,
+            max_num_seqs=sizes.max_num_seqs,
+            max_batched_tokens=sizes.max_batched_tokens,
+            contiguous_bytes=sizes.contiguous_bytes,
+        )
+        self._answer(RankMessage.READY)
+
+    def _map(self, wanted: MapSlab, files: tuple[int, ...]) -> None:
+        if self._runner is None or len(files) != 1:
+            raise InvariantError("a rank was told of a slab without a runner or a file")
+        slab = HostSlab.mapped(
+            files[0], wanted.num_slots, wanted.block_bytes, shared=wanted.is_shared
+        )
+        close_files(files)
+        self._copiers[wanted.slab] = open_copier(self._runner.pool, slab, self._clock)
+        self._answer(RankMessage.MAPPED)
+
+    def _copied(self, completion: JobCompletion) -> None:
+        """From a copier's thread."""
+        self._answer(RankMessage.COPIED, pack_copied(completion))
+
+    def _answer(self, kind: RankMessage, payload: bytes = b"") -> None:
+        with self._answering:
+            self._channel.send(kind, payload)
+
+    def _fail(self, sentence: str) -> None:
+        try:
+            self._answer(RankMessage.FAILED, sentence.encode())
+        except OSError:
+            log.debug("rank 0 is gone, and is told nothing")
