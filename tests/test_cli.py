@@ -14,7 +14,7 @@ from headwater.cli import main
 from headwater.cli.foreign_flags import FOREIGN_FLAGS
 from headwater.cli.idle_flags import idle_settings
 from headwater.cli.parser import build_parser
-from headwater.cli.serve import engine_config, refuse_later_features, server_config
+from headwater.cli.serve import engine_config, server_config
 from headwater.config import EngineConfig, KvEventsConfig
 from headwater.errors import ConfigError
 from headwater.server.config import LimitsConfig, ServerConfig
@@ -144,18 +144,6 @@ def test_flags_reach_the_settings():
     )
 
 
-@pytest.mark.parametrize(
-    ("flags", "feature"),
-    [
-        (["--tensor-parallel-size", "2"], "tensor parallelism"),
-    ],
-)
-def test_a_feature_that_is_not_built_is_refused(flags, feature):
-    """Asked for and not there is an error with a sentence, never silence."""
-    with pytest.raises(ConfigError, match=f"{feature}.* is not in this release"):
-        refuse_later_features(parse(*flags))
-
-
 def test_kv_events_are_settings_in_json():
     """The names that routers' users know; unknown ones and nonsense are sentences."""
     config = engine_config(parse("--kv-events-config", '{"topic": "kv", "buffer_steps": 5}'))
@@ -175,9 +163,9 @@ def test_kv_events_are_settings_in_json():
 
 def test_values_that_ask_for_nothing_are_accepted():
     """Scripts that spell out the defaults keep working."""
-    refuse_later_features(
-        parse("--swap-space", "0", "--splitwise-role", "mixed", "--tensor-parallel-size", "1")
-    )
+    flags = ("--swap-space", "0", "--splitwise-role", "mixed", "--tensor-parallel-size", "1")
+
+    assert engine_config(parse(*flags)).tensor_parallel_size == 1
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,11 @@ class EngineConfig:
     """Type that KV is stored in, on every tier and link; `auto` is that of `dtype`."""
 
     device: str = "cpu"
-    """Where the model runs: `cpu`, `cuda`, `cuda:1`."""
+    """Where the model runs: `cpu`, `cuda`, `cuda:1`; with several ranks also one for each,
+    `cuda:0,cuda:2`."""
+
+    tensor_parallel_size: int = 1
+    """Ranks that the model is split over: a process and a device each."""
 
     block_tokens: int = 64
     """Tokens in a block; the unit of matching, eviction and transfer."""
@@ -163,7 +167,7 @@ class EngineConfig:
     """Exact number of device blocks, instead of measuring what fits."""
 
     num_threads: int | None = None
-    """Threads the model computes with on a CPU; None leaves one core to the server. More
+    """Threads that each rank computes with on a CPU; None leaves one core to the server. More
     threads than free cores make it many times slower."""
 
     prefix_caching: bool = True
@@ -227,6 +231,7 @@ class EngineConfig:
         _positive("--threads", self.num_threads)
         if self.max_itl_ms is not None and not 0.0 <= self.max_itl_ms < float("inf"):
             raise ConfigError(f"--max-itl-ms cannot be negative, got {self.max_itl_ms:g}")
+        _positive("--tensor-parallel-size", self.tensor_parallel_size)
         if self.memory_utilization is not None and not 0.0 < self.memory_utilization <= 1.0:
             raise ConfigError(
                 f"--gpu-memory-utilization is a share between 0 and 1, got {self.memory_utilization}"

@@ -24,6 +24,7 @@ class Shape:
     has_fp8_kv = False
     layout = LoadedModel.layout
     device = torch.device("cpu")
+    share = None
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

@@ -37,6 +37,7 @@ class Shape:
     layout = LoadedModel.layout
     device = torch.device("cuda")
     dtype = torch.bfloat16
+    share = None
 
 
 class Rig:

@@ -10,6 +10,7 @@ class Loop:
     """What a watchdog reads."""
 
     device_since: tuple[float, int] | None = None
+    failure: str | None = None
 
 
 class SteppedEvent(threading.Event):
@@ -60,3 +61,18 @@ def test_a_step_that_does_not_end_is_reported_once():
     (said,) = watch(hang, hang, hang, hang, hang, loop=loop, clock=clock)
 
     assert said.startswith("step 7 did not end within 10 s")
+
+
+def test_a_step_that_goes_on_although_a_rank_is_lost_ends_long_before_the_timeout():
+    """A collective between GPUs waits for a rank that is gone; the sentence names the rank."""
+    clock, loop = VirtualClock(), Loop()
+
+    def wait():
+        loop.device_since = loop.device_since or (clock.now(), 7)
+        clock.advance(3.0)
+
+    def lose():
+        loop.failure = "rank 1 of 2 failed"
+        clock.advance(3.0)
+
+    assert watch(wait, lose, lose, loop=loop, clock=clock) == ["rank 1 of 2 failed"]

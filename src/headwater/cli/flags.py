@@ -7,7 +7,6 @@ from argparse import (
     _SubParsersAction,
 )
 from pathlib import Path
-from typing import Any
 
 from headwater.cli.cluster_flags import add_cluster_flags
 from headwater.cli.security import add_access_flags
@@ -63,7 +62,6 @@ def add_serve(commands: "_SubParsersAction[ArgumentParser]") -> None:
         _add_tiers,
         _add_scheduling,
         add_cluster_flags,
-        _add_later,
         _add_limits,
     ):
         add(serve)
@@ -158,10 +156,22 @@ def _add_model(parser: ArgumentParser) -> None:
         ),
     )
     group.add_argument(
-        "--device", default=_ENGINE.device, help=help_text("where the model runs")
+        "--device",
+        default=_ENGINE.device,
+        help=help_text("where the model runs; with several ranks also a list, one for each"),
     )
     group.add_argument(
-        "--threads", type=int, metavar="N", help="CPU threads of the model (default: cores - 1)"
+        "--tensor-parallel-size",
+        type=int,
+        metavar="N",
+        default=_ENGINE.tensor_parallel_size,
+        help=help_text("ranks the model is split over: a process and a device each"),
+    )
+    group.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="CPU threads of each rank (default: cores - 1, divided by the ranks)",
     )
     group.add_argument(
         "--max-model-len",
@@ -306,15 +316,6 @@ def _add_scheduling(parser: ArgumentParser) -> None:
         default=_ENGINE.scheduling_policy,
         help=help_text("order of the waiting queue"),
     )
-
-
-def _add_later(parser: ArgumentParser) -> None:
-    """Flags of other releases: known, so that they can be refused or explained."""
-    group = parser.add_argument_group(
-        "not in this release (refused where they ask for something)"
-    )
-    hidden: dict[str, Any] = {"default": None}
-    group.add_argument("--tensor-parallel-size", type=int, metavar="N", **hidden)
 
 
 def _add_limits(parser: ArgumentParser) -> None:

@@ -34,12 +34,12 @@ FOREIGN_FLAGS: dict[str, str] = {
     "--num-speculative-tokens": "speculative decoding is not supported; leave the flag out",
     "--cpu-offload-gb": "weights stay on the device; --swap-space offloads KV blocks to host memory",
     # parallelism
-    "--pipeline-parallel-size": "one instance uses one device; start several behind `headwater route`",
-    "--data-parallel-size": "one instance uses one device; `headwater up --mixed N` starts several behind a router",
-    "--enable-expert-parallel": "one instance uses one device; leave the flag out",
-    "--tp": "one instance uses one device; start several behind `headwater route`",
-    "--tp-size": "one instance uses one device; start several behind `headwater route`",
-    "--dp-size": "one instance uses one device; `headwater up --mixed N` starts several behind a router",
+    "--pipeline-parallel-size": "layers are not split over devices; use --tensor-parallel-size, or start several behind `headwater route`",
+    "--data-parallel-size": "an instance computes each request once; `headwater up --mixed N` starts several behind a router",
+    "--enable-expert-parallel": "every expert is split over all ranks of --tensor-parallel-size; leave the flag out",
+    "--tp": "use --tensor-parallel-size",
+    "--tp-size": "use --tensor-parallel-size",
+    "--dp-size": "an instance computes each request once; `headwater up --mixed N` starts several behind a router",
     "--distributed-executor-backend": "one instance is one engine process; leave the flag out",
     # names of other servers
     "--model": "give the model directory without a flag: headwater serve DIR",

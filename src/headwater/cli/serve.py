@@ -34,7 +34,6 @@ def run_serve(options: Namespace, given: frozenset[str]) -> int:
     """Serve until stopped; the exit code. `given` is which flags were on the command line."""
     set_up_logs(options.log_format)
     watch_parent(os.environ)
-    refuse_later_features(options)
     server = server_config(options)
     found = find_model(options.model, options.revision)
     engine = replace(engine_config(options), model=found.folder, model_name=found.name)
@@ -69,6 +68,7 @@ def engine_config(options: Namespace) -> EngineConfig:
         dtype=options.dtype,
         kv_cache_dtype=options.kv_cache_dtype,
         device=options.device,
+        tensor_parallel_size=options.tensor_parallel_size,
         num_threads=options.threads,
         block_tokens=options.block_size,
         max_model_len=options.max_model_len,
@@ -167,17 +167,6 @@ def _peer_tls(options: Namespace) -> dict[str, str]:
     names = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
     files = {name: getattr(options, name) for name in names}
     return {name: path for name, path in files.items() if path and files["ssl_ca_certs"]}
-
-
-def refuse_later_features(options: Namespace) -> None:
-    """A feature that is asked for and not built is an error, never silence."""
-    later = {
-        "--tensor-parallel-size": (options.tensor_parallel_size or 1) != 1
-        and "tensor parallelism",
-    }
-    for flag, feature in later.items():
-        if feature:
-            raise ConfigError(f"{flag}: {feature} is not in this release")
 
 
 def _kv_events(text: str | None) -> KvEventsConfig | None:

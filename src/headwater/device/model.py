@@ -18,8 +18,8 @@ from headwater.device.attention.base import ATTENTION, register
 from headwater.device.families import check_served, max_positions
 from headwater.device.fingerprint import fingerprint
 from headwater.device.model_files import read_config, read_object
-from headwater.device.parallel.share import RankShare
 from headwater.device.parallel.sharding import split
+from headwater.device.parallel.share import RankShare
 from headwater.errors import ConfigError, ModelError
 from headwater.transfer.layout import KVLayout
 

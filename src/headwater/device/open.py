@@ -20,6 +20,22 @@ from headwater.transfer.slab import HostSlab
 from headwater.types import Tokens
 
 
+class LeadingRunner(Runner, Protocol):
+    """Rank 0's own runner, where other ranks compute its steps too."""
+
+    announce: Callable[[ScheduledBatch, Tokens], None] | None
+    """Told of each step before it is computed, with the carried tokens that are known."""
+
+
+class FollowingRunner(Protocol):
+    """The runner of any other rank."""
+
+    pool: KVPool
+
+    def follow(self, batch: ScheduledBatch) -> None:
+        """Compute this rank's part of a step that rank 0 samples."""
+
+
 def open_runner(
     model: LoadedModel,
     *,
@@ -29,7 +45,7 @@ def open_runner(
     max_batched_tokens: int,
     shared: bool = False,
     masks: MaskWorkers | None = None,
-) -> tuple[Runner, KVPool]:
+) -> tuple[LeadingRunner, KVPool]:
     """A runner and its pool; on a GPU with its graphs captured, which takes some seconds.
 
     A pool in main memory may be `shared`: peers on this machine can be let read it.
@@ -59,23 +75,7 @@ def open_runner(
     return on_gpu, on_gpu.pool
 
 
-class LeadingRunner(Runner, Protocol):
-    """Rank 0's own runner, where other ranks compute its steps too."""
-
-    announce: Callable[[ScheduledBatch, Tokens], None] | None
-    """Told of each step before it is computed, with the carried tokens that are known."""
-
-
-class FollowingRunner(Protocol):
-    """The runner of any other rank."""
-
-    pool: KVPool
-
-    def follow(self, batch: ScheduledBatch) -> None:
-        """Compute this rank's part of a step that rank 0 samples."""
-
-
-def open_follower(  # noqa: PLR0913 -- sizes, each by its name
+def open_follower(
     model: LoadedModel,
     *,
     num_blocks: int,

@@ -30,7 +30,7 @@ from headwater.engine.pace import RateEstimator
 from headwater.engine.reload import REFUSALS, Reload, WeightReload
 from headwater.engine.reset import Resets, Then
 from headwater.engine.stats import engine_stats
-from headwater.errors import HeadwaterError, RequestError
+from headwater.errors import EngineDead, HeadwaterError, RequestError
 from headwater.events import CacheEvent
 from headwater.metrics.stats import EngineStats
 from headwater.metrics.view import EngineView, ViewLimits
@@ -116,10 +116,20 @@ class EngineCore:
         self._feed: Feed | None = None
         self._reload = WeightReload(scheduler)
         self._peers: HandoffController | None = None
+        self.failure: str | None = None
+        """Why this core cannot go on, where a part of it was lost. Read by the watchdog's thread."""
+
+    def fail(self, sentence: str) -> None:
+        """A part of this core is lost, such as a rank: the next step raises EngineDead. From any
+        thread."""
+        self.failure = sentence
+        self.completions.wake()
 
     @property
     def has_work(self) -> bool:
         """Whether `step` would do something. If not, the caller may sleep for `sleep_s`."""
+        if self.failure is not None:
+            return True
         if self._scheduler.has_work or self._reload.is_ready:
             return True
         if not self._has_tiers and self._peers is None:
@@ -206,6 +216,8 @@ class EngineCore:
     def step(self) -> list[SequenceOutput]:
         """Run one iteration: finish transfer jobs, schedule and submit a step, collect the oldest
         step; the outputs."""
+        if self.failure is not None:
+            raise EngineDead(self.failure)
         began = self._clock.now()
         received = self._num_received
         if self._has_tiers or self._peers is not None:

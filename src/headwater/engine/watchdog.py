@@ -15,7 +15,12 @@ from headwater.clock import Clock
 log = logging.getLogger(__name__)
 
 _LOOKS = 20
-"""Looks per timeout: a step is found at most a twentieth of the timeout late."""
+_MAX_LOOK_S = 1.0
+"""Looks per timeout: a step is found at most a twentieth of the timeout late. And the longest time
+between two: a lost rank is noticed soon."""
+
+_NOTICE_S = 5.0
+"""Collectives between CPUs fail at once when a rank is gone; those between GPUs wait for ever."""
 
 
 class SteppingCore(Protocol):
@@ -26,9 +31,14 @@ class SteppingCore(Protocol):
         """Since when the loop waits for the device, and how many steps were scheduled before;
         None while it does not wait."""
 
+    @property
+    def failure(self) -> str | None:
+        """Why the core cannot go on; None while it can."""
+
 
 class StepWatchdog:
-    """Calls `die` once, from its own thread, when one wait for the device exceeds `timeout_s`."""
+    """Calls `die` once, from its own thread, when one wait for the device exceeds `timeout_s`, or
+    goes on although a part of the core is lost."""
 
     def __init__(
         self,
@@ -52,8 +62,13 @@ class StepWatchdog:
         self._stopped.set()
 
     def _watch(self) -> None:
-        while not self._stopped.wait(self._timeout_s / _LOOKS):
+        while not self._stopped.wait(min(self._timeout_s / _LOOKS, _MAX_LOOK_S)):
             since = self._core.device_since
+            failure = self._core.failure
+            if failure is not None and since is not None and self._is_stuck(since[0]):
+                log.critical("a step waits for a lost rank: step=%d", since[1])
+                self._die(failure)
+                return
             if since is None or self._clock.now() - since[0] < self._timeout_s:
                 continue
             sentence = (
@@ -63,3 +78,7 @@ class StepWatchdog:
             log.critical("the device hangs: step=%d timeout_s=%g", since[1], self._timeout_s)
             self._die(sentence)
             return
+
+    def _is_stuck(self, since_s: float) -> bool:
+        """Whether a step has had time to notice by itself that a part is lost."""
+        return self._clock.now() - since_s > _NOTICE_S

@@ -12,13 +12,15 @@ from headwater.cache import CacheConfig, TieredCache
 from headwater.clock import Clock, SystemClock
 from headwater.config import EngineConfig
 from headwater.engine.client import EngineInfo
-from headwater.engine.core import EngineCore
+from headwater.engine.core import EngineCore, Runner
 from headwater.engine.grammar import GrammarCompiler
 from headwater.engine.masks import MaskWorkers
 from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import ConfigError
 from headwater.launch.events import open_events
+from headwater.launch.host_memory import HostMemory
 from headwater.launch.peers import open_peers, shares_blocks
+from headwater.launch.ranks import RankLauncher, check_ranks
 from headwater.launch.reload import Parts, Reloader
 from headwater.launch.tiers import describe_tiers, host_blocks, open_mover
 from headwater.launch.weights import load_weights
@@ -38,15 +40,33 @@ BUILT_IN_NAME = "headwater-tiny"
 def build_core(
     config: EngineConfig, model: "LoadedModel | None" = None
 ) -> tuple[EngineCore, EngineInfo]:
-    """Load the model, unless it is there already, size the pool, join scheduler, cache, runner."""
-    _limit_threads(config.num_threads)
+    """Load the model, unless it is there already, size the pool, join scheduler, cache, runner.
+
+    With several ranks this process is rank 0, and the others are started here.
+    """
+    _limit_threads(config.num_threads, num_ranks=config.tensor_parallel_size)
+    block_keys.prepare()
+    clock = SystemClock()
+    if config.tensor_parallel_size == 1:
+        return _build(config, model, None, clock)
+    check_ranks(config)
+    ranks = RankLauncher(config, clock)
+    try:
+        return _build(config, ranks.load(), ranks, clock)
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def _build(
+    config: EngineConfig, model: "LoadedModel | None", ranks: RankLauncher | None, clock: Clock
+) -> tuple[EngineCore, EngineInfo]:
     # After the thread limits, which torch reads once.
     from headwater.device.memory import num_blocks_that_fit
     from headwater.device.model import load
     from headwater.device.open import open_runner
     from headwater.device.runner import TorchRunner
 
-    block_keys.prepare()
     model = model or load(
         config.model,
         dtype=config.dtype,
@@ -58,21 +78,25 @@ def build_core(
         block_tokens=config.block_tokens,
         utilization=config.memory_utilization,
         override=config.num_blocks_override,
+        available_bytes=None if ranks is None else ranks.free_bytes,
         step_tokens=config.max_batched_tokens,
     )
-    layout = model.layout(config.block_tokens)
+    layout = model.whole_layout(config.block_tokens)
     num_host_blocks = host_blocks(config, layout)
     scheduler = _scheduler(config, model, layout, num_blocks, num_host_blocks)
-    clock = SystemClock()
-    runner, pool = open_runner(
+    if ranks is not None:
+        ranks.meet(model, num_blocks)
+    own, pool = open_runner(
         model,
         num_blocks=num_blocks,
         block_tokens=config.block_tokens,
         max_num_seqs=config.max_num_seqs,
         max_batched_tokens=config.max_batched_tokens,
-        shared=shares_blocks(config),
+        shared=ranks is None and shares_blocks(config),
         masks=_masks(config, model, clock),
     )
+    runner: Runner = own if ranks is None else ranks.lead(own)
+    memory = HostMemory(pool, runner, clock, None if ranks is None else ranks.copies)
     info = EngineInfo(
         model_name=_model_name(config),
         model_dir=str(model.model_dir),
@@ -91,9 +115,11 @@ def build_core(
         epoch=secrets.token_hex(8),
         kv_format=layout.kv_format,
     )
-    mover = open_mover(config, scheduler.cache, pool, runner, clock)
+    mover = open_mover(config, scheduler.cache, memory, clock)
     core = EngineCore(scheduler, runner, clock, mover)
-    info = open_peers(config, core, scheduler, pool, info, clock)
+    if ranks is not None:
+        ranks.ranks.on_lost(core.fail)
+    info = open_peers(config, core, scheduler, memory, info, clock)
     info = open_events(config, core, info, clock)
     if config.peers is None and isinstance(runner, TorchRunner):
         parts = Parts(model=model, runner=runner, cache=scheduler.cache, mover=mover)
@@ -170,10 +196,10 @@ def _itl_target(config: EngineConfig, device: str) -> ItlTarget | None:
     return None if device == "cpu" else ADAPTIVE_ITL
 
 
-def _limit_threads(num_threads: int | None) -> None:
+def _limit_threads(num_threads: int | None, *, num_ranks: int = 1) -> None:
     """Fix torch's threads before it is imported; what the operator set in the environment wins."""
     cores = len(os.sched_getaffinity(0))
-    wanted = num_threads or max(1, cores - 1)
+    wanted = num_threads or max(1, (cores - 1) // num_ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(wanted))
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Weights in huge pages: a fifth less time a small step, and torch asks only once.

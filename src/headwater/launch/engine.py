@@ -1,6 +1,7 @@
 """The engine process: `python -m headwater.launch.engine text|json ADDRESS`, started by the
 server."""
 
+import os
 import sys
 from typing import cast
 
@@ -12,12 +13,14 @@ from headwater.engine.collector import settle_collector
 from headwater.engine.core import EngineCore
 from headwater.engine.process import run_engine
 from headwater.launch.core import build_core
+from headwater.launch.ranks import LOG_FORMAT_VARIABLE
 from headwater.metrics.logs import LogFormat, set_up_logs
 
 
 def main(log_format: LogFormat, address: str) -> int:
     """Serve the process at the other end of `address`; the exit code."""
     set_up_logs(log_format, speaker="engine")
+    os.environ[LOG_FORMAT_VARIABLE] = log_format
     return run_engine(_build, address)
 
 

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from threading import Thread
-from typing import TYPE_CHECKING
 
 from headwater.cache import Namespace
 from headwater.clock import Clock
@@ -22,11 +21,8 @@ from headwater.disagg.protocol.config import HandoffConfig
 from headwater.engine.client import EngineInfo
 from headwater.engine.core import EngineCore
 from headwater.errors import ConfigError
+from headwater.launch.host_memory import HostMemory
 from headwater.scheduler.scheduler import Scheduler
-
-if TYPE_CHECKING:
-    from headwater.device.kv import KVPool
-
 
 OpenLinks = Callable[[LinkConfig, Deliver], LinkMaker]
 """Makes the links of one instance, which deliver their events there."""
@@ -36,36 +32,44 @@ def open_peers(
     config: EngineConfig,
     core: EngineCore,
     scheduler: Scheduler,
-    pool: "KVPool",
+    host: HostMemory,
     info: EngineInfo,
     clock: Clock,
 ) -> EngineInfo:
     """Let `core` hand off, where that is asked for; `info` with where its peers reach it."""
     if config.peers is None or not _hands_off(config.peers):
         return info
-    open_memory = _in_place if pool.device.type == "cpu" else _staged
-    memory, open_links = open_memory(pool, clock)
+    is_in_place = host.pool.device.type == "cpu" and not host.has_ranks
+    memory, open_links = (_in_place if is_in_place else _staged)(host, clock)
     address = _join_peers(config, core, scheduler, memory, open_links, clock)
     return replace(info, role=config.peers.role, peer_address=address)
 
 
-def _in_place(pool: "KVPool", clock: Clock) -> tuple[Memory, OpenLinks]:
+def _in_place(host: HostMemory, clock: Clock) -> tuple[Memory, OpenLinks]:
     """Blocks in main memory, which links read and write where they are."""
     # Beside torch, which is imported by the time there is a pool.
     from headwater.device.blocks import PoolBlocks
 
-    memory = PoolBlocks(pool)
+    memory = PoolBlocks(host.pool)
     return memory, lambda links, deliver: Links(links, memory, deliver, clock)
 
 
-def _staged(pool: "KVPool", clock: Clock) -> tuple[Memory, OpenLinks]:
-    """Blocks on a device, which pass through buffers."""
+def _staged(host: HostMemory, clock: Clock) -> tuple[Memory, OpenLinks]:
+    """Blocks on a device or on several ranks, which pass through buffers."""
     from headwater.device.blocks import DeviceBlocks
-    from headwater.device.open import open_copier
 
-    memory = DeviceBlocks(pool)
+    memory: Memory = DeviceBlocks(host.pool)
+    if host.copies is not None:
+        from headwater.device.parallel.copier import RankedBlocks
+
+        memory = RankedBlocks(host.pool, host.copies.ranks)
     return memory, lambda links, deliver: StagedLinks(
-        links, memory.block_bytes, lambda slab: open_copier(pool, slab, clock), deliver, clock
+        links,
+        memory.block_bytes,
+        host.open_copier,
+        deliver,
+        clock,
+        for_ranks=host.has_ranks,
     )
 
 

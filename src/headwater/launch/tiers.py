@@ -1,15 +1,18 @@
 """Builds what is below the device: the host slab, the copier, storage; and says what it will do."""
 
 import os
-from typing import TYPE_CHECKING
 
 from headwater.cache import Namespace, TieredCache
 from headwater.cache.keys import KeyScheme
 from headwater.clock import Clock
 from headwater.config import EngineConfig
+<<<<<<< HEAD
 from headwater.device.budget import free_main_bytes
 from headwater.engine.core import Runner
+=======
+>>>>>>> eea883c (Add --tensor-parallel-size on CPUs with gloo)
 from headwater.errors import ConfigError
+from headwater.launch.host_memory import HostMemory
 from headwater.storage.base import Opening
 from headwater.storage.breaker import BreakerConfig
 from headwater.storage.codec import BlockFormat
@@ -20,9 +23,6 @@ from headwater.transfer.layout import KVLayout
 from headwater.transfer.mover import Mover
 from headwater.transfer.slab import HostSlab, slot_bytes
 from headwater.transfer.workers import StorageWorkers
-
-if TYPE_CHECKING:
-    from headwater.device.kv import KVPool
 
 _GIB = 1 << 30
 
@@ -97,20 +97,16 @@ def default_host_bytes(config: EngineConfig, *, free_bytes: int, num_gpus: int) 
 
 
 def open_mover(
-    config: EngineConfig, cache: TieredCache, pool: "KVPool", runner: Runner, clock: Clock
+    config: EngineConfig, cache: TieredCache, memory: HostMemory, clock: Clock
 ) -> Mover:
     """The mover of the tiers there are."""
     num_blocks = cache.config.host_blocks
     if not num_blocks:
         return Mover()
-    # Beside torch, which is imported by the time there is a pool.
-    from headwater.device.open import open_copier
-
-    block_bytes = pool.num_bytes // pool.num_blocks
-    slab = HostSlab(num_blocks, block_bytes)
+    slab = memory.slab(num_blocks)
     workers = _open_workers(config, cache, slab, clock)
-    copier = open_copier(pool, slab, clock, runner)
-    return Mover(copier, workers, block_bytes=block_bytes)
+    copier = memory.open_copier(slab, layerwise=True)
+    return Mover(copier, workers, block_bytes=memory.block_bytes)
 
 
 def describe_tiers(

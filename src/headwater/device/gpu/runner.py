@@ -131,6 +131,8 @@ class CudaRunner:
             self._suffixes = SuffixGraphs(
                 fused, self.pool, self._chosen, self.graphs.logits, max_table=width
             )
+        self.announce: Callable[[ScheduledBatch, Tokens], None] | None = None
+        """Told of each step before it is computed, where other ranks compute it too."""
         self._submitted: deque[_SubmittedStep] = deque()
         self._last: _SubmittedStep | None = None
         self._num_steps = 0

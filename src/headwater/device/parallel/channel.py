@@ -6,6 +6,7 @@ Files travel beside a frame's first byte. Both ends are processes of one engine 
 """
 
 import array
+import contextlib
 import os
 import socket
 import struct
@@ -106,16 +107,16 @@ class RankChannel:
 
     def close(self) -> None:
         """Close this end; a receiver at the other one is woken. Twice is safe."""
-        try:
+        with contextlib.suppress(OSError):  # the other end may be gone
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
         self._socket.close()
 
     def _receive_header(self) -> tuple[bytes, tuple[int, ...]]:
         room = socket.CMSG_SPACE(_MAX_FILES * array.array("i").itemsize)
         try:
-            data, beside, _, _ = self._socket.recvmsg(_HEADER.size, room, socket.MSG_CMSG_CLOEXEC)
+            data, beside, _, _ = self._socket.recvmsg(
+                _HEADER.size, room, socket.MSG_CMSG_CLOEXEC
+            )
         except ConnectionError as exc:
             raise ChannelClosed("the other end is gone") from exc
         files: list[int] = []

@@ -11,8 +11,11 @@ from itertools import count
 from threading import Lock
 
 import msgspec
+import numpy as np
 
 from headwater.cache import JobStatus, TransferJob
+from headwater.device.blocks import DeviceBlocks
+from headwater.device.kv import KVPool
 from headwater.device.parallel.channel import Frame, RankMessage
 from headwater.device.parallel.messages import CopyBlocks, MapSlab, unpack_copied
 from headwater.device.parallel.ranks import Ranks
@@ -21,6 +24,7 @@ from headwater.transfer.completions import JobCompletion
 from headwater.transfer.mover import DeviceCopier
 from headwater.transfer.slab import HostSlab
 from headwater.transfer.workers import Report
+from headwater.types import Slots
 
 _MAP_TIMEOUT_S = 60.0
 """For every rank to map a slab; a rank that computes a step does that first."""
@@ -44,9 +48,7 @@ class _SharedCopy:
         if self.num_left:
             return None
         if self.is_done:
-            return JobCompletion(
-                self.job.job, JobStatus.DONE, self.job.num_blocks, self.busy_s
-            )
+            return JobCompletion(self.job.job, JobStatus.DONE, self.job.num_blocks, self.busy_s)
         return JobCompletion(self.job.job, JobStatus.FAILED, 0, self.busy_s, "rank")
 
 
@@ -96,6 +98,20 @@ class RankCopies:
         self.end_one(*unpack_copied(frame.payload))
 
 
+class RankedBlocks(DeviceBlocks):
+    """The slots of every rank's pool, for links."""
+
+    def __init__(self, pool: KVPool, ranks: Ranks) -> None:
+        super().__init__(pool)
+        self._ranks = ranks
+
+    def mark_written(self, slots: Slots) -> None:
+        """Bytes have landed in `slots`, on every rank."""
+        super().mark_written(slots)
+        numbers = np.ascontiguousarray(slots, dtype=np.int64)
+        self._ranks.tell(RankMessage.MARK, numbers.data.cast("B"))
+
+
 class ParallelCopier:
     """The `DeviceCopier` of an engine with several ranks, for one slab.
 
@@ -113,9 +129,7 @@ class ParallelCopier:
         """Have every rank copy its part."""
         copies = self._copies
         serial = copies.begin(transfer, report)
-        copies.ranks.tell(
-            RankMessage.COPY, CopyBlocks(serial, self._slab, transfer).pack()
-        )
+        copies.ranks.tell(RankMessage.COPY, CopyBlocks(serial, self._slab, transfer).pack())
         self._own.start(transfer, partial(self._ended, serial))
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore
 
 from headwater.device.parallel.share import RankShare
 
@@ -31,7 +32,7 @@ class RankGroup:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             backend,
-            store=dist.FileStore(str(store), share.size),
+            store=FileStore(str(store), share.size),
             rank=share.rank,
             world_size=share.size,
             timeout=_TIMEOUT,

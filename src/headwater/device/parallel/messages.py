@@ -17,6 +17,7 @@ class LoadModel(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None
     dtype: str
     device: str
+    has_fp8_kv: bool = False
     rank: int
     size: int
     is_packed: bool = True
@@ -74,7 +75,7 @@ class CopyBlocks(NamedTuple):
         is_load = isinstance(self.job, LoadJob)
         head = np.array((self.serial, self.slab, is_load), dtype=np.int64)
         whole = np.concatenate((head, self.job.source_slots, self.job.target_slots))
-        return memoryview(whole.astype(np.int64, copy=False)).cast("B")
+        return whole.astype(np.int64, copy=False).data.cast("B")
 
     @classmethod
     def unpack(cls, payload: memoryview) -> "CopyBlocks":

@@ -1,7 +1,7 @@
 """The engine's runner over all ranks: rank 0 computes its part, samples, and leads the others.
 
-    submit ── STEP to every rank ──▶ each computes its part, in lockstep through the collectives
-       └───── rank 0's own part ───▶ logits joined here ──▶ sampled here
+submit ── STEP to every rank ──▶ each computes its part, in lockstep through the collectives
+   └───── rank 0's own part ───▶ logits joined here ──▶ sampled here
 """
 
 from headwater.device.open import LeadingRunner

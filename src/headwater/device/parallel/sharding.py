@@ -75,7 +75,9 @@ class SplitNorm(nn.Module):
         self._total = weight.shape[0]
         self._copies = copies
         self.weight = _parameter(weight[mine[0] : mine[1]])
-        self.epsilon = float(cast(Any, getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6))))
+        self.epsilon = float(
+            cast(Any, getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6)))
+        )
         self.group: RankGroup | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -142,9 +144,7 @@ def _is_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower()
 
 
-def _split_attention(
-    module: nn.Module, share: RankShare, *, heads: int, kv_heads: int
-) -> None:
+def _split_attention(module: nn.Module, share: RankShare, *, heads: int, kv_heads: int) -> None:
     parts: Any = module
     size = int(parts.head_dim)
     first, end = share.heads(heads)
@@ -268,7 +268,9 @@ def _split_vocabulary(model: Any, share: RankShare) -> None:  # noqa: ANN401 - a
     split_embedding = SplitEmbedding(embedding, share)
     model.set_input_embeddings(split_embedding)
     if head.weight.shape[0] != model.config.vocab_size:
-        raise _unknown(head, f"{head.weight.shape[0]} rows for {model.config.vocab_size} tokens")
+        raise _unknown(
+            head, f"{head.weight.shape[0]} rows for {model.config.vocab_size} tokens"
+        )
     _keep_rows(head, share.part(head.weight.shape[0]))
     if is_tied:
         head.weight = split_embedding.inner.weight
@@ -295,7 +297,7 @@ def _keep_columns(linear: nn.Linear, wanted: Range, share: RankShare) -> None:
     linear.weight = _parameter(linear.weight[:, wanted[0] : wanted[1]])
     linear.in_features = wanted[1] - wanted[0]
     if not share.is_first:
-        linear.bias = None
+        linear.register_parameter("bias", None)
 
 
 def _shifted(wanted: Range, by: int) -> Range:

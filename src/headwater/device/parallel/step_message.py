@@ -7,7 +7,8 @@ A rank neither samples nor knows requests: rows have numbers instead of names, a
 grammars and histories stay on rank 0.
 """
 
-from itertools import count
+from itertools import count, pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +43,7 @@ class StepPacker:
             sum(widths),
         )
         scored = [(row, len(targets)) for row, (targets, _) in batch.scored.items()]
-        parts = (
+        parts: list[NDArray[Any]] = [
             np.array((*header, *self._number(batch.request_ids)), dtype=np.int32),
             batch.context_lens,
             batch.carry,
@@ -53,8 +54,9 @@ class StepPacker:
             tokens,
             batch.positions,
             *tables,
-        )
-        return memoryview(np.concatenate(parts, dtype=np.int32, casting="same_kind")).cast("B")
+        ]
+        whole: Ints32 = np.concatenate(parts, dtype=np.int32, casting="same_kind")
+        return whole.data.cast("B")
 
     def _number(self, request_ids: list[RequestId]) -> list[int]:
         """Numbers of the rows' requests; those that are not in this step are forgotten."""
@@ -76,7 +78,7 @@ def unpack_step(payload: memoryview) -> ScheduledBatch:
     ends = np.cumsum((_HEADER, *sizes))
     if ends[-1] != len(ints):
         raise InvariantError(f"a step of {len(ints)} numbers says that it has {ends[-1]}")
-    parts = [ints[start:end] for start, end in zip(ends[:-1], ends[1:], strict=True)]
+    parts = [ints[start:end] for start, end in pairwise(ends)]
     ids, contexts, carry, widths, starts, chosen, places, ids_in, positions, table = parts
     table_ends = np.cumsum(widths)[:-1]
     return ScheduledBatch(

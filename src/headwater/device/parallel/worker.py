@@ -29,8 +29,8 @@ from headwater.device.parallel.messages import (
     OpenRunner,
     pack_copied,
 )
-from headwater.device.parallel.share import RankShare
 from headwater.device.parallel.sharding import connect
+from headwater.device.parallel.share import RankShare
 from headwater.device.parallel.step_message import unpack_step
 from headwater.errors import HeadwaterError, InvariantError
 from headwater.transfer.completions import JobCompletion
@@ -106,6 +106,7 @@ class RankWorker:
             dtype=wanted.dtype,
             device=wanted.device,
             packed=wanted.is_packed,
+            has_fp8_kv=wanted.has_fp8_kv,
             share=self._share,
         )
         free = Loaded(free_bytes=free_bytes(self._model))

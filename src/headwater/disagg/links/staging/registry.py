@@ -30,8 +30,12 @@ class StagedLinks:
         deliver: Deliver,
         clock: Clock | None = None,
         engine: TransferEngine | None = None,
+        *,
+        for_ranks: bool = False,
     ) -> None:
-        """A Transfer Engine is made on first use, unless one is given."""
+        """A Transfer Engine is made on first use, unless one is given. Buffers `for_ranks` can be
+        mapped by the other ranks of this instance."""
+        self._for_ranks = for_ranks
         self._config = config
         self._block_bytes = block_bytes
         self._open_copier = open_copier
@@ -44,7 +48,7 @@ class StagedLinks:
     def listen(self, link: str) -> Receiver:
         """A receiver of this kind, with buffers for as many senders as it serves at once."""
         num_buffers = self._config.max_senders * self._frame_blocks
-        slab = HostSlab(num_buffers, self._block_bytes)
+        slab = HostSlab(num_buffers, self._block_bytes, for_ranks=self._for_ranks)
         buffers = Buffers(slab, self._open_copier(slab))
         with _closing_unless_made(buffers):
             return StagedReceiver(
@@ -58,7 +62,12 @@ class StagedLinks:
         """A sender to the receiver at `address`, with its own buffers."""
         link = address.partition("://")[0]
         shared = link == "shm"
-        slab = HostSlab(_NUM_PARTS * self._frame_blocks, self._block_bytes, shared=shared)
+        slab = HostSlab(
+            _NUM_PARTS * self._frame_blocks,
+            self._block_bytes,
+            shared=shared,
+            for_ranks=self._for_ranks,
+        )
         buffers = Buffers(slab, self._open_copier(slab))
         # Not the slab for `mooncake`: the engine would register it, and it is freed with its sender.
         memory: BlockMemory = slab if shared else buffers

@@ -1,0 +1,44 @@
+"""Host memory that blocks pass through, and the copiers between it and the device."""
+
+from typing import TYPE_CHECKING
+
+from headwater.clock import Clock
+from headwater.engine.core import Runner
+from headwater.transfer.mover import DeviceCopier
+from headwater.transfer.slab import HostSlab
+
+if TYPE_CHECKING:
+    from headwater.device.kv import KVPool
+    from headwater.device.parallel.copier import RankCopies
+
+
+class HostMemory:
+    """Makes slabs and copiers for one engine, of one rank or several."""
+
+    def __init__(
+        self, pool: "KVPool", runner: Runner, clock: Clock, copies: "RankCopies | None" = None
+    ) -> None:
+        """`copies` are those of the other ranks, where there are some."""
+        self.pool = pool
+        self.block_bytes = pool.block_bytes
+        self.copies = copies
+        self._runner = runner
+        self._clock = clock
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether other ranks copy their own parts of a block."""
+        return self.copies is not None
+
+    def slab(self, num_slots: int) -> HostSlab:
+        """Memory for whole blocks."""
+        return HostSlab(num_slots, self.block_bytes, for_ranks=self.has_ranks)
+
+    def open_copier(self, slab: HostSlab, *, layerwise: bool = False) -> DeviceCopier:
+        """A copier between the device and `slab`; a `layerwise` one tells the runner of layers
+        that arrive."""
+        # Beside torch, which is imported by the time there is a pool.
+        from headwater.device.open import open_copier
+
+        own = open_copier(self.pool, slab, self._clock, self._runner if layerwise else None)
+        return own if self.copies is None else self.copies.open(own, slab)

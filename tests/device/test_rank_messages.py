@@ -1,0 +1,120 @@
+"""What goes between ranks: a step, a copy, files, and the end of a connection."""
+
+import os
+import socket
+import threading
+
+import numpy as np
+import pytest
+
+from headwater.cache import LoadJob, OffloadJob
+from headwater.device.parallel.channel import ChannelClosed, RankChannel, RankMessage
+from headwater.device.parallel.messages import CopyBlocks
+from headwater.device.parallel.step_message import StepPacker, unpack_step
+from headwater.scheduler.batch import ScheduledBatch
+from headwater.scheduler.request import SamplingParams
+from headwater.types import JobId, RequestId, Tier
+
+
+def _batch(names: list[str]) -> ScheduledBatch:
+    rows = len(names)
+    return ScheduledBatch(
+        step=12,
+        request_ids=[RequestId(name) for name in names],
+        tokens=np.arange(rows + 2, dtype=np.int32),
+        positions=np.arange(rows + 2, dtype=np.int32) + 5,
+        query_start=np.array([0, *range(3, rows + 3)], dtype=np.int32),
+        context_lens=np.full(rows, 9, dtype=np.int32),
+        block_tables=[np.array([4, 1, 2 * row], dtype=np.int64) for row in range(rows)],
+        sampled=np.arange(rows, dtype=np.int32),
+        params=[SamplingParams(temperature=0.0)] * rows,
+        carry=np.full(rows, -1, dtype=np.int32),
+        scored={1: (np.array([8, 9], dtype=np.int32), 3)},
+    )
+
+
+def test_a_rank_sees_the_step_that_was_packed() -> None:
+    """Everything that is computed arrives; names, parameters and histories stay behind."""
+    batch = _batch(["a", "b", "c"])
+
+    seen = unpack_step(StepPacker().pack(batch, batch.tokens))
+
+    assert seen.step == 12
+    for name in ("tokens", "positions", "query_start", "context_lens", "sampled", "carry"):
+        assert np.array_equal(getattr(seen, name), getattr(batch, name)), name
+    for ours, theirs in zip(seen.block_tables, batch.block_tables, strict=True):
+        assert np.array_equal(ours, theirs)
+    assert np.array_equal(seen.scored_places(), batch.scored_places())
+    assert seen.params == []
+
+
+def test_a_request_keeps_its_number_while_it_runs() -> None:
+    """A rank recognises a sequence by it, and nothing is remembered of those that left."""
+    packer = StepPacker()
+
+    first = unpack_step(packer.pack(_batch(["a", "b"]), np.zeros(4, dtype=np.int32)))
+    second = unpack_step(packer.pack(_batch(["b", "c"]), np.zeros(4, dtype=np.int32)))
+    third = unpack_step(packer.pack(_batch(["a", "c"]), np.zeros(4, dtype=np.int32)))
+
+    assert second.request_ids[0] == first.request_ids[1]
+    assert third.request_ids[1] == second.request_ids[1]
+    assert len({*first.request_ids, *second.request_ids, *third.request_ids}) == 4
+    assert len(packer._numbers) == 2
+
+
+@pytest.mark.parametrize("kind", [LoadJob, OffloadJob])
+def test_a_copy_arrives_as_it_was_planned(kind: type[LoadJob]) -> None:
+    """Direction, slots of both sides, and the number that its answer repeats."""
+    slots = np.array([3, 4, 9]), np.array([1, 7, 0])
+    job = kind(
+        job=JobId(77),
+        source=Tier.HOST,
+        target=Tier.DEVICE,
+        source_slots=slots[0],
+        target_slots=slots[1],
+    )
+
+    copy = CopyBlocks.unpack(CopyBlocks(5, 2, job).pack())
+
+    assert (copy.serial, copy.slab, type(copy.job)) == (5, 2, kind)
+    assert np.array_equal(copy.job.source_slots, slots[0])
+    assert np.array_equal(copy.job.target_slots, slots[1])
+
+
+def test_messages_of_any_size_and_files_arrive_in_order() -> None:
+    """One larger than the socket's buffer, one with a descriptor, one empty."""
+    ours, theirs = (RankChannel(end, send_timeout_s=10) for end in socket.socketpair())
+    large = os.urandom(20 << 20)
+    read, write = os.pipe()
+
+    def send() -> None:
+        ours.send(RankMessage.STEP, large)
+        ours.send(RankMessage.SLAB, b"x", [write])
+        ours.send(RankMessage.LOADED)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    first, second, third = (theirs.receive() for _ in range(3))
+    thread.join()
+
+    assert (first.kind, bytes(first.payload)) == (RankMessage.STEP, large)
+    assert (second.kind, bytes(second.payload)) == (RankMessage.SLAB, b"x")
+    assert (third.kind, bytes(third.payload)) == (RankMessage.LOADED, b"")
+    os.write(second.files[0], b"hello")
+    assert os.read(read, 5) == b"hello"
+    for file in (read, write, *second.files):
+        os.close(file)
+    ours.close()
+    with pytest.raises(ChannelClosed):
+        theirs.receive()
+    theirs.close()
+
+
+def test_a_rank_that_takes_nothing_is_an_error_not_a_wait() -> None:
+    """The sender is told after its deadline."""
+    ours, theirs = socket.socketpair()
+    channel = RankChannel(ours, send_timeout_s=0.05)
+    with pytest.raises(BlockingIOError):
+        channel.send(RankMessage.STEP, bytes(64 << 20))
+    channel.close()
+    theirs.close()

@@ -1,0 +1,128 @@
+"""Models split over ranks say, token for token, what they say on one rank."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from headwater.device.model import load
+from headwater.device.parallel.share import RankShare
+from headwater.errors import ConfigError
+from headwater.scheduler.request import SamplingParams
+from tests.device.driver import Driver
+from tests.device.families import FAMILIES, prompt, save_family
+from tests.device.ranks import RankHarness
+
+REPRESENTATIVE = (
+    "llama",  # fused layers
+    "phi3",  # joint projections
+    "phi",  # biases, MLP without a gate
+    "olmo2",  # norms over all heads
+    "gemma2",  # soft-caps, windows, norms after attention
+    "qwen2_moe",  # experts and a shared expert
+    "gpt_oss",  # experts with biases, sinks
+    "glm4_moe",  # dense layers among those with experts
+)
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[RankHarness]:
+    harness = RankHarness(2)
+    yield harness
+    harness.close()
+
+
+def _tokens(driver: Driver) -> list[list[int]]:
+    """Prompts beyond a window, decoded together and in chunks, greedy and seeded."""
+    sampled = SamplingParams(temperature=0.9, top_p=0.9, seed=7)
+    long = driver.add(prompt(41, seed=1), name="long")
+    short = driver.add(prompt(6, seed=2), name="short", params=sampled)
+    for size in (5, 20):
+        driver.step((long, size))
+    driver.finish(long, short, count=10)
+    return [long.output, short.output]
+
+
+def _compare(harness: RankHarness, folder: Path) -> None:
+    model = harness.load(folder)
+    split = Driver(model, block_tokens=4, runner_class=partial(harness.runner))
+    whole = Driver(load(folder), block_tokens=4)
+
+    assert _tokens(split) == _tokens(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REPRESENTATIVE)
+def test_two_ranks_say_what_one_rank_says(
+    name: str, family: Callable[[str], Path], two_ranks: RankHarness
+) -> None:
+    """Attention, MLPs, experts, embedding and output layer are split; the tokens are the same."""
+    _compare(two_ranks, family(name))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - set(REPRESENTATIVE)))
+def test_two_ranks_say_what_one_rank_says_in_every_family(
+    name: str, family: Callable[[str], Path], two_ranks: RankHarness
+) -> None:
+    """The same for every family that is served."""
+    _compare(two_ranks, family(name))
+
+
+@pytest.mark.slow
+def test_two_steps_may_be_in_flight(
+    family: Callable[[str], Path], two_ranks: RankHarness
+) -> None:
+    """A token that a step carries from the one before reaches every rank."""
+    outputs = []
+    for model, runner_class in (
+        (load(family("llama")), None),
+        (two_ranks.load(family("llama")), partial(two_ranks.runner, depth=2)),
+    ):
+        driver = Driver(model, block_tokens=4, runner_class=runner_class)
+        sequence = driver.add(prompt(9, seed=5))
+        driver.submit((sequence, 9))
+        if runner_class is None:
+            driver.collect()
+            driver.finish(sequence, count=6)
+        else:
+            for _ in range(5):
+                driver.submit((sequence, 1))
+                driver.collect()
+            driver.collect()
+        outputs.append(sequence.output)
+
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.slow
+def test_a_vocabulary_that_cannot_be_split_evenly_is_split_all_the_same(
+    tmp_path: Path, two_ranks: RankHarness
+) -> None:
+    """Parts of embedding and output layer differ by a token; so do parts of an MLP."""
+    _compare(two_ranks, save_family("llama", tmp_path, vocab_size=127, intermediate_size=95))
+
+
+def test_heads_that_cannot_be_split_are_refused() -> None:
+    """The sentence names the size and the heads."""
+    with pytest.raises(ConfigError, match="3 does not divide the model's 8 attention heads"):
+        RankShare(rank=0, size=3).heads(8)
+    with pytest.raises(ConfigError, match="6 KV heads"):
+        RankShare(rank=0, size=4).kv_heads(6)
+
+
+def test_parts_cover_everything_once() -> None:
+    """Ranks have the whole between them, whatever the sizes."""
+    for total in (7, 8, 127):
+        for size in (1, 2, 3, 8):
+            parts = [RankShare(rank=rank, size=size).part(total) for rank in range(size)]
+            assert [i for start, end in parts for i in range(start, end)] == list(range(total))
+
+
+def test_one_of_the_ranks_with_a_kv_head_writes_it() -> None:
+    """Every KV head is written to lower tiers by exactly one rank."""
+    for kv_heads, size in ((8, 2), (2, 4), (1, 8), (4, 4)):
+        shares = [RankShare(rank=rank, size=size) for rank in range(size)]
+        written = [share.kv_heads(kv_heads) for share in shares if share.writes_kv(kv_heads)]
+        assert [i for start, end in written for i in range(start, end)] == list(range(kv_heads))
