@@ -6,11 +6,7 @@ from headwater.cache import Namespace, TieredCache
 from headwater.cache.keys import KeyScheme
 from headwater.clock import Clock
 from headwater.config import EngineConfig
-<<<<<<< HEAD
 from headwater.device.budget import free_main_bytes
-from headwater.engine.core import Runner
-=======
->>>>>>> eea883c (Add --tensor-parallel-size on CPUs with gloo)
 from headwater.errors import ConfigError
 from headwater.launch.host_memory import HostMemory
 from headwater.storage.base import Opening
