@@ -26,12 +26,12 @@ from headwater.engine.client import (
     ResetReport,
     Resume,
 )
+from headwater.engine.feed import Feed
 from headwater.engine.pace import RateEstimator
 from headwater.engine.reload import REFUSALS, Reload, WeightReload
 from headwater.engine.reset import Resets, Then
 from headwater.engine.stats import engine_stats
 from headwater.errors import EngineDead, HeadwaterError, RequestError
-from headwater.events import CacheEvent
 from headwater.metrics.stats import EngineStats
 from headwater.metrics.view import EngineView, ViewLimits
 from headwater.scheduler.batch import ScheduledBatch, StepResult
@@ -66,23 +66,6 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Release the device. Twice is safe."""
-
-
-class Feed(Protocol):
-    """Publishes KV events to subscribers. Called from the loop's thread; never waits."""
-
-    @property
-    def snapshot_wanted(self) -> bool:
-        """Whether a subscriber asked for a snapshot of everything cached."""
-
-    def publish(self, facts: Sequence[CacheEvent]) -> None:
-        """Publish what changed, in order."""
-
-    def publish_snapshot(self, facts: Sequence[CacheEvent]) -> None:
-        """Publish all that is cached, after every change published before."""
-
-    def close(self) -> None:
-        """Stop publishing. Twice is safe."""
 
 
 class EngineCore:
