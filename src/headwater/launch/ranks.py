@@ -23,7 +23,7 @@ from headwater.clock import Clock
 from headwater.config import EngineConfig
 from headwater.engine.rundir import RunDir
 from headwater.errors import ConfigError
-from headwater.launch.rank import SEND_TIMEOUT_S
+from headwater.launch.rank_process import SEND_TIMEOUT_S
 
 if TYPE_CHECKING:
     from headwater.device.model import LoadedModel
@@ -47,7 +47,7 @@ class RankChild:
         log_format = os.environ.get(LOG_FORMAT_VARIABLE, "text")
         arguments = [str(descriptor), str(os.getpid()), log_format, str(number)]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "headwater.launch.rank", *arguments],
+            [sys.executable, "-m", "headwater.launch.rank_process", *arguments],
             stdin=subprocess.DEVNULL,
             pass_fds=[descriptor],
         )

@@ -55,7 +55,7 @@ class RankMessage(IntEnum):
     """The rank cannot go on; the payload is a sentence."""
 
 
-class Frame(NamedTuple):
+class RankFrame(NamedTuple):
     """One message."""
 
     kind: RankMessage
@@ -95,7 +95,7 @@ class RankChannel:
         if sent < _HEADER.size + len(payload):
             self._socket.sendall(memoryview(payload)[sent - _HEADER.size :])
 
-    def receive(self) -> Frame:
+    def receive(self) -> RankFrame:
         """The next message; waits for it. Raises ChannelClosed when there will be none."""
         header, files = self._receive_header()
         number, size = _HEADER.unpack(header)
@@ -103,7 +103,7 @@ class RankChannel:
             raise ChannelClosed(f"a message of {size} bytes is more than any rank sends")
         payload = bytearray(size)
         self._fill(memoryview(payload))
-        return Frame(RankMessage(number), memoryview(payload), files)
+        return RankFrame(RankMessage(number), memoryview(payload), files)
 
     def close(self) -> None:
         """Close this end; a receiver at the other one is woken. Twice is safe."""

@@ -16,7 +16,7 @@ import numpy as np
 from headwater.cache import JobStatus, TransferJob
 from headwater.device.blocks import DeviceBlocks
 from headwater.device.kv import KVPool
-from headwater.device.parallel.channel import Frame, RankMessage
+from headwater.device.parallel.channel import RankFrame, RankMessage
 from headwater.device.parallel.messages import CopyBlocks, MapSlab, unpack_copied
 from headwater.device.parallel.ranks import Ranks
 from headwater.errors import EngineDead
@@ -94,7 +94,7 @@ class RankCopies:
         if ended is not None:
             copy.report(ended)
 
-    def _heard(self, rank: int, frame: Frame) -> None:
+    def _heard(self, rank: int, frame: RankFrame) -> None:
         self.end_one(*unpack_copied(frame.payload))
 
 

@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from headwater.clock import Clock
-from headwater.device.parallel.channel import Frame, RankChannel, RankMessage, close_files
+from headwater.device.parallel.channel import RankChannel, RankFrame, RankMessage, close_files
 from headwater.errors import ConfigError, EngineDead
 
 log = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 _BLAME_WITHIN_S = 2.0
 """Longest wait to learn which rank is lost, once a collective or a message has failed."""
 
-OnCopied = Callable[[int, Frame], None]
+OnCopied = Callable[[int, RankFrame], None]
 """Told of the end of a copy by the rank's number, from a receiving thread."""
 
 
@@ -51,7 +51,7 @@ class Ranks:
         self._clock = clock
         self.size = len(ranks) + 1
         self._telling = threading.Lock()
-        self._heard: list[SimpleQueue[Frame | None]] = [SimpleQueue() for _ in ranks]
+        self._heard: list[SimpleQueue[RankFrame | None]] = [SimpleQueue() for _ in ranks]
         """Answers by rank, for `hear`; None once the rank is lost."""
         self._failure: str | None = None
         self._lost = threading.Event()
@@ -178,5 +178,5 @@ def _ignore(sentence: str) -> None:
     """Before the engine listens."""
 
 
-def _drop_copied(rank: int, frame: Frame) -> None:
+def _drop_copied(rank: int, frame: RankFrame) -> None:
     """Before there is a copier, no copy was asked for."""

@@ -14,8 +14,8 @@ from headwater.device.model import LoadedModel, load
 from headwater.device.open import FollowingRunner, open_copier, open_follower
 from headwater.device.parallel.channel import (
     ChannelClosed,
-    Frame,
     RankChannel,
+    RankFrame,
     RankMessage,
     close_files,
 )
@@ -73,7 +73,7 @@ class RankWorker:
             self._fail(f"{type(exc).__name__}: {exc}")
         return 1
 
-    def _do(self, frame: Frame) -> None:
+    def _do(self, frame: RankFrame) -> None:
         match frame.kind:
             case RankMessage.STEP:
                 if self._runner is None:

@@ -1,4 +1,4 @@
-"""A rank other than the first: `python -m headwater.launch.rank FD PARENT FORMAT RANK`, started by
+"""A rank other than the first: `python -m headwater.launch.rank_process FD PARENT FORMAT RANK`, started by
 rank 0, which is the engine. It ends with the engine, however that ends."""
 
 import ctypes
