@@ -115,7 +115,7 @@ def test_four_bit_experts_are_turned_back_to_the_serving_dtype(tmp_path: Path) -
         ({"model_type": "llama4_text"}, "chunks"),
         ({"model_type": "gemma3"}, "multimodal"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "later tokens"),
-        ({"model_type": "llama", "quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "hqq"}}, "hqq"),
         ({"model_type": "brandnew"}, "not been tested"),
         ({}, "model_type"),
     ],

@@ -5,7 +5,7 @@ A similar name would be a bad suggestion for these: the user typed what was mean
 
 FOREIGN_FLAGS: dict[str, str] = {
     # weights and numbers
-    "--quantization": "weights are served in the dtype of --dtype; quantized weights are not supported",
+    "--quantization": "the format of quantised weights is read from config.json; leave the flag out",
     "--load-format": "weights are read from safetensors files; leave the flag out",
     "--trust-remote-code": "no code from a model directory is ever run; the supported model families are built in",
     "--tokenizer": "the tokenizer is read from the model directory; put its files there",

@@ -7,6 +7,7 @@ that seems to run is the dangerous one.
 
 from collections.abc import Mapping
 
+from headwater.device.quantization.schemes import METHODS
 from headwater.errors import ModelError
 
 SERVED = frozenset(
@@ -119,8 +120,6 @@ _REFUSED = {
 
 _RECURRENT_KEYS = ("ssm_cfg", "mamba_d_state", "ssm_state_size", "linear_key_head_dim")
 _RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "recurrent", "conv"})
-_WHOLE_QUANTIZATION = frozenset({"mxfp4"})
-"""Quantised weights that are turned back to the serving dtype at loading."""
 
 
 def check_served(config: Mapping[str, object]) -> None:
@@ -163,9 +162,11 @@ def _quantized(config: Mapping[str, object]) -> str | None:
     if not isinstance(quantization, Mapping):
         return None
     method = quantization.get("quant_method")
-    if method in _WHOLE_QUANTIZATION:
+    if method in METHODS:
         return None
-    return f"has weights quantised with '{method}', and only unquantised weights are served"
+    if method is None:
+        return "has a quantization_config that names no quant_method"
+    return f"has weights quantised with '{method}'; served are {', '.join(METHODS)}"
 
 
 def max_positions(config: Mapping[str, object], rope: Mapping[str, object]) -> int:

@@ -20,6 +20,9 @@ from headwater.device.fingerprint import fingerprint
 from headwater.device.model_files import read_config, read_object
 from headwater.device.parallel.sharding import split
 from headwater.device.parallel.share import RankShare
+from headwater.device.quantization.checkpoint import check_plain
+from headwater.device.quantization.loading import load_dequantized
+from headwater.device.quantization.schemes import is_mxfp4, quantization_of
 from headwater.errors import ConfigError, ModelError
 from headwater.transfer.layout import KVLayout
 
@@ -180,19 +183,8 @@ def _load_module(
 ) -> PreTrainedModel:
     register()
     disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers' own
-    whole = {"quantization_config": Mxfp4Config(dequantize=True)}
-    loader: Any = AutoModelForCausalLM
     try:
-        module, found = loader.from_pretrained(
-            folder,
-            config=AutoConfig.from_pretrained(folder, **_LOCAL),
-            dtype=dtype,
-            attn_implementation=ATTENTION,
-            use_safetensors=True,
-            output_loading_info=True,
-            **_LOCAL,
-            **(whole if "quantization_config" in raw else {}),
-        )
+        module, found = _loaded(folder, raw, dtype)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as exc:
         raise ModelError(f"{folder} could not be loaded: {exc}") from exc
     _check_complete(folder, found)
@@ -200,6 +192,31 @@ def _load_module(
         # Weights that were quantised come out in a dtype of the quantiser's choice.
         weight.data = weight.data.to(module.config.dtype)
     return cast(PreTrainedModel, module)
+
+
+def _loaded(
+    folder: Path, raw: Mapping[str, Any], dtype: torch.dtype | str
+) -> tuple[Any, Mapping[str, Any]]:
+    """The module, and what transformers says about its loading."""
+    quantization = quantization_of(raw)
+    if quantization is not None:
+        return load_dequantized(folder, quantization, dtype, attn_implementation=ATTENTION)
+    whole = {"quantization_config": Mxfp4Config(dequantize=True)}
+    if not is_mxfp4(raw):
+        whole = {}
+        check_plain(folder)
+    loader: Any = AutoModelForCausalLM
+    module, found = loader.from_pretrained(
+        folder,
+        config=AutoConfig.from_pretrained(folder, **_LOCAL),
+        dtype=dtype,
+        attn_implementation=ATTENTION,
+        use_safetensors=True,
+        output_loading_info=True,
+        **_LOCAL,
+        **whole,
+    )
+    return module, found
 
 
 def _check_complete(folder: Path, found: Mapping[str, Any]) -> None:

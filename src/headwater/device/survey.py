@@ -14,6 +14,7 @@ from headwater.device.model_files import (
     stored_tensors,
     weight_files,
 )
+from headwater.device.quantization.schemes import BESIDE_SUFFIXES, MAIN_SUFFIXES
 from headwater.errors import ConfigError, ModelError
 from headwater.transfer.layout import KVLayout
 
@@ -90,8 +91,13 @@ class ModelSurvey:
 
     def _served_bytes(self, tensor: StoredTensor) -> int:
         width = DTYPE_BYTES[self.dtype]
-        if tensor.kind in _STORED_DTYPES:
+        # Quantised weights are counted as a CPU serves them, dequantised.
+        if self.quantization is not None and tensor.name.endswith(BESIDE_SUFFIXES):
+            return 0
+        if tensor.kind in _STORED_DTYPES or tensor.kind == "F8_E4M3":
             return tensor.num_elements * width
+        if self.quantization is not None and tensor.name.endswith(tuple(MAIN_SUFFIXES)):
+            return 8 * tensor.num_elements * width
         if self.quantization == "mxfp4":
             # Dequantised at load: a byte holds two numbers, and scales disappear.
             return tensor.num_bytes * 2 * width if tensor.name.endswith("_blocks") else 0

@@ -1,0 +1,207 @@
+"""Quantised weights: each format stands for the weights it was made from, or is refused."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from headwater.device.families import check_served
+from headwater.device.model import load
+from headwater.device.quantization.checkpoint import QuantizedCheckpoint
+from headwater.device.quantization.schemes import quantization_of
+from headwater.errors import ModelError
+from tests.device.driver import Driver
+from tests.device.families import prompt
+from tests.device.quantized_models import FORMATS, compressed, pack_quantized, write_quantized
+
+
+@pytest.fixture
+def written(family: Any, tmp_path: Path) -> Callable[[str], tuple[Path, Path]]:
+    """A tiny Llama in a format, and the plain model it stands for."""
+    return lambda name: write_quantized(family("llama"), tmp_path, *FORMATS[name])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_stands_for_the_weights_it_was_made_from(
+    name: str, written: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every weight, bit for bit; then the same tokens; and one line says what was done."""
+    quantized, plain = written(name)
+    with caplog.at_level(logging.INFO):
+        model = load(quantized, packed=False)
+    expected = load(plain, packed=False)
+
+    ours, theirs = model.module.state_dict(), expected.module.state_dict()
+    assert ours.keys() == theirs.keys()
+    for part, weight in theirs.items():
+        assert torch.equal(ours[part], weight), part
+    assert sum("dequantised at load" in line for line in caplog.messages) == 1
+    assert model.fingerprint != expected.fingerprint
+    said = []
+    for each in (model, expected):
+        driver = Driver(each)
+        sequence = driver.add(prompt(21))
+        driver.finish(sequence, count=8)
+        said.append(sequence.output)
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("has_zeros", [False, True])
+def test_packed_integers_are_read_as_compressed_tensors_reads_them(has_zeros: bool) -> None:
+    """An independent reader of the same integers: the library that defines the format."""
+    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
+    parts, whole = pack_quantized(weight, has_zeros=has_zeros)
+
+    codes = helpers.unpack_from_int32(parts["weight_packed"], 4, weight.shape).float()
+    scale = parts["weight_scale"].repeat_interleave(32, 1)
+    zeros: Any = 0
+    if has_zeros:
+        shape = torch.Size(parts["weight_scale"].shape)
+        zeros = helpers.unpack_from_int32(parts["weight_zero_point"], 4, shape, packed_dim=0)
+        zeros = zeros.float().repeat_interleave(32, 1)
+
+    assert torch.equal((codes - zeros) * scale, whole)
+
+
+def test_experts_are_joined_after_they_are_dequantised(family: Any, tmp_path: Path) -> None:
+    """transformers joins the experts of a mixture into one weight, from plain ones."""
+    quantized, plain = write_quantized(
+        family("qwen3_moe"), tmp_path, *FORMATS["ct-fp8-channel"]
+    )
+
+    ours, theirs = load(quantized, packed=False), load(plain, packed=False)
+
+    for part, weight in theirs.module.state_dict().items():
+        assert torch.equal(ours.module.state_dict()[part], weight), part
+
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "why"),
+    [
+        ("ct-fp8-channel", {f"{Q}.weight_scale": None}, f"{Q}.weight has no scales"),
+        (
+            "ct-fp8-channel",
+            {f"{Q}.weight_scale": torch.ones(3, 1)},
+            f"{Q}.weight_scale has the shape 3x1",
+        ),
+        (
+            "ct-fp8-channel",
+            {f"{Q}.weight_scale": torch.full((64, 1), float("nan"))},
+            f"{Q}.weight_scale has scales that are not finite",
+        ),
+        ("fp8-block", {f"{Q}.weight_scale_inv": torch.ones(2, 2)}, "weight_scale_inv has"),
+        ("gptq", {f"{Q}.scales": None}, f"{Q}.qweight needs {Q}.scales"),
+        ("gptq", {f"{Q}.qzeros": torch.ones(1, 8).int()}, f"{Q}.qzeros has the shape 1x8"),
+        ("gptq", {f"{Q}.g_idx": torch.full((64,), 9).int()}, f"{Q}.g_idx names groups"),
+        ("gptq", {f"{Q}.qweight": torch.ones(8, 64).long()}, "is of type I64, not I32"),
+        ("awq", {f"{Q}.qweight": torch.ones(60, 8).int()}, "groups of 32 do not divide"),
+        ("ct-int4", {f"{Q}.weight_shape": torch.tensor([64, 60])}, f"{Q}.weight_shape says"),
+        ("ct-int4-zeros", {f"{Q}.weight_zero_point": None}, f"needs {Q}.weight_zero_point"),
+        ("ct-int4", {f"{Q}.weight_packed": None}, "scales for a weight that is not quantised"),
+        ("ct-int4", {"model.odd": torch.ones(2).int()}, "model.odd is of type I32"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(
+    name: str, change: dict[str, Any], why: str, written: Any
+) -> None:
+    """Missing scales, wrong shapes and types: refused before anything is served."""
+    folder, _ = written(name)
+    tensors = load_file(folder / "model.safetensors")
+    for part, value in change.items():
+        tensors.pop(part, None)
+        if value is not None:
+            tensors[part] = value
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    with pytest.raises(ModelError, match=why.replace(".", r"\.")):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
+        ({"bits": 4}, "quant_method"),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 128}, "8 bits"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {"a": 1}}, "dynamic"),
+        (
+            {
+                "quant_method": "gptq",
+                "bits": 4,
+                "group_size": 32,
+                "checkpoint_format": "marlin",
+            },
+            "marlin",
+        ),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "gemv"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
+        ({"quant_method": "compressed-tensors"}, "cannot be read"),
+        (
+            compressed("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}),
+            "int-quantized.*int8",
+        ),
+        (
+            compressed(
+                "nvfp4-pack-quantized",
+                {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+            ),
+            "nvfp4-pack-quantized",
+        ),
+    ],
+)
+def test_schemes_that_are_not_served_are_refused_by_name(
+    config: dict[str, Any], why: str
+) -> None:
+    """From the configuration alone, before a weight is read."""
+    whole = {"model_type": "llama", "quantization_config": config}
+
+    def refuse() -> None:
+        check_served(whole)
+        quantization_of(whole)
+
+    with pytest.raises(ModelError, match=why):
+        refuse()
+
+
+def test_a_config_that_does_not_cover_a_layer_names_it(written: Any) -> None:
+    """A group whose targets leave out a layer that is stored quantised."""
+    folder, _ = written("ct-int4")
+    config = json.loads((folder / "config.json").read_text())
+    groups = config["quantization_config"]["config_groups"]
+    groups["group_0"]["targets"] = ["re:.*mlp.*"]
+    quantization = quantization_of(config)
+    assert quantization is not None
+
+    with pytest.raises(ModelError, match=r"self_attn.*is stored as 'pack-quantized'"):
+        QuantizedCheckpoint(folder, quantization)
+
+
+def test_quantised_weights_without_a_config_are_refused(written: Any) -> None:
+    """Otherwise e4m3 codes would be taken for weights."""
+    folder, _ = written("fp8-tensor")
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(ModelError, match="F8_E4M3, and config"):
+        load(folder)
+
+
+def test_a_cut_file_is_refused(written: Any) -> None:
+    """A download that ended early."""
+    folder, _ = written("gptq")
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-64])
+
+    with pytest.raises(ModelError, match="cut short"):
+        load(folder)
