@@ -42,6 +42,20 @@ _ROUTED: dict[str, Any] = {
 }
 
 
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+
+
+def _latent(**changed: Any) -> dict[str, Any]:
+    return {**_without("head_dim", "num_key_value_heads"), **_LATENT, **changed}
+
+
 def _without(*names: str) -> dict[str, Any]:
     """The sizes for a family that derives some of them."""
     return {name: size for name, size in _SIZES.items() if name not in names}
@@ -81,6 +95,51 @@ FAMILIES: dict[str, Any] = {
     "arcee": lambda: hf.ArceeConfig(**_SIZES),
     "cohere": lambda: hf.CohereConfig(**_SIZES),
     "cohere2": lambda: hf.Cohere2Config(**_SIZES, **_MIXED),
+    "axk1": lambda: hf.AXK1Config(
+        **_latent(**_ROUTED, n_group=2, topk_group=1, routed_scaling_factor=1.0)
+    ),
+    "deepseek_v2": lambda: hf.DeepseekV2Config(
+        **_latent(
+            **_ROUTED,
+            q_lora_rank=None,
+            n_group=2,
+            topk_group=1,
+            topk_method="group_limited_greedy",
+            routed_scaling_factor=1.5,
+        )
+    ),
+    "deepseek_v3": lambda: hf.DeepseekV3Config(
+        **_latent(
+            **_ROUTED,
+            n_group=2,
+            topk_group=1,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 128,
+            },
+        )
+    ),
+    "glm4_moe_lite": lambda: hf.Glm4MoeLiteConfig(
+        **_latent(**_ROUTED, n_group=1, topk_group=1)
+    ),
+    "longcat_flash": lambda: hf.LongcatFlashConfig(
+        **_latent(
+            head_dim=8,
+            ffn_hidden_size=96,
+            expert_ffn_hidden_size=32,
+            moe_topk=2,
+            n_routed_experts=4,
+            zero_expert_num=2,
+        )
+    ),
+    "minicpm3": lambda: hf.MiniCPM3Config(
+        **_latent(scale_emb=1, scale_depth=2.0, dim_model_base=32, hidden_size=64)
+    ),
+    "youtu": lambda: hf.YoutuConfig(**_latent()),
     "dots1": lambda: hf.Dots1Config(**_SIZES, **_ROUTED, n_group=1, topk_group=1),
     "ernie4_5": lambda: hf.Ernie4_5Config(**_SIZES),
     "exaone4": lambda: hf.Exaone4Config(**_SIZES, **_MIXED),

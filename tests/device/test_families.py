@@ -1,5 +1,6 @@
 """Every served family says, token for token, what transformers' own `generate` says."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +111,9 @@ def test_four_bit_experts_are_turned_back_to_the_serving_dtype(tmp_path: Path) -
         ({"model_type": "jamba"}, "recurrent"),
         ({"model_type": "brandnew", "layer_types": ["linear_attention"]}, "recurrent"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
-        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "MLA"),
-        ({"model_type": "brandnew", "kv_lora_rank": 512}, "MLA"),
+        ({"model_type": "deepseek_v32", "kv_lora_rank": 512}, "indexer"),
+        ({"model_type": "brandnew", "index_topk": 64}, "indexer"),
+        ({"model_type": "brandnew", "kv_lora_rank": 512}, "not been tested"),
         ({"model_type": "llama4_text"}, "chunks"),
         ({"model_type": "gemma3"}, "multimodal"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "later tokens"),
@@ -126,6 +128,19 @@ def test_what_is_not_served_is_refused_with_its_reason(
     """A model that would come out wrong is refused before it is loaded."""
     with pytest.raises(ModelError, match=why):
         check_served(config)
+
+
+def test_kimi_k2_is_served_as_the_deepseek_model_it_is(tmp_path: Path) -> None:
+    """Published configs name a type that transformers knows as deepseek_v3."""
+    reference = Reference(save_family("deepseek_v3", tmp_path))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "kimi_k2"}))
+    driver = Driver(load(tmp_path))
+    sequence = driver.add(prompt(25, seed=3))
+
+    driver.finish(sequence, count=COUNT)
+
+    assert_same_tokens(sequence.output, *reference.generate(prompt(25, seed=3), COUNT))
 
 
 def test_longrope_is_limited_to_the_length_where_frequencies_change() -> None:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,12 @@ def add_check(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public 
         metavar="GIB",
         help="memory of the device before the weights are loaded (default: what is free here)",
     )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=("auto", "fp8"),
+        default="auto",
+        help=help_text("type of stored KV; auto is --dtype"),
+    )
     parser.add_argument("--dtype", default="auto", help=help_text("type of weights and KV"))
     parser.add_argument(
         "--block-size",
@@ -122,7 +129,7 @@ def run_check(options: Namespace) -> int:
 
 def make_report(options: Namespace) -> dict[str, Any]:
     """What the command says, as one value."""
-    found = _survey(options)
+    found = replace(_survey(options), has_fp8_kv=options.kv_cache_dtype == "fp8")
     device = options.device or _likely_device(options)
     if device.partition(":")[0] not in ("cpu", "cuda"):
         raise ConfigError(f"device '{device}' is not served; known: cpu, cuda, cuda:N")
@@ -152,6 +159,7 @@ def make_report(options: Namespace) -> dict[str, Any]:
             "heads": layout.kv_heads,
             "head_dim": layout.head_dim,
             "element_bytes": layout.element_bytes,
+            "scale_bytes": layout.scale_bytes,
             "format": layout.kv_format,
         },
         "tiers": {

@@ -1,7 +1,9 @@
 """How many blocks memory holds: arithmetic, and what the system says is free. No torch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from headwater.errors import ConfigError
 
@@ -49,6 +51,11 @@ class StepShape:
         activations = (step_tokens * narrow + wide) * self.element_bytes
         rows = min(step_tokens, _MAX_LOGIT_ROWS)
         return activations + rows * self.vocab_size * _LOGIT_BYTES + _WORKSPACE_BYTES
+
+
+def intermediate_size(config: Mapping[str, Any]) -> int:
+    """Width of the MLPs of a model with this config.json."""
+    return int(config.get("intermediate_size") or config.get("ffn_hidden_size") or 0)
 
 
 def blocks_within(

@@ -3,7 +3,8 @@
 Attention through block tables would copy every block of every sequence in every step. A
 buffer holds one sequence's KV as plain matrices, gets one token a step, and is read in place.
 
-    keys, values   [layers, buffers * kv_heads, buffer_tokens, head_dim]
+    keys, values   [layers, buffers * kv_heads, buffer_tokens, head_dim]; one matrix where a pool
+                   has one plane
 
 A buffer is trusted only while it can be proved: the same slots, as many tokens as expected,
 and no write to any of those slots since (`KVPool.writes`). Otherwise it is filled again
@@ -38,7 +39,8 @@ class ContiguousKV:
     def __init__(self, pool: KVPool, *, max_buffers: int, max_bytes: int) -> None:
         self._pool = pool
         self._max_buffers = max_buffers
-        token_bytes = 2 * pool.num_layers * pool.kv_heads * pool.head_dim * pool.dtype.itemsize
+        numbers = pool.planes * pool.num_layers * pool.kv_heads * pool.head_dim
+        token_bytes = numbers * pool.dtype.itemsize
         self._max_tokens = max_bytes // (token_bytes * pool.block_tokens) * pool.block_tokens
         self._buffer_of: dict[RequestId, int] = {}
         self.buffer_tokens = 0
@@ -144,7 +146,7 @@ class ContiguousKV:
         whole = pool.read_whole(slots)
         heads = slice(buffer * pool.kv_heads, (buffer + 1) * pool.kv_heads)
         tokens = slice(start * pool.block_tokens, end * pool.block_tokens)
-        for part, target in enumerate((self.keys, self.values)):
+        for part, target in enumerate((self.keys, self.values)[: pool.planes]):
             buffer_part = target[:, heads, tokens]
             by_block = buffer_part.view(*buffer_part.shape[:2], end - start, -1, pool.head_dim)
             by_block.copy_(whole[:, :, part].permute(1, 3, 0, 2, 4))
@@ -170,7 +172,9 @@ class ContiguousKV:
         # Let go of the old ones first: both together may be more than there is.
         self.keys = self.values = torch.empty(0)
         self.keys = pages.zeros(shape, dtype=pool.dtype, device=pool.device)
-        self.values = pages.zeros(shape, dtype=pool.dtype, device=pool.device)
+        self.values = self.keys
+        if pool.planes > 1:
+            self.values = pages.zeros(shape, dtype=pool.dtype, device=pool.device)
         rows = max(num_buffers, 1)  # buffer -1, which means none, must be readable
         self._held = np.zeros(rows, dtype=np.int64)
         self._first = np.zeros(rows, dtype=np.int64)

@@ -13,8 +13,11 @@ from headwater.errors import ModelError
 SERVED = frozenset(
     {
         "arcee",
+        "axk1",
         "cohere",
         "cohere2",
+        "deepseek_v2",
+        "deepseek_v3",
         "dots1",
         "ernie4_5",
         "exaone4",
@@ -24,12 +27,15 @@ SERVED = frozenset(
         "glm",
         "glm4",
         "glm4_moe",
+        "glm4_moe_lite",
         "gpt_oss",
         "granite",
         "granitemoe",
         "helium",
         "hunyuan_v1_dense",
         "llama",
+        "longcat_flash",
+        "minicpm3",
         "ministral",
         "mistral",
         "mixtral",
@@ -46,6 +52,7 @@ SERVED = frozenset(
         "seed_oss",
         "smollm3",
         "starcoder2",
+        "youtu",
     }
 )
 """`model_type` of every family that is served."""
@@ -78,9 +85,12 @@ FUSED = frozenset(
 """Families that the fused decoder of the GPU runs, in captured graphs. It is compared with the
 model's own code at start, and not used where the two differ."""
 
+ALIASES = {"kimi_k2": "deepseek_v3"}
+"""Names for a family that transformers knows by another name."""
+
 _RECURRENT = "keeps a recurrent state, which cannot be shared as blocks of KV"
 _ENCODER = "is an encoder-decoder; only decoder-only models are served"
-_LATENT = "uses multi-head latent attention (MLA), whose KV is not served in this release"
+_SPARSE = "chooses the tokens it attends to with an indexer, whose keys are not stored in blocks of KV"
 _MEDIA = "is a multimodal model; only its text-only family is served"
 
 _REFUSED = {
@@ -91,6 +101,7 @@ _REFUSED = {
             "falcon_mamba",
             "granitemoehybrid",
             "jamba",
+            "kimi_linear",
             "lfm2",
             "mamba",
             "mamba2",
@@ -109,13 +120,25 @@ _REFUSED = {
         ("bart", "mbart", "mt5", "pegasus", "t5", "t5gemma", "umt5", "whisper"), _ENCODER
     ),
     **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "longcat_flash", "minicpm3"),
-        _LATENT,
+        ("axk2", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "hy_v4", "mistral_large4"),
+        _SPARSE,
     ),
     **dict.fromkeys(
         ("llama4", "llama4_text"), "attends in chunks that are not told to attention"
     ),
-    **dict.fromkeys(("gemma3", "gemma3n", "llava", "mllama", "qwen2_vl", "qwen2_5_vl"), _MEDIA),
+    **dict.fromkeys(
+        (
+            "gemma3",
+            "gemma3n",
+            "kimi_k25",
+            "llava",
+            "mistral4",
+            "mllama",
+            "qwen2_vl",
+            "qwen2_5_vl",
+        ),
+        _MEDIA,
+    ),
 }
 
 _RECURRENT_KEYS = ("ssm_cfg", "mamba_d_state", "ssm_state_size", "linear_key_head_dim")
@@ -132,7 +155,7 @@ def check_served(config: Mapping[str, object]) -> None:
     reason = _why_not(kind, config)
     if reason is not None:
         raise ModelError(f"model type '{kind}' is not served: it {reason}")
-    if kind not in SERVED:
+    if ALIASES.get(kind, kind) not in SERVED:
         raise ModelError(
             f"model type '{kind}' is not served: it has not been tested against its own "
             f"generate(); served are {', '.join(sorted(SERVED))}"
@@ -144,8 +167,8 @@ def _why_not(kind: str, config: Mapping[str, object]) -> str | None:
     layer_types = config.get("layer_types")
     if config.get("is_encoder_decoder") is True:
         return _ENCODER
-    if config.get("kv_lora_rank") is not None:
-        return _LATENT
+    if config.get("index_topk") is not None:
+        return _SPARSE
     if any(config.get(key) is not None for key in _RECURRENT_KEYS):
         return _RECURRENT
     if isinstance(layer_types, list) and _RECURRENT_LAYERS.intersection(layer_types):

@@ -57,12 +57,15 @@ class Fp8KVPool(KVPool):
     def _numbers(self) -> Tensor:
         """Views for kernels and for writes by row; row r is `r % lines` of layer `r // lines`."""
         layout, heads = self.layout, self.kv_heads
-        self._lines = 2 * self.block_tokens
+        self._lines = self.planes * self.block_tokens
         layers = self.blocks.view(-1, layout.layer_bytes)
         numbers, scales = layers.tensor_split((layout.numbers_bytes,), dim=1)
         self._codes = numbers.view(len(layers), self._lines, heads * self.head_dim)
         self._exponents = scales.view(len(layers), self._lines, heads)
-        shape = (self.num_blocks, self.num_layers, 2, self.block_tokens, heads, self.head_dim)
+        shape = (
+            *(self.num_blocks, self.num_layers, self.planes),
+            *(self.block_tokens, heads, self.head_dim),
+        )
         row = heads * self.head_dim
         strides = (layout.block_bytes, layout.layer_bytes, self.block_tokens * row, row)
         return self.blocks.view(FP8).as_strided(shape, (*strides, self.head_dim, 1))
@@ -73,19 +76,19 @@ class Fp8KVPool(KVPool):
 
     def write(self, rows: Tensor, tokens: Tensor, keys: Tensor, values: Tensor) -> None:
         """As `KVPool.write`."""
-        for plane, source in enumerate((keys, values)):
-            self._put(rows[plane], source.index_select(0, tokens))
+        for plane, source in zip(rows, (keys, values), strict=False):
+            self._put(plane, source.index_select(0, tokens))
 
     def write_heads(self, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """As `KVPool.write_heads`."""
         shape = (-1, self.kv_heads, self.head_dim)
-        for plane, source in enumerate((keys, values)):
-            self._put(rows[:, plane].flatten(), source.view(shape))
+        for plane, source in zip(rows.unbind(1), (keys, values), strict=False):
+            self._put(plane.flatten(), source.view(shape))
 
     def read(self, slots: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """As `KVPool.read`, in fresh memory."""
-        keys, values = self._get(slots * self.num_layers + layer).unbind(1)
-        return keys.flatten(0, 1), values.flatten(0, 1)
+        planes = self._get(slots * self.num_layers + layer).unbind(1)
+        return planes[0].flatten(0, 1), planes[-1].flatten(0, 1)
 
     def read_whole(self, slots: Tensor) -> Tensor:
         """As `KVPool.read_whole`, in fresh memory."""
@@ -101,8 +104,8 @@ class Fp8KVPool(KVPool):
         self._exponents[at] = exponents
 
     def _get(self, layers: Tensor) -> Tensor:
-        """`[layers, 2, block_tokens, kv_heads, head_dim]` of these layers of blocks."""
+        """`[layers, planes, block_tokens, kv_heads, head_dim]` of these layers of blocks."""
         codes = self._codes.index_select(0, layers).view(FP8)
-        shape = (-1, 2, self.block_tokens, self.kv_heads)
+        shape = (-1, self.planes, self.block_tokens, self.kv_heads)
         exponents = self._exponents.index_select(0, layers).view(shape)
         return dequantize(codes.view(*shape, self.head_dim), exponents, self.dtype)

@@ -1,7 +1,8 @@
-"""The KV pool: one tensor `[blocks, layers, 2, block_tokens, kv_heads, head_dim]`.
+"""The KV pool: one tensor `[blocks, layers, planes, block_tokens, kv_heads, head_dim]`.
 
-`transfer.layout` says what the bytes of a block are. A block's bytes are one contiguous piece. Everything here addresses it by slot; which slot
-holds what is decided elsewhere.
+`transfer.layout` says what the bytes of a block are: one contiguous piece. Everything here
+addresses it by slot; which slot holds what is decided elsewhere. With one plane, what is stored is
+both key and value (`latent`).
 
     flat rows   slot 0: layer 0: K of token 0, 1, … | V of token 0, 1, … | layer 1: K … | V …
 """
@@ -55,7 +56,7 @@ class KVPool:
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self.num_layers, self.kv_heads = model.num_layers, model.kv_heads
-        self.head_dim = model.head_dim
+        self.head_dim, self.planes = model.head_dim, model.planes
         self.device = model.device
         self.dtype = model.dtype
         """Of the numbers that the model computes with, whatever they are stored in."""
@@ -67,7 +68,7 @@ class KVPool:
         )
         """The bytes of every block, `[blocks, block_bytes]`."""
         self.data = self._numbers()
-        """The numbers in them, `[blocks, layers, 2, block_tokens, kv_heads, head_dim]`."""
+        """The numbers in them, `[blocks, layers, planes, block_tokens, kv_heads, head_dim]`."""
         self.writes: Ints = np.zeros(num_blocks, dtype=np.int64)
         """Per slot: a count that changes with every step or copy that writes to it."""
         self.part = block_part(model, block_tokens)
@@ -76,7 +77,10 @@ class KVPool:
         self._scratch = [self.data.new_empty(0), self.data.new_empty(0)]
 
     def _numbers(self) -> Tensor:
-        shape = (self.num_layers, 2, self.block_tokens, self.kv_heads, self.head_dim)
+        shape = (
+            *(self.num_layers, self.planes, self.block_tokens),
+            *(self.kv_heads, self.head_dim),
+        )
         data = self.blocks.view(self.dtype).view(self.num_blocks, *shape)
         self._token_rows = data.view(-1, self.kv_heads * self.head_dim)
         self._head_rows = data.view(-1, self.head_dim)
@@ -100,23 +104,24 @@ class KVPool:
         self.writes[slots] += 1
 
     def rows_of(self, slots: Ints, offsets: Ints) -> Tensor:
-        """Flat row of the KV of each token, as `[layers, 2, tokens]`."""
-        layers = np.arange(self.num_layers * 2).reshape(self.num_layers, 2, 1)
-        rows = (slots * (self.num_layers * 2) + layers) * self.block_tokens + offsets
+        """Flat row of the KV of each token, as `[layers, planes, tokens]`."""
+        planes = self.num_layers * self.planes
+        layers = np.arange(planes).reshape(self.num_layers, self.planes, 1)
+        rows = (slots * planes + layers) * self.block_tokens + offsets
         return torch.from_numpy(rows).to(self.device)
 
     def write(self, rows: Tensor, tokens: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store these `tokens` of `[…, kv_heads, head_dim]` of one layer at its `rows`,
-        `[2, tokens]`."""
-        self.ops.scatter(keys, tokens, rows[0], self._token_rows)
-        self.ops.scatter(values, tokens, rows[1], self._token_rows)
+        `[planes, tokens]`."""
+        for plane, source in zip(rows, (keys, values), strict=False):
+            self.ops.scatter(source, tokens, plane, self._token_rows)
 
     def write_heads(self, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store `[layers * tokens * kv_heads, head_dim]` at rows `[layers, 2, tokens]`."""
+        """Store `[layers * tokens * kv_heads, head_dim]` at rows `[layers, planes, tokens]`."""
         heads = torch.arange(self.kv_heads, device=self.device)
         by_head = rows[..., None] * self.kv_heads + heads
-        self._head_rows.index_copy_(0, by_head[:, 0].flatten(), keys)
-        self._head_rows.index_copy_(0, by_head[:, 1].flatten(), values)
+        for plane, source in zip(by_head.unbind(1), (keys, values), strict=False):
+            self._head_rows.index_copy_(0, plane.flatten(), source)
 
     def read(self, slots: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """K and V, `[tokens, kv_heads, head_dim]`, of one layer of the blocks in these slots.
@@ -124,14 +129,16 @@ class KVPool:
         They live in scratch buffers, good until the next read: fresh memory of this size
         would cost more in page faults than the copy itself.
         """
-        rows = slots * (2 * self.num_layers) + 2 * layer
-        planes = self.data.view(self.num_blocks * self.num_layers * 2, -1)
-        keys, values = self._take(planes, rows, 0), self._take(planes, rows + 1, 1)
+        rows = (slots * self.num_layers + layer) * self.planes
+        planes = self.data.view(self.num_blocks * self.num_layers * self.planes, -1)
         shape = (-1, self.kv_heads, self.head_dim)
-        return keys.view(shape), values.view(shape)
+        keys = self._take(planes, rows, 0).view(shape)
+        if self.planes == 1:
+            return keys, keys
+        return keys, self._take(planes, rows + 1, 1).view(shape)
 
     def read_whole(self, slots: Tensor) -> Tensor:
-        """All layers of these blocks, `[blocks, layers, 2, …]`, in a scratch buffer."""
+        """All layers of these blocks, `[blocks, layers, planes, …]`, in a scratch buffer."""
         taken = self._take(self.data.view(self.num_blocks, -1), slots, 0)
         return taken.view(-1, *self.data.shape[1:])
 

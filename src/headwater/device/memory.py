@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from headwater.device.budget import StepShape, blocks_within, free_main_bytes
+from headwater.device.budget import StepShape, blocks_within, free_main_bytes, intermediate_size
 from headwater.device.model import LoadedModel
 from headwater.errors import ConfigError
 
@@ -52,7 +52,7 @@ def _step_shape(model: LoadedModel) -> StepShape:
     config: Any = model.module.config
     return StepShape(
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=intermediate_size(config.to_dict()),
         packed_size=(config.num_attention_heads + 2 * model.kv_heads) * model.head_dim,
         vocab_size=model.vocab_size,
         element_bytes=model.dtype.itemsize,

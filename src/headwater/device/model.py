@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 from transformers.utils.quantization_config import Mxfp4Config
 
@@ -17,18 +17,18 @@ from headwater.device import builtin, packing
 from headwater.device.attention.base import ATTENTION, register
 from headwater.device.families import check_served, max_positions
 from headwater.device.fingerprint import fingerprint
+from headwater.device.latent import use_latents
 from headwater.device.model_files import read_config, read_object
 from headwater.device.parallel.sharding import split
 from headwater.device.parallel.share import RankShare
 from headwater.device.quantization.checkpoint import check_plain
 from headwater.device.quantization.loading import load_dequantized
 from headwater.device.quantization.schemes import is_mxfp4, quantization_of
+from headwater.device.transformers_config import LOCAL, transformers_config
 from headwater.errors import ConfigError, ModelError
 from headwater.transfer.layout import KVLayout
 
 _log = logging.getLogger(__name__)
-
-_LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 _DTYPES = {
     "float32": torch.float32,
@@ -59,6 +59,9 @@ class LoadedModel:
     min_rows: int = 1
     """Smaller steps are padded to this many tokens, because they are faster so."""
 
+    planes: int = 2
+    """Keys and values; 1 where a latent is stored for both (MLA)."""
+
     has_fp8_kv: bool = False
     """Whether KV is stored in 8 bits, with a scale for each token and head."""
 
@@ -78,6 +81,7 @@ class LoadedModel:
             block_tokens=block_tokens,
             # KV rounded from two dtypes is not the same KV, so both are named.
             dtype=f"{dtype}-fp8_e4m3" if self.has_fp8_kv else dtype,
+            planes=self.planes,
             element_bytes=1 if self.has_fp8_kv else self.dtype.itemsize,
             scale_bytes=1 if self.has_fp8_kv else 0,
         )
@@ -121,6 +125,7 @@ def load(
         split(module, share)
         start, end = share.kv_heads(facts["total_kv_heads"])
         facts["kv_heads"] = end - start
+    use_latents(module)
     _move(module, target)
     module.eval()
     quick = packed and packing.pack(module)
@@ -208,12 +213,12 @@ def _loaded(
     loader: Any = AutoModelForCausalLM
     module, found = loader.from_pretrained(
         folder,
-        config=AutoConfig.from_pretrained(folder, **_LOCAL),
+        config=transformers_config(folder),
         dtype=dtype,
         attn_implementation=ATTENTION,
         use_safetensors=True,
         output_loading_info=True,
-        **_LOCAL,
+        **LOCAL,
         **whole,
     )
     return module, found
@@ -230,21 +235,30 @@ def _check_complete(folder: Path, found: Mapping[str, Any]) -> None:
 
 
 def _facts(config: PretrainedConfig) -> dict[str, Any]:
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     rope = getattr(config, "rope_parameters", None) or {}
     positions = max_positions(config.to_dict(), rope)
     if positions < config.max_position_embeddings:
         _log.warning("sequences are limited to %d tokens: longer ones change rotary", positions)
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
     return {
         "dtype": cast(torch.dtype, config.dtype),
         "num_layers": config.num_hidden_layers,
-        "kv_heads": kv_heads,
-        "total_kv_heads": kv_heads,
-        "head_dim": head_dim,
+        **_kv_shape(config),
         "vocab_size": config.vocab_size,
         "max_model_len": positions,
+    }
+
+
+def _kv_shape(config: PretrainedConfig) -> dict[str, int]:
+    """Heads, numbers and planes of what is stored of a token."""
+    if (rank := getattr(config, "kv_lora_rank", None)) is not None:
+        shape = {"kv_heads": 1, "total_kv_heads": 1, "planes": 1}
+        return {**shape, "head_dim": rank + config.qk_rope_head_dim}
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return {
+        "kv_heads": kv_heads,
+        "total_kv_heads": kv_heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
     }
 
 

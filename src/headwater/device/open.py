@@ -70,6 +70,8 @@ def open_runner(
         raise ConfigError(
             "--kv-cache-dtype fp8 is not supported on a GPU yet; use --device cpu"
         )
+    if model.planes == 1:
+        raise ConfigError("models with latent KV (MLA) are not supported on a GPU yet")
     on_gpu = CudaRunner(model, **sizes, masks=masks)
     on_gpu.warm()
     return on_gpu, on_gpu.pool

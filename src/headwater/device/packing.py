@@ -58,6 +58,8 @@ def _replace(parent: nn.Module, better: Callable[[nn.Module], nn.Module | None])
     """
     for name in [name for name, _ in parent.named_children()]:
         child = parent.get_submodule(name)
+        if type(child).__name__.endswith("Router"):
+            continue  # routers use the weight of a linear layer directly
         found = better(child)
         if found is None:
             _replace(child, better)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headwater.device.budget import StepShape
+from headwater.device.budget import StepShape, intermediate_size
 from headwater.device.families import FUSED, check_served, max_positions
 from headwater.device.model_files import (
     StoredTensor,
@@ -20,7 +20,8 @@ from headwater.transfer.layout import KVLayout
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_REQUIRED = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
+_LAYERS = ("num_hidden_layers", "num_layers")
+_REQUIRED = ("num_attention_heads", "hidden_size", "vocab_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +35,17 @@ class ModelSurvey:
 
     tensors: tuple[StoredTensor, ...]
     num_files: int
+    has_fp8_kv: bool = False
 
     @property
     def model_type(self) -> str:
         return str(self.config["model_type"])
+
+    @property
+    def num_layers(self) -> int:
+        """Layers with KV of their own. LongCat's config counts its layers in pairs."""
+        named = self.config.get("num_hidden_layers")
+        return int(named if named is not None else 2 * self.config["num_layers"])
 
     @property
     def is_fused(self) -> bool:
@@ -68,13 +76,20 @@ class ModelSurvey:
     def layout(self, block_tokens: int) -> KVLayout:
         """What the bytes of a block would be."""
         heads = int(self.config["num_attention_heads"])
+        kv_heads = int(self.config.get("num_key_value_heads") or heads)
+        head_dim = int(self.config.get("head_dim") or self.config["hidden_size"] // heads)
+        planes = 2
+        if (rank := self.config.get("kv_lora_rank")) is not None:
+            kv_heads, head_dim, planes = 1, rank + int(self.config["qk_rope_head_dim"]), 1
         return KVLayout(
-            num_layers=int(self.config["num_hidden_layers"]),
-            kv_heads=int(self.config.get("num_key_value_heads") or heads),
-            head_dim=int(self.config.get("head_dim") or self.config["hidden_size"] // heads),
+            num_layers=self.num_layers,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
             block_tokens=block_tokens,
-            dtype=self.dtype,
-            element_bytes=DTYPE_BYTES[self.dtype],
+            planes=planes,
+            dtype=f"{self.dtype}-fp8_e4m3" if self.has_fp8_kv else self.dtype,
+            element_bytes=1 if self.has_fp8_kv else DTYPE_BYTES[self.dtype],
+            scale_bytes=1 if self.has_fp8_kv else 0,
         )
 
     def step_shape(self) -> StepShape:
@@ -83,10 +98,10 @@ class ModelSurvey:
         heads = int(self.config["num_attention_heads"])
         return StepShape(
             hidden_size=int(self.config["hidden_size"]),
-            intermediate_size=int(self.config.get("intermediate_size") or 0),
+            intermediate_size=intermediate_size(self.config),
             packed_size=(heads + 2 * layout.kv_heads) * layout.head_dim,
             vocab_size=int(self.config["vocab_size"]),
-            element_bytes=layout.element_bytes,
+            element_bytes=DTYPE_BYTES[self.dtype],
         )
 
     def _served_bytes(self, tensor: StoredTensor) -> int:
@@ -121,6 +136,8 @@ def survey_of(
     for name in _REQUIRED:
         if not isinstance(config.get(name), int) or config[name] < 1:
             raise ModelError(f"{folder / 'config.json'} has no usable {name}")
+    if not any(isinstance(config.get(name), int) for name in _LAYERS):
+        raise ModelError(f"{folder / 'config.json'} has no usable {_LAYERS[0]}")
     if not (folder / "tokenizer.json").is_file():
         raise ModelError(f"{folder} has no tokenizer.json")
     return ModelSurvey(

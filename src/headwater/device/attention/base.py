@@ -2,7 +2,8 @@
 
 A step's `AttentionStep` travels with the call as a keyword, so nothing here is state.
 transformers builds no mask for an implementation it does not know: windows, soft-caps and
-sinks arrive as keywords, and are lost unless passed on from here.
+sinks arrive as keywords, and are lost unless passed on from here. Layers with latent KV attend
+with absorbed queries (`latent`).
 """
 
 from typing import NamedTuple, Protocol
@@ -62,11 +63,13 @@ def _attend(  # noqa: PLR0913 - transformers says what an attention function is 
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
+    latent = getattr(module, "latent", None)
+    own = query[0].transpose(0, 1)
     out = attention_step.attend(
         module.layer_idx,  # type: ignore[arg-type]  # an int on every attention module
-        query[0].transpose(0, 1),
+        own if latent is None else latent.absorb(own),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         Variant(scaling, sliding_window, softcap, s_aux),
     )
-    return out.unsqueeze(0), None
+    return (out if latent is None else latent.values(out)).unsqueeze(0), None

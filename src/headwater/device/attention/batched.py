@@ -71,7 +71,7 @@ class BatchedDecodes:
         """`[end, heads, head_dim]`, by buffer. This step's K and V are put in the buffers."""
         pool = self._pool
         keys, values = self._keys[layer], self._values[layer]
-        for source, target in ((key, keys), (value, values)):
+        for source, target in ((key, keys), (value, values))[: pool.planes]:
             self._ops.scatter(
                 source, self._token_of, self._rows, target.view(-1, pool.head_dim)
             )

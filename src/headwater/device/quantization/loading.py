@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from headwater.device.quantization.checkpoint import QuantizedCheckpoint
 from headwater.device.quantization.schemes import Quantization
+from headwater.device.transformers_config import transformers_config
 
 _log = logging.getLogger(__name__)
 
@@ -37,9 +38,7 @@ def load_dequantized(
 
 def plain_config(folder: Path) -> PretrainedConfig:
     """The folder's config without its quantisation."""
-    config: Any = AutoConfig.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False
-    )
+    config: Any = transformers_config(folder)
     del config.quantization_config
     return config  # type: ignore[no-any-return]  # seen above
 
