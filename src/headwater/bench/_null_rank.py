@@ -1,0 +1,23 @@
+"""A rank that computes nothing: `python -m headwater.bench._null_rank FD`. It unpacks each step as
+a real one does, and answers it."""
+
+import socket
+import sys
+
+from headwater.device.parallel.channel import ChannelClosed, RankChannel, RankMessage
+from headwater.device.parallel.step_message import unpack_step
+
+
+def main(descriptor: int) -> int:
+    """Answer steps until the other end is gone."""
+    channel = RankChannel(socket.socket(fileno=descriptor), send_timeout_s=10.0)
+    try:
+        while True:
+            unpack_step(channel.receive().payload)
+            channel.send(RankMessage.READY)
+    except ChannelClosed:
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))
