@@ -86,10 +86,33 @@ def test_links_lead_somewhere(page):
 
 
 def test_the_table_of_contents_has_every_page():
-    """A page nobody can find was not written."""
+    """Every page is listed, tutorials too."""
     listed = set(_LINK.findall((ROOT / "docs" / "index.md").read_text()))
-    pages = {page.name for page in (ROOT / "docs").glob("*.md")}
+    folder = ROOT / "docs"
+    pages = {str(page.relative_to(folder)) for page in folder.glob("*.md")}
+    pages |= {str(page.relative_to(folder)) for page in folder.glob("tutorials/*.md")}
     assert pages - {"index.md"} <= listed
+
+
+def test_the_list_of_decisions_has_every_record():
+    """A record that is not listed would not be in the site."""
+    folder = ROOT / "docs" / "decisions"
+    listed = set(_LINK.findall((folder / "index.md").read_text()))
+    assert {page.name for page in folder.glob("0*.md")} == listed
+
+
+@pytest.mark.slow
+def test_the_site_is_built_with_strict_links(tmp_path):
+    """`scripts/docs` builds it with the same configuration; nothing is loaded from other hosts."""
+    pytest.importorskip("material", reason="pip install 'headwater[docs]'")
+    command = ["mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    home = (tmp_path / "index.html").read_text()
+    assert "fonts.googleapis.com" not in home
+    assert (tmp_path / "search" / "search_index.js").exists()
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
