@@ -18,7 +18,7 @@ class ConversationUser(HttpUser):  # type: ignore[misc]
     def on_start(self) -> None:
         self.messages = [{"role": "system", "content": SYSTEM}]
 
-    @task
+    @task  # type: ignore[untyped-decorator]
     def turn(self) -> None:
         """One more question in the conversation; a new conversation after six."""
         if len(self.messages) > 12:
