@@ -96,19 +96,6 @@ def test_every_flag_has_its_default_in_one_place():
     assert server_config(options) == ServerConfig()
 
 
-def test_an_instance_that_only_prefills_takes_small_steps_on_a_cpu():
-    """Whoever comes during a step waits for its end; a number that is given counts."""
-    prefill = engine_config(parse("--splitwise-role", "prefill"))
-    told = parse("--splitwise-role", "prefill", "--max-num-batched-tokens", "4096")
-    wide = parse("--splitwise-role", "prefill", "--max-num-seqs", "600")
-
-    assert prefill.max_batched_tokens == 512
-    assert engine_config(told).max_batched_tokens == 4096
-    assert engine_config(wide).max_batched_tokens == 600
-    decode = engine_config(parse("--splitwise-role", "decode"))
-    assert decode.max_batched_tokens == EngineConfig().max_batched_tokens
-
-
 def test_flags_reach_the_settings():
     """Known spellings, and their aliases."""
     options = parse(

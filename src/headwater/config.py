@@ -17,6 +17,9 @@ VERSION = "0.1.0"
 
 MIB = 1 << 20
 
+CPU_NUM_SEQS, CPU_STEP_TOKENS = 64, 2048
+"""Sequences and tokens of a step on a CPU, unless the operator says otherwise."""
+
 LOG_FORMATS = ("text", "json")
 EVICTIONS = ("lru", "s3fifo", "arc", "session")
 WRITE_POLICIES = ("auto", "write_through", "write_through_selective", "write_back", "none")
@@ -149,11 +152,11 @@ class EngineConfig:
     max_model_len: int | None = None
     """Most tokens of prompt and output together; None is what the model was trained for."""
 
-    max_num_seqs: int = 64
-    """Most sequences computed in one step."""
+    max_num_seqs: int | None = None
+    """Most sequences computed in one step; None is chosen from device and model."""
 
-    max_batched_tokens: int = 2048
-    """Most tokens computed in one step; longer prompts are computed in chunks."""
+    max_batched_tokens: int | None = None
+    """Most tokens computed in one step; longer prompts are computed in chunks. None is chosen."""
 
     max_itl_ms: float | None = None
     """Target in milliseconds for the time between tokens while prompts are computed; None is
@@ -161,7 +164,7 @@ class EngineConfig:
 
     memory_utilization: float | None = None
     """Share of the device's free memory, once the model is loaded, that KV blocks may use; None
-    is nine tenths of a GPU's and half of main memory."""
+    is 0.9 of a GPU's, 0.95 where 64 GiB and more are free, and half of main memory."""
 
     num_blocks_override: int | None = None
     """Exact number of device blocks, instead of measuring what fits."""
@@ -242,11 +245,6 @@ class EngineConfig:
             )
         _one_of("--scheduling-policy", self.scheduling_policy, ("fcfs", "priority"))
         self._check_tiers()
-        if self.max_batched_tokens < self.max_num_seqs:
-            raise ConfigError(
-                f"--max-num-batched-tokens {self.max_batched_tokens} cannot carry one token for "
-                f"each of --max-num-seqs {self.max_num_seqs} sequences"
-            )
 
     @property
     def may_have_host_tier(self) -> bool:

@@ -35,7 +35,7 @@ def test_it_is_bounded_and_measured_when_nothing_is_said(llama: LoadedModel) -> 
 def test_a_gpu_gives_its_share_less_what_a_step_computes_in(llama: LoadedModel) -> None:
     """No buffers there, nine tenths unless told, no other bound; a larger step leaves less."""
     model = replace(llama, device=torch.device("cuda", 0))
-    free = 64 << 30
+    free = 63 << 30
 
     small, large = (
         num_blocks_that_fit(model, block_tokens=16, available_bytes=free, step_tokens=tokens)

@@ -28,6 +28,7 @@ _COMMANDS = (
     "up",
     "certs",
     "check",
+    "warm",
     "demo",
     "bench",
     "replay",
@@ -64,49 +65,14 @@ def _run(options: Namespace, given: frozenset[str]) -> int:
         sys.stdout.write(f"headwater {__version__}\n")
         return 0
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    if options.command == "demo":
-        from headwater.cli.demo import run_demo
+    if options.command == "serve":
+        from headwater.cli.serve import run_serve
 
-        return run_demo()
-    if options.command == "doctor":
-        from headwater.cli.doctor import run_doctor
-
-        return run_doctor()
-    if options.command == "replay":
-        from headwater.cli.replay import run_replay
-
-        return run_replay(options)
-    if options.command == "plan":
-        from headwater.cli.plan import run_plan
-
-        return run_plan(options)
-    if options.command == "route":
-        from headwater.cli.route import run_route
-
-        return run_route(options)
-    if options.command == "certs":
-        from headwater.cli.certs import run_certs
-
-        return run_certs(options)
-    if options.command == "check":
-        from headwater.cli.check import run_check
-
-        return run_check(options)
-    if options.command == "up":
-        from headwater.cli.up import run_up
-
-        return run_up(options)
-    if options.command == "top":
-        from headwater.cli.top import run_top
-
-        return run_top(options)
-    if options.command == "storage":
-        from headwater.cli.storage import run_storage
-
-        return run_storage(options)
-    from headwater.cli.serve import run_serve
-
-    return run_serve(options, given)
+        return run_serve(options, given)
+    # Every other command is `run_NAME` of the module with its name.
+    module = importlib.import_module(f"headwater.cli.{options.command}")
+    run: Callable[..., int] = getattr(module, f"run_{options.command}")
+    return run() if options.command in ("demo", "doctor") else run(options)
 
 
 def _bench(arguments: list[str]) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.cli.values import help_text, number_value
-from headwater.config import EngineConfig
+from headwater.config import CPU_STEP_TOKENS, EngineConfig
 from headwater.device.budget import blocks_within, free_main_bytes
 from headwater.device.survey import ModelSurvey, survey, survey_of
 from headwater.errors import ConfigError, ModelError
@@ -92,7 +92,7 @@ def add_check(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public 
         "--max-num-batched-tokens",
         type=int,
         metavar="N",
-        default=_ENGINE.max_batched_tokens,
+        default=CPU_STEP_TOKENS,
         help=help_text("most tokens computed in one step"),
     )
     parser.add_argument(

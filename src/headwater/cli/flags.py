@@ -12,12 +12,15 @@ from headwater.cli.cluster_flags import add_cluster_flags
 from headwater.cli.security import add_access_flags
 from headwater.cli.values import help_text, number_value
 from headwater.config import (
+    CPU_NUM_SEQS,
+    CPU_STEP_TOKENS,
     EVICTIONS,
     LOAD_POLICIES,
     LOG_FORMATS,
     WRITE_POLICIES,
     EngineConfig,
 )
+from headwater.launch.limits import PREFILL_TOKENS
 from headwater.server.config import LimitsConfig, ServerConfig
 
 _SERVE = """\
@@ -29,13 +32,6 @@ use, so that everything can be tried offline.
   headwater serve Qwen/Qwen3-0.6B           # downloaded once, then found in the local cache
   headwater serve ./Llama-3.2-1B --port 8080 --max-model-len 8192
 """
-
-PREFILL_TOKENS = 512
-"""Tokens per step of a prefill instance. On a CPU longer steps are not faster per token, and
-requests that arrive during a step wait for its end."""
-
-GPU_NUM_SEQS = 256
-"""Sequences per step on a GPU, which computes many in nearly the time of a few."""
 
 _ENGINE = EngineConfig()
 _SERVER = ServerConfig()
@@ -194,7 +190,7 @@ def _add_memory(parser: ArgumentParser) -> None:
         "--gpu-memory-utilization",
         type=number_value,
         metavar="SHARE",
-        help="share of the device's free memory for KV blocks (0.9 of a GPU's, else 0.5)",
+        help="share of the device's free memory for KV blocks (default: 0.9 of a GPU's, 0.95 of a large one's, else 0.5)",
     )
     group.add_argument(
         "--num-gpu-blocks-override", type=int, metavar="N", help="exact number of device blocks"
@@ -293,14 +289,14 @@ def _add_scheduling(parser: ArgumentParser) -> None:
         "--max-num-seqs",
         type=int,
         metavar="N",
-        help=f"most sequences per step (default: {_ENGINE.max_num_seqs}; {GPU_NUM_SEQS} on a GPU)",
+        help=f"most sequences per step (default: {CPU_NUM_SEQS} on a CPU; on a GPU by its memory)",
     )
     group.add_argument(
         "--max-num-batched-tokens",
         type=int,
         metavar="N",
-        help="most tokens computed in one step "
-        f"(default: {_ENGINE.max_batched_tokens}; {PREFILL_TOKENS} for the prefill role on a CPU)",
+        help="most tokens computed in one step (default: "
+        f"{CPU_STEP_TOKENS} on a CPU, {PREFILL_TOKENS} for the prefill role; on a GPU by its memory)",
     )
     group.add_argument(
         "--max-itl-ms",

@@ -11,6 +11,7 @@ from headwater.cli.route import add_route
 from headwater.cli.storage import add_storage
 from headwater.cli.top import add_top
 from headwater.cli.up import add_up
+from headwater.cli.warm import add_warm
 from headwater.config import VERSION
 
 _ABOUT = """\
@@ -29,6 +30,7 @@ commands:
   certs FOLDER    a development CA and certificates for TLS
   top [URL]       what a server is doing, live in this terminal
   check MODEL     whether and how a model would be served, and what fits in memory
+  warm [MODEL]    compile what a model needs on this device, for image builds
   doctor          what this machine has, what is missing or slow, and how to fix it
   version         the version of this program
 """
@@ -57,5 +59,6 @@ def build_parser() -> ArgumentParser:
     add_storage(commands)
     add_top(commands)
     add_up(commands)
+    add_warm(commands)
     commands.add_parser("version", allow_abbrev=False, help="print the version")
     return parser

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 
 from headwater import __version__
-from headwater.cli.flags import GPU_NUM_SEQS, PREFILL_TOKENS
 from headwater.cli.idle_flags import idle_settings
 from headwater.cli.security import allowed_hosts_of, api_key_of, peer_token_of, tls_of
 from headwater.config import (
@@ -72,8 +71,8 @@ def engine_config(options: Namespace) -> EngineConfig:
         num_threads=options.threads,
         block_tokens=options.block_size,
         max_model_len=options.max_model_len,
-        max_num_seqs=_num_seqs(options),
-        max_batched_tokens=_step_tokens(options),
+        max_num_seqs=options.max_num_seqs,
+        max_batched_tokens=options.max_num_batched_tokens,
         max_itl_ms=options.max_itl_ms,
         memory_utilization=options.gpu_memory_utilization,
         num_blocks_override=options.num_gpu_blocks_override,
@@ -123,22 +122,6 @@ def server_config(options: Namespace) -> ServerConfig:
             stored_lifetime_s=options.stored_response_lifetime,
         ),
     )
-
-
-def _num_seqs(options: Namespace) -> int:
-    """The most sequences of a step: a GPU computes more of them in nearly the same time."""
-    if options.max_num_seqs is not None:
-        return int(options.max_num_seqs)
-    return EngineConfig().max_num_seqs if options.device == "cpu" else GPU_NUM_SEQS
-
-
-def _step_tokens(options: Namespace) -> int:
-    """The most tokens of a step."""
-    if options.max_num_batched_tokens is not None:
-        return int(options.max_num_batched_tokens)
-    if options.splitwise_role == "prefill" and options.device == "cpu":
-        return max(PREFILL_TOKENS, _num_seqs(options))
-    return EngineConfig().max_batched_tokens
 
 
 def _peers(options: Namespace) -> PeersConfig | None:
@@ -218,7 +201,7 @@ def banner(serving: Serving, engine: EngineConfig) -> str:
 Headwater {__version__} is ready at {serving.url}
   model   {serving.model_name} ({info.dtype} on {info.device}, up to {info.max_model_len:,} tokens a request)
   cache   {info.num_device_blocks:,} blocks of {info.block_tokens} tokens ({num_tokens:,} in all), empty; {caching}{tiers}
-  engine  process {serving.engine_pid}, up to {info.max_num_seqs} sequences a step
+  engine  process {serving.engine_pid}, {info.limits}
 try:
   curl {serving.url}/v1/chat/completions -d '{body}'
   curl {serving.url}/cache

@@ -20,11 +20,17 @@ _MAX_LOGIT_ROWS = 256
 _LOGIT_BYTES = 16
 """A logit as the model made it, and its probabilities where a row is not greedy."""
 
+_SAMPLED_BYTES = 8
+"""Per sequence and token of the vocabulary: a logit, the same after penalties, and a count."""
+
 _WORKSPACE_BYTES = 1 << 30
 """Captured graphs, workspaces of libraries, fragments."""
 
-_UTILIZATION = {"cuda": 0.9}
-"""Share of free memory that blocks use unless told: a GPU is the engine's, main memory is not."""
+_CPU_SHARE, _GPU_SHARE, _LARGE_GPU_SHARE = 0.5, 0.9, 0.95
+"""Shares of free memory that blocks use unless told: a GPU is the engine's, main memory is not."""
+
+_LARGE_GPU_BYTES = 64 << 30
+"""With more free memory than this, a twentieth is enough for what is not accounted for."""
 
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
@@ -44,13 +50,15 @@ class StepShape:
     vocab_size: int
     element_bytes: int
 
-    def num_bytes(self, step_tokens: int) -> int:
-        """Activations, logits and workspaces of a step of so many tokens on a GPU."""
+    def num_bytes(self, step_tokens: int, max_num_seqs: int = 0) -> int:
+        """Activations, logits and workspaces of a step of so many tokens on a GPU, and what is
+        kept for sampling so many sequences."""
         narrow = 3 * self.hidden_size + 2 * self.packed_size
         wide = 3 * self.intermediate_size * min(step_tokens, _WIDE_ROWS)
         activations = (step_tokens * narrow + wide) * self.element_bytes
         rows = min(step_tokens, _MAX_LOGIT_ROWS)
-        return activations + rows * self.vocab_size * _LOGIT_BYTES + _WORKSPACE_BYTES
+        logits = rows * _LOGIT_BYTES + max_num_seqs * _SAMPLED_BYTES
+        return activations + logits * self.vocab_size + _WORKSPACE_BYTES
 
 
 def intermediate_size(config: Mapping[str, Any]) -> int:
@@ -75,7 +83,7 @@ def blocks_within(
     if block_tokens < 1:
         raise ConfigError(f"block_tokens must be positive, got {block_tokens}")
     if utilization is None:
-        utilization = _UTILIZATION.get(device_type, 0.5)
+        utilization = _default_share(device_type, free)
     if not 0 < utilization <= 1:
         raise ConfigError(f"memory utilization must be in (0, 1], got {utilization}")
     if device_type == "cuda":
@@ -91,6 +99,12 @@ def blocks_within(
             f"block_tokens or give the pool's size"
         )
     return blocks
+
+
+def _default_share(device_type: str, free: int) -> float:
+    if device_type != "cuda":
+        return _CPU_SHARE
+    return _LARGE_GPU_SHARE if free >= _LARGE_GPU_BYTES else _GPU_SHARE
 
 
 def free_main_bytes() -> int:

@@ -20,11 +20,12 @@ def num_blocks_that_fit(
     override: int | None = None,
     available_bytes: int | None = None,
     step_tokens: int = 0,
+    max_num_seqs: int = 0,
 ) -> int:
     """Blocks for the KV pool: `override`, or what `utilization` of the free memory holds.
 
-    `available_bytes` is measured unless given; on a GPU what a step of `step_tokens` computes
-    in is left out. A ConfigError says so when not even one block fits, or when the settings
+    `available_bytes` is measured unless given; on a GPU what a step of `step_tokens` and
+    `max_num_seqs` sequences computes in is left out. A ConfigError says so when not even one block fits, or when the settings
     make no sense.
     """
     if override is not None:
@@ -37,7 +38,7 @@ def num_blocks_that_fit(
         block_tokens=block_tokens,
         block_bytes=model.token_bytes * block_tokens,
         utilization=utilization,
-        step_bytes=_step_shape(model).num_bytes(step_tokens),
+        step_bytes=_step_shape(model).num_bytes(step_tokens, max_num_seqs),
     )
 
 

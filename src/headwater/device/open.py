@@ -3,10 +3,11 @@
 Triton and cuda-python are imported only where the model is on a GPU.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from headwater.clock import Clock
+from headwater.clock import Clock, SystemClock
 from headwater.device.copier import CpuCopier
 from headwater.device.kv import KVPool
 from headwater.device.model import LoadedModel
@@ -36,6 +37,12 @@ class FollowingRunner(Protocol):
         """Compute this rank's part of a step that rank 0 samples."""
 
 
+log = logging.getLogger(__name__)
+
+_MAX_PIN_S = 60.0
+"""Longest wait for a host tier to be pinned before requests are served."""
+
+
 def open_runner(
     model: LoadedModel,
     *,
@@ -46,7 +53,7 @@ def open_runner(
     shared: bool = False,
     masks: MaskWorkers | None = None,
 ) -> tuple[LeadingRunner, KVPool]:
-    """A runner and its pool; on a GPU with its graphs captured, which takes some seconds.
+    """A runner and its pool. `prepare_device` is to be called before it serves.
 
     A pool in main memory may be `shared`: peers on this machine can be let read it.
     """
@@ -60,6 +67,11 @@ def open_runner(
         runner = TorchRunner(model, **sizes, shared=shared, masks=masks)
         return runner, runner.pool
     try:
+        from headwater.device.gpu.kernel_cache import CompilationCounter, use_kernel_cache
+
+        log.info("kernels are kept in folder=%s", use_kernel_cache(model.device))
+        compilations = CompilationCounter()
+        compilations.install()
         from headwater.device.gpu.runner import CudaRunner
     except ModuleNotFoundError as exc:
         raise ConfigError(
@@ -73,7 +85,7 @@ def open_runner(
     if model.planes == 1:
         raise ConfigError("models with latent KV (MLA) are not supported on a GPU yet")
     on_gpu = CudaRunner(model, **sizes, masks=masks)
-    on_gpu.warm()
+    on_gpu.compilations = compilations
     return on_gpu, on_gpu.pool
 
 
@@ -95,6 +107,36 @@ def open_follower(
         max_batched_tokens=max_batched_tokens,
         contiguous_bytes=contiguous_bytes,
     )
+
+
+def prepare_device(runner: Runner, copier: DeviceCopier | None) -> Callable[[], int] | None:
+    """Do all that would make the first requests slow: compile and load kernels, capture graphs,
+    pin the host tier. Returns a count of kernels that were compiled or loaded afterwards, which
+    should stay 0; None where nothing is ever compiled. Nothing was computed or copied before."""
+    if isinstance(runner, TorchRunner):
+        return None
+    from headwater.device.gpu.copier import CudaCopier
+    from headwater.device.gpu.runner import CudaRunner
+
+    assert isinstance(runner, CudaRunner), "there are two runners"
+    clock = SystemClock()
+    began_s = clock.now()
+    runner.warm()
+    warm_s = clock.now()
+    is_pinned = not isinstance(copier, CudaCopier) or copier.await_pinned(_MAX_PIN_S)
+    if not is_pinned:
+        log.warning("the host tier is still being pinned; requests are slower meanwhile")
+    compilations = runner.compilations
+    log.info(
+        "the device is prepared kernels=%d warm_s=%.1f pin_s=%.1f",
+        compilations.num_before_ready if compilations else 0,
+        warm_s - began_s,
+        clock.now() - warm_s,
+    )
+    if compilations is None:
+        return None
+    compilations.mark_ready()
+    return lambda: compilations.num_after_ready
 
 
 def open_copier(

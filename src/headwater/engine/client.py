@@ -62,6 +62,9 @@ class EngineInfo:
     block_bytes: int = 0
     """KV of one block over all layers."""
 
+    limits: str = ""
+    """What a step computes at most, as a sentence for the operator."""
+
     tiers: tuple[str, ...] = ()
     """A line for each tier below the device: what it will do, as it was set up."""
 

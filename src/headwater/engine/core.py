@@ -6,7 +6,8 @@ caller passes requests and aborts between two steps, and sleeps on `completions`
 work.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -94,6 +95,8 @@ class EngineCore:
         self.device_since: tuple[float, int] | None = None
         """Since when the loop waits for the device, and how many steps were scheduled before;
         None while it does not wait. Read by the watchdog's thread."""
+        self.count_compilations: Callable[[], int] | None = None
+        """Kernels that were compiled or loaded since the engine was ready; None on a CPU."""
         self._num_received = 0
         """Outcomes and messages that arrived, ever."""
         self._feed: Feed | None = None
@@ -244,7 +247,7 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """A snapshot of all counts. O(1)."""
         self._learn(self._clock.now())
-        return engine_stats(
+        stats = engine_stats(
             self._scheduler.stats(),
             self._cache.stats(),
             self._mover,
@@ -253,6 +256,8 @@ class EngineCore:
             num_idle_turns=self._num_idle_turns,
             peers=None if self._peers is None else self._peers.stats(),
         )
+        late = 0 if self.count_compilations is None else self.count_compilations()
+        return replace(stats, num_compilations=late) if late else stats
 
     def view(self, limits: ViewLimits) -> EngineView:
         """A snapshot of sequences and prefix tree, within `limits`."""

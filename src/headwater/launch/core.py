@@ -19,6 +19,7 @@ from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import ConfigError
 from headwater.launch.events import open_events
 from headwater.launch.host_memory import HostMemory
+from headwater.launch.limits import StepLimits, choose_limits
 from headwater.launch.peers import open_peers, shares_blocks
 from headwater.launch.ranks import RankLauncher, check_ranks
 from headwater.launch.reload import Parts, Reloader
@@ -62,9 +63,9 @@ def _build(
     config: EngineConfig, model: "LoadedModel | None", ranks: RankLauncher | None, clock: Clock
 ) -> tuple[EngineCore, EngineInfo]:
     # After the thread limits, which torch reads once.
-    from headwater.device.memory import num_blocks_that_fit
+    from headwater.device.memory import free_bytes, num_blocks_that_fit
     from headwater.device.model import load
-    from headwater.device.open import open_runner
+    from headwater.device.open import open_runner, prepare_device
     from headwater.device.runner import TorchRunner
 
     model = model or load(
@@ -73,27 +74,34 @@ def _build(
         device=config.device,
         has_fp8_kv=config.kv_cache_dtype == "fp8",
     )
+    limits = choose_limits(
+        config,
+        device_type=model.device.type,
+        free_bytes=free_bytes(model),
+        token_bytes=model.token_bytes,
+    )
     num_blocks = num_blocks_that_fit(
         model,
         block_tokens=config.block_tokens,
         utilization=config.memory_utilization,
         override=config.num_blocks_override,
         available_bytes=None if ranks is None else ranks.free_bytes,
-        step_tokens=config.max_batched_tokens,
+        step_tokens=limits.max_batched_tokens,
+        max_num_seqs=limits.max_num_seqs,
     )
     layout = model.whole_layout(config.block_tokens)
     num_host_blocks = host_blocks(config, layout)
-    scheduler = _scheduler(config, model, layout, num_blocks, num_host_blocks)
+    scheduler = _scheduler(config, limits, model, layout, num_blocks, num_host_blocks)
     if ranks is not None:
-        ranks.meet(model, num_blocks)
+        ranks.meet(model, num_blocks, limits)
     own, pool = open_runner(
         model,
         num_blocks=num_blocks,
         block_tokens=config.block_tokens,
-        max_num_seqs=config.max_num_seqs,
-        max_batched_tokens=config.max_batched_tokens,
+        max_num_seqs=limits.max_num_seqs,
+        max_batched_tokens=limits.max_batched_tokens,
         shared=ranks is None and shares_blocks(config),
-        masks=_masks(config, model, clock),
+        masks=_masks(limits, model, clock),
     )
     runner: Runner = own if ranks is None else ranks.lead(own)
     memory = HostMemory(pool, runner, clock, None if ranks is None else ranks.copies)
@@ -104,7 +112,8 @@ def _build(
         vocab_size=model.vocab_size,
         block_tokens=config.block_tokens,
         num_device_blocks=num_blocks,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=limits.max_num_seqs,
+        limits=_describe_limits(limits, scheduler.config.itl),
         fingerprint=model.fingerprint.hex(),
         eos_token_ids=model.eos_token_ids,
         dtype=str(model.dtype).removeprefix("torch."),
@@ -117,6 +126,7 @@ def _build(
     )
     mover = open_mover(config, scheduler.cache, memory, clock)
     core = EngineCore(scheduler, runner, clock, mover)
+    core.count_compilations = prepare_device(own, mover.copier)
     if ranks is not None:
         ranks.ranks.on_lost(core.fail)
     info = open_peers(config, core, scheduler, memory, info, clock)
@@ -133,17 +143,31 @@ def _model_name(config: EngineConfig) -> str:
     return Path(config.model).resolve().name if config.model else BUILT_IN_NAME
 
 
-def _masks(config: EngineConfig, model: "LoadedModel", clock: Clock) -> MaskWorkers:
+def _describe_limits(limits: StepLimits, itl: ItlTarget | None) -> str:
+    """What a step computes at most, and where that comes from."""
+    chosen = " (chosen for this device)" if limits.is_chosen else ""
+    text = (
+        f"up to {limits.max_num_seqs:,} sequences and {limits.max_batched_tokens:,} tokens per step"
+        f"{chosen}"
+    )
+    if itl is None:
+        return text
+    adaptive = f" or {itl.decode_steps:g} decode steps" if itl.decode_steps else ""
+    return f"{text}, {1e3 * itl.min_s:g} ms{adaptive} between tokens while prompts are computed"
+
+
+def _masks(limits: StepLimits, model: "LoadedModel", clock: Clock) -> MaskWorkers:
     compiler = GrammarCompiler(
         lambda: Tokenizer(model.model_dir).to_json(),
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
     )
-    return MaskWorkers(compiler, clock, max_states=2 * config.max_num_seqs)
+    return MaskWorkers(compiler, clock, max_states=2 * limits.max_num_seqs)
 
 
 def _scheduler(
     config: EngineConfig,
+    limits: StepLimits,
     model: "LoadedModel",
     layout: KVLayout,
     num_blocks: int,
@@ -173,8 +197,8 @@ def _scheduler(
     )
     settings = SchedulerConfig(
         max_model_len=max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_batched_tokens=config.max_batched_tokens,
+        max_num_seqs=limits.max_num_seqs,
+        max_batched_tokens=limits.max_batched_tokens,
         itl=_itl_target(config, model.device.type),
         policy=config.scheduling_policy,
         prefix_caching=config.prefix_caching,

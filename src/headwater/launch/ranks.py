@@ -23,6 +23,7 @@ from headwater.clock import Clock
 from headwater.config import EngineConfig
 from headwater.engine.rundir import RunDir
 from headwater.errors import ConfigError
+from headwater.launch.limits import StepLimits
 from headwater.launch.rank_process import SEND_TIMEOUT_S
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ class RankLauncher:
         """Memory that every rank may use for KV, once the model is loaded."""
         return self._free_bytes
 
-    def meet(self, model: "LoadedModel", num_blocks: int) -> None:
+    def meet(self, model: "LoadedModel", num_blocks: int, limits: StepLimits) -> None:
         """Join all ranks to a group and have them open their runners; this rank opens its own
         meanwhile, because both may need collectives."""
         from headwater.device.parallel.channel import RankMessage
@@ -160,8 +161,8 @@ class RankLauncher:
         sizes = OpenRunner(
             num_blocks=num_blocks,
             block_tokens=config.block_tokens,
-            max_num_seqs=config.max_num_seqs,
-            max_batched_tokens=config.max_batched_tokens,
+            max_num_seqs=limits.max_num_seqs,
+            max_batched_tokens=limits.max_batched_tokens,
             min_rows=model.min_rows,
         )
         self.ranks.tell(RankMessage.OPEN, msgspec.json.encode(sizes))

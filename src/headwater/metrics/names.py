@@ -53,6 +53,11 @@ IDLE_TURNS = Metric(
     "Turns of the loop without progress: each is a deadline that passed. Thousands a second "
     "are a defect.",
 )
+COMPILATIONS = Metric(
+    "engine_compilations_total",
+    Kind.COUNTER,
+    "GPU kernels compiled or loaded after the engine was ready; each delayed requests.",
+)
 STEP_SECONDS = Metric("engine_step_seconds_total", Kind.COUNTER, "Seconds spent in steps.")
 DECIDE_SECONDS = Metric(
     "engine_decide_seconds_total",
@@ -236,6 +241,7 @@ ENGINE_METRICS = (
     PREEMPTIONS,
     STEPS,
     IDLE_TURNS,
+    COMPILATIONS,
     STEP_SECONDS,
     DECIDE_SECONDS,
     QUERIES,

@@ -115,6 +115,7 @@ def _engine_values(stats: EngineStats, block_tokens: int) -> dict[Metric, Values
         names.PREEMPTIONS: {(): stats.num_preemptions},
         names.STEPS: {(): stats.num_steps},
         names.IDLE_TURNS: {(): stats.num_idle_turns},
+        names.COMPILATIONS: {(): stats.num_compilations},
         names.STEP_SECONDS: {(): stats.step_s},
         names.DECIDE_SECONDS: {(): stats.decide_s},
         names.QUERIES: {(): stats.query_tokens},

@@ -92,6 +92,9 @@ class EngineStats:
     num_idle_turns: int = 0
     """Turns of the loop that received, scheduled, computed and sent nothing."""
 
+    num_compilations: int = 0
+    """Kernels that were compiled or loaded after the engine was ready; each delayed requests."""
+
     queue_s: float = 0.0
     """Seconds that admitted requests had waited, summed."""
 

@@ -140,6 +140,11 @@ class Mover:
         """Transfers that rates were learned from; as long as it stays, so do they."""
 
     @property
+    def copier(self) -> DeviceCopier | None:
+        """What copies between device and host, where there is a host tier."""
+        return self._copier
+
+    @property
     def workers(self) -> StorageExecutor | None:
         """Who calls storage, where there is any."""
         return self._workers

@@ -68,7 +68,7 @@ class CudaCopier:
         self._clock = clock
         self._block_bytes = slab.block_bytes
         self._runtime = Runtime(pool.device.index or 0)
-        self._pinned = PinnedSlab(slab, self._runtime)
+        self._pinned = PinnedSlab(slab, self._runtime, clock)
         self._queues: list[SimpleQueue[_Entry | None]] = []
         for name in ("load", "offload"):
             queue: SimpleQueue[_Entry | None] = SimpleQueue()
@@ -86,6 +86,10 @@ class CudaCopier:
     def pinned_share(self) -> float:
         """How much of the slab is pinned by now."""
         return self._pinned.share
+
+    def await_pinned(self, within_s: float) -> bool:
+        """Wait until the whole slab is pinned, for at most `within_s`; whether it is."""
+        return self._pinned.await_all(within_s)
 
     def start(self, transfer: TransferJob, report: Report) -> None:
         """Queue a copy behind those of the same direction.

@@ -70,7 +70,8 @@ class DecodeGraphs:
         """`chosen` holds the tokens of the step before, and then of this one. `max_table` is
         the most slots of one row."""
         self._decoder, self._pool, self._chosen = decoder, pool, chosen
-        self._sizes = batch_size_buckets(max_rows)
+        self.sizes = batch_size_buckets(max_rows)
+        """Batch sizes that have a graph, ascending."""
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._memory: Any = None
         entries = num_entries(max_rows)
@@ -91,18 +92,18 @@ class DecodeGraphs:
 
     def warm(self, sizes: list[int] | None = None) -> None:
         """Capture now what would be captured at first use; by default every size."""
-        for size in self._sizes if sizes is None else sizes:
+        for size in self.sizes if sizes is None else sizes:
             if size not in self._graphs:
                 self._graphs[size] = self._capture(size)
 
     def warm_up_to(self, num_rows: int) -> None:
         """The same for every size that steps of so many rows or fewer use."""
         largest = self.size_for(num_rows)
-        self.warm([size for size in self._sizes if size <= largest])
+        self.warm([size for size in self.sizes if size <= largest])
 
     def size_for(self, num_rows: int) -> int:
         """The size of the graph that computes so many rows."""
-        return next(size for size in self._sizes if size >= num_rows)
+        return next(size for size in self.sizes if size >= num_rows)
 
     def run(self, layout: Layout, carry: IntArray) -> Tensor:
         """Compute a step; its logits, good until the next, a row each. `chosen` is greedy."""

@@ -1,11 +1,11 @@
-"""Pins the host slab in the background, so that serving begins before all of it is pinned.
+"""Pins the host slab by threads, piece by piece, while the model is being prepared.
 
-Pinning 64 GiB takes 15 seconds. Threads pin the slab piece by piece. A copy waits in its own
+Pinning holds a driver lock that launching a kernel needs too, so requests beside it would be slow.
+The engine therefore waits before it is ready, for at most a bounded time: `await_all`. What is not
+pinned by then is pinned in the background with pauses, one piece at a time. A copy waits in its own
 thread for the pieces it touches, and these are pinned next.
 
-Pinning holds a driver lock that launching a kernel needs too. So pieces are small, all threads
-pre-fault pages without the lock, and one thread at a time calls the driver and pauses after
-each piece.
+All threads pre-fault pages without the lock; one thread at a time calls the driver.
 """
 
 import ctypes
@@ -15,6 +15,7 @@ from threading import Condition, Event, Lock, Thread
 
 import numpy as np
 
+from headwater.clock import Clock, SystemClock
 from headwater.device.gpu.runtime import Runtime
 from headwater.errors import DeviceError
 from headwater.transfer.slab import HostSlab
@@ -24,7 +25,8 @@ log = logging.getLogger(__name__)
 
 _PIECE_BYTES = 64 << 20
 _NUM_THREADS = 8
-_REST_S = 0.003
+_REST_FACTOR = 4.0
+"""In the background the driver is left alone for this many times as long as a piece took."""
 
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of Linux 5.14 and later; where it is refused, pinning makes the pages."""
@@ -33,11 +35,12 @@ _POPULATE_WRITE = 23
 class PinnedSlab:
     """The slab's memory, known to the device sooner or later."""
 
-    def __init__(self, slab: HostSlab, runtime: Runtime) -> None:
+    def __init__(self, slab: HostSlab, runtime: Runtime, clock: Clock | None = None) -> None:
         self._slab = slab  # pinned memory must not go before it is unpinned
         self.base = int(np.frombuffer(slab.memory, dtype=np.uint8).ctypes.data)
         self.slot_bytes = slab.slot_bytes
         self._runtime = runtime
+        self._clock = clock or SystemClock()
         self._size = slab.num_slots * slab.slot_bytes
         # Whole slots: no block is in two pieces.
         self._piece_slots = max(_PIECE_BYTES // slab.slot_bytes, 1)
@@ -49,6 +52,8 @@ class PinnedSlab:
         self._failed: str | None = None
         self._num_busy = 0
         self._driver = Lock()
+        self._is_gentle = False
+        """Whether requests are served meanwhile."""
         self._closing = Event()
         for number in range(min(_NUM_THREADS, self._num_pieces)):
             Thread(target=self._work, name=f"pin-{number}", daemon=True).start()
@@ -72,6 +77,17 @@ class PinnedSlab:
                 self._changed.wait()
             if self._failed is not None:
                 raise DeviceError(self._failed)
+
+    def await_all(self, within_s: float) -> bool:
+        """Wait until all is pinned, for at most `within_s`; whether it is. From then on threads
+        pause between pieces."""
+        with self._changed:
+            is_done = self._changed.wait_for(self._has_ended, within_s)
+        self._is_gentle = True
+        return is_done
+
+    def _has_ended(self) -> bool:
+        return len(self._pinned) == self._num_pieces or self._failed is not None
 
     def close(self) -> None:
         """Wait for the threads, then unpin. Safe to call twice."""
@@ -106,8 +122,10 @@ class PinnedSlab:
         _make_pages(self.base + start, size)
         try:
             with self._driver:
+                began_s = self._clock.now()
                 self._runtime.pin(self.base + start, size)
-                self._closing.wait(_REST_S)
+                if self._is_gentle:
+                    self._closing.wait(_REST_FACTOR * (self._clock.now() - began_s))
         except DeviceError as error:
             log.exception("the host tier's memory cannot be pinned")
             failed = str(error)

@@ -5,9 +5,9 @@ graphs, a token that the step before is still choosing is taken from device memo
 waits for one event, in C and awake, and reads the chosen tokens from pinned memory.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,24 +20,28 @@ from headwater.device.gpu.decoder import FusedDecoder, RowsToCompute
 from headwater.device.gpu.fused_check import fused_decoder
 from headwater.device.gpu.graphs import DecodeGraphs
 from headwater.device.gpu.inputs import Layout, PackedStep, pack
+from headwater.device.gpu.kernel_cache import CompilationCounter
 from headwater.device.gpu.module import ModuleDecoder
 from headwater.device.gpu.sampling import DeviceSampler, PendingLogprobs
 from headwater.device.gpu.staging import Staging
+from headwater.device.gpu.submitted import SubmittedStep
 from headwater.device.gpu.suffix_graphs import SuffixGraphs
 from headwater.device.gpu.warm import warm_chunks
+from headwater.device.gpu.warm_steps import WarmLimits, warm_steps
 from headwater.device.kernels.greedy import choose_greedy
 from headwater.device.kernels.ints import copy_ints
 from headwater.device.model import LoadedModel
 from headwater.device.penalties import History, is_penalised
 from headwater.device.prompt_scores import PromptScores
-from headwater.device.runner import begin_masks, is_masked, void_unmasked
+from headwater.device.runner import begin_masks, is_masked
 from headwater.device.sampler import LogprobTable, SampledRows, Sampler
 from headwater.device.upload import put
 from headwater.engine.masks import MaskWorkers, StepMasks
 from headwater.errors import InvariantError
 from headwater.scheduler.batch import IntArray, ScheduledBatch, StepResult
-from headwater.scheduler.output import TokenLogprobs
 from headwater.types import Tokens
+
+log = logging.getLogger(__name__)
 
 _RING = 3
 """Steps whose pinned memory is kept apart: one more than may be in flight."""
@@ -45,45 +49,6 @@ _RING = 3
 
 _MASK_GRACE_S = 0.005
 """Longest wait for masks: about as long as a decode step takes."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _SubmittedStep:
-    """A step that was submitted."""
-
-    batch: ScheduledBatch
-    places: IntArray
-    """Per sampled row: where its token is in `host`."""
-
-    host: Tensor
-    done: torch.cuda.Event
-    logprobs: PendingLogprobs | LogprobTable | None
-    masks: StepMasks | None
-    """Of the rows with a grammar; None where there are none."""
-
-    scores: PromptScores | None
-    """Of the rows whose prompt tokens are wanted with log-probabilities."""
-
-    carried: dict[int, int]
-    """By row with a grammar: the token that it continues from."""
-
-    def result(self) -> StepResult:
-        """What the step chose; waits for it."""
-        tokens = self.tokens()
-        logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
-        if self.logprobs is not None:
-            logprobs = self.logprobs.read()
-        result = StepResult(step=self.batch.step, tokens=tokens, logprobs=logprobs)
-        void_unmasked(result, self.batch, self.carried, self.masks)
-        if self.scores is not None:
-            result.scores = self.scores.read()
-        return result
-
-    def tokens(self) -> Tokens:
-        """What was chosen, per sampled row; waits for the step."""
-        self.done.synchronize()
-        tokens: Tokens = self.host.numpy()[self.places].copy()
-        return tokens
 
 
 class CudaRunner:
@@ -107,6 +72,7 @@ class CudaRunner:
             torch.cuda.set_device(model.device)
         self._model = model
         self._max_rows = min(max_num_seqs, max_batched_tokens)
+        self._max_tokens = max_batched_tokens
         self.pool = open_pool(model, num_blocks=num_blocks, block_tokens=block_tokens)
         self.arrivals = Arrivals(model.num_layers)
         """For the copier: rows wait for loads that it tells of here."""
@@ -133,8 +99,10 @@ class CudaRunner:
             )
         self.announce: Callable[[ScheduledBatch, Tokens], None] | None = None
         """Told of each step before it is computed, where other ranks compute it too."""
-        self._submitted: deque[_SubmittedStep] = deque()
-        self._last: _SubmittedStep | None = None
+        self.compilations: CompilationCounter | None = None
+        """Counts compiled kernels, where they are counted."""
+        self._submitted: deque[SubmittedStep] = deque()
+        self._last: SubmittedStep | None = None
         self._num_steps = 0
 
     @property
@@ -143,10 +111,12 @@ class CudaRunner:
         return self.graphs is not None
 
     def warm(self, num_rows: int | None = None) -> None:
-        """Capture the graphs for up to so many rows; by default all of them, and compile what
-        prompts need."""
+        """Capture the graphs for up to so many rows; by default all of them, and compile and load
+        what prompts need."""
         decoder = self._decoder
         if self.graphs is None or not isinstance(decoder, FusedDecoder):
+            if num_rows is None:
+                self._run_warm_steps()
             return
         with torch.inference_mode():
             self._sampling.capture(self.graphs.logits)
@@ -159,6 +129,29 @@ class CudaRunner:
             decoder.warm(self.pool.data)
             for variant in _distinct([layer.variant for layer in decoder.layers]):
                 warm_chunks(self.pool, decoder.heads, variant)
+        log.info("graphs are captured sizes=%d", len(self.graphs.sizes))
+        self._run_warm_steps()
+
+    def _run_warm_steps(self) -> None:
+        """Compute a step of each kind. The pool must hold nothing yet."""
+        if self._submitted or self._num_steps:
+            raise InvariantError("steps to warm up are computed before any other")
+        capacity = self.pool.num_blocks * self.pool.block_tokens
+        limits = WarmLimits(
+            max_rows=self._max_rows,
+            max_tokens=self._max_tokens,
+            max_context=min(self._model.max_model_len, capacity),
+            block_tokens=self.pool.block_tokens,
+        )
+        num_steps = 0
+        for batch in warm_steps(limits):
+            self.submit(batch)
+            self.collect()
+            num_steps += 1
+        # A masked key still meets its zero weight, so nothing but zeros may be in an empty pool.
+        self.pool.blocks.zero_()
+        self._last = None
+        log.info("kernels are compiled and loaded steps=%d", num_steps)
 
     def submit(self, batch: ScheduledBatch) -> None:
         """Queue one step; its result waits for `collect`."""
@@ -185,7 +178,7 @@ class CudaRunner:
                 masks = self._take_masks(batch, carried)
                 logprobs = self._choose(batch, logits, places, masks)
             self._finish_submit(
-                _SubmittedStep(
+                SubmittedStep(
                     batch=batch,
                     places=places,
                     host=self._host[self._num_steps % _RING],
@@ -309,7 +302,7 @@ class CudaRunner:
         at = np.flatnonzero(self._last.batch.sampled == row)
         return self._last.tokens()[at].astype(np.int32)
 
-    def _finish_submit(self, submitted: _SubmittedStep) -> None:
+    def _finish_submit(self, submitted: SubmittedStep) -> None:
         """Have the chosen tokens copied to the host, and note the step."""
         copy_ints(self._chosen[: submitted.batch.num_rows], submitted.host)
         submitted.done.record()

@@ -60,6 +60,12 @@ _TABLE_FLOATS = {
 }
 
 
+def graph_rows(max_rows: int) -> list[int]:
+    """Numbers of rows that get graphs, ascending: powers of two, and the most."""
+    sizes = (1 << power for power in range(4, max_rows.bit_length()))
+    return [*(size for size in sizes if size < max_rows), max_rows]
+
+
 class PendingLogprobs:
     """Log-probabilities of a step, on their way from the device."""
 
@@ -110,7 +116,8 @@ class DeviceSampler:
             (_RING, *self._logprobs.out.shape), dtype=torch.int32, pin_memory=True
         )
         self._num_steps = 0
-        self._graphs: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None = None
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]] = {}
+        """By the number of rows: rows that are not there still cost their programs."""
         self._captured: Tensor | None = None
         self._compile(torch.zeros((1, vocab), dtype=dtype, device=device))
 
@@ -128,18 +135,20 @@ class DeviceSampler:
 
     def capture(self, logits: Tensor) -> None:
         """Capture the kernels over `logits`, `[max_rows, vocab]`, which stay where they are."""
-        if self._graphs is not None:
+        if self._graphs:
             return
         self._sent.zero_()
         self._section("num_top").fill_(-1)
-        graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        calls = self._choose, self._find_logprobs
-        for graph, call in zip(graphs, calls, strict=True):
-            call(logits, self._max_rows)
-            torch.cuda.synchronize(logits.device)
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                call(logits, self._max_rows)
-        self._graphs, self._captured = graphs, logits
+        for num_rows in graph_rows(self._max_rows):
+            graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+            calls = self._choose, self._find_logprobs
+            for graph, call in zip(graphs, calls, strict=True):
+                call(logits[:num_rows], num_rows)
+                torch.cuda.synchronize(logits.device)
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    call(logits[:num_rows], num_rows)
+            self._graphs[num_rows] = graphs
+        self._captured = logits
 
     def run(
         self,
@@ -162,8 +171,10 @@ class DeviceSampler:
         is_captured = self._captured is not None and (
             logits.data_ptr() == self._captured.data_ptr()
         )
-        if self._graphs is not None and is_captured:
-            self._graphs[0].replay()
+        graphs = None
+        if is_captured:
+            graphs = self._graphs[next(size for size in self._graphs if size >= num_rows)]
+            graphs[0].replay()
         else:
             self._choose(logits, num_rows)
         host = self._host[self._num_steps % _RING]
@@ -171,8 +182,8 @@ class DeviceSampler:
         pending = PendingLogprobs(host, places, num_top)
         if int(num_top.max(initial=-1)) < 0:
             return pending
-        if self._graphs is not None and is_captured:
-            self._graphs[1].replay()
+        if graphs is not None:
+            graphs[1].replay()
         else:
             self._find_logprobs(logits, num_rows)
         copy_ints(self._logprobs.out[:num_rows].view(-1), host.view(-1))
