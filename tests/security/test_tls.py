@@ -1,15 +1,21 @@
 """TLS for servers and routers, and mutual TLS inside a cluster."""
 
 import asyncio
+import contextlib
+import re
+import socket
 import ssl
 
 import httpx
 import pytest
 
 from headwater.cli import main
+from headwater.clock import SystemClock
 from headwater.errors import ConfigError
 from headwater.server.tls import TlsConfig
 from tests.router.harness import run
+from tests.router.live import LiveCommand
+from tests.security.test_sockets import listening, processes
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +118,79 @@ def test_half_of_the_flags_is_an_error(flags, words, capsys):
     """A server does not silently start without TLS."""
     assert main(["route", "--insecure", *flags]) == 1
     assert words in capsys.readouterr().err
+
+
+def test_up_refuses_half_of_the_flags(capsys):
+    """Before any process is started."""
+    assert main(["up", "--mixed", "1", "--ssl-certfile", "a.pem"]) == 1
+    assert "must be given together" in capsys.readouterr().err
+
+
+def first_bytes(address, context=None):
+    """What a listener sends by itself to a client that says nothing, or that speaks TLS."""
+    with (
+        socket.create_connection(address, timeout=5) as plain,
+        contextlib.ExitStack() as opened,
+    ):
+        client = plain
+        if context is not None:
+            client = opened.enter_context(context.wrap_socket(plain))
+        client.settimeout(0.3 if context is None else 5)
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            return client.recv(64)
+    return b""
+
+
+def until_registered(client, url, count, within_s=60.0):
+    """Until this many instances have registered and their caches are known."""
+    clock = SystemClock()
+    deadline_s = clock.now() + within_s
+    while True:
+        known = client.get(f"{url}/instances").json()["instances"]
+        if [entry["trust"] for entry in known] == ["exact"] * count:
+            return
+        assert clock.now() < deadline_s, known
+
+
+@pytest.mark.slow
+def test_a_cluster_hands_over_in_mutual_tls(folder):
+    """`headwater up` with the files of `headwater certs`: clients, router, instances, peers and
+    the tcp link all speak TLS, and a prompt is prefilled on one instance and decoded on the
+    other. A listener of peers or blocks greets members of the cluster only."""
+    files = tls(folder, "instance")
+    command = LiveCommand(
+        *("up", "--prefill", "1", "--decode", "1", "--port", "0"),
+        *("--ssl-certfile", files.ssl_certfile, "--ssl-keyfile", files.ssl_keyfile),
+        *("--ssl-ca-certs", files.ssl_ca_certs, "--", "--cache-transfer-protocol", "tcp"),
+        *("--threads", "1", "--num-gpu-blocks-override", "64", "--max-model-len", "2048"),
+    )
+    command.until_said("stop with", within_s=240)
+    urls = dict(line.split()[:2] for line in command.said if " pid " in line)
+    with httpx.Client(verify=trusting(folder), timeout=60) as client:
+        until_registered(client, urls["router"], len(urls) - 1)
+        prompt = "the water of a mountain spring, " * 20
+        answer = client.post(
+            f"{urls['router']}/v1/completions", json={"prompt": prompt, "max_tokens": 8}
+        )
+        counted = client.get(f"{urls['decode-1']}/metrics").text
+        others = [
+            place
+            for place in listening(processes(command.process.pid))
+            if f"https://{place[0]}:{place[1]}" not in urls.values()
+        ]
+        greetings = [first_bytes(place) for place in others]
+        member = files.client_context()
+        member.check_hostname = False
+        greeted = []
+        for place in others:
+            with contextlib.suppress(OSError):
+                greeted.append(first_bytes(place, member))
+    assert command.stop() == 0, command.said
+
+    assert answer.status_code == 200, answer.text
+    assert all(url.startswith("https://") for url in urls.values())
+    done = re.search(r'pd_handoffs_total\{side="decode"\} (\S+)', counted)
+    assert done is not None, [line for line in counted.splitlines() if "pd_" in line]
+    assert float(done[1]) == 1
+    assert not [greeting for greeting in greetings if greeting.startswith(b"HW")]
+    assert len([greeting for greeting in greeted if greeting.startswith(b"HW")]) >= 4

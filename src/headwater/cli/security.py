@@ -1,6 +1,6 @@
 """Flags about access that `serve` and `route` share: keys, hosts, TLS, the peer token."""
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from pathlib import Path
 
 from headwater.config import (
@@ -10,6 +10,9 @@ from headwater.config import (
 )
 from headwater.errors import ConfigError
 from headwater.server.tls import TlsConfig
+
+TLS_FLAGS = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
+"""Names of the TLS settings, the same in every command."""
 
 
 def add_access_flags(parser: ArgumentParser) -> None:
@@ -39,11 +42,16 @@ def add_access_flags(parser: ArgumentParser) -> None:
     group.add_argument(
         "--peer-token-file", metavar="FILE", help="file with that secret, instead of the flag"
     )
-    group.add_argument(
+    add_tls_flags(group)
+
+
+def add_tls_flags(parser: ArgumentParser | _ArgumentGroup) -> None:
+    """Add the flags of `TLS_FLAGS`."""
+    parser.add_argument(
         "--ssl-certfile", metavar="FILE", help="serve HTTPS with this PEM certificate chain"
     )
-    group.add_argument("--ssl-keyfile", metavar="FILE", help="PEM private key of it")
-    group.add_argument(
+    parser.add_argument("--ssl-keyfile", metavar="FILE", help="PEM private key of it")
+    parser.add_argument(
         "--ssl-ca-certs",
         metavar="FILE",
         help="PEM file with the CA that router, instances and peers verify each other with",

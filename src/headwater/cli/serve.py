@@ -12,7 +12,13 @@ import msgspec
 
 from headwater import __version__
 from headwater.cli.idle_flags import idle_settings
-from headwater.cli.security import allowed_hosts_of, api_key_of, peer_token_of, tls_of
+from headwater.cli.security import (
+    TLS_FLAGS,
+    allowed_hosts_of,
+    api_key_of,
+    peer_token_of,
+    tls_of,
+)
 from headwater.config import (
     MIB,
     EngineConfig,
@@ -147,8 +153,7 @@ def _peers(options: Namespace) -> PeersConfig | None:
 
 def _peer_tls(options: Namespace) -> dict[str, str]:
     """Files of mutual TLS with peers. Without a CA there is nothing to check peers with."""
-    names = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
-    files = {name: getattr(options, name) for name in names}
+    files = {name: getattr(options, name) for name in TLS_FLAGS}
     return {name: path for name, path in files.items() if path and files["ssl_ca_certs"]}
 
 

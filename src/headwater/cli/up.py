@@ -20,6 +20,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from headwater.cli.security import TLS_FLAGS, add_tls_flags, tls_of
 from headwater.errors import ConfigError, EngineDead
 from headwater.launch.hub import find_model
 from headwater.launch.parent_watch import VARIABLE
@@ -73,6 +74,7 @@ def add_up(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public typ
         help="ports of the instances, counted up from FIRST (default: any free ports)",
     )
     parser.add_argument("--policy", metavar="NAME", default="cache_aware", help="see route")
+    add_tls_flags(parser)
     parser.add_argument("serve_flags", nargs="*", metavar="-- FLAGS", help="of each instance")
     parser.set_defaults(flags=[flag for a in parser._actions for flag in a.option_strings])
 
@@ -139,6 +141,7 @@ def run_up(options: Namespace) -> int:
     """Run the cluster until stopped; the exit code."""
     roles = {role: getattr(options, role) for role in ("mixed", "prefill", "decode")}
     _check(roles)
+    tls_of(options)  # half of the files, or wrong ones, are reported before anything starts
     gpus = _gpus(options, sum(roles.values()))
     ports = _ports(options, sum(roles.values()))
     if "--revision" not in options.serve_flags:
@@ -192,7 +195,8 @@ class _Cluster:
     ) -> int:
         """`places` has the GPU and the port of each instance."""
         place = ["--host", options.host, "--port", str(options.port)]
-        router = self._start("router", ["route", *place, "--policy", options.policy])
+        flags = [*place, "--policy", options.policy, *_tls_arguments(options)]
+        router = self._start("router", ["route", *flags])
         if not self._until_ready([router]):
             return 0
         names = [f"{role}-{n}" for role, count in roles.items() for n in range(1, count + 1)]
@@ -207,7 +211,7 @@ class _Cluster:
             "mixed" if roles["mixed"] else "decode", options, router.url, 0
         )
         again += ["--peer-token-file", str(self._token_file)]
-        _say(_banner(router, instances, ["headwater", *again]))
+        _say(_banner(router, instances, ["headwater", *again], options.ssl_ca_certs))
         return self._watch(router)
 
     def stop(self) -> None:
@@ -301,14 +305,29 @@ def _serve_arguments(name: str, options: Namespace, router: str, port: int) -> l
     model = [] if options.model is None else [options.model]
     place = ["--port", str(port), "--router", router, "--splitwise-role", role]
     device = [] if options.gpus is None else ["--device", "cuda"]
-    return ["serve", *model, *place, *device, *options.serve_flags]
+    return ["serve", *model, *place, *device, *_tls_arguments(options), *options.serve_flags]
+
+
+def _tls_arguments(options: Namespace) -> list[str]:
+    """The TLS flags for each child: they may all use one certificate, because names are not
+    compared inside a cluster."""
+    files = {name: getattr(options, name) for name in TLS_FLAGS}
+    return [
+        word
+        for name, path in files.items()
+        if path is not None
+        for word in (f"--{name.replace('_', '-')}", path)
+    ]
 
 
 def _how(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-def _banner(router: Child, instances: Sequence[Child], again: Sequence[str]) -> str:
+def _banner(
+    router: Child, instances: Sequence[Child], again: Sequence[str], ca_certs: str | None
+) -> str:
+    curl = "curl" if ca_certs is None else f"curl --cacert {shlex.quote(ca_certs)}"
     width = max(len(child.name) for child in (router, *instances))
     lines = "".join(
         f"\n  {child.name:<{width}}  {child.url}  pid {child.process.pid}"
@@ -317,8 +336,8 @@ def _banner(router: Child, instances: Sequence[Child], again: Sequence[str]) -> 
     return f"""\
 Headwater cluster is ready at {router.url}{lines}
 try:
-  curl {router.url}/v1/chat/completions -d '{{"messages": [{{"role": "user", "content": "Hello"}}]}}'
-  curl {router.url}/instances
+  {curl} {router.url}/v1/chat/completions -d '{{"messages": [{{"role": "user", "content": "Hello"}}]}}'
+  {curl} {router.url}/instances
   headwater top {router.url}
 add or replace an instance:
   {shlex.join(again)}

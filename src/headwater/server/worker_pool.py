@@ -13,6 +13,7 @@ import contextlib
 import resource
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -46,9 +47,10 @@ class WorkerPool:
                         self._threads, worker.ask, task.encode(), body, limit
                     )
             except BaseException as exc:
-                # Half a result may be in its pipe: it is not used again.
+                # Half a result may be in its pipe: it is not used again. A thread waits for its
+                # end, because the memory of a large process takes long to free.
                 self._all.discard(worker)
-                worker.end()
+                threading.Thread(target=worker.end, name="worker-end", daemon=True).start()
                 if not isinstance(exc, OSError | EOFError | TimeoutError):
                     raise
                 raise RequestRefused(
@@ -117,6 +119,9 @@ def serve_requests(work: Task) -> None:
         message = source.read(size)
         end = 1 + message[0]
         limit = int.from_bytes(message[end : end + 8], "big")
-        result = work(message[1:end].decode(), message[end + 8 :], limit)
+        try:
+            result = work(message[1:end].decode(), message[end + 8 :], limit)
+        except MemoryError:
+            sys.exit(1)  # the server answers 413 and starts another worker
         sink.write(len(result).to_bytes(8, "big") + result)
         sink.flush()

@@ -105,7 +105,8 @@ class Forwarder:
 
     async def _answer(self, request: Request, body: bytes, send: Send) -> None:
         self._budget.deposit()
-        fields = await self._prompts.fields(request.url.path, body)
+        ready = self._registry.ready(SERVING)
+        fields = await self._prompts.fields(request.url.path, body, ready)
         owner = self._owner(request, fields)
         paths = await self._paths(request, fields)
         attempts, progress = Attempts(self._config.max_attempts, self._budget), StreamProgress()

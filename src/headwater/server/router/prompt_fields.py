@@ -15,7 +15,7 @@ from headwater.server.chat_messages import template_settings
 from headwater.server.errors import RequestRefused
 from headwater.server.messages_schema import MessagesRequest
 from headwater.server.responses_schema import ResponsesRequest
-from headwater.server.schema import ChatRequest, CompletionRequest, Message, TokenizeRequest
+from headwater.server.schema import ChatRequest, CompletionRequest, TokenizeRequest
 from headwater.server.worker_pool import WorkerPool
 
 GENERATING = frozenset(
@@ -36,9 +36,6 @@ class PromptFields(msgspec.Struct, array_like=True, kw_only=True, frozen=True):
     text: bytes = b""
     """The first prompt as the body of a `/tokenize` request, when it is text."""
 
-    num_characters: int = 0
-    """Characters of the text."""
-
 
 NO_FIELDS = PromptFields()
 
@@ -49,14 +46,15 @@ class FieldReader:
     def __init__(self) -> None:
         self._workers = WorkerPool("headwater.server.router.prompt_worker")
 
-    async def read(self, path: str, raw: bytes) -> PromptFields:
-        """The fields of a request to `path`. Never stops the event loop for long."""
+    async def read(self, path: str, raw: bytes, max_text_bytes: int) -> PromptFields:
+        """The fields of a request to `path`. Never stops the event loop for long. A text above
+        `max_text_bytes` is left out."""
         if path not in GENERATING:
             return NO_FIELDS
         if len(raw) <= INLINE_BYTES:
-            return prompt_fields(path, raw)
+            return prompt_fields(path, raw, max_text_bytes)
         try:
-            result = await self._workers.ask(path, raw, 0)
+            result = await self._workers.ask(path, raw, max_text_bytes)
         except RequestRefused:
             return NO_FIELDS
         return msgspec.msgpack.decode(result, type=PromptFields)
@@ -66,25 +64,31 @@ class FieldReader:
         self._workers.close()
 
 
-def prompt_fields(path: str, raw: bytes) -> PromptFields:
+def prompt_fields(path: str, raw: bytes, max_text_bytes: int) -> PromptFields:
     """The fields of one request; `NO_FIELDS` for a body that the instance will refuse."""
     try:
-        match path:
-            case "/v1/messages":
-                return _chat_fields(
-                    messages_request.chat_request(decode_json(raw, MessagesRequest))
-                )
-            case "/v1/responses":
-                body = decode_json(raw, ResponsesRequest)
-                fields = _chat_fields(responses_request.chat_request(body))
-                before = body.previous_response_id
-                return msgspec.structs.replace(fields, previous_response_id=before)
-            case "/v1/chat/completions":
-                return _chat_fields(decode_json(raw, ChatRequest))
-            case _:
-                return _completion_fields(decode_json(raw, CompletionRequest))
+        fields = _all_fields(path, raw)
     except RequestRefused:
         return NO_FIELDS
+    is_short = len(fields.text) <= max_text_bytes
+    return fields if is_short else msgspec.structs.replace(fields, text=b"")
+
+
+def _all_fields(path: str, raw: bytes) -> PromptFields:
+    match path:
+        case "/v1/messages":
+            return _chat_fields(
+                messages_request.chat_request(decode_json(raw, MessagesRequest))
+            )
+        case "/v1/responses":
+            body = decode_json(raw, ResponsesRequest)
+            fields = _chat_fields(responses_request.chat_request(body))
+            before = body.previous_response_id
+            return msgspec.structs.replace(fields, previous_response_id=before)
+        case "/v1/chat/completions":
+            return _chat_fields(decode_json(raw, ChatRequest))
+        case _:
+            return _completion_fields(decode_json(raw, CompletionRequest))
 
 
 def _completion_fields(body: CompletionRequest) -> PromptFields:
@@ -97,9 +101,7 @@ def _completion_fields(body: CompletionRequest) -> PromptFields:
     text = TokenizeRequest(
         prompt=prompt, add_special_tokens=body.add_special_tokens is not False
     )
-    return msgspec.structs.replace(
-        fields, text=msgspec.json.encode(text), num_characters=len(prompt)
-    )
+    return msgspec.structs.replace(fields, text=msgspec.json.encode(text))
 
 
 def _chat_fields(body: ChatRequest) -> PromptFields:
@@ -113,15 +115,7 @@ def _chat_fields(body: ChatRequest) -> PromptFields:
         model=body.model,
         cache_salt=body.cache_salt or "",
         text=msgspec.json.encode(text),
-        num_characters=sum(_num_characters(message) for message in body.messages),
     )
-
-
-def _num_characters(message: Message) -> int:
-    content = message.content
-    if content is None or isinstance(content, str):
-        return len(content or "")
-    return sum(len(part.text or "") for part in content)
 
 
 def _packed(ids: Sequence[object]) -> bytes:

@@ -6,8 +6,8 @@ from headwater.server.router.prompt_fields import prompt_fields
 from headwater.server.worker_pool import serve_requests
 
 
-def _work(path: str, raw: bytes, limit: int) -> bytes:
-    return msgspec.msgpack.encode(prompt_fields(path, raw))
+def _work(path: str, raw: bytes, max_text_bytes: int) -> bytes:
+    return msgspec.msgpack.encode(prompt_fields(path, raw, max_text_bytes))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ be parsed is routed by load; the instance answers it with the error.
 """
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -31,8 +32,11 @@ from headwater.types import Tokens
 
 _ASK_TIMEOUT_S = 5.0
 _THREADS = 2
-_MAX_CHARS_PER_TOKEN = 64
-"""A text with more characters per token of the context is not tokenized for routing."""
+_MAX_BYTES_PER_TOKEN = 64
+"""A prompt with more bytes of JSON per token of the context is not tokenized for routing."""
+
+_MAX_TEXT_BYTES = 1 << 24
+"""The same where the context of an instance is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +93,11 @@ class PromptReader:
         self._fields.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def fields(self, path: str, raw: bytes) -> PromptFields:
-        """The fields that decide where a request goes."""
-        return await self._fields.read(path, raw)
+    async def fields(self, path: str, raw: bytes, ready: Sequence[Instance]) -> PromptFields:
+        """The fields that decide where a request goes, to one of `ready`."""
+        longest = max((entry.registration.max_model_len for entry in ready), default=0)
+        limit = _MAX_BYTES_PER_TOKEN * longest or _MAX_TEXT_BYTES
+        return await self._fields.read(path, raw, limit)
 
     async def paths(
         self, fields: PromptFields, request: Request, asked: Sequence[Instance]
@@ -121,8 +127,7 @@ class PromptReader:
         if fields.token_ids:
             return np.frombuffer(fields.token_ids, dtype=np.int32)
         limit = asked.registration.max_model_len
-        too_long = limit and fields.num_characters > _MAX_CHARS_PER_TOKEN * limit
-        if not fields.text or too_long:
+        if not fields.text or len(fields.text) > _MAX_BYTES_PER_TOKEN * (limit or math.inf):
             return None  # an instance will say what is wrong
         tokenizer = self._tokenizer
         if tokenizer is None:
