@@ -16,7 +16,8 @@
     - StorageUnavailable  it failed repeatedly, and is not called for now
   + DeviceError       a call to the GPU's driver failed; a copy becomes a miss
   + PeerRefused       another instance refuses a request; a third one may accept it
-  + EngineDead        unrecoverable; the process exits
+  + EngineDead        the engine process has ended; what ran on it is lost
+    - EngineRestarting  a new engine is being started; becomes a 503 with Retry-After
 
 A broken invariant is not in this tree: it is an `InvariantError`, an AssertionError,
 because it is our mistake. It is raised by explicit checks, so `python -O` keeps it.
@@ -106,6 +107,14 @@ class PeerRefused(HeadwaterError):
 
 class EngineDead(HeadwaterError):
     """The engine process or loop has ended; nothing more will be answered."""
+
+
+class EngineRestarting(EngineDead):
+    """The engine has ended and the next one is being started: try again."""
+
+    def __init__(self, reason: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(f"restarting: {reason}; a new engine is being started, retry later")
+        self.retry_after_s = retry_after_s
 
 
 class PackageMissing(HeadwaterError, ImportError):

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -38,6 +39,14 @@ class LiveServer:
         self._reader.start()
         # A test that fails half-way leaves its server; the end of the tests does not.
         atexit.register(self.process.kill)
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """The HTTP workers that run now."""
+        pid = self.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        commands = {int(child): Path(f"/proc/{child}/cmdline") for child in children}
+        return [pid for pid, path in commands.items() if b"launch.worker" in path.read_bytes()]
 
     def wait_ready(self) -> "LiveServer":
         """Read the banner; raises with what the server said where there is none."""
@@ -77,11 +86,12 @@ class LiveServer:
     def post(self, path: str, body: object = None, **options: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=60, **options)
 
-    def complete(self, **fields: Any) -> httpx.Response:
-        return self.post("/v1/completions", {"prompt": "hello", "temperature": 0} | fields)
+    def complete(self, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+        body = {"prompt": "hello", "temperature": 0} | fields
+        return self.post("/v1/completions", body, headers=headers)
 
-    def open_stream(self, **fields: Any) -> "Stream":
-        return Stream(self.url, fields)
+    def open_stream(self, headers: dict[str, str] | None = None, **fields: Any) -> "Stream":
+        return Stream(self.url, fields, headers)
 
     def until(
         self, reached: Callable[[dict[str, Any]], bool], **options: Any
@@ -100,6 +110,13 @@ class LiveServer:
         while "draining" not in self.get("/health").text:
             assert time.monotonic() < deadline
 
+    def until_healthy(self) -> None:
+        """Ask /health until it is 200."""
+        deadline = time.monotonic() + 60
+        while self.get("/health").status_code != 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
     def until_idle(self) -> dict[str, Any]:
         """The same, until nothing runs."""
         return self.until(lambda state: not state["num_running"] and not state["num_waiting"])
@@ -108,7 +125,9 @@ class LiveServer:
 class Stream:
     """A streamed completion that is read event by event, over a connection of its own."""
 
-    def __init__(self, url: str, fields: dict[str, Any]) -> None:
+    def __init__(
+        self, url: str, fields: dict[str, Any], headers: dict[str, str] | None = None
+    ) -> None:
         place = urlsplit(url)
         self._connection = http.client.HTTPConnection(
             place.hostname or "", place.port, timeout=60
@@ -119,7 +138,7 @@ class Stream:
             "ignore_eos": True,
             "stream": True,
         } | fields
-        self._connection.request("POST", "/v1/completions", json.dumps(body))
+        self._connection.request("POST", "/v1/completions", json.dumps(body), headers or {})
         self._response = self._connection.getresponse()
         self.status = self._response.status
 

@@ -78,8 +78,9 @@ def test_a_drain_is_bounded_and_two_servers_live_side_by_side():
     assert other.stop(signal.SIGINT) == 0
 
 
-def test_a_killed_engine_is_told_to_every_client_at_once():
-    """Streams get an error event, waiting requests and /health a 503 with the reason."""
+def test_a_killed_engine_is_told_to_every_client_at_once_and_is_replaced():
+    """Streams get an error event, waiting requests and /health a 503 with the reason. The port
+    stays open, and a new engine serves; the log and a metric say so."""
     server = LiveServer("--max-num-seqs", "1").wait_ready()
     stream = server.open_stream(max_tokens=8000)
     stream.next()
@@ -94,16 +95,24 @@ def test_a_killed_engine_is_told_to_every_client_at_once():
     stream.close()
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "engine_dead"
-    health = server.get("/health")
-    assert health.status_code == 503
-    assert "signal 9" in health.json()["error"]["message"]
-    assert server.complete().status_code == 503
-    assert server.get("/metrics").status_code == 200
+    for refused in (server.get("/health"), server.complete()):
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "engine_restarting"
+        assert "restarting: the engine process ended with signal 9" in refused.text
+        assert int(refused.headers["retry-after"]) >= 1
+    assert "headwater:engine_up 0.0" in server.get("/metrics").text
+    server.until_healthy()
+    assert server.complete(max_tokens=4).status_code == 200
+    assert "headwater:engine_restarts_total 1.0" in server.get("/metrics").text
     assert server.stop() == 0
+    log = "".join(server.errors)
+    assert log.count("engine died: ") == 1
+    assert "reason=the engine process ended with signal 9" in log
+    assert "engine restarted: " in log
 
 
 def test_a_server_may_be_told_to_go_with_its_engine():
-    """For supervisors that restart what exits: the sentence, and exit code 1."""
+    """For operators whose own supervisor restarts what exits: the sentence, and exit code 1."""
     server = LiveServer("--exit-with-engine").wait_ready()
 
     os.kill(server.engine_pid, signal.SIGKILL)

@@ -10,6 +10,7 @@ from headwater.clock import SystemClock
 from headwater.engine.client import EngineInfo
 from headwater.engine.core import EngineCore
 from headwater.engine.process import run_engine
+from headwater.engine.wire import EngineStart
 from headwater.scheduler.config import SchedulerConfig
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.scheduler import Scheduler
@@ -30,7 +31,7 @@ class CarelessCore(EngineCore):
         return super().step()
 
 
-def build(settings: bytes) -> tuple[EngineCore, EngineInfo]:
+def build(start: EngineStart) -> tuple[EngineCore, EngineInfo]:
     cache = TieredCache(CacheConfig(device_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS))
     scheduler = Scheduler(SchedulerConfig(max_model_len=512), cache)
     runner = EchoRunner(num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS)

@@ -12,19 +12,25 @@ from contextlib import aclosing, asynccontextmanager
 import numpy as np
 import pytest
 
-from headwater.engine.child import EngineChild
+from headwater.engine.child import ChildProcess
 from headwater.engine.client import GetStats, Pause, ResetCache, Resume
 from headwater.engine.front import AsyncEngine
 from headwater.engine.rundir import RunDir, sweep
-from headwater.errors import EngineDead, ModelError, PromptTooLong, RequestError
+from headwater.errors import (
+    EngineDead,
+    EngineRestarting,
+    ModelError,
+    PromptTooLong,
+    QueueFull,
+    RequestError,
+)
 from headwater.metrics.prometheus import render
 from headwater.metrics.recorder import Recorder
 from headwater.scheduler.request import Request, SamplingParams
 from headwater.types import RequestId
+from tests.engine.processes import OwnedEngine
 
 pytestmark = pytest.mark.slow
-
-ECHO = ["headwater.testing.engines"]
 
 
 def make_request(name="r", num_tokens=40, **params):
@@ -37,9 +43,8 @@ def make_request(name="r", num_tokens=40, **params):
 
 
 @asynccontextmanager
-async def running_engine():
-    engine = AsyncEngine(EngineChild(ECHO, b"{}"))
-    await engine.start(timeout_s=60)
+async def running_engine(**start):
+    engine = await OwnedEngine(**start).start()
     try:
         yield engine
     finally:
@@ -65,13 +70,18 @@ async def until(condition):
         await asyncio.sleep(0)
 
 
+async def until_waiting(engine, count):
+    async def reached():
+        return (await engine.control(GetStats())).num_waiting == count
+
+    await until(reached)
+
+
 def test_requests_run_side_by_side_and_the_engine_ends_cleanly():
     """Many requests share one engine process; closing stops it with 0 and leaves no socket."""
 
     async def scenario():
-        child = EngineChild(ECHO, b"{}")
-        engine = AsyncEngine(child)
-        await engine.start(timeout_s=60)
+        engine = await OwnedEngine().start()
         answers = await asyncio.gather(
             *(tokens_of(engine, make_request(f"r{n}", 20 + n)) for n in range(20))
         )
@@ -79,9 +89,8 @@ def test_requests_run_side_by_side_and_the_engine_ends_cleanly():
         stats = await engine.control(GetStats())
         assert (stats.num_running, stats.num_waiting) == (0, 0)
         await engine.close()
-        await engine.close()
-        assert child.close() == 0
-        assert not child.rundir.path.exists()
+        assert engine.code == 0
+        assert not engine.rundir.path.exists()
 
     asyncio.run(scenario())
 
@@ -201,8 +210,7 @@ def test_a_double_free_is_counted_and_ends_the_engine():
     """Lesson 7: in production too: clients are told, and `/metrics` has a count of it."""
 
     async def scenario():
-        engine = AsyncEngine(EngineChild(["tests.engine.careless"], b"{}"))
-        await engine.start(timeout_s=60)
+        engine = await OwnedEngine(command=["tests.engine.careless"]).start()
         before = engine.num_violations
         with pytest.raises(EngineDead, match="InvariantError: slot 63 is FREE, not HELD"):
             await tokens_of(engine, make_request())
@@ -228,11 +236,11 @@ def test_a_failed_start_raises_the_real_sentence_and_leaves_nothing(settings, er
     """Lesson 61: no half-built engine: the error, an exit code of 1, no process, no socket."""
 
     async def scenario():
-        child = EngineChild(ECHO, settings)
+        engine = OwnedEngine(settings)
         with pytest.raises(error, match=sentence):
-            await AsyncEngine(child).start(timeout_s=60)
-        assert child.close() == 1
-        assert not child.rundir.path.exists()
+            await engine.start()
+        assert not process_exists(engine.pid)
+        assert not engine.rundir.path.exists()
 
     asyncio.run(scenario())
 
@@ -241,10 +249,10 @@ def test_an_engine_that_does_not_start_in_time_is_ended():
     """Lesson 61: a start that takes too long is an error, and its process does not stay."""
 
     async def scenario():
-        child = EngineChild(ECHO, b"{}")
+        engine = OwnedEngine()
         with pytest.raises(EngineDead, match="not ready"):
-            await AsyncEngine(child).start(timeout_s=0.0)
-        assert not process_exists(child.pid)
+            await engine.start(timeout_s=0.0)
+        assert not process_exists(engine.pid)
 
     asyncio.run(scenario())
 
@@ -255,7 +263,7 @@ def test_processes_are_started_from_the_main_thread_only():
 
     def start():
         try:
-            EngineChild(ECHO, b"{}")
+            ChildProcess(["headwater"])
         except RuntimeError as error:
             caught.append(str(error))
 
@@ -269,14 +277,11 @@ def test_processes_are_started_from_the_main_thread_only():
 def test_an_engine_does_not_outlive_its_server():
     """A server that is killed takes its engine and its socket's folder with it."""
     script = (
-        "import asyncio, sys\n"
-        "from headwater.engine.child import EngineChild\n"
-        "from headwater.engine.front import AsyncEngine\n"
+        "import asyncio\n"
+        "from tests.engine.processes import OwnedEngine\n"
         "async def main():\n"
-        "    child = EngineChild(['headwater.testing.engines'], b'{}')\n"
-        "    engine = AsyncEngine(child)\n"
-        "    await engine.start(timeout_s=60)\n"
-        "    print(child.pid, child.rundir.path, flush=True)\n"
+        "    engine = await OwnedEngine().start()\n"
+        "    print(engine.pid, engine.rundir.path, flush=True)\n"
         "    await engine.wait_dead()\n"
         "asyncio.run(main())\n"
     )
@@ -322,41 +327,12 @@ def test_folders_of_the_dead_are_swept_and_of_the_living_are_not(tmp_path):
     living.close()
 
 
-def test_the_death_of_the_engine_is_logged_with_its_reason(caplog):
-    """An operator who reads only the log learns that, and why, requests get 503."""
-
-    async def scenario():
-        async with running_engine() as engine:
-            os.kill(engine.pid, signal.SIGKILL)
-            await engine.wait_dead()
-
-    asyncio.run(scenario())
-
-    deaths = [record for record in caplog.records if "engine died" in record.getMessage()]
-    assert len(deaths) == 1
-    assert "signal 9" in deaths[0].getMessage()
-
-
-def test_a_stopped_engine_is_not_logged_as_dead(caplog):
-    """An orderly end is no event."""
-
-    async def scenario():
-        async with running_engine():
-            pass
-
-    asyncio.run(scenario())
-
-    assert not caplog.records
-
-
 def test_a_device_that_hangs_is_declared_dead_and_clients_are_told():
     """The loop's thread is stuck in the runner; the watchdog speaks for it and ends the process.
     Requests and control calls that wait get the reason, and so do later ones."""
 
     async def scenario():
-        child = EngineChild(ECHO, b'{"hang_after_s": 0.5}')
-        engine = AsyncEngine(child)
-        await engine.start(timeout_s=60)
+        engine = await OwnedEngine(b'{"hang_after_s": 0.5}').start()
         idle = await engine.control(GetStats())
         assert idle.num_running == 0
         request = asyncio.ensure_future(tokens_of(engine, make_request("stuck")))
@@ -372,5 +348,75 @@ def test_a_device_that_hangs_is_declared_dead_and_clients_are_told():
 
         await until(ended)
         await engine.close()
+
+    asyncio.run(scenario())
+
+
+def test_each_worker_gets_its_own_outputs_and_the_limit_is_for_all_of_them():
+    """Two clients of one engine: same ids do not mix, and together they may not run more than
+    the engine takes."""
+
+    async def scenario():
+        async with running_engine(max_queued=0) as engine:
+            other = AsyncEngine("1.0")
+            other.attach(engine.process.address, engine.info)
+            answers = await asyncio.gather(
+                *(tokens_of(engine, make_request(f"a{n}", 20 + n)) for n in range(4)),
+                *(tokens_of(other, make_request(f"b{n}", 20 + n)) for n in range(4)),
+            )
+            assert answers[:4] == answers[4:]
+            await engine.control(Pause())
+            waiting = [
+                asyncio.create_task(tokens_of(client, make_request(f"{name}{n}")))
+                for name, client in (("c", engine), ("d", other))
+                for n in range(4)
+            ]
+            await until_waiting(engine, 8)
+            with pytest.raises(QueueFull, match="8 sequences are running or waiting"):
+                await tokens_of(other, make_request("one more"))
+            await engine.control(Resume())
+            assert len(await asyncio.gather(*waiting)) == 8
+            await other.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_requests_of_a_worker_that_is_gone_are_aborted():
+    """The supervisor tells the engine; others are not disturbed, and the room is free again."""
+
+    async def scenario():
+        async with running_engine(max_queued=0) as engine:
+            other = AsyncEngine("1.0")
+            other.attach(engine.process.address, engine.info)
+            await engine.control(Pause())
+            mine = asyncio.create_task(tokens_of(engine, make_request("mine")))
+            lost = asyncio.create_task(tokens_of(other, make_request("lost")))
+            await until_waiting(engine, 2)
+            await other.close()
+            engine.process.tell_gone("1.0")
+            await until_waiting(engine, 1)
+            await engine.control(Resume())
+            assert len(await mine) == 8
+            with pytest.raises(EngineDead):
+                await lost
+
+    asyncio.run(scenario())
+
+
+def test_a_client_goes_on_with_the_next_engine():
+    """The first engine is killed; calls say that another is being started, then it serves."""
+
+    async def scenario():
+        async with running_engine() as first, running_engine() as second:
+            client = AsyncEngine("9.0")
+            client.attach(first.process.address, first.info)
+            assert len(await tokens_of(client, make_request())) == 8
+            client.lose("signal 9", retry_after_s=3.0)
+            with pytest.raises(EngineRestarting, match="restarting: signal 9") as caught:
+                client.check_alive()
+            assert caught.value.retry_after_s == 3.0
+            client.attach(second.process.address, second.info)
+            assert len(await tokens_of(client, make_request())) == 8
+            await client.close()
 
     asyncio.run(scenario())

@@ -153,7 +153,7 @@ def test_the_http_process_imports_neither_torch_nor_transformers():
     script = (
         "import sys\n"
         "sys.modules['torch'] = sys.modules['transformers'] = None\n"
-        "import headwater, headwater.cli, headwater.cli.serve, headwater.launch.server\n"
+        "import headwater, headwater.cli, headwater.cli.serve, headwater.launch.supervisor, headwater.launch.worker\n"
         "import headwater.engine.llm, headwater.testing.engines\n"
     )
 

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 from headwater.clock import SystemClock
-from headwater.engine.child import EngineChild
-from headwater.engine.recorded import _MAX_PENDING, RecordedEngine, Recording
+from headwater.engine.record_file import RecordFile
+from headwater.engine.recorded import _MAX_PENDING, Recording
 from headwater.errors import ConfigError
 from headwater.replay.recordings import is_recording, read_recording
 from headwater.replay.simulator import Simulator
 from headwater.replay.workload import at_speed
 from headwater.scheduler.request import Request, SamplingParams
 from headwater.types import RequestId
+from tests.engine.processes import OwnedEngine
 from tests.replay.traces import gib, make_config
 
-ECHO = ["headwater.testing.engines"]
 BLOCK = 16
 
 
@@ -34,8 +34,9 @@ def make_request(name, tokens, *, salt="", max_tokens=8):
 
 async def serve_turns(path, num_turns=4):
     """Two conversations of several turns on a live engine; what each request found."""
-    engine = RecordedEngine(EngineChild(ECHO, b"{}"), Recording(path, SystemClock()))
-    await engine.start(timeout_s=60)
+    file = RecordFile(path, start_s=SystemClock().now())
+    engine = await OwnedEngine().start()
+    engine.record(file.begin(BLOCK))
     found, histories = [], [list(range(40)), list(range(40, 75))]
     try:
         for turn in range(num_turns):
@@ -49,6 +50,7 @@ async def serve_turns(path, num_turns=4):
                 history += [7, 8, 9 + turn]
     finally:
         await engine.close()
+        file.close()
     return found, histories
 
 
@@ -87,12 +89,14 @@ def test_nothing_of_the_content_is_in_a_recording(tmp_path):
 
 def write(path, requests, *, block_tokens=BLOCK):
     """Record (tokens, output, salt) without an engine."""
-    recording = Recording(path, SystemClock())
-    recording.begin(block_tokens)
+    file = RecordFile(path, start_s=SystemClock().now())
+    recording = Recording(file.begin(block_tokens))
+    recording.start()
     for number, (tokens, output, salt) in enumerate(requests):
         recording.note(make_request(str(number), tokens, salt=salt), output)
     recording.close()
     recording.close()
+    file.close()
     return read_recording(path)
 
 
@@ -120,13 +124,15 @@ def test_equal_blocks_have_equal_ids_and_tenants_share_none(tmp_path):
 
 def test_writing_never_waits_and_what_is_too_much_is_counted(tmp_path, caplog):
     """A thread that does not get on costs requests in the recording, and nothing else."""
-    recording = Recording(tmp_path / "r.jsonl", SystemClock())
+    file = RecordFile(tmp_path / "r.jsonl", start_s=0.0)
+    recording = Recording(file.begin(BLOCK))
     for number in range(_MAX_PENDING + 5):  # nobody takes them before it begins
         recording.note(make_request(str(number), [1, 2, 3]), [4])
     assert recording.num_dropped == 5
 
-    recording.begin(BLOCK)
+    recording.start()
     recording.close()
+    file.close()
     assert len(read_recording(tmp_path / "r.jsonl")) == _MAX_PENDING
     assert "lacks 5 requests" in caplog.text
 
@@ -135,14 +141,14 @@ def test_a_recording_overwrites_nothing_and_leaves_nothing_empty(tmp_path):
     """An existing file is an error before anything starts; an engine that never started leaves
     no file that would be one."""
     path = tmp_path / "r.jsonl"
-    Recording(path, SystemClock()).close()
+    RecordFile(path, start_s=0.0).close()
     assert not path.exists()
 
     path.write_text("precious")
     with pytest.raises(ConfigError, match="overwrites nothing"):
-        Recording(path, SystemClock())
+        RecordFile(path, start_s=0.0)
     with pytest.raises(ConfigError, match="cannot write"):
-        Recording(tmp_path / "absent" / "r.jsonl", SystemClock())
+        RecordFile(tmp_path / "absent" / "r.jsonl", start_s=0.0)
 
 
 def test_damaged_recordings_are_explained(tmp_path):

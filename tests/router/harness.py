@@ -12,13 +12,14 @@ from headwater.clock import SystemClock
 from headwater.config import KvEventsConfig
 from headwater.engine.client import KvEventsInfo
 from headwater.launch.router import RouterProcess
-from headwater.launch.server import unix_s
+from headwater.launch.signals import unix_s
 from headwater.metrics.kv_curve import CurveKeys
 from headwater.metrics.kv_publisher import KvPublisher
 from headwater.server.access import make_access_policy
 from headwater.server.app import create_app
 from headwater.server.config import ServerConfig
-from headwater.server.http import HttpServer, bind, url_of
+from headwater.server.http import HttpServer
+from headwater.server.listener import bind, url_of
 from headwater.server.middleware import ReadinessMiddleware
 from headwater.server.registration import Memberships
 from headwater.server.router.config import RouterConfig

@@ -76,7 +76,7 @@ def test_a_router_killed_before_it_forwards(cluster, prompt):
     """It waits for a prompt's tokens: no instance has the request, and none ever gets it."""
     place = urlsplit(cluster.router.url)
     client = http.client.HTTPConnection(place.hostname or "", place.port, timeout=20)
-    with stopped(*(server.process.pid for server in cluster.decoding)):
+    with stopped(*(pid for server in cluster.decoding for pid in server.worker_pids)):
         client.request("POST", "/v1/completions", json.dumps({"prompt": prompt}))
         for _ in range(2):  # what came before these was read by then
             known = cluster.router.instances()

@@ -12,7 +12,8 @@ from headwater.server.access import make_access_policy
 from headwater.server.app import create_app
 from headwater.server.config import ConnectionLimits, ServerConfig
 from headwater.server.connections import ConnectionGuard
-from headwater.server.http import HttpServer, bind
+from headwater.server.http import HttpServer
+from headwater.server.listener import bind
 from headwater.server.middleware import ReadinessMiddleware
 from tests.server.harness import Harness
 

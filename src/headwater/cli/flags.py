@@ -111,9 +111,24 @@ def _add_http(parser: ArgumentParser) -> None:
         help="record arrival times, lengths and salted block keys (no text) for headwater replay",
     )
     group.add_argument(
+        "--api-workers",
+        type=int,
+        metavar="N",
+        help="HTTP worker processes on the port (1 with --device cpu, else a quarter of the cores)",
+    )
+    group.add_argument(
+        "--max-engine-restarts",
+        type=int,
+        metavar="N",
+        default=_SERVER.max_engine_restarts,
+        help=help_text("most restarts of a dead engine within 10 minutes; then exit with 1"),
+    )
+    group.add_argument(
         "--exit-with-engine",
-        action="store_true",
-        help="exit with 1 when the engine dies, instead of answering 503",
+        dest="max_engine_restarts",
+        action="store_const",
+        const=0,
+        help="exit with 1 when the engine dies; the same as --max-engine-restarts 0",
     )
     group.add_argument(
         "--vllm-metric-names",

@@ -83,7 +83,7 @@ def run_route(options: Namespace) -> int:
     """Route until stopped; the exit code."""
     from headwater.launch.parent_watch import watch_parent
     from headwater.launch.router import route
-    from headwater.launch.server import StopSignals
+    from headwater.launch.signals import StopSignals
     from headwater.metrics.logs import set_up_logs
 
     set_up_logs(options.log_format)

@@ -28,11 +28,14 @@ from headwater.config import (
 from headwater.errors import ConfigError
 from headwater.launch.hub import find_model
 from headwater.launch.parent_watch import watch_parent
-from headwater.launch.server import Serving, StopSignals, serve
+from headwater.launch.signals import StopSignals
+from headwater.launch.supervisor import Serving, serve
 from headwater.metrics.logs import set_up_logs
 from headwater.server.config import LimitsConfig, ServerConfig, is_clear_text
-from headwater.server.http import bind
+from headwater.server.listener import bind
 from headwater.words import suggest
+
+_MAX_DEFAULT_WORKERS = 8
 
 
 def run_serve(options: Namespace, given: frozenset[str]) -> int:
@@ -115,7 +118,8 @@ def server_config(options: Namespace) -> ServerConfig:
         reasoning_parser=options.reasoning_parser,
         tls=tls_of(options),
         drain_timeout_s=options.drain_timeout,
-        exit_with_engine=options.exit_with_engine,
+        api_workers=_api_workers(options),
+        max_engine_restarts=options.max_engine_restarts,
         vllm_metric_names=options.vllm_metric_names,
         key_metrics=options.key_metrics,
         routers=tuple(url.rstrip("/") for url in options.router),
@@ -128,6 +132,16 @@ def server_config(options: Namespace) -> ServerConfig:
             stored_lifetime_s=options.stored_response_lifetime,
         ),
     )
+
+
+def _api_workers(options: Namespace) -> int:
+    """HTTP workers. An engine on the CPU needs the cores itself, and is slower than one
+    worker."""
+    if options.api_workers is not None:
+        return int(options.api_workers)
+    if options.device == "cpu":
+        return 1
+    return min(max(1, len(os.sched_getaffinity(0)) // 4), _MAX_DEFAULT_WORKERS)
 
 
 def _peers(options: Namespace) -> PeersConfig | None:
@@ -207,6 +221,7 @@ Headwater {__version__} is ready at {serving.url}
   model   {serving.model_name} ({info.dtype} on {info.device}, up to {info.max_model_len:,} tokens a request)
   cache   {info.num_device_blocks:,} blocks of {info.block_tokens} tokens ({num_tokens:,} in all), empty; {caching}{tiers}
   engine  process {serving.engine_pid}, {info.limits}
+  http    {serving.num_workers} {"worker" if serving.num_workers == 1 else "workers"}
 try:
   curl {serving.url}/v1/chat/completions -d '{body}'
   curl {serving.url}/cache

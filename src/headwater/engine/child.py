@@ -1,19 +1,17 @@
-"""Starts the engine process, and notices when it ends.
+"""Child processes of the supervisor: started as programs, never forked, and watched by event.
 
-A plain child program, never a fork: started from the main thread before any other thread
-exists. Its standard input is a pipe that this process holds open: the settings go down it
-first, and its end tells the child that this process is gone.
+Each child has one end of a socket pair as its standard input. Messages are lines of JSON. The
+end of the socket tells each side that the other process is gone, however it died.
 """
 
+import asyncio
 import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
-
-from headwater.engine.rundir import RunDir
-
-_STOP_TIMEOUT_S = 10.0
+from collections.abc import Mapping, Sequence
 
 _HUGE_PAGES = ":".join(
     f"glibc.malloc.{name}={value}"
@@ -27,54 +25,80 @@ _HUGE_PAGES = ":".join(
 step, a tenth faster so, and a prompt's activations take no page faults. glibc reads this
 before the program begins; others ignore it."""
 
+ENGINE_ENVIRONMENT = {"GLIBC_TUNABLES": _HUGE_PAGES}
+"""Environment variables of an engine process, unless the operator set them."""
 
-class EngineChild:
-    """Owns one engine process and the folder its socket is in."""
 
-    def __init__(self, command: Sequence[str], settings: bytes) -> None:
-        """Run `python -m <command> ADDRESS`; `settings`, one line, is what it reads first."""
+class ChildProcess:
+    """Owns one child process in a session of its own, and this end of its socket."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        """Run `python -m <command>`; it inherits `pass_fds`. What is set in this process's
+        environment wins over `environment`."""
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("processes are started from the main thread only")
-        self.rundir = RunDir()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", *command, self.rundir.address],
-            stdin=subprocess.PIPE,
-            env={"GLIBC_TUNABLES": _HUGE_PAGES, **os.environ},
-            start_new_session=True,  # a terminal's Ctrl-C is for the server, which drains first
-        )
-        assert self._process.stdin is not None, "asked for a pipe"
-        self._pipe = self._process.stdin
-        self._pipe.write(settings + b"\n")
-        self._pipe.flush()
-
-    @property
-    def address(self) -> str:
-        return self.rundir.address
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", *command],
+                stdin=theirs.fileno(),
+                env={**(environment or {}), **os.environ},
+                pass_fds=tuple(pass_fds),
+                # A terminal's Ctrl-C is for the supervisor, which drains first.
+                start_new_session=True,
+            )
+        self._exit: asyncio.Future[int] | None = None
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def watch(self, on_exit: Callable[[int], None]) -> None:
-        """Call `on_exit(code)` from another thread, once, when the process has ended."""
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
 
-        def wait() -> None:
-            on_exit(self._process.wait())
+    async def wait(self) -> int:
+        """The exit code, once there is one; negative for a signal."""
+        if self._exit is None:
+            self._exit = asyncio.get_running_loop().create_future()
+            self._watch(self._exit)
+        return await asyncio.shield(self._exit)
 
-        threading.Thread(target=wait, name="engine-exit", daemon=True).start()
+    def kill(self) -> None:
+        """End it and the processes it started, at once."""
+        if not self.has_ended:
+            os.killpg(self.pid, signal.SIGKILL)
 
-    def close(self, *, at_once: bool = False, timeout_s: float = _STOP_TIMEOUT_S) -> int:
-        """Wait for a process that was told to stop; end it if it does not. Its exit code.
-
-        `at_once` ends one that was never told. Safe to call twice.
-        """
-        if at_once:
-            self._pipe.close()
+    async def end(self, timeout_s: float) -> int:
+        """Wait for a child that was told to stop; kill it after `timeout_s`. The exit code."""
         try:
-            return self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
-        finally:
-            self._pipe.close()
-            self.rundir.close()
+            async with asyncio.timeout(timeout_s):
+                return await self.wait()
+        except TimeoutError:
+            self.kill()
+            return await self.wait()
+
+    def _watch(self, exited: "asyncio.Future[int]") -> None:
+        loop = asyncio.get_running_loop()
+        if self.has_ended:
+            exited.set_result(self._process.returncode)
+            return
+        descriptor = os.pidfd_open(self.pid)
+
+        def on_exit() -> None:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+            exited.set_result(self._process.wait())
+
+        loop.add_reader(descriptor, on_exit)
+
+
+def describe_exit(code: int) -> str:
+    """An exit code as an operator reads it."""
+    return f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -194,7 +194,14 @@ class EngineClient(Protocol):
 
     @property
     def num_violations(self) -> int:
-        """Broken invariants that it told of; the first one ends it."""
+        """Broken invariants, over all lives of the engine; each ends one."""
+
+    @property
+    def num_restarts(self) -> int:
+        """Engines that were started after the first one."""
+
+    def check_alive(self) -> None:
+        """Raise EngineRestarting or EngineDead while no engine takes requests."""
 
     def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
         """Outputs until one has a finish reason. Closing the iterator early aborts.

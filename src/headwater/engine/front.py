@@ -1,111 +1,99 @@
-"""AsyncEngine: an `EngineClient` on one event loop, with one engine process behind a socket.
+"""AsyncEngine: an `EngineClient` on one event loop, connected to an engine process by a socket.
 
-It keeps only a mailbox per request. When the engine process dies, every mailbox and every pending
-control call fails at once.
+It keeps only a mailbox per request. The supervisor says when an engine is up and when it is lost.
+When it is lost, every mailbox and every pending control call fails at once; the next life of the
+engine is another connection.
 """
 
 import asyncio
 import contextlib
 import itertools
-import logging
 from collections.abc import AsyncGenerator, Sequence
 
 import zmq
 
 from headwater.engine import wire
-from headwater.engine.child import EngineChild
 from headwater.engine.client import ControlCall, EngineInfo, R
 from headwater.engine.mailbox import Mailbox, abort_output
 from headwater.errors import (
     EngineDead,
+    EngineRestarting,
     HeadwaterError,
-    InvariantError,
     PeerRefused,
     RequestError,
 )
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.request import Request
 
-log = logging.getLogger(__name__)
-
 
 class AsyncEngine:
     """The engine process as an `EngineClient`."""
 
-    def __init__(self, child: EngineChild) -> None:
-        """`child` belongs to this object from now on; call `start` before anything else."""
-        self._child = child
+    def __init__(self, name: str) -> None:
+        """`name` is unique among the clients of an engine; call `attach` before anything
+        else."""
+        self._name = name
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._socket: zmq.Socket[bytes] | None = None
         self._mailboxes: dict[str, Mailbox] = {}
         self._calls: dict[int, asyncio.Future[wire.Reply]] = {}
         self._numbers = itertools.count()
         self._info: EngineInfo | None = None
         self._dead: str | None = None
-        self._num_violations = 0
-        self._closing = False
-        self._died = asyncio.Event()
+        self._retry_after_s: float | None = None
+        self.num_violations = 0
+        self.num_restarts = 0
+        """Engines that were started after the first one; told by the supervisor."""
 
     @property
     def info(self) -> EngineInfo:
-        assert self._info is not None, "start() has not returned"
+        assert self._info is not None, "attach() was not called"
         return self._info
 
     @property
     def dead(self) -> str | None:
         return self._dead
 
-    @property
-    def num_violations(self) -> int:
-        return self._num_violations
-
-    @property
-    def pid(self) -> int:
-        """Process id of the engine."""
-        return self._child.pid
-
-    async def start(self, *, timeout_s: float) -> None:
-        """Wait until the engine takes requests.
-
-        Raises what the engine raised, with its own sentence, and leaves nothing behind.
-        """
+    def attach(self, address: str, info: EngineInfo) -> None:
+        """Connect to an engine that takes requests."""
+        self._disconnect()
         self._loop = asyncio.get_running_loop()
-        self._ready: asyncio.Future[EngineInfo] = self._loop.create_future()
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.set_hwm(0)
-        self._socket.bind(self._child.address)
-        self._loop.add_reader(self._socket.fileno(), self._drain)
-        self._child.watch(self._tell_exit)
-        try:
-            async with asyncio.timeout(timeout_s):
-                self._drain()
-                self._info = await self._ready
-        except TimeoutError as exc:
-            await self.close()
-            raise EngineDead(f"the engine was not ready after {timeout_s:.0f} s") from exc
-        except BaseException:
-            await self.close()
-            raise
+        self._info, self._dead, self._retry_after_s = info, None, None
+        self._context = self._context or zmq.Context()
+        socket = self._socket = self._context.socket(zmq.DEALER)
+        socket.set_hwm(0)
+        socket.setsockopt(zmq.IDENTITY, self._name.encode())
+        socket.connect(address)
+        self._loop.add_reader(socket.fileno(), self._drain)
+
+    def lose(self, reason: str, *, retry_after_s: float | None = None) -> None:
+        """The engine has ended: fail every mailbox and pending call. With `retry_after_s` a new
+        engine is being started, and is expected after that time."""
+        self._disconnect()
+        self._dead, self._retry_after_s = reason, retry_after_s
+        for mailbox in self._mailboxes.values():
+            mailbox.fail(EngineDead(reason))
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(EngineDead(reason))
 
     async def close(self) -> None:
-        """Stop the engine and wait for it. Safe to call twice."""
-        if self._closing:
-            return
-        self._closing = True
-        self._send(wire.Stop())
-        await asyncio.to_thread(self._child.close, at_once=self._info is None)
-        self._end("the engine was stopped")
-        self._loop.remove_reader(self._socket.fileno())
-        self._socket.close(linger=0)
-        self._context.term()
+        """Fail what is still running and disconnect. Safe to call twice."""
+        context, self._context = self._context, None
+        if context is not None:
+            self.lose("the engine was stopped")
+            context.term()
 
-    async def wait_dead(self) -> str:
-        """Return why, once the engine is gone."""
-        await self._died.wait()
-        assert self._dead is not None, "the event is set with its reason"
-        return self._dead
+    def check_alive(self) -> None:
+        """Raise EngineRestarting or EngineDead while no engine takes requests."""
+        if self._dead is None:
+            return
+        if self._retry_after_s is not None:
+            raise EngineRestarting(self._dead, retry_after_s=self._retry_after_s)
+        raise EngineDead(self._dead)
 
     async def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
-        self._check_alive()
+        self.check_alive()
         request_id = request.request_id
         if request_id in self._mailboxes:
             raise RequestError(f"request {request_id} is already running")
@@ -139,24 +127,17 @@ class AsyncEngine:
         return len(alive)
 
     async def control(self, call: ControlCall[R]) -> R:
-        self._check_alive()
+        self.check_alive()
         number = next(self._numbers)
         future = self._calls[number] = self._loop.create_future()
         try:
             self._send(wire.pack_call(number, call))
-            result = wire.unpack_reply(call, await future)
+            return wire.unpack_reply(call, await future)
         finally:
             self._calls.pop(number, None)
-        if isinstance(result, EngineInfo):
-            self._info = result  # other weights are served from now on
-        return result
-
-    def _check_alive(self) -> None:
-        if self._dead is not None:
-            raise EngineDead(self._dead)
 
     def _send(self, message: wire.ToEngine) -> None:
-        if self._dead is not None:
+        if self._socket is None:
             return
         # The socket has no high-water mark, so a send fails only without a peer: the engine
         # process has just died, and every waiting caller is about to get EngineDead.
@@ -167,9 +148,9 @@ class AsyncEngine:
 
     def _drain(self) -> None:
         """Read every message that has arrived; the descriptor wakes us once for all of them."""
-        while not self._socket.closed:
+        while (socket := self._socket) is not None:
             try:
-                frame = self._socket.recv(zmq.NOBLOCK)
+                frame = socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
             self._receive(wire.decode_from_engine(frame))
@@ -186,47 +167,16 @@ class AsyncEngine:
                 future = self._calls.get(number)
                 if future is not None and not future.done():
                     future.set_result(message)
-            case wire.Ready(info):
-                if not self._ready.done():
-                    self._ready.set_result(info)
-            case wire.EngineFailed(kind, sentence):
-                self._num_violations += kind == InvariantError.__name__
-                self._fail(kind, sentence)
+            case wire.InfoChanged(info):
+                self._info = info
 
     def _deliver(self, entry: wire.Output) -> None:
         mailbox = self._mailboxes.get(entry.request_id)
         if mailbox is not None:  # the client of a request that was aborted is gone
             mailbox.put(wire.unpack_output(entry))
 
-    def _fail(self, kind: str, sentence: str) -> None:
-        if not self._ready.done():
-            self._ready.set_exception(wire.rebuild_error(kind, sentence))
-        self._end(sentence)
-
-    def _exited(self, code: int) -> None:
-        self._drain()  # its last message may say why
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        self._fail("EngineDead", f"the engine process ended with {how}")
-
-    def _end(self, reason: str) -> None:
-        """Fail every mailbox and pending call, once."""
-        if self._dead is not None:
-            return
-        if self._info is not None and not self._closing:
-            log.error(
-                "engine died; requests get 503 until the server is restarted: pid=%d reason=%s "
-                "failed_requests=%d",
-                *(self._child.pid, reason, len(self._mailboxes)),
-            )
-        self._dead = reason
-        self._died.set()
-        for mailbox in self._mailboxes.values():
-            mailbox.fail(EngineDead(reason))
-        for future in self._calls.values():
-            if not future.done():
-                future.set_exception(EngineDead(reason))
-
-    def _tell_exit(self, code: int) -> None:
-        """From the watching thread: go on in the event loop, if there still is one."""
-        with contextlib.suppress(RuntimeError):  # the loop closed first
-            self._loop.call_soon_threadsafe(self._exited, code)
+    def _disconnect(self) -> None:
+        socket, self._socket = self._socket, None
+        if socket is not None:
+            self._loop.remove_reader(socket.fileno())
+            socket.close(linger=0)

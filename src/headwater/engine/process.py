@@ -1,16 +1,17 @@
-"""The engine process: one inbox, one loop, and a watch on the process that started it.
+"""The engine process: one inbox, one loop, and a watch on the supervisor that started it.
 
-Blocks in C while there is nothing to do. Requests, aborts and control arrive in the order
-they were sent and are taken between two steps.
+Blocks in C while there is nothing to do. Requests, aborts and control of each HTTP worker arrive
+in the order they were sent and are taken between two steps. The outputs of a step are packed once
+for each worker that has any, so the cost of a step does not grow with the number of workers.
 """
 
-import io
 import logging
 import os
 import signal
 import threading
 from collections.abc import Callable
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import zmq
@@ -21,7 +22,13 @@ from headwater.engine.client import Answer, ControlCall, EngineInfo
 from headwater.engine.rundir import remove_socket_folder
 from headwater.engine.step_watch import StepWatch
 from headwater.engine.watchdog import StepWatchdog
-from headwater.errors import EngineDead, HeadwaterError, InvariantError, RequestError
+from headwater.errors import (
+    EngineDead,
+    HeadwaterError,
+    InvariantError,
+    QueueFull,
+    RequestError,
+)
 from headwater.metrics.stats import EngineStats
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.request import Request
@@ -33,8 +40,10 @@ log = logging.getLogger(__name__)
 _DRAIN_S = 2.0
 """Longest wait for writes to lower tiers before the process ends."""
 
-_LAST_WORDS_S = 2.0
-"""Longest wait for the last message of an engine whose device hangs."""
+_SUPERVISOR = 0
+"""Standard input: a socket that joins this process with the supervisor."""
+
+_CHUNK_BYTES = 1 << 16
 
 
 class Core(Protocol):
@@ -61,60 +70,146 @@ class Core(Protocol):
     def close(self) -> None: ...
 
 
-Build = Callable[[bytes], tuple[Core, EngineInfo]]
-"""Makes a core from the settings line. Raises HeadwaterError with a sentence for the operator."""
+Build = Callable[[wire.EngineStart], tuple[Core, EngineInfo]]
+"""Makes a core from the start line. Raises HeadwaterError with a sentence for the operator."""
 
 
 def run_engine(build: Build, address: str) -> int:
     """Live as an engine process: build, report, serve until told to stop; the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the server decides when to stop, after draining
-    pipe = io.FileIO(0, closefd=False)  # unbuffered: a buffer's lock would outlive its thread
-    settings = pipe.readline()
-    threading.Thread(target=_watch_parent, args=(pipe, address), daemon=True).start()
+        signal.signal(number, signal.SIG_IGN)  # the supervisor decides when to stop
+    line = SupervisorLine(address)
+    start = line.read_start()
+    line.watch()
     context = zmq.Context()
-    socket = context.socket(zmq.PAIR)
-    socket.set_hwm(0)
-    socket.connect(address)
+    socket = context.socket(zmq.ROUTER)
     try:
-        core, info = build(settings)
-        socket.send(wire.encode(wire.Ready(info)))
-        loop = EngineLoop(core, socket, StepWatch(SystemClock()))
+        core, info = build(start)
+        socket.set_hwm(0)
+        socket.bind(address)
+        loop = EngineLoop(
+            core,
+            socket,
+            StepWatch(SystemClock()),
+            line,
+            max_live=info.max_num_seqs + start.max_queued,
+        )
         watchdog = StepWatchdog(core, core.step_timeout_s, loop.die, SystemClock())
         watchdog.start()
+        line.send(wire.Ready(info))
         loop.run()
         watchdog.stop()
         core.drain(_DRAIN_S)
         core.close()
         return 0
     except HeadwaterError as exc:
-        socket.send(wire.encode(wire.EngineFailed(type(exc).__name__, str(exc))))
+        line.send(wire.EngineFailed(type(exc).__name__, str(exc)))
         return 1
     except Exception as exc:
         log.exception("the engine died")
         sentence = f"the engine died: {type(exc).__name__}: {exc}"
         kind = InvariantError if isinstance(exc, InvariantError) else EngineDead
-        socket.send(wire.encode(wire.EngineFailed(kind.__name__, sentence)))
+        line.send(wire.EngineFailed(kind.__name__, sentence))
         return 1
     finally:
-        socket.close(linger=1000)
+        socket.close(linger=0)
         context.term()
 
 
-class EngineLoop:
-    """Takes messages, turns the core, sends what came out."""
+class SupervisorLine:
+    """The socket to the supervisor: orders in, reports out, and the end of it all.
 
-    def __init__(self, core: Core, socket: "zmq.Socket[bytes]", watch: StepWatch) -> None:
+    The supervisor waits for this process before it closes the socket, so an end of the socket
+    means that the supervisor died. This process leaves at once then, whatever it is doing.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._buffer = b""
+        self._orders: SimpleQueue[wire.Order] = SimpleQueue()
+        self._writing = threading.Lock()
+        self._wake: Callable[[], None] | None = None
+
+    def read_start(self) -> wire.EngineStart:
+        """The first line."""
+        return wire.decode_start(self._read_line())
+
+    def watch(self) -> None:
+        """Read orders in a thread from now on."""
+        threading.Thread(target=self._watch, name="supervisor", daemon=True).start()
+
+    def on_order(self, wake: Callable[[], None]) -> None:
+        """Call `wake` from the reading thread for each order; it ends the loop's sleep."""
+        self._wake = wake
+        wake()  # for orders that came before
+
+    def take_orders(self) -> list[wire.Order]:
+        """The orders since the last call."""
+        orders = []
+        while not self._orders.empty():
+            orders.append(self._orders.get_nowait())
+        return orders
+
+    def send(self, report: wire.Report) -> None:
+        """Report to the supervisor; from any thread."""
+        data = wire.encode_line(report)
+        with self._writing:
+            while data:
+                data = data[os.write(_SUPERVISOR, data) :]
+
+    def _watch(self) -> None:
+        while line := self._read_line():
+            order = wire.decode_order(line)
+            if isinstance(order, wire.Ping):
+                self.send(wire.Pong())
+                continue
+            self._orders.put(order)
+            if self._wake is not None:
+                self._wake()
+        remove_socket_folder(self._address)
+        os._exit(1)
+
+    def _read_line(self) -> bytes:
+        """The next line; empty at the end of the socket."""
+        while b"\n" not in self._buffer:
+            try:
+                chunk = os.read(_SUPERVISOR, _CHUNK_BYTES)
+            except ConnectionError:
+                chunk = b""
+            if not chunk:
+                return b""
+            self._buffer += chunk
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line
+
+
+class EngineLoop:
+    """Takes messages of all workers, turns the core, sends what came out."""
+
+    def __init__(
+        self,
+        core: Core,
+        socket: "zmq.Socket[bytes]",
+        watch: StepWatch,
+        line: SupervisorLine,
+        *,
+        max_live: int,
+    ) -> None:
+        """More than `max_live` sequences at once are refused with QueueFull."""
         self._core = core
         self._watch = watch
         self._socket = socket
-        self._context = socket.context
+        self._line = line
+        self._max_live = max_live
         self._stopped = False
-        self._speaking = threading.Lock()
-        """Held while the socket is used: by the loop, or for good by `die`."""
+        self._workers: dict[str, bytes] = {}
+        """The worker of each live request, by the name of its connection."""
+        self._known: set[bytes] = set()
+        """Workers that have sent something, and are not gone."""
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(core.completions.fileno(), zmq.POLLIN)
+        line.on_order(core.completions.wake)
 
     def run(self) -> None:
         """Until a `Stop` arrives."""
@@ -127,16 +222,11 @@ class EngineLoop:
             self._core.publish()
 
     def die(self, sentence: str) -> None:
-        """From the watchdog's thread, while the loop is stuck in a step: tell every client, and
-        end the process without waiting for any thread."""
-        self._speaking.acquire()
+        """From the watchdog's thread, while the loop is stuck in a step: say why, and end the
+        process without waiting for any thread."""
         if self._core.device_since is None:  # the step has just ended after all
-            self._speaking.release()
             return
-        self._socket.send(wire.encode(wire.EngineFailed(EngineDead.__name__, sentence)))
-        self._socket.close(linger=1000)
-        threading.Timer(_LAST_WORDS_S, os._exit, args=(1,)).start()
-        self._context.term()  # returns when the message is on its way
+        self._line.send(wire.EngineFailed(EngineDead.__name__, sentence))
         os._exit(1)
 
     def _step(self) -> None:
@@ -155,48 +245,85 @@ class EngineLoop:
         self._core.completions.clear()
 
     def _take_inbox(self) -> None:
+        for order in self._line.take_orders():
+            self._obey(order)
         while True:
             try:
-                with self._speaking:
-                    frame = self._socket.recv(zmq.NOBLOCK)
+                worker, frame = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._receive(wire.decode_to_engine(frame))
+            self._known.add(worker)
+            self._receive(worker, wire.decode_to_engine(frame))
 
-    def _receive(self, message: wire.ToEngine) -> None:
+    def _obey(self, order: wire.Order) -> None:
+        match order:
+            case wire.Stop():
+                self._stopped = True
+            case wire.WorkerGone(name):
+                worker = name.encode()
+                self._known.discard(worker)
+                for request_id in [key for key, w in self._workers.items() if w == worker]:
+                    del self._workers[request_id]
+                    self._core.abort(RequestId(request_id))
+
+    def _receive(self, worker: bytes, message: wire.ToEngine) -> None:
         match message:
             case wire.Add(request_id):
                 try:
-                    self._core.add(wire.unpack_request(message))
+                    self._add(worker, message)
                 except RequestError as exc:
-                    self._send(wire.Refusal(request_id, type(exc).__name__, str(exc)))
+                    refusal = wire.Refusal(request_id, type(exc).__name__, str(exc))
+                    self._send(worker, refusal)
             case wire.Abort(request_ids):
                 for request_id in request_ids:
+                    self._workers.pop(request_id, None)
                     self._core.abort(RequestId(request_id))
             case wire.PackedCall(number):
-                self._core.control(wire.unpack_call(message), partial(self._answer, number))
-            case wire.Stop():
-                self._stopped = True
+                self._core.control(
+                    wire.unpack_call(message), partial(self._answer, worker, number)
+                )
 
-    def _answer(self, number: int, result: Any, refusal: RequestError | None) -> None:  # noqa: ANN401 -- by call
-        self._send(wire.pack_reply(number, result, refusal))
+    def _add(self, worker: bytes, message: wire.Add) -> None:
+        if len(self._workers) >= self._max_live:
+            raise QueueFull(
+                f"{len(self._workers)} sequences are running or waiting, the limit is "
+                f"{self._max_live}; retry later"
+            )
+        self._core.add(wire.unpack_request(message))
+        self._workers[message.request_id] = worker
+
+    def _answer(
+        self,
+        worker: bytes,
+        number: int,
+        result: Any,  # noqa: ANN401 -- by call
+        refusal: RequestError | None,
+    ) -> None:
+        if isinstance(result, EngineInfo):
+            # Before the answer, so that the caller finds every worker up to date.
+            self._line.send(wire.Ready(result))
+            for other in self._known:
+                self._send(other, wire.InfoChanged(result))
+        self._send(worker, wire.pack_reply(number, result, refusal))
 
     def _report(self, outputs: list[SequenceOutput]) -> None:
-        if outputs:
-            self._send(wire.Outputs([wire.pack_output(output) for output in outputs]))
+        """Send each worker its part of a step in one message."""
+        parts: dict[bytes, list[wire.Output]] = {}
+        workers = self._workers
+        for output in outputs:
+            if output.finish_reason is None:
+                worker = workers.get(output.request_id)
+            else:
+                worker = workers.pop(output.request_id, None)
+            if worker is None:
+                continue  # aborted meanwhile
+            if worker not in parts:
+                parts[worker] = []
+            parts[worker].append(wire.pack_output(output))
+        for worker, part in parts.items():
+            self._send(worker, wire.Outputs(part))
 
-    def _send(self, message: wire.FromEngine) -> None:
-        frame = wire.encode(message)
-        with self._speaking:
-            self._socket.send(frame, copy=False)
-
-
-def _watch_parent(pipe: io.FileIO, address: str) -> None:
-    """Block until the server's end of the pipe closes, then leave at once.
-
-    A server that stops in order waits for this process before it lets the pipe go, so an end
-    of the pipe means that it died or has given up waiting.
-    """
-    pipe.read()
-    remove_socket_folder(address)
-    os._exit(1)
+    def _send(self, worker: bytes, message: wire.FromEngine) -> None:
+        # A message to a worker that has gone is dropped; the supervisor tells of its end.
+        self._socket.send(worker, zmq.SNDMORE)
+        self._socket.send(wire.encode(message), copy=False)

@@ -6,29 +6,25 @@ the end: equal blocks have equal keys in one recording, and nobody can try out w
 No text, no token, no name is in it.
 """
 
+import asyncio
 import json
 import logging
-import secrets
+import os
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
-from pathlib import Path
 from queue import Full, Queue
 from threading import Thread
-from typing import TextIO
 
 import numpy as np
 
 from headwater.cache import KeyScheme, Namespace
-from headwater.clock import Clock
-from headwater.engine.child import EngineChild
 from headwater.engine.front import AsyncEngine
-from headwater.errors import ConfigError
+from headwater.engine.record_file import RecordTarget
 from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.request import Request
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
 _MAX_PENDING = 256
 """Requests that wait to be written; more are dropped and counted, and nobody waits."""
 
@@ -39,32 +35,17 @@ Entry = tuple[Request, list[int]]
 
 
 class Recording:
-    """A file that requests are written to by a thread of its own."""
+    """Writes the requests of one worker to the recording, in a thread of its own."""
 
-    def __init__(self, path: Path, clock: Clock) -> None:
-        """Raises ConfigError where `path` exists or cannot be made."""
-        self._path = path
-        self._start_s = clock.now()
+    def __init__(self, target: RecordTarget) -> None:
+        self._target = target
         self._queue: Queue[Entry | None] = Queue(_MAX_PENDING)
-        self._thread: Thread | None = None
+        self._thread = Thread(target=self._work, name="recording", daemon=True)
         self.num_dropped = 0
         """Requests that are not in the recording, because writing was slower than serving."""
-        try:
-            self._file: TextIO = path.open("x", encoding="utf-8")
-            path.chmod(0o600)
-        except FileExistsError as exc:
-            raise ConfigError(
-                f"--record {path} exists; a recording overwrites nothing"
-            ) from exc
-        except OSError as exc:
-            raise ConfigError(f"cannot write --record {path}: {exc.strerror}") from exc
 
-    def begin(self, block_tokens: int) -> None:
-        """Blocks are of so many tokens; from now on requests are taken."""
-        scheme = KeyScheme(block_tokens=block_tokens, fingerprint=secrets.token_bytes(32))
-        header = {"headwater_recording": VERSION, "block_tokens": block_tokens}
-        self._file.write(json.dumps(header) + "\n")
-        self._thread = Thread(target=self._work, args=(scheme,), name="recording", daemon=True)
+    def start(self) -> None:
+        """Begin to write."""
         self._thread.start()
 
     def note(self, request: Request, output: list[int]) -> None:
@@ -76,24 +57,21 @@ class Recording:
 
     def close(self) -> None:
         """Write what waits, for a few seconds at most. Twice is safe."""
-        if self._file.closed:
+        if not self._thread.is_alive():
             return
-        if self._thread is None:
-            self._path.unlink(missing_ok=True)  # nothing was served: leave nothing behind
-        else:
-            with suppress(Full):
-                self._queue.put(None, timeout=_CLOSE_S)
-            self._thread.join(_CLOSE_S)
-            if self.num_dropped:
-                log.warning("the recording lacks %d requests", self.num_dropped)
-        self._file.close()
+        with suppress(Full):
+            self._queue.put(None, timeout=_CLOSE_S)
+        self._thread.join(_CLOSE_S)
+        if self.num_dropped:
+            log.warning("the recording lacks %d requests", self.num_dropped)
 
-    def _work(self, scheme: KeyScheme) -> None:
+    def _work(self) -> None:
+        target = self._target
+        scheme = KeyScheme(block_tokens=target.block_tokens, fingerprint=target.secret)
         try:
             while (entry := self._queue.get()) is not None:
-                self._file.write(json.dumps(self._line(scheme, *entry)) + "\n")
-                if self._queue.empty():
-                    self._file.flush()
+                line = json.dumps(self._line(scheme, *entry)) + "\n"
+                os.write(target.descriptor, line.encode())
         except (OSError, ValueError):
             log.exception("the recording ended early")
 
@@ -104,7 +82,7 @@ class Recording:
         root = scheme.root(Namespace(request.cache_salt))
         keys = scheme.chain(root, whole.tobytes(), None)
         return {
-            "timestamp": round(1e3 * (request.arrival_s - self._start_s), 3),
+            "timestamp": round(1e3 * (request.arrival_s - self._target.start_s), 3),
             "input_length": len(request.tokens),
             "output_length": len(output),
             "keys": [key.hex()[:_KEY_HEX] for key in keys],
@@ -114,18 +92,20 @@ class Recording:
 class RecordedEngine(AsyncEngine):
     """An engine whose requests go into a recording as they end."""
 
-    def __init__(self, child: EngineChild, recording: Recording) -> None:
-        """`recording` belongs to this object from now on."""
-        super().__init__(child)
-        self._recording = recording
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._recording: Recording | None = None
 
-    async def start(self, *, timeout_s: float) -> None:
-        await super().start(timeout_s=timeout_s)
-        self._recording.begin(self.info.block_tokens)
+    def record(self, target: RecordTarget) -> None:
+        """Write to `target` from now on."""
+        if self._recording is None:
+            self._recording = Recording(target)
+            self._recording.start()
 
     async def close(self) -> None:
         await super().close()
-        self._recording.close()
+        if self._recording is not None:
+            await asyncio.to_thread(self._recording.close)
 
     async def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
         tokens: list[int] = []
@@ -135,5 +115,5 @@ class RecordedEngine(AsyncEngine):
                     tokens += output.tokens
                     yield output
         finally:
-            if tokens:
+            if tokens and self._recording is not None:
                 self._recording.note(request, tokens)

@@ -1,4 +1,4 @@
-"""A private folder for one server's socket: unique, 0700, and gone after a crash.
+"""A private folder for one server's sockets: unique, 0700, and gone after a crash.
 
 The owner holds a file lock on its folder. The kernel drops the lock when the owner dies,
 however it dies, so the next start can tell abandoned folders from living ones and sweep them.
@@ -31,10 +31,10 @@ class RunDir:
         young.rename(self.path)
         self._closed = False
 
-    @property
-    def address(self) -> str:
-        """Where front and engine meet."""
-        return f"ipc://{self.path / 'engine'}"
+    def address(self, life: int) -> str:
+        """Where workers meet the engine's life `life`. Each life has an address of its own, so
+        no message of one life reaches another."""
+        return f"ipc://{self.path / f'engine-{life}'}"
 
     def close(self) -> None:
         """Remove the folder. Safe to call twice."""
@@ -45,7 +45,7 @@ class RunDir:
 
 
 def remove_socket_folder(address: str) -> None:
-    """Remove the folder of `address`; for an engine whose server died before it."""
+    """Remove the folder of `address`; for an engine whose supervisor died before it."""
     folder = Path(address.removeprefix("ipc://")).parent
     if folder.name.startswith(_PREFIX):
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,5 @@
-"""Messages between the HTTP process and the engine process: msgpack, typed, never pickle.
+"""Messages of the engine process: msgpack to and from HTTP workers, JSON lines to and from the
+supervisor. Typed, never pickle.
 
 Token ids travel as little-endian int32 bytes. A message that does not fit its type raises
 at the receiver; nothing is guessed.
@@ -53,21 +54,55 @@ class PackedCall(msgspec.Struct, tag="call", array_like=True, frozen=True):
     arguments: msgspec.Raw
 
 
-class Stop(msgspec.Struct, tag="stop", array_like=True, frozen=True):
-    """Leave the loop and exit."""
+class EngineStart(msgspec.Struct, frozen=True):
+    """The first line that an engine process reads: its settings, and what it inherits."""
+
+    settings: msgspec.Raw
+    """For the function that builds the core."""
+
+    max_queued: int = 1 << 30
+    """Most sequences that wait in addition to those running, over all workers."""
+
+    host_memory: int | None = None
+    """Descriptor of the host tier's memory, which outlives this engine; None where the engine
+    has memory of its own."""
 
 
-class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
-    """The engine is built and takes requests."""
+class Stop(msgspec.Struct, tag="stop", frozen=True):
+    """Supervisor to engine: leave the loop and exit."""
+
+
+class WorkerGone(msgspec.Struct, tag="worker_gone", frozen=True):
+    """Supervisor to engine: a worker has ended; abort its requests."""
+
+    worker: str
+
+
+class Ping(msgspec.Struct, tag="ping", frozen=True):
+    """Supervisor to engine: answer with `Pong`."""
+
+
+class Ready(msgspec.Struct, tag="ready", frozen=True):
+    """Engine to supervisor: the engine is built and takes requests."""
 
     info: EngineInfo
 
 
-class EngineFailed(msgspec.Struct, tag="failure", array_like=True, frozen=True):
-    """The engine could not start, or its loop ended; the last message it sends."""
+class EngineFailed(msgspec.Struct, tag="failure", frozen=True):
+    """Engine to supervisor: it could not start, or its loop ended; its last message."""
 
     kind: str
     sentence: str
+
+
+class Pong(msgspec.Struct, tag="pong", frozen=True):
+    """Engine to supervisor: the process runs."""
+
+
+class InfoChanged(msgspec.Struct, tag="info", array_like=True, frozen=True):
+    """Other weights are served from now on."""
+
+    info: EngineInfo
 
 
 class Output(msgspec.Struct, array_like=True, frozen=True):
@@ -107,12 +142,22 @@ class Reply(msgspec.Struct, tag="reply", array_like=True, frozen=True):
     """Class of the error, where it is refused."""
 
 
-ToEngine = Add | Abort | PackedCall | Stop
-FromEngine = Ready | EngineFailed | Outputs | Refusal | Reply
+ToEngine = Add | Abort | PackedCall
+FromEngine = Outputs | Refusal | Reply | InfoChanged
+Order = Stop | WorkerGone | Ping
+Report = Ready | EngineFailed | Pong
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+decode_start = msgspec.json.Decoder(EngineStart).decode
+decode_order = msgspec.json.Decoder(Order).decode
+decode_report = msgspec.json.Decoder(Report).decode
+
+
+def encode_line(message: msgspec.Struct) -> bytes:
+    """A message between supervisor and engine, or supervisor and worker: one line of JSON."""
+    return msgspec.json.encode(message) + b"\n"
 
 
 def pack_request(request: Request) -> Add:

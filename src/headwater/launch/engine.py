@@ -1,5 +1,5 @@
 """The engine process: `python -m headwater.launch.engine text|json ADDRESS`, started by the
-server."""
+supervisor."""
 
 import os
 import sys
@@ -12,6 +12,7 @@ from headwater.engine.client import EngineInfo
 from headwater.engine.collector import settle_collector
 from headwater.engine.core import EngineCore
 from headwater.engine.process import run_engine
+from headwater.engine.wire import EngineStart
 from headwater.launch.core import build_core
 from headwater.launch.ranks import LOG_FORMAT_VARIABLE
 from headwater.metrics.logs import LogFormat, set_up_logs
@@ -24,8 +25,8 @@ def main(log_format: LogFormat, address: str) -> int:
     return run_engine(_build, address)
 
 
-def _build(settings: bytes) -> tuple[EngineCore, EngineInfo]:
-    built = build_core(msgspec.json.decode(settings, type=EngineConfig))
+def _build(start: EngineStart) -> tuple[EngineCore, EngineInfo]:
+    built = build_core(msgspec.json.decode(start.settings, type=EngineConfig))
     settle_collector()
     return built
 

@@ -13,11 +13,12 @@ import zmq.asyncio
 
 from headwater.clock import Clock, SystemClock
 from headwater.engine.tokenizer import Tokenizer
-from headwater.launch.server import StopSignals, reload_on_hangup, unix_s
+from headwater.launch.signals import StopSignals, on_hangup, unix_s
 from headwater.metrics.kv_curve import CurveKeys
 from headwater.native import block_keys
 from headwater.server.access import make_access_policy
-from headwater.server.http import HttpServer, bind, url_of
+from headwater.server.http import HttpServer
+from headwater.server.listener import bind, url_of
 from headwater.server.middleware import ReadinessMiddleware
 from headwater.server.router.app import Router, create_router_app
 from headwater.server.router.config import RouterConfig
@@ -89,7 +90,7 @@ class RouterProcess:
             config, clock, RegistryObserver(joined=self._joined, left=self._left)
         )
         signals.attach(self._stop)
-        reload_on_hangup(self._access.keys, config.api_keys_file)
+        on_hangup(self._access.keys.reload)
         async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
                 limit=0, ssl=True if config.tls is None else config.tls.client_context()

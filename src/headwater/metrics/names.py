@@ -40,6 +40,11 @@ VIOLATIONS = Metric(
     Kind.COUNTER,
     "Books that did not balance, such as a slot freed twice; each ends the engine.",
 )
+ENGINE_RESTARTS = Metric(
+    "engine_restarts_total",
+    Kind.COUNTER,
+    "Engines started because the one before died; the log has each reason.",
+)
 RUNNING = Metric("num_requests_running", Kind.GAUGE, "Sequences being computed.")
 WAITING = Metric("num_requests_waiting", Kind.GAUGE, "Sequences waiting to be admitted.")
 KV_USAGE = Metric(
@@ -354,7 +359,7 @@ ROUTER_METRICS = (
 )
 """Everything a router exposes."""
 
-ALL = (ENGINE_UP, VIOLATIONS, *ENGINE_METRICS, *SERVER_METRICS)
+ALL = (ENGINE_UP, VIOLATIONS, ENGINE_RESTARTS, *ENGINE_METRICS, *SERVER_METRICS)
 """Everything a server exposes."""
 
 SCRAPED_BY_ROUTERS = (RUNNING, WAITING, KV_USAGE, QUERIES, HITS, CACHE_CONFIG)

@@ -36,7 +36,10 @@ def page() -> str:
     routers = ", ".join(f"`{metric.name}`" for metric in names.SCRAPED_BY_ROUTERS)
     parts = [
         _HEAD,
-        _section("The engine", (names.ENGINE_UP, names.VIOLATIONS, *names.ENGINE_METRICS)),
+        _section(
+            "The engine",
+            (names.ENGINE_UP, names.VIOLATIONS, names.ENGINE_RESTARTS, *names.ENGINE_METRICS),
+        ),
         _section("The server", names.SERVER_METRICS),
         _section("The router", names.ROUTER_METRICS),
         _ROUTERS.format(listed=routers),

@@ -37,12 +37,14 @@ def render(
     *,
     block_tokens: int,
     num_violations: int = 0,
+    num_restarts: int = 0,
     vllm_names: bool = False,
 ) -> bytes:
     """One scrape. Without `stats` (the engine is dead) only the server's own metrics."""
     families = [
         _family(names.ENGINE_UP, {(): float(stats is not None)}),
         _family(names.VIOLATIONS, {(): num_violations}),
+        _family(names.ENGINE_RESTARTS, {(): num_restarts}),
     ]
     families += _server_families(recorder)
     if stats is not None:

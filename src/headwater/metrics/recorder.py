@@ -5,13 +5,18 @@ Belongs to one event loop, so it needs no lock.
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from msgspec import Struct
 
 from headwater.clock import Clock
 from headwater.metrics import names
 from headwater.metrics.ledger import RequestRecord
 from headwater.metrics.names import Metric
 from headwater.scheduler.output import SequenceOutput, Usage
+
+_BY_NAME = {metric.name: metric for metric in names.SERVER_METRICS}
 
 
 class Histogram:
@@ -27,9 +32,24 @@ class Histogram:
         self.counts[bisect_left(self.buckets, value)] += times
         self.total += value * times
 
+    def add(self, counts: Sequence[int], total: float) -> None:
+        """Add the observations of another histogram with the same buckets."""
+        self.counts = [mine + other for mine, other in zip(self.counts, counts, strict=True)]
+        self.total += total
+
+
+class RecorderSnapshot(Struct, frozen=True, kw_only=True):
+    """The totals of one recorder, by the names of metrics; travels between processes."""
+
+    counts: list[tuple[str, str, int]] = []
+    """Metric, label, count."""
+
+    histograms: dict[str, tuple[list[int], float]] = {}
+    """Counts by bucket, and the sum."""
+
 
 class Recorder:
-    """The totals of one server since it started."""
+    """The totals of one HTTP worker since it started, or of several joined."""
 
     def __init__(self) -> None:
         self.counts: Counter[tuple[Metric, str]] = Counter()
@@ -39,6 +59,27 @@ class Recorder:
             for metric in names.SERVER_METRICS
             if metric.buckets
         }
+
+    @classmethod
+    def join(cls, snapshots: Iterable[RecorderSnapshot]) -> "Recorder":
+        """A recorder with the totals of all `snapshots`."""
+        joined = cls()
+        for snapshot in snapshots:
+            for name, label, amount in snapshot.counts:
+                joined.counts[_BY_NAME[name], label] += amount
+            for name, (counts, total) in snapshot.histograms.items():
+                joined.histograms[_BY_NAME[name]].add(counts, total)
+        return joined
+
+    def snapshot(self) -> RecorderSnapshot:
+        """The totals now."""
+        return RecorderSnapshot(
+            counts=[(metric.name, label, n) for (metric, label), n in self.counts.items()],
+            histograms={
+                metric.name: (list(entry.counts), entry.total)
+                for metric, entry in self.histograms.items()
+            },
+        )
 
     def count(self, metric: Metric, amount: int = 1, label: str = "") -> None:
         """Add to a counter."""

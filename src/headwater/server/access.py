@@ -19,6 +19,7 @@ from headwater.config import is_loopback
 from headwater.server import dashboard
 from headwater.server.cluster_auth import ClusterAuth
 from headwater.server.errors import RequestRefused
+from headwater.server.key_limits import KeyLimiter, KeyLimits
 from headwater.server.keys import ANYONE, PEER, SINGLE_KEY, ApiKey, Caller, KeyRing, Scope
 from headwater.server.router.protocol import CALLER_HEADER
 
@@ -85,11 +86,13 @@ class AccessPolicy:
         keys: KeyRing,
         hosts: HostPolicy,
         cluster: ClusterAuth,
+        limits: KeyLimiter,
         *,
         is_insecure: bool = False,
     ) -> None:
         """`is_insecure` lets anyone register instances at a router (`--insecure`)."""
         self.keys = keys
+        self.limits = limits
         self._hosts = hosts
         self.cluster = cluster
         self._has_token = cluster.has_token
@@ -188,8 +191,10 @@ def make_access_policy(
     unix_s: Callable[[], float],
     *,
     is_insecure: bool = False,
+    limits: KeyLimiter | None = None,
 ) -> AccessPolicy:
-    """The access rules of `settings`. Raises ConfigError for a bad keys file."""
+    """The access rules of `settings`. `limits` counts the requests of keys; without it they are
+    counted in this process. Raises ConfigError for a bad keys file."""
     keys = KeyRing(settings.api_key, settings.api_keys_file, clock)
     allowed = settings.allowed_hosts
     any_name = not keys.is_open and not is_loopback(settings.host) and not allowed
@@ -197,6 +202,7 @@ def make_access_policy(
         keys,
         HostPolicy(settings.host, allowed, any_name=any_name),
         ClusterAuth(settings.peer_token, unix_s),
+        limits or KeyLimits(clock),
         is_insecure=is_insecure,
     )
 

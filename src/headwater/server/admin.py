@@ -13,6 +13,7 @@ from headwater.config import VERSION
 from headwater.engine.client import EngineInfo, GetStats
 from headwater.errors import EngineDead
 from headwater.metrics.prometheus import CONTENT_TYPE, render
+from headwater.metrics.recorder import Recorder
 from headwater.metrics.stats import EngineStats
 from headwater.scheduler.load_state import MeasuredRates
 from headwater.scheduler.request import SamplingParams
@@ -29,8 +30,7 @@ _DEEP_TIMEOUT_S = 30.0
 async def health(request: Request) -> Response:
     """Whether the engine is alive. Never waits and never runs the model."""
     service = _service(request)
-    if service.engine.dead is not None:
-        raise EngineDead(service.engine.dead)
+    service.engine.check_alive()
     return JsonResponse(Health(routers=list(service.router_health.values()) or UNSET))
 
 
@@ -82,10 +82,11 @@ async def metrics(request: Request) -> Response:
     except (EngineDead, RequestRefused):
         stats = None
     body = render(
-        service.recorder,
+        Recorder.join(entry.counts for entry in await service.shared.snapshots()),
         stats,
         block_tokens=service.engine.info.block_tokens,
         num_violations=service.engine.num_violations,
+        num_restarts=service.engine.num_restarts,
         vllm_names=service.config.vllm_metric_names,
     )
     return Response(body, media_type=CONTENT_TYPE)

@@ -11,6 +11,8 @@ from headwater.config import LOG_FORMATS, MIB, check_secret, is_loopback
 from headwater.errors import ConfigError
 from headwater.server.tls import TlsConfig
 
+MAX_API_WORKERS = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
@@ -130,8 +132,11 @@ class ServerConfig:
     start_timeout_s: float = 600.0
     """Time the engine may take to load its model."""
 
-    exit_with_engine: bool = False
-    """Exit 1 when the engine dies, instead of answering 503."""
+    api_workers: int = 1
+    """HTTP worker processes on the port."""
+
+    max_engine_restarts: int = 3
+    """Most restarts of a dead engine within 10 minutes; then the server exits with 1."""
 
     vllm_metric_names: bool = False
     """Also expose the metrics that routers scrape under the `vllm:` prefix."""
@@ -171,6 +176,14 @@ class ServerConfig:
             check_router_url(url)
         if len(set(self.routers)) < len(self.routers):
             raise ConfigError(f"--router names a router twice: {', '.join(self.routers)}")
+        if not 1 <= self.api_workers <= MAX_API_WORKERS:
+            raise ConfigError(
+                f"--api-workers must be between 1 and {MAX_API_WORKERS}, got {self.api_workers}"
+            )
+        if self.max_engine_restarts < 0:
+            raise ConfigError(
+                f"--max-engine-restarts must not be negative, got {self.max_engine_restarts}"
+            )
         if self.drain_timeout_s < 0:
             raise ConfigError(
                 f"--drain-timeout must not be negative, got {self.drain_timeout_s}"

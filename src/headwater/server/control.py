@@ -30,6 +30,7 @@ from headwater.server.keys import Caller
 from headwater.server.middleware import access_of
 from headwater.server.schema import SESSION_ID, Salt
 from headwater.server.service import Service
+from headwater.server.shared_state import AbortScope
 
 
 class NoFields(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -164,11 +165,13 @@ async def _close_session(call: ControlRequest, body: CloseSessionRequest) -> Ses
 
 async def _pause(call: ControlRequest, body: NoFields) -> ControlDone:
     await call.service.engine.control(Pause())
+    call.service.shared.note_pause(is_paused=True)
     return ControlDone()
 
 
 async def _resume(call: ControlRequest, body: NoFields) -> ControlDone:
     await call.service.engine.control(Resume())
+    call.service.shared.note_pause(is_paused=False)
     return ControlDone()
 
 
@@ -177,15 +180,12 @@ async def _abort(call: ControlRequest, body: AbortRequest) -> Aborted:
     service = call.service
     if body.request_ids is None and not body.abort_all:
         raise RequestRefused("send request_ids or abort_all: true", param="request_ids")
-    if body.abort_all and call.caller.is_admin:
-        return Aborted(aborted=await service.engine.abort(None))
-    own = service.live.sequences_of_owner(call.caller.name)
-    if body.abort_all:
-        return Aborted(aborted=await service.engine.abort(sorted(own)))
     names = {known for name in body.request_ids or [] for known in _aliases(name)}
-    found = [entry for name in names for entry in service.live.sequences_of(name)]
-    ids = [entry for entry in found if call.caller.is_admin or entry in own]
-    return Aborted(aborted=await service.engine.abort(ids))
+    scope = AbortScope(
+        names=None if body.abort_all else sorted(names),
+        owner=None if call.caller.is_admin else call.caller.name,
+    )
+    return Aborted(aborted=await service.shared.abort(scope))
 
 
 async def _reload(call: ControlRequest, body: ReloadRequest) -> ReloadAnswer:

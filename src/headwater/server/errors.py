@@ -4,7 +4,7 @@
 401  API key missing or wrong              421  the Host header names another server
 403  key without the scope, wrong peer     429  queue full, or over a limit of the key
 404  no such model or path                 499  aborted before it was complete
-413  body over the size limit              503  starting, stopping, or the engine is dead
+413  body over the size limit              503  starting, stopping, or no engine
 """
 
 import math
@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from headwater.errors import (
     EngineDead,
+    EngineRestarting,
     HeadwaterError,
     NotDrained,
     PeerRefused,
@@ -102,8 +103,8 @@ def error_response(error: HeadwaterError, body: msgspec.Struct | None = None) ->
     """The error response, with `Retry-After` when a retry can succeed."""
     status = status_of(error)
     headers = None
-    if status == 429 or (status == 503 and not isinstance(error, EngineDead)):
-        given = error.retry_after_s if isinstance(error, RequestRefused) else None
+    if status == 429 or (status == 503 and not _is_final(error)):
+        given: float | None = getattr(error, "retry_after_s", None)
         headers = {"retry-after": str(math.ceil(given or RETRY_AFTER_S))}
     if status == 401:
         headers = {"www-authenticate": "Bearer"}
@@ -113,6 +114,11 @@ def error_response(error: HeadwaterError, body: msgspec.Struct | None = None) ->
         headers=headers,
         media_type="application/json",
     )
+
+
+def _is_final(error: HeadwaterError) -> bool:
+    """Whether a retry on this server cannot succeed."""
+    return isinstance(error, EngineDead) and not isinstance(error, EngineRestarting)
 
 
 def _type_of(error: HeadwaterError, status: int) -> str:
@@ -133,6 +139,8 @@ def _code_of(error: HeadwaterError) -> str | None:
             return "queue_full"
         case NotDrained():
             return "not_drained"
+        case EngineRestarting():
+            return "engine_restarting"
         case EngineDead():
             return "engine_dead"
         case _:

@@ -13,7 +13,7 @@ import numpy as np
 from headwater.cache import Hint
 from headwater.engine.detokenizer import TextStream
 from headwater.engine.tokenizer import Tokenizer
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, QueueFull
 from headwater.metrics import names
 from headwater.metrics.recorder import RequestTimer, SequenceProgress
 from headwater.scheduler.output import SequenceOutput, TokenLogprobs, Usage
@@ -259,7 +259,7 @@ class Generation:
             )
             if job.owner:
                 await stack.enter_async_context(
-                    service.fair_share.enter(job.owner, job.share, job.num_sequences)
+                    service.shared.enter_engine(job.owner, job.share, job.num_sequences)
                 )
             alive = [choice for choice in self._choices if not choice.resumed.has_ended]
             requests = [self._request(choice, ids) for choice in alive]
@@ -310,6 +310,9 @@ class Generation:
                     await emit(delta)
                     if delta.finish_reason is not None:
                         break
+        except QueueFull:  # over the limit of all workers together
+            self._service.recorder.count(names.REFUSED)
+            raise
         finally:
             self._end(choice, request, timer)
 

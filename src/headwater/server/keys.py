@@ -11,8 +11,6 @@ import hashlib
 import hmac
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -21,7 +19,6 @@ from msgspec import Meta, Struct
 
 from headwater.clock import Clock
 from headwater.errors import ConfigError
-from headwater.server.errors import RequestRefused
 
 log = logging.getLogger(__name__)
 
@@ -96,28 +93,6 @@ PEER = Caller(scopes=ALL_SCOPES)
 """A request of the router itself, not on behalf of a client."""
 
 
-class _Usage:
-    """Requests of one key: how many are in flight, and how many more may start now."""
-
-    def __init__(self, now: float) -> None:
-        self.num_running = 0
-        self._tokens: float | None = None
-        self._filled_s = now
-
-    def start_delay_s(self, key: ApiKey, now: float) -> float:
-        """0 when a request may start, after which it is counted; else seconds to wait."""
-        if key.requests_per_minute is None:
-            return 0.0
-        most, rate = max(1.0, key.requests_per_minute), key.requests_per_minute / 60
-        before = most if self._tokens is None else self._tokens
-        self._tokens = min(most, before + (now - self._filled_s) * rate)
-        self._filled_s = now
-        if self._tokens < 1.0:
-            return (1.0 - self._tokens) / rate
-        self._tokens -= 1.0
-        return 0.0
-
-
 class KeyRing:
     """The keys of one server. Used on its event loop only."""
 
@@ -133,7 +108,6 @@ class KeyRing:
         self._stamp: tuple[int, int] | None = None
         self._checked_s = clock.now()
         self._keys: list[ApiKey] = list(self._single)
-        self._usage: dict[str, _Usage] = {}
         if self._path is not None:
             self._stamp = _stamp(self._path)
             self._keys = [*self._single, *_read(self._path)]
@@ -152,32 +126,6 @@ class KeyRing:
                 found = key
         return found
 
-    @contextmanager
-    def use(self, key: ApiKey) -> Iterator[None]:
-        """Count one request of `key` while the block runs. Raises RequestRefused (429)."""
-        usage = self._usage.setdefault(key.name, _Usage(self._clock.now()))
-        if key.max_concurrency is not None and usage.num_running >= key.max_concurrency:
-            raise RequestRefused(
-                f"the key {key.name!r} has {usage.num_running} requests in flight, its limit is "
-                f"{key.max_concurrency}; retry when one has ended",
-                status=429,
-                code="concurrency_limit",
-            )
-        delay_s = usage.start_delay_s(key, self._clock.now())
-        if delay_s:
-            raise RequestRefused(
-                f"the key {key.name!r} is over its limit of {key.requests_per_minute:g} requests "
-                f"per minute; retry after {delay_s:.1f} s",
-                status=429,
-                code="rate_limit",
-                retry_after_s=delay_s,
-            )
-        usage.num_running += 1
-        try:
-            yield
-        finally:
-            usage.num_running -= 1
-
     def reload(self) -> None:
         """Read the file again. A file that cannot be used is logged and changes nothing."""
         if self._path is None:
@@ -189,13 +137,6 @@ class KeyRing:
             log.error("API keys not reloaded; the previous keys stay valid error=%s", exc)
             return
         self._keys = [*self._single, *keys]
-        names = {key.name for key in self._keys}
-        # Limits of removed keys are forgotten, except while their requests still run.
-        self._usage = {
-            name: usage
-            for name, usage in self._usage.items()
-            if name in names or usage.num_running
-        }
         log.warning("API keys reloaded file=%s keys=%d", self._path, len(keys))
 
     def _reload_if_changed(self) -> None:

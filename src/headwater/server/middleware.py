@@ -53,7 +53,9 @@ class ReadinessMiddleware:
         try:
             access = self._policy.check(scope)
             app = self._check_open(scope)
-            with nullcontext() if access.key is None else self._policy.keys.use(access.key):
+            key = access.key
+            limits = nullcontext() if key is None else self._policy.limits.use(key)
+            async with limits:
                 scope[_ACCESS] = access
                 await self._run(app, scope, receive, send)
         except RequestRefused as refused:

@@ -58,13 +58,17 @@ class Memberships:
         *,
         url: str,
         cluster: ClusterAuth,
+        was_accepted: bool = False,
         silent_s: float = _SILENT_S,
     ) -> None:
-        """`url` is the address of this instance's HTTP server on this machine."""
+        """`url` is the address of this instance's HTTP server on this machine. `was_accepted`
+        says that an earlier worker of this server was registered already."""
         self._registrars = [
             Registrar(service, router=router, url=url, cluster=cluster, silent_s=silent_s)
             for router in service.config.routers
         ]
+        for registrar in self._registrars:
+            registrar.was_accepted = was_accepted
 
     async def run(self) -> None:
         """Send registrations. Raises ConfigError when every router refused the first one."""
@@ -107,11 +111,11 @@ class Registrar:
         self._name = urlsplit(self._url).netloc
         self._cluster = cluster
         self._on_refusal: Callable[[str], None] = lambda error: None
-        self._was_accepted = False
+        self.was_accepted = False
         self.was_refused = False
         """The router refused, and has never accepted."""
         self._backoff_s = _RETRY_S
-        self._num_leases = 0
+        self._load = InstanceLoad()
 
     async def run(self, on_refusal: Callable[[str], None]) -> None:
         """Send registrations. `on_refusal` gets the message when the router refuses, unless it
@@ -119,7 +123,7 @@ class Registrar:
         self._on_refusal = on_refusal
         async with self._session() as session:
             try:
-                while self._service.engine.dead is None:
+                while True:
                     pause_s = await self._send(session) if await self._is_alive() else _RETRY_S
                     await asyncio.sleep(pause_s)
             finally:
@@ -138,14 +142,15 @@ class Registrar:
         """Whether the engine has answered recently. A long step is not waited for; an engine
         that hangs sends no heartbeats, so that its requests move to other instances."""
         now = self._service.clock.now()
+        if self._service.engine.dead is not None:
+            return False  # the next engine has another epoch, and registers
         if self._stats is None:
             self._stats = asyncio.create_task(self._service.engine.control(GetStats()))
         await asyncio.wait({self._stats}, timeout=_STATS_TIMEOUT_S)
         if self._stats.done():
             done, self._stats = self._stats, None
             with contextlib.suppress(EngineDead):
-                sides = done.result().handoffs.values()
-                self._num_leases = sum(side.in_flight for side in sides)
+                self._load = _load_of(done.result())
                 self._answered_s = now
         return now - self._answered_s <= self._silent_s
 
@@ -167,7 +172,7 @@ class Registrar:
                 heartbeat_s = msgspec.json.decode(raw, type=Registered).heartbeat_s
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError) as exc:
             return self._retry(f"{type(exc).__name__}: {exc}", _RETRY_S)
-        self._was_accepted, self.was_refused = True, False
+        self.was_accepted, self.was_refused = True, False
         self._backoff_s = _RETRY_S
         before = self._service.router_health.get(self._router)
         if before is None or not before.registered:
@@ -176,7 +181,7 @@ class Registrar:
         return heartbeat_s
 
     def _refused(self, status: int, message: str) -> float:
-        if not self._was_accepted:
+        if not self.was_accepted:
             self.was_refused = True
             self._on_refusal(f"the router {self._router} refuses this instance: {message}")
         self._backoff_s = min(2 * self._backoff_s, _MAX_BACKOFF_S)
@@ -190,12 +195,12 @@ class Registrar:
         return pause_s
 
     def _report(self, health: RouterHealth) -> None:
-        self._service.router_health[self._router] = health
+        if health != self._service.router_health.get(self._router):
+            self._service.router_health[self._router] = health
+            self._service.shared.set_router_health(health)
 
     def _registration(self) -> Registration:
         service, info = self._service, self._service.engine.info
-        alive = service.live.num_sequences
-        running = min(alive, info.max_num_seqs)
         return Registration(
             version=VERSION,
             instance_id=self._name,
@@ -210,9 +215,7 @@ class Registrar:
             capacity_tokens=(info.num_device_blocks + info.num_host_blocks) * info.block_tokens,
             max_model_len=info.max_model_len,
             kv_events=_events(info),
-            load=InstanceLoad(
-                running=running, waiting=alive - running, leases=self._num_leases
-            ),
+            load=self._load,
             software=SOFTWARE,
             is_draining=service.is_stopping,
         )
@@ -223,6 +226,15 @@ class Registrar:
             timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),
             connector=aiohttp.TCPConnector(ssl=True if tls is None else tls.client_context()),
         )
+
+
+def _load_of(stats: EngineStats) -> InstanceLoad:
+    """The load of the engine, which all workers share."""
+    return InstanceLoad(
+        running=stats.num_running,
+        waiting=stats.num_waiting,
+        leases=sum(side.in_flight for side in stats.handoffs.values()),
+    )
 
 
 def _events(info: EngineInfo) -> EventsAddress | None:

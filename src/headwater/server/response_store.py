@@ -1,25 +1,35 @@
 """Responses that later ones may continue: bounded in number, bytes and time, in memory.
 
 Nothing is written to disk. A response belongs to the tenant (`cache_salt`) that made it: to any
-other it does not exist.
+other it does not exist. The store keeps encoded responses, because it may be in another process
+than the HTTP worker that made them.
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass
 
-from headwater.server.responses_schema import ResponsesAnswer
+import msgspec
+from msgspec import Struct
+
 from headwater.server.schema import Message
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredResponse:
+class StoredResponse(Struct, frozen=True, kw_only=True):
     """A response, and the conversation up to its end."""
 
-    answer: ResponsesAnswer
+    answer: bytes
+    """The body of the response, as JSON."""
+
     messages: tuple[Message, ...]
     session_id: str
-    cache_salt: str
-    num_bytes: int
+
+    def encode(self) -> bytes:
+        """As the store keeps it."""
+        return msgspec.msgpack.encode(self)
+
+    @staticmethod
+    def decode(data: bytes) -> "StoredResponse":
+        """What `encode` encoded."""
+        return msgspec.msgpack.decode(data, type=StoredResponse)
 
 
 class ResponseStore:
@@ -29,8 +39,8 @@ class ResponseStore:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._lifetime_s = lifetime_s
-        self._entries: OrderedDict[str, tuple[float, StoredResponse]] = OrderedDict()
-        """By id: when its time is over, oldest first."""
+        self._entries: OrderedDict[str, tuple[float, str, bytes]] = OrderedDict()
+        """By id: when its time is over, its tenant, its bytes; oldest first."""
         self._num_bytes = 0
 
     def __len__(self) -> int:
@@ -40,39 +50,34 @@ class ResponseStore:
     def num_bytes(self) -> int:
         return self._num_bytes
 
-    @property
-    def is_on(self) -> bool:
-        return self._max_responses > 0
-
-    def put(self, entry: StoredResponse, *, now: float) -> None:
+    def put(self, response_id: str, cache_salt: str, data: bytes, *, now: float) -> None:
         """Keep a response; the oldest ones make room. One that is too large is not kept."""
-        self.remove(entry.answer.id)
-        if not self.is_on or entry.num_bytes > self._max_bytes:
+        self.remove(response_id)
+        if not self._max_responses or len(data) > self._max_bytes:
             return
-        self._entries[entry.answer.id] = now + self._lifetime_s, entry
-        self._num_bytes += entry.num_bytes
+        self._entries[response_id] = now + self._lifetime_s, cache_salt, data
+        self._num_bytes += len(data)
         self._expire(now)
         while len(self._entries) > self._max_responses or self._num_bytes > self._max_bytes:
             self._pop_oldest()
 
-    def get(self, response_id: str, cache_salt: str, *, now: float) -> StoredResponse | None:
+    def get(self, response_id: str, cache_salt: str, *, now: float) -> bytes | None:
         """A response of this tenant whose time is not over."""
         self._expire(now)
-        _, entry = self._entries.get(response_id, (0.0, None))
-        if entry is None or entry.cache_salt != cache_salt:
+        entry = self._entries.get(response_id)
+        if entry is None or entry[1] != cache_salt:
             return None
-        return entry
+        return entry[2]
 
     def remove(self, response_id: str) -> None:
         """Forget a response; an unknown one is ignored."""
         if response_id in self._entries:
-            _, entry = self._entries.pop(response_id)
-            self._num_bytes -= entry.num_bytes
+            self._num_bytes -= len(self._entries.pop(response_id)[2])
 
     def _expire(self, now: float) -> None:
         while self._entries and next(iter(self._entries.values()))[0] <= now:
             self._pop_oldest()
 
     def _pop_oldest(self) -> None:
-        _, (_, entry) = self._entries.popitem(last=False)
-        self._num_bytes -= entry.num_bytes
+        _, (_, _, data) = self._entries.popitem(last=False)
+        self._num_bytes -= len(data)

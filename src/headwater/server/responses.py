@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import Struct
 from starlette.requests import Request
+from starlette.responses import Response
 
 from headwater.errors import HeadwaterError
 from headwater.server.answers import UsageAnswer
@@ -41,7 +42,7 @@ async def responses(request: Request) -> ASGIResponse:
     limit = service.config.limits.max_body_bytes
     body = await read_body(request, ResponsesRequest, max_bytes=limit)
     tenant = _tenant(request, body.cache_salt)
-    before = _previous(service, body, tenant)
+    before = await _previous(service, body, tenant)
     chat = chat_request(body, before.messages if before else ())
     call = await accept(request, chat)
     response_id = service.new_response_id(call.request_id, tenant)
@@ -59,12 +60,12 @@ async def stored_response(request: Request) -> ASGIResponse:
     """A stored response: GET reads it, DELETE forgets it."""
     service: Service = request.app.state.service
     response_id = request.path_params["response_id"]
-    found = _stored(
+    found = await _stored(
         service, response_id, _tenant(request, request.query_params.get("cache_salt"))
     )
     if request.method != "DELETE":
-        return JsonResponse(found.answer)
-    service.responses.remove(response_id)
+        return Response(found.answer, media_type="application/json")
+    service.shared.remove_response(response_id)
     return JsonResponse(ResponseDeleted(id=response_id))
 
 
@@ -74,14 +75,16 @@ def _tenant(request: Request, cache_salt: str | None) -> str:
     return cache_salt or caller.cache_salt or caller.tenant
 
 
-def _previous(service: Service, body: ResponsesRequest, tenant: str) -> StoredResponse | None:
+async def _previous(
+    service: Service, body: ResponsesRequest, tenant: str
+) -> StoredResponse | None:
     if body.previous_response_id is None:
         return None
-    return _stored(service, body.previous_response_id, tenant)
+    return await _stored(service, body.previous_response_id, tenant)
 
 
-def _stored(service: Service, response_id: str, cache_salt: str) -> StoredResponse:
-    found = service.responses.get(response_id, cache_salt, now=service.clock.now())
+async def _stored(service: Service, response_id: str, cache_salt: str) -> StoredResponse:
+    found = await service.shared.get_response(response_id, cache_salt)
     if found is None:
         raise RequestRefused(
             f"the response {response_id[:140]!r} is not stored on this instance: it was never "
@@ -90,7 +93,7 @@ def _stored(service: Service, response_id: str, cache_salt: str) -> StoredRespon
             status=404,
             code="previous_response_not_found",
         )
-    return found
+    return StoredResponse.decode(found)
 
 
 def _error_event(error: HeadwaterError) -> Struct:
@@ -176,18 +179,15 @@ class _ResponsesFormat:
         return answer
 
     def _store(self, parsed: ParsedOutput, answer: ResponsesAnswer) -> None:
-        if self._body.store is False or not self._service.responses.is_on:
+        if self._body.store is False or not self._service.config.limits.max_stored_responses:
             return
         before = self._before.messages if self._before else ()
-        messages = (*before, *input_messages(self._body.input), _message(parsed))
         entry = StoredResponse(
-            answer=answer,
-            messages=messages,
+            answer=msgspec.json.encode(answer),
+            messages=(*before, *input_messages(self._body.input), _message(parsed)),
             session_id=self._job.session_id,
-            cache_salt=self._tenant,
-            num_bytes=len(msgspec.json.encode((answer, messages))),
         )
-        self._service.responses.put(entry, now=self._service.clock.now())
+        self._service.shared.put_response(self._id, self._tenant, entry.encode())
 
 
 def _message(parsed: ParsedOutput) -> Message:

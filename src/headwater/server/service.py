@@ -26,6 +26,12 @@ from headwater.server.errors import RequestRefused
 from headwater.server.fair_share import FairShare
 from headwater.server.parsing.model_output import ModelOutput
 from headwater.server.response_store import ResponseStore
+from headwater.server.shared_state import (
+    AbortScope,
+    LocalState,
+    SharedState,
+    WorkerSnapshot,
+)
 from headwater.types import RequestId
 
 T = TypeVar("T")
@@ -35,7 +41,7 @@ _TOKENIZER_THREADS = 2
 _GRAMMAR_THREADS = 2
 _COMPILE_TIMEOUT_S = 10.0
 
-_MAX_RECENT = 64
+MAX_RECENT = 64
 """Finished sequences that `/stats` still shows."""
 
 _SHORT_CHARS = 1 << 16
@@ -44,9 +50,10 @@ never waits for a text that takes seconds."""
 
 
 class LiveRequests:
-    """The running sequences of each request id, and the limit on all of them.
+    """The running sequences of each request id of this worker, and the limit on all of them.
 
-    Two requests may have the same request id; the engine's sequence ids are always unique.
+    Two requests may have the same request id; the engine's sequence ids are always unique. The
+    engine applies the same limit to the sequences of all workers together.
     """
 
     def __init__(self, max_sequences: int, recorder: Recorder) -> None:
@@ -102,6 +109,25 @@ class LiveRequests:
         """The engine's ids of the sequences that run for a key."""
         return {entry for entry, other in self._owners.items() if other == owner}
 
+    def owners(self) -> dict[str, str]:
+        """The key of each live sequence that has a named one."""
+        return {entry: owner for entry, owner in self._owners.items() if owner}
+
+
+def make_fair_share(max_num_seqs: int) -> FairShare:
+    """Slightly more sequences than the engine computes in one step."""
+    return FairShare(max_num_seqs + max(4, max_num_seqs // 8))
+
+
+def make_response_store(config: ServerConfig) -> ResponseStore:
+    """A store within the limits of `config`."""
+    limits = config.limits
+    return ResponseStore(
+        max_responses=limits.max_stored_responses,
+        max_bytes=limits.max_stored_bytes,
+        lifetime_s=limits.stored_lifetime_s,
+    )
+
 
 class Service:
     """Shared state of the endpoints. It does not own the engine; `close` ends its threads."""
@@ -131,22 +157,18 @@ class Service:
         self.live = LiveRequests(
             engine.info.max_num_seqs + config.limits.max_queued, self.recorder
         )
-        limits = config.limits
-        self.responses = ResponseStore(
-            max_responses=limits.max_stored_responses,
-            max_bytes=limits.max_stored_bytes,
-            lifetime_s=limits.stored_lifetime_s,
-        )
-        """Responses that later ones may continue."""
         self.router_health: dict[str, RouterHealth] = {}
         """Result of the last heartbeat to the router; None without one."""
         self.parser = BodyParser(max_ids=engine.info.max_model_len)
         self.reloading = asyncio.Lock()
         """Held while weights are reloaded."""
-        self.recent: deque[tuple[str, RequestRecord]] = deque(maxlen=_MAX_RECENT)
+        self.recent: deque[tuple[str, RequestRecord]] = deque(maxlen=MAX_RECENT)
         """Finished sequences with the key they belong to, newest first."""
         seats = engine.info.max_num_seqs
-        self.fair_share = FairShare(seats + max(4, seats // 8))
+        self.shared: SharedState = LocalState(
+            self, make_fair_share(seats), make_response_store(config), clock
+        )
+        """State of all HTTP workers."""
         self._on_end = on_end
         self._short = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="text")
         self._long = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="long-text")
@@ -162,6 +184,29 @@ class Service:
         """How the model writes tool calls and reasoning."""
         self._created_s = created_s
         self._start_s = clock.now()
+
+    def join(self, shared: SharedState, *, started_s: float) -> None:
+        """Be one worker of several, whose server began to serve at `started_s`."""
+        self.shared = shared
+        self._start_s = started_s
+
+    def snapshot(self) -> WorkerSnapshot:
+        """What this worker counts and runs."""
+        return WorkerSnapshot(
+            counts=self.recorder.snapshot(),
+            owners=self.live.owners(),
+            recent=[(owner, record.as_log()) for owner, record in self.recent],
+        )
+
+    async def abort_here(self, scope: AbortScope) -> int:
+        """Abort requests of this worker; how many were alive."""
+        if scope.names is None and scope.owner is None:
+            return await self.engine.abort(None)
+        own = None if scope.owner is None else self.live.sequences_of_owner(scope.owner)
+        if scope.names is None:
+            return await self.engine.abort(sorted(own or ()))
+        found = [entry for name in scope.names for entry in self.live.sequences_of(name)]
+        return await self.engine.abort([e for e in found if own is None or e in own])
 
     @property
     def model_name(self) -> str:

@@ -21,7 +21,8 @@ from headwater.server.body import JsonResponse
 from headwater.server.errors import RequestRefused
 from headwater.server.keys import Caller
 from headwater.server.middleware import access_of
-from headwater.server.service import Service
+from headwater.server.service import MAX_RECENT, Service
+from headwater.server.shared_state import WorkerSnapshot
 
 _TIMEOUT_S = 5.0
 _MAX_SEQUENCES = 64
@@ -36,6 +37,8 @@ async def stats(request: Request) -> Response:
     """Counters, latencies, tiers, links, running sequences and recently finished ones."""
     service: Service = request.app.state.service
     view = await _view(service, ViewLimits(max_sequences=_MAX_SEQUENCES))
+    workers = await service.shared.snapshots()
+    recorder = Recorder.join(worker.counts for worker in workers)
     info, now = service.engine.info, view.stats
     return JsonResponse(
         {
@@ -52,29 +55,35 @@ async def stats(request: Request) -> Response:
                 "num_admitted": now.num_admitted,
                 "max_num_seqs": info.max_num_seqs,
             },
-            "totals": _totals(service.recorder),
-            "latencies": _latencies(service.recorder),
+            "totals": _totals(recorder),
+            "latencies": _latencies(recorder),
             "cache": cache_state(service, now),
             "handoffs": {side: asdict(entry) for side, entry in now.handoffs.items()},
-            **_requests(service, view, access_of(request).caller),
+            **_requests(workers, view, access_of(request).caller),
         }
     )
 
 
-def _requests(service: Service, view: EngineView, caller: Caller) -> dict[str, Any]:
+def _requests(
+    workers: list[WorkerSnapshot], view: EngineView, caller: Caller
+) -> dict[str, Any]:
     """Running and recently finished sequences: all for an admin, otherwise the caller's own."""
-    mine = None if caller.is_admin else service.live.sequences_of_owner(caller.name)
+    owners: dict[str, str] = {}
+    for worker in workers:
+        owners |= worker.owners
+    recent = [record for worker in workers for record in worker.recent]
+    recent.sort(
+        key=lambda entry: entry[1]["start_unix_s"] + entry[1]["duration_s"], reverse=True
+    )
     return {
         "sequences": [
             asdict(sequence)
             for sequence in view.sequences
-            if mine is None or sequence.request_id in mine
+            if caller.is_admin or owners.get(sequence.request_id, "") == caller.name
         ],
         "recent": [
-            record.as_log()
-            for owner, record in service.recent
-            if caller.is_admin or owner == caller.name
-        ],
+            record for owner, record in recent if caller.is_admin or owner == caller.name
+        ][:MAX_RECENT],
     }
 
 

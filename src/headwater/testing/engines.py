@@ -21,6 +21,7 @@ from headwater.engine.client import ControlCall, EngineInfo, R
 from headwater.engine.core import EngineCore
 from headwater.engine.mailbox import Mailbox, abort_output
 from headwater.engine.process import run_engine
+from headwater.engine.wire import EngineStart
 from headwater.errors import EngineDead, ModelError, RequestError
 from headwater.scheduler.config import SchedulerConfig
 from headwater.scheduler.output import SequenceOutput
@@ -108,6 +109,7 @@ class EchoEngine:
         self.info = info or make_echo_info()
         self.dead: str | None = None
         self.num_violations = 0
+        self.num_restarts = 0
         self._mailboxes: dict[str, Mailbox] = {}
         self._flowing = asyncio.Event()
         self._flowing.set()
@@ -128,7 +130,7 @@ class EchoEngine:
             mailbox.fail(EngineDead(reason))
 
     async def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
-        self._check_alive()
+        self.check_alive()
         self.core.add(request)
         mailbox = self._mailboxes[request.request_id] = Mailbox()
         self._loop = self._loop or asyncio.create_task(self._run())
@@ -152,7 +154,7 @@ class EchoEngine:
         return len(alive)
 
     async def control(self, call: ControlCall[R]) -> R:
-        self._check_alive()
+        self.check_alive()
         future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
 
         def answer(result: R, refusal: RequestError | None) -> None:
@@ -177,7 +179,7 @@ class EchoEngine:
             await asyncio.sleep(0)
         self._loop = None
 
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
         if self.dead is not None:
             raise EngineDead(self.dead)
 
@@ -190,10 +192,10 @@ def _byte_of_sign(sign: str) -> int:
     return code if code in shown else hidden[code - 256]
 
 
-def _build(settings: bytes) -> tuple[EngineCore, EngineInfo]:
+def _build(start: EngineStart) -> tuple[EngineCore, EngineInfo]:
     """Build from `{"fail": …, "raise": …, "hang_after_s": …}`, so that tests can ask for a bad
     start, or for a device whose first step never ends and is given up after that time."""
-    wanted: dict[str, str] = json.loads(settings)
+    wanted: dict[str, str] = json.loads(bytes(start.settings))
     if "fail" in wanted:
         raise ModelError(wanted["fail"])
     if "raise" in wanted:

@@ -45,7 +45,7 @@ _PASSED_BACK = (
     "x-request-id",
 )
 _TRY_ELSEWHERE = frozenset({429, 503})
-_CANNOT_SERVE = frozenset({"draining", "engine_dead", "not_ready"})
+_CANNOT_SERVE = frozenset({"draining", "engine_dead", "engine_restarting", "not_ready"})
 _MAX_ANSWER_BYTES = 1 << 28
 
 

@@ -1,0 +1,67 @@
+"""The file of `headwater serve --record`: made by the supervisor, written by all HTTP workers."""
+
+import json
+import os
+import secrets
+from pathlib import Path
+
+from msgspec import Struct
+
+from headwater.errors import ConfigError
+
+VERSION = 1
+
+
+class RecordTarget(Struct, frozen=True, kw_only=True):
+    """What a worker needs to write to the file: workers that share it write equal keys."""
+
+    descriptor: int
+    """Opened for appending: each line is written in one call, so lines never mix."""
+
+    secret: bytes
+    """Salts the keys; it is never written, and lost when the server ends."""
+
+    start_s: float
+    block_tokens: int
+
+
+class RecordFile:
+    """Owns the file until `close`."""
+
+    def __init__(self, path: Path, *, start_s: float) -> None:
+        """Raises ConfigError where `path` exists or cannot be made."""
+        self._path = path
+        self._start_s = start_s
+        self._secret = secrets.token_bytes(32)
+        self._has_begun = False
+        self._is_closed = False
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        try:
+            self.descriptor = os.open(path, flags, 0o600)
+        except FileExistsError as exc:
+            raise ConfigError(
+                f"--record {path} exists; a recording overwrites nothing"
+            ) from exc
+        except OSError as exc:
+            raise ConfigError(f"cannot write --record {path}: {exc.strerror}") from exc
+
+    def begin(self, block_tokens: int) -> RecordTarget:
+        """Write the first line, once; what workers need."""
+        if not self._has_begun:
+            self._has_begun = True
+            header = {"headwater_recording": VERSION, "block_tokens": block_tokens}
+            os.write(self.descriptor, (json.dumps(header) + "\n").encode())
+        return RecordTarget(
+            descriptor=self.descriptor,
+            secret=self._secret,
+            start_s=self._start_s,
+            block_tokens=block_tokens,
+        )
+
+    def close(self) -> None:
+        """Close the file; it is removed if nothing was served. Twice is safe."""
+        if not self._is_closed:
+            self._is_closed = True
+            os.close(self.descriptor)
+            if not self._has_begun:
+                self._path.unlink(missing_ok=True)

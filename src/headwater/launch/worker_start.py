@@ -1,0 +1,51 @@
+"""What the supervisor tells an HTTP worker about itself and about the engine."""
+
+from msgspec import Struct
+
+from headwater.config import EngineConfig
+from headwater.engine.client import EngineInfo
+from headwater.engine.record_file import RecordTarget
+from headwater.server.answers import RouterHealth
+from headwater.server.config import ServerConfig
+
+
+class WorkerStart(Struct, frozen=True, kw_only=True):
+    """What the supervisor tells a new worker."""
+
+    name: str
+    listener: int
+    """Descriptor of the listening socket."""
+
+    engine: EngineConfig
+    server: ServerConfig
+    is_leader: bool
+    """Whether it registers the server at the router."""
+
+    is_replacement: bool = False
+
+
+class EngineUp(Struct, frozen=True, kw_only=True):
+    """An engine takes requests."""
+
+    address: str
+    info: EngineInfo
+    created_s: float
+    """Unix time when serving began."""
+
+    started_s: float
+    """The same moment by the monotonic clock, which all processes share."""
+
+    num_restarts: int
+    num_violations: int
+    record: RecordTarget | None = None
+    router_health: list[RouterHealth] = []
+
+
+class EngineDown(Struct, frozen=True, kw_only=True):
+    """The engine has ended."""
+
+    reason: str
+    retry_after_s: float | None
+    """When to try again; None if no new engine will be started."""
+
+    num_violations: int
