@@ -36,7 +36,7 @@ def test_behind_a_router_weights_are_not_changed():
     async def scenario(harness):
         assert "router" in error(await harness.post("/v1/reload_weights"), 400)["message"]
 
-    run(scenario, router="http://127.0.0.1:1")
+    run(scenario, routers=("http://127.0.0.1:1",))
 
 
 def test_two_reloads_at_once_are_one_and_a_refusal():

@@ -18,7 +18,7 @@ import zmq
 
 from headwater.clock import SystemClock
 from headwater.engine import wire
-from headwater.engine.client import Answer, ControlCall, EngineInfo
+from headwater.engine.client import Answer, ControlCall, EngineInfo, Pause
 from headwater.engine.rundir import remove_socket_folder
 from headwater.engine.step_watch import StepWatch
 from headwater.engine.watchdog import StepWatchdog
@@ -85,6 +85,8 @@ def run_engine(build: Build, address: str) -> int:
     socket = context.socket(zmq.ROUTER)
     try:
         core, info = build(start)
+        if start.is_paused:
+            core.control(Pause(), lambda result, refusal: None)
         socket.set_hwm(0)
         socket.bind(address)
         loop = EngineLoop(

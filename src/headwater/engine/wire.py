@@ -63,6 +63,9 @@ class EngineStart(msgspec.Struct, frozen=True):
     max_queued: int = 1 << 30
     """Most sequences that wait in addition to those running, over all workers."""
 
+    is_paused: bool = False
+    """Whether an operator had paused the engine before."""
+
     host_memory: int | None = None
     """Descriptor of the host tier's memory, which outlives this engine; None where the engine
     has memory of its own."""

@@ -199,7 +199,9 @@ class Supervisor:
         engine = self._engine = EngineProcess(
             ["headwater.launch.engine", self._config.log_format],
             EngineStart(
-                settings=msgspec.Raw(settings), max_queued=self._config.limits.max_queued
+                settings=msgspec.Raw(settings),
+                max_queued=self._config.limits.max_queued,
+                is_paused=self._state.is_paused,
             ),
             self._rundir.address(self._num_lives),
             on_info=self._follow_weights,
