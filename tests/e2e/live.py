@@ -86,11 +86,11 @@ class LiveServer:
     def post(self, path: str, body: object = None, **options: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=60, **options)
 
-    def complete(self, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+    def complete(self, *, headers: Any = None, **fields: Any) -> httpx.Response:
         body = {"prompt": "hello", "temperature": 0} | fields
         return self.post("/v1/completions", body, headers=headers)
 
-    def open_stream(self, headers: dict[str, str] | None = None, **fields: Any) -> "Stream":
+    def open_stream(self, *, headers: Any = None, **fields: Any) -> "Stream":
         return Stream(self.url, fields, headers)
 
     def until(

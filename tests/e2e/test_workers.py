@@ -23,11 +23,15 @@ def headers(key):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    keys = tmp_path_factory.mktemp("keys") / "keys.json"
-    write_keys(keys, max_concurrency=2)
-    server = LiveServer("--api-workers", "3", "--api-keys-file", str(keys)).wait_ready()
-    server.keys_file = keys
+def keys_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("keys") / "keys.json"
+    write_keys(path, max_concurrency=2)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(keys_file):
+    server = LiveServer("--api-workers", "3", "--api-keys-file", str(keys_file)).wait_ready()
     yield server
     if server.process.poll() is None:
         server.stop()
@@ -68,7 +72,7 @@ def test_counts_are_one_answer_and_survive_a_worker(server):
     assert recent == sorted(recent, key=lambda e: -(e["start_unix_s"] + e["duration_s"]))
 
 
-def test_the_limit_of_a_key_holds_over_all_workers(server):
+def test_the_limit_of_a_key_holds_over_all_workers(server, keys_file):
     """Two requests in flight, whichever workers have them; the third is refused by each."""
     streams = [server.open_stream(max_tokens=4000, headers=headers(KEY)) for _ in range(2)]
     for stream in streams:
@@ -79,7 +83,7 @@ def test_the_limit_of_a_key_holds_over_all_workers(server):
         assert refused.json()["error"]["code"] == "concurrency_limit"
     own = server.get("/stats", headers=headers(KEY))
     assert own.status_code == 429
-    write_keys(server.keys_file, max_concurrency=8)
+    write_keys(keys_file, max_concurrency=8)
     server.process.send_signal(signal.SIGHUP)
     until(lambda: server.complete(max_tokens=1, headers=headers(KEY)).status_code == 200)
     for _ in range(TRIES):
