@@ -22,7 +22,7 @@ from headwater.engine.client import GetStats
 from headwater.engine.recorded import RecordedEngine
 from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import ConfigError, EngineDead, HeadwaterError
-from headwater.launch.channel import CallHandler, Channel, EventHandler
+from headwater.launch.process_channel import CallHandler, EventHandler, ProcessChannel
 from headwater.launch.signals import unix_s
 from headwater.launch.worker_start import EngineDown, EngineUp, WorkerStart
 from headwater.launch.worker_state import RemoteState
@@ -49,7 +49,7 @@ _LOOK_S = 0.05
 class Worker:
     """One HTTP worker: start, open, drain, end."""
 
-    def __init__(self, start: WorkerStart, channel: Callable[[], Channel]) -> None:
+    def __init__(self, start: WorkerStart, channel: Callable[[], ProcessChannel]) -> None:
         self._start = start
         self._config = config = start.server
         self._channel = channel
@@ -221,7 +221,7 @@ async def run_worker() -> int:
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=_SUPERVISOR))
     calls: dict[str, CallHandler] = {}
     events: dict[str, EventHandler] = {}
-    channel = Channel(reader, writer, calls, events)
+    channel = ProcessChannel(reader, writer, calls, events)
     conversation = asyncio.create_task(channel.run())
     start = msgspec.json.decode(await channel.call("hello"), type=WorkerStart)
     set_up_logs(start.server.log_format, speaker=f"worker {start.name}")

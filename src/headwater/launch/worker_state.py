@@ -15,7 +15,12 @@ import msgspec
 
 from headwater.clock import Clock
 from headwater.errors import EngineDead
-from headwater.launch.channel import CallHandler, Channel, ChannelClosed, EventHandler
+from headwater.launch.process_channel import (
+    CallHandler,
+    EventHandler,
+    ProcessChannel,
+    ProcessGone,
+)
 from headwater.metrics.recorder import Recorder, RecorderSnapshot
 from headwater.server.answers import RouterHealth
 from headwater.server.fair_share import FairShare
@@ -55,7 +60,7 @@ class WorkerSession:
     def __init__(self, name: str, state: WorkersState) -> None:
         self.name = name
         self._state = state
-        self._channel: Channel | None = None
+        self._channel: ProcessChannel | None = None
         self.is_accepting = False
         """Whether the worker can be called."""
         self.is_open = False
@@ -81,11 +86,11 @@ class WorkerSession:
         }
 
     @property
-    def channel(self) -> Channel:
+    def channel(self) -> ProcessChannel:
         assert self._channel is not None, "attach() was not called"
         return self._channel
 
-    def attach(self, channel: Channel) -> None:
+    def attach(self, channel: ProcessChannel) -> None:
         """The worker is connected."""
         self._channel = channel
         self._state.workers[self.name] = self
@@ -108,7 +113,7 @@ class WorkerSession:
             async with asyncio.timeout(_GATHER_TIMEOUT_S):
                 answer = await self.channel.call("snapshot")
             self._last = msgspec.convert(answer, type=WorkerSnapshot)
-        except (TimeoutError, ChannelClosed):
+        except (TimeoutError, ProcessGone):
             pass
         return self._last
 
@@ -116,7 +121,7 @@ class WorkerSession:
         try:
             async with asyncio.timeout(_GATHER_TIMEOUT_S):
                 return int(await self.channel.call("abort_here", scope))
-        except (TimeoutError, ChannelClosed):
+        except (TimeoutError, ProcessGone):
             return 0
 
     async def _start_key(self, key: dict[str, Any]) -> Any:  # noqa: ANN401 -- a refusal or None
@@ -187,7 +192,7 @@ class WorkerSession:
 class RemoteState:
     """A worker's access to the shared state; implements `SharedState` and `KeyLimiter`."""
 
-    def __init__(self, channel: Callable[[], Channel]) -> None:
+    def __init__(self, channel: Callable[[], ProcessChannel]) -> None:
         self._channel = channel
         self._tickets = itertools.count()
 
@@ -253,5 +258,5 @@ class RemoteState:
     async def _call(self, name: str, *values: Any) -> Any:  # noqa: ANN401 -- by call
         try:
             return await self._channel().call(name, *values)
-        except ChannelClosed as exc:
+        except ProcessGone as exc:
             raise EngineDead("the supervisor is gone") from exc

@@ -44,11 +44,11 @@ _decode = msgspec.msgpack.Decoder(_Frame).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class ChannelClosed(ConnectionError):
+class ProcessGone(ConnectionError):
     """The other process is gone."""
 
 
-class Channel:
+class ProcessChannel:
     """One end of the connection. Used on one event loop."""
 
     def __init__(
@@ -81,9 +81,9 @@ class Channel:
             self._close()
 
     async def call(self, name: str, *values: Any) -> Any:  # noqa: ANN401 -- by call
-        """The reply to a call. Raises ChannelClosed when the other side is gone."""
+        """The reply to a call. Raises ProcessGone when the other side is gone."""
         if self._is_closed:
-            raise ChannelClosed(name)
+            raise ProcessGone(name)
         number = next(self._numbers)
         reply = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
@@ -134,5 +134,5 @@ class Channel:
             task.cancel()
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(ChannelClosed("the other process is gone"))
+                future.set_exception(ProcessGone("the other process is gone"))
         self._writer.close()
