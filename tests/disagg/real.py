@@ -23,10 +23,15 @@ class RealPair:
     """A prefill and a decode instance; needs HEADWATER_PEER_TOKEN in the environment."""
 
     def __init__(
-        self, link: str = "tcp", tiers: dict[str, object] | None = None, **settings: object
+        self,
+        link: str = "tcp",
+        tiers: dict[str, object] | None = None,
+        *,
+        prefill: dict[str, object] | None = None,
+        **settings: object,
     ) -> None:
-        """`tiers` are settings of the decode instance alone."""
-        self.prefill, info = self._build("prefill", link, settings)
+        """`tiers` are settings of the decode instance alone, `prefill` of the other one."""
+        self.prefill, info = self._build("prefill", link, settings | (prefill or {}))
         self.decode, _ = self._build("decode", link, settings | (tiers or {}))
         self.address = info.peer_address
         self.block_bytes = info.block_bytes
