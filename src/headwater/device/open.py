@@ -11,6 +11,9 @@ from headwater.clock import Clock, SystemClock
 from headwater.device.copier import CpuCopier
 from headwater.device.kv import KVPool
 from headwater.device.model import LoadedModel
+from headwater.device.parallel.group import RankGroup
+from headwater.device.parallel.messages import WarmPhase
+from headwater.device.parallel.sharding import connect
 from headwater.device.runner import TorchRunner
 from headwater.engine.core import Runner
 from headwater.engine.masks import MaskWorkers
@@ -27,6 +30,9 @@ class LeadingRunner(Runner, Protocol):
     announce: Callable[[ScheduledBatch, Tokens], None] | None
     """Told of each step before it is computed, with the carried tokens that are known."""
 
+    announce_warm: Callable[[WarmPhase], None] | None
+    """Told of what is done before the first step."""
+
 
 class FollowingRunner(Protocol):
     """The runner of any other rank."""
@@ -36,6 +42,9 @@ class FollowingRunner(Protocol):
     def follow(self, batch: ScheduledBatch) -> None:
         """Compute this rank's part of a step that rank 0 samples."""
 
+    def prepare(self, phase: WarmPhase) -> None:
+        """Do what rank 0 does before the first step."""
+
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +52,7 @@ _MAX_PIN_S = 60.0
 """Longest wait for a host tier to be pinned before requests are served."""
 
 
-def open_runner(
+def open_runner(  # noqa: PLR0913 -- sizes, each by its name
     model: LoadedModel,
     *,
     num_blocks: int,
@@ -52,8 +61,10 @@ def open_runner(
     max_batched_tokens: int,
     shared: bool = False,
     masks: MaskWorkers | None = None,
+    group: RankGroup | None = None,
 ) -> tuple[LeadingRunner, KVPool]:
-    """A runner and its pool. `prepare_device` is to be called before it serves.
+    """A runner and its pool. `prepare_device` is to be called before it serves. With a `group` it
+    computes rank 0's part of a model that is split over ranks.
 
     A pool in main memory may be `shared`: peers on this machine can be let read it.
     """
@@ -64,6 +75,8 @@ def open_runner(
         "max_batched_tokens": max_batched_tokens,
     }
     if model.device.type == "cpu":
+        if group is not None:
+            connect(model.module, group)
         runner = TorchRunner(model, **sizes, shared=shared, masks=masks)
         return runner, runner.pool
     try:
@@ -86,11 +99,14 @@ def open_runner(
         raise ConfigError("models with latent KV (MLA) are not supported on a GPU yet")
     on_gpu = CudaRunner(model, **sizes, masks=masks)
     on_gpu.compilations = compilations
+    if group is not None:
+        on_gpu.connect(group)
     return on_gpu, on_gpu.pool
 
 
 def open_follower(
     model: LoadedModel,
+    group: RankGroup,
     *,
     num_blocks: int,
     block_tokens: int,
@@ -99,14 +115,20 @@ def open_follower(
     contiguous_bytes: int | None = None,
 ) -> FollowingRunner:
     """The runner of a rank other than the first."""
-    return TorchRunner(
-        model,
-        num_blocks=num_blocks,
-        block_tokens=block_tokens,
-        max_num_seqs=max_num_seqs,
-        max_batched_tokens=max_batched_tokens,
-        contiguous_bytes=contiguous_bytes,
-    )
+    sizes: dict[str, Any] = {
+        "num_blocks": num_blocks,
+        "block_tokens": block_tokens,
+        "max_num_seqs": max_num_seqs,
+        "max_batched_tokens": max_batched_tokens,
+    }
+    if model.device.type == "cpu":
+        connect(model.module, group)
+        return TorchRunner(model, **sizes, contiguous_bytes=contiguous_bytes)
+    from headwater.device.gpu.rank_runner import FollowingCudaRunner
+
+    runner = FollowingCudaRunner(model, **sizes)
+    runner.connect(group)
+    return runner
 
 
 def prepare_device(runner: Runner, copier: DeviceCopier | None) -> Callable[[], int] | None:

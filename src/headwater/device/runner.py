@@ -12,6 +12,7 @@ from headwater.device.contiguous_kv import ContiguousKV
 from headwater.device.fp8_kv import open_pool
 from headwater.device.inputs import StepInputs, build
 from headwater.device.model import LoadedModel
+from headwater.device.parallel.messages import WarmPhase
 from headwater.device.penalties import History, is_penalised
 from headwater.device.prompt_scores import PromptScores
 from headwater.device.sampler import SampledRows, Sampler
@@ -62,6 +63,8 @@ class TorchRunner:
         self._masks = masks
         self.announce: Callable[[ScheduledBatch, Tokens], None] | None = None
         """Told of each step before it is computed, where other ranks compute it too."""
+        self.announce_warm: Callable[[WarmPhase], None] | None = None
+        """Not called: nothing is prepared on a CPU."""
         self._results: deque[StepResult] = deque()
         self._last: tuple[ScheduledBatch, StepResult] | None = None
 
@@ -93,6 +96,9 @@ class TorchRunner:
         """Compute this rank's part of a step that rank 0 samples."""
         with torch.inference_mode():
             self.compute(batch, batch.tokens)
+
+    def prepare(self, phase: WarmPhase) -> None:
+        """Nothing is prepared on a CPU."""
 
     def collect(self) -> StepResult:
         """The result of the oldest step not yet collected."""

@@ -102,6 +102,7 @@ def _build(
         max_batched_tokens=limits.max_batched_tokens,
         shared=ranks is None and shares_blocks(config),
         masks=_masks(limits, model, clock),
+        group=None if ranks is None else ranks.group,
     )
     runner: Runner = own if ranks is None else ranks.lead(own)
     memory = HostMemory(pool, runner, clock, None if ranks is None else ranks.copies)

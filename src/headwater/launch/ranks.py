@@ -29,6 +29,7 @@ from headwater.launch.rank_process import SEND_TIMEOUT_S
 if TYPE_CHECKING:
     from headwater.device.model import LoadedModel
     from headwater.device.open import LeadingRunner
+    from headwater.device.parallel.group import RankGroup
     from headwater.device.parallel.runner import ParallelRunner
 
 LOG_FORMAT_VARIABLE = "HEADWATER_ENGINE_LOG_FORMAT"
@@ -94,6 +95,9 @@ class RankLauncher:
             started.append(Rank(number=number, channel=channel, process=process))
         self.ranks = Ranks(started, clock)
         self.copies = RankCopies(self.ranks)
+        self._folder = RunDir()
+        """Where the ranks meet."""
+        self.group: RankGroup | None = None
         self._free_bytes = 0
 
     def load(self) -> "LoadedModel":
@@ -144,20 +148,16 @@ class RankLauncher:
         from headwater.device.parallel.channel import RankMessage
         from headwater.device.parallel.group import RankGroup
         from headwater.device.parallel.messages import MeetRanks, OpenRunner
-        from headwater.device.parallel.sharding import connect
 
         config = self._config
         assert model.share is not None, "loaded for ranks"
-        folder = RunDir()
-        try:
-            store = folder.path / "ranks"
-            backend = _backend(self.devices)
-            told = MeetRanks(store=str(store), backend=backend)
-            self.ranks.tell(RankMessage.MEET, msgspec.json.encode(told))
-            self._group = RankGroup(model.share, backend=backend, store=Path(store))
-        finally:
-            folder.close()
-        connect(model.module, self._group)
+        store = self._folder.path / "ranks"
+        backend = _backend(self.devices)
+        told = MeetRanks(store=str(store), backend=backend)
+        self.ranks.tell(RankMessage.MEET, msgspec.json.encode(told))
+        self.group = RankGroup(
+            model.share, backend=backend, store=Path(store), device=model.device
+        )
         sizes = OpenRunner(
             num_blocks=num_blocks,
             block_tokens=config.block_tokens,
@@ -172,12 +172,15 @@ class RankLauncher:
         from headwater.device.parallel.channel import RankMessage
         from headwater.device.parallel.runner import ParallelRunner
 
+        assert self.group is not None, "the ranks have met"
         self.ranks.hear(RankMessage.READY, timeout_s=_OPEN_TIMEOUT_S)
-        return ParallelRunner(own, self.ranks, self._group)
+        self._folder.close()  # a rank may read it until it is ready
+        return ParallelRunner(own, self.ranks, self.group)
 
     def close(self) -> None:
         """End the other ranks. Twice is safe."""
         self.ranks.close()
+        self._folder.close()
 
 
 def check_ranks(config: EngineConfig) -> None:
@@ -187,8 +190,6 @@ def check_ranks(config: EngineConfig) -> None:
             f"--cache-transfer-protocol mooncake does not work with --tensor-parallel-size "
             f"{config.tensor_parallel_size} in this release; use tcp or shm"
         )
-    if config.device != "cpu":
-        raise ConfigError("--tensor-parallel-size is for --device cpu in this release")
 
 
 def rank_devices(device: str, size: int) -> list[str]:

@@ -25,8 +25,8 @@ from headwater.clock import Clock
 from headwater.device.gpu.arrivals import Arrival, Arrivals
 from headwater.device.gpu.pinned import PinnedSlab
 from headwater.device.gpu.runtime import Runtime
-from headwater.device.kv import KVPool
-from headwater.errors import DeviceError
+from headwater.device.kv import BlockPart, KVPool
+from headwater.errors import ConfigError, DeviceError
 from headwater.transfer.completions import JobCompletion
 from headwater.transfer.slab import HostSlab
 from headwater.transfer.workers import Report
@@ -66,6 +66,9 @@ class CudaCopier:
         if arrivals is not None and pool.num_layers % _GROUPS == 0:
             self._num_groups = _GROUPS if slab.block_bytes >= _GROUPS * _MIN_PIECE_BYTES else 1
         self._clock = clock
+        self._part = pool.part
+        if self._part is not None and self._part.whole.scale_bytes:
+            raise ConfigError("KV in 8 bits cannot be copied by ranks on GPUs yet")
         self._block_bytes = slab.block_bytes
         self._runtime = Runtime(pool.device.index or 0)
         self._pinned = PinnedSlab(slab, self._runtime, clock)
@@ -145,6 +148,8 @@ class CudaCopier:
         self._pinned.await_slots(host)
         if entry.after is not None:
             stream.wait_event(entry.after)
+        if self._part is not None:
+            return self._copy_part(self._part, host, device, stream, up=up)
         num_groups = self._num_groups if up else 1
         sizes = [self._block_bytes // num_groups] * len(host)
         if num_groups == 1 and self._pinned.slot_bytes == self._block_bytes:
@@ -164,6 +169,35 @@ class CudaCopier:
             )
             if entry.arrival is not None:
                 entry.arrival.record(stream)
+        ended.record(stream)
+        ended.synchronize()
+        return float(begun.elapsed_time(ended)) / 1e3
+
+    def _copy_part(
+        self,
+        part: BlockPart,
+        host: Slots,
+        device: Slots,
+        stream: torch.cuda.Stream,
+        *,
+        up: bool,
+    ) -> float:
+        """The same for this rank's KV heads of each block, which lie apart in a whole block."""
+        if not up and not part.is_written:
+            return 0.0
+        own, whole = self._pool.layout, part.whole
+        head_bytes = whole.head_dim * whole.element_bytes
+        num_rows = whole.num_layers * whole.planes * whole.block_tokens
+        on_host = self._pinned.base + host * self._pinned.slot_bytes
+        on_host += part.first_head * head_bytes
+        on_device = self._pool.blocks.data_ptr() + device * own.block_bytes
+        host_row, device_row = whole.kv_heads * head_bytes, own.kv_heads * head_bytes
+        begun, ended = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
+        begun.record(stream)
+        for there, here in zip(on_host.tolist(), on_device.tolist(), strict=True):
+            ends = (there, host_row), (here, device_row)
+            source, target = ends if up else ends[::-1]
+            self._runtime.copy_rows(target, source, (num_rows, device_row), stream.cuda_stream)
         ended.record(stream)
         ended.synchronize()
         return float(begun.elapsed_time(ended)) / 1e3

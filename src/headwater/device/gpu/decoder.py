@@ -13,13 +13,22 @@ from torch import Tensor, nn
 
 from headwater.device.attention.base import Variant
 from headwater.device.gpu.layers import FusedWeights
-from headwater.device.gpu.mlp import MAX_GEMM_ROWS, DenseMLP, RmsNorm, add_dense, add_linear
+from headwater.device.gpu.mlp import (
+    MAX_GEMM_ROWS,
+    DenseMLP,
+    RankSum,
+    RmsNorm,
+    add_dense,
+    add_linear,
+)
 from headwater.device.gpu.moe import add_moe
 from headwater.device.kernels import rows
 from headwater.device.kernels.gated import MIN_EAGER_ROWS, gate_up
 from headwater.device.kernels.gemv import fits, gemv
 from headwater.device.kernels.prefill import is_slower_than_torch
 from headwater.device.kernels.rotary import rotate
+from headwater.device.parallel.group import RankGroup
+from headwater.device.parallel.sharding import SplitEmbedding
 
 Attend = Callable[[int, Tensor, Variant], Tensor]
 """Attention of a layer over packed Q, K and V."""
@@ -60,12 +69,24 @@ class FusedDecoder:
         scaling: OutputScaling,
     ) -> None:
         parts: Any = module
-        self.heads = int(parts.config.num_attention_heads)
+        # Of this rank, where the model is split over ranks.
+        self.heads = int(parts.model.layers[0].self_attn.config.num_attention_heads)
         self.layers = layers
-        self.embedding: Tensor = parts.model.embed_tokens.weight.data
+        embedding = parts.model.embed_tokens
+        self.embedding: Tensor = embedding.weight.data
+        self._split = embedding if isinstance(embedding, SplitEmbedding) else None
+        self._group: RankGroup | None = None
+        self._ranks: RankSum | None = None
         self.norm = norm
         self.scaling = scaling
         self.head: Tensor = parts.lm_head.weight.data
+        total = self.head.shape[0] if self._split is None else int(parts.config.vocab_size)
+        self.vocab_size = total
+
+    def connect(self, group: RankGroup) -> None:
+        """Compute one part of what the ranks of `group` compute together."""
+        self._group = group
+        self._ranks = RankSum(group.sum, group.is_first)
 
     def warm(self, pool: Tensor) -> None:
         """Compile what prompts need and no graph has."""
@@ -96,7 +117,14 @@ class FusedDecoder:
 
     def embed(self, tokens: Tensor, carry: Tensor, chosen: Tensor) -> Tensor:
         """The first hidden states; a token is carried from `chosen` where `carry` says so."""
-        return rows.embed(tokens, carry, chosen, self.embedding, self.scaling.embedding)
+        if self._split is None:
+            return rows.embed(tokens, carry, chosen, self.embedding, self.scaling.embedding)
+        carried = chosen.index_select(0, carry.clamp(min=0))
+        local = torch.where(carry >= 0, carried, tokens) - self._split.start
+        mine = (local >= 0) & (local < len(self.embedding))
+        found = self.embedding.index_select(0, local.clamp(0, len(self.embedding) - 1))
+        hidden = found * (mine * self.scaling.embedding).to(found.dtype)[:, None]
+        return hidden if self._group is None else self._group.sum(hidden)
 
     def run(
         self,
@@ -147,6 +175,13 @@ class FusedDecoder:
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Of each row, in `out` if it is given."""
+        if self._group is None:
+            return self._own_logits(hidden, out)
+        logits = self._group.join_columns(self._own_logits(hidden, None), self.vocab_size)
+        return logits if out is None else out.copy_(logits)
+
+    def _own_logits(self, hidden: Tensor, out: Tensor | None) -> Tensor:
+        """Of the tokens whose part of the output layer is here."""
         if fits(self.head, len(hidden)):
             logits = gemv(hidden, self.head, norm=self.norm, out=out)
         else:
@@ -188,7 +223,7 @@ class FusedDecoder:
         for part, attended_part in parts:
             add_linear(
                 part, attended_part, layer.output, layer.output_bias, layer.attention_norm,
-                layer.residual_scale,
+                layer.residual_scale, self._ranks,
             )  # fmt: skip
         if isinstance(layer.mlp, DenseMLP):
             add_dense(
@@ -198,6 +233,8 @@ class FusedDecoder:
                 output_norm=layer.output_norm,
                 scale=layer.residual_scale,
                 is_eager=is_eager,
+                ranks=self._ranks,
             )
             return
-        add_moe(layer.mlp, hidden, cast(RmsNorm, layer.mlp_norm), is_eager=is_eager)
+        norm = cast(RmsNorm, layer.mlp_norm)
+        add_moe(layer.mlp, hidden, norm, is_eager=is_eager, ranks=self._ranks)

@@ -120,6 +120,7 @@ def _scaling(module: nn.Module) -> OutputScaling:
     """What the family does to embeddings and logits."""
     parts: Any = module
     config, embedding = parts.config, parts.model.embed_tokens
+    embedding = getattr(embedding, "inner", embedding)  # split over ranks
     scale = getattr(embedding, "embed_scale", None)
     by_token = (
         1.0 if scale is None else float(torch.as_tensor(scale).to(embedding.weight.dtype))

@@ -85,7 +85,7 @@ class DecodeGraphs:
         num_ints = self._header + max_rows * max_table
         self._inputs = torch.zeros(num_ints, dtype=torch.int32, device=pool.device)
         self._staging = Staging(num_ints, num_buffers=3)
-        vocab = decoder.head.shape[0]
+        vocab = decoder.vocab_size
         self.logits = torch.empty((max_rows, vocab), dtype=pool.dtype, device=pool.device)
         self._partials = partials(entries, decoder.heads, pool)
         self._arrived = arrived(max_rows, pool)

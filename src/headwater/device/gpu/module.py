@@ -19,7 +19,8 @@ class ModuleDecoder:
     def __init__(self, model: LoadedModel) -> None:
         module: Any = model.module
         self._module = module
-        self.heads = int(module.config.num_attention_heads)
+        # Of this rank, where the model is split over ranks.
+        self.heads = int(module.model.layers[0].self_attn.config.num_attention_heads)
 
     def logits(self, step: PackedStep, chosen: Tensor) -> Tensor:
         """Of the sampled rows."""

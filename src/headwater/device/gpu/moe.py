@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwater.device.gpu.mlp import MAX_GEMM_ROWS, DenseMLP, RmsNorm, dense
+from headwater.device.gpu.mlp import MAX_GEMM_ROWS, DenseMLP, RankSum, RmsNorm, dense
 from headwater.device.kernels import rows
 from headwater.device.kernels.activation import GateActivation
 from headwater.device.kernels.experts import (
@@ -38,21 +38,41 @@ class MoeBlock:
     """`[1, size]`: its sigmoid is the shared experts' weight."""
 
 
-def add_moe(block: MoeBlock, hidden: Tensor, norm: RmsNorm, *, is_eager: bool) -> None:
-    """Add the experts' results for rows of `hidden`, normed, to `hidden` in place."""
+def add_moe(
+    block: MoeBlock,
+    hidden: Tensor,
+    norm: RmsNorm,
+    *,
+    is_eager: bool,
+    ranks: RankSum | None = None,
+) -> None:
+    """Add the experts' results for rows of `hidden`, normed, to `hidden` in place.
+
+    With `ranks`, each has a part of every expert, and the sum of all parts is added.
+    """
     for part in hidden.split(MAX_GEMM_ROWS):
-        _add(block, part, norm, is_eager=is_eager)
+        if ranks is None:
+            _add(block, part, part, norm, is_eager=is_eager)
+            continue
+        source = part.clone()
+        if not ranks.is_first:
+            part.zero_()
+        _add(block, source, part, norm, is_eager=is_eager)
+        ranks.sum(part)
 
 
-def _add(block: MoeBlock, hidden: Tensor, norm: RmsNorm, *, is_eager: bool) -> None:
+def _add(
+    block: MoeBlock, source: Tensor, hidden: Tensor, norm: RmsNorm, *, is_eager: bool
+) -> None:
+    """Add the results for rows of `source` to `hidden`, which may be the same."""
     num_rows = len(hidden)
     if block.shared is None and block.router_bias is None and fits(block.router, num_rows):
         # One row: its norm is computed inside the products that read it.
-        logits = gemv(hidden, block.router, norm=norm)
+        logits = gemv(source, block.router, norm=norm)
         ids, weights = choose_experts(logits, block.rule)
-        add_pairs(hidden, hidden, block.experts, ids, weights, norm)
+        add_pairs(source, hidden, block.experts, ids, weights, norm)
         return
-    normed = rows.norm(hidden, *norm)
+    normed = rows.norm(source, *norm)
     logits = torch.mm(normed.to(block.router.dtype), block.router.T)
     if block.router_bias is not None:
         logits += block.router_bias

@@ -24,17 +24,19 @@ from headwater.device.gpu.kernel_cache import CompilationCounter
 from headwater.device.gpu.module import ModuleDecoder
 from headwater.device.gpu.sampling import DeviceSampler, PendingLogprobs
 from headwater.device.gpu.staging import Staging
-from headwater.device.gpu.submitted import SubmittedStep
+from headwater.device.gpu.submitted import SubmittedStep, sampled_rows
 from headwater.device.gpu.suffix_graphs import SuffixGraphs
 from headwater.device.gpu.warm import warm_chunks
 from headwater.device.gpu.warm_steps import WarmLimits, warm_steps
 from headwater.device.kernels.greedy import choose_greedy
 from headwater.device.kernels.ints import copy_ints
 from headwater.device.model import LoadedModel
-from headwater.device.penalties import History, is_penalised
+from headwater.device.parallel.group import RankGroup
+from headwater.device.parallel.messages import WarmPhase
+from headwater.device.parallel.sharding import connect
 from headwater.device.prompt_scores import PromptScores
 from headwater.device.runner import begin_masks, is_masked
-from headwater.device.sampler import LogprobTable, SampledRows, Sampler
+from headwater.device.sampler import LogprobTable, Sampler
 from headwater.device.upload import put
 from headwater.engine.masks import MaskWorkers, StepMasks
 from headwater.errors import InvariantError
@@ -99,6 +101,9 @@ class CudaRunner:
             )
         self.announce: Callable[[ScheduledBatch, Tokens], None] | None = None
         """Told of each step before it is computed, where other ranks compute it too."""
+        self.announce_warm: Callable[[WarmPhase], None] | None = None
+        """The same for what is done before the first step."""
+        self._group: RankGroup | None = None
         self.compilations: CompilationCounter | None = None
         """Counts compiled kernels, where they are counted."""
         self._submitted: deque[SubmittedStep] = deque()
@@ -110,16 +115,38 @@ class CudaRunner:
         """Whether the model runs in our own decoder and in graphs."""
         return self.graphs is not None
 
+    def connect(self, group: RankGroup) -> None:
+        """Compute one part of what the ranks of `group` compute together; before `warm`."""
+        self._group = group
+        decoder = self._decoder
+        connect(self._model.module, group)
+        if group.all_agree(self.is_fused, self._model.device):
+            assert isinstance(decoder, FusedDecoder), "graphs are of a fused decoder"
+            decoder.connect(group)
+        else:
+            self._decoder = ModuleDecoder(self._model)
+            self.graphs = self._suffixes = None
+        if not group.can_capture:
+            self.graphs = self._suffixes = None
+
     def warm(self, num_rows: int | None = None) -> None:
         """Capture the graphs for up to so many rows; by default all of them, and compile and load
         what prompts need."""
+        if self.graphs is not None:
+            with torch.inference_mode():
+                self._sampling.capture(self.graphs.logits)
+        if self.announce_warm is not None:
+            self.announce_warm(WarmPhase.CAPTURE)
+        self.capture(num_rows)
+        if num_rows is None:
+            self._run_warm_steps()
+
+    def capture(self, num_rows: int | None = None) -> None:
+        """Capture the model's graphs, on every rank at the same time."""
         decoder = self._decoder
         if self.graphs is None or not isinstance(decoder, FusedDecoder):
-            if num_rows is None:
-                self._run_warm_steps()
             return
         with torch.inference_mode():
-            self._sampling.capture(self.graphs.logits)
             if num_rows is not None:
                 self.graphs.warm_up_to(num_rows)
                 return
@@ -130,7 +157,12 @@ class CudaRunner:
             for variant in _distinct([layer.variant for layer in decoder.layers]):
                 warm_chunks(self.pool, decoder.heads, variant)
         log.info("graphs are captured sizes=%d", len(self.graphs.sizes))
-        self._run_warm_steps()
+
+    def clear(self) -> None:
+        """Forget the steps that warmed up. A masked key still meets its zero weight, so nothing but
+        zeros may be in an empty pool."""
+        self.pool.blocks.zero_()
+        self._last = None
 
     def _run_warm_steps(self) -> None:
         """Compute a step of each kind. The pool must hold nothing yet."""
@@ -148,35 +180,23 @@ class CudaRunner:
             self.submit(batch)
             self.collect()
             num_steps += 1
-        # A masked key still meets its zero weight, so nothing but zeros may be in an empty pool.
-        self.pool.blocks.zero_()
-        self._last = None
+        if self.announce_warm is not None:
+            self.announce_warm(WarmPhase.CLEAR)
+        self.clear()
         log.info("kernels are compiled and loaded steps=%d", num_steps)
 
     def submit(self, batch: ScheduledBatch) -> None:
         """Queue one step; its result waits for `collect`."""
-        layout = Layout(batch, self.pool.block_tokens)
-        carry = self._carry(batch)
+        if self.announce is not None:
+            self.announce(batch, batch.tokens)
         with torch.inference_mode():
-            is_plain_decode = layout.is_decode and not batch.awaits and not batch.scored
-            is_captured = self.graphs is not None and is_plain_decode
-            scores = None
-            if self.graphs is not None and is_captured:
-                logits = self.graphs.run(layout, carry)
-                places = batch.sampled.astype(np.int32)
-            elif self._suffixes is not None and self._suffixes.takes(layout):
-                logits = self._suffixes.run(layout)
-                places = batch.sampled.astype(np.int32)
-            else:
-                logits, scores = self._run_packed(layout, carry)
-                places = np.arange(len(batch.sampled), dtype=np.int32)
-                if len(places):
-                    choose_greedy(logits, self._chosen)
+            logits, places, scores = self.compute(batch)
             logprobs, masks = None, None
             carried = self._carried_tokens(batch)
             if len(places) and not self._sampling.is_plain(batch.params):
                 masks = self._take_masks(batch, carried)
                 logprobs = self._choose(batch, logits, places, masks)
+            self.share_chosen(places)
             self._finish_submit(
                 SubmittedStep(
                     batch=batch,
@@ -189,6 +209,27 @@ class CudaRunner:
                     scores=scores,
                 )
             )
+
+    def compute(self, batch: ScheduledBatch) -> tuple[Tensor, IntArray, PromptScores | None]:
+        """Queue the model's part of a step, with greedy choices: logits, where each sampled row's
+        token is among the chosen, and the scores of prompt tokens."""
+        layout = Layout(batch, self.pool.block_tokens)
+        carry = self._carry(batch)
+        is_plain_decode = layout.is_decode and not batch.awaits and not batch.scored
+        if self.graphs is not None and is_plain_decode:
+            return self.graphs.run(layout, carry), batch.sampled.astype(np.int32), None
+        if self._suffixes is not None and self._suffixes.takes(layout):
+            return self._suffixes.run(layout), batch.sampled.astype(np.int32), None
+        logits, scores = self._run_packed(layout, carry)
+        places = np.arange(len(batch.sampled), dtype=np.int32)
+        if len(places):
+            choose_greedy(logits, self._chosen)
+        return logits, places, scores
+
+    def share_chosen(self, places: IntArray) -> None:
+        """Give every rank the tokens that rank 0 chose: the next step may carry them."""
+        if self._group is not None and len(places):
+            self._group.copy_from_first(self._chosen)
 
     def collect(self) -> StepResult:
         """The result of the oldest step not yet collected; waits for it without a lock."""
@@ -291,7 +332,7 @@ class CudaRunner:
         # row has penalties.
         at = put(places, logits.device)
         logits = logits.index_select(0, at)
-        chosen = self._sampler.pick(logits, self._sampled_rows(batch, masks))
+        chosen = self._sampler.pick(logits, sampled_rows(batch, masks, self._last_token))
         self._chosen[at] = chosen.int()
         return LogprobTable(logits, chosen, [p.logprobs for p in batch.params])
 
@@ -348,28 +389,6 @@ class CudaRunner:
         if (carry[rows] < 0).any():
             raise InvariantError("a carry names a row that chose no token")
         return carry
-
-    def _sampled_rows(self, batch: ScheduledBatch, masks: StepMasks | None) -> SampledRows:
-        return SampledRows(
-            params=batch.params,
-            positions=batch.context_lens[batch.sampled].astype(np.int64),
-            prompt_lens=[prompt_len for _, prompt_len in batch.histories],
-            histories=self._histories(batch),
-            masks=masks,
-        )
-
-    def _histories(self, batch: ScheduledBatch) -> dict[int, History]:
-        """Of penalised rows, which need every token: their steps wait for the one before."""
-        histories: dict[int, History] = {}
-        for i, params in enumerate(batch.params):
-            if not is_penalised(params):
-                continue
-            tokens, prompt_len = batch.histories[i]
-            source = int(batch.carry[batch.sampled[i]])
-            if source >= 0:
-                tokens = np.append(tokens, self._last_token(source))
-            histories[i] = tokens, prompt_len
-        return histories
 
 
 def _distinct(variants: list[Variant]) -> list[Variant]:

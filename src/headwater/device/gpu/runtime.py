@@ -46,6 +46,20 @@ class Runtime:
         )  # fmt: skip
         self._check(done, "cudaMemcpyBatchAsync")
 
+    def copy_rows(
+        self,
+        target: tuple[int, int],
+        source: tuple[int, int],
+        shape: tuple[int, int],
+        stream: int,
+    ) -> None:
+        """Queue a copy of `shape` rows and bytes a row. An end is an address and the distance of
+        its rows."""
+        num_rows, num_bytes = shape
+        kind = self._cuda.cudaMemcpyKind.cudaMemcpyDefault
+        done = self._cuda.cudaMemcpy2DAsync(*target, *source, num_bytes, num_rows, kind, stream)
+        self._check(done, "cudaMemcpy2DAsync")
+
     def _check(self, returned: tuple[Any, ...], name: str) -> None:
         if returned[0] != self._cuda.cudaError_t.cudaSuccess:
             raise DeviceError(f"{name} failed: {returned[0]!r}")

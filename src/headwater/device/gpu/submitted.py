@@ -1,14 +1,17 @@
 """A step that is on the device, and how its result is read."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headwater.device.gpu.sampling import PendingLogprobs
+from headwater.device.penalties import History, is_penalised
 from headwater.device.prompt_scores import PromptScores
 from headwater.device.runner import void_unmasked
-from headwater.device.sampler import LogprobTable
+from headwater.device.sampler import LogprobTable, SampledRows
 from headwater.engine.masks import StepMasks
 from headwater.scheduler.batch import IntArray, ScheduledBatch, StepResult
 from headwater.scheduler.output import TokenLogprobs
@@ -52,3 +55,33 @@ class SubmittedStep:
         self.done.synchronize()
         tokens: Tokens = self.host.numpy()[self.places].copy()
         return tokens
+
+
+def sampled_rows(
+    batch: ScheduledBatch, masks: StepMasks | None, last_token: Callable[[int], Tokens]
+) -> SampledRows:
+    """The rows of `batch` that choose a token; `last_token` tells what a row of the step before
+    chose, and waits for it."""
+    return SampledRows(
+        params=batch.params,
+        positions=batch.context_lens[batch.sampled].astype(np.int64),
+        prompt_lens=[prompt_len for _, prompt_len in batch.histories],
+        histories=_histories(batch, last_token),
+        masks=masks,
+    )
+
+
+def _histories(
+    batch: ScheduledBatch, last_token: Callable[[int], Tokens]
+) -> dict[int, History]:
+    """Of penalised rows, which need every token: their steps wait for the one before."""
+    histories: dict[int, History] = {}
+    for i, params in enumerate(batch.params):
+        if not is_penalised(params):
+            continue
+        tokens, prompt_len = batch.histories[i]
+        source = int(batch.carry[batch.sampled[i]])
+        if source >= 0:
+            tokens = np.append(tokens, last_token(source))
+        histories[i] = tokens, prompt_len
+    return histories

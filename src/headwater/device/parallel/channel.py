@@ -47,6 +47,9 @@ class RankMessage(IntEnum):
     MARK = 8
     """These slots were written."""
 
+    WARM = 9
+    """Do this part of warming up, as rank 0 does."""
+
     LOADED = 20
     READY = 21
     MAPPED = 22

@@ -24,9 +24,14 @@ _TIMEOUT = timedelta(hours=1)
 class RankGroup:
     """One rank's end of the group. Every method is called by all ranks."""
 
-    def __init__(self, share: RankShare, *, backend: str, store: Path) -> None:
-        """Meet the other ranks over the file `store`; `backend` is `gloo` or `nccl`."""
+    def __init__(
+        self, share: RankShare, *, backend: str, store: Path, device: torch.device | None = None
+    ) -> None:
+        """Meet the other ranks over the file `store`; `backend` is `gloo` or `nccl`, which needs
+        a `device` of its own for each rank."""
         self.rank, self.size = share.rank, share.size
+        self.can_capture = backend == "nccl"
+        """Whether collectives may be part of a captured graph."""
         if any(name == "lo" for _, name in socket.if_nameindex()):
             # The ranks of an engine are on one machine; gloo would listen on its host name.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -36,7 +41,12 @@ class RankGroup:
             rank=share.rank,
             world_size=share.size,
             timeout=_TIMEOUT,
+            device_id=device if backend == "nccl" else None,
         )
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of every rank's `x`, in place where it is contiguous."""
@@ -45,8 +55,10 @@ class RankGroup:
         return whole
 
     def join_columns(self, x: Tensor, total: int) -> Tensor:
-        """On rank 0 the ranks' parts of the last dimension side by side, `total` wide; elsewhere
-        `x` itself."""
+        """On rank 0 the ranks' parts of the last dimension side by side, `total` wide; on other
+        ranks the same where they compute on GPUs, and something of no use on CPUs."""
+        if x.device.type == "cuda" and not self.can_capture:
+            return self._sum_columns(x, total)
         width = -(-total // self.size)
         if x.shape[-1] < width:  # parts differ by at most one; gloo wants them equal
             x = torch.nn.functional.pad(x, (0, width - x.shape[-1]))
@@ -58,6 +70,11 @@ class RankGroup:
         dist.gather(x.contiguous(), pieces, dst=0)
         return x if pieces is None else self._cut(pieces, total)
 
+    def all_agree(self, is_so: bool, device: torch.device) -> bool:
+        """Whether it is so on every rank."""
+        flag = torch.full((1,), int(is_so), dtype=torch.int32, device=device)
+        return int(self.sum(flag)) == self.size
+
     def copy_from_first(self, x: Tensor) -> None:
         """Overwrite `x` with that of rank 0."""
         dist.broadcast(x, src=0)
@@ -66,6 +83,13 @@ class RankGroup:
         """Leave the group. Waits for no rank."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def _sum_columns(self, x: Tensor, total: int) -> Tensor:
+        """The same by a sum with zeros: gloo has no other collective for memory of GPUs."""
+        start, end = RankShare(rank=self.rank, size=self.size).part(total)
+        whole = x.new_zeros((*x.shape[:-1], total))
+        whole[..., start:end] = x
+        return self.sum(whole)
 
     def _cut(self, parts: list[Tensor], total: int) -> Tensor:
         shares = (RankShare(rank=rank, size=self.size) for rank in range(self.size))

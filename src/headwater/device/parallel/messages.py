@@ -1,6 +1,7 @@
 """What rank 0 tells the other ranks outside steps, and what they answer."""
 
 import struct
+from enum import IntEnum
 from typing import NamedTuple
 
 import msgspec
@@ -50,6 +51,16 @@ class OpenRunner(msgspec.Struct, frozen=True, kw_only=True):
     """Steps have the same number of rows on every rank, so rank 0 says how far they are padded."""
 
     contiguous_bytes: int | None = None
+
+
+class WarmPhase(IntEnum):
+    """What ranks do together before the first step, beside the steps that warm up."""
+
+    CAPTURE = 1
+    """Capture graphs."""
+
+    CLEAR = 2
+    """Forget the steps that warmed up."""
 
 
 class MapSlab(msgspec.Struct, frozen=True, kw_only=True):

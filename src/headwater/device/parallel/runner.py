@@ -7,6 +7,7 @@ submit ── STEP to every rank ──▶ each computes its part, in lockstep t
 from headwater.device.open import LeadingRunner
 from headwater.device.parallel.channel import RankMessage
 from headwater.device.parallel.group import RankGroup
+from headwater.device.parallel.messages import WarmPhase
 from headwater.device.parallel.ranks import Ranks
 from headwater.device.parallel.step_message import StepPacker
 from headwater.scheduler.batch import ScheduledBatch, StepResult
@@ -25,6 +26,7 @@ class ParallelRunner:
         self._packer = StepPacker()
         self.depth = own.depth
         own.announce = self._announce
+        own.announce_warm = self._announce_warm
 
     def submit(self, batch: ScheduledBatch) -> None:
         """Have every rank compute the step."""
@@ -49,3 +51,6 @@ class ParallelRunner:
     def _announce(self, batch: ScheduledBatch, tokens: Tokens) -> None:
         """Tell the ranks of a step just before it is computed here."""
         self._ranks.tell(RankMessage.STEP, self._packer.pack(batch, tokens))
+
+    def _announce_warm(self, phase: WarmPhase) -> None:
+        self._ranks.tell(RankMessage.WARM, bytes([phase]))

@@ -11,7 +11,11 @@ import numpy as np
 from headwater.clock import Clock
 from headwater.device.memory import free_bytes
 from headwater.device.model import LoadedModel, load
-from headwater.device.open import FollowingRunner, open_copier, open_follower
+from headwater.device.open import (
+    FollowingRunner,
+    open_copier,
+    open_follower,
+)
 from headwater.device.parallel.channel import (
     ChannelClosed,
     RankChannel,
@@ -27,9 +31,9 @@ from headwater.device.parallel.messages import (
     MapSlab,
     MeetRanks,
     OpenRunner,
+    WarmPhase,
     pack_copied,
 )
-from headwater.device.parallel.sharding import connect
 from headwater.device.parallel.share import RankShare
 from headwater.device.parallel.step_message import unpack_step
 from headwater.errors import HeadwaterError, InvariantError
@@ -74,29 +78,38 @@ class RankWorker:
         return 1
 
     def _do(self, frame: RankFrame) -> None:
+        runner = self._runner
+        if runner is None:
+            self._set_up(frame)
+            return
         match frame.kind:
             case RankMessage.STEP:
-                if self._runner is None:
-                    raise InvariantError("a rank was given a step before it had a runner")
-                self._runner.follow(unpack_step(frame.payload))
+                runner.follow(unpack_step(frame.payload))
             case RankMessage.COPY:
                 copy = CopyBlocks.unpack(frame.payload)
                 self._copiers[copy.slab].start(copy.job, self._copied)
             case RankMessage.MARK:
-                if self._runner is not None:
-                    self._runner.pool.mark_written(np.frombuffer(frame.payload, dtype=np.int64))
+                runner.pool.mark_written(np.frombuffer(frame.payload, dtype=np.int64))
+            case RankMessage.WARM:
+                runner.prepare(WarmPhase(frame.payload[0]))
+            case RankMessage.SLAB:
+                self._map(runner, msgspec.json.decode(frame.payload, type=MapSlab), frame.files)
+            case RankMessage.DROP_SLAB:
+                self._copiers.pop(int.from_bytes(frame.payload, "little")).close()
+            case _:
+                self._set_up(frame)
+
+    def _set_up(self, frame: RankFrame) -> None:
+        """What is told before there is a runner, and for another model."""
+        match frame.kind:
             case RankMessage.LOAD:
                 self._load(msgspec.json.decode(frame.payload, type=LoadModel))
             case RankMessage.MEET:
                 self._meet(msgspec.json.decode(frame.payload, type=MeetRanks))
             case RankMessage.OPEN:
                 self._open(msgspec.json.decode(frame.payload, type=OpenRunner))
-            case RankMessage.SLAB:
-                self._map(msgspec.json.decode(frame.payload, type=MapSlab), frame.files)
-            case RankMessage.DROP_SLAB:
-                self._copiers.pop(int.from_bytes(frame.payload, "little")).close()
             case _:
-                raise InvariantError(f"a rank was told {frame.kind.name}")
+                raise InvariantError(f"a rank was told {frame.kind.name} too early")
 
     def _load(self, wanted: LoadModel) -> None:
         self._share = RankShare(rank=wanted.rank, size=wanted.size)
@@ -113,15 +126,21 @@ class RankWorker:
         self._answer(RankMessage.LOADED, msgspec.json.encode(free))
 
     def _meet(self, wanted: MeetRanks) -> None:
-        self._group = RankGroup(self._share, backend=wanted.backend, store=Path(wanted.store))
+        assert self._model is not None, "loaded before the ranks meet"
+        self._group = RankGroup(
+            self._share,
+            backend=wanted.backend,
+            store=Path(wanted.store),
+            device=self._model.device,
+        )
 
     def _open(self, sizes: OpenRunner) -> None:
         if self._model is None or self._group is None:
             raise InvariantError("a rank was told to open before it had a model and a group")
-        connect(self._model.module, self._group)
         model = replace(self._model, min_rows=sizes.min_rows)
         self._runner = open_follower(
             model,
+            self._group,
             num_blocks=sizes.num_blocks,
             block_tokens=sizes.block_tokens,
             max_num_seqs=sizes.max_num_seqs,
@@ -130,14 +149,14 @@ class RankWorker:
         )
         self._answer(RankMessage.READY)
 
-    def _map(self, wanted: MapSlab, files: tuple[int, ...]) -> None:
-        if self._runner is None or len(files) != 1:
-            raise InvariantError("a rank was told of a slab without a runner or a file")
+    def _map(self, runner: FollowingRunner, wanted: MapSlab, files: tuple[int, ...]) -> None:
+        if len(files) != 1:
+            raise InvariantError("a rank was told of a slab without its file")
         slab = HostSlab.mapped(
             files[0], wanted.num_slots, wanted.block_bytes, shared=wanted.is_shared
         )
         close_files(files)
-        self._copiers[wanted.slab] = open_copier(self._runner.pool, slab, self._clock)
+        self._copiers[wanted.slab] = open_copier(runner.pool, slab, self._clock)
         self._answer(RankMessage.MAPPED)
 
     def _copied(self, completion: JobCompletion) -> None:
