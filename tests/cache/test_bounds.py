@@ -88,7 +88,9 @@ def test_a_read_from_storage_holds_nothing_on_the_device():
 
 def test_a_slot_that_a_write_reads_is_not_reused():
     """A host block whose parent was evicted leaves the tree, but the write still reads its slot."""
-    cache = make_cache(4, host_blocks=2, storage=True, write_policy=WritePolicy.NONE)
+    cache = make_cache(
+        4, host_blocks=2, storage=True, write_policy=WritePolicy.NONE, storage_order="arrival"
+    )
     serve(cache, make_path(1, 2, 9))
     lease, held = begin(cache, make_path(1, 2, 3))
     cache.commit(lease, make_path(1, 2, 3), held, now=0.0)
@@ -176,7 +178,7 @@ def test_the_write_queue_has_only_nodes_of_the_tree():
             cache.finish_job(done(plan), now=0.0)
         cache.check()
 
-    assert len(cache._writes.queued(Tier.HOST)) <= 8
+    assert len(list(cache._writes.queued(Tier.HOST))) <= 8
 
 
 def test_a_split_keeps_both_halves_in_the_write_queue():

@@ -139,3 +139,20 @@ def test_a_window_of_no_blocks_is_refused(blocks):
     """The message names the setting and the value."""
     with pytest.raises(ConfigError, match=f"write_ahead_blocks must be positive, got {blocks}"):
         CacheConfig(device_blocks=8, host_blocks=8, write_ahead_blocks=blocks)
+
+
+def test_a_large_admission_evicts_blocks_with_a_host_copy_first():
+    """More is evicted at once than was written ahead: what the host has leaves the device first,
+    although it was used later, and the unwritten block is still found."""
+    cache = make_cache(8, host_blocks=8, write_policy=WritePolicy.AUTO, write_ahead_blocks=4)
+    serve(cache, make_path(1))
+    for node in list(cache._writes.queued(Tier.DEVICE)):
+        cache._writes.drop(node)
+    serve(cache, make_path(2, 3, 4))
+    write_down(cache)
+    assert cache.match(make_path(1)).host_blocks == 0
+
+    cache.free(cache.take(7, now=0.0))
+
+    assert blocks_by_tier(cache, make_path(1)) == (1, 0, 0)
+    assert blocks_by_tier(cache, make_path(2, 3, 4)) == (0, 3, 0)

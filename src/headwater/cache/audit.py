@@ -151,6 +151,9 @@ def _check_bounds(cache: "CacheParts") -> None:
             _require(
                 not node.gone and len(blocks) > 0, "the write queue has a node without blocks"
             )
+    _require(
+        cache._writes.is_bounded, "the queue of writes to storage is larger than its bound"
+    )
     for entry in cache._sessions:
         _require(not entry.node.gone, "a session refers to a node that left the tree")
         _require(entry in (entry.node.sessions or ()), "a node does not know its session")

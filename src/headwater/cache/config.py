@@ -1,6 +1,7 @@
 """What the tiered cache needs to know, and nothing else."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from headwater.cache.policy import POLICIES
 from headwater.cache.policy.weights import Weights
@@ -42,6 +43,10 @@ class CacheConfig:
 
     hint_share: float = 0.5
     """Share of the device's blocks that the hints of one tenant may ask to be kept."""
+
+    storage_order: Literal["reuse", "arrival"] = "reuse"
+    """Which blocks are written to storage first: those most likely to return, or first come, first
+    served, to compare with."""
 
     max_ghosts: int = 32_768
     """Runs of evicted blocks that are remembered, to explain misses."""

@@ -4,7 +4,7 @@ The cost is proportional to the evicted blocks, however many leaves are cached. 
 out* of their node before they go to the pool, so that no second path can free them again.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -43,6 +43,8 @@ class Evictor:
         self._stored_only = tree.stored_only
         self.lost = 0
         """Blocks that left their last tier since the start."""
+        self.forgotten = 0
+        """Those of them that left storage, which is their last tier, or were damaged there."""
 
     def take_device(self, count: int, state: SlotState) -> Slots | None:
         """Take `count` device slots, evicting exactly as many blocks as are missing. If that is
@@ -92,7 +94,9 @@ class Evictor:
         self._tree.version += 1
         if self._events is not None:
             self._events.removed(node, Tier.STORAGE, node.num_stored, known)
+        lost = self.lost
         self._shrink(node, reason)
+        self.forgotten += self.lost - lost
 
     def bound_stored(self) -> None:
         """Forget the oldest nodes that only storage has, until the limit is kept.
@@ -114,17 +118,36 @@ class Evictor:
         """Move the slots of `count` evictable blocks out of their nodes."""
         device = self._device
         moved: list[Slots] = []
-        need = self._device_pass(count, moved)
-        while need:  # The policy offered parents before their children.
-            need = self._device_pass(need, moved)
+        need = count
+        if self._writes.window.is_enabled:
+            # Blocks with a host copy are found again, so they go first: a large admission may
+            # evict more than was written ahead.
+            need = self._device_pass(self._written_victims(), need, moved)
+        while need:  # The policy may offer parents before their children.
+            before = need
+            need = self._device_pass(self._device.order.victims(), need, moved)
+            if need == before:
+                raise InvariantError("blocks counted as evictable cannot be evicted")
         device.evictable -= count
         device.evicted += count
         if len(self._stored_only) > self._max_stored:
             self.bound_stored()
         return moved
 
-    def _device_pass(self, need: int, moved: list[Slots]) -> int:
-        """Evict up to `need` blocks in one pass over the order; return how many are missing.
+    def _written_victims(self) -> Iterator[Node]:
+        """Nodes of the device order that the host has too. Others are passed over, but no more of
+        them than the eviction window has blocks."""
+        patience = self._writes.window.num_blocks
+        for node in self._device.order.victims():
+            if len(node.host) >= len(node.device):
+                yield node
+            elif not node.device_children:
+                patience -= len(node.device)
+                if patience < 0:
+                    return
+
+    def _device_pass(self, victims: Iterable[Node], need: int, moved: list[Slots]) -> int:
+        """Evict up to `need` blocks of `victims`; return how many are missing.
 
         This is the hot loop of a full cache. It does what one leaf needs; everything that can
         be done for all leaves together follows after the loop.
@@ -132,7 +155,7 @@ class Evictor:
         evicted: list[Node] = []
         leaves: list[Node] = []
         duplicates = self._host.duplicates
-        for node in self._device.order.victims():
+        for node in victims:
             if node.device_children:
                 continue
             slots = node.device
@@ -166,8 +189,6 @@ class Evictor:
             need -= count
             if not need:
                 break
-        if not evicted and need:
-            raise InvariantError("blocks counted as evictable cannot be evicted")
         self._finish_device_pass(evicted, leaves)
         return need
 

@@ -134,7 +134,10 @@ class JobFinisher:
         tier_pool = self._tier_pools.get(plan.target)
         if tier_pool is not None:
             tier_pool.pool.move(plan.target_slots, SlotState.MOVING, SlotState.QUARANTINED)
+        nodes = [segment.node for segment in record.segments]
         self._jobs.detach(record)
+        for each in nodes:
+            self._writes.resume(each)
         self._residency.touch_host(node, now=now)
         if pinned and node is not None:
             self._pins.unpin(node, now=now, cold=record.cold)
@@ -167,7 +170,9 @@ class JobFinisher:
         self._residency.touch_host(node, now=now)
         if plan.target is Tier.HOST:
             for segment in record.segments:
-                self._writes.add_to_storage(segment.node)
+                self._writes.add_to_storage(segment.node, now)
+        for segment in record.segments:
+            self._writes.resume(segment.node)
         self._mark_duplicates(record, plan)
         if pinned:
             self._pins.unpin(node, now=now, cold=record.cold)
@@ -185,9 +190,12 @@ class JobFinisher:
     def _suspend_writes(self, record: JobRecord) -> None:
         """A write that failed is not repeated at once: a broken tier must not keep the engine
         busy."""
-        if isinstance(record.plan, OffloadJob):
-            for segment in record.segments:
-                self._writes.suspend(segment.node)
+        if not isinstance(record.plan, OffloadJob):
+            return
+        to_storage = record.plan.target is Tier.STORAGE
+        suspend = self._writes.suspend_storage if to_storage else self._writes.suspend
+        for segment in record.segments:
+            suspend(segment.node)
 
     def _forget_from(
         self, record: JobRecord, plan: TransferJob, arrived: int, reason: MissReason

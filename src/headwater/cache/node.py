@@ -23,10 +23,12 @@ if TYPE_CHECKING:
 
 
 class RetentionMark(NamedTuple):
-    """What an eviction policy remembers about a run: when it was used, and its class."""
+    """What an eviction policy remembers about a run."""
 
     used_s: float
     run_class: int
+    uses: int = 1
+    """How often it was used, also before it was evicted and computed again."""
 
 
 class Node:
@@ -40,6 +42,7 @@ class Node:
         "children",
         "device",
         "device_children",
+        "expected_until_s",
         "first",
         "gone",
         "hits",
@@ -83,8 +86,7 @@ class Node:
         """Only for a root: the namespace of all blocks below it."""
         self.keys: list[BlockKey] | None = None
         """Block keys of the leading blocks, once they were needed."""
-        self.device = EMPTY
-        self.host = EMPTY
+        self.device = self.host = EMPTY
         self.num_stored = 0
         self.device_children = 0
         """Children with blocks on the device."""
@@ -105,6 +107,9 @@ class Node:
         """Set and read by eviction policies that mark runs, when the path is released."""
         self.sessions: set[SessionEntry] | None = None
         """Sessions whose last request ended with this node; None when there is none."""
+        self.expected_until_s = 0.0
+        """Until when the next request of a session is expected, because its client said so; 0 if
+        nothing was said, negative if the session is over."""
         self.gone = False
         """Final: the node has left the tree. It keeps slots only while it is pinned."""
 

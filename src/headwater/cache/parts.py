@@ -63,7 +63,8 @@ class CacheParts:
         host = self._host = TierPool(Tier.HOST, config.host_blocks, orders.host)
         ghosts = self._ghosts = Ghosts(config.max_ghosts)
         events = self._events = KVEventLog(tree) if config.record_events else None
-        writes = self._writes = WriteQueue(config, EvictionWindow(config, device), host)
+        window = EvictionWindow(config, device)
+        writes = self._writes = WriteQueue(config, window, host)
         pins = self._pins = Pins(tree, device, host, writes)
         limit = config.max_stored_nodes
         self._evictor = Evictor(tree, device, host, ghosts, writes, limit, events)
@@ -154,6 +155,7 @@ class CacheParts:
             evicted_device=self._device.evicted,
             evicted_host=self._host.evicted,
             lost_blocks=self._evictor.lost,
+            unstored_blocks=self._evictor.lost - self._evictor.forgotten,
             nodes=self._tree.num_nodes,
             leases=len(self._leases),
             jobs=self.num_jobs,

@@ -116,6 +116,13 @@ class Pins:
             at.mark = runs[last].mark
             at = at.parent
 
+    def expect(self, node: Node, until_s: float) -> None:
+        """The client says that the path that ends with `node` is used again before `until_s`."""
+        at = node
+        while at.parent is not None:
+            at.expected_until_s = max(at.expected_until_s, until_s)
+            at = at.parent
+
     def close(self, node: Node, num_shared: int) -> None:
         """The client says that this path is not needed any more.
 
@@ -131,6 +138,7 @@ class Pins:
             at = at.parent
         for closed in reversed(own):
             closed.suspended_at = closed.used  # not worth a write either
+            closed.expected_until_s = -1.0
             if len(closed.device) and not closed.pins:
                 self._device.order.close(closed)
             if len(closed.host) and not closed.jobs:

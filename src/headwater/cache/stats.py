@@ -20,6 +20,9 @@ class CacheStats:
     lost_blocks: int
     """Blocks that left their last tier."""
 
+    unstored_blocks: int
+    """Those of them that left memory without being in storage."""
+
     nodes: int
     leases: int
     jobs: int

@@ -181,6 +181,8 @@ class TieredCache(CacheParts):
             self._pins.release(lease.node, now=now)
         elif finished.session and lease.num_blocks:
             entry = self._sessions.record(lease, finished, now)
+            if entry.promised:
+                self._pins.expect(lease.node, entry.until_s)
             self._finish_request(lease, finished._replace(hint=entry.hint), now)
             if entry.hint is not None and entry.hint.closed:
                 self._pins.close(entry.node, entry.num_shared)
@@ -341,7 +343,7 @@ class TieredCache(CacheParts):
         if runs:
             self._pins.mark(lease.node, runs, now=now)
         self._pins.release(lease.node, now=now)
-        self._writes.add_finished(lease.node)
+        self._writes.add_finished(lease.node, now)
 
     def _claim(self, match: Match, now: float) -> tuple[Node, list[Slots]]:
         """The node with which the device part of `match` ends; split there if necessary."""

@@ -93,13 +93,9 @@ class TransferPlanner:
     def plan_storage_writes(self, limit: int, owner: JobOwner | None) -> list[OffloadJob]:
         """Plan up to `limit` blocks of the queued writes to storage."""
         plans: list[OffloadJob] = []
-        if limit <= 0:
-            return plans
-        for node in self._writes.storage_candidates():
+        while limit > 0 and (node := self._writes.next_to_store()) is not None:
             start = node.num_stored
             count = min(len(node.host) - start, limit)
-            if count <= 0:
-                break
             plan = OffloadJob(
                 job=self._jobs.new_id(),
                 source=Tier.HOST,

@@ -173,7 +173,7 @@ class PrefixTree:
         node.parent = head
         head.children[node.first] = node
         head.pins, head.hits, head.used = node.pins, node.hits, node.used
-        head.mark = node.mark
+        head.mark, head.expected_until_s = node.mark, node.expected_until_s
         self.num_nodes += 1
         self.version += 1
         return head

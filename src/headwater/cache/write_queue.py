@@ -10,6 +10,7 @@ from typing import NamedTuple
 from headwater.cache.config import CacheConfig
 from headwater.cache.eviction_window import EvictionWindow
 from headwater.cache.node import Node
+from headwater.cache.storage_queue import StorageQueue
 from headwater.cache.tier_pool import TierPool
 from headwater.types import Tier, WritePolicy
 
@@ -42,12 +43,12 @@ class WriteQueue:
         self._host = host
         self._to_host: dict[Node, bool] = {}
         """Each with whether host blocks may be evicted for it."""
-        self._to_storage: dict[Node, None] = {}
+        self._to_storage = StorageQueue(self.add, by_reuse=config.storage_order == "reuse")
 
     @property
     def may_have_any(self) -> bool:
         """Whether there may be something to write. O(1), because every step asks."""
-        return bool(self._to_host or self._to_storage) or self.window.is_due
+        return bool(self._to_host) or self._to_storage.may_have_any or self.window.is_due
 
     def add(self, node: Node) -> None:
         """Queue the device blocks of `node` that the host does not have."""
@@ -62,10 +63,16 @@ class WriteQueue:
         elif self._host.pool.num_free and len(node.host) < len(node.device):
             self._to_host.setdefault(node, False)
 
-    def add_finished(self, node: Node) -> None:
+    def add_finished(self, node: Node, now: float) -> None:
         """A request that used the path to `node` ended, and its blocks may be evicted soon."""
         if self.window.is_enabled and self.window.has_everything:
             self.add_path(node)
+        if self._storage:
+            # The eviction policy has marked the path, so its chance of return is known now.
+            at: Node | None = node
+            while at is not None:
+                self._to_storage.add(at, now)
+                at = at.parent
 
     def record_hit(self, node: Node) -> None:
         """A request found the path that ends with `node`."""
@@ -92,10 +99,19 @@ class WriteQueue:
         for each in reversed(path):
             self.add(each)
 
-    def add_to_storage(self, node: Node) -> None:
+    def add_to_storage(self, node: Node, now: float) -> None:
         """Queue the host blocks of `node` that storage does not have."""
-        if self._storage and len(node.host) and not node.gone:
-            self._to_storage[node] = None
+        if self._storage:
+            self._to_storage.add(node, now)
+
+    def next_to_store(self) -> Node | None:
+        """The node whose host blocks are to be written to storage next."""
+        return self._to_storage.pop()
+
+    def resume(self, node: Node) -> None:
+        """A job of `node` ended, so that it can be written."""
+        if self._storage:
+            self._to_storage.resume(node)
 
     def suspend(self, node: Node) -> None:
         """Write nothing more of `node` until it is used again.
@@ -104,8 +120,11 @@ class WriteQueue:
         write failed. Otherwise a tier that is too small or broken would be tried all the time.
         """
         self._to_host.pop(node, None)
-        self._to_storage.pop(node, None)
         node.suspended_at = node.used
+
+    def suspend_storage(self, node: Node) -> None:
+        """A write to storage failed: write nothing more of `node` until it is used again."""
+        self._to_storage.discard((node,))
 
     def drop(self, node: Node) -> None:
         """There is no free host slot for `node`; it is written when it is a next victim."""
@@ -113,10 +132,11 @@ class WriteQueue:
 
     def discard(self, nodes: Iterable[Node], tier: Tier) -> None:
         """`nodes` have no blocks in `tier` any more, so there is nothing to read."""
-        queue = self._to_host if tier is Tier.DEVICE else self._to_storage
-        if queue:
+        if tier is Tier.HOST:
+            self._to_storage.discard(nodes)
+        elif self._to_host:
             for node in nodes:
-                queue.pop(node, None)
+                self._to_host.pop(node, None)
 
     def divide(self, head: Node, tail: Node) -> None:
         """A node was split: the head is queued like the tail, each if it has blocks."""
@@ -125,11 +145,7 @@ class WriteQueue:
                 self._to_host[head] = self._to_host[tail]
             if not len(tail.device):
                 del self._to_host[tail]
-        if tail in self._to_storage:
-            if len(head.host):
-                self._to_storage[head] = None
-            if not len(tail.host):
-                del self._to_storage[tail]
+        self._to_storage.divide(head, tail)
 
     def host_candidates(self) -> Iterator[HostWrite]:
         """Nodes with device blocks to write. Read to the end, nothing of the window is left."""
@@ -143,18 +159,15 @@ class WriteQueue:
                 yield HostWrite(node, may_evict=True, is_next_victim=True)
             self.window.finish_search()
 
-    def storage_candidates(self) -> Iterator[Node]:
-        """Nodes with host blocks to write."""
-        for node in list(self._to_storage):
-            if node.num_stored >= len(node.host):
-                del self._to_storage[node]
-            elif not node.jobs:
-                yield node
-
     def clear(self) -> None:
         """Empty the queue."""
         self._to_host.clear()
         self._to_storage.clear()
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the queue of writes to storage is within its bound; for checks."""
+        return self._to_storage.check_bounds()
 
     def queued(self, tier: Tier) -> Iterable[Node]:
         """Nodes queued to be read from `tier`; for checks."""

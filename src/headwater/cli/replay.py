@@ -203,14 +203,15 @@ def run_replay(options: Namespace) -> int:
         raise ConfigError("--eviction opt knows the future: it is for --cache-only")
     if options.capacity_blocks is not None:
         raise ConfigError("--capacity-blocks is for --cache-only; give --device-gib")
-    if (options.hints, options.weights, options.save_weights) != ("none", "none", None):
-        raise ConfigError("--hints, --weights and --save-weights are for --cache-only")
+    if (options.weights, options.save_weights) != ("none", None):
+        raise ConfigError("--weights and --save-weights are for --cache-only")
     return _run_engine(options)
 
 
 def _run_engine(options: Namespace) -> int:
     from headwater.engine.collector import settle_collector
     from headwater.engine.progress import SilentProgress, show_progress
+    from headwater.replay.hints import with_hints
     from headwater.replay.report import make_report
     from headwater.replay.simulator import Simulator
     from headwater.replay.slo import parse_slo
@@ -229,8 +230,9 @@ def _run_engine(options: Namespace) -> int:
         write_policy=options.write_policy,
         load_policy=options.load_policy,
         fast_forward=not options.step_by_step,
+        storage_order=options.storage_order,
     )
-    requests = load_of(options).requests()
+    requests = with_hints(load_of(options).requests(), options.hints)
     simulator = Simulator(config, requests)
     settle_collector()
     start = time.perf_counter()
@@ -297,26 +299,13 @@ def _table(result: dict[str, object]) -> str:
 
 
 def _add_tiers(group: _ArgumentGroup) -> None:
-    group.add_argument(
-        "--device-gib",
-        type=float,
-        metavar="GIB",
-        help="device memory for KV, of each instance (the preset's)",
-    )
-    group.add_argument(
-        "--host-gib",
-        type=float,
-        metavar="GIB",
-        default=0.0,
-        help="host tier of each instance; 0 is none (default: %(default)g)",
-    )
-    group.add_argument(
-        "--storage-gib",
-        type=float,
-        metavar="GIB",
-        default=0.0,
-        help="storage that all instances share; 0 is none (default: %(default)g)",
-    )
+    tiers: dict[str, tuple[str, float | None]] = {
+        "--device-gib": ("device memory for KV, of each instance (the preset's)", None),
+        "--host-gib": ("host tier of each instance; 0 is none (default: 0)", 0.0),
+        "--storage-gib": ("storage that all instances share; 0 is none (default: 0)", 0.0),
+    }
+    for flag, (text, size) in tiers.items():
+        group.add_argument(flag, type=float, metavar="GIB", default=size, help=text)
     group.add_argument(
         "--instances", type=int, metavar="N", default=1, help="engines alike (default: 1)"
     )
@@ -346,6 +335,20 @@ def _add_tiers(group: _ArgumentGroup) -> None:
         help="which blocks go first; opt knows the future, for --cache-only "
         "(default: %(default)s)",
     )
+    group.add_argument(
+        "--storage-order",
+        choices=("reuse", "arrival"),
+        default="reuse",
+        help="write to storage first what is most likely to return, or what came first "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--hints",
+        choices=("none", "perfect"),
+        default="none",
+        help="what clients say of their sessions: nothing, or with each request whether its "
+        "session goes on (default: %(default)s)",
+    )
 
 
 def _add_cache_only(group: _ArgumentGroup) -> None:
@@ -360,13 +363,6 @@ def _add_cache_only(group: _ArgumentGroup) -> None:
         type=int,
         metavar="N",
         help="blocks of the trace that it holds (default: as many as there are)",
-    )
-    group.add_argument(
-        "--hints",
-        choices=("none", "perfect"),
-        default="none",
-        help="what clients say of their sessions: nothing, or with each request whether its "
-        "session goes on (default: %(default)s)",
     )
     group.add_argument(
         "--weights",

@@ -1,6 +1,7 @@
 """What the clients of a trace would have said of their sessions, had they known the future."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from headwater.cache import Hint
@@ -32,6 +33,17 @@ def hints_of(requests: Sequence[TraceRequest], kind: str) -> list[SessionHint]:
     shared = trunks(requests)
     uses = next_uses([request.hash_ids for request in requests])
     return [_hint_of(request, use, shared) for request, use in zip(requests, uses, strict=True)]
+
+
+def with_hints(requests: Sequence[TraceRequest], kind: str) -> list[TraceRequest]:
+    """The same requests, each with what `hints_of` has for it."""
+    if kind == "none":
+        return list(requests)
+    hints = hints_of(requests, kind)
+    return [
+        replace(request, **hint._asdict())
+        for request, hint in zip(requests, hints, strict=True)
+    ]
 
 
 def _hint_of(request: TraceRequest, uses: Sequence[int], shared: set[int]) -> SessionHint:

@@ -206,6 +206,8 @@ def _as_request(name: RequestId, request: TraceRequest, prefill: str) -> Request
         params=SamplingParams(max_tokens=max(request.output_length, 1), ignore_eos=True),
         arrival_s=request.arrival_s,
         prefill=prefill,
+        session_id=request.session,
+        cache_hint=request.hint,
     )
 
 

@@ -152,8 +152,10 @@ def _duration_s(served: Sequence[SimRequest]) -> float:
 def _engines(run: SimulationRun) -> Report:
     stats = [instance.core.stats() for instance in run.instances]
     choices: Counter[str] = Counter()
+    hints: Counter[str] = Counter()
     for one in stats:
         choices.update(one.load_choices)
+        hints.update(one.hints)
     tiers = {
         name: {
             "blocks": sum(one.tiers[name].num_blocks for one in stats),
@@ -170,6 +172,7 @@ def _engines(run: SimulationRun) -> Report:
         "preemptions": sum(one.num_preemptions for one in stats),
         "steps": sum(one.num_steps for one in stats),
         "load_choices": dict(sorted(choices.items())),
+        "cache_hints": dict(sorted(hints.items())),
         "tiers": tiers,
         **_handoffs(run),
     }

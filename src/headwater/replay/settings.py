@@ -1,6 +1,7 @@
 """What is simulated: a machine, the sizes of its tiers, the policies, how many of it."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from headwater.cache import CacheConfig
 from headwater.errors import ConfigError
@@ -43,6 +44,7 @@ class SimConfig:
     eviction: str = "lru"
     write_policy: str = "auto"
     load_policy: str = "priced"
+    storage_order: Literal["reuse", "arrival"] = "reuse"
     fast_forward: bool = True
     """Whether steps that decide nothing are taken many at once. The outcome is the same."""
 
@@ -87,6 +89,8 @@ class SimConfig:
             storage=self.storage_blocks > 0,
             write_policy=WritePolicy(self.write_policy),
             eviction=self.eviction,
+            storage_order=self.storage_order,
+            hint_share=1.0,  # a trace is one tenant, so there is no other tenant to protect
         )
 
     def scheduler(self) -> SchedulerConfig:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from headwater.cache import Hint
 from headwater.errors import ConfigError
 from headwater.types import Tokens
 
@@ -28,6 +29,10 @@ class TraceRequest:
     block_tokens: int = TRACE_BLOCK
     has_output: bool = False
     """Whether the ids are those of the output too, which then is the same each time."""
+
+    session: str = ""
+    hint: Hint | None = None
+    """The session of the request, and what its client says of it; see `replay.hints`."""
 
     def prompt(self) -> Tokens:
         """The ids expanded to tokens: the same id gives the same tokens, always."""

@@ -110,7 +110,8 @@ class Retention:
                 run_class = self._class_of(past.traits)
             if watched:
                 past.sample = self._samples.add(run_class, now)
-            runs.append(MarkedRun(past.end, RetentionMark(now, run_class), past.separate))
+            mark = RetentionMark(now, run_class, past.uses)
+            runs.append(MarkedRun(past.end, mark, past.separate))
         if self.watch is not None:
             self.watch(Visit(seen.session, seen.prefixes, runs, per, now))
         if per > 1:

@@ -173,7 +173,7 @@ class SessionPolicy:
         mark = node.mark
         if mark is None:
             mark = node.mark = RetentionMark(now, self._retention.unknown)
-        used_s, run_class = mark
+        used_s, run_class, _ = mark
         age_bin = 0 if used_s >= now else min(bisect_right(EDGES, now - used_s) - 1, NUM_BINS)
         entry = order[node] = _Entry(node, used_s, run_class * ROW + age_bin)
         self._timers[age_bin].append(entry)
