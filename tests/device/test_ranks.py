@@ -8,13 +8,17 @@ import pytest
 
 from headwater.device.model import load
 from headwater.device.parallel.share import RankShare
-from headwater.errors import ConfigError
+from headwater.errors import ConfigError, ModelError
 from headwater.scheduler.request import SamplingParams
 from tests.device.driver import Driver
 from tests.device.families import FAMILIES, prompt, save_family
 from tests.device.ranks import RankHarness
 
+REFUSED = {"axk1", "longcat_flash"}
+"""A norm inside the block of experts; two attentions in a layer."""
+
 REPRESENTATIVE = (
+    "deepseek_v3",  # latent KV
     "llama",  # fused layers
     "phi3",  # joint projections
     "phi",  # biases, MLP without a gate
@@ -61,8 +65,18 @@ def test_two_ranks_say_what_one_rank_says(
     _compare(two_ranks, family(name))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_layers_that_cannot_be_split_are_refused(
+    name: str, family: Callable[[str], Path]
+) -> None:
+    """They would come out wrong."""
+    with pytest.raises(ModelError, match="tensor"):
+        load(family(name), share=RankShare(rank=0, size=2))
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", sorted(set(FAMILIES) - set(REPRESENTATIVE)))
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - set(REPRESENTATIVE) - REFUSED))
 def test_two_ranks_say_what_one_rank_says_in_every_family(
     name: str, family: Callable[[str], Path], two_ranks: RankHarness
 ) -> None:

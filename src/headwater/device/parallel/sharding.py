@@ -1,6 +1,7 @@
 """Splits the weights of a transformers model over ranks, and adds the collectives it then needs.
 
     attention   q, k, v: heads of this rank     output: matching columns, results summed
+    latent KV   heads of this rank; the latent is computed and stored on every rank
     MLP         gate, up: part of the rows      down: matching columns, results summed
     experts     every expert is split like an MLP; the router is on every rank
     embedding   part of the vocabulary, results summed      output layer: logits joined on rank 0
@@ -97,7 +98,10 @@ def split(module: nn.Module, share: RankShare) -> None:
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     for layer in parts.model.layers:
         attention, block = _parts_of(layer)
-        _split_attention(attention, share, heads=heads, kv_heads=kv_heads)
+        if hasattr(attention, "kv_b_proj"):
+            _split_latent_attention(attention, share, heads=heads)
+        else:
+            _split_attention(attention, share, heads=heads, kv_heads=kv_heads)
         _split_block(block, share)
     _split_vocabulary(parts, share)
 
@@ -172,6 +176,21 @@ def _split_attention(module: nn.Module, share: RankShare, *, heads: int, kv_head
     _set_head_counts(parts, end - first, kv_end - kv_first)
 
 
+def _split_latent_attention(module: nn.Module, share: RankShare, *, heads: int) -> None:
+    """Heads of this rank. What makes the latent is on every rank, as is the latent itself."""
+    parts: Any = module
+    first, end = share.heads(heads)
+    query = "q_b_proj" if parts.q_lora_rank is not None else "q_proj"
+    value = int(parts.v_head_dim)
+    for name, size in (
+        (query, int(parts.qk_head_dim)),
+        ("kv_b_proj", int(parts.qk_nope_head_dim) + value),
+    ):
+        _keep_rows(_linear(parts, name), (first * size, end * size))
+    _keep_columns(_linear(parts, "o_proj"), (first * value, end * value), share)
+    _set_head_counts(parts, end - first, end - first)
+
+
 def _set_head_counts(attention: Any, heads: int, kv_heads: int) -> None:  # noqa: ANN401 - a module of transformers'
     """Model code that looks for head counts finds those of this rank."""
     config = copy.copy(attention.config)
@@ -210,7 +229,8 @@ def _split_block(block: nn.Module, share: RankShare) -> None:
         raise _unknown(block, "no MLP")
     for name, part in block.named_modules():
         is_known = part in done or name.rpartition(".")[2] in _WHOLE
-        if isinstance(part, nn.Linear) and not is_known:
+        # A norm inside would see partial results.
+        if (isinstance(part, nn.Linear) and not is_known) or _is_norm(part):
             raise _unknown(block, name)
 
 
