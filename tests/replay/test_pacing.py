@@ -26,13 +26,13 @@ CLIENTS, REQUESTS, PROMPT, OUTPUT = 64, 192, 1000, 64
 class ClosedLoop:
     """Clients that each send a prompt of their own as soon as the one before is answered."""
 
-    def __init__(self, step_tokens, itl=None):
+    def __init__(self, step_tokens, itl=None, kind=SimRunner):
         self.clock = VirtualClock()
         cache = TieredCache(CacheConfig(device_blocks=12_000, block_tokens=64))
         config = SchedulerConfig(
             max_model_len=100_000, max_num_seqs=256, max_batched_tokens=step_tokens, itl=itl
         )
-        runner = SimRunner(preset("h200-8b").step, self.clock, {})
+        runner = kind(preset("h200-8b").step, self.clock, {})
         self.core = EngineCore(Scheduler(config, cache), runner, self.clock)
         self.gaps_ms = []
         self._last_s = {}
@@ -69,6 +69,18 @@ class ClosedLoop:
                 self._add()
 
 
+class SlowHost(SimRunner):
+    """A runner whose steps with prompts take as long as the host needs to launch them."""
+
+    def collect(self):
+        has_chunks = len(self._submitted[0].tokens) > self._submitted[0].num_rows
+        before = self._clock.now()
+        result = super().collect()
+        if has_chunks:
+            self._clock.advance(max(before + 0.032 - self._clock.now(), 0.0))
+        return result
+
+
 @pytest.fixture(scope="module")
 def best_fixed_tokens_s():
     """The best throughput of four fixed numbers of tokens per step."""
@@ -84,6 +96,14 @@ def test_steps_stay_within_the_target_and_lose_little_throughput(target, best_fi
     assert np.percentile(load.gaps_ms, 99) <= 40
     assert tokens_s >= 0.95 * best_fixed_tokens_s
     load.core.check()
+
+
+def test_steps_that_the_host_bounds_do_not_get_ever_fewer_prompt_tokens():
+    """Launching takes longer than the target: fewer tokens would not make such a step shorter."""
+    slow = ClosedLoop(8192, ADAPTIVE_ITL, SlowHost)
+
+    assert slow.run() >= 0.8 * ClosedLoop(1024, None, SlowHost).run()
+    assert np.percentile(slow.gaps_ms, 99) <= 36
 
 
 def test_a_fixed_budget_alone_makes_tokens_late():

@@ -19,7 +19,7 @@ _DOMAIN = b"headwater model fingerprint 1\0"
 
 def fingerprint(model_dir: Path) -> bytes:
     """32 bytes that name the weights and config in `model_dir`."""
-    files = _identity_files(model_dir)
+    files = identity_files(model_dir)
     stamp = [[f.name, s.st_size, s.st_mtime_ns] for f, s in ((f, f.stat()) for f in files)]
     note = _note_path(model_dir)
     known = _remembered(note, stamp)
@@ -32,7 +32,8 @@ def fingerprint(model_dir: Path) -> bytes:
     return digest
 
 
-def _identity_files(model_dir: Path) -> list[Path]:
+def identity_files(model_dir: Path) -> list[Path]:
+    """The files that make a model what it is; a ModelError where they are not there."""
     weights = sorted(model_dir.glob("*.safetensors"))
     config = model_dir / "config.json"
     if not config.is_file():

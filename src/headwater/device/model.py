@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +17,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 from headwater.device import builtin, packing
 from headwater.device.attention.base import ATTENTION, register
 from headwater.device.families import check_served, max_positions
-from headwater.device.fingerprint import fingerprint
+from headwater.device.fingerprint import fingerprint, identity_files
 from headwater.device.latent import use_latents
 from headwater.device.model_files import read_config, read_object
 from headwater.device.parallel.sharding import split
@@ -117,8 +118,11 @@ def load(
     raw = read_config(folder)
     check_served(raw)
     ends = _generation_ends(folder)
-    name = fingerprint(folder)
-    loaded = _load_module(folder, raw, _torch_dtype(dtype))
+    identity_files(folder)
+    with ThreadPoolExecutor(1) as hashing:
+        # Reading all weights for their hash takes as long as loading them, on another core.
+        name = hashing.submit(fingerprint, folder)
+        loaded = _load_module(folder, raw, _torch_dtype(dtype))
     module: nn.Module = loaded
     facts = _facts(loaded.config)
     if share is not None:
@@ -132,7 +136,7 @@ def load(
     padded = quick and not packing.has_experts(module)
     return LoadedModel(
         module=module,
-        fingerprint=name,
+        fingerprint=name.result(),
         model_dir=folder,
         device=target,
         min_rows=packing.ROWS_WANTED if padded else 1,

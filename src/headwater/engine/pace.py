@@ -25,6 +25,9 @@ _MAX_CHANGE = 4.0
 """A step that took this many times what was expected counts as this many times: a hiccup of the
 machine must not stop prompts."""
 
+_LARGE_CHUNK = 1024
+"""Cost of a step without decodes from which on launching it does not count."""
+
 _LEAST_CHUNK_SHARE = 0.25
 """Least share of a mixed step that its prompt tokens are taken to cost."""
 
@@ -45,15 +48,16 @@ class _StepShape(NamedTuple):
 class StepCostEstimator:
     """Measures what decode steps and prompt tokens cost.
 
-    A decode step is looked up by its number of rows in powers of two. A prompt token costs what
-    mixed steps take beyond their decodes. If the decodes are estimated wrongly, the next budget
-    is still right: it scales the last chunk by how far its step missed the target.
+    A decode step is looked up by its number of rows in powers of two. What one more prompt token
+    costs is measured by steps without decodes, which are large. What a mixed step takes beyond
+    that is overhead: decodes, launches, and whatever the cost of a token was wrong by. So the
+    next budget is right even if the cost of a token is not.
     """
 
     def __init__(self) -> None:
         self._decode_s: dict[int, float] = {}
         """By the bit length of the number of rows."""
-        self._mixed_token_s = self._prompt_token_s = 0.0
+        self._prompt_token_s = self._mixed_token_s = self._overhead_s = 0.0
         self.costs = StepCosts()
 
     def note_decode(self, num_rows: int, seconds: float) -> None:
@@ -64,18 +68,27 @@ class StepCostEstimator:
 
     def note_chunks(self, num_decodes: int, chunk_cost: float, seconds: float) -> None:
         """A step computed prompt tokens of this cost beside so many decodes."""
-        decode_s = self._expected_decode_s(num_decodes) if num_decodes else 0.0
-        spent_s = max(seconds - decode_s, _LEAST_CHUNK_SHARE * seconds)
-        token_s = spent_s / chunk_cost
-        if num_decodes:
-            self._mixed_token_s = _smoothed(self._mixed_token_s, token_s)
+        if not num_decodes:
+            if chunk_cost >= _LARGE_CHUNK:
+                self._prompt_token_s = _smoothed(self._prompt_token_s, seconds / chunk_cost)
         else:
-            self._prompt_token_s = _smoothed(self._prompt_token_s, token_s)
+            decode_s = self._expected_decode_s(num_decodes)
+            spent_s = max(seconds - decode_s, _LEAST_CHUNK_SHARE * seconds)
+            self._mixed_token_s = _smoothed(self._mixed_token_s, spent_s / chunk_cost)
+            overhead_s = seconds - self._token_s * chunk_cost
+            self._overhead_s = _smoothed(self._overhead_s, max(overhead_s, 0.0))
         self._publish(num_decodes)
+
+    @property
+    def _token_s(self) -> float:
+        """Of one more prompt token; 0 is not known."""
+        return self._prompt_token_s or self._mixed_token_s
 
     def _publish(self, num_rows: int) -> None:
         self.costs = StepCosts(
-            self._expected_decode_s(num_rows), self._mixed_token_s or self._prompt_token_s
+            decode_s=self._expected_decode_s(num_rows),
+            token_s=self._token_s,
+            overhead_s=self._overhead_s,
         )
 
     def _expected_decode_s(self, num_rows: int) -> float:

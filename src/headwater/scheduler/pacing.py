@@ -52,7 +52,10 @@ class StepCosts(NamedTuple):
     """A step without prompts, with about as many rows as the last one; 0 is not known."""
 
     token_s: float = 0.0
-    """One token of a prompt without context, beside the decodes; 0 is not known."""
+    """One more token of a prompt without context; 0 is not known."""
+
+    overhead_s: float = 0.0
+    """What steps with decodes and prompts took beyond their prompt tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +68,10 @@ class ItlTarget:
     decode_steps: float = 0.0
     """The target is at least this many decode steps. Below a few of them, most of a step would
     be spent on reading the weights, and prompts would be slow."""
+
+    prompt_share: float = 0.0
+    """Least share of the target that prompt tokens get, even if a step then takes longer. Where
+    the host needs the whole target to launch a step, more tokens in it cost nothing."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.min_s < inf:
@@ -80,12 +87,13 @@ class ItlTarget:
         """Prompt tokens without context that fit into a step beside the decodes."""
         if not costs.token_s:
             return _UNKNOWN_CHUNK
-        left_s = _AIM * self.seconds(costs) - costs.decode_s
-        num_tokens = int(max(left_s, 0.0) / costs.token_s)
+        target_s = self.seconds(costs)
+        left_s = _AIM * target_s - max(costs.overhead_s, costs.decode_s)
+        num_tokens = int(max(left_s, self.prompt_share * target_s) / costs.token_s)
         return max(num_tokens // _CHUNK_STEP * _CHUNK_STEP, _MIN_CHUNK)
 
 
-ADAPTIVE_ITL = ItlTarget(min_s=0.030, decode_steps=3.5)
+ADAPTIVE_ITL = ItlTarget(min_s=0.030, decode_steps=3.5, prompt_share=0.6)
 """The target of a GPU unless told otherwise."""
 
 
