@@ -157,6 +157,7 @@ class GpuEngine:
         **settings: Any,  # noqa: ANN401 -- typed by SchedulerConfig and CacheConfig
     ) -> None:
         policy = settings.pop("write_policy", "write_through")
+        masks = settings.pop("masks", None)
         limits = {"max_num_seqs": 256, "max_batched_tokens": 8192, **settings}
         layout = model.layout(BLOCK_TOKENS)
         self.cache = TieredCache(
@@ -178,6 +179,7 @@ class GpuEngine:
             block_tokens=BLOCK_TOKENS,
             max_num_seqs=config.max_num_seqs,
             max_batched_tokens=config.max_batched_tokens,
+            masks=masks,
         )
         self.block_bytes = layout.block_bytes
         self.slab = HostSlab(host_blocks, layout.block_bytes)

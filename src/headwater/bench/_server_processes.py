@@ -110,7 +110,7 @@ def running(
             start_new_session=True,
         )
         try:
-            if not _is_ready(process, port):
+            if not await_ready(process, port):
                 log.seek(0)
                 tail = log.read().decode(errors="replace")[-2000:]
                 raise EngineDead(f"{engine} did not start:\n{tail}")
@@ -153,7 +153,7 @@ def client_pinned() -> Iterator[None]:
         os.sched_setaffinity(0, before)  # servers started later inherit it
 
 
-def _is_ready(process: "subprocess.Popen[bytes]", port: int) -> bool:
+def await_ready(process: "subprocess.Popen[bytes]", port: int) -> bool:
     """Whether it answers, before it dies or takes too long."""
     for _ in range(_START_POLLS):
         try:

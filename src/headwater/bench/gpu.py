@@ -1,7 +1,8 @@
 """`headwater bench gpu`: the GPU path beside the ceilings of the machine and beside transformers.
 
 Needs an NVIDIA GPU, torch, Triton, transformers and cuda-python, and no library of the
-server. Models are random weights with real shapes; everything runs in this process.
+server for the parts that run in this process. `http`, `first_wave` and `mixed` start a server
+and clients on this machine. Models are random weights with real shapes.
 """
 
 import json
@@ -10,6 +11,7 @@ import tempfile
 import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,11 @@ PARTS = (
     "sampling",
     "moe",
     "families",
+    "streams",
+    "json",
+    "http",
+    "mixed",
+    "first_wave",
 )
 _MOE_SHAPES = ("qwen3-30b-a3b", "qwen3-30b-a3b-12")
 _FAMILY_SHAPES = ("gemma-3-4b", "phi-4-mini", "olmo-2-7b", "1b")
@@ -44,8 +51,9 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"this benchmark needs the package {exc.name!r}, and a GPU") from exc
     require_gpu()
     run = _Run(options)
-    for part in options.parts.split(","):
-        run.attempt(part)
+    with run.closing:
+        for part in options.parts.split(","):
+            run.attempt(part)
     print_report("headwater bench gpu", run.result, as_json=options.json)
     return 1 if run.result["failed"] else 0
 
@@ -59,6 +67,9 @@ class _Run:
         self._options = options
         self._clock = SystemClock()
         self._made: Any = None
+        self._made_folder: Path | None = None
+        self.closing = ExitStack()
+        """Removes what parts left for later ones."""
         self._ceilings = _gpu_ceilings.measure()
         self.result: dict[str, Any] = {
             "model": options.model,
@@ -95,6 +106,11 @@ class _Run:
             "sampling": self._sampling,
             "moe": self._moe,
             "families": self._families,
+            "streams": self._streams,
+            "json": self._json,
+            "http": self._http,
+            "first_wave": self._first_wave,
+            "mixed": self._mixed,
         }
         if part not in parts:
             raise ConfigError(f"no part {part!r}; known: {', '.join(PARTS)}")
@@ -241,6 +257,75 @@ class _Run:
             del engine, model
             self._release_model()
         return found
+
+    def _streams(self) -> dict[str, Any]:
+        from headwater.bench import _gpu_engine, _gpu_streams
+
+        found = {}
+        for clients in (32,) if self._options.quick else (128, 512, 1024):
+            engine = _gpu_engine.GpuEngine(
+                self._model, num_blocks=_gpu_streams.blocks_for(clients), max_num_seqs=clients
+            )
+            found[str(clients)] = _gpu_streams.measure_streams(
+                self._model, engine, clients, self._ceilings
+            )
+            engine.close()
+        return found
+
+    def _json(self) -> dict[str, Any]:
+        from headwater.bench import _gpu_engine, _gpu_json
+
+        batch = 32 if self._options.quick else 128
+        engine = _gpu_engine.GpuEngine(
+            self._model,
+            num_blocks=_gpu_json.blocks_for(batch),
+            max_num_seqs=batch,
+            masks=_gpu_json.make_masks(self._model.vocab_size, batch),
+        )
+        found = _gpu_json.measure_json(engine, batch)
+        engine.close()
+        return found
+
+    @property
+    def _folder(self) -> Path:
+        """The model as a folder, for servers; this process gives the device up for them."""
+        from headwater.bench import _gpu_http
+
+        self._release_model()
+        if self._made_folder is None:
+            folder = _gpu_http.model_folder(self._options.model)
+            self._made_folder = self.closing.enter_context(folder)
+        return self._made_folder
+
+    def _http(self) -> dict[str, Any]:
+        from headwater.bench import _gpu_http
+
+        clients = (32,) if self._options.quick else (128, 512, 1024)
+        found = _gpu_http.measure_http(self._folder, clients)
+        for count, inside in self.result.get("streams", {}).items():
+            outside = found.get(f"greedy_{count}")
+            if outside:
+                in_process = inside["closed_loop_tokens_s"]
+                outside["of_in_process"] = outside["tokens_s"] / in_process
+        return found
+
+    def _mixed(self) -> dict[str, Any]:
+        from headwater.bench import _gpu_http
+
+        budgets = (2048,) if self._options.quick else _gpu_http.FIXED_BUDGETS
+        return _gpu_http.measure_mixed(self._folder, budgets)
+
+    def _first_wave(self) -> dict[str, Any]:
+        """Servers of `http` and `mixed` are asked the same waves first, so theirs count."""
+        from headwater.bench import _gpu_http
+
+        with_host, without = self.result.get("http"), self.result.get("mixed")
+        return _gpu_http.compare_waves(
+            with_host or _gpu_http.first_waves(self._folder),
+            without["adaptive"]
+            if without
+            else _gpu_http.first_waves(self._folder, "--swap-space", "0"),
+        )
 
 
 def _parser() -> ArgumentParser:

@@ -1,0 +1,145 @@
+"""Closed-loop clients of a server, in processes of their own: `python -m headwater.bench._gpu_load`.
+
+Each process reads one JSON object from standard input and writes one to standard output. Each of its
+connections sends a request as soon as the answer before has ended.
+"""
+
+import asyncio
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from headwater.bench._client import Answer, connected
+from headwater.clock import SystemClock
+
+_VOCAB = 256
+"""Prompts are token ids below this, which every model has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadSpec:
+    """What clients send."""
+
+    port: int
+    clients: int
+    requests: int
+    prompt: int
+    output: int
+    shared: int = 0
+    """Leading prompt tokens that all requests have in common."""
+
+    seed: int = 0
+    processes: int = 4
+    params: dict[str, Any] = field(default_factory=dict)
+    """Fields of the request beside the prompt and its lengths."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LoadResult:
+    """What came of some requests."""
+
+    seconds: float
+    tokens: int
+    first_s: list[float]
+    gaps_s: list[float]
+    """Between the events of one answer."""
+
+    def summary(self) -> dict[str, float]:
+        """Rates and percentiles."""
+        first, gaps = np.array(self.first_s) * 1e3, np.array(self.gaps_s or [0.0]) * 1e3
+        return {
+            "tokens_s": self.tokens / self.seconds,
+            "events_s": len(self.gaps_s) / self.seconds,
+            "events_of_tokens": len(self.gaps_s) / max(self.tokens - len(self.first_s), 1),
+            "first_token_p50_ms": float(np.percentile(first, 50)),
+            "first_token_p99_ms": float(np.percentile(first, 99)),
+            "itl_p50_ms": float(np.percentile(gaps, 50)),
+            "itl_p99_ms": float(np.percentile(gaps, 99)),
+            "seconds": self.seconds,
+        }
+
+
+def run_load(spec: LoadSpec) -> LoadResult:
+    """The requests of `spec`, by as many processes as it says."""
+    share = spec.processes
+    parts = [
+        replace(
+            spec,
+            clients=spec.clients // share,
+            requests=spec.requests // share,
+            seed=spec.seed * 1000 + number,
+        )
+        for number in range(share)
+    ]
+    command = [sys.executable, "-m", "headwater.bench._gpu_load"]
+    running = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in parts
+    ]
+    for process, part in zip(running, parts, strict=True):
+        assert process.stdin is not None, "asked for"
+        process.stdin.write(json.dumps(asdict(part)).encode())
+        process.stdin.close()
+    answers = []
+    for process in running:
+        assert process.stdout is not None, "asked for"
+        answers.append(json.loads(process.stdout.read() or b"{}"))
+        process.wait()
+    began_s = min(answer["began_s"] for answer in answers)
+    return LoadResult(
+        seconds=max(answer["ended_s"] for answer in answers) - began_s,
+        tokens=sum(answer["tokens"] for answer in answers),
+        first_s=[value for answer in answers for value in answer["first_s"]],
+        gaps_s=[value for answer in answers for value in answer["gaps_s"]],
+    )
+
+
+async def _serve_clients(spec: LoadSpec) -> dict[str, Any]:
+    random = np.random.default_rng(spec.seed)
+    common = np.random.default_rng(7).integers(0, _VOCAB, spec.shared).tolist()
+    left, answers = [spec.requests], list[Answer]()
+
+    async def client() -> None:
+        async with connected(spec.port) as connection:
+            while left[0] > 0:
+                left[0] -= 1
+                own = random.integers(0, _VOCAB, spec.prompt - spec.shared).tolist()
+                body = {
+                    "model": "bench", "prompt": [*common, *own], "max_tokens": spec.output,
+                    "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True,
+                    "temperature": 0, **spec.params,
+                }  # fmt: skip
+                answers.append(await connection.ask(body))
+
+    clock = SystemClock()
+    began_s = clock.now()
+    await asyncio.gather(*(client() for _ in range(spec.clients)))
+    ended_s = clock.now()
+    first_s, gaps_s, tokens = list[float](), list[float](), 0
+    for answer in answers:
+        times = answer.event_times_s()
+        first_s.append(times[0] - answer.began_s)
+        gaps_s += [round(later - earlier, 6) for earlier, later in pairwise(times)]
+        tokens += int(answer.usage()["completion_tokens"])
+    return {
+        "began_s": began_s,
+        "ended_s": ended_s,
+        "tokens": tokens,
+        "first_s": first_s,
+        "gaps_s": gaps_s,
+    }
+
+
+def main() -> int:
+    """One process of clients."""
+    spec = LoadSpec(**json.load(sys.stdin))
+    json.dump(asyncio.run(_serve_clients(spec)), sys.stdout)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
