@@ -157,13 +157,15 @@ def test_instances_that_are_lost_and_return_are_logged(caplog):
         block_tokens=16,
     )
 
+    def sweep(seconds):
+        for _ in range(round(seconds / config.sweep_s)):
+            clock.advance(config.sweep_s)
+            registry.expire()
+
     registry.register(told)
-    clock.advance(config.stale_s + 0.1)
-    registry.expire()
-    registry.expire()
+    sweep(config.stale_s + 0.5)
     registry.register(told)
-    clock.advance(config.forget_s + 0.1)
-    registry.expire()
+    sweep(config.forget_s + 0.5)
 
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
         "instance registered",
@@ -172,3 +174,51 @@ def test_instances_that_are_lost_and_return_are_logged(caplog):
         "instance lost",
         "instance removed, no heartbeat",
     ]
+
+
+def test_a_router_that_was_paused_does_not_lose_its_instances(caplog):
+    """It could not hear them: only silence while it ran counts."""
+    clock = VirtualClock()
+    config = RouterConfig(peer_token="t" * 32)
+    observer = RegistryObserver(joined=lambda entry: None, left=lambda entry: None)
+    registry = Registry(config, clock, observer)
+    told = Registration(
+        version=VERSION,
+        instance_id="one",
+        epoch="e",
+        role="mixed",
+        url="http://127.0.0.1:1",
+        model="m",
+        fingerprint="00",
+        block_tokens=16,
+    )
+    registry.register(told)
+    registry.expire()
+    clock.advance(60.0)
+
+    registry.expire()
+
+    assert [entry.name for entry in registry.ready({"mixed"})] == ["one"]
+    assert "router was paused: paused_s=59.8" in caplog.text
+
+
+def test_a_stream_that_arrives_is_a_sign_of_life():
+    """Heartbeats may be late on a busy machine; an instance that streams is not lost."""
+
+    async def scenario(harness):
+        one = harness.add()
+        await harness.ready(one)
+        body = {"prompt": "hello", "max_tokens": 300, "stream": True, "seed": 5}
+        async with harness.client.stream("POST", "/v1/completions", json=body) as answer:
+            pieces = answer.aiter_text()
+            await anext(pieces)
+            one.membership.cancel()
+            one.engine.hold()
+            await harness.until(lambda known: known[one.name]["seen_s_ago"] > 0.5)
+            one.engine.flow()
+            await anext(pieces)
+            await harness.until(lambda known: known[one.name]["seen_s_ago"] < 0.5)
+            async for _ in pieces:
+                pass
+
+    run(scenario, stale_s=20.0, forget_s=30.0)

@@ -84,6 +84,9 @@ class EngineInfo:
     peer_address: str = ""
     """Where other instances reach this one, `HOST:PORT`; empty where it takes no peers."""
 
+    warnings: tuple[str, ...] = ()
+    """What may not work as it was set up, for `/health`."""
+
     @property
     def min_prefix_tokens(self) -> int:
         """Shortest beginning that two prompts must share for the second to find it. The last

@@ -1,5 +1,6 @@
 """Builds what an instance needs for hand-offs: control connections, links, both roles."""
 
+import logging
 import secrets
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,7 +15,7 @@ from headwater.disagg.handoff.dependencies import HandoffDependencies, Memory
 from headwater.disagg.links.config import LinkConfig
 from headwater.disagg.links.interface import Deliver, LinkMaker, Sender
 from headwater.disagg.links.registry import Links
-from headwater.disagg.links.self_test import require_reachable_link, require_reachable_peer
+from headwater.disagg.links.self_test import check_link, check_peer
 from headwater.disagg.links.staging.registry import StagedLinks
 from headwater.disagg.peering.service import PeerConfig, PeerService
 from headwater.disagg.protocol.config import HandoffConfig
@@ -26,6 +27,8 @@ from headwater.scheduler.scheduler import Scheduler
 
 OpenLinks = Callable[[LinkConfig, Deliver], LinkMaker]
 """Makes the links of one instance, which deliver their events there."""
+
+log = logging.getLogger(__name__)
 
 
 def open_peers(
@@ -41,8 +44,8 @@ def open_peers(
         return info
     is_in_place = host.pool.device.type == "cpu" and not host.has_ranks
     memory, open_links = (_in_place if is_in_place else _staged)(host, clock)
-    address = _join_peers(config, core, scheduler, memory, open_links, clock)
-    return replace(info, role=config.peers.role, peer_address=address)
+    address, warnings = _join_peers(config, core, scheduler, memory, open_links, clock)
+    return replace(info, role=config.peers.role, peer_address=address, warnings=warnings)
 
 
 def _in_place(host: HostMemory, clock: Clock) -> tuple[Memory, OpenLinks]:
@@ -119,8 +122,8 @@ def _join_peers(
     memory: Memory,
     open_links: OpenLinks,
     clock: Clock,
-) -> str:
-    """Connect `core` to its peers; the address where they reach it."""
+) -> tuple[str, tuple[str, ...]]:
+    """Connect `core` to its peers; the address where they reach it, and warnings about it."""
     peers, token = config.peers, peer_token_from_environment()
     if peers is None or token is None:
         raise ConfigError(
@@ -132,13 +135,13 @@ def _join_peers(
     with ExitStack() as opened:
         receiver = links.listen(peers.link)
         opened.callback(receiver.close)
-        require_reachable_link(receiver.address, link_config, memory.block_bytes, clock)
+        warnings = [check_link(receiver.address, link_config, memory.block_bytes, clock)]
         # The key that all of a deployment's keys are chained to says what its bytes are.
         identity = scheduler.cache.scheme.root(Namespace())
         peer_config = _peer_config(peers, token.encode(), identity, memory.block_bytes)
         network = PeerService(peer_config, core.completions.post, clock)
         opened.callback(network.close)
-        require_reachable_peer(network.address, link_config)
+        warnings.append(check_peer(network.address, link_config))
         opened.pop_all()  # both belong to the core from now on
     dependencies = HandoffDependencies(
         network=network,
@@ -152,7 +155,10 @@ def _join_peers(
             scheduler, dependencies, _handoffs(peers), accepts=peers.role != "decode"
         )
     )
-    return network.address
+    found = tuple(warning for warning in warnings if warning is not None)
+    for warning in found:
+        log.warning("peers may not reach this instance: %s", warning)
+    return network.address, found
 
 
 def _link_config(peers: PeersConfig, token: bytes) -> LinkConfig:

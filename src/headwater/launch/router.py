@@ -31,8 +31,6 @@ from headwater.server.router.registry import Registry, RegistryObserver
 
 log = logging.getLogger(__name__)
 
-_SWEEP_S = 0.25
-
 
 def route(config: RouterConfig, announce: Callable[[str], None], signals: StopSignals) -> int:
     """Run a router until one of `signals`; the exit code. `announce` gets the URL.
@@ -99,7 +97,7 @@ class RouterProcess:
             auto_decompress=False,
         ) as session:
             prompts = PromptReader(self._tokenizer, session, self._access.cluster)
-            sweep = asyncio.create_task(_sweep(registry))
+            sweep = asyncio.create_task(_sweep(registry, config.sweep_s))
             try:
                 self._readiness.open(
                     create_router_app(self._router(clock, registry, prompts, session))
@@ -159,8 +157,8 @@ class RouterProcess:
         self._http.stop()
 
 
-async def _sweep(registry: Registry) -> None:
+async def _sweep(registry: Registry, interval_s: float) -> None:
     """Remove instances whose heartbeat is overdue."""
     while True:
-        await asyncio.sleep(_SWEEP_S)
+        await asyncio.sleep(interval_s)
         registry.expire()

@@ -31,7 +31,12 @@ async def health(request: Request) -> Response:
     """Whether the engine is alive. Never waits and never runs the model."""
     service = _service(request)
     service.engine.check_alive()
-    return JsonResponse(Health(routers=list(service.router_health.values()) or UNSET))
+    return JsonResponse(
+        Health(
+            routers=list(service.router_health.values()) or UNSET,
+            warnings=list(service.engine.info.warnings) or UNSET,
+        )
+    )
 
 
 async def health_generate(request: Request) -> Response:

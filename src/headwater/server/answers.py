@@ -288,6 +288,9 @@ class Health(Struct, kw_only=True):
     routers: list[RouterHealth] | UnsetType = UNSET
     """The registration at each router; only on instances with `--router`."""
 
+    warnings: list[str] | UnsetType = UNSET
+    """What may not work as it was set up; only where there is something."""
+
 
 class Version(Struct, kw_only=True):
     """Body of GET /version."""

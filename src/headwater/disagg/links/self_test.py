@@ -2,9 +2,12 @@
 
 A wrong advertised address is otherwise found by the first hand-off, on another machine, as a
 push that cannot connect. The test connects to the own address and proves the token, so another
-service at that address is found, too.
+service at that address is found, too. A name that cannot be resolved ends the start. An address
+that does not answer is a warning only: behind some NATs a machine cannot reach itself at the
+address that others use.
 """
 
+import socket
 from collections.abc import Callable
 
 from headwater.clock import Clock
@@ -17,15 +20,13 @@ from headwater.disagg.protocol.errors import LinkBroken
 from headwater.errors import ConfigError
 
 
-def require_reachable_link(
-    address: str, config: LinkConfig, block_bytes: int, clock: Clock
-) -> None:
-    """Raise ConfigError unless this instance's own block receiver answers at `address`."""
+def check_link(address: str, config: LinkConfig, block_bytes: int, clock: Clock) -> str | None:
+    """A warning unless this instance's own block receiver answers at `address`."""
     link = address.partition("://")[0]
     if link == "shm":  # a Unix socket of this machine; it has no address to get wrong
-        return
+        return None
     flags = "--link-advertise-host and --link-advertise-port"
-    _require(
+    return _check(
         f"blocks ({link} link)",
         address,
         flags,
@@ -33,13 +34,13 @@ def require_reachable_link(
     )
 
 
-def require_reachable_peer(address: str, config: LinkConfig) -> None:
-    """Raise ConfigError unless something listens at the control address of this instance."""
+def check_peer(address: str, config: LinkConfig) -> str | None:
+    """A warning unless something listens at the control address of this instance."""
     flags = "--peer-advertise-host and --peer-advertise-port"
     target = parse_host_port(f"tcp://{address}")
-    _require(
+    return _check(
         "control messages",
-        address,
+        f"tcp://{address}",
         flags,
         lambda: connect(target, config.connect_timeout_s).close(),
     )
@@ -56,11 +57,20 @@ def _dial(address: str, config: LinkConfig, block_bytes: int, clock: Clock) -> N
     TcpDialer(address, config, tls).dial(terms, check_wait).stream.close()
 
 
-def _require(what: str, address: str, flags: str, dial: Callable[[], None]) -> None:
+def _check(what: str, address: str, flags: str, dial: Callable[[], None]) -> str | None:
+    host, port = parse_host_port(address)
+    try:
+        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(
+            f"the address for {what}, {address}, cannot be resolved: {error}; set {flags} to "
+            "the address at which peers reach this instance"
+        ) from error
     try:
         dial()
     except LinkBroken as error:
-        raise ConfigError(
-            f"this instance cannot reach its own address for {what}, {address}, so peers cannot "
-            f"either: {error}; set {flags} to the address at which peers reach it"
-        ) from error
+        return (
+            f"this instance cannot reach its own address for {what}, {address}: {error}; unless "
+            f"a NAT is the reason, peers cannot either: set {flags}"
+        )
+    return None

@@ -35,11 +35,15 @@ class RouterConfig:
     heartbeat_s: float = 1.0
     """Interval between heartbeats of an instance."""
 
-    stale_s: float = 3.0
-    """Without a heartbeat for this time an instance gets no new requests."""
+    stale_s: float = 5.0
+    """Without a sign of life for this time an instance gets no new requests. A busy machine may
+    delay a few heartbeats; a killed instance is noticed earlier, by its closed connections."""
 
-    forget_s: float = 10.0
-    """Without a heartbeat for this time it is removed and its requests continue elsewhere."""
+    forget_s: float = 15.0
+    """Without one for this time it is removed and its requests continue elsewhere."""
+
+    sweep_s: float = 0.25
+    """Interval of checks for overdue heartbeats."""
 
     max_attempts: int = 4
     """Most attempts per request."""

@@ -40,6 +40,7 @@ class Registry:
         self._clock = clock
         self._observer = observer
         self._instances: dict[str, Instance] = {}
+        self._swept_s = clock.now()
 
     @property
     def instances(self) -> list[Instance]:
@@ -98,6 +99,7 @@ class Registry:
 
     def expire(self) -> list[Instance]:
         """Remove the instances whose heartbeat is overdue, and return them."""
+        self._forgive_own_pause()
         self._report_lost()
         silent_s = self._clock.now() - self._config.forget_s
         expired = [entry for entry in self._instances.values() if entry.seen_s < silent_s]
@@ -108,6 +110,17 @@ class Registry:
             )
             self._remove(entry)
         return expired
+
+    def _forgive_own_pause(self) -> None:
+        """A router that was stopped or had no processor could not hear heartbeats: that time
+        does not count as silence of the instances."""
+        now = self._clock.now()
+        paused_s = now - self._swept_s - self._config.sweep_s
+        if paused_s > self._config.heartbeat_s:
+            log.warning("router was paused: paused_s=%.1f", paused_s)
+            for entry in self._instances.values():
+                entry.seen_s = min(now, entry.seen_s + paused_s)
+        self._swept_s = now
 
     def _report_lost(self) -> None:
         """Log each instance that stopped answering, once until its next heartbeat."""

@@ -142,6 +142,7 @@ class Attempt:
         """Pass on whole events; a stream without its last event is a failure."""
         splitter, is_last = EventSplitter(), False
         async for piece in answer.content.iter_any():
+            self._route.server.seen_s = self._clock.now()  # as good as a heartbeat
             whole = splitter.feed(piece)
             events = self._progress.strip(whole) if whole else b""
             if not events:
