@@ -31,7 +31,15 @@ def test_a_path_through_the_router_reaches_no_other_page(path):
     """Encoded and plain dot segments never reach the instances' own pages."""
 
     async def scenario(harness):
-        await harness.ready(harness.add())
+        instance, seen = harness.add(), []
+        await harness.ready(instance)
+        app = instance.readiness._app
+
+        async def watch(scope, receive, send):
+            seen.append(scope["path"])
+            await app(scope, receive, send)
+
+        instance.readiness.open(watch)
         reader, writer = await _connect(harness.url)
         writer.write(
             f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
@@ -40,6 +48,7 @@ def test_a_path_through_the_router_reaches_no_other_page(path):
         writer.close()
         assert answer.startswith(b"HTTP/1.1 404"), answer[:300]
         assert b"num_steps" not in answer
+        assert not [entry for entry in seen if "/../" in f"{entry}/"]
 
     run_router(scenario)
 

@@ -1,0 +1,197 @@
+"""`headwater bench attack`: hostile bytes at every listener of a cluster, for some minutes.
+
+A router, a prefill and a decode instance run with few file descriptors and limited memory. Clients
+send malformed HTTP and JSON, truncated and reordered frames of ZMQ, peers and block links, slow and
+abandoned requests. The run fails when a process ends, when `/health` or a plain request is not
+answered in time, when a status of 500 or above other than 503 is sent, or when memory grows.
+"""
+
+import json
+import random
+import sys
+import threading
+import urllib.request
+from argparse import ArgumentParser
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from headwater.bench._attacks import FRAME_ATTACKS, HTTP_ATTACKS, Target
+from headwater.bench._flags import read_flags
+from headwater.bench._live_cluster import LiveCluster, live_cluster
+from headwater.bench._report import print_report
+from headwater.clock import SystemClock
+from headwater.errors import EngineDead
+
+_FLAGS = ("--prefill", "1", "--decode", "1", "--", "--threads", "1")
+_SERVE_FLAGS = ("--cache-transfer-protocol", "tcp", "--num-gpu-blocks-override", "64")
+_MAX_FILES = "512"
+_NUM_CLIENTS = 6
+_CHECK_S = 2.0
+_ANSWER_S = 30.0
+_WARM_UP_SHARE = 0.25
+_MAX_GROWTH = 0.2
+_SLACK_BYTES = 64 << 20
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the attacks and print a table, or JSON; 1 where something broke."""
+    parser = ArgumentParser(prog="headwater bench attack", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0, help="how long (default: 10)")
+    parser.add_argument("--seed", type=int, default=0, help="of the attacks (default: 0)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = read_flags(parser, argv)
+    # Few descriptors, so that attacks reach the limit.
+    wrapper = ("bash", "-c", f'ulimit -n {_MAX_FILES}; exec "$@"', "limited")
+    with live_cluster([*_FLAGS, *_SERVE_FLAGS], wrapper=wrapper) as cluster:
+        run = AttackRun(cluster, options.seed)
+        result = run.run(options.minutes * 60)
+    print_report("headwater bench attack", result, as_json=options.json)
+    if run.faults:
+        sys.stderr.write("".join(f"broken: {fault}\n" for fault in run.faults))
+    return 1 if run.faults else 0
+
+
+class AttackRun:
+    """Clients that attack, and one that watches."""
+
+    def __init__(self, cluster: LiveCluster, seed: int) -> None:
+        self.faults: list[str] = []
+        self._cluster = cluster
+        self._seed = seed
+        self._clock = SystemClock()
+        self._stop = threading.Event()
+        self._statuses: Counter[str] = Counter()
+        self._targets = _targets(cluster)
+        self._sizes: dict[int, list[int]] = {}
+
+    def run(self, duration_s: float) -> dict[str, Any]:
+        """Attack for so long; what was sent, answered and measured."""
+        threads = [
+            threading.Thread(target=self._attack, args=(random.Random(f"{self._seed}/{n}"),))
+            for n in range(_NUM_CLIENTS)
+        ]
+        for thread in threads:
+            thread.start()
+        begin_s = self._clock.now()
+        try:
+            while self._clock.now() - begin_s < duration_s and not self.faults:
+                self._check()
+                self._stop.wait(_CHECK_S)
+        finally:
+            self._stop.set()
+            for thread in threads:
+                thread.join()
+        self._check_memory()
+        return {
+            "seconds": self._clock.now() - begin_s,
+            "listeners": len(self._targets),
+            "attacks": sum(self._statuses.values()),
+            "statuses": dict(sorted(self._statuses.items())),
+            "memory_growth": {
+                str(pid): _growth(sizes) for pid, sizes in sorted(self._sizes.items())
+            },
+            "faults": len(self.faults),
+        }
+
+    def _attack(self, rng: random.Random) -> None:
+        while not self._stop.is_set():
+            target = rng.choice(self._targets)
+            attack = rng.choice(HTTP_ATTACKS if target.is_http else FRAME_ATTACKS)
+            status = attack(rng, target.address)
+            self._statuses["none" if status is None else str(status)] += 1
+            if status is not None and status >= 500 and status != 503:
+                self.faults.append(f"{attack.__name__} at {target.name} got status {status}")
+
+    def _check(self) -> None:
+        """Everything lives and answers, and what it needs of memory."""
+        for child in self._cluster.children.values():
+            for pid in _processes(child.pid):
+                size = _resident_bytes(pid)
+                if size:
+                    self._sizes.setdefault(pid, []).append(size)
+            if not _processes(child.pid):
+                self.faults.append(f"{child.name} has ended")
+                return
+        try:
+            for child in self._cluster.children.values():
+                _answer(f"{child.url}/health", None)
+            body = {"prompt": "are you there", "max_tokens": 2}
+            _answer(f"{self._cluster.router.url}/v1/completions", body)
+        except OSError as error:
+            self.faults.append(f"a plain request failed: {error}")
+
+    def _check_memory(self) -> None:
+        for pid, sizes in self._sizes.items():
+            if _growth(sizes) > _MAX_GROWTH and max(sizes) - sizes[0] > _SLACK_BYTES:
+                self.faults.append(f"memory of process {pid} grew: {sizes[0]} to {sizes[-1]}")
+
+
+def _targets(cluster: LiveCluster) -> list[Target]:
+    """Every TCP listener of the cluster's processes."""
+    http = {child.port: child.name for child in cluster.children.values()}
+    found = []
+    for child in cluster.children.values():
+        inodes = {inode for pid in _processes(child.pid) for inode in _socket_inodes(pid)}
+        for port in _listening_ports(inodes):
+            name = http.get(port, f"{child.name} port {port}")
+            found.append(Target(name=name, address=("127.0.0.1", port), is_http=port in http))
+    if len(found) <= len(http):
+        raise EngineDead("the listeners of the cluster were not found in /proc")
+    return found
+
+
+def _processes(pid: int) -> list[int]:
+    """A process and everything it started; empty when it has ended."""
+    found, todo = [], [pid]
+    while todo:
+        one = todo.pop()
+        try:
+            children = [
+                path.read_text() for path in Path(f"/proc/{one}/task").glob("*/children")
+            ]
+            if Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                continue
+        except OSError:
+            continue
+        found.append(one)
+        todo += [int(word) for text in children for word in text.split()]
+    return found
+
+
+def _socket_inodes(pid: int) -> list[str]:
+    links = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            links.append(str(path.readlink()))
+        except OSError:
+            continue
+    return [link[8:-1] for link in links if link.startswith("socket:")]
+
+
+def _listening_ports(inodes: set[str]) -> list[int]:
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    listening = [line for line in lines if line[3] == "0A" and line[9] in inodes]
+    return sorted({int(line[1].partition(":")[2], 16) for line in listening})
+
+
+def _resident_bytes(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+    except (OSError, IndexError):
+        return 0
+
+
+def _growth(sizes: Sequence[int]) -> float:
+    """Growth from the end of the warm-up to the last sample, as a share."""
+    first = sizes[int(len(sizes) * _WARM_UP_SHARE)]
+    return sizes[-1] / first - 1.0
+
+
+def _answer(url: str, body: dict[str, Any] | None) -> None:
+    """OSError unless the request is answered with 200 within its time."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:
+        answer.read()
