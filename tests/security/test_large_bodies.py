@@ -10,6 +10,7 @@ from headwater.server.body import INLINE_BYTES
 from headwater.server.body_parser import BodyParser
 from headwater.server.config import LimitsConfig
 from headwater.server.errors import RequestRefused
+from headwater.server.router.prompt_fields import FieldReader, prompt_fields
 from headwater.server.router.stream_progress import StreamProgress
 from headwater.server.schema import ChatRequest, CompletionRequest
 from tests.router.harness import run as run_router
@@ -148,6 +149,31 @@ def test_a_stream_is_resumed_without_parsing_its_body_again():
         assert added == [{"token_ids": [7], "seed": 1, "has_ended": False}]
     again = b'{"prompt":"x","continue_choices":[{"token_ids":[5],"seed":1}]}'
     assert json.loads(progress.body(again))["continue_choices"][0]["token_ids"] == [5, 7]
+
+
+def test_a_router_reads_long_bodies_in_another_process():
+    """The event loop's thread works a small part of the time that parsing takes."""
+    message = {"role": "user", "content": "hello " * 30}
+    raw = json.dumps({"messages": [message] * 60_000}).encode()
+    path = "/v1/chat/completions"
+
+    async def scenario():
+        reader = FieldReader()
+        await reader.read(path, raw, 1 << 20)  # starts the worker
+        cpu_s = time.thread_time()
+        fields = await reader.read(path, raw, 1 << 20)
+        cpu_s = time.thread_time() - cpu_s
+        reader.close()
+        return fields, cpu_s
+
+    begin_s = time.thread_time()
+    expected = prompt_fields(path, raw, 1 << 20)
+    inline_s = time.thread_time() - begin_s
+    fields, cpu_s = asyncio.run(scenario())
+
+    assert fields == expected
+    assert fields.text == b""  # longer than the limit: it is not sent to the router
+    assert cpu_s < 0.3 * inline_s
 
 
 def test_a_text_that_no_instance_can_take_is_not_tokenized_for_routing():

@@ -71,7 +71,7 @@ _FIELDS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class AttackTarget:
     """A listener of the cluster."""
 
     name: str

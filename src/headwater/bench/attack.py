@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headwater.bench._attacks import FRAME_ATTACKS, HTTP_ATTACKS, Target
+from headwater.bench._attacks import FRAME_ATTACKS, HTTP_ATTACKS, AttackTarget
 from headwater.bench._flags import read_flags
 from headwater.bench._live_cluster import LiveCluster, live_cluster
 from headwater.bench._report import print_report
@@ -128,7 +128,7 @@ class AttackRun:
                 self.faults.append(f"memory of process {pid} grew: {sizes[0]} to {sizes[-1]}")
 
 
-def _targets(cluster: LiveCluster) -> list[Target]:
+def _targets(cluster: LiveCluster) -> list[AttackTarget]:
     """Every TCP listener of the cluster's processes."""
     http = {child.port: child.name for child in cluster.children.values()}
     found = []
@@ -136,7 +136,9 @@ def _targets(cluster: LiveCluster) -> list[Target]:
         inodes = {inode for pid in _processes(child.pid) for inode in _socket_inodes(pid)}
         for port in _listening_ports(inodes):
             name = http.get(port, f"{child.name} port {port}")
-            found.append(Target(name=name, address=("127.0.0.1", port), is_http=port in http))
+            found.append(
+                AttackTarget(name=name, address=("127.0.0.1", port), is_http=port in http)
+            )
     if len(found) <= len(http):
         raise EngineDead("the listeners of the cluster were not found in /proc")
     return found
