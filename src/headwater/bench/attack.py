@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headwater.bench._attacks import FRAME_ATTACKS, HTTP_ATTACKS, AttackTarget
 from headwater.bench._flags import read_flags
+from headwater.bench._hostile_bytes import FRAME_ATTACKS, HTTP_ATTACKS, AttackTarget
 from headwater.bench._live_cluster import LiveCluster, live_cluster
 from headwater.bench._report import print_report
 from headwater.clock import SystemClock
