@@ -1,0 +1,87 @@
+"""What storage has of the keys that requests wait for; asked in batches, never waited for.
+
+    ask(key) -> None ── flush ──▶ one lookup job ── finish ──▶ ask(key) -> True or False
+
+An answer holds for as long as one of its requests lives. A key whose block could not be read is
+absent from then on, so that no request asks for it again and again.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from headwater.types import BlockKey, JobId
+
+
+@dataclass(slots=True)
+class _Answer:
+    present: bool | None = None
+    """None until storage has answered."""
+
+    requests: set[str] = field(default_factory=set)
+
+
+class KeyLookups:
+    """Answers by key. Bound: the keys of living requests, and of lookups in flight."""
+
+    def __init__(self) -> None:
+        self._answers: dict[bytes, _Answer] = {}
+        self._keys: dict[str, set[bytes]] = {}
+        """Keys that each living request has asked for."""
+        self._batch: dict[bytes, BlockKey] = {}
+        self._asked: dict[JobId, list[bytes]] = {}
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def ask(self, key: bytes, request: str, stored_as: BlockKey) -> bool | None:
+        """Whether storage has `key`; None while that is not known yet."""
+        answer = self._answers.get(key)
+        if answer is None:
+            answer = self._answers[key] = _Answer()
+            self._batch[key] = stored_as
+        answer.requests.add(request)
+        self._keys.setdefault(request, set()).add(key)
+        return answer.present
+
+    def take_batch(self) -> dict[bytes, BlockKey]:
+        """The keys that have to be asked for now, with their names in storage."""
+        batch, self._batch = self._batch, {}
+        return batch
+
+    def start(self, job: JobId, keys: Iterable[bytes]) -> None:
+        """`job` asks for these keys."""
+        self._asked[job] = list(keys)
+
+    def finish(self, job: JobId, found: tuple[int, ...]) -> bool:
+        """`job` ended; `found` is empty where it failed. False where it is no lookup of ours."""
+        keys = self._asked.pop(job, None)
+        if keys is None:
+            return False
+        counts = found or (0,) * len(keys)
+        for key, count in zip(keys, counts, strict=True):
+            answer = self._answers.get(key)
+            if answer is not None and answer.present is None:
+                answer.present = bool(count)
+                self._drop_unused(key, answer)
+        return True
+
+    def mark_absent(self, keys: Iterable[bytes]) -> None:
+        """These could not be read: nothing is to be read again for the requests that live."""
+        for key in keys:
+            if key in self._answers:
+                self._answers[key].present = False
+
+    def forget(self, request: str) -> None:
+        """The request has ended."""
+        for key in self._keys.pop(request, ()):
+            answer = self._answers[key]
+            answer.requests.discard(request)
+            if key in self._batch and not answer.requests:
+                del self._batch[key]
+                answer.present = False
+            self._drop_unused(key, answer)
+
+    def _drop_unused(self, key: bytes, answer: _Answer) -> None:
+        # One that is in flight stays: a new request may share its answer.
+        if not answer.requests and answer.present is not None:
+            del self._answers[key]

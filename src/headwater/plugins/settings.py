@@ -1,0 +1,89 @@
+"""Settings that every storage plug-in takes, and the storage they open."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from headwater.clock import Clock
+from headwater.errors import ConfigError
+from headwater.storage import (
+    BlockFormat,
+    BreakerConfig,
+    GuardedStorage,
+    Opening,
+    StorageBackend,
+    open_storage,
+)
+from headwater.storage.settings import read_settings
+from headwater.transfer.mover import TransferConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PluginConfig:
+    """Which storage to use, and how long to wait for it."""
+
+    backend: str = "file"
+    """`file`, `redis`, `mooncake`, `memory`, or your own as `module:Class`."""
+
+    config: dict[str, Any] = field(default_factory=dict)
+    """Settings of the backend; see docs/storage.md."""
+
+    weights: str | None = None
+    """A name that changes whenever the weights change, where the plug-in cannot tell."""
+
+    adapters: str | None = None
+    """`named`: the name of a LoRA adapter stands for its weights everywhere in this storage."""
+
+    allow_untested: bool = False
+    """Run with a version of the engine that no test ran with."""
+
+    lookup_timeout_s: float = 1.0
+    """Longest wait to hear what storage has; afterwards it has nothing."""
+
+    read_timeout_s: float = 5.0
+    """Longest wait for a read; afterwards the blocks are computed."""
+
+    write_timeout_s: float = 60.0
+    """Longest time for a write; nothing waits for it."""
+
+    max_waiting_writes: int = 4096
+    """Blocks that may wait to be written; the least likely to return are dropped."""
+
+    def __post_init__(self) -> None:
+        if self.max_waiting_writes < 1:
+            raise ConfigError(
+                f"max_waiting_writes must be positive, got {self.max_waiting_writes}"
+            )
+        if self.adapters not in (None, "named"):
+            raise ConfigError(f'adapters is "named" or absent, got {self.adapters!r}')
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any], plugin: str) -> "PluginConfig":
+        """Settings from the other engine's configuration; ConfigError names a wrong one."""
+        rest = dict(given)
+        config = rest.pop("config", {})
+        if not isinstance(config, Mapping):
+            raise ConfigError(f"config of {plugin} is an object of settings, got {config!r}")
+        return replace(read_settings(cls, rest, plugin), config=dict(config))
+
+    def timeouts(self) -> TransferConfig:
+        """The same times, as the mover takes them."""
+        return TransferConfig(
+            read_timeout_s=self.read_timeout_s,
+            write_timeout_s=self.write_timeout_s,
+            lookup_timeout_s=self.lookup_timeout_s,
+        )
+
+    def open(
+        self, identity: bytes, block_bytes: int, memory: memoryview | None, clock: Clock
+    ) -> GuardedStorage:
+        """The storage, behind breakers. ConfigError with what to change where it cannot open."""
+        opening = Opening(
+            format=BlockFormat(fingerprint=identity, block_bytes=block_bytes),
+            clock=clock,
+            memory=memory,
+            environ=dict(os.environ),
+        )
+        backend: StorageBackend = open_storage(self.backend, self.config, opening)
+        return GuardedStorage(backend, BreakerConfig(), clock)

@@ -1,0 +1,114 @@
+"""Reads through memory of our own, for engines that cannot wait for a lost call.
+
+A read that has passed its deadline may still write into its buffer later. Where the buffer belongs
+to another engine, which uses it again at once, that would put one block's bytes in place of
+another's. So bytes are read into staging memory, verified there, and copied when they are whole. A
+call that never returns keeps its staging memory, and nothing else.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from threading import Event, Lock, Thread
+
+from headwater.errors import StorageTimeout, StorageUnavailable
+from headwater.storage import BlockRead, BlockWrite, StorageBackend, StorageStats
+from headwater.storage.buffers import copy_bytes
+from headwater.storage.io_threads import IoThreads
+from headwater.transfer.slab import HostSlab
+from headwater.types import BlockKey
+
+_SHARE = 0.9
+"""Of its time, how much a read may take; the rest is for copying and reporting."""
+
+
+class StagedStorage:
+    """A `StorageBackend` whose `read` touches its buffers only before it returns or raises."""
+
+    def __init__(
+        self, backend: StorageBackend, block_bytes: int, *, slice_blocks: int, num_slices: int
+    ) -> None:
+        """Staging memory for `num_slices` reads at once, of at most `slice_blocks` blocks each."""
+        self._backend = backend
+        self._slice_blocks = slice_blocks
+        self._slab = HostSlab(slice_blocks * num_slices, block_bytes)
+        self._free = list(range(num_slices))
+        self._lock = Lock()
+        self._threads = IoThreads("staged read", num_slices)
+
+    def contains(self, runs: Sequence[Sequence[BlockKey]], *, timeout_s: float) -> list[int]:
+        return self._backend.contains(runs, timeout_s=timeout_s)
+
+    def read(
+        self, keys: Sequence[BlockKey], into: Sequence[memoryview], *, timeout_s: float
+    ) -> list[BlockRead]:
+        """At most `slice_blocks` blocks: the caller divides longer reads."""
+        number = self._take()
+        first = number * self._slice_blocks
+        staged = self._slab.views(range(first, first + len(keys)))
+        call = partial(self._read_whole, keys, staged, timeout_s * _SHARE)
+        try:
+            [outcomes] = self._threads.run([call], timeout_s=timeout_s * _SHARE)
+        except StorageTimeout as error:
+            self._give_back_later(number, error.quiet)
+            raise StorageTimeout("a staged read did not end in time") from error
+        except BaseException:
+            self._give_back(number)
+            raise
+        for source, target, outcome in zip(staged, into, outcomes, strict=True):
+            if outcome is BlockRead.READ:
+                copy_bytes(target, source)
+        self._give_back(number)
+        return outcomes
+
+    def write(
+        self,
+        keys: Sequence[BlockKey],
+        blocks: Sequence[memoryview],
+        *,
+        parents: Sequence[BlockKey],
+        timeout_s: float,
+    ) -> list[BlockWrite]:
+        return self._backend.write(keys, blocks, parents=parents, timeout_s=timeout_s)
+
+    def remove(self, keys: Sequence[BlockKey] | None, *, timeout_s: float) -> int:
+        return self._backend.remove(keys, timeout_s=timeout_s)
+
+    def stats(self) -> StorageStats:
+        return self._backend.stats()
+
+    def close(self) -> None:
+        self._threads.close()
+        self._backend.close()
+
+    def _read_whole(
+        self, keys: Sequence[BlockKey], staged: Sequence[memoryview], timeout_s: float
+    ) -> list[BlockRead]:
+        """Read, and do not end before the staging memory is left alone."""
+        try:
+            return self._backend.read(keys, staged, timeout_s=timeout_s)
+        except StorageTimeout as error:
+            if error.quiet is not None:
+                error.quiet.wait()
+            raise
+
+    def _take(self) -> int:
+        with self._lock:
+            if not self._free:
+                raise StorageUnavailable("every staging buffer is in a read that hangs")
+            return self._free.pop()
+
+    def _give_back(self, number: int) -> None:
+        with self._lock:
+            self._free.append(number)
+
+    def _give_back_later(self, number: int, quiet: Event | None) -> None:
+        """The lost call may still write: wait for its end in a thread of its own."""
+        if quiet is None or quiet.is_set():
+            self._give_back(number)
+            return
+
+        def wait() -> None:
+            quiet.wait()
+            self._give_back(number)
+
+        Thread(target=wait, name="staged-read-lost", daemon=True).start()

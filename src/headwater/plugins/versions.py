@@ -1,0 +1,35 @@
+"""The versions of other engines that each plug-in was tested with; all others are refused."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from headwater.errors import ConfigError
+
+TESTED = {"vllm": ("0.32.0",), "sglang": ("0.5.23",), "ai-dynamo": ("1.6.1",)}
+"""`scripts/test-plugins` runs the contract tests against exactly these."""
+
+
+def require_tested(
+    package: str, *, installed: str | None = None, allow_untested: bool = False
+) -> str:
+    """The installed version of `package`, or ConfigError where no test ran with it.
+
+    Interfaces of plug-ins change between releases, and a changed meaning could serve wrong
+    blocks without any error. So an unknown version is an error that the operator may overrule.
+    """
+    found = installed or _installed(package)
+    plain = found.split("+")[0]
+    if plain in TESTED[package] or allow_untested:
+        return plain
+    tested = ", ".join(TESTED[package])
+    raise ConfigError(
+        f"this plug-in was tested with {package} {tested}; {found} is installed. Install "
+        f'{package}=={TESTED[package][-1]}, or set "allow_untested": true after '
+        "scripts/test-plugins has passed with your version"
+    )
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError as error:
+        raise ConfigError(f"{package} is not installed in this Python environment") from error

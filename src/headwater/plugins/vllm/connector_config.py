@@ -1,0 +1,132 @@
+"""Settings of the connector, and the shape of the KV cache it is for."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+from headwater.errors import ConfigError
+from headwater.plugins.settings import PluginConfig
+from headwater.plugins.versions import require_tested
+from headwater.plugins.vllm.host_tier import HostTierConfig
+from headwater.plugins.vllm.identity import identify_worker
+from headwater.storage.settings import parse_bytes
+from headwater.transfer.slab import slot_bytes
+
+_DEFAULT_HOST_BYTES = 4 << 30
+_OWN = ("host_bytes", "eviction")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVShape:
+    """The one group of KV blocks that the connector moves."""
+
+    layer_names: list[str]
+    page_bytes: int
+    """Bytes of one block over all layers, as vLLM accounts for them."""
+
+    block_tokens: int
+    num_blocks: int
+    num_ranks: int
+    rank: int
+
+    @classmethod
+    def of(cls, vllm_config: Any, kv_cache_config: Any) -> "KVShape":  # noqa: ANN401 - vLLM's
+        groups = kv_cache_config.kv_cache_groups
+        if len(groups) != 1:
+            raise ConfigError(
+                f"the model has {len(groups)} groups of KV blocks, and the connector moves one; "
+                "use --disable-hybrid-kv-cache-manager, or HeadwaterTier"
+            )
+        block_tokens, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+        if block_tokens != hash_tokens:
+            raise ConfigError(
+                f"blocks of {block_tokens} tokens are hashed every {hash_tokens}; use HeadwaterTier"
+            )
+        if not vllm_config.cache_config.enable_prefix_caching:
+            raise ConfigError("the connector needs vLLM's prefix caching; do not turn it off")
+        [group], spec = groups, groups[0].kv_cache_spec
+        single = type(spec).__name__ == "UniformTypeKVCacheSpecs"
+        return cls(
+            layer_names=list(group.layer_names),
+            page_bytes=spec.page_size_bytes * (1 if single else len(group.layer_names)),
+            block_tokens=block_tokens,
+            num_blocks=kv_cache_config.num_blocks,
+            num_ranks=vllm_config.parallel_config.world_size,
+            rank=vllm_config.parallel_config.rank,
+        )
+
+    def require_bytes(self, block_bytes: int) -> None:
+        """Scheduler and workers must agree on the size of a slot."""
+        if block_bytes > self.page_bytes:
+            raise ConfigError(
+                f"a KV block has {block_bytes} bytes in the worker, but the scheduler expects at "
+                f"most {self.page_bytes}; this layout is not supported, use HeadwaterTier"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorConfig:
+    """`kv_connector_extra_config`, checked."""
+
+    version: str
+    host_bytes: int
+    eviction: str
+    settings: PluginConfig
+    storage: PluginConfig | None
+    """None without a storage tier."""
+
+    @classmethod
+    def read(cls, transfer: Any) -> "ConnectorConfig":  # noqa: ANN401 - vLLM's KVTransferConfig
+        """ConfigError with what to change where something is wrong."""
+        extra = dict(transfer.kv_connector_extra_config or {})
+        own = {name: extra.pop(name) for name in _OWN if name in extra}
+        settings = PluginConfig.read(extra, "HeadwaterConnector")
+        if transfer.kv_load_failure_policy != "recompute":
+            raise ConfigError(
+                'set "kv_load_failure_policy": "recompute": with '
+                f"{transfer.kv_load_failure_policy!r} vLLM ends a request with an error when "
+                "storage fails"
+            )
+        has_storage = "backend" in extra or "config" in extra
+        return cls(
+            version=require_tested("vllm", allow_untested=settings.allow_untested),
+            host_bytes=parse_bytes(own.get("host_bytes", _DEFAULT_HOST_BYTES)),
+            eviction=own.get("eviction", "session"),
+            settings=settings,
+            storage=settings if has_storage else None,
+        )
+
+    def num_slots(self, shape: KVShape) -> int:
+        """Host slots of each rank."""
+        count = self.host_bytes // slot_bytes(shape.page_bytes)
+        if count < 1:
+            raise ConfigError(
+                f"host_bytes of {self.host_bytes} does not hold one block of {shape.page_bytes}"
+            )
+        return count
+
+    def host_tier(self, shape: KVShape) -> HostTierConfig:
+        """What the scheduler's side is made with."""
+        return HostTierConfig(
+            num_slots=self.num_slots(shape),
+            block_tokens=shape.block_tokens,
+            # Only names blocks inside this process; storage has the ranks' full identities.
+            identity=b"scheduler",
+            num_ranks=shape.num_ranks,
+            eviction=self.eviction,
+            has_storage=self.storage is not None,
+            lookup_timeout_s=self.settings.lookup_timeout_s,
+            max_waiting_writes=self.settings.max_waiting_writes,
+        )
+
+    def identify(self, vllm_config: Any, shape: KVShape) -> bytes:  # noqa: ANN401 - vLLM's
+        """The identity of this rank's blocks."""
+        return identify_worker(
+            vllm_config,
+            shape.layer_names,
+            shape.page_bytes,
+            shape.rank,
+            self.settings,
+            self.version,
+        ).fingerprint()

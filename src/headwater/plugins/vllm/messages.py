@@ -1,0 +1,88 @@
+"""What the two sides of the connector tell each other: the scheduler decides, the workers move.
+
+scheduler ── StepOrders (with every step) ──▶ worker of each rank
+scheduler ◀── RankReport (with every step's output), those of all ranks in one ── worker
+"""
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+
+@dataclass(slots=True)
+class LookupOrder:
+    """Ask storage how many leading blocks of a run it has."""
+
+    number: int
+    hashes: list[bytes]
+
+
+@dataclass(slots=True)
+class LoadOrder:
+    """Fill KV blocks of a request: the first `num_host` from host slots that hold them, the rest
+    from storage through the other slots."""
+
+    number: int
+    request: str
+    block_ids: list[int]
+    slots: list[int]
+    num_host: int
+    hashes: list[bytes]
+    """Of the blocks that come from storage."""
+
+
+@dataclass(slots=True)
+class SaveOrder:
+    """Copy KV blocks, which this step completes, to host slots."""
+
+    number: int
+    block_ids: list[int]
+    slots: list[int]
+
+
+@dataclass(slots=True)
+class StoreOrder:
+    """Write host slots to storage."""
+
+    number: int
+    slots: list[int]
+    hashes: list[bytes]
+
+
+@dataclass
+class StepOrders(KVConnectorMetadata):
+    """Everything that the workers begin with one step."""
+
+    lookups: list[LookupOrder] = field(default_factory=list)
+    loads: list[LoadOrder] = field(default_factory=list)
+    saves: list[SaveOrder] = field(default_factory=list)
+    stores: list[StoreOrder] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Ended:
+    """How an order ended on one rank."""
+
+    num_blocks: int
+    """Leading blocks that are good there."""
+
+    is_quiet: bool = True
+    """Whether the rank can touch its slots no more. After False a second report follows."""
+
+
+@dataclass
+class RankReport(KVConnectorWorkerMetadata):
+    """Orders that ended since the last report, by number."""
+
+    ended: dict[int, list[Ended]] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "RankReport":
+        """The reports of two ranks as one."""
+        assert isinstance(other, RankReport)
+        merged = {number: list(ends) for number, ends in self.ended.items()}
+        for number, ends in other.ended.items():
+            merged.setdefault(number, []).extend(ends)
+        return RankReport(merged)

@@ -1,0 +1,233 @@
+"""Headwater's `session` retention as the eviction policy of vLLM's CPU tier.
+
+    "eviction_policy": "SessionCachePolicy",
+    "cache_policy_module_path": "headwater.plugins.vllm.policy"
+
+vLLM's chunks are nodes of one block each. A request's chunks become a path when it finishes; until
+then a chunk is a node without a parent. The order of eviction is the one of Headwater's own tree:
+least hit density first, and no chunk before those that follow it.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
+
+from headwater.cache.lease import Lease
+from headwater.cache.node import Node
+from headwater.cache.policy import (
+    EvictionPolicy,
+    FinishedRequest,
+    MarkedRun,
+    Shape,
+    make_orders,
+)
+from headwater.clock import Clock, SystemClock
+from headwater.plugins.identity import key_path
+from headwater.plugins.versions import require_tested
+from headwater.types import EMPTY, BlockKey, RequestId
+
+_PRESENT = np.zeros(1, dtype=np.int64)
+"""The device slots of a node whose chunk is in the tier: one, and which one is vLLM's to know."""
+
+_DEFAULT_CHUNK_TOKENS = 16
+_KEY_BYTES = 32
+
+
+class _Entry(NamedTuple):
+    status: ChunkStatus
+    node: Node
+
+
+@dataclass(slots=True)
+class _PromptEnd:
+    """How many tokens of a request had keys when its first chunks were stored: its prompt."""
+
+    tokens: int
+
+
+class SessionCachePolicy(CachePolicy):
+    """Learns which prefixes return, and evicts those first that are least worth their place."""
+
+    clock: ClassVar[Clock] = SystemClock()
+    """Ages are measured with it; a simulation has its own."""
+
+    def __init__(self, cache_capacity: int) -> None:
+        super().__init__(cache_capacity)
+        require_tested("vllm")
+        self.clear()
+
+    def clear(self) -> None:
+        self._entries: dict[OffloadKey, _Entry] = {}
+        self._order: EvictionPolicy | None = None
+        self._chunk_tokens = 0
+        self._last = 0
+
+    def get(self, key: OffloadKey) -> ChunkStatus | None:
+        entry = self._entries.get(key)
+        return None if entry is None else entry.status
+
+    def insert(self, key: OffloadKey, chunk: ChunkStatus) -> None:
+        self._last += 1
+        node = Node(None, key, 0, self._last)
+        node.num_blocks = 1
+        node.device = _PRESENT
+        self._entries[key] = _Entry(chunk, node)
+        if chunk.ref_cnt == 0:
+            self._evictable.add(node, self.clock.now())
+
+    def remove(self, key: OffloadKey) -> None:
+        node = self._entries.pop(key).node
+        self._leave_tier(node)
+        if node in self._evictable:
+            self._evictable.discard_all([node])
+        self._unlink(node)
+
+    def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
+        """Uses count when their request finishes."""
+
+    def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
+        if req_context.get_state(_PromptEnd) is None:
+            ends = _positions(req_context).values()
+            req_context.set_state(_PromptEnd(max(ends, default=0)))
+            if not self._chunk_tokens:
+                self._chunk_tokens = min(ends, default=0)
+
+    def on_request_finished(
+        self,
+        key_groups: Sequence[Sequence[OffloadKey]],
+        insertion_only_keys: set[OffloadKey],
+        reused_keys: set[OffloadKey],
+        req_context: ReqContext,
+    ) -> None:
+        now = self.clock.now()
+        paths = _paths(key_groups, req_context)
+        if not paths:
+            return
+        longest = max(paths, key=len)
+        runs = self._visit(longest, req_context, now)
+        ends = [run.end for run in runs]
+        for path in paths:
+            nodes = [self._entries[key].node for key in path if key in self._entries]
+            self._link(nodes)
+            whole = len(longest) / len(path)
+            present = (place for place, key in enumerate(path) if key in self._entries)
+            for node, place in zip(nodes, present, strict=True):
+                at = bisect_right(ends, int(place * whole))
+                if at < len(runs):
+                    node.mark = runs[at].mark
+                if node in self._evictable:
+                    self._evictable.discard(node)
+                    self._evictable.add(node, now)
+
+    def evict(
+        self, n: int, protected: set[OffloadKey]
+    ) -> list[tuple[OffloadKey, ChunkStatus]] | None:
+        chosen: list[Node] = []
+        candidates = iter(self._evictable.victims() if n else ())
+        while len(chosen) < n and (node := next(candidates, None)) is not None:
+            if node.first not in protected and len(node.device):
+                self._leave_tier(node)
+                chosen.append(node)
+        if len(chosen) < n:
+            for node in chosen:
+                self._enter_tier(node)
+        del candidates  # it puts back what was offered and not taken
+        if len(chosen) < n:
+            return None
+        self._evictable.discard_all(chosen)
+        evicted = []
+        for node in chosen:
+            key = OffloadKey(node.first)
+            evicted.append((key, self._entries.pop(key).status))
+            self._unlink(node)
+        return evicted
+
+    def mark_evictable(self, key: OffloadKey) -> None:
+        self._evictable.add(self._entries[key].node, self.clock.now())
+
+    def mark_non_evictable(self, key: OffloadKey) -> None:
+        self._evictable.discard(self._entries[key].node)
+
+    @property
+    def _evictable(self) -> EvictionPolicy:
+        """The order, made when the number of tokens in a chunk is known or first needed."""
+        if self._order is None:
+            self._chunk_tokens = self._chunk_tokens or _DEFAULT_CHUNK_TOKENS
+            shape = Shape(self.cache_capacity, 0, self._chunk_tokens)
+            self._order = make_orders("session", shape).device
+        return self._order
+
+    def _visit(
+        self, path: Sequence[OffloadKey], req_context: ReqContext, now: float
+    ) -> Sequence[MarkedRun]:
+        """Tell the policy about a finished request; the runs of its path, with their marks."""
+        size = self._chunk_tokens or _DEFAULT_CHUNK_TOKENS
+        ends = _positions(req_context)
+        end = ends.get(path[-1], len(path) * size)
+        known = req_context.get_state(_PromptEnd)
+        prompt_tokens = end if known is None else known.tokens
+        output_tokens = max(max(ends.values(), default=0) - prompt_tokens, 0)
+        tokens = key_path([BlockKey(key[:_KEY_BYTES].ljust(_KEY_BYTES)) for key in path], size)
+        lease = Lease(RequestId(""), Node(None, b"", 0, 0), len(path), tokens, now, None)
+        lease.prompt_tokens -= max(end - prompt_tokens, 0)
+        finished = FinishedRequest(prompt_tokens, output_tokens)
+        return self._evictable.visit(lease, finished, now)
+
+    def _link(self, nodes: list[Node]) -> None:
+        """Make each node the parent of the next."""
+        for parent, node in pairwise(nodes):
+            if node.parent is None:
+                node.parent = parent
+                parent.children[node.first] = node
+                parent.device_children += 1
+
+    def _leave_tier(self, node: Node) -> None:
+        node.device = EMPTY
+        if node.parent is not None:
+            node.parent.device_children -= 1
+
+    def _enter_tier(self, node: Node) -> None:
+        node.device = _PRESENT
+        if node.parent is not None:
+            node.parent.device_children += 1
+
+    def _unlink(self, node: Node) -> None:
+        """Nothing refers to a node that has left."""
+        if node.parent is not None:
+            node.parent.children.pop(node.first, None)
+            node.parent = None
+        for child in node.children.values():
+            child.parent = None
+        node.children.clear()
+
+
+def _positions(req_context: ReqContext) -> dict[OffloadKey, int]:
+    """End token of every key of the request, stored or not; vLLM's scheduler fills it."""
+    positions: dict[OffloadKey, int] = getattr(req_context, "_offload_key_positions", {})
+    return positions
+
+
+def _paths(
+    key_groups: Sequence[Sequence[OffloadKey]], req_context: ReqContext
+) -> list[list[OffloadKey]]:
+    """The keys of each KV cache group from the start of the prompt, chunks in the GPU's cache
+    included, as far as the request has stored or found any."""
+    ends = _positions(req_context)
+    by_group: dict[bytes, list[OffloadKey]] = {}
+    for key in sorted(ends, key=ends.__getitem__):
+        by_group.setdefault(key[-4:], []).append(key)
+    paths = []
+    for keys in key_groups:
+        whole = by_group.get(keys[0][-4:], []) if keys else []
+        if whole and set(whole).issuperset(keys):
+            observed = max(ends[key] for key in keys)
+            paths.append([key for key in whole if ends[key] <= observed])
+        else:
+            paths.append(list(keys))
+    return [path for path in paths if path]

@@ -1,0 +1,66 @@
+"""What the tier reports to vLLM's metrics, under Headwater's names."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
+from vllm.v1.kv_offload.base import (
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
+    OffloadingMetricMetadata,
+)
+
+from headwater.plugins.storage_metrics import METRICS, Sample, sample_storage
+from headwater.storage import StorageStats
+from headwater.transfer.mover import LinkTotals
+
+
+class Waiting(Protocol):
+    """Writes that wait, as `WriteOrder` counts them."""
+
+    num_blocks: int
+    num_dropped: int
+
+
+def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
+    """Every metric of the tier, as vLLM registers it."""
+    return {
+        metric.name: (
+            OffloadingCounterMetadata if metric.is_counter else OffloadingGaugeMetadata
+        )(documentation=metric.help, labelnames=metric.labels)
+        for metric in METRICS
+    }
+
+
+class TierMetrics:
+    """Turns totals into the increments that vLLM adds up."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str, tuple[str, ...]], float] = {}
+
+    def take(
+        self,
+        stats: StorageStats,
+        links: Mapping[str, LinkTotals],
+        block_bytes: int,
+        waiting: Waiting,
+    ) -> Any:  # noqa: ANN401 - vLLM's OffloadingConnectorStats
+        """What changed since the last call."""
+        report = OffloadingConnectorStats()
+        for sample in sample_storage(
+            stats, links, block_bytes, waiting.num_blocks, waiting.num_dropped
+        ):
+            self._add(report, sample)
+        return report
+
+    def _add(self, report: Any, sample: Sample) -> None:  # noqa: ANN401 - vLLM's
+        if not sample.metric.is_counter:
+            report.set_gauge(sample.metric.name, sample.value, sample.labels)
+            return
+        place = sample.metric.name, sample.labels
+        grown = sample.value - self._last.get(place, 0.0)
+        self._last[place] = sample.value
+        if grown > 0:
+            report.increase_counter(sample.metric.name, grown, sample.labels)

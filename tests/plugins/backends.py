@@ -1,0 +1,59 @@
+"""Storage backends for plug-in tests, opened by name as users open their own."""
+
+from threading import Event
+from typing import Any
+
+from headwater.errors import StorageError
+from headwater.storage.memory import MemoryStorage
+
+SHARED: dict[str, Any] = {}
+"""Memory that survives the plug-in that opened it, by name: another process's storage."""
+
+
+class SharedMemory(MemoryStorage):
+    """A store that several plug-ins open under one name."""
+
+    hang: Event | None = None
+    """Calls do not return while it is set and not released."""
+
+    broken = False
+
+    @classmethod
+    def open(cls, settings, opening):
+        rest = dict(settings)
+        name = rest.pop("name")
+        if name not in SHARED:
+            SHARED[name] = super().open(rest, opening)
+        store = SHARED[name]
+        store._form = opening.format
+        return store
+
+    def contains(self, runs, *, timeout_s):
+        self._meet_fault()
+        return super().contains(runs, timeout_s=timeout_s)
+
+    def read(self, keys, into, *, timeout_s):
+        self._meet_fault()
+        return super().read(keys, into, timeout_s=timeout_s)
+
+    def write(self, keys, blocks, *, parents, timeout_s):
+        self._meet_fault()
+        return super().write(keys, blocks, parents=parents, timeout_s=timeout_s)
+
+    def close(self):
+        """Other plug-ins still use it."""
+
+    def _meet_fault(self):
+        if self.hang is not None:
+            self.hang.wait()
+        if self.broken:
+            raise StorageError("switched off by the test")
+
+
+def wait_until(is_so, *, timeout_s=20.0):
+    """Wait, a millisecond at a time, for what other threads do."""
+    for _ in range(int(timeout_s * 1000)):
+        if is_so():
+            return
+        Event().wait(0.001)
+    raise AssertionError(f"did not happen within {timeout_s:g} s")

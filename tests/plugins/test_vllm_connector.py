@@ -1,0 +1,234 @@
+"""The connector: the scheduler's side and a worker's side together, over a real KV cache."""
+
+import hashlib
+import random
+from threading import Event
+
+import pytest
+import torch
+
+from headwater.clock import SystemClock
+from headwater.plugins.settings import PluginConfig
+from headwater.plugins.vllm.host_tier import HostTier, HostTierConfig
+from headwater.plugins.vllm.messages import Ended, RankReport
+from headwater.plugins.vllm.pages import KVPages
+from headwater.plugins.vllm.rank_worker import RankWorker
+from tests.plugins.backends import SHARED, wait_until
+
+TOKENS = 16
+IDENTITY = hashlib.sha256(b"identity").digest()
+
+
+def make_hashes(count, run="run"):
+    return [hashlib.sha256(f"{run} {n}".encode()).digest() for n in range(count)]
+
+
+def content(block_hash, layer):
+    """What the model computes for a block: a function of its hash, another for each layer."""
+    generator = torch.Generator().manual_seed(int.from_bytes(block_hash[:6], "big") + layer)
+    return torch.rand((2, TOKENS, 4), generator=generator)
+
+
+class Engine:
+    """A stand-in for vLLM: its KV cache, its steps, and what it does with a failed load."""
+
+    def __init__(self, *, num_slots=32, eviction="lru", **settings):
+        self.layers = {name: torch.zeros((64, 2, TOKENS, 4)) for name in ("l0", "l1")}
+        pages = KVPages(self.layers, 64)
+        settings.setdefault("backend", "tests.plugins.backends:SharedMemory")
+        settings.setdefault("config", {"name": "store"})
+        config = PluginConfig.read(settings, "connector")
+        self.worker = RankWorker(pages, num_slots, IDENTITY, config, SystemClock())
+        self.tier = HostTier(
+            HostTierConfig(
+                num_slots=num_slots,
+                block_tokens=TOKENS,
+                identity=b"scheduler",
+                eviction=eviction,
+                lookup_timeout_s=config.lookup_timeout_s,
+            ),
+            SystemClock(),
+        )
+        self.free = list(range(64))
+        self.arrived: set[str] = set()
+        self.failed: set[int] = set()
+
+    def step(self):
+        """One step of scheduler and worker, with nothing to compute."""
+        orders = self.tier.take_orders()
+        self.worker.start(orders)
+        self.worker.save(orders)
+        arrivals = self.worker.take_arrivals()
+        self.arrived |= arrivals.requests
+        self.failed |= arrivals.failed_blocks
+        report = self.worker.take_report()
+        if report is not None:
+            self.tier.receive(report)
+        self.tier.check()
+
+    def serve(self, name, hashes):
+        """One request from arrival to end; how many of its blocks were loaded, all correct."""
+        found = None
+
+        def is_known():
+            nonlocal found
+            found = self.tier.match(name, hashes, 0)
+            self.step()
+            return found is not None
+
+        wait_until(is_known)
+        blocks = [self.free.pop() for _ in hashes]
+        loaded = 0
+        if found:
+            self.tier.load(name, hashes[:found], 0, blocks[:found])
+            wait_until(lambda: [self.step(), name in self.arrived][1])
+            loaded = next((i for i, b in enumerate(blocks[:found]) if b in self.failed), found)
+        for block_hash, block in list(zip(hashes, blocks, strict=True))[loaded:]:
+            for number, layer in enumerate(self.layers.values()):
+                layer[block] = content(block_hash, number)
+        self.tier.save(name, hashes, blocks)
+        self.step()
+        for block_hash, block in zip(hashes, blocks, strict=True):
+            for number, layer in enumerate(self.layers.values()):
+                assert torch.equal(layer[block], content(block_hash, number)), "a wrong block"
+        self.tier.finish(name, len(hashes) * TOKENS, 0)
+        self.step()
+        self.free += blocks
+        self.failed -= set(blocks)
+        for block in blocks:
+            for layer in self.layers.values():
+                layer[block] = -1
+        return loaded
+
+    def drain(self):
+        wait_until(lambda: [self.step(), not self.tier.has_work][1])
+
+
+@pytest.fixture
+def make_engine():
+    engines = []
+    SHARED.clear()
+
+    def make(**settings):
+        engines.append(Engine(**settings))
+        return engines[-1]
+
+    yield make
+    for store in SHARED.values():
+        if store.hang is not None:
+            store.hang.set()
+    for engine in engines:
+        engine.worker.close()
+
+
+@pytest.mark.parametrize("eviction", ["lru", "session"])
+def test_blocks_come_back_from_the_host_tier(make_engine, eviction):
+    """Cold nothing is found, then everything, then the shared part of another prompt."""
+    engine = make_engine(eviction=eviction)
+    hashes = make_hashes(8)
+
+    assert engine.serve("cold", hashes) == 0
+    assert engine.serve("warm", hashes) == 8
+    assert engine.serve("shared", [*hashes[:5], *make_hashes(3, "other")]) == 5
+
+
+def test_a_second_instance_finds_the_blocks_of_the_first_in_storage(make_engine):
+    """Also those that the first one's host tier has evicted since."""
+    first = make_engine(num_slots=16)
+    hashes = make_hashes(12)
+    first.serve("cold", hashes)
+    first.drain()
+    first.serve("other", make_hashes(12, "other"))
+    first.drain()
+
+    assert make_engine().serve("second", hashes) == 12
+    assert first.serve("again", hashes) == 12
+
+
+def test_a_damaged_block_is_computed_and_what_follows_it_too(make_engine):
+    """Blocks before it are loaded; no wrong byte reaches the KV cache."""
+    first = make_engine()
+    hashes = make_hashes(6)
+    first.serve("cold", hashes)
+    first.drain()
+    store = SHARED["store"]
+    damaged = next(iter(store.values.values()))
+    damaged[160 + 64] ^= 1
+
+    assert make_engine().serve("second", hashes) < 6
+
+
+def test_storage_that_never_answers_costs_a_miss(make_engine):
+    """Lookups and loads end at their deadlines; slots are used again when the calls return."""
+    first = make_engine()
+    hashes = make_hashes(6)
+    first.serve("cold", hashes)
+    first.drain()
+    second = make_engine(lookup_timeout_s=0.05, read_timeout_s=0.05)
+    store = SHARED["store"]
+    store.hang = Event()
+    assert second.serve("lookup hangs", make_hashes(6, "new")) == 0
+
+    store.hang.set()
+    store.hang = None
+    assert second.tier.match("load hangs", hashes, 0) is None
+    wait_until(lambda: [second.step(), second.tier.match("load hangs", hashes, 0) == 6][1])
+    store.hang = Event()
+    assert second.serve("load hangs", hashes) == 0
+    store.hang.set()
+    store.hang = None
+    second.drain()
+
+
+def test_a_host_tier_full_of_leased_blocks_saves_what_fits(make_engine):
+    """Nothing fails, and nothing is evicted that a request holds."""
+    engine = make_engine(num_slots=4)
+
+    assert engine.serve("long", make_hashes(10)) == 0
+    assert engine.serve("again", make_hashes(10)) >= 4
+
+
+def test_any_mix_of_requests_and_faults_gives_right_bytes(make_engine):
+    """Random prompts that share prefixes, small tiers, storage that fails at times."""
+    rng = random.Random(11)
+    engines = [make_engine(num_slots=24, eviction=name) for name in ("lru", "session")]
+    for number in range(60):
+        SHARED["store"].broken = rng.random() < 0.2
+        base = make_hashes(rng.randrange(1, 9), f"base {rng.randrange(4)}")
+        hashes = base + make_hashes(rng.randrange(0, 4), f"tail {number}")
+        rng.choice(engines).serve(str(number), hashes)
+    SHARED["store"].broken = False
+    for engine in engines:
+        engine.drain()
+
+
+def test_a_load_counts_when_every_rank_has_reported(make_engine):
+    """The worst rank decides; a rank that is not quiet keeps the slots."""
+    first = make_engine()
+    hashes = make_hashes(4)
+    first.serve("cold", hashes)
+    first.drain()
+    config = HostTierConfig(
+        num_slots=8, block_tokens=TOKENS, identity=b"scheduler", num_ranks=2, eviction="lru"
+    )
+    tier = HostTier(config, SystemClock())
+    assert tier.match("r", hashes, 0) is None
+    [lookup] = tier.take_orders().lookups
+    merged = RankReport({lookup.number: [Ended(4)]}).aggregate(
+        RankReport({lookup.number: [Ended(3)]})
+    )
+    tier.receive(merged)
+    assert tier.match("r", hashes, 0) == 3
+    tier.load("r", hashes[:3], 0, [5, 6, 7])
+    [load] = tier.take_orders().loads
+    tier.receive(RankReport({load.number: [Ended(3)]}))
+    assert tier.has_work
+
+    tier.receive(RankReport({load.number: [Ended(0, is_quiet=False)]}))
+    assert tier.match("r", hashes, 0) == 0
+    assert tier.has_work
+    tier.receive(RankReport({load.number: [Ended(0)]}))
+
+    tier.finish("r", 64, 0)
+    tier.check()
+    assert not any((tier._loads, tier._requests, tier._reports))

@@ -1,0 +1,300 @@
+"""vLLM's secondary tier, as its tiering manager calls it."""
+
+import hashlib
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
+from vllm.v1.kv_offload.tiering.base import TransferJob
+
+from headwater.errors import ConfigError
+from headwater.plugins.vllm.tier import HeadwaterTier
+from tests.plugins.backends import SHARED, wait_until
+
+BYTES = 8192
+STEP = ScheduleEndContext((), ())
+
+
+def make_spec(model, **changes):
+    parallel = SimpleNamespace(world_size=1, tp_size=1, pp_size=1, pcp_size=1, dcp_size=1)
+    config = SimpleNamespace(
+        groups=(SimpleNamespace(group_id=0, tokens_per_block=16, layer_names=("l0", "l1")),),
+        worker_kv_bytes_per_block=BYTES,
+        model=SimpleNamespace(name=str(model), dtype="bfloat16"),
+        cache=SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=1),
+        parallel=parallel,
+        replicated_layout=False,
+        canonical_layout=False,
+        kv_cache_layout="NHD",
+    )
+    for name, value in changes.items():
+        *path, last = name.split("__")
+        target = config
+        for part in path:
+            target = getattr(target, part)
+        setattr(target, last, value)
+    return SimpleNamespace(config=config)
+
+
+class Rig:
+    """A tier over memory of its own, stepped as vLLM's scheduler would."""
+
+    def __init__(self, spec, **settings):
+        self.memory = np.zeros((64, BYTES), np.uint8)
+        self.tier = HeadwaterTier(
+            offloading_spec=spec,
+            primary_kv_view=memoryview(self.memory),  # type: ignore[arg-type]  # has the protocol
+            tier_type="HeadwaterTier",
+            **settings,
+        )
+        self._last = 0
+
+    def run(self, keys, chunks, *, load):
+        """One job to its end; its result."""
+        self._last += 1
+        context = ReqContext(f"job {self._last}")
+        job = TransferJob(self._last, keys, np.array(chunks), load, context)
+        (self.tier.submit_load if load else self.tier.submit_store)(job)
+        result = self.wait()
+        assert result.job_id == self._last
+        return result
+
+    def wait(self):
+        """The next job that finishes."""
+        results: list[Any] = []
+
+        def has_finished():
+            results.extend(self.tier.get_finished_jobs())
+            return bool(results)
+
+        wait_until(has_finished)
+        return results[0]
+
+    def lookup(self, keys, context=None):
+        """Which of the keys are hits; the request of `context` stays alive."""
+        ends = context is None
+        context = context or ReqContext("request")
+        answers: list[Any] = []
+
+        def resolved():
+            answers[:] = [self.tier.lookup(key, context) for key in keys]
+            self.tier.on_schedule_end(STEP)
+            return LookupResult.RETRY not in answers
+
+        wait_until(resolved)
+        if ends:
+            self.tier.on_request_finished(context)
+        return [answer is LookupResult.HIT for answer in answers]
+
+
+def make_offload_keys(count, run="run"):
+    hashes = [hashlib.sha256(f"{run} {n}".encode()).digest() for n in range(count)]
+    return [make_offload_key(one, 0) for one in hashes]
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADWATER_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+@pytest.fixture
+def make_rig(model):
+    rigs = []
+    SHARED.clear()
+
+    def make(spec=None, **settings):
+        settings.setdefault("backend", "tests.plugins.backends:SharedMemory")
+        settings.setdefault("config", {"name": "store"})
+        rigs.append(Rig(spec or make_spec(model), **settings))
+        return rigs[-1]
+
+    yield make
+    for store in SHARED.values():
+        if store.hang is not None:
+            store.hang.set()
+    for rig in rigs:
+        rig.tier.shutdown()
+
+
+def fill(rig, count=40, seed=0):
+    rng = np.random.default_rng(seed)
+    rig.memory[:count] = rng.integers(0, 256, (count, BYTES), dtype=np.uint8)
+    return rig.memory[:count].copy()
+
+
+def test_another_instance_finds_and_loads_what_one_has_stored(make_rig):
+    """More blocks than one storage call takes; the bytes are the same."""
+    first, second = make_rig(), make_rig()
+    written, keys = fill(first), make_offload_keys(40)
+
+    stored = first.run(keys, range(40), load=False)
+    found = second.lookup(keys)
+    loaded = second.run(keys, range(40), load=True)
+
+    assert (stored.success, loaded.success, all(found)) == (True, True, True)
+    assert stored.transfer_bytes == 40 * BYTES
+    np.testing.assert_array_equal(second.memory[:40], written)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model__dtype", "float16"),
+        ("kv_cache_layout", "HND"),
+        ("parallel__tp_size", 2),
+        ("cache__tokens_per_hash", 32),
+        ("canonical_layout", True),
+    ],
+)
+def test_a_deployment_that_differs_finds_nothing(make_rig, model, name, value):
+    """Element type, layout, parallel sizes and block size are part of every key."""
+    first, other = make_rig(), make_rig(make_spec(model, **{name: value}))
+    fill(first)
+    keys = make_offload_keys(4)
+    first.run(keys, range(4), load=False)
+
+    assert other.lookup(keys) == [False] * 4
+
+
+def test_another_hash_seed_or_other_weights_find_nothing(make_rig, model, monkeypatch):
+    """vLLM's seed is part of every key, and so is the content of the weights."""
+    first = make_rig()
+    fill(first)
+    keys = make_offload_keys(4)
+    first.run(keys, range(4), load=False)
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    seeded = make_rig()
+    monkeypatch.delenv("PYTHONHASHSEED")
+    (model / "model.safetensors").write_bytes(b"other weights")
+    changed = make_rig()
+
+    assert seeded.lookup(keys) == changed.lookup(keys) == [False] * 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model__name": "org/name"}, "which revision"),
+        ({"kv_cache_layout": None, "model__dtype": "auto"}, "dtype is unknown"),
+    ],
+)
+def test_an_incomplete_identity_is_refused_at_the_start(make_rig, model, change, message):
+    """The message says what to set."""
+    with pytest.raises(ConfigError, match=message):
+        make_rig(make_spec(model, **change))
+
+
+def test_an_unknown_setting_is_an_error_with_a_suggestion(make_rig):
+    """A typo does not silently leave a default in place."""
+    with pytest.raises(ConfigError, match="did you mean 'read_timeout_s'"):
+        make_rig(read_timeout=1.0)
+
+
+def test_a_flipped_bit_is_a_failed_block_and_a_miss_afterwards(make_rig):
+    """Blocks before it are kept; the request does not ask for the rest again."""
+    rig = make_rig()
+    written, keys = fill(rig, 4), make_offload_keys(4)
+    rig.run(keys, range(4), load=False)
+    third = list(SHARED["store"].values.values())
+    damaged = next(v for v in third if bytes(v[160:]) == written[2].tobytes())
+    damaged[160 + 100] ^= 1
+    context = ReqContext("request")
+    assert all(rig.lookup(keys, context))
+
+    result = rig.run(keys, range(10, 14), load=True)
+
+    assert not result.success
+    assert list(result.successful_keys) == keys[:2]
+    np.testing.assert_array_equal(rig.memory[10:12], written[:2])
+    assert not rig.memory[12].any()
+    assert rig.lookup(keys, context) == [True, True, False, False]
+
+
+def test_storage_that_never_answers_costs_a_miss_not_a_request(make_rig):
+    """A lookup ends at its deadline, a load fails, and memory is not touched later."""
+    rig = make_rig(lookup_timeout_s=0.05, read_timeout_s=0.1)
+    fill(rig, 4)
+    keys = make_offload_keys(4)
+    rig.run(keys, range(4), load=False)
+    store = SHARED["store"]
+    store.hang = Event()
+
+    assert rig.lookup(keys) == [False] * 4
+    result = rig.run(keys, range(10, 14), load=True)
+    store.hang.set()
+
+    assert not result.success
+    assert result.successful_keys is None
+    wait_until(lambda: not rig.tier.has_pending_work())
+    assert not rig.memory[10:14].any()
+
+
+def test_a_store_that_hangs_keeps_its_chunks_until_it_returns(make_rig):
+    """vLLM may not reuse memory that a write still reads, so the job is open until then."""
+    rig = make_rig(write_timeout_s=0.05)
+    fill(rig, 4)
+    rig.tier.on_schedule_end(STEP)
+    store = SHARED["store"]
+    store.hang = Event()
+    job = TransferJob(1, make_offload_keys(4), np.arange(4), False, ReqContext("request"))
+    rig.tier.submit_store(job)
+    wait_until(
+        lambda: rig.tier.get_finished_jobs() or "timeout" in str(rig.tier.get_stats().data)
+    )
+
+    assert rig.tier.has_pending_work()
+    store.hang.set()
+    assert not rig.wait().success
+
+
+def test_broken_storage_fails_stores_and_later_serves_again(make_rig):
+    """Stores fail at once while the breaker is open, and nothing waits."""
+    rig = make_rig()
+    fill(rig, 4)
+    store = SHARED["store"]
+    store.broken = True
+
+    results = [rig.run(make_offload_keys(1, f"r{n}"), [n], load=False) for n in range(4)]
+
+    assert [result.success for result in results] == [False] * 4
+    data = rig.tier.get_stats().data
+    assert "headwater:storage_write_breaker_open" in str(data)
+
+
+def test_short_hashes_are_never_stored_or_found(make_rig):
+    """xxhash is not collision resistant: two prompts with one hash can be made on purpose."""
+    rig = make_rig()
+    fill(rig, 1)
+    short = [make_offload_key(b"x" * 16, 0)]
+
+    assert not rig.run(short, [0], load=False).success
+    assert rig.lookup(short) == [False]
+
+
+def test_draining_ends_every_job(make_rig):
+    """After a reset of vLLM's cache no call touches its memory."""
+    rig = make_rig()
+    fill(rig)
+    keys = make_offload_keys(40)
+    for n in range(4):
+        part = slice(n * 10, (n + 1) * 10)
+        chunks = np.arange(40)[part]
+        rig.tier.submit_store(TransferJob(n, keys[part], chunks, False, ReqContext("request")))
+
+    rig.tier.drain_jobs()
+
+    assert sorted(result.job_id for result in rig.tier.get_finished_jobs()) == [0, 1, 2, 3]
+    assert not rig.tier.has_pending_work()
