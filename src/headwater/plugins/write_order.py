@@ -76,7 +76,9 @@ class WriteOrder(Generic[T]):
 
     def check(self) -> None:
         """Raise AssertionError unless the bound holds and the counts agree."""
-        assert self.num_blocks == sum(one.num_blocks for one in self._waiting) <= self._max_blocks
+        assert (
+            self.num_blocks == sum(one.num_blocks for one in self._waiting) <= self._max_blocks
+        )
         assert len(self._items) == len(self._waiting)
 
     def _remove(self, waiting: _Waiting) -> T:
