@@ -9,10 +9,10 @@ import torch
 
 from headwater.clock import SystemClock
 from headwater.plugins.settings import PluginConfig
+from headwater.plugins.vllm.connector_worker import ConnectorWorker
 from headwater.plugins.vllm.host_tier import HostTier, HostTierConfig
-from headwater.plugins.vllm.messages import Ended, RankReport
+from headwater.plugins.vllm.messages import OrderEnd, RankReport
 from headwater.plugins.vllm.pages import KVPages
-from headwater.plugins.vllm.rank_worker import RankWorker
 from tests.plugins.backends import SHARED, wait_until
 
 TOKENS = 16
@@ -38,7 +38,7 @@ class Engine:
         settings.setdefault("backend", "tests.plugins.backends:SharedMemory")
         settings.setdefault("config", {"name": "store"})
         config = PluginConfig.read(settings, "connector")
-        self.worker = RankWorker(pages, num_slots, IDENTITY, config, SystemClock())
+        self.worker = ConnectorWorker(pages, num_slots, IDENTITY, config, SystemClock())
         self.tier = HostTier(
             HostTierConfig(
                 num_slots=num_slots,
@@ -214,20 +214,20 @@ def test_a_load_counts_when_every_rank_has_reported(make_engine):
     tier = HostTier(config, SystemClock())
     assert tier.match("r", hashes, 0) is None
     [lookup] = tier.take_orders().lookups
-    merged = RankReport({lookup.number: [Ended(4)]}).aggregate(
-        RankReport({lookup.number: [Ended(3)]})
+    merged = RankReport({lookup.number: [OrderEnd(4)]}).aggregate(
+        RankReport({lookup.number: [OrderEnd(3)]})
     )
     tier.receive(merged)
     assert tier.match("r", hashes, 0) == 3
     tier.load("r", hashes[:3], 0, [5, 6, 7])
     [load] = tier.take_orders().loads
-    tier.receive(RankReport({load.number: [Ended(3)]}))
+    tier.receive(RankReport({load.number: [OrderEnd(3)]}))
     assert tier.has_work
 
-    tier.receive(RankReport({load.number: [Ended(0, is_quiet=False)]}))
+    tier.receive(RankReport({load.number: [OrderEnd(0, is_quiet=False)]}))
     assert tier.match("r", hashes, 0) == 0
     assert tier.has_work
-    tier.receive(RankReport({load.number: [Ended(0)]}))
+    tier.receive(RankReport({load.number: [OrderEnd(0)]}))
 
     tier.finish("r", 64, 0)
     tier.check()

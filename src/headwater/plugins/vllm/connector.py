@@ -6,7 +6,7 @@
       "kv_connector_extra_config": {"host_bytes": "8GiB", "config": {"path": "/var/lib/kv"}}}'
 
 vLLM makes one connector in its scheduler, which decides (`HostTier`), and one in each worker, which
-moves bytes (`RankWorker`). It also runs on CPU. On GPUs prefer `HeadwaterTier`: vLLM's own
+moves bytes (`ConnectorWorker`). It also runs on CPU. On GPUs prefer `HeadwaterTier`: vLLM's own
 offloading overlaps copies with compute, this connector copies between steps.
 """
 
@@ -27,10 +27,10 @@ from headwater.plugins.vllm.connector_metrics import (
     ConnectorStats,
     StatsDelta,
 )
+from headwater.plugins.vllm.connector_worker import ConnectorWorker
 from headwater.plugins.vllm.host_tier import HostTier
 from headwater.plugins.vllm.messages import RankReport, StepOrders
 from headwater.plugins.vllm.pages import KVPages
-from headwater.plugins.vllm.rank_worker import RankWorker
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -49,7 +49,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         self._shape = KVShape.of(vllm_config, kv_cache_config)
         self._clock = SystemClock()
         self._tier: HostTier | None = None
-        self._worker: RankWorker | None = None
+        self._worker: ConnectorWorker | None = None
         self._live: dict[str, Request] = {}
         self._starts: dict[str, int] = {}
         """Blocks that vLLM's own cache has of each living request."""
@@ -155,7 +155,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         layers = {name: kv_caches[name] for name in self._shape.layer_names}
         pages = KVPages(layers, self._shape.num_blocks)
         self._shape.require_bytes(pages.block_bytes)
-        self._worker = RankWorker(
+        self._worker = ConnectorWorker(
             pages,
             self._num_slots,
             self._config.identify(self._vllm_config, self._shape),

@@ -18,9 +18,9 @@ from headwater.cache.lease import Lease
 from headwater.clock import Clock
 from headwater.plugins.identity import key_path, storage_keys
 from headwater.plugins.vllm.messages import (
-    Ended,
     LoadOrder,
     LookupOrder,
+    OrderEnd,
     RankReport,
     SaveOrder,
     StepOrders,
@@ -114,7 +114,7 @@ class HostTier:
         self._loads: dict[int, _Load] = {}
         self._saves: dict[int, _Running] = {}
         self._stores: dict[int, Lease] = {}
-        self._reports: dict[int, list[Ended]] = {}
+        self._reports: dict[int, list[OrderEnd]] = {}
         """Of orders that not every rank has reported."""
         self._uses = UseCounts()
         self.waiting: WriteOrder[tuple[TokenPath, int, list[bytes]]] = WriteOrder(

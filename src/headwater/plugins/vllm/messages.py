@@ -63,7 +63,7 @@ class StepOrders(KVConnectorMetadata):
 
 
 @dataclass(slots=True)
-class Ended:
+class OrderEnd:
     """How an order ended on one rank."""
 
     num_blocks: int
@@ -77,7 +77,7 @@ class Ended:
 class RankReport(KVConnectorWorkerMetadata):
     """Orders that ended since the last report, by number."""
 
-    ended: dict[int, list[Ended]] = field(default_factory=dict)
+    ended: dict[int, list[OrderEnd]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "RankReport":
         """The reports of two ranks as one."""

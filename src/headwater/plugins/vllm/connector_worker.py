@@ -12,13 +12,13 @@ from headwater.clock import Clock
 from headwater.plugins.identity import storage_keys
 from headwater.plugins.settings import PluginConfig
 from headwater.plugins.storage_jobs import StorageJobs
-from headwater.plugins.vllm.messages import Ended, LoadOrder, RankReport, StepOrders
+from headwater.plugins.vllm.messages import LoadOrder, OrderEnd, RankReport, StepOrders
 from headwater.plugins.vllm.pages import KVPages
 from headwater.transfer.slab import HostSlab
 from headwater.types import BlockKey, JobId
 
 
-class Arrivals(NamedTuple):
+class LoadArrivals(NamedTuple):
     """What became of loads since the last step."""
 
     requests: set[str]
@@ -28,7 +28,7 @@ class Arrivals(NamedTuple):
     """KV blocks that were not filled; vLLM computes them."""
 
 
-class RankWorker:
+class ConnectorWorker:
     """Host memory and storage of one rank."""
 
     def __init__(
@@ -78,12 +78,12 @@ class RankWorker:
             self._pages.save(order.block_ids, order.slots)
             self._end(order.number, len(order.slots))
 
-    def take_arrivals(self) -> Arrivals:
+    def take_arrivals(self) -> LoadArrivals:
         """Loads that ended since the last call."""
         if self.storage is not None:
             for outcome in self.storage.take():
                 self._finish(outcome)
-        arrivals = Arrivals(self._arrived, self._failed)
+        arrivals = LoadArrivals(self._arrived, self._failed)
         self._arrived, self._failed = set(), set()
         return arrivals
 
@@ -121,7 +121,7 @@ class RankWorker:
     def _finish_read(self, load: LoadOrder, outcome: JobOutcome) -> None:
         if outcome.status is JobStatus.TIMED_OUT:
             self._lost[outcome.job] = load.number
-            self._report.ended.setdefault(load.number, []).append(Ended(0, is_quiet=False))
+            self._report.ended.setdefault(load.number, []).append(OrderEnd(0, is_quiet=False))
             self._fail_rest(load, 0)
             return
         done = outcome.status is JobStatus.DONE
@@ -140,4 +140,4 @@ class RankWorker:
         self._arrived.add(load.request)
 
     def _end(self, number: int, num_blocks: int) -> None:
-        self._report.ended.setdefault(number, []).append(Ended(num_blocks))
+        self._report.ended.setdefault(number, []).append(OrderEnd(num_blocks))
