@@ -187,7 +187,7 @@ def test_another_hash_seed_or_other_weights_find_nothing(make_rig, model, monkey
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model__name": "org/name"}, "which revision"),
+        ({"model__name": "org/name"}, "does not pass the revision"),
         ({"kv_cache_layout": None, "model__dtype": "auto"}, "dtype is unknown"),
     ],
 )

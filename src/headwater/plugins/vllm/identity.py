@@ -85,7 +85,7 @@ def _named(model: str, settings: PluginConfig) -> str | None:
     """What the operator says of the weights; needed where a tier sees only a name."""
     if settings.weights is None and not os.path.isdir(model):
         raise ConfigError(
-            f"a secondary tier is not told which revision of {model!r} vLLM has loaded; serve a "
+            f"vLLM does not pass the revision of {model!r} to a secondary tier; serve a "
             'local directory, or set "weights" to its commit in the settings of the tier'
         )
     return settings.weights
