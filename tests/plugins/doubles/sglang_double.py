@@ -20,7 +20,7 @@ class HiCacheStorageConfig:
     tp_lcm_size: int | None = None
     should_split_heads: bool = False
     dp_rank: int = 0
-    extra_config: dict | None = None
+    extra_config: dict[str, object] | None = None
     dcp_size: int = 1
     dcp_rank: int = 0
     logical_page_size: int | None = None
@@ -47,5 +47,5 @@ class StorageBackendFactory:
     @classmethod
     def create_backend(cls, backend_name, storage_config, mem_pool_host, **kwargs):
         extra = storage_config.extra_config
-        module = importlib.import_module(extra["module_path"])
-        return getattr(module, extra["class_name"])(storage_config, kwargs)
+        module = importlib.import_module(str(extra["module_path"]))
+        return getattr(module, str(extra["class_name"]))(storage_config, kwargs)
