@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 
+import numpy as np
 import pytest
 
 from headwater.server.body import INLINE_BYTES
@@ -174,6 +175,17 @@ def test_a_router_reads_long_bodies_in_another_process():
     assert fields == expected
     assert fields.text == b""  # longer than the limit: it is not sent to the router
     assert cpu_s < 0.3 * inline_s
+
+
+def test_a_router_hashes_no_prompt_that_is_longer_than_any_context():
+    """Neither a text nor token ids: the instance refuses them."""
+    fits = prompt_fields("/v1/completions", b'{"prompt": [1, 2, 3]}', 64 * 16)
+    long = json.dumps({"prompt": [1] * 65}).encode()
+
+    assert fits.token_ids == np.array([1, 2, 3], dtype=np.int32).tobytes()
+    assert prompt_fields("/v1/completions", long, 64 * 16).token_ids == b""
+    text = json.dumps({"prompt": "x" * 1100}).encode()
+    assert prompt_fields("/v1/completions", text, 64 * 16).text == b""
 
 
 def test_a_text_that_no_instance_can_take_is_not_tokenized_for_routing():

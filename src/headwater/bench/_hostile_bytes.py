@@ -145,6 +145,24 @@ def good_request(rng: random.Random, address: Address) -> int | None:
     return _exchange(address, raw, max_bytes=rng.choice([1, 200, 1 << 20]))
 
 
+def large_body(rng: random.Random, address: Address) -> int | None:
+    """Megabytes of values, of text or of nothing."""
+    piece = rng.choice([b"[],", b'{"role":"user","content":"a"},', b"1,", b"[" * 200 + b"],"])
+    field = rng.choice([b"prompt", b"messages", b"chat_template_kwargs", b"tools"])
+    body = b'{"' + field + b'":[' + piece * (rng.randint(600_000, 3_000_000) // len(piece))
+    return _request(address, "POST", rng.choice(_PATHS[:4]), body + b"0]}", {})
+
+
+def many_connections(rng: random.Random, address: Address) -> int | None:
+    """Connections that say nothing, more than there are file descriptors for."""
+    with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
+        for _ in range(rng.randint(20, 150)):
+            client = opened.enter_context(socket.create_connection(address, 1.0))
+        client.settimeout(0.3)
+        client.recv(1)
+    return None
+
+
 def random_bytes(rng: random.Random, address: Address) -> int | None:
     """Noise, for any listener."""
     _exchange(address, rng.randbytes(rng.choice([1, 8, 64, 4096])), ends=rng.random() < 0.5)
@@ -192,9 +210,16 @@ HTTP_ATTACKS: Sequence[Attack] = (
     slow_request,
     many_requests,
     good_request,
+    large_body,
+    many_connections,
     random_bytes,
 )
-FRAME_ATTACKS: Sequence[Attack] = (random_bytes, wrong_frames, wrong_frames)
+FRAME_ATTACKS: Sequence[Attack] = (
+    random_bytes,
+    many_connections,
+    wrong_frames,
+    wrong_frames,
+)
 
 
 def _base(rng: random.Random) -> dict[str, object]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from headwater.clock import SystemClock
 from headwater.errors import EngineDead
+from headwater.launch.parent_watch import VARIABLE
 
 _CHILD = re.compile(r"^  (\S+) +(https?://\S+)  pid (\d+)$", re.M)
 _START_S = 240.0
@@ -62,12 +63,16 @@ def live_cluster(
     token = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="headwater-bench-") as folder:
         log = Path(folder) / "log"
+        # Never written to: when this process is killed, its end closes and the cluster ends.
+        lifeline, held = os.pipe()
         with log.open("wb") as sink:
             process = subprocess.Popen(
                 [*wrapper, sys.executable, "-m", "headwater", "up", "--port", "0", *flags],
                 stdout=sink,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"HEADWATER_PEER_TOKEN": token, **variables},
+                env=os.environ
+                | {"HEADWATER_PEER_TOKEN": token, VARIABLE: str(lifeline), **variables},
+                pass_fds=(lifeline,),
                 start_new_session=True,
             )
         try:
@@ -79,6 +84,37 @@ def live_cluster(
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+            os.close(lifeline)
+            os.close(held)
+
+
+def processes_of(pid: int) -> list[int]:
+    """A process and everything it started; empty when it has ended."""
+    found, todo = [], [pid]
+    while todo:
+        one = todo.pop()
+        try:
+            children = [
+                path.read_text() for path in Path(f"/proc/{one}/task").glob("*/children")
+            ]
+            if Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                continue
+        except OSError:
+            continue
+        found.append(one)
+        todo += [int(word) for text in children for word in text.split()]
+    return found
+
+
+def socket_inodes(pid: int) -> list[str]:
+    """The inodes of the sockets that a process has open."""
+    links = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            links.append(str(path.readlink()))
+        except OSError:
+            continue
+    return [link[8:-1] for link in links if link.startswith("socket:")]
 
 
 def _wait_ready(process: "subprocess.Popen[bytes]", log: Path) -> dict[str, LiveProcess]:

@@ -19,14 +19,21 @@ from typing import Any
 
 from headwater.bench._flags import read_flags
 from headwater.bench._hostile_bytes import FRAME_ATTACKS, HTTP_ATTACKS, AttackTarget
-from headwater.bench._live_cluster import LiveCluster, live_cluster
+from headwater.bench._live_cluster import (
+    LiveCluster,
+    live_cluster,
+    processes_of,
+    socket_inodes,
+)
 from headwater.bench._report import print_report
 from headwater.clock import SystemClock
 from headwater.errors import EngineDead
 
 _FLAGS = ("--prefill", "1", "--decode", "1", "--", "--threads", "1")
 _SERVE_FLAGS = ("--cache-transfer-protocol", "tcp", "--num-gpu-blocks-override", "64")
-_MAX_FILES = "512"
+_MAX_FILES = 512
+_MAX_MEMORY_KIB = 8 << 20
+_HTTP_SHARE = 0.6
 _NUM_CLIENTS = 6
 _CHECK_S = 2.0
 _ANSWER_S = 30.0
@@ -42,8 +49,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the attacks (default: 0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = read_flags(parser, argv)
-    # Few descriptors, so that attacks reach the limit.
-    wrapper = ("bash", "-c", f'ulimit -n {_MAX_FILES}; exec "$@"', "limited")
+    # Few descriptors and little memory, so that attacks reach the limits.
+    limits = f"ulimit -n {_MAX_FILES}; ulimit -v {_MAX_MEMORY_KIB}"
+    wrapper = ("bash", "-c", f'{limits}; exec "$@"', "limited")
     with live_cluster([*_FLAGS, *_SERVE_FLAGS], wrapper=wrapper) as cluster:
         run = AttackRun(cluster, options.seed)
         result = run.run(options.minutes * 60)
@@ -97,7 +105,8 @@ class AttackRun:
 
     def _attack(self, rng: random.Random) -> None:
         while not self._stop.is_set():
-            target = rng.choice(self._targets)
+            is_http = rng.random() < _HTTP_SHARE
+            target = rng.choice([t for t in self._targets if t.is_http == is_http])
             attack = rng.choice(HTTP_ATTACKS if target.is_http else FRAME_ATTACKS)
             status = attack(rng, target.address)
             self._statuses["none" if status is None else str(status)] += 1
@@ -107,11 +116,11 @@ class AttackRun:
     def _check(self) -> None:
         """Everything lives and answers, and what it needs of memory."""
         for child in self._cluster.children.values():
-            for pid in _processes(child.pid):
+            for pid in processes_of(child.pid):
                 size = _resident_bytes(pid)
                 if size:
                     self._sizes.setdefault(pid, []).append(size)
-            if not _processes(child.pid):
+            if not processes_of(child.pid):
                 self.faults.append(f"{child.name} has ended")
                 return
         try:
@@ -133,7 +142,7 @@ def _targets(cluster: LiveCluster) -> list[AttackTarget]:
     http = {child.port: child.name for child in cluster.children.values()}
     found = []
     for child in cluster.children.values():
-        inodes = {inode for pid in _processes(child.pid) for inode in _socket_inodes(pid)}
+        inodes = {inode for pid in processes_of(child.pid) for inode in socket_inodes(pid)}
         for port in _listening_ports(inodes):
             name = http.get(port, f"{child.name} port {port}")
             found.append(
@@ -142,34 +151,6 @@ def _targets(cluster: LiveCluster) -> list[AttackTarget]:
     if len(found) <= len(http):
         raise EngineDead("the listeners of the cluster were not found in /proc")
     return found
-
-
-def _processes(pid: int) -> list[int]:
-    """A process and everything it started; empty when it has ended."""
-    found, todo = [], [pid]
-    while todo:
-        one = todo.pop()
-        try:
-            children = [
-                path.read_text() for path in Path(f"/proc/{one}/task").glob("*/children")
-            ]
-            if Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                continue
-        except OSError:
-            continue
-        found.append(one)
-        todo += [int(word) for text in children for word in text.split()]
-    return found
-
-
-def _socket_inodes(pid: int) -> list[str]:
-    links = []
-    for path in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            links.append(str(path.readlink()))
-        except OSError:
-            continue
-    return [link[8:-1] for link in links if link.startswith("socket:")]
 
 
 def _listening_ports(inodes: set[str]) -> list[int]:

@@ -23,7 +23,7 @@ from typing import Any
 from headwater.cli.security import TLS_FLAGS, add_tls_flags, tls_of
 from headwater.errors import ConfigError, EngineDead
 from headwater.launch.hub import find_model
-from headwater.launch.parent_watch import VARIABLE
+from headwater.launch.parent_watch import VARIABLE, watch_parent
 
 _ABOUT = """\
 Start a whole cluster on this machine: a router and instances that register at it. Flags of
@@ -149,6 +149,7 @@ def run_up(options: Namespace) -> int:
     notes: SimpleQueue[Note] = SimpleQueue()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: notes.put((None, "")))
+    watch_parent(os.environ)
     # Children share the secret without its being on a command line.
     os.environ.setdefault("HEADWATER_PEER_TOKEN", secrets.token_hex(16))
     if options.api_key is not None:

@@ -70,8 +70,10 @@ def prompt_fields(path: str, raw: bytes, max_text_bytes: int) -> PromptFields:
         fields = _all_fields(path, raw)
     except RequestRefused:
         return NO_FIELDS
-    is_short = len(fields.text) <= max_text_bytes
-    return fields if is_short else msgspec.structs.replace(fields, text=b"")
+    if len(fields.text) > max_text_bytes or len(fields.token_ids) > max_text_bytes // 16:
+        # Longer than any context: an instance will say so, and nothing is hashed for it here.
+        return msgspec.structs.replace(fields, text=b"", token_ids=b"")
+    return fields
 
 
 def _all_fields(path: str, raw: bytes) -> PromptFields:
