@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from headwater.cli import main
-from headwater.cli.replay import _PRESETS, ROUTERS
+from headwater.cli.machine_flags import PRESET_NAMES
+from headwater.cli.replay import ROUTERS
 from headwater.disagg.routing import POLICIES
 from headwater.replay.calibrate import calibrated
 from headwater.replay.presets import PRESETS, preset
@@ -128,7 +129,7 @@ def test_mistakes_are_sentences(trace, flags, said, capsys):
 
 def test_the_command_knows_every_machine_and_every_policy():
     """What it offers without importing them is what there is."""
-    assert set(_PRESETS) == set(PRESETS)
+    assert set(PRESET_NAMES) == set(PRESETS)
     assert ROUTERS == POLICIES
 
 

@@ -6,11 +6,13 @@ import sys
 
 from headwater.device.parallel.channel import ChannelClosed, RankChannel, RankMessage
 from headwater.device.parallel.step_message import unpack_step
+from headwater.launch.rank_process import SPIN_S
 
 
 def main(descriptor: int) -> int:
     """Answer steps until the other end is gone."""
-    channel = RankChannel(socket.socket(fileno=descriptor), send_timeout_s=10.0)
+    sock = socket.socket(fileno=descriptor)
+    channel = RankChannel(sock, send_timeout_s=10.0, spin_s=SPIN_S)
     try:
         while True:
             unpack_step(channel.receive().payload)

@@ -9,15 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from headwater.cli.replay import (
-    ROUTERS,
-    add_load,
-    add_machine,
-    add_slo,
-    cluster,
-    load_of,
-    sim_config,
-)
+from headwater.cli.machine_flags import add_machine, sim_config
+from headwater.cli.replay import ROUTERS, add_load, add_slo, cluster, load_of
 from headwater.config import EVICTIONS, LOAD_POLICIES, WRITE_POLICIES
 from headwater.errors import ConfigError
 

@@ -11,13 +11,13 @@ from argparse import (
     _SubParsersAction,
 )
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from headwater.cli.machine_flags import add_machine, sim_config
 from headwater.config import EVICTIONS, LOAD_POLICIES, WRITE_POLICIES
 from headwater.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headwater.replay.settings import SimConfig
     from headwater.replay.workload import TraceLoad
 
 _ABOUT = """\
@@ -38,7 +38,6 @@ hash_ids of 512 tokens each), or what `headwater serve --record FILE` wrote.
 docs/replay.md says what is modelled and what is not.
 """
 
-_PRESETS = ("h200-8b", "cpu-100m")
 ROUTERS = ("cache_aware", "least_load", "round_robin")
 
 
@@ -86,44 +85,6 @@ def add_load(group: _ArgumentGroup) -> None:
     )
 
 
-def add_machine(group: _ArgumentGroup) -> None:
-    """What steps and copies take."""
-    group.add_argument(
-        "--preset",
-        choices=_PRESETS,
-        default=_PRESETS[0],
-        help="a machine and model that were measured (default: %(default)s)",
-    )
-    group.add_argument(
-        "--calibrate",
-        type=Path,
-        metavar="FILE",
-        help="JSON of `headwater bench serve|tiers|gpu`, whose figures replace the preset's",
-    )
-    group.add_argument(
-        "--block-size",
-        type=int,
-        metavar="TOKENS",
-        default=64,
-        help="tokens in a block (default: %(default)s)",
-    )
-    group.add_argument(
-        "--max-num-seqs", type=int, metavar="N", help="most sequences in a step (the preset's)"
-    )
-    group.add_argument(
-        "--max-num-batched-tokens",
-        type=int,
-        metavar="N",
-        help="most tokens in a step (the preset's)",
-    )
-    group.add_argument(
-        "--max-itl-ms",
-        type=float,
-        metavar="MS",
-        help="target for the time between tokens while prompts are computed (none)",
-    )
-
-
 def add_policies(group: _ArgumentGroup) -> None:
     """What decides."""
     group.add_argument(
@@ -161,26 +122,6 @@ def load_of(options: Namespace) -> "TraceLoad":
         scale=options.scale,
         seed=options.seed,
     )
-
-
-def sim_config(options: Namespace, **changes: Any) -> "SimConfig":  # noqa: ANN401 -- typed by SimConfig
-    """The deployment that the flags ask for."""
-    from headwater.replay.presets import preset
-    from headwater.replay.settings import SimConfig
-
-    machine = preset(options.preset)
-    if options.calibrate is not None:
-        from headwater.replay.calibrate import calibrated
-
-        machine = calibrated(machine, options.calibrate)
-    settings: dict[str, Any] = {
-        "machine": machine,
-        "block_tokens": options.block_size,
-        "max_num_seqs": options.max_num_seqs,
-        "max_batched_tokens": options.max_num_batched_tokens,
-        "max_itl_ms": options.max_itl_ms,
-    }
-    return SimConfig(**(settings | changes))
 
 
 def cluster(text: str) -> dict[str, int]:

@@ -16,6 +16,9 @@ from headwater.metrics.logs import LogFormat, set_up_logs
 SEND_TIMEOUT_S = 60.0
 """A process of the engine that takes no message for so long hangs."""
 
+SPIN_S = 0.0005
+"""How long a rank looks for the next step before it sleeps: as long as planning a step takes."""
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -31,7 +34,7 @@ def main(descriptor: int, parent: int, log_format: LogFormat, rank: int) -> int:
     from headwater.device.parallel.channel import RankChannel
     from headwater.device.parallel.worker import RankWorker
 
-    channel = RankChannel(sock, send_timeout_s=SEND_TIMEOUT_S)
+    channel = RankChannel(sock, send_timeout_s=SEND_TIMEOUT_S, spin_s=SPIN_S)
     code = RankWorker(channel, SystemClock()).run()
     sys.stderr.flush()
     os._exit(code)  # no thread or collective may hold up the end

@@ -109,6 +109,10 @@ class Machine:
     device_gib: float
     """Device memory left for KV, unless the command line says otherwise."""
 
+    num_layers: int = 32
+    state_bytes: int = 8192
+    """Hidden state of one token, which ranks sum twice in every layer."""
+
     max_num_seqs: int = 256
     max_batched_tokens: int = 8192
     note: str = ""

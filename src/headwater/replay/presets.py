@@ -30,6 +30,8 @@ _H200_8B = Machine(
         "peer": LinkCost(bytes_s=40e9, latency_s=5e-5),
     },
     device_gib=100.0,
+    num_layers=32,
+    state_bytes=4096 * 2,
 )
 
 _CPU_100M = Machine(
@@ -57,6 +59,8 @@ _CPU_100M = Machine(
         "peer": LinkCost(bytes_s=2e9, latency_s=2e-4),
     },
     device_gib=2.0,
+    num_layers=12,
+    state_bytes=768 * 4,
     max_num_seqs=64,
     max_batched_tokens=2048,
 )

@@ -10,9 +10,10 @@ import contextlib
 import os
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _HEADER = struct.Struct("<BxxxI")
 _MAX_FILES = 1
@@ -74,8 +75,13 @@ class ChannelClosed(OSError):
 class RankChannel:
     """One end of a socket pair. One thread receives; callers of `send` take turns by themselves."""
 
-    def __init__(self, sock: socket.socket, *, send_timeout_s: float) -> None:
+    def __init__(
+        self, sock: socket.socket, *, send_timeout_s: float, spin_s: float = 0.0
+    ) -> None:
+        """A receiver looks for its next message for `spin_s` before it sleeps: a sleeper wakes
+        some 50 µs late, which every step would wait for."""
         self._socket = sock
+        self._spin_s = spin_s
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
         # A rank that takes nothing for so long hangs; the sender is told instead of waiting on.
@@ -115,11 +121,8 @@ class RankChannel:
         self._socket.close()
 
     def _receive_header(self) -> tuple[bytes, tuple[int, ...]]:
-        room = socket.CMSG_SPACE(_MAX_FILES * array.array("i").itemsize)
         try:
-            data, beside, _, _ = self._socket.recvmsg(
-                _HEADER.size, room, socket.MSG_CMSG_CLOEXEC
-            )
+            data, beside = self._receive_soon() or self._receive_some(0)
         except ConnectionError as exc:
             raise ChannelClosed("the other end is gone") from exc
         files: list[int] = []
@@ -133,6 +136,23 @@ class RankChannel:
             self._fill(memoryview(rest))
             data += bytes(rest)
         return data, tuple(files)
+
+    def _receive_soon(self) -> tuple[bytes, list[Any]] | None:
+        """The same while it looks; None where nothing came."""
+        end_s = time.perf_counter() + self._spin_s
+        while time.perf_counter() < end_s:
+            try:
+                return self._receive_some(socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                os.sched_yield()  # other ranks may share this core
+        return None
+
+    def _receive_some(self, flags: int) -> tuple[bytes, list[Any]]:
+        """The first bytes of a frame, and what came beside them."""
+        room = socket.CMSG_SPACE(_MAX_FILES * array.array("i").itemsize)
+        flags |= socket.MSG_CMSG_CLOEXEC
+        data, beside, _, _ = self._socket.recvmsg(_HEADER.size, room, flags)
+        return data, beside
 
     def _fill(self, into: memoryview) -> None:
         while len(into):

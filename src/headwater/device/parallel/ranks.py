@@ -169,9 +169,10 @@ class Ranks:
             if self._failure is not None:
                 return  # the first one is the cause; the others follow from it
             self._failure = failure
-        self._lost.set()
         log.critical("a rank is lost: rank=%d size=%d: %s", rank.number, self.size, sentence)
+        # The engine first: a step that waits for the event finds that the engine has failed.
         self._on_lost(failure)
+        self._lost.set()
 
 
 def _ignore(sentence: str) -> None:

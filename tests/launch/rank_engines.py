@@ -1,0 +1,56 @@
+"""What tests of several ranks ask an engine, and how they look at its processes."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from headwater.device.builtin import LlamaShape
+from headwater.launch.llm import LLM
+from headwater.scheduler.request import SamplingParams
+
+SHAPE = LlamaShape(layers=2, hidden=64, ffn=96, heads=8, kv_heads=2, head_dim=16)
+BLOCK = 8
+
+Open = Callable[..., LLM]
+"""Opens an engine with some settings of its own."""
+
+
+def make_prompts(seed: int, *sizes: int) -> list[list[int]]:
+    random = np.random.default_rng(seed)
+    return [random.integers(0, 256, size).tolist() for size in sizes]
+
+
+def make_params(count: int = 12) -> list[SamplingParams]:
+    """Greedy, and seeded."""
+    return [
+        SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True),
+        SamplingParams(temperature=0.8, seed=5, max_tokens=count, ignore_eos=True),
+    ]
+
+
+def say(engine: LLM, prompts: list[list[int]]) -> tuple[list[list[int]], dict[str, int]]:
+    """What is answered, and from which tiers prompts were found."""
+    answers = engine.generate(prompts, make_params())
+    found: dict[str, int] = {}
+    for answer in answers:
+        assert answer.usage is not None
+        for tier, tokens in answer.usage.by_tier.items():
+            found[tier] = found.get(tier, 0) + tokens
+    engine.core.drain(10.0)
+    return [answer.tokens for answer in answers], found
+
+
+def rank_pids(engine: LLM) -> list[int]:
+    runner: Any = engine.core._runner
+    return [rank.process.pid for rank in runner._ranks._ranks]
+
+
+def wait_until(is_so: Callable[[], bool], within_s: float = 30.0) -> None:
+    waiting = threading.Event()
+    for _ in range(int(within_s / 0.05)):
+        if is_so():
+            return
+        waiting.wait(0.05)
+    raise AssertionError(f"not within {within_s} s")

@@ -1,0 +1,96 @@
+"""Many ranks, and ranks that are lost in every phase of a step. A file of its own, because a process
+has one group of ranks at a time."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from headwater.clock import SystemClock
+from headwater.engine.watchdog import StepWatchdog
+from headwater.errors import EngineDead
+from tests.launch.rank_engines import (
+    Open,
+    make_params,
+    make_prompts,
+    rank_pids,
+    say,
+    wait_until,
+)
+
+
+@pytest.mark.nightly
+def test_four_ranks_share_two_kv_heads_and_a_store(
+    open_engine: Open, stored_by_one: list[list[int]]
+) -> None:
+    """Each KV head is on two ranks and written by one; blocks are the same as those of one rank."""
+    engine = open_engine(tensor_parallel_size=4)
+    try:
+        tokens, found = say(engine, make_prompts(1, 61, 45))
+        assert tokens == stored_by_one
+        assert found["storage"] == 56 + 40
+        computed, _ = say(engine, make_prompts(12, 70, 33))
+        engine.core.reset_cache(("device",))
+        loaded, on_host = say(engine, make_prompts(12, 70, 33))
+        assert computed == loaded
+        assert on_host["host"] == 64 + 32
+    finally:
+        engine.core.close()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("phase", ["idle", "announced", "copying", "collected"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_may_be_lost_in_every_phase_of_a_step(
+    phase: str, number: int, open_engine: Open
+) -> None:
+    """Idle, told of a step, copying, after a step: the engine ends with a sentence or, where the
+    rank hangs, the watchdog says so; no call waits for ever."""
+    engine = open_engine(tensor_parallel_size=2)
+    core, (child,) = engine.core, rank_pids(engine)
+    runner: Any = core._runner
+    engine.generate(make_prompts(20, 20), make_params()[:1])
+    said: list[str] = []
+    StepWatchdog(core, 1.0, said.append, SystemClock()).start()
+
+    def losing(call: Callable[..., Any]) -> Callable[..., Any]:
+        """The same call; the rank is lost at its end."""
+
+        def call_and_lose(*given: Any) -> Any:
+            result = call(*given)
+            os.kill(child, number)
+            return result
+
+        return call_and_lose
+
+    copier: Any = core._mover._copier
+    match phase:
+        case "idle":
+            os.kill(child, number)
+        case "announced":
+            runner._own.announce = losing(runner._own.announce)
+        case "copying":
+            copier.start = losing(copier.start)
+        case "collected":
+            runner._own.collect = losing(runner._own.collect)
+    error: list[str] = []
+
+    def ask() -> None:
+        try:
+            engine.generate(make_prompts(21, 50), make_params(30)[:1])
+        except EngineDead as exc:
+            error.append(str(exc))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    if number == signal.SIGSTOP:
+        wait_until(lambda: bool(said))
+        os.kill(child, signal.SIGKILL)
+    asking.join(30.0)
+    engine.core.close()
+    assert not asking.is_alive()
+    assert error
+    assert "rank 1 of 2 failed" in error[0]
