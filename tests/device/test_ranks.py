@@ -27,7 +27,6 @@ REPRESENTATIVE = (
     "qwen2_moe",  # experts and a shared expert
     "gpt_oss",  # experts with biases, sinks
     "glm4_moe",  # dense layers among those with experts
-    "deepseek_v3",  # latent KV, whole on every rank
 )
 
 
