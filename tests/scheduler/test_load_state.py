@@ -8,6 +8,7 @@ from headwater.scheduler.load_state import (
     LoadDecision,
     LowerTierMatch,
     MeasuredRates,
+    QueueAhead,
     choose,
     load_s,
 )
@@ -25,6 +26,7 @@ def make_choice(
     max_wait_s: float = 10.0,
     backlog_tokens: int = 0,
     num_waiting: int = 0,
+    num_loading: int = 0,
 ) -> LoadDecision:
     """By default a block of 64 tokens is computed in 10 ms."""
     rates = MeasuredRates(prefill_tokens_s=prefill, host=host, storage=storage)
@@ -34,8 +36,7 @@ def make_choice(
         queued=queued or LowerTierMatch(),
         block_tokens=64,
         max_wait_s=max_wait_s,
-        backlog_tokens=backlog_tokens,
-        num_waiting=num_waiting,
+        ahead=QueueAhead(backlog_tokens, num_waiting, num_loading),
     )
 
 
@@ -115,6 +116,28 @@ def test_a_burst_loads_although_computing_would_be_faster_for_one_alone():
     assert (alone.reason, in_burst.reason) == ("recompute_cheaper", "load_cheaper")
 
 
+def test_a_link_that_no_other_sequence_waits_for_delays_none_of_them():
+    """Computing delays all that wait; a slow link only those that wait for it too."""
+    found, slow = LowerTierMatch(storage=8), LinkRate(0.0, 0.02)
+
+    alone = make_choice(found, host=FAST, storage=slow)
+    behind = make_choice(found, host=FAST, storage=slow, num_waiting=15)
+    busy = make_choice(found, host=FAST, storage=slow, num_waiting=15, num_loading=15)
+
+    reasons = [each.reason for each in (alone, behind, busy)]
+    assert reasons == ["recompute_cheaper", "load_cheaper", "recompute_cheaper"]
+
+
+def test_a_load_may_take_as_long_as_the_backlog_and_the_longest_wait():
+    """While other prompts are computed before it, a sequence does not wait for its load."""
+    found = LowerTierMatch(host=8)
+
+    short = make_choice(found, host=SLOW, max_wait_s=0.1)
+    behind = make_choice(found, host=SLOW, max_wait_s=0.1, backlog_tokens=64 * 100)
+
+    assert (short.num_blocks, behind.num_blocks) == (0, 8)
+
+
 def test_the_unmeasured_is_tried():
     """Or it would never be measured."""
     assert make_choice(LowerTierMatch(host=4), prefill=None, host=SLOW).reason == "unmeasured"
@@ -137,7 +160,14 @@ def test_no_choice_is_dearer_than_loading_or_computing_all(
 ):
     """And none takes longer than may be waited."""
     rates = MeasuredRates(prefill_tokens_s=6400.0, host=host, storage=storage)
-    choice = choose(found, rates=rates, queued=queued, block_tokens=64, max_wait_s=max_wait_s)
+    choice = choose(
+        found,
+        rates=rates,
+        queued=queued,
+        block_tokens=64,
+        max_wait_s=max_wait_s,
+        ahead=QueueAhead(),
+    )
 
     wait_s = load_s(choice.num_blocks, found, rates, queued)
     cost = wait_s + (found.num_blocks - choice.num_blocks) * 0.01

@@ -3,6 +3,7 @@
 import pytest
 
 from headwater.transfer.meter import LinkMeter
+from headwater.types import LinkRate
 
 
 def test_a_line_is_found():
@@ -43,12 +44,14 @@ def test_nonsense_becomes_a_mean():
     assert rate.block_s > 0
 
 
-def test_an_old_measurement_is_forgotten():
-    """A link that was slow once is tried again."""
+def test_a_link_that_was_slow_is_tried_again_after_a_while():
+    """Twice as fast for each minute without a job, and not while a job is measuring it."""
     meter = LinkMeter()
     assert meter.rate(now=0.0) is None
 
     meter.observe(1, 100.0, now=0.0)
 
-    assert meter.rate(now=59.0) is not None
-    assert meter.rate(now=61.0) is None
+    assert meter.rate(now=59.0) == LinkRate(0.0, 100.0)
+    assert meter.rate(now=61.0) == LinkRate(0.0, 50.0)
+    assert meter.rate(now=121.0) == LinkRate(0.0, 25.0)
+    assert meter.rate(now=121.0, busy=True) == LinkRate(0.0, 100.0)

@@ -151,6 +151,9 @@ def _check_bounds(cache: "CacheParts") -> None:
             _require(
                 not node.gone and len(blocks) > 0, "the write queue has a node without blocks"
             )
+    nodes = [*cache._tree.nodes(), *cache._pins.retired]
+    both = sum(node.num_both for node in nodes)
+    _require(cache._tree.num_both == both, "the count of blocks on both tiers is wrong")
     _require(
         cache._writes.is_bounded, "the queue of writes to storage is larger than its bound"
     )

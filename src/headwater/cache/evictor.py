@@ -160,8 +160,10 @@ class Evictor:
                 continue
             slots = node.device
             count = len(slots)
-            if duplicates:
+            if len(node.host):
                 duplicates.pop(node, None)
+                left = max(count - need, 0)
+                self._tree.num_both -= max(node.num_both - left, 0)
             if self._events is not None:
                 self._events.removed(node, Tier.DEVICE, max(count - need, 0), count)
             if count > need:
@@ -224,6 +226,7 @@ class Evictor:
             keep = max(len(node.host) - need, 0)
             if self._events is not None:
                 self._events.removed(node, Tier.HOST, keep, len(node.host))
+            self._tree.num_both -= max(node.num_both - keep, 0)
             need -= len(node.host) - keep
             moved.append(node.host[keep:])
             node.host = node.host[:keep] if keep else EMPTY
@@ -272,6 +275,7 @@ class Evictor:
             if len(below.host):
                 if self._events is not None:
                     self._events.removed(below, Tier.HOST, 0, len(below.host))
+                self._tree.num_both -= below.num_both
                 moved.append(below.host)
                 if not below.jobs:
                     self._host.discard(below)

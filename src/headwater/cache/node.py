@@ -118,6 +118,11 @@ class Node:
         """Blocks up to and including this node on its path."""
         return self.start + self.num_blocks
 
+    @property
+    def num_both(self) -> int:
+        """Blocks that are on the device and on the host."""
+        return min(len(self.device), len(self.host))
+
     def covered(self) -> int:
         """Leading blocks that are in some tier."""
         return max(len(self.device), len(self.host), self.num_stored)

@@ -147,8 +147,9 @@ class CacheParts:
 
     def stats(self) -> CacheStats:
         """A snapshot of every counter. O(1)."""
+        device, both = self._device.pool.stats(), self._tree.num_both
         return CacheStats(
-            device=self._device.pool.stats(),
+            device=device,
             host=self._host.pool.stats(),
             device_evictable=self._device.evictable,
             host_evictable=self._host.evictable,
@@ -156,6 +157,8 @@ class CacheParts:
             evicted_host=self._host.evicted,
             lost_blocks=self._evictor.lost,
             unstored_blocks=self._evictor.lost - self._evictor.forgotten,
+            duplicate_blocks=both,
+            unwritten_blocks=device.cached - both if self.config.host_blocks else 0,
             nodes=self._tree.num_nodes,
             leases=len(self._leases),
             jobs=self.num_jobs,

@@ -199,6 +199,7 @@ class Pins:
         for node in nodes:
             device.append(node.device)
             host.append(node.host)
+            self._tree.num_both -= node.num_both
             node.device = node.host = EMPTY
             self.retired.discard(node)
         self._device.pool.free(np.concatenate(device), SlotState.CACHED)

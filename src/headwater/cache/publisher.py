@@ -119,7 +119,9 @@ class Publisher:
         known = len(child.device)
         self._pins.extend(child)
         if known < common:
+            both = child.num_both
             child.device = np.concatenate((child.device, slots[known:common]))
+            self._tree.num_both += child.num_both - both
             if self._events is not None:
                 self._events.stored(child, Tier.DEVICE, known, common)
             self._tree.version += 1

@@ -27,6 +27,7 @@ class Residency:
         """
         if node.gone or node.parent is None or start + count > node.num_blocks:
             return False
+        both = node.num_both
         if tier is Tier.DEVICE:
             attached = self._attach_device(node, node.parent, start, slots)
         elif tier is Tier.HOST:
@@ -36,6 +37,7 @@ class Residency:
             if attached:
                 node.num_stored = start + count
         if attached:
+            self._tree.num_both += node.num_both - both
             self._tree.version += 1
             if self._events is not None:
                 self._events.stored(node, tier, start, start + count)

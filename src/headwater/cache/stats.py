@@ -23,6 +23,12 @@ class CacheStats:
     unstored_blocks: int
     """Those of them that left memory without being in storage."""
 
+    duplicate_blocks: int
+    """Blocks that are on the device and on the host."""
+
+    unwritten_blocks: int
+    """Cached device blocks that the host does not have; 0 without a host tier."""
+
     nodes: int
     leases: int
     jobs: int

@@ -257,7 +257,8 @@ class EngineCore:
             peers=None if self._peers is None else self._peers.stats(),
         )
         late = 0 if self.count_compilations is None else self.count_compilations()
-        return replace(stats, num_compilations=late) if late else stats
+        predictions = {**stats.predictions, **self._rates.predictions.totals}
+        return replace(stats, num_compilations=late, predictions=predictions)
 
     def view(self, limits: ViewLimits) -> EngineView:
         """A snapshot of sequences and prefix tree, within `limits`."""

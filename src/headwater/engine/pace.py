@@ -9,6 +9,7 @@ import numpy as np
 from headwater.scheduler.batch import ScheduledBatch, StepResult
 from headwater.scheduler.load_state import MeasuredRates
 from headwater.scheduler.pacing import CONTEXT_TOKENS, StepCosts
+from headwater.scheduler.predictions import PredictionLog
 from headwater.transfer.mover import Mover
 
 _MEMORY = 0.9
@@ -126,7 +127,9 @@ class RateEstimator:
         self._last_s = 0.0
         self._tokens = 0.0
         self._seconds = 0.0
-        self._known: tuple[tuple[float, int, int], MeasuredRates] | None = None
+        self.predictions = PredictionLog()
+        """Expected and actual seconds of steps that compute prompts."""
+        self._known: tuple[tuple[float, int, int, int], MeasuredRates] | None = None
         """The last rates, and what they were made from."""
 
     def note(
@@ -144,7 +147,7 @@ class RateEstimator:
 
     def rates(self, mover: Mover, now: float) -> MeasuredRates:
         """What is known by now. Made again when something was measured, and each second."""
-        source = (self._tokens, mover.num_observed, int(now))
+        source = (self._tokens, mover.num_observed, mover.num_in_flight, int(now))
         if self._known is None or self._known[0] != source:
             self._known = source, self._make_rates(mover, now)
         return self._known[1]
@@ -167,5 +170,8 @@ class RateEstimator:
             else:
                 self.step_costs.note_decode(shape.num_rows, seconds)
         if shape.num_tokens >= _PREFILL_SHARE * shape.num_rows:
+            if self._tokens and not shape.is_delayed:
+                expected_s = shape.num_tokens * self._seconds / self._tokens
+                self.predictions.add("prefill", expected_s, seconds)
             self._tokens = self._tokens * _MEMORY + shape.num_tokens
             self._seconds = self._seconds * _MEMORY + seconds

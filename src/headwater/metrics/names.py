@@ -85,6 +85,33 @@ TIER_BLOCKS = Metric("tier_blocks", Kind.GAUGE, "Blocks of a tier by state.", ("
 TIER_EVICTED = Metric(
     "tier_evicted_blocks_total", Kind.COUNTER, "Blocks evicted from a tier.", ("tier",)
 )
+DUPLICATES = Metric(
+    "tier_duplicate_blocks", Kind.GAUGE, "Blocks that are on the device and on the host."
+)
+UNWRITTEN = Metric(
+    "tier_unwritten_blocks", Kind.GAUGE, "Cached device blocks that the host does not have."
+)
+LOST_BLOCKS = Metric(
+    "tier_lost_blocks_total",
+    Kind.COUNTER,
+    "Blocks that left memory unstored, or storage.",
+    ("tier",),
+)
+EXPECTED_SECONDS = Metric(
+    "pricing_expected_seconds_total",
+    Kind.COUNTER,
+    "Seconds that loads and prompts were expected to take.",
+    ("kind",),
+)
+ACTUAL_SECONDS = Metric(
+    "pricing_actual_seconds_total", Kind.COUNTER, "Seconds that the same took.", ("kind",)
+)
+ERROR_SECONDS = Metric(
+    "pricing_error_seconds_total",
+    Kind.COUNTER,
+    "Differences of both without their sign; over the actual seconds it is the mean error.",
+    ("kind",),
+)
 TRANSFER_BYTES = Metric(
     "transfer_bytes_total", Kind.COUNTER, "Bytes moved between two tiers.", ("link",)
 )
@@ -254,6 +281,9 @@ ENGINE_METRICS = (
     MISSES,
     TIER_BLOCKS,
     TIER_EVICTED,
+    DUPLICATES,
+    UNWRITTEN,
+    LOST_BLOCKS,
     TRANSFER_BYTES,
     TRANSFER_SECONDS,
     TRANSFER_JOBS,
@@ -261,6 +291,9 @@ ENGINE_METRICS = (
     TRANSFER_CEILING,
     TRANSFER_QUEUE,
     LOAD_CHOICES,
+    EXPECTED_SECONDS,
+    ACTUAL_SECONDS,
+    ERROR_SECONDS,
     HINTS,
     PD_IN_FLIGHT,
     PD_ASKS,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from headwater.scheduler.load_state import MeasuredRates
 from headwater.scheduler.output import LoadUsage
+from headwater.scheduler.predictions import PredictionTotals
 from headwater.storage.base import StorageStats
 
 
@@ -113,6 +114,21 @@ class EngineStats:
 
     rates: MeasuredRates = field(default_factory=MeasuredRates)
     """What those choices are priced from, as measured lately."""
+
+    predictions: Mapping[str, PredictionTotals] = field(default_factory=dict)
+    """Expected and actual seconds of loads and of computing prompts, by kind."""
+
+    num_duplicates: int = 0
+    """Blocks that are on the device and on the host."""
+
+    num_unwritten: int = 0
+    """Cached device blocks that the host does not have; 0 without a host tier."""
+
+    lost_blocks: int = 0
+    """Blocks that left their last tier."""
+
+    unstored_blocks: int = 0
+    """Those of them that left memory without being in storage."""
 
     recent_loads: tuple[LoadUsage, ...] = ()
     """The last choices, oldest first, with their prices and what came of them."""

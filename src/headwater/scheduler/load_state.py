@@ -45,6 +45,19 @@ class LowerTierMatch(NamedTuple):
         return self.host + self.storage
 
 
+class QueueAhead(NamedTuple):
+    """What else there is to do when a load is priced."""
+
+    backlog_tokens: int = 0
+    """Prompt tokens that are computed before any of this sequence."""
+
+    num_waiting: int = 0
+    """Other sequences that wait."""
+
+    num_loading: int = 0
+    """Those of them that wait for a load."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadDecision:
     """How many of the blocks below the device are loaded, with the expected times."""
@@ -71,16 +84,15 @@ def choose(
     queued: LowerTierMatch,
     block_tokens: int,
     max_wait_s: float,
-    backlog_tokens: int = 0,
-    num_waiting: int = 0,
+    ahead: QueueAhead,
 ) -> LoadDecision:
     """The cheapest leading part to load. `queued` are blocks that the links bring before.
 
-    `backlog_tokens` are prompt tokens of running sequences that are computed before any of this
-    one. A load costs nothing while they are computed, and computing begins only after them.
-    `num_waiting` other sequences wait: each second that this one computes or uses the link delays
-    them too. Without that a burst would compute what the link brings ten times faster.
-    Nothing longer than `max_wait_s` is loaded. What was never measured is loaded, because
+    A load costs nothing while the prompts `ahead` are computed, and computing begins only after
+    them. Each second that this sequence computes also delays those that wait, and each second of
+    its load those that wait for a link. Without that a burst would compute what the link brings
+    ten times faster.
+    Nothing is loaded that is waited for longer than `max_wait_s`. What was never measured is loaded, because
     that is how it gets measured.
     """
     total = found.num_blocks
@@ -89,14 +101,16 @@ def choose(
         compute_s = block_tokens / rates.prefill_tokens_s
     if compute_s is None:
         return LoadDecision(num_blocks=total, reason="unmeasured")
-    backlog_s = backlog_tokens * compute_s / block_tokens
+    backlog_s = ahead.backlog_tokens * compute_s / block_tokens
     costs = {}
-    for count in sorted({0, found.host, total, _within(max_wait_s, found, rates, queued)}):
+    longest_s = max_wait_s + backlog_s
+    for count in sorted({0, found.host, total, _within(longest_s, found, rates, queued)}):
         wait_s = load_s(count, found, rates, queued)
-        if wait_s <= max_wait_s:
-            others_s = (total - count) * compute_s + _link_s(count, found, rates)
-            costs[count] = max(wait_s, backlog_s) + (total - count) * compute_s
-            costs[count] += num_waiting * others_s
+        if wait_s - backlog_s <= max_wait_s:
+            rest_s = (total - count) * compute_s
+            link_s = _link_s(count, found, rates)
+            others_s = ahead.num_waiting * rest_s + ahead.num_loading * link_s
+            costs[count] = max(wait_s, backlog_s) + rest_s + others_s
     best = min(costs, key=lambda count: (costs[count], -count))
     reason = "recompute_cheaper" if best == 0 else "load_cheaper" if best == total else "split"
     return LoadDecision(
@@ -239,7 +253,7 @@ class SequenceLoad:
 class PendingLoad:
     """A load in flight, as the owner of the cache's job: the sequences that depend on it."""
 
-    __slots__ = ("_finish", "has_ended", "overlapped", "waiting")
+    __slots__ = ("_finish", "expected", "has_ended", "overlapped", "waiting")
 
     def __init__(
         self, finish: "Callable[[PendingLoad, LoadJob, JobOutcome, float], None]"
@@ -250,6 +264,8 @@ class PendingLoad:
         self.overlapped: Sequence | None = None
         """The sequence that computes its first chunk during the load."""
         self.has_ended = False
+        self.expected: tuple[float, float] | None = None
+        """When the load was planned and how long it was expected to take, if that is known."""
 
     def finish_job(self, job: Job, outcome: JobOutcome, now: float) -> None:
         """The cache has applied the outcome. Nothing depends on when a timed-out load is

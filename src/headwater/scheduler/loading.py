@@ -28,9 +28,11 @@ from headwater.scheduler.load_state import (
     LowerTierMatch,
     MeasuredRates,
     PendingLoad,
+    QueueAhead,
     SequenceLoad,
     choose,
 )
+from headwater.scheduler.predictions import PredictionLog
 from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.types import Tier
 
@@ -39,8 +41,14 @@ FinishOverlapped = Callable[[Sequence, JobOutcome, float], None]
 _MOST_JOBS = 8
 """Loads that are started for one sequence; what is evicted as often is not worth more."""
 
+_MEAN_OF = 32
+"""Sequences that the mean prompt is about."""
+
 _LEAST_WAIT_S = 0.05
 """A wait that was chosen by price is not cut shorter than this."""
+
+_LINKS = {Tier.HOST: "host_to_device", Tier.STORAGE: "storage_to_host"}
+"""The link of a load, by its source."""
 
 _SHORTFALL = {
     JobStatus.TIMED_OUT: "timeout",
@@ -92,12 +100,18 @@ class KVLoader:
         """To be asked, all at once."""
         self._queued = {Tier.HOST: 0, Tier.STORAGE: 0}
         """Blocks of the loads in flight, by source."""
+        self._num_loads = 0
+        """Loads in flight."""
+        self._mean_tokens = 0.0
+        """Mean prompt of the sequences that entered lately."""
         self.finish_overlapped: FinishOverlapped | None = None
         """Told when a load ended during which a sequence computed."""
         self.layerwise = False
         """Whether the runner can compute over a load before it has landed."""
         self.overlappable: LoadJob | None = None
         """What the last call of `waits` began, where the sequence need not wait for its end."""
+        self.predictions = PredictionLog()
+        """Expected and actual seconds of loads."""
         self.choices: Counter[str] = Counter()
         """Priced choices, by reason."""
 
@@ -125,6 +139,8 @@ class KVLoader:
         path = sequence.path()
         if not longest or self._cache.match(path, max_blocks=longest).num_blocks == longest:
             return False
+        mean = self._mean_tokens or sequence.num_tokens
+        self._mean_tokens = mean + (sequence.num_tokens - mean) / _MEAN_OF
         load = sequence.load = self._make_load(sequence)
         load.is_asking = True
         self._questions.append(StorageLookup(path, longest, sequence, load))
@@ -133,6 +149,7 @@ class KVLoader:
     def adopt(self, plan: LoadJob) -> None:
         """Hand `plan` to the loop. Other sequences that need its blocks may wait for it."""
         self._queued[plan.source] += plan.num_blocks
+        self._num_loads += 1
         self._plans.append(plan)
 
     def still_waits(self, sequence: Sequence, now: float) -> bool:
@@ -209,6 +226,10 @@ class KVLoader:
         """A load ended: the sequences that depend on it go on. Also one that timed out no longer
         delays later loads."""
         self._queued[job.source] -= job.num_blocks
+        self._num_loads -= 1
+        if pending.expected is not None and outcome.status is JobStatus.DONE:
+            began_s, expected_s = pending.expected
+            self.predictions.add(_LINKS[job.source], expected_s, now - began_s)
         for sequence in pending.waiting:
             load = sequence.load
             if load is None:
@@ -225,11 +246,24 @@ class KVLoader:
     def _load_found(self, asked: StorageLookup, now: float) -> None:
         """Storage has blocks of a sequence: load those that are not on the host either."""
         sequence, load = asked.sequence, asked.load
+        if self._queue_tokens > self._cache.config.host_blocks * self._cache.block_tokens / 2:
+            # The queue alone would fill the host: what is loaded so early would be evicted
+            # before its turn. Admission loads it when the sequence is near the head.
+            return
         if sequence.state is SequenceState.WAITING and sequence.load is load and not load.ended:
             match = self._cache.match(asked.path, max_blocks=asked.num_blocks)
             # What is on the host already waits for admission.
-            if match.storage_blocks and not match.host_blocks and self._wants(load, match):
+            if (
+                match.storage_blocks
+                and not match.host_blocks
+                and self._wants(load, match, ahead=True)
+            ):
                 self._brings(sequence, load, match, fits=False, now=now)
+
+    @property
+    def _queue_tokens(self) -> float:
+        """Estimated prompt tokens of the waiting sequences."""
+        return self.num_waiting * self._mean_tokens
 
     def _make_load(self, sequence: Sequence) -> SequenceLoad:
         """By what its request says, or else the settings."""
@@ -240,20 +274,21 @@ class KVLoader:
             self._timeout_s if timeout_s is None else timeout_s,
         )
 
-    def _wants(self, load: SequenceLoad, match: Match) -> bool:
-        """Whether more of `match` is to be loaded; the choice is made when it is first asked."""
+    def _wants(self, load: SequenceLoad, match: Match, *, ahead: bool = False) -> bool:
+        """Whether more of `match` is to be loaded; the choice is made when it is first asked.
+        `ahead` says that the sequence just entered the queue."""
         if not match.host_blocks and not match.storage_blocks:
             return False
         if load.choice is None:
             load.device_blocks = match.device_blocks
             load.below = LowerTierMatch(match.host_blocks, match.storage_blocks)
-            load.choice = self._choose(load, match)
+            load.choice = self._choose(load, match, ahead=ahead)
             self.choices[load.choice.reason] += 1
         if match.device_blocks < load.device_blocks + load.choice.num_blocks:
             return True
         return load.policy == "best_effort" and match.storage_blocks > 0
 
-    def _choose(self, load: SequenceLoad, match: Match) -> LoadDecision:
+    def _choose(self, load: SequenceLoad, match: Match, *, ahead: bool) -> LoadDecision:
         found = load.below
         if load.policy in ("wait", "deadline"):
             return LoadDecision(num_blocks=found.num_blocks, reason=f"policy_{load.policy}")
@@ -268,19 +303,25 @@ class KVLoader:
             else LowerTierMatch(self._queued[Tier.HOST], self._queued[Tier.STORAGE]),
             block_tokens=self._cache.block_tokens,
             max_wait_s=load.timeout_s,
-            backlog_tokens=self.backlog_tokens,
-            num_waiting=self.num_waiting,
+            ahead=QueueAhead(
+                # Those that wait before a new sequence are computed before it too.
+                self.backlog_tokens + round(self._queue_tokens if ahead else 0),
+                self.num_waiting,
+                min(self._num_loads, self.num_waiting),
+            ),
         )
 
     def _patience_s(self, sequence: Sequence, load: SequenceLoad, match: Match) -> float:
-        """How long it is worth waiting: by price, twice what computing it all would take."""
+        """How long it is worth waiting: by price, twice what computing it all would take, or what
+        the load was expected to take."""
         if load.policy == "wait":
             return inf
         speed = self.rates.prefill_tokens_s
         if load.policy == "deadline" or not speed:
             return load.timeout_s
         missing = sequence.num_tokens - match.device_blocks * self._cache.block_tokens
-        return min(load.timeout_s, max(2 * missing / speed, _LEAST_WAIT_S))
+        expected_s = 0.0 if load.choice is None else load.choice.load_s or 0.0
+        return min(load.timeout_s, max(2 * missing / speed, 2 * expected_s, _LEAST_WAIT_S))
 
     def _brings(
         self, sequence: Sequence, load: SequenceLoad, match: Match, *, fits: bool, now: float
@@ -305,6 +346,7 @@ class KVLoader:
                 load.shortfall = "no_room"
                 return False
             load.num_jobs += 1
+            owner.expected = self._expected(job, now)
             self.adopt(job)
             if self._carries(job, sequence, whole=job.num_blocks >= wanted):
                 self.overlappable = job
@@ -312,6 +354,14 @@ class KVLoader:
             load.job = job
             job.owner.waiting.append(sequence)
         return load.policy != "best_effort" or match.host_blocks > 0
+
+    def _expected(self, job: LoadJob, now: float) -> tuple[float, float] | None:
+        """When `job` begins and how long it should take, behind what is on its link."""
+        rate = self.rates.host if job.source is Tier.HOST else self.rates.storage
+        if rate is None:
+            return None
+        blocks = self._queued[job.source] + job.num_blocks
+        return now, rate.latency_s + blocks * rate.block_s
 
     def _carries(self, plan: LoadJob, sequence: Sequence, *, whole: bool) -> bool:
         """Whether `sequence` may compute over `plan`: it brings all that is to be loaded."""

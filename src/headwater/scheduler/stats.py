@@ -9,6 +9,7 @@ from headwater.scheduler.blocks import GrowthEstimate
 from headwater.scheduler.load_state import MeasuredRates
 from headwater.scheduler.loading import KVLoader
 from headwater.scheduler.output import LoadUsage, Usage
+from headwater.scheduler.predictions import PredictionTotals
 from headwater.scheduler.queues import SequenceTable
 from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.types import RequestId
@@ -50,6 +51,9 @@ class SchedulerStats:
 
     rates: MeasuredRates
     """What those choices are priced from, as measured lately."""
+
+    predictions: Mapping[str, PredictionTotals]
+    """Expected and actual seconds of loads, by link."""
 
     recent_loads: tuple[LoadUsage, ...]
     """The last choices, oldest first, with their prices and what came of them."""
@@ -125,6 +129,7 @@ def snapshot(
         misses=dict(totals.misses),
         load_choices=dict(loader.choices),
         rates=loader.rates,
+        predictions=dict(loader.predictions.totals),
         recent_loads=tuple(totals.recent_loads),
         num_copies=num_copies,
         generated_tokens=totals.generated_tokens,

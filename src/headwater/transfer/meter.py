@@ -6,7 +6,8 @@ _MEMORY = 0.95
 """Weight that an observation keeps with each later one."""
 
 _STALE_S = 60.0
-"""An older measurement says nothing: a link that was slow once is tried again."""
+"""After each such time without a job, a link is taken to be twice as fast: one that was slow once
+is tried again, and the slower it was, the later."""
 
 
 class LinkMeter:
@@ -26,10 +27,19 @@ class LinkMeter:
         self._products = self._products * _MEMORY + num_blocks * busy_s
         self._last_s = now
 
-    def rate(self, *, now: float) -> LinkRate | None:
-        """The line; None before the first job, and when the last is too long ago."""
-        if not self._blocks or now - self._last_s > _STALE_S:
+    def rate(self, *, now: float, busy: bool = False) -> LinkRate | None:
+        """The line; None before the first job. While the link is `busy`, a job that will measure it
+        again is on its way, so that it is not tried by others."""
+        if not self._blocks:
             return None
+        line = self._line()
+        num_stale = 0 if busy else int((now - self._last_s) / _STALE_S)
+        if not num_stale:
+            return line
+        hope = 0.5 ** min(num_stale, 32)
+        return LinkRate(line.latency_s * hope, line.block_s * hope)
+
+    def _line(self) -> LinkRate:
         spread = self._count * self._blocks_squared - self._blocks**2
         if spread > 1e-6 * self._blocks**2:
             slope = (self._count * self._products - self._blocks * self._seconds) / spread

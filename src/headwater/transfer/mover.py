@@ -209,9 +209,14 @@ class Mover:
         return wake_s is not None and wake_s <= now
 
     def rate(self, link: str, *, now: float) -> LinkRate | None:
-        """How fast `link` was lately."""
-        meter = self._meters.get(link)
-        return None if meter is None else meter.rate(now=now)
+        """How fast `link` was lately; the opposite direction where it carried nothing yet."""
+        totals = self.links.get(link)
+        busy = totals is not None and totals.in_flight > 0
+        for name in (link, "_to_".join(reversed(link.split("_to_")))):
+            meter = self._meters.get(name)
+            if meter is not None:
+                return meter.rate(now=now, busy=busy)
+        return None
 
     def storage_stats(self) -> StorageStats | None:
         """What storage says of itself, where there is any."""
