@@ -76,6 +76,13 @@ def run(model, job):
     return [one for one in rounds if "tokens" in one]
 
 
+def read_round(child):
+    """The next round of a process that runs."""
+    while "tokens" not in (line := child.stdout.readline()):
+        assert child.poll() is None
+    return json.loads(line)
+
+
 def make_prompts(seed=1, count=4, length=300):
     rng = random.Random(seed)
     prompts = [[rng.randrange(3, 1000) for _ in range(length)] for _ in range(count - 1)]
@@ -110,7 +117,7 @@ def test_two_instances_share_a_directory_while_both_run(model, expected, tmp_pat
     job = {"connector": file_storage(tmp_path / "kv"), "batches": [make_prompts()]}
     first = start(model, {**job, "drain_s": 20, "hold": True}, stdin=subprocess.PIPE)
     assert first.stdout is not None
-    while json.loads(first.stdout.readline() or "{}").get("drained") is not True:
+    while "drained" not in first.stdout.readline():
         assert first.poll() is None
     [second] = run(model, job)
     first.communicate("\n", timeout=60)
@@ -123,9 +130,7 @@ def test_after_kill_9_while_storing_the_next_process_is_right(model, expected, t
     """Whatever was half written is not found; what was whole is."""
     job = {"connector": file_storage(tmp_path / "kv"), "batches": [make_prompts()]}
     child = start(model, {**job, "drain_s": 20})
-    assert child.stdout is not None
-    while "tokens" not in child.stdout.readline():
-        assert child.poll() is None
+    read_round(child)
     child.send_signal(signal.SIGKILL)
     child.wait()
 
@@ -163,7 +168,7 @@ def test_a_full_disk_never_changes_a_token(model, expected, tmp_path):
     folder = tmp_path / "small"
     folder.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], check=False
+        ["mount", "-t", "tmpfs", "-o", "size=4m,mode=0700", "tmpfs", folder], check=False
     )
     if mounted.returncode:
         pytest.skip("needs the right to mount a tmpfs")
@@ -198,12 +203,11 @@ def test_a_redis_that_stops_never_changes_a_token(model, expected, tmp_path):
         [shared] = run(model, job)
         child = start(model, {**job, "rounds": 3, "reset_connector": True, "pause_s": 1})
         assert child.stdout is not None
-        while "tokens" not in child.stdout.readline():
-            assert child.poll() is None
+        read_round(child)
         server.send_signal(signal.SIGSTOP)
-        second = json.loads(child.stdout.readline())
+        second = read_round(child)
         server.kill()
-        third = json.loads(child.stdout.readline())
+        third = read_round(child)
         child.communicate(timeout=120)
     finally:
         server.kill()

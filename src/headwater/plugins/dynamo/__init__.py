@@ -1,0 +1,1 @@
+"""A Dynamo worker that serves with a Headwater engine."""

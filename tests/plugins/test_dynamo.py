@@ -1,0 +1,81 @@
+"""The Dynamo worker: a real Headwater server behind Dynamo's engine interface."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from headwater.device import builtin
+from headwater.errors import ConfigError
+from headwater.plugins.dynamo.engine import HeadwaterEngine
+
+CONTEXT = SimpleNamespace(id=lambda: "request-1")
+
+
+class Publisher:
+    """Takes the load that a worker reports."""
+
+    def __init__(self):
+        self.snapshots = []
+        self.has_any = asyncio.Event()
+
+    def publish(self, rank, snapshot):
+        self.snapshots.append((rank, snapshot))
+        self.has_any.set()
+
+
+async def collect(engine, tokens, **options):
+    request = {"token_ids": tokens, "stop_conditions": {"max_tokens": 4}, **options}
+    return [chunk async for chunk in engine.generate(request, CONTEXT)]
+
+
+@pytest.mark.slow
+def test_a_worker_answers_reports_its_load_and_names_its_events():
+    """Tokens, usage with cached tokens, block size for the router, and a private event socket."""
+
+    async def scenario():
+        flags = ["--", "--num-gpu-blocks-override", "64", "--block-size", "16"]
+        engine, config = await HeadwaterEngine.from_args(
+            [str(builtin.ensure()), "--served-model-name", "m", *flags]
+        )
+        publisher = Publisher()
+        engine.attach_snapshot_publisher(publisher)
+        try:
+            registered = await engine.start(1)
+            prompt = [65 + i % 26 for i in range(100)]
+            cold = await collect(
+                engine, prompt, sampling_options={"temperature": 0, "top_k": -1}
+            )
+            warm = await collect(engine, prompt, sampling_options={"temperature": 0})
+            [source] = await engine.kv_event_sources()
+            await asyncio.wait_for(publisher.has_any.wait(), 20)
+        finally:
+            await engine.cleanup()
+        return config, registered, cold, warm, source, publisher
+
+    config, registered, cold, warm, source, publisher = asyncio.run(scenario())
+
+    assert (config.served_model_name, config.discovery_backend) == ("m", "file")
+    assert (registered.llm.kv_cache_block_size, registered.llm.total_kv_blocks) == (16, 64)
+    tokens = [token for chunk in cold for token in chunk["token_ids"]]
+    assert tokens == [token for chunk in warm for token in chunk["token_ids"]]
+    assert (len(tokens), cold[-1]["finish_reason"]) == (4, "length")
+    assert cold[-1]["completion_usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert warm[-1]["completion_usage"]["prompt_tokens_details"] == {"cached_tokens": 96}
+    assert source.endpoint.startswith("ipc://")
+    rank, snapshot = publisher.snapshots[-1]
+    assert (rank, snapshot.kv_total_blocks) == (0, 64)
+
+
+@pytest.mark.slow
+def test_a_server_that_cannot_start_is_an_error_and_leaves_nothing_behind(tmp_path):
+    """The worker ends with the reason; its server and folder are gone."""
+
+    async def scenario():
+        engine, _ = await HeadwaterEngine.from_args([str(tmp_path / "missing"), "--", "--port"])
+        with pytest.raises(ConfigError, match="ended with"):
+            await engine.start(1)
+        await engine.cleanup()
+        await engine.cleanup()
+
+    asyncio.run(scenario())
