@@ -1,6 +1,7 @@
 """Decides where blocks are: prefix tree, tiers, leases and planned jobs. Pure."""
 
 from headwater.cache.config import CacheConfig
+from headwater.cache.host_log import AdoptedRun, HostArrival, HostChange, HostCleared
 from headwater.cache.keys import KeyScheme, MediaSpan, Namespace, TokenPath, media_by_block
 from headwater.cache.lease import Lease
 from headwater.cache.plan import (
@@ -23,10 +24,14 @@ from headwater.cache.stats import CacheStats
 from headwater.cache.tiered import TieredCache
 
 __all__ = [
+    "AdoptedRun",
     "CacheConfig",
     "CacheStats",
     "FinishedRequest",
     "Hint",
+    "HostArrival",
+    "HostChange",
+    "HostCleared",
     "InFlight",
     "Job",
     "JobEffect",

@@ -66,6 +66,9 @@ class CacheConfig:
     record_events: bool = False
     """Whether what is gained and lost is recorded, for those who follow the cache."""
 
+    record_host: bool = False
+    """Whether arrivals in host slots are recorded, for a host tier that outlives the engine."""
+
     def __post_init__(self) -> None:
         for name in ("block_tokens", "select_hits"):
             if getattr(self, name) < 1:

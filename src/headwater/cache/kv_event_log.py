@@ -6,9 +6,8 @@ subscriber there is no log, and no key is computed for it.
 
 from collections.abc import Iterator
 
-from headwater.cache.keys import SHARED, Namespace
 from headwater.cache.node import Node
-from headwater.cache.tree import PrefixTree
+from headwater.cache.tree import PrefixTree, namespace_of
 from headwater.events import BlocksCleared, BlocksRemoved, BlocksStored, CacheEvent
 from headwater.types import Tier
 
@@ -55,7 +54,7 @@ class KVEventLog:
                     yield self._stored(node, tier, 0, count)
 
     def _stored(self, node: Node, tier: Tier, start: int, end: int) -> BlocksStored:
-        namespace, stride = _namespace(node), self._tree.stride
+        namespace, stride = namespace_of(node), self._tree.stride
         is_first = node.start + start == 0
         return BlocksStored(
             tier=tier,
@@ -65,10 +64,3 @@ class KVEventLog:
             adapter=namespace.adapter,
             salt_id=self._tree.scheme.root(namespace)[-8:].hex() if namespace.salt else "",
         )
-
-
-def _namespace(node: Node) -> Namespace:
-    """The namespace of a node, from the root of its path."""
-    while node.parent is not None:
-        node = node.parent
-    return node.namespace or SHARED

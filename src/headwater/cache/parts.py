@@ -12,6 +12,7 @@ from headwater.cache.config import CacheConfig
 from headwater.cache.eviction_window import EvictionWindow
 from headwater.cache.evictor import Evictor
 from headwater.cache.ghosts import Ghosts
+from headwater.cache.host_log import HostBlockLog, HostChange
 from headwater.cache.inflight import InFlightPrefixes
 from headwater.cache.job_finisher import JobFinisher
 from headwater.cache.jobs import JobTable
@@ -73,7 +74,9 @@ class CacheParts:
         self._publisher = Publisher(tree, device.pool, pins, ghosts, writes, events)
         tiers = {Tier.DEVICE: device, Tier.HOST: host}
         jobs = self._jobs = JobTable()
-        parts = pins, self._evictor, Residency(tree, host, events), writes, jobs
+        self._host_log = HostBlockLog(tree) if config.record_host else None
+        residency = self._residency = Residency(tree, host, events, self._host_log)
+        parts = pins, self._evictor, residency, writes, jobs
         self._planner = TransferPlanner(tree, tiers, *parts)
         self._finisher = JobFinisher(tiers, *parts, self._publisher.learn_stored)
         self._leases: dict[Lease, None] = {}
@@ -117,6 +120,10 @@ class CacheParts:
     def take_events(self) -> list[CacheEvent]:
         """KV events since the last call, in order; none unless `record_events` is set."""
         return [] if self._events is None else self._events.take()
+
+    def take_host_changes(self) -> list[HostChange]:
+        """Arrivals in host slots since the last call; none unless `record_host` is set."""
+        return [] if self._host_log is None else self._host_log.take()
 
     def snapshot_events(self) -> Iterator[BlocksStored]:
         """KV events that describe every cached block. O(blocks)."""

@@ -103,6 +103,17 @@ class SlotPool:
         self._counts[state] += count
         return slots
 
+    def claim(self, slots: Slots, state: SlotState) -> None:
+        """Move these free slots to `state`. O(slots of the pool): for the start of an engine."""
+        self._require(slots, len(slots), SlotState.FREE)
+        self._state[slots] = state
+        free = self._free[: self.num_free]
+        left = free[self._state[free] == _FREE]
+        self._free[: len(left)] = left
+        self.num_free = len(left)
+        self._counts[_FREE] -= len(slots)
+        self._counts[state] += len(slots)
+
     def move(self, slots: Slots, old: SlotState, new: SlotState) -> None:
         """Change the state of `slots`, all of which must be in state `old`."""
         count = len(slots)

@@ -1,7 +1,10 @@
 """Attach blocks to a node in a tier: the one place where a node gains blocks by a transfer."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from headwater.cache.host_log import AdoptedRun, HostBlockLog
 from headwater.cache.kv_event_log import KVEventLog
 from headwater.cache.node import Node
 from headwater.cache.tier_pool import TierPool
@@ -13,11 +16,16 @@ class Residency:
     """Adds blocks to a node and keeps the counts of its parent and the host order correct."""
 
     def __init__(
-        self, tree: PrefixTree, host: TierPool, events: KVEventLog | None = None
+        self,
+        tree: PrefixTree,
+        host: TierPool,
+        events: KVEventLog | None = None,
+        host_log: HostBlockLog | None = None,
     ) -> None:
         self._tree = tree
         self._host = host
         self._events = events
+        self._host_log = host_log
 
     def attach(self, node: Node, tier: Tier, start: int, count: int, slots: Slots) -> bool:
         """Record that `node` has its blocks [start, start + count) in `tier`.
@@ -42,6 +50,23 @@ class Residency:
             if self._events is not None:
                 self._events.stored(node, tier, start, start + count)
         return attached
+
+    def adopt(self, runs: Sequence[AdoptedRun], *, now: float) -> None:
+        """Add runs that an earlier engine left in host slots. A run comes after the run before
+        it on its path."""
+        nodes: list[Node] = []
+        for run in runs:
+            parent = self._tree.root(run.namespace) if run.before is None else nodes[run.before]
+            node = self._tree.add_run(parent, run.tokens, run.keys)
+            node.host = run.slots
+            parent.host_children += 1
+            nodes.append(node)
+            if self._events is not None:
+                self._events.stored(node, Tier.HOST, 0, node.num_blocks)
+        # From the end of a path to its beginning, as `touch_host` does: leaves are evicted first.
+        aged = zip(nodes, runs, strict=True)
+        for node, _ in sorted(aged, key=lambda pair: (pair[1].used_s, -pair[0].start)):
+            self._host.add(node, now)
 
     def touch_host(self, node: Node | None, *, now: float) -> None:
         """Make the path that ends with `node` the most recently used of the host tier."""
@@ -75,4 +100,6 @@ class Residency:
             parent.host_children += 1
             self._tree.stored_only.pop(node, None)
         node.host = np.concatenate((node.host, slots))
+        if self._host_log is not None:
+            self._host_log.arrived(node, start, slots)
         return True

@@ -5,10 +5,11 @@ thread calls it; nothing here waits or locks. Callers use the methods of `Tiered
 parts are private.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from headwater.cache.host_log import AdoptedRun
 from headwater.cache.keys import KeyScheme, Namespace, TokenPath
 from headwater.cache.lease import Lease
 from headwater.cache.node import Node
@@ -208,6 +209,16 @@ class TieredCache(CacheParts):
         """The sessions expected before `until_s`, earliest first; each is returned once."""
         return self._sessions.take_due(until_s)
 
+    def adopt_host(self, runs: Sequence[AdoptedRun], *, now: float) -> None:
+        """Make blocks findable that an earlier engine left in host slots, before any request.
+
+        Each run comes after the run before it on its path.
+        """
+        if runs:
+            slots = np.concatenate([run.slots for run in runs])
+            self._host.pool.claim(slots, SlotState.CACHED)
+            self._residency.adopt(runs, now=now)
+
     def trim(self, max_cached: int) -> int:
         """Evict device blocks until at most `max_cached` are cached; return how many.
 
@@ -217,6 +228,8 @@ class TieredCache(CacheParts):
 
     def trim_host(self) -> int:
         """Evict every host block that no transfer uses; return how many."""
+        if self._host_log is not None:
+            self._host_log.cleared()
         return self._evictor.evict_host(self._host.pool.stats().cached)
 
     def expire(self, now: float) -> list[Lease]:
@@ -331,6 +344,8 @@ class TieredCache(CacheParts):
         self._pins.retire_all()
         if self._events is not None:
             self._events.cleared()
+        if self._host_log is not None:
+            self._host_log.cleared()
 
     def rekey(self, scheme: KeyScheme) -> None:
         """The model has other weights: forget everything and compute keys by `scheme`."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from headwater.cache.keys import KeyScheme, Namespace, TokenPath
+from headwater.cache.keys import SHARED, KeyScheme, Namespace, TokenPath
 from headwater.cache.node import Node
 from headwater.cache.plan import MissReason
 from headwater.errors import InvariantError
@@ -124,6 +124,18 @@ class PrefixTree:
         node.tokens = first if alone else self._bytes(path, block, count)
         if path.media is not None:
             node.media = _shifted(path.media, block, count)
+        parent.children[first] = node
+        self.num_nodes += 1
+        self.version += 1
+        return node
+
+    def add_run(self, parent: Node, tokens: bytes, keys: list[BlockKey]) -> Node:
+        """Create a child of `parent` for blocks that are known by their tokens and keys."""
+        first = tokens[: self.stride]
+        if first in parent.children:
+            raise InvariantError("a run that is in the tree already was added")
+        node = Node(parent, first, parent.end, self.new_uid())
+        node.num_blocks, node.tokens, node.keys = len(keys), tokens, keys
         parent.children[first] = node
         self.num_nodes += 1
         self.version += 1
@@ -332,6 +344,13 @@ class PrefixTree:
         for namespace in [n for n, r in self.roots.items() if not r.children and not r.pins]:
             del self.roots[namespace]
         self._prune_at = max(_ROOTS_BEFORE_PRUNING, 2 * len(self.roots))
+
+
+def namespace_of(node: Node) -> Namespace:
+    """The namespace of a node, from the root of its path."""
+    while node.parent is not None:
+        node = node.parent
+    return node.namespace or SHARED
 
 
 def subtree(node: Node) -> Iterator[Node]:

@@ -100,6 +100,8 @@ class EngineCore:
         self._num_received = 0
         """Outcomes and messages that arrived, ever."""
         self._feed: Feed | None = None
+        self.record_host: Callable[[], None] | None = None
+        """Records what arrived on the host, for the next engine."""
         self._reload = WeightReload(scheduler)
         self._peers: HandoffController | None = None
         self.failure: str | None = None
@@ -283,6 +285,8 @@ class EngineCore:
 
     def publish(self) -> None:
         """Publish what changed in the cache since the last call."""
+        if self.record_host is not None:
+            self.record_host()
         feed = self._feed
         if feed is None or not self._cache.config.record_events:
             return

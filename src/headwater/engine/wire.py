@@ -66,9 +66,9 @@ class EngineStart(msgspec.Struct, frozen=True):
     is_paused: bool = False
     """Whether an operator had paused the engine before."""
 
-    host_memory: int | None = None
-    """Descriptor of the host tier's memory, which outlives this engine; None where the engine
-    has memory of its own."""
+    host_memory: tuple[int, int] | None = None
+    """Descriptors of the host tier's memory, which outlives this engine: blocks, and what is in
+    each slot. None where the engine has memory of its own."""
 
 
 class Stop(msgspec.Struct, tag="stop", frozen=True):

@@ -8,7 +8,7 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headwater.cache import CacheConfig, TieredCache
+from headwater.cache import CacheConfig, KeyScheme, Namespace, TieredCache
 from headwater.clock import Clock, SystemClock
 from headwater.config import EngineConfig
 from headwater.engine.client import EngineInfo
@@ -19,6 +19,7 @@ from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import ConfigError
 from headwater.launch.events import open_events
 from headwater.launch.host_memory import HostMemory
+from headwater.launch.kept_host import HostRecorder, KeptHost
 from headwater.launch.limits import StepLimits, choose_limits
 from headwater.launch.peers import open_peers, shares_blocks
 from headwater.launch.ranks import RankLauncher, check_ranks
@@ -39,28 +40,33 @@ BUILT_IN_NAME = "headwater-tiny"
 
 
 def build_core(
-    config: EngineConfig, model: "LoadedModel | None" = None
+    config: EngineConfig, model: "LoadedModel | None" = None, kept: KeptHost | None = None
 ) -> tuple[EngineCore, EngineInfo]:
     """Load the model, unless it is there already, size the pool, join scheduler, cache, runner.
 
-    With several ranks this process is rank 0, and the others are started here.
+    With several ranks this process is rank 0, and the others are started here. `kept` is memory
+    for the host tier that outlives this engine.
     """
     _limit_threads(config.num_threads, num_ranks=config.tensor_parallel_size)
     block_keys.prepare()
     clock = SystemClock()
     if config.tensor_parallel_size == 1:
-        return _build(config, model, None, clock)
+        return _build(config, model, None, clock, kept)
     check_ranks(config)
     ranks = RankLauncher(config, clock)
     try:
-        return _build(config, ranks.load(), ranks, clock)
+        return _build(config, ranks.load(), ranks, clock, kept)
     except BaseException:
         ranks.close()
         raise
 
 
 def _build(
-    config: EngineConfig, model: "LoadedModel | None", ranks: RankLauncher | None, clock: Clock
+    config: EngineConfig,
+    model: "LoadedModel | None",
+    ranks: RankLauncher | None,
+    clock: Clock,
+    kept: KeptHost | None,
 ) -> tuple[EngineCore, EngineInfo]:
     # After the thread limits, which torch reads once.
     from headwater.device.memory import free_bytes, num_blocks_that_fit
@@ -90,8 +96,10 @@ def _build(
         max_num_seqs=limits.max_num_seqs,
     )
     layout = model.whole_layout(config.block_tokens)
-    num_host_blocks = host_blocks(config, layout)
-    scheduler = _scheduler(config, limits, model, layout, num_blocks, num_host_blocks)
+    num_host_blocks = _num_kept(config, model, layout, kept) or host_blocks(config, layout)
+    kept = kept if num_host_blocks else None
+    cache = _cache(config, model, layout, num_blocks, num_host_blocks, is_kept=kept is not None)
+    scheduler = _scheduler(config, limits, model, cache)
     if ranks is not None:
         ranks.meet(model, num_blocks, limits)
     own, pool = open_runner(
@@ -105,7 +113,7 @@ def _build(
         group=None if ranks is None else ranks.group,
     )
     runner: Runner = own if ranks is None else ranks.lead(own)
-    memory = HostMemory(pool, runner, clock, None if ranks is None else ranks.copies)
+    memory = HostMemory(pool, runner, clock, None if ranks is None else ranks.copies, kept)
     info = EngineInfo(
         model_name=_model_name(config),
         model_dir=str(model.model_dir),
@@ -127,6 +135,10 @@ def _build(
     )
     mover = open_mover(config, scheduler.cache, memory, clock)
     core = EngineCore(scheduler, runner, clock, mover)
+    if kept is not None:
+        directory = kept.adopt(cache, layout.block_bytes, clock)
+        recorder = HostRecorder(cache, directory, clock)
+        mover.before_start, core.record_host = recorder.before_copies, recorder.record
     core.count_compilations = prepare_device(own, mover.copier)
     if ranks is not None:
         ranks.ranks.on_lost(core.fail)
@@ -136,6 +148,20 @@ def _build(
         parts = Parts(model=model, runner=runner, cache=scheduler.cache, mover=mover)
         core.allow_reload(Reloader(config, parts, info, clock).reload)
     return core, info
+
+
+def _num_kept(
+    config: EngineConfig, model: "LoadedModel", layout: KVLayout, kept: KeptHost | None
+) -> int:
+    """Blocks of a host tier of this model that an earlier engine left; 0 where there is none."""
+    if kept is None or not config.may_have_host_tier:
+        return 0
+    scheme = KeyScheme(
+        block_tokens=config.block_tokens,
+        fingerprint=model.fingerprint,
+        kv_format=layout.kv_format,
+    )
+    return kept.num_blocks(scheme.root(Namespace()), layout.block_bytes) or 0
 
 
 def _model_name(config: EngineConfig) -> str:
@@ -166,22 +192,17 @@ def _masks(limits: StepLimits, model: "LoadedModel", clock: Clock) -> MaskWorker
     return MaskWorkers(compiler, clock, max_states=2 * limits.max_num_seqs)
 
 
-def _scheduler(
+def _cache(
     config: EngineConfig,
-    limits: StepLimits,
     model: "LoadedModel",
     layout: KVLayout,
     num_blocks: int,
     num_host_blocks: int,
-) -> Scheduler:
-    max_model_len = config.max_model_len or model.max_model_len
-    if max_model_len > model.max_model_len:
-        raise ConfigError(
-            f"--max-model-len {max_model_len} is more than the {model.max_model_len} the model "
-            "was made for"
-        )
+    *,
+    is_kept: bool,
+) -> TieredCache:
     weights = load_weights(config.eviction_weights) if config.eviction == "session" else None
-    cache = TieredCache(
+    return TieredCache(
         CacheConfig(
             device_blocks=num_blocks,
             block_tokens=config.block_tokens,
@@ -194,8 +215,20 @@ def _scheduler(
             fingerprint=model.fingerprint,
             kv_format=layout.kv_format,
             record_events=config.kv_events is not None and config.kv_events.is_on,
+            record_host=is_kept,
         )
     )
+
+
+def _scheduler(
+    config: EngineConfig, limits: StepLimits, model: "LoadedModel", cache: TieredCache
+) -> Scheduler:
+    max_model_len = config.max_model_len or model.max_model_len
+    if max_model_len > model.max_model_len:
+        raise ConfigError(
+            f"--max-model-len {max_model_len} is more than the {model.max_model_len} the model "
+            "was made for"
+        )
     settings = SchedulerConfig(
         max_model_len=max_model_len,
         max_num_seqs=limits.max_num_seqs,

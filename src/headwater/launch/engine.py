@@ -14,6 +14,7 @@ from headwater.engine.core import EngineCore
 from headwater.engine.process import run_engine
 from headwater.engine.wire import EngineStart
 from headwater.launch.core import build_core
+from headwater.launch.kept_host import KeptHost
 from headwater.launch.ranks import LOG_FORMAT_VARIABLE
 from headwater.metrics.logs import LogFormat, set_up_logs
 
@@ -26,7 +27,9 @@ def main(log_format: LogFormat, address: str) -> int:
 
 
 def _build(start: EngineStart) -> tuple[EngineCore, EngineInfo]:
-    built = build_core(msgspec.json.decode(start.settings, type=EngineConfig))
+    kept = None if start.host_memory is None else KeptHost(*start.host_memory)
+    config = msgspec.json.decode(start.settings, type=EngineConfig)
+    built = build_core(config, kept=kept)
     settle_collector()
     return built
 

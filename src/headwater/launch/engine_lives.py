@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -50,10 +51,16 @@ class EngineLives:
         self._clock = clock
         self._recording = recording
         self._rundir = RunDir()
+        # Without a name, so that nothing is left when the last process that has it is gone.
+        self._host_memory = (
+            os.memfd_create("headwater-blocks"),
+            os.memfd_create("headwater-slots"),
+        )
         self._engine: EngineProcess | None = None
         self._num_lives = 0
         self._num_violations = 0
         self._load_s = 0.0
+        self._num_device_blocks = 0
         self._began: tuple[float, float] | None = None
         """When the first engine was ready: Unix time, and by the clock."""
         self.up: EngineUp | None = None
@@ -107,6 +114,8 @@ class EngineLives:
         if self._engine is not None:
             await (self._engine.stop() if self._engine.is_ready else self._engine.kill())
         self._rundir.close()
+        for descriptor in self._host_memory:
+            os.close(descriptor)
 
     async def _live(self, on_up: Callable[[EngineUp], None]) -> str:
         """One life: start an engine, and wait for its end; why it ended."""
@@ -114,12 +123,14 @@ class EngineLives:
         engine = self._engine = EngineProcess(
             ["headwater.launch.engine", self._config.log_format],
             EngineStart(
-                settings=msgspec.Raw(msgspec.json.encode(self.engine_config)),
+                settings=msgspec.Raw(msgspec.json.encode(self._settings())),
                 max_queued=self._config.limits.max_queued,
                 is_paused=self._state.is_paused,
+                host_memory=self._host_memory,
             ),
             self._rundir.address(self._num_lives),
             on_info=self._follow_weights,
+            pass_fds=self._host_memory,
         )
         self._num_lives += 1
         info = await engine.start(timeout_s=self._config.start_timeout_s)
@@ -133,8 +144,16 @@ class EngineLives:
         on_up(self.up)
         return await engine.wait()
 
+    def _settings(self) -> EngineConfig:
+        """Settings of the next engine. On a CPU, free memory is smaller than it was before the
+        host tier filled, so the number of device blocks is that of the first engine."""
+        if not self._num_device_blocks or self.engine_config.device != "cpu":
+            return self.engine_config
+        return replace(self.engine_config, num_blocks_override=self._num_device_blocks)
+
     def _describe(self, engine: EngineProcess, info: EngineInfo) -> EngineUp:
         self._began = self._began or (unix_s(), self._clock.now())
+        self._num_device_blocks = info.num_device_blocks
         return EngineUp(
             address=engine.address,
             info=info,

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from headwater.clock import Clock
 from headwater.engine.core import Runner
+from headwater.launch.kept_host import KeptHost
 from headwater.transfer.mover import DeviceCopier
 from headwater.transfer.slab import HostSlab
 
@@ -16,9 +17,16 @@ class HostMemory:
     """Makes slabs and copiers for one engine, of one rank or several."""
 
     def __init__(
-        self, pool: "KVPool", runner: Runner, clock: Clock, copies: "RankCopies | None" = None
+        self,
+        pool: "KVPool",
+        runner: Runner,
+        clock: Clock,
+        copies: "RankCopies | None" = None,
+        kept: KeptHost | None = None,
     ) -> None:
-        """`copies` are those of the other ranks, where there are some."""
+        """`copies` are those of the other ranks, where there are some. `kept` is memory of the
+        supervisor."""
+        self.kept = kept
         self.pool = pool
         self.block_bytes = pool.block_bytes
         self.copies = copies
@@ -33,6 +41,12 @@ class HostMemory:
     def slab(self, num_slots: int) -> HostSlab:
         """Memory for whole blocks."""
         return HostSlab(num_slots, self.block_bytes, for_ranks=self.has_ranks)
+
+    def kept_slab(self, num_slots: int) -> HostSlab:
+        """Memory for whole blocks that outlives this engine, where the supervisor gave some."""
+        if self.kept is None:
+            return self.slab(num_slots)
+        return self.kept.open_slab(num_slots, self.block_bytes)
 
     def open_copier(self, slab: HostSlab, *, layerwise: bool = False) -> DeviceCopier:
         """A copier between the device and `slab`; a `layerwise` one tells the runner of layers

@@ -99,7 +99,7 @@ def open_mover(
     num_blocks = cache.config.host_blocks
     if not num_blocks:
         return Mover()
-    slab = memory.slab(num_blocks)
+    slab = memory.kept_slab(num_blocks)
     workers = _open_workers(config, cache, slab, clock)
     copier = memory.open_copier(slab, layerwise=True)
     return Mover(copier, workers, block_bytes=memory.block_bytes)

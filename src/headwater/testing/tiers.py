@@ -13,6 +13,7 @@ import numpy as np
 from headwater.cache import CacheConfig, TieredCache
 from headwater.clock import Clock, SystemClock
 from headwater.engine.core import EngineCore
+from headwater.launch.kept_host import HostRecorder, KeptHost
 from headwater.scheduler.config import SchedulerConfig
 from headwater.scheduler.output import SequenceOutput, Usage
 from headwater.scheduler.request import Request, SamplingParams
@@ -76,6 +77,9 @@ class EchoTiers:
     held: bool = False
     """Whether copies, and calls without threads, end only when the caller says so."""
 
+    kept: KeptHost | None = None
+    """Memory of the host tier that outlives the engine."""
+
     timeouts: Mapping[str, float] = field(default_factory=dict)
     settings: Mapping[str, object] = field(default_factory=dict)
     outputs: dict[str, list[int]] = field(default_factory=dict)
@@ -91,6 +95,7 @@ class EchoTiers:
                 storage=self.storage is not None,
                 write_policy=self.write_policy,
                 write_ahead_blocks=4,
+                record_host=self.kept is not None,
             )
         )
         config: dict[str, object] = {
@@ -108,17 +113,26 @@ class EchoTiers:
             vocab_size=VOCAB_SIZE,
             layerwise=self.layerwise,
         )
-        self.slab = HostSlab(self.host_blocks, self.runner.rows.shape[1])
+        block_bytes = self.runner.rows.shape[1]
+        if self.kept is None:
+            self.slab = HostSlab(self.host_blocks, block_bytes)
+        else:
+            self.slab = self.kept.open_slab(self.host_blocks, block_bytes)
         self.copier = EchoCopier(self.runner, self.slab, held=self.held)
         self.runner.arrive = self.copier.arrive
         self.workers = self._make_workers()
         mover = Mover(self.copier, self.workers, TransferConfig(**self.timeouts))
         self.core = EngineCore(self.scheduler, self.runner, self.clock, mover)
+        if self.kept is not None:
+            directory = self.kept.adopt(self.cache, block_bytes, self.clock)
+            recorder = HostRecorder(self.cache, directory, self.clock)
+            mover.before_start, self.core.record_host = recorder.before_copies, recorder.record
 
     def step(self) -> None:
         """Turn the loop once and note what came out."""
         for output in self.core.step():
             self._note(output)
+        self.core.publish()
 
     def run(self, *requests: Request, within_s: float) -> None:
         """Serve `requests` to their end; AssertionError for one that is stuck."""

@@ -6,7 +6,7 @@ one queue, and deadlines are enforced when the loop looks, so there is no thread
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -124,6 +124,8 @@ class Mover:
         self._workers = workers
         self._config = config or TransferConfig()
         self.block_bytes = block_bytes
+        self.before_start: Callable[[Sequence[Plan]], None] | None = None
+        """Called with plans before any of their bytes change."""
         self.completions = CompletionQueue()
         self._timeouts_s = {
             "lookup": self._config.lookup_timeout_s,
@@ -166,6 +168,9 @@ class Mover:
 
     def start(self, plans: Iterable[Plan], *, now: float) -> None:
         """Have each plan carried out; returns without waiting for any."""
+        if self.before_start is not None:
+            plans = list(plans)
+            self.before_start(plans)
         tasks: list[Task] = []
         for plan in plans:
             link = link_of(plan)

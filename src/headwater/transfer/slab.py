@@ -26,16 +26,19 @@ class HostSlab:
         shared: bool = False,
         for_ranks: bool = False,
         memory: memoryview | None = None,
+        file: int | None = None,
     ) -> None:
         """A `shared` one can be handed to peers on this machine; its slots have no gaps between
         them, so they start on a page only where blocks are whole pages. One `for_ranks` can be
-        mapped by the other ranks of this engine until `seal`. `memory` is used where given."""
+        mapped by the other ranks of this engine until `seal`. `memory` is used where given;
+        `file` is the descriptor of such memory, for ranks."""
         self.num_slots = num_slots
         self.block_bytes = block_bytes
         self.is_shared = shared
         self.slot_bytes = block_bytes if shared else slot_bytes(block_bytes)
         total = max(num_slots * self.slot_bytes, PAGE_BYTES)
         self._pages: SharedPages | None = None
+        self._rank_file = file
         if memory is None and (shared or for_ranks):
             self._pages = SharedPages(total, sealed=not for_ranks)
             memory = self._pages.memory
@@ -60,6 +63,8 @@ class HostSlab:
     @property
     def rank_file(self) -> int:
         """A descriptor of the bytes of a slab made `for_ranks`."""
+        if self._rank_file is not None:
+            return self._rank_file
         if self._pages is None:
             raise InvariantError("this slab was not made for ranks")
         return self._pages.file
