@@ -29,10 +29,16 @@ def kept_memory():
             os.close(file)
 
 
-def make_engine(kept=None, **settings):
-    host_blocks = 0 if kept is None else 40
-    given = {"num_blocks": 16, "host_blocks": host_blocks, "clock": VirtualClock()} | settings
-    return EchoTiers(kept=kept, held=True, threads=False, **given)
+def make_engine(kept, policy=WritePolicy.AUTO):
+    return EchoTiers(
+        kept=kept,
+        num_blocks=16,
+        host_blocks=40,
+        clock=VirtualClock(),
+        held=True,
+        threads=False,
+        write_policy=policy,
+    )
 
 
 def make_request(name, number, salt=""):
@@ -90,7 +96,7 @@ def test_no_kill_at_any_moment_gives_a_wrong_token(seed, policy):
     rng = random.Random(seed)
     with kept_memory() as kept:
         for life in range(5):
-            engine = make_engine(kept, write_policy=policy)
+            engine = make_engine(kept, policy)
             engine.core.check()
             for turn in range(rng.randrange(1, 6)):
                 play(engine, rng, f"{life}-{turn}")
@@ -108,7 +114,7 @@ def test_no_kill_at_any_moment_gives_a_wrong_token(seed, policy):
 
 def fill(kept):
     """An engine whose host tier has blocks of several conversations, and no copy in flight."""
-    engine = make_engine(kept, write_policy=WritePolicy.WRITE_THROUGH)
+    engine = make_engine(kept, WritePolicy.WRITE_THROUGH)
     for number in range(8):
         engine.core.add(make_request(f"r{number}", number))
         run_to_end(engine, [f"r{number}"])
