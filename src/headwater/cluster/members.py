@@ -1,0 +1,82 @@
+"""One process of a cluster over all its starts, and when it is started again. Pure."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from headwater.cluster.host import RunningProcess
+from headwater.cluster.processes import ProcessSpec
+from headwater.cluster.spec import RestartSpec
+
+
+class MemberState(Enum):
+    """What a member is doing."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    """It was asked to finish its requests and end."""
+
+    RESTARTING = "restarting"
+    """It died, and waits until it is started again."""
+
+    STOPPED = "stopped"
+    """It was drained by an operator and stays down."""
+
+    FAILED = "failed"
+    """It died too often and stays down."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Member:
+    """A router or an instance by name."""
+
+    process: ProcessSpec
+    state: MemberState = MemberState.STARTING
+    running: RunningProcess | None = None
+    run: int = 0
+    """How often it was started."""
+
+    url: str = ""
+    was_ready: bool = False
+    gpus: tuple[int, ...] = ()
+    due_s: float | None = None
+    """When it is started again."""
+
+    kill_s: float | None = None
+    """When it is killed if it has not ended."""
+
+    leaves: bool = False
+    """It is removed from the cluster when it has ended."""
+
+    starts_again: bool = False
+    """It is started again as soon as it has ended, without counting as a death."""
+
+    last_exit: str = ""
+    deaths: deque[float] = field(default_factory=deque)
+
+    @property
+    def name(self) -> str:
+        return self.process.name
+
+    def next_delay_s(self, policy: RestartSpec, now: float) -> float | None:
+        """Count a death at `now`; seconds until the next start, or None when it died too often."""
+        while self.deaths and self.deaths[0] < now - policy.within_s:
+            self.deaths.popleft()
+        self.deaths.append(now)
+        if len(self.deaths) > policy.max_restarts:
+            return None
+        return min(policy.first_delay_s * 2 ** (len(self.deaths) - 1), policy.max_delay_s)
+
+    def describe(self) -> dict[str, Any]:
+        """For `headwater status`."""
+        return {
+            "name": self.name,
+            "role": self.process.role,
+            "state": self.state.value,
+            "url": self.url,
+            "place": "" if self.running is None else self.running.place,
+            "restarts": max(self.run - 1, 0),
+            "last_exit": self.last_exit,
+        }

@@ -1,0 +1,160 @@
+"""The cluster file: read, checked, and described by a JSON schema."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from headwater.errors import ConfigError
+
+Count = Annotated[int, Meta(ge=0, le=1024)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Seconds = Annotated[float, Meta(ge=0, le=86400)]
+Role = Literal["mixed", "prefill", "decode"]
+FlagValue = str | int | float | bool | list[Any] | dict[str, Any]
+
+ROLES: tuple[Role, ...] = ("prefill", "decode", "mixed")
+
+
+class _Part(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Base of all parts: unknown fields are an error."""
+
+
+class RoleSpec(_Part):
+    """Instances of one role."""
+
+    count: Count
+    flags: dict[str, FlagValue] = {}
+    """Flags of `headwater serve` for this role, over those of the cluster."""
+
+
+class RouterSpec(_Part):
+    """Routers side by side; the second one listens on the next port, and so on."""
+
+    count: Annotated[int, Meta(ge=1, le=16)] = 1
+    host: str = "127.0.0.1"
+    port: Port = 8100
+    policy: Literal["cache_aware", "least_load", "round_robin"] = "cache_aware"
+    flags: dict[str, FlagValue] = {}
+    """Further flags of `headwater route`."""
+
+
+class StorageSpec(_Part):
+    """The storage that all instances share."""
+
+    backend: str
+    config: dict[str, Any] = {}
+
+
+class TlsSpec(_Part):
+    """Certificate files that exist on every node."""
+
+    certfile: str
+    keyfile: str
+    ca_certs: str | None = None
+
+
+class RestartSpec(_Part):
+    """When a process that died is started again."""
+
+    max_restarts: Count = 10
+    """Within `within_s`; a process that dies more often stays down."""
+
+    within_s: Seconds = 600.0
+    first_delay_s: Seconds = 1.0
+    """Doubled with each further death, up to `max_delay_s`."""
+
+    max_delay_s: Seconds = 30.0
+
+
+class RaySpec(_Part):
+    """Placement on a Ray cluster."""
+
+    address: str | None = None
+    """None is the cluster of the environment (`RAY_ADDRESS`) or of this machine."""
+
+    cpus_per_instance: Annotated[float, Meta(gt=0, le=1024)] = 1.0
+    strategy: Literal["SPREAD", "PACK", "STRICT_SPREAD"] = "SPREAD"
+    """Of instances over nodes. The ranks of one instance are always on one node."""
+
+
+class ClusterSpec(_Part):
+    """Everything that `headwater up -f FILE` starts."""
+
+    name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")] = "default"
+    model: str | None = None
+    """Model directory or Hugging Face name; None is the built-in model."""
+
+    roles: dict[Role, RoleSpec]
+    flags: dict[str, FlagValue] = {}
+    """Flags of `headwater serve` for every instance, without the dashes."""
+
+    gpus_per_instance: Annotated[int, Meta(ge=0, le=64)] = 0
+    """0 runs on the CPU, unless flags say otherwise."""
+
+    gpus: list[int] = []
+    """GPUs of this machine that may be used, in order; empty is 0, 1, 2, …"""
+
+    tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
+    link: Literal["shm", "tcp", "mooncake"] | None = None
+    storage: StorageSpec | None = None
+    routers: RouterSpec = RouterSpec()
+    api_keys_file: str | None = None
+    peer_token_file: str | None = None
+    """The secret of the cluster; None makes one."""
+
+    tls: TlsSpec | None = None
+    restart: RestartSpec = RestartSpec()
+    ray: RaySpec = RaySpec()
+
+    def check(self) -> None:
+        """Raise ConfigError for combinations that make no sense."""
+        counts = {role: self.count(role) for role in ROLES}
+        if not sum(counts.values()):
+            raise ConfigError(
+                "the cluster has no instance: give roles.mixed.count, or prefill and decode"
+            )
+        if counts["prefill"] and not counts["decode"]:
+            raise ConfigError("prefill instances need decode instances: give roles.decode.count")
+        tp, gpus = self.tensor_parallel_size, self.gpus_per_instance
+        if gpus and gpus != tp:
+            raise ConfigError(
+                f"gpus_per_instance is {gpus} and tensor_parallel_size is {tp}: each rank uses "
+                "one GPU, so give the same number"
+            )
+        if self.gpus and len(self.gpus) < gpus * sum(counts.values()):
+            raise ConfigError(
+                f"{sum(counts.values())} instances with {gpus} GPUs each need more than the "
+                f"{len(self.gpus)} GPUs listed in gpus"
+            )
+
+    def count(self, role: Role) -> int:
+        """Instances of `role`."""
+        return self.roles[role].count if role in self.roles else 0
+
+
+def read_spec(path: Path) -> ClusterSpec:
+    """The checked content of a cluster file. Raises ConfigError that names the field."""
+    import yaml
+
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise ConfigError(f"cannot read the cluster file {path}: {exc.strerror}") from exc
+    except (yaml.YAMLError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"the cluster file {path} is not YAML: {exc}") from exc
+    try:
+        spec = msgspec.convert(data, ClusterSpec)
+    except msgspec.ValidationError as exc:
+        raise ConfigError(
+            f"the cluster file {path} is wrong: {exc}. `headwater up --schema` prints all fields"
+        ) from exc
+    spec.check()
+    return spec
+
+
+def schema() -> bytes:
+    """The JSON schema of the cluster file."""
+    encoded = msgspec.json.encode(msgspec.json.schema(ClusterSpec))
+    return msgspec.json.format(encoded, indent=2) + b"\n"
