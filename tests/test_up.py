@@ -1,18 +1,17 @@
-"""`headwater up`: what it refuses before it starts anything, and which GPU each instance sees."""
+"""`headwater up`: what it refuses before it starts anything, and a live cluster."""
 
+import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
-from queue import SimpleQueue
 
 import httpx
 import pytest
 
 from headwater.cli import main
-from headwater.cli.up import Child
 from tests.ports import free_port
 
 
@@ -34,16 +33,6 @@ def test_nothing_is_started_where_it_makes_no_sense(flags, words, capsys):
     assert main(["up", *flags]) == 1
 
     assert words in capsys.readouterr().err
-
-
-def test_an_instance_sees_its_own_gpu_and_no_other():
-    """By the driver's own switch, so every library agrees."""
-    child = Child("router", ["route", "--port", "0"], SimpleQueue(), gpu="5")
-    seen = Path(f"/proc/{child.process.pid}/environ").read_bytes().split(b"\0")
-    child.stop()
-    child.wait()
-
-    assert b"CUDA_VISIBLE_DEVICES=5" in seen
 
 
 @pytest.mark.slow
@@ -95,11 +84,68 @@ def test_a_cluster_has_fixed_ports_a_key_and_takes_an_instance_by_hand():
     assert refused.status_code == 401
 
 
-def instances_of(url, headers, *, wanted):
-    """The URLs of the registered instances, once there are this many."""
+def instances_of(url, headers, *, wanted, field="url"):
+    """The URLs, or another field, of the registered instances, once there are this many."""
     deadline = time.monotonic() + 120
     while True:
         found = httpx.get(f"{url}/instances", headers=headers).json()["instances"]
         if len(found) >= wanted:
-            return [entry["url"] for entry in found]
+            return [entry[field] for entry in found]
         assert time.monotonic() < deadline
+
+
+@pytest.mark.slow
+def test_a_killed_instance_comes_back_and_the_cluster_can_be_steered(tmp_path):
+    """From a file: kill -9, status, scale, logs and down, as an operator would."""
+    file = tmp_path / "cluster.yaml"
+    file.write_text(
+        "roles: {mixed: {count: 1}}\nrouters: {port: 0}\nrestart: {first_delay_s: 0.1}\n"
+        "flags: {num-gpu-blocks-override: 32, threads: 1}\n"
+    )
+    environment = os.environ | {"HEADWATER_STATE": str(tmp_path / "state")}
+
+    def headwater(*words):
+        command = [sys.executable, "-m", "headwater", *words]
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def members():
+        return {m["name"]: m for m in json.loads(headwater("status", "--json"))["members"]}
+
+    with subprocess.Popen(
+        [sys.executable, "-m", "headwater", "up", "-f", str(file)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as cluster:
+        assert cluster.stdout is not None
+        try:
+            until(cluster, "stop with")
+            url = members()["router"]["url"]
+            os.kill(int(members()["mixed-1"]["place"].split()[1]), signal.SIGKILL)
+            until(cluster, "mixed-1 is ready again")
+            named = instances_of(url, {}, wanted=1, field="instance_id")
+            headwater("scale", "mixed=2")
+            instances_of(url, {}, wanted=2)
+            listed = headwater("status")
+            log = headwater("logs", "mixed-1")
+        finally:
+            headwater("down")
+            rest = cluster.stdout.read()
+        assert cluster.wait(timeout=90) == 0, rest
+
+    assert named == ["mixed-1"]
+    assert "mixed-2" in listed
+    assert log.count("is ready at") == 2
+    assert not list((tmp_path / "state").rglob("control"))
+
+
+def until(cluster, text):
+    """Read the cluster's lines until one has `text`."""
+    for line in cluster.stdout:
+        if text in line:
+            return
+    raise AssertionError(f"the cluster ended before it said {text!r}")

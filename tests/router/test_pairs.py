@@ -22,7 +22,7 @@ class Pairs(Asked):
     def __init__(self):
         flags = ["--threads", "1", "--num-gpu-blocks-override", "96"]
         roles = ["--prefill", "1", "--decode", "2"]
-        self.command = LiveCommand("up", *roles, "--port", "0", "--", *flags)
+        self.command = LiveCommand("up", *roles, "--no-restart", "--port", "0", "--", *flags)
         self.command.until_said("stop with")
         lines = [line.split() for line in self.command.said if " pid " in line]
         self.urls = {words[0]: words[1] for words in lines}
@@ -32,11 +32,9 @@ class Pairs(Asked):
 
     def known(self) -> dict[str, Any]:
         """What the router knows, by the names of this cluster."""
-        names = {url.removeprefix("http://"): role for role, url in self.urls.items()}
-        found = self.until(
+        return self.until(
             lambda known: all(entry["trust"] == "exact" for entry in known.values())
         )
-        return {names[name]: entry for name, entry in found.items()}
 
     def ask(self, prompt, url=None, **fields):
         body = {"prompt": prompt, "temperature": 0, "max_tokens": 12, "ignore_eos": True}

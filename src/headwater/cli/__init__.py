@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from headwater import __version__
+from headwater.cli.cluster import VERBS
 from headwater.cli.foreign_flags import explain
 from headwater.cli.parser import build_parser
 from headwater.errors import HeadwaterError
@@ -26,6 +27,7 @@ _COMMANDS = (
     "serve",
     "route",
     "up",
+    *VERBS,
     "certs",
     "check",
     "warm",
@@ -69,6 +71,10 @@ def _run(options: Namespace, given: frozenset[str]) -> int:
         from headwater.cli.serve import run_serve
 
         return run_serve(options, given)
+    if options.command in VERBS:
+        from headwater.cli.cluster import run_cluster
+
+        return run_cluster(options)
     # Every other command is `run_NAME` of the module with its name.
     module = importlib.import_module(f"headwater.cli.{options.command}")
     run: Callable[..., int] = getattr(module, f"run_{options.command}")

@@ -71,6 +71,11 @@ def add_cluster_flags(parser: ArgumentParser) -> None:
         help="URL of a router to register at; may be given several times",
     )
     group.add_argument(
+        "--instance-name",
+        metavar="NAME",
+        help="name of this instance at the router (default: its host and port)",
+    )
+    group.add_argument(
         "--kv-events-config",
         metavar="JSON",
         help="publish KV events over ZMQ; {} uses the defaults of docs/routing.md",

@@ -4,6 +4,7 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 
 from headwater.cli.certs import add_certs
 from headwater.cli.check import add_check
+from headwater.cli.cluster import add_cluster_commands
 from headwater.cli.flags import add_serve
 from headwater.cli.plan import add_plan
 from headwater.cli.replay import add_replay
@@ -21,7 +22,9 @@ and its KV cache is found again.
 commands:
   serve [MODEL]   an OpenAI-compatible server; without MODEL the built-in tiny model
   route           a router before many instances
-  up              a whole local cluster: a router and instances of each role
+  up              a whole cluster: a router and instances of each role, from flags or a file
+  status, scale, drain, restart, logs, down
+                  of a cluster that runs
   demo            a short conversation on the built-in model, with what the cache saved
   bench NAME      the benchmarks of the documentation
   replay TRACE    a recorded trace, served by the real engine on a virtual clock
@@ -53,6 +56,7 @@ def build_parser() -> ArgumentParser:
     commands.add_parser("bench", allow_abbrev=False, help="run a benchmark")
     add_certs(commands)
     add_check(commands)
+    add_cluster_commands(commands)
     add_plan(commands)
     add_replay(commands)
     add_route(commands)

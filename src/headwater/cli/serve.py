@@ -123,6 +123,7 @@ def server_config(options: Namespace) -> ServerConfig:
         vllm_metric_names=options.vllm_metric_names,
         key_metrics=options.key_metrics,
         routers=tuple(url.rstrip("/") for url in options.router),
+        instance_name=options.instance_name,
         peer_token=peer_token_of(options),
         log_format=options.log_format,
         limits=LimitsConfig(

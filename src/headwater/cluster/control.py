@@ -58,7 +58,7 @@ class ControlServer:
     def __init__(self, path: Path, ask: Callable[[Command], None]) -> None:
         """Raises ConfigError when a cluster of that name is already running."""
         self._path, self._ask = path, ask
-        if _is_answered(path):
+        if is_answered(path):
             raise ConfigError(
                 f"a cluster named {path.parent.name!r} is already running; stop it with "
                 "headwater down, or give another name"
@@ -138,7 +138,8 @@ def _spec(data: object) -> Any:  # noqa: ANN401 -- a ClusterSpec, for the superv
     return spec
 
 
-def _is_answered(path: Path) -> bool:
+def is_answered(path: Path) -> bool:
+    """Whether a running cluster listens on this socket."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(1.0)
         try:

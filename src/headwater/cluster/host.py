@@ -56,6 +56,9 @@ class RunningProcess(Protocol):
 class Host(Protocol):
     """Starts processes."""
 
+    assigns_gpus: bool
+    """It chooses the GPUs of a process itself."""
+
     def start(self, process: ProcessSpec, run: int, tell: Tell) -> RunningProcess:
         """Start `process` for the `run`-th time. Returns at once; `tell` hears the rest."""
 
@@ -142,6 +145,7 @@ class LocalHost:
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
+        self.assigns_gpus = False
         # Never written to. When this process dies its end closes, and the children see that.
         self._lifeline, self._held = os.pipe()
 

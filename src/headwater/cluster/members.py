@@ -41,6 +41,9 @@ class Member:
     url: str = ""
     was_ready: bool = False
     gpus: tuple[int, ...] = ()
+    extra: tuple[str, ...] = ()
+    """Further words of its command line."""
+
     due_s: float | None = None
     """When it is started again."""
 
@@ -67,7 +70,7 @@ class Member:
         self.deaths.append(now)
         if len(self.deaths) > policy.max_restarts:
             return None
-        return min(policy.first_delay_s * 2 ** (len(self.deaths) - 1), policy.max_delay_s)
+        return min(policy.first_delay_s * (1 << (len(self.deaths) - 1)), policy.max_delay_s)
 
     def describe(self) -> dict[str, Any]:
         """For `headwater status`."""

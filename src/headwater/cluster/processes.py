@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from urllib.parse import urlsplit
 
 from headwater.cluster.spec import ROLES, ClusterSpec, FlagValue, Role
 
@@ -56,16 +57,16 @@ def instance_process(
     *,
     routers: Sequence[str],
     gpus: Sequence[int] = (),
-    port: int = 0,
+    extra: Sequence[str] = (),
 ) -> ProcessSpec:
     """The instance `number`, from 1, of `role`.
 
     `routers` are the URLs to register at. `gpus` are the only GPUs that it sees; empty where
-    another system, such as Ray, assigns them.
+    another system, such as Ray, assigns them. `extra` are words after all others.
     """
     name = f"{role}-{number}"
     flags: dict[str, FlagValue] = {
-        "port": port,
+        "port": 0,
         "instance-name": name,
         "splitwise-role": role,
         **_security(spec),
@@ -85,7 +86,7 @@ def instance_process(
     return ProcessSpec(
         name=name,
         role=role,
-        arguments=("serve", *model, *registered, *flag_words(flags)),
+        arguments=("serve", *model, *registered, *flag_words(flags), *extra),
         environment={"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {},
         num_gpus=spec.gpus_per_instance,
     )
@@ -93,9 +94,7 @@ def instance_process(
 
 def instance_names(spec: ClusterSpec) -> list[tuple[Role, int]]:
     """Role and number of every instance, prefill first."""
-    return [
-        (role, number) for role in ROLES for number in range(1, spec.count(role) + 1)
-    ]
+    return [(role, number) for role in ROLES for number in range(1, spec.count(role) + 1)]
 
 
 def flag_words(flags: Mapping[str, FlagValue]) -> list[str]:
@@ -127,3 +126,10 @@ def _security(spec: ClusterSpec) -> dict[str, FlagValue]:
         if spec.tls.ca_certs is not None:
             flags["ssl-ca-certs"] = spec.tls.ca_certs
     return flags
+
+
+def with_port(process: ProcessSpec, url: str) -> ProcessSpec:
+    """`process` on the port of `url`: a router that is started again keeps its address."""
+    words = list(process.arguments)
+    words[words.index("--port") + 1] = str(urlsplit(url).port)
+    return replace(process, arguments=tuple(words))

@@ -17,11 +17,7 @@ FlagValue = str | int | float | bool | list[Any] | dict[str, Any]
 ROLES: tuple[Role, ...] = ("prefill", "decode", "mixed")
 
 
-class _Part(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Base of all parts: unknown fields are an error."""
-
-
-class RoleSpec(_Part):
+class RoleSpec(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Instances of one role."""
 
     count: Count
@@ -29,7 +25,7 @@ class RoleSpec(_Part):
     """Flags of `headwater serve` for this role, over those of the cluster."""
 
 
-class RouterSpec(_Part):
+class RouterSpec(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Routers side by side; the second one listens on the next port, and so on."""
 
     count: Annotated[int, Meta(ge=1, le=16)] = 1
@@ -40,14 +36,14 @@ class RouterSpec(_Part):
     """Further flags of `headwater route`."""
 
 
-class StorageSpec(_Part):
+class StorageSpec(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """The storage that all instances share."""
 
     backend: str
     config: dict[str, Any] = {}
 
 
-class TlsSpec(_Part):
+class TlsSpec(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Certificate files that exist on every node."""
 
     certfile: str
@@ -55,7 +51,7 @@ class TlsSpec(_Part):
     ca_certs: str | None = None
 
 
-class RestartSpec(_Part):
+class RestartSpec(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """When a process that died is started again."""
 
     max_restarts: Count = 10
@@ -68,18 +64,18 @@ class RestartSpec(_Part):
     max_delay_s: Seconds = 30.0
 
 
-class RaySpec(_Part):
+class RaySpec(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Placement on a Ray cluster."""
 
     address: str | None = None
     """None is the cluster of the environment (`RAY_ADDRESS`) or of this machine."""
 
     cpus_per_instance: Annotated[float, Meta(gt=0, le=1024)] = 1.0
-    strategy: Literal["SPREAD", "PACK", "STRICT_SPREAD"] = "SPREAD"
+    strategy: Literal["SPREAD", "PACK"] = "SPREAD"
     """Of instances over nodes. The ranks of one instance are always on one node."""
 
 
-class ClusterSpec(_Part):
+class ClusterSpec(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Everything that `headwater up -f FILE` starts."""
 
     name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")] = "default"
@@ -116,7 +112,9 @@ class ClusterSpec(_Part):
                 "the cluster has no instance: give roles.mixed.count, or prefill and decode"
             )
         if counts["prefill"] and not counts["decode"]:
-            raise ConfigError("prefill instances need decode instances: give roles.decode.count")
+            raise ConfigError(
+                "prefill instances need decode instances: give roles.decode.count"
+            )
         tp, gpus = self.tensor_parallel_size, self.gpus_per_instance
         if gpus and gpus != tp:
             raise ConfigError(

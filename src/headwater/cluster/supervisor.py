@@ -16,6 +16,7 @@ from headwater.cluster.processes import (
     instance_names,
     instance_process,
     router_processes,
+    with_port,
 )
 from headwater.cluster.spec import ROLES, ClusterSpec, Role, RoleSpec
 from headwater.errors import ConfigError, EngineDead, RequestError
@@ -36,6 +37,10 @@ class Command(NamedTuple):
     answer: Answer
 
 
+_NOTHING = Command("", {}, lambda answer: None)
+"""Nothing arrived in time."""
+
+
 class Supervisor:
     """The members of one cluster. `tell` and `ask` may be called from any thread."""
 
@@ -47,12 +52,16 @@ class Supervisor:
         routers: Host,
         instances: Host,
         say: Callable[[str], None],
+        extra_flags: Callable[[int], Sequence[str]] = lambda number: (),
     ) -> None:
-        """`say` prints a line for the operator."""
+        """`say` prints a line for the operator. `extra_flags` has further words of the command
+        line of the instance that is added as the n-th, from 0."""
         self._spec = spec
         self._clock = clock
         self._hosts = {"router": routers} | dict.fromkeys(ROLES, instances)
         self._say = say
+        self._extra_flags = extra_flags
+        self._num_added = 0
         self._queue: SimpleQueue[ProcessEvent | Command | None] = SimpleQueue()
         self._members: dict[str, Member] = {}
         self._rolling: list[str] = []
@@ -86,6 +95,9 @@ class Supervisor:
             for process in router_processes(self._spec):
                 self._start(self._add(process))
             self._run_until(self._all_ready)
+            if not self._is_stopping:
+                count = len(instance_names(self._spec))
+                self._say(f"router ready at {self.router_urls[0]}; loading {count} instances")
             for role, number in [] if self._is_stopping else instance_names(self._spec):
                 self._start(self._add_instance(role, number))
             self._run_until(self._all_ready)
@@ -105,17 +117,15 @@ class Supervisor:
         try:
             item = self._queue.get(timeout=self._wait_s())
         except Empty:
-            item = self._queue_empty()
+            item = _NOTHING
         if isinstance(item, ProcessEvent):
             self._on_event(item)
         elif isinstance(item, Command):
             self._on_command(item)
+        elif item is None:
+            self._is_stopping = True
         self._do_due()
         self._roll()
-
-    def _queue_empty(self) -> Command:
-        """Nothing arrived: a command that does nothing."""
-        return Command("", {}, lambda answer: None)
 
     def _wait_s(self) -> float:
         now = self._clock.now()
@@ -130,15 +140,19 @@ class Supervisor:
 
     def _add_instance(self, role: Role, number: int) -> Member:
         gpus = self._free_gpus()
+        extra = tuple(self._extra_flags(self._num_added))
+        self._num_added += 1
         process = instance_process(
-            self._spec, role, number, routers=self.router_urls, gpus=gpus
+            self._spec, role, number, routers=self.router_urls, gpus=gpus, extra=extra
         )
-        return self._add(process, gpus)
+        member = self._add(process, gpus)
+        member.extra = extra
+        return member
 
     def _free_gpus(self) -> tuple[int, ...]:
         """GPUs that no member has; empty when instances use none or Ray assigns them."""
         each = self._spec.gpus_per_instance
-        if not each or not getattr(self._hosts["mixed"], "assigns_gpus", True):
+        if not each or self._hosts["mixed"].assigns_gpus:
             return ()
         taken = {gpu for member in self._members.values() for gpu in member.gpus}
         known = self._spec.gpus or range(len(taken) + each)
@@ -175,6 +189,8 @@ class Supervisor:
             self._say(f"{member.name}: {event.line}")
         if event.url and member.state is MemberState.STARTING:
             member.state, member.url = MemberState.READY, event.url
+            if member.process.is_router:
+                member.process = with_port(member.process, event.url)
             if member.was_ready:
                 self._say(f"{member.name} is ready again at {member.url}")
             member.was_ready = True
@@ -321,7 +337,12 @@ class Supervisor:
         for role, number in instance_names(spec):
             member = self._members[f"{role}-{number}"]
             member.process = instance_process(
-                spec, role, number, routers=self.router_urls, gpus=member.gpus
+                spec,
+                role,
+                number,
+                routers=self.router_urls,
+                gpus=member.gpus,
+                extra=member.extra,
             )
 
     def _down(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -341,6 +362,8 @@ class Supervisor:
     def _stop_all(self) -> None:
         """Instances first, so that routers see them leave; then routers."""
         self._is_stopping = True
+        if self._has_started:
+            self._say("stopping")
         for is_router in (False, True):
             alive = [
                 m
@@ -369,7 +392,11 @@ class Supervisor:
     def _do_due_kills(self) -> None:
         now = self._clock.now()
         for member in self._members.values():
-            if member.kill_s is not None and member.kill_s <= now and member.running is not None:
+            if (
+                member.kill_s is not None
+                and member.kill_s <= now
+                and member.running is not None
+            ):
                 member.kill_s = None
                 member.running.kill()
 

@@ -3,6 +3,7 @@
 Units are in the names. A value that cannot work raises `ConfigError`.
 """
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
@@ -12,6 +13,7 @@ from headwater.errors import ConfigError
 from headwater.server.tls import TlsConfig
 
 MAX_API_WORKERS = 64
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +149,9 @@ class ServerConfig:
     routers: tuple[str, ...] = ()
     """URLs of the routers to register at, side by side."""
 
+    instance_name: str | None = None
+    """Name at the router; None is the host and port."""
+
     peer_token: str | None = None
     """Secret shared by the router and the instances of one cluster."""
 
@@ -174,6 +179,11 @@ class ServerConfig:
         check_secret("--peer-token", self.peer_token)
         for url in self.routers:
             check_router_url(url)
+        if self.instance_name is not None and not _NAME.fullmatch(self.instance_name):
+            raise ConfigError(
+                f"--instance-name has up to 64 letters, digits, dots and dashes; got "
+                f"{self.instance_name!r}"
+            )
         if len(set(self.routers)) < len(self.routers):
             raise ConfigError(f"--router names a router twice: {', '.join(self.routers)}")
         if not 1 <= self.api_workers <= MAX_API_WORKERS:

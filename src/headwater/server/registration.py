@@ -108,7 +108,7 @@ class Registrar:
         self._stats: asyncio.Task[EngineStats] | None = None
         self._router = router.rstrip("/")
         self._url = _external_url(url, service.config, self._router)
-        self._name = urlsplit(self._url).netloc
+        self._name = service.config.instance_name or urlsplit(self._url).netloc
         self._cluster = cluster
         self._on_refusal: Callable[[str], None] = lambda error: None
         self.was_accepted = False

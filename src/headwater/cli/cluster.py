@@ -1,0 +1,119 @@
+"""Commands for a running cluster: status, scale, drain, restart, logs, down."""
+
+import json
+import sys
+from argparse import ArgumentParser, Namespace, _SubParsersAction
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from headwater.errors import ConfigError
+
+VERBS = ("status", "scale", "drain", "restart", "logs", "down")
+_COLUMNS = ("name", "state", "url", "place", "restarts", "last_exit")
+
+
+def add_cluster_commands(commands: "_SubParsersAction[ArgumentParser]") -> None:
+    """Add all commands of this module."""
+    parsers = {verb: _add(commands, verb) for verb in VERBS}
+    parsers["status"].add_argument("--json", action="store_true", help="print one JSON object")
+    parsers["scale"].add_argument(
+        "roles", nargs="+", metavar="ROLE=N", help="for example decode=4"
+    )
+    parsers["drain"].add_argument("member", metavar="NAME", help="for example decode-2")
+    parsers["restart"].add_argument(
+        "members",
+        nargs="*",
+        metavar="NAME",
+        help="one after the other (default: all instances)",
+    )
+    parsers["restart"].add_argument(
+        "-f", "--file", type=Path, metavar="FILE", help="cluster file with the new flags"
+    )
+    parsers["logs"].add_argument("member", metavar="NAME", help="router, decode-1, …")
+    parsers["logs"].add_argument(
+        "-n", "--lines", type=int, default=200, metavar="N", help="last lines (default: 200)"
+    )
+    for parser in parsers.values():
+        parser.set_defaults(flags=[flag for a in parser._actions for flag in a.option_strings])
+
+
+def _add(commands: "_SubParsersAction[ArgumentParser]", verb: str) -> ArgumentParser:
+    about = {
+        "status": "List the processes of a running cluster.",
+        "scale": "Start or drain instances until there are so many of a role.",
+        "drain": "Let an instance finish its requests and end. It stays down.",
+        "restart": "Restart instances one after the other; running requests finish first.",
+        "logs": "Print the log of a process of a cluster.",
+        "down": "Stop a cluster: instances finish their requests first.",
+    }
+    parser = commands.add_parser(verb, description=about[verb], allow_abbrev=False)
+    parser.add_argument(
+        "--cluster", metavar="NAME", default="default", help="which one (default: default)"
+    )
+    return parser
+
+
+def run_cluster(options: Namespace) -> int:
+    """Ask the running cluster; the exit code."""
+    from headwater.cluster.control import ask_cluster
+
+    if options.command == "logs":
+        return _logs(options)
+    answer = ask_cluster(options.cluster, options.command, _arguments(options))
+    if options.command == "down":
+        sys.stdout.write(f"cluster {answer['name']} is stopping\n")
+    elif getattr(options, "json", False):
+        sys.stdout.write(json.dumps(answer) + "\n")
+    else:
+        sys.stdout.write("\n".join(_table(answer["members"])) + "\n")
+    return 0
+
+
+def _arguments(options: Namespace) -> dict[str, Any]:
+    if options.command == "scale":
+        return {"roles": dict(_role(text) for text in options.roles)}
+    if options.command == "drain":
+        return {"name": options.member}
+    if options.command == "restart":
+        new = {} if options.file is None else {"spec": _new_spec(options)}
+        return {"names": options.members, **new}
+    return {}
+
+
+def _new_spec(options: Namespace) -> Any:  # noqa: ANN401 -- plain values for JSON
+    import msgspec
+
+    from headwater.cluster.spec import read_spec
+
+    spec = msgspec.structs.replace(read_spec(options.file), name=options.cluster)
+    return msgspec.to_builtins(spec)
+
+
+def _role(text: str) -> tuple[str, int]:
+    role, _, count = text.partition("=")
+    if not count.isdigit():
+        raise ConfigError(f"{text!r} is not understood; write for example decode=4")
+    return role, int(count)
+
+
+def _table(members: list[dict[str, Any]]) -> Iterator[str]:
+    rows = [list(_COLUMNS), *([str(member[c]) for c in _COLUMNS] for member in members)]
+    widths = [max(len(row[at]) for row in rows) for at in range(len(_COLUMNS))]
+    for row in rows:
+        yield "  ".join(
+            cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+        ).rstrip()
+
+
+def _logs(options: Namespace) -> int:
+    from headwater.cluster.control import ClusterFolder
+
+    folder = ClusterFolder(options.cluster).logs
+    path = folder / f"{options.member}.log"
+    if not path.is_file():
+        known = ", ".join(sorted(found.stem for found in folder.glob("*.log"))) or "none"
+        raise ConfigError(f"there is no log of {options.member!r}; there are logs of: {known}")
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    sys.stdout.write("\n".join(lines[-options.lines :]) + "\n")
+    return 0

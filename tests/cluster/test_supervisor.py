@@ -1,0 +1,250 @@
+"""The supervisor's decisions, with processes that only exist on paper and a clock set by hand."""
+
+import threading
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from headwater.cluster.host import ProcessEvent
+from headwater.cluster.spec import ClusterSpec, RestartSpec, RoleSpec
+from headwater.cluster.supervisor import Command, Supervisor
+from headwater.errors import EngineDead
+
+
+class PaperProcess:
+    """A process that ends when it is told to, or when a test says so."""
+
+    def __init__(self, host, process, run, tell):
+        self.host, self.process, self.run, self.tell = host, process, run, tell
+        self.place = "on paper"
+        self.is_alive = True
+
+    def ready(self):
+        url = f"http://127.0.0.1:{9000 + len(self.host.started)}"
+        self.tell(ProcessEvent(self.process.name, self.run, url=url))
+
+    def end(self, how="signal 9"):
+        self.is_alive = False
+        self.tell(ProcessEvent(self.process.name, self.run, is_exit=True, exit_text=how))
+
+    def stop(self):
+        if not self.host.ignores_stop:
+            self.end("exit code 0")
+
+    def kill(self):
+        self.end("signal 9")
+
+
+class PaperHost:
+    """Remembers what was started; everything is ready at once, unless named in `broken`."""
+
+    assigns_gpus = False
+    ignores_stop = False
+
+    def __init__(self):
+        self.started = []
+        self.broken = set()
+
+    def start(self, process, run, tell):
+        made = PaperProcess(self, process, run, tell)
+        self.started.append(made)
+        if process.name in self.broken:
+            made.end("exit code 1")
+        else:
+            made.ready()
+        return made
+
+    def close(self):
+        pass
+
+    def runs(self, name):
+        return [one for one in self.started if one.process.name == name]
+
+
+class ManualClock:
+    """Time that a test moves; waits of the supervisor are real but short."""
+
+    def __init__(self):
+        self.now_s = 0.0
+
+    def now(self):
+        return self.now_s
+
+
+class Cluster:
+    """A supervisor in a thread."""
+
+    def __init__(self, **changes):
+        roles = {"prefill": RoleSpec(count=1), "decode": RoleSpec(count=2)}
+        settings: dict[str, Any] = {
+            "roles": roles,
+            "restart": RestartSpec(max_restarts=2),
+        } | changes
+        self.host, self.clock = PaperHost(), ManualClock()
+        self.said: list[str] = []
+        self.supervisor = Supervisor(
+            ClusterSpec(**settings),
+            clock=self.clock,
+            routers=self.host,
+            instances=self.host,
+            say=self.said.append,
+        )
+        self.ready = threading.Event()
+        self.error = None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self):
+        self.thread.start()
+        assert self.ready.wait(10), self.said
+        return self
+
+    def _run(self):
+        try:
+            self.supervisor.run(lambda members: self.ready.set())
+        except EngineDead as exc:
+            self.error = exc
+        self.ready.set()
+
+    def ask(self, verb, **arguments):
+        answers: SimpleQueue[dict[str, Any]] = SimpleQueue()
+        self.supervisor.ask(Command(verb, arguments, answers.put))
+        return answers.get(timeout=10)
+
+    def states(self):
+        return {m["name"]: m["state"] for m in self.ask("status")["members"]}
+
+    def until(self, name, state):
+        for _ in range(500):
+            if self.states().get(name) == state:
+                return
+        raise AssertionError((name, state, self.states(), self.said))
+
+    def stop(self):
+        self.supervisor.stop()
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def cluster():
+    cluster = Cluster().start()
+    yield cluster
+    cluster.stop()
+
+
+def test_routers_start_first_and_instances_register_at_them(cluster):
+    """The URL of the router is known before the first instance is started."""
+    names = [one.process.name for one in cluster.host.started]
+    assert names == ["router", "prefill-1", "decode-1", "decode-2"]
+    words = " ".join(cluster.host.runs("decode-1")[0].process.arguments)
+    assert "--router http://127.0.0.1:9001" in words
+    assert set(cluster.states().values()) == {"ready"}
+
+
+def test_a_process_that_dies_is_started_again_later_each_time_and_then_stays_down(cluster):
+    """Back-off of 1 and 2 s; the third death within ten minutes is the last."""
+    for delay_s in (1.0, 2.0):
+        cluster.host.runs("decode-1")[-1].end()
+        cluster.until("decode-1", "restarting")
+        cluster.clock.now_s += delay_s * 0.9
+        assert cluster.states()["decode-1"] == "restarting"
+        cluster.clock.now_s += delay_s * 0.2
+        cluster.until("decode-1", "ready")
+    cluster.host.runs("decode-1")[-1].end()
+    cluster.until("decode-1", "failed")
+
+    assert "stays down" in " ".join(cluster.said)
+    cluster.ask("restart", names=["decode-1"])
+    cluster.until("decode-1", "ready")
+
+
+def test_a_router_that_is_started_again_keeps_its_port(cluster):
+    """Clients and instances find it where it was."""
+    cluster.host.runs("router")[-1].end()
+    cluster.until("router", "restarting")
+    cluster.clock.now_s += 2
+    cluster.until("router", "ready")
+    words = cluster.host.runs("router")[-1].process.arguments
+    assert words[words.index("--port") + 1] == "9001"
+
+
+def test_scaling_starts_and_drains_instances(cluster):
+    """The highest numbers leave; a role that makes no sense is refused."""
+    assert "decode-4" in {
+        m["name"] for m in cluster.ask("scale", roles={"decode": 4})["members"]
+    }
+    cluster.until("decode-4", "ready")
+    cluster.ask("scale", roles={"decode": 1})
+    cluster.until("decode-2", None)
+    assert set(cluster.states()) == {"router", "prefill-1", "decode-1"}
+    assert "cannot scale" in cluster.ask("scale", roles={"boss": 1})["error"]
+    assert "need decode" in cluster.ask("scale", roles={"decode": 0})["error"]
+
+
+def test_a_drained_instance_stays_down(cluster):
+    """It is not started again; its exit is no death."""
+    cluster.ask("drain", name="decode-2")
+    cluster.until("decode-2", "stopped")
+    assert len(cluster.host.runs("decode-2")) == 1
+    assert "no process 'decode-9'" in cluster.ask("drain", name="decode-9")["error"]
+
+
+def test_a_rolling_restart_restarts_one_after_the_other_with_new_flags(cluster):
+    """At no time are two of them down."""
+    spec = ClusterSpec(
+        roles={"prefill": RoleSpec(count=1), "decode": RoleSpec(count=2)},
+        flags={"max-model-len": 512},
+    )
+    cluster.ask("restart", spec=spec)
+    for name in ("prefill-1", "decode-1", "decode-2"):
+        for _ in range(500):
+            if len(cluster.host.runs(name)) == 2:
+                break
+            cluster.states()
+        assert "--max-model-len" in cluster.host.runs(name)[1].process.arguments
+    order = [one.process.name for one in cluster.host.started[4:]]
+    assert order == ["prefill-1", "decode-1", "decode-2"]
+
+
+def test_a_process_that_ignores_the_drain_is_killed():
+    """After the longest drain and some seconds."""
+    cluster = Cluster().start()
+    cluster.host.ignores_stop = True
+    cluster.ask("drain", name="decode-1")
+    assert cluster.states()["decode-1"] == "draining"
+    cluster.clock.now_s += 100
+    cluster.until("decode-1", "stopped")
+    assert "killed" in " ".join(cluster.said)
+    cluster.host.ignores_stop = False
+    cluster.stop()
+
+
+def test_a_process_that_dies_before_it_was_ready_ends_the_start():
+    """A wrong flag would otherwise be tried for ever; nothing is left running."""
+    cluster = Cluster()
+    cluster.host.broken = {"decode-2"}
+    cluster.thread.start()
+    cluster.thread.join(10)
+
+    assert "decode-2 ended with exit code 1 before it was ready" in str(cluster.error)
+    assert not [one for one in cluster.host.started if one.is_alive]
+
+
+def test_down_stops_instances_before_routers(cluster):
+    """Routers see instances leave."""
+    cluster.ask("down")
+    cluster.thread.join(10)
+    assert not [one for one in cluster.host.started if one.is_alive]
+
+
+def test_instances_have_gpus_of_their_own():
+    """Also after scaling: a GPU that is taken is not given twice."""
+    roles = {"mixed": RoleSpec(count=2)}
+    cluster = Cluster(roles=roles, gpus_per_instance=1, gpus=[4, 5, 6]).start()
+    cluster.ask("scale", roles={"mixed": 3})
+    cluster.until("mixed-3", "ready")
+    seen = [one.process.environment["CUDA_VISIBLE_DEVICES"] for one in cluster.host.started[1:]]
+    assert seen == ["4", "5", "6"]
+    assert "need more than the 3 GPUs" in cluster.ask("scale", roles={"mixed": 4})["error"]
+    cluster.stop()
