@@ -52,7 +52,10 @@ def test_without_a_command_it_says_what_there_is(capsys):
     ("arguments", "hint"),
     [
         (["serv"], "did you mean 'serve'?"),
-        (["banana"], "known: bench, certs, check, demo, doctor, plan, replay, route, serve"),
+        (
+            ["banana"],
+            "known: bench, certs, check, demo, doctor, down, drain, logs, plan, replay",
+        ),
         (["serve", "--max-num-seq", "3"], "did you mean '--max-num-seqs'?"),
         (["serve", "--prot=3"], "did you mean '--port'?"),
         (["serve", "--completely-else"], "see --help"),

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from headwater.bench._flags import read_flags
 from headwater.bench._report import print_report
 from headwater.cache import CacheConfig, TieredCache
 from headwater.clock import SystemClock
@@ -80,7 +81,7 @@ class _RankedNullRunner(_NullRunner):
 
 def main(argv: list[str]) -> int:
     """Run the benchmark; the exit code."""
-    options = _parser().parse_args(argv)
+    options = read_flags(_parser(), argv)
     if options.quick:
         options.steps = 600
     result = {f"{count}_sequences": measure(count, options) for count in options.sequences}

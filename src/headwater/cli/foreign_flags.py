@@ -10,7 +10,6 @@ FOREIGN_FLAGS: dict[str, str] = {
     "--trust-remote-code": "no code from a model directory is ever run; the supported model families are built in",
     "--tokenizer": "the tokenizer is read from the model directory; put its files there",
     "--tokenizer-mode": "tokenizers are fast ones from tokenizer.json; leave the flag out",
-    "--revision": "models are directories on disk; download the revision you want and name its directory",
     "--download-dir": "models are directories on disk; give the directory as MODEL",
     "--hf-overrides": "config.json of the model directory is used as it is; edit a copy of it",
     "--chat-template": "the chat template is read from the model directory; put yours in tokenizer_config.json there",

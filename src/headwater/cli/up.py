@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from headwater.cli.security import TLS_FLAGS, add_tls_flags, tls_of
 from headwater.errors import ConfigError
 from headwater.launch.hub import find_model
+from headwater.launch.parent_watch import watch_parent
 
 if TYPE_CHECKING:
     from headwater.cluster.members import Member
@@ -145,6 +146,7 @@ def _run(spec: "ClusterSpec", options: Namespace) -> int:
     )
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: supervisor.stop())
+    watch_parent(os.environ)
     control = ControlServer(folder.socket, supervisor.ask)
     try:
         supervisor.run(lambda members: _say(_banner(name, members, folder.token, options)))
