@@ -8,7 +8,7 @@ import pytest
 
 from headwater.cluster.host import ProcessEvent
 from headwater.cluster.spec import ClusterSpec, RestartSpec, RoleSpec
-from headwater.cluster.supervisor import Command, Supervisor
+from headwater.cluster.supervisor import ClusterSupervisor, Command
 from headwater.errors import EngineDead
 
 
@@ -83,7 +83,7 @@ class Cluster:
         } | changes
         self.host, self.clock = PaperHost(), ManualClock()
         self.said: list[str] = []
-        self.supervisor = Supervisor(
+        self.supervisor = ClusterSupervisor(
             ClusterSpec(**settings),
             clock=self.clock,
             routers=self.host,

@@ -128,7 +128,7 @@ def _run(spec: "ClusterSpec", options: Namespace) -> int:
     from headwater.clock import SystemClock
     from headwater.cluster.control import ClusterFolder, ControlServer
     from headwater.cluster.host import LocalHost
-    from headwater.cluster.supervisor import Supervisor
+    from headwater.cluster.supervisor import ClusterSupervisor
 
     name = options.name or (spec.name if options.file is not None else _free_name(spec.name))
     folder = ClusterFolder(name)
@@ -136,7 +136,7 @@ def _run(spec: "ClusterSpec", options: Namespace) -> int:
     _share_token(spec, folder.token)
     local = LocalHost(folder.logs)
     instances = local if options.ray is None else _ray_host(spec, options.ray, folder.logs)
-    supervisor = Supervisor(
+    supervisor = ClusterSupervisor(
         _named(spec, name, options),
         clock=SystemClock(),
         routers=local,

@@ -1,5 +1,6 @@
 """The cluster file: read, checked, and described by a JSON schema."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -126,6 +127,19 @@ class ClusterSpec(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
                 f"{sum(counts.values())} instances with {gpus} GPUs each need more than the "
                 f"{len(self.gpus)} GPUs listed in gpus"
             )
+
+    def with_roles(self, roles: dict[Role, RoleSpec]) -> "ClusterSpec":
+        """The same cluster with other instances."""
+        return msgspec.structs.replace(self, roles=roles)
+
+    def free_gpus(self, taken: Collection[int]) -> tuple[int, ...]:
+        """GPUs of this machine for one more instance; empty when instances use none."""
+        each = self.gpus_per_instance
+        known = self.gpus or range(len(taken) + each)
+        free = [gpu for gpu in known if gpu not in taken]
+        if len(free) < each:
+            raise ConfigError(f"an instance needs {each} GPUs and {len(free)} are free")
+        return tuple(free[:each])
 
     def count(self, role: Role) -> int:
         """Instances of `role`."""

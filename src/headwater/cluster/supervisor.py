@@ -41,7 +41,7 @@ _NOTHING = Command("", {}, lambda answer: None)
 """Nothing arrived in time."""
 
 
-class Supervisor:
+class ClusterSupervisor:
     """The members of one cluster. `tell` and `ask` may be called from any thread."""
 
     def __init__(
@@ -150,16 +150,12 @@ class Supervisor:
         return member
 
     def _free_gpus(self) -> tuple[int, ...]:
-        """GPUs that no member has; empty when instances use none or Ray assigns them."""
-        each = self._spec.gpus_per_instance
-        if not each or self._hosts["mixed"].assigns_gpus:
+        """GPUs for one more instance; none where Ray assigns them."""
+        if self._hosts["mixed"].assigns_gpus:
             return ()
-        taken = {gpu for member in self._members.values() for gpu in member.gpus}
-        known = self._spec.gpus or range(len(taken) + each)
-        free = [gpu for gpu in known if gpu not in taken]
-        if len(free) < each:
-            raise ConfigError(f"an instance needs {each} GPUs and {len(free)} are free")
-        return tuple(free[:each])
+        return self._spec.free_gpus(
+            {gpu for member in self._members.values() for gpu in member.gpus}
+        )
 
     def _start(self, member: Member) -> None:
         member.run += 1
@@ -291,7 +287,7 @@ class Supervisor:
                 )
             known = roles.get(role)
             roles[role] = RoleSpec(count=count, flags={} if known is None else known.flags)
-        spec = _with_roles(self._spec, roles)
+        spec = self._spec.with_roles(roles)
         spec.check()
         self._spec = spec
         names = {f"{role}-{number}": (role, number) for role, number in instance_names(spec)}
@@ -399,9 +395,3 @@ class Supervisor:
             ):
                 member.kill_s = None
                 member.running.kill()
-
-
-def _with_roles(spec: ClusterSpec, roles: dict[Role, RoleSpec]) -> ClusterSpec:
-    import msgspec
-
-    return msgspec.structs.replace(spec, roles=roles)
