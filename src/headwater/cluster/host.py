@@ -53,7 +53,7 @@ class RunningProcess(Protocol):
         """End it now. Returns at once."""
 
 
-class Host(Protocol):
+class ProcessHost(Protocol):
     """Starts processes."""
 
     assigns_gpus: bool

@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from headwater.clock import Clock
-from headwater.cluster.host import Host, ProcessEvent
+from headwater.cluster.host import ProcessEvent, ProcessHost
 from headwater.cluster.members import Member, MemberState
 from headwater.cluster.processes import (
     ProcessSpec,
@@ -49,8 +49,8 @@ class ClusterSupervisor:
         spec: ClusterSpec,
         *,
         clock: Clock,
-        routers: Host,
-        instances: Host,
+        routers: ProcessHost,
+        instances: ProcessHost,
         say: Callable[[str], None],
         extra_flags: Callable[[int], Sequence[str]] = lambda number: (),
     ) -> None:
