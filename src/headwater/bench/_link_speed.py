@@ -12,6 +12,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -55,15 +56,24 @@ def measure_speeds(quick: bool) -> dict[str, dict[str, float]]:
 
 
 def measure_tls(files: Sequence[str], quick: bool) -> dict[str, float]:
-    """MB/s of the `tcp` link without and with TLS, and their ratio; the median of all turns."""
+    """MB/s of the `tcp` link without and with TLS, their ratio, and the sender's processor time
+    per MB, which does not depend on what else the machine does; the median of all turns."""
     num_pairs, num_turns = (1, 5) if quick else (_NUM_PAIRS, 9)
     plain, encrypted = [], []
+    plain_cpu: list[float] = []
+    encrypted_cpu: list[float] = []
     for _ in range(num_pairs):
-        plain += [ours for ours, _ in _turns("tcp", num_turns)]
-        encrypted += [ours for ours, _ in _turns("tcp", num_turns, files)]
+        plain += [ours for ours, _ in _turns("tcp", num_turns, (), plain_cpu)]
+        encrypted += [ours for ours, _ in _turns("tcp", num_turns, files, encrypted_cpu)]
     megabytes = _NUM_BLOCKS * _BLOCK_BYTES / 1e6
     plain_mb_s, tls_mb_s = megabytes / median(plain), megabytes / median(encrypted)
-    return {"tcp_mb_s": plain_mb_s, "tls_mb_s": tls_mb_s, "ratio": tls_mb_s / plain_mb_s}
+    return {
+        "tcp_mb_s": plain_mb_s,
+        "tls_mb_s": tls_mb_s,
+        "ratio": tls_mb_s / plain_mb_s,
+        "tcp_sender_cpu_ms_per_mb": 1e3 * median(plain_cpu) / megabytes,
+        "tls_sender_cpu_ms_per_mb": 1e3 * median(encrypted_cpu) / megabytes,
+    }
 
 
 def _measure(link: str, num_pairs: int, num_turns: int) -> dict[str, float]:
@@ -76,14 +86,19 @@ def _measure(link: str, num_pairs: int, num_turns: int) -> dict[str, float]:
     }
 
 
-def _turns(link: str, num_turns: int, files: Sequence[str] = ()) -> list[tuple[float, float]]:
-    """Seconds of the link and of its ceiling, in fresh memory, to a fresh process."""
+def _turns(
+    link: str, num_turns: int, files: Sequence[str] = (), cpu_s: list[float] | None = None
+) -> list[tuple[float, float]]:
+    """Seconds of the link and of its ceiling, in fresh memory, to a fresh process. `cpu_s` gets
+    the processor time of this process for each push."""
     with _far_end(link, _WARM_UP + num_turns, files) as told:
         near = _Near(link, told, files)
         try:
             return [near.turn(number) for number in range(_WARM_UP + num_turns)][_WARM_UP:]
         finally:
             near.close()
+            if cpu_s is not None:
+                cpu_s += near.cpu_s[_WARM_UP:]
 
 
 class _Near:
@@ -97,6 +112,8 @@ class _Near:
             view[:] = rng.bytes(len(view))
         self._outcome: LinkEvent | None = None
         self._ended = Event()
+        self.cpu_s: list[float] = []
+        """Processor time of this process for each push."""
         links = Links(link_config(files), self._blocks, self._deliver)
         self._sender: Sender = links.connect(told["address"])
         self._socket = socket.create_connection(("127.0.0.1", told["port"]))
@@ -123,10 +140,12 @@ class _Near:
     def _push(self, lease: int) -> None:
         pieces = tuple(BlockPiece(at, at, _BLOCK_BYTES) for at in range(_NUM_BLOCKS))
         deadline_s = self._clock.now() + _TIMEOUT_S
+        cpu_s = time.process_time()
         self._ended.clear()
         self._sender.push(Push(job=lease, lease=lease, pieces=pieces, deadline_s=deadline_s))
         assert self._ended.wait(_TIMEOUT_S)
         assert isinstance(self._outcome, PushDone), f"a push failed: {self._outcome}"
+        self.cpu_s.append(time.process_time() - cpu_s)
 
     def _deliver(self, event: LinkEvent) -> None:
         self._outcome = event
