@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import re
+import shlex
 import socket
 import ssl
+from pathlib import Path
 
 import httpx
 import pytest
@@ -141,6 +143,13 @@ def first_bytes(address, context=None):
     return b""
 
 
+def documented(folder, command):
+    """The arguments of a command in docs/security.md, with the files of `folder`."""
+    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
+    line = page[page.index(f"\n{command}") :].replace("\\\n", "").splitlines()[1]
+    return shlex.split(line.replace("certs/", f"{folder}/"))[2:]
+
+
 def until_registered(client, url, count, within_s=60.0):
     """Until this many instances have registered and their caches are known."""
     clock = SystemClock()
@@ -158,12 +167,8 @@ def test_a_cluster_hands_over_in_mutual_tls(folder):
     the tcp link all speak TLS, and a prompt is prefilled on one instance and decoded on the
     other. A listener of peers or blocks greets members of the cluster only."""
     files = tls(folder, "instance")
-    command = LiveCommand(
-        *("up", "--prefill", "1", "--decode", "1", "--port", "0"),
-        *("--ssl-certfile", files.ssl_certfile, "--ssl-keyfile", files.ssl_keyfile),
-        *("--ssl-ca-certs", files.ssl_ca_certs, "--", "--cache-transfer-protocol", "tcp"),
-        *("--threads", "1", "--num-gpu-blocks-override", "64", "--max-model-len", "2048"),
-    )
+    small = ("--threads", "1", "--num-gpu-blocks-override", "64", "--max-model-len", "2048")
+    command = LiveCommand("up", "--port", "0", *documented(folder, "headwater up "), *small)
     command.until_said("stop with", within_s=240)
     urls = dict(line.split()[:2] for line in command.said if " pid " in line)
     with httpx.Client(verify=trusting(folder), timeout=60) as client:
