@@ -40,7 +40,7 @@ class WorkerPool:
     async def ask(self, task: str, body: bytes, limit: int) -> bytes:
         """The result of one task. Raises RequestRefused (413) when the worker fails."""
         async with self._slots:
-            worker = self._idle.pop() if self._idle else self._start()
+            worker = self._idle.pop() if self._idle else await self._start()
             try:
                 async with asyncio.timeout(_TIMEOUT_S):
                     result = await asyncio.get_running_loop().run_in_executor(
@@ -69,8 +69,11 @@ class WorkerPool:
         self._idle.clear()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _start(self) -> "_Worker":
-        worker = _Worker(self._module)
+    async def _start(self) -> "_Worker":
+        """A new worker, started in a thread: the start of a process waits for its exec."""
+        worker = await asyncio.get_running_loop().run_in_executor(
+            self._threads, _Worker, self._module
+        )
         self._all.add(worker)
         return worker
 
