@@ -30,7 +30,6 @@ KINDS: Mapping[str, dict[str, Any]] = {
     "top_k_repetition": {"temperature": 0.8, "top_k": 50, "repetition_penalty": 1.1},
     "logprobs_5": {"logprobs": 5},
 }
-FIXED_BUDGETS = (1024, 2048, 8192)
 
 
 @contextmanager
@@ -99,7 +98,7 @@ def measure_http(folder: Path, clients: tuple[int, ...]) -> dict[str, Any]:
         _load(server, clients=64, requests=128, seed=1)
         for count in clients:
             found[f"greedy_{count}"] = _load(
-                server, clients=count, requests=4 * count, seed=10 + count
+                server, clients=count, requests=max(2 * count, 512), seed=10 + count
             )
         for name, params in list(KINDS.items())[1:]:
             found[f"{name}_{clients[0]}"] = _load(
@@ -134,11 +133,11 @@ def _waves(server: RunningServer) -> list[dict[str, float]]:
     """16 prompts of 4,000 tokens, 16 out, at once: the first thing a server is asked, and again."""
     return [
         _load(server, clients=16, requests=16, prompt=4000, output=16, shared=0, seed=seed)
-        for seed in (1, 2, 3)
+        for seed in (1, 2)
     ]
 
 
-def measure_mixed(folder: Path, budgets: tuple[int, ...] = FIXED_BUDGETS) -> dict[str, Any]:
+def measure_mixed(folder: Path, budgets: tuple[int, ...]) -> dict[str, Any]:
     """1,000 tokens in, nothing shared, 128 out, 128 clients: the adaptive budget beside fixed."""
     found: dict[str, Any] = {}
     settings = {"adaptive": [], **{
@@ -150,7 +149,7 @@ def measure_mixed(folder: Path, budgets: tuple[int, ...] = FIXED_BUDGETS) -> dic
         with serving(folder, *seqs, *flags) as (server, ready_s):
             waves = _waves(server)
             found[name] = _load(
-                server, clients=128, requests=512, prompt=1000, shared=0, seed=6
+                server, clients=128, requests=384, prompt=1000, shared=0, seed=6
             ) | {"ready_s": ready_s, "waves": waves}
     best = max(found[name]["tokens_s"] for name in found if name != "adaptive")
     found["adaptive_of_best_fixed"] = found["adaptive"]["tokens_s"] / best

@@ -9,7 +9,7 @@ from headwater.device.model import LoadedModel
 from headwater.types import RequestId
 
 PROMPT, SHARED, OUTPUT = 200, 192, 128
-_REQUESTS_EACH = 4
+_REQUESTS_EACH = 2
 _SKIPPED = 4
 
 

@@ -312,7 +312,7 @@ class _Run:
     def _mixed(self) -> dict[str, Any]:
         from headwater.bench import _gpu_http
 
-        budgets = (2048,) if self._options.quick else _gpu_http.FIXED_BUDGETS
+        budgets = (2048,) if self._options.quick else self._options.budgets
         return _gpu_http.measure_mixed(self._folder, budgets)
 
     def _first_wave(self) -> dict[str, Any]:
@@ -337,6 +337,13 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--trace", type=Path, help="a trace in the Mooncake format")
     parser.add_argument("--folder", type=Path, help="where files are written (temporary)")
     parser.add_argument("--pairs", type=int, default=6, help="pairs of the all-miss runs (6)")
+    parser.add_argument(
+        "--budgets",
+        type=lambda text: tuple(int(part) for part in text.split(",")),
+        default=(1024, 2048, 8192),
+        metavar="N,N",
+        help="fixed tokens per step that `mixed` is compared with (1024,2048,8192)",
+    )
     parser.add_argument("--quick", action="store_true", help="smaller batches, fewer repeats")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
