@@ -109,6 +109,34 @@ def test_many_rows_are_made_together(workers):
     assert all(allowed(words) == set(b"0123456789") for words in found.words)
 
 
+def test_a_group_that_is_always_late_is_used_in_the_next_step(workers, monkeypatch):
+    """Its masks are not begun again: a group that takes longer than a step waits would never be
+    in time, and no row of it would ever choose a token."""
+    rows = [row(number, DIGITS, "") for number in range(3)]
+    take(workers, *rows, until=3)
+    take(workers, *(row(number, DIGITS, "1") for number in range(3)), until=3)
+    begun = threading.Event()
+    make_group = workers._make_group
+
+    def make_late(*group):
+        assert begun.wait(30)
+        make_group(*group)
+
+    monkeypatch.setattr(workers, "_make_group", make_late)
+    later = [row(number, DIGITS, "12") for number in range(3)]
+    pending = workers.begin(later)
+    assert pending.take(is_alone=False, grace_s=0.0).late == [0, 1, 2]
+    begun.set()
+    for _, state in pending._together:
+        state.future.result(30)
+    begun.clear()
+
+    found = workers.begin(later).take(is_alone=False, grace_s=0.0)
+    begun.set()
+    assert sorted(found.rows) == [0, 1, 2]
+    assert all(allowed(words) == set(range(48, 58)) for words in found.words)
+
+
 @pytest.mark.parametrize(
     ("grammar", "output", "words"),
     [

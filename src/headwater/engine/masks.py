@@ -93,6 +93,10 @@ class MaskState:
         seen = self.seen
         return seen is not None and np.array_equal(seen, output[: len(seen)])
 
+    def needs_own_thread(self, output: Tokens) -> bool:
+        """Whether its mask is not one more token of a group's."""
+        return self.is_busy or self.is_slow or not self.continues(output)
+
     def is_for(self, output: Tokens) -> bool:
         """Whether its words are the mask after `output`."""
         return (
@@ -126,7 +130,9 @@ class MaskWorkers:
         begun: set[Future[None]] = set()
         for row in rows:
             state = self._state(row)
-            if state.is_busy or state.is_slow or not state.continues(row.output):
+            # A mask that was late in an earlier step is there by now, and is not made again:
+            # a group that always takes longer than a step waits would never be in time.
+            if state.needs_own_thread(row.output) or state.is_for(row.output):
                 begun |= self._begin_alone(row, state)
                 apart.append((row, state))
             else:
@@ -235,8 +241,9 @@ class PendingMasks:
             futures = {state.future for _, state in self._apart if state.future is not None}
             wait(futures, timeout=_ALONE_S, return_when=FIRST_COMPLETED)
         else:
-            # Masks that were late in an earlier step are not waited for again.
-            wait(self._begun, timeout=grace_s)
+            # Masks that were late in an earlier step are not waited for again. Where every row
+            # has a grammar, waiting delays no other row.
+            wait(self._begun, timeout=_ALONE_S if is_alone else grace_s)
         found = StepMasks(words=self._words)
         pieces: list[MaskWords] = []
         for row, state in (*self._together, *self._apart):
