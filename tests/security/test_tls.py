@@ -14,8 +14,9 @@ import pytest
 from headwater.cli import main
 from headwater.clock import SystemClock
 from headwater.errors import ConfigError
+from headwater.server.router.protocol import TOKEN_HEADER
 from headwater.server.tls import TlsConfig
-from tests.router.harness import run
+from tests.router.harness import TOKEN, run
 from tests.router.live import LiveCommand
 from tests.security.test_sockets import listening, processes
 
@@ -99,6 +100,31 @@ def test_an_instance_without_a_certificate_of_the_cluster_is_not_used(folder, tm
         assert answer.status_code == 503
 
     run(scenario, tls=tls(folder), verify=trusting(folder))
+
+
+def test_a_router_sends_no_prompt_to_a_server_of_another_ca(folder, tmp_path):
+    """Also when its address was registered: the certificate at the address decides."""
+    assert main(["certs", str(tmp_path / "other"), "x"]) == 0
+    foreign = TlsConfig(
+        ssl_certfile=str(tmp_path / "other/x.pem"),
+        ssl_keyfile=str(tmp_path / "other/x-key.pem"),
+    )
+
+    async def scenario(harness):
+        real, other = harness.add(tls=tls(folder, "instance")), harness.add(tls=foreign)
+        await harness.ready(real)
+        known = (await harness.known())[real.name]
+        answer = await harness.client.post(
+            "/instances",
+            json=known | {"instance_id": other.name, "url": other.url, "epoch": "2"},
+            headers={TOKEN_HEADER: TOKEN},
+        )
+        assert answer.status_code == 200
+        await real.memberships.leave()
+        assert (await harness.complete()).status_code == 503
+        assert other.num_steps == 0
+
+    run(scenario, tls=tls(folder), verify=trusting(folder), stale_s=20.0, forget_s=30.0)
 
 
 @pytest.mark.parametrize("missing", ["ssl_certfile", "ssl_keyfile", "ssl_ca_certs"])
