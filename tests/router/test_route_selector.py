@@ -88,7 +88,7 @@ def test_who_is_tried_draining_or_silent_is_passed_over():
     assert known.pair(tried=[known.entries["d"]]) == ("e", "q")
     known.entries["q"].has_failed = True
     assert known.pair(tried=[known.entries["d"]]) == ("e", "")
-    known.clock.advance(4.0)
+    known.clock.advance(6.0)
     assert known.pair() is None
 
 
