@@ -10,7 +10,7 @@ import pytest
 from headwater.cache import LoadJob, OffloadJob
 from headwater.device.parallel.channel import ChannelClosed, RankChannel, RankMessage
 from headwater.device.parallel.messages import CopyBlocks
-from headwater.device.parallel.step_message import StepPacker, unpack_step
+from headwater.device.parallel.step_message import StepPacker, StepUnpacker
 from headwater.scheduler.batch import ScheduledBatch
 from headwater.scheduler.request import SamplingParams
 from headwater.types import JobId, RequestId, Tier
@@ -37,7 +37,7 @@ def test_a_rank_sees_the_step_that_was_packed() -> None:
     """Everything that is computed arrives; names, parameters and histories stay behind."""
     batch = _batch(["a", "b", "c"])
 
-    seen = unpack_step(StepPacker().pack(batch, batch.tokens))
+    seen = StepUnpacker().unpack(StepPacker().pack(batch, batch.tokens))
 
     assert seen.step == 12
     for name in ("tokens", "positions", "query_start", "context_lens", "sampled", "carry"):
@@ -50,16 +50,40 @@ def test_a_rank_sees_the_step_that_was_packed() -> None:
 
 def test_a_request_keeps_its_number_while_it_runs() -> None:
     """A rank recognises a sequence by it, and nothing is remembered of those that left."""
-    packer = StepPacker()
+    packer, unpacker = StepPacker(), StepUnpacker()
 
-    first = unpack_step(packer.pack(_batch(["a", "b"]), np.zeros(4, dtype=np.int32)))
-    second = unpack_step(packer.pack(_batch(["b", "c"]), np.zeros(4, dtype=np.int32)))
-    third = unpack_step(packer.pack(_batch(["a", "c"]), np.zeros(4, dtype=np.int32)))
+    def seen(*names: str) -> ScheduledBatch:
+        return unpacker.unpack(packer.pack(_batch(list(names)), np.zeros(4, dtype=np.int32)))
+
+    first, second, third = seen("a", "b"), seen("b", "c"), seen("a", "c")
 
     assert second.request_ids[0] == first.request_ids[1]
     assert third.request_ids[1] == second.request_ids[1]
     assert len({*first.request_ids, *second.request_ids, *third.request_ids}) == 4
-    assert len(packer._numbers) == 2
+    assert len(packer._known) == len(unpacker._tables) == 2
+
+
+def test_a_table_is_sent_again_only_when_it_is_another_array() -> None:
+    """A rank keeps the tables of the step before; one that grew, moved or came back is sent."""
+    packer, unpacker = StepPacker(), StepUnpacker()
+    batch = _batch(["a", "b", "c"])
+    other = _batch(["c", "a", "d"])
+    other.block_tables[:2] = [batch.block_tables[2], batch.block_tables[0]]
+    grown = _batch(["c", "a", "d"])
+    grown.block_tables[0] = np.array([4, 1, 4, 9], dtype=np.int64)
+    grown.block_tables[1:] = other.block_tables[1:]
+    sizes = []
+
+    for step in (batch, batch, other, grown, batch):
+        message = packer.pack(step, step.tokens)
+        sizes.append(len(message))
+        seen = unpacker.unpack(message)
+        for ours, theirs in zip(seen.block_tables, step.block_tables, strict=True):
+            assert np.array_equal(ours, theirs)
+
+    assert sizes[1] == sizes[0] - 4 * 9
+    assert sizes[2] == sizes[1] + 4 * 3
+    assert sizes[3] == sizes[1] + 4 * 4
 
 
 @pytest.mark.parametrize("kind", [LoadJob, OffloadJob])

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from headwater.device.model import load
 from headwater.device.parallel.share import RankShare
@@ -116,6 +117,30 @@ def test_a_vocabulary_that_cannot_be_split_evenly_is_split_all_the_same(
 ) -> None:
     """Parts of embedding and output layer differ by a token; so do parts of an MLP."""
     _compare(two_ranks, save_family("llama", tmp_path, vocab_size=127, intermediate_size=95))
+
+
+@pytest.mark.slow
+def test_parts_of_blocks_make_whole_blocks_on_the_host(
+    family: Callable[[str], Path], two_ranks: RankHarness
+) -> None:
+    """A whole block has the bytes that one rank would write, and comes back to every rank."""
+    folder = family("llama")
+    split = Driver(
+        two_ranks.load(folder), block_tokens=4, runner_class=partial(two_ranks.runner)
+    )
+    whole = Driver(load(folder), block_tokens=4)
+    _tokens(split)
+    _tokens(whole)
+    pool = whole.runner.pool
+
+    offloaded = two_ranks.copy_out(pool.num_blocks)
+    two_ranks.clear()
+    two_ranks.copy_in(pool.num_blocks)
+
+    written = (pool.blocks != 0).any(dim=1)
+    ours, theirs = (blocks[written].view(torch.float32) for blocks in (offloaded, pool.blocks))
+    assert torch.allclose(ours, theirs, atol=1e-4)
+    assert torch.equal(two_ranks.copy_out(pool.num_blocks), offloaded)
 
 
 def test_heads_that_cannot_be_split_are_refused() -> None:

@@ -58,6 +58,14 @@ def test_the_default_host_tier_is_a_share_of_free_memory(
     assert size == size_gib * GIB
 
 
+def test_an_engine_on_several_gpus_has_the_host_tier_of_all_of_them():
+    """Each rank's GPU has its own link to main memory."""
+    config = EngineConfig(device="cuda", tensor_parallel_size=4)
+
+    assert default_host_bytes(config, free_bytes=1024 * GIB, num_gpus=8) == 4 * 64 * GIB
+    assert default_host_bytes(config, free_bytes=160 * GIB, num_gpus=8) == 4 * 10 * GIB
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -5,7 +5,7 @@ import socket
 import sys
 
 from headwater.device.parallel.channel import ChannelClosed, RankChannel, RankMessage
-from headwater.device.parallel.step_message import unpack_step
+from headwater.device.parallel.step_message import StepUnpacker
 from headwater.launch.rank_process import SPIN_S
 
 
@@ -13,9 +13,10 @@ def main(descriptor: int) -> int:
     """Answer steps until the other end is gone."""
     sock = socket.socket(fileno=descriptor)
     channel = RankChannel(sock, send_timeout_s=10.0, spin_s=SPIN_S)
+    unpacker = StepUnpacker()
     try:
         while True:
-            unpack_step(channel.receive().payload)
+            unpacker.unpack(channel.receive().payload)
             channel.send(RankMessage.READY)
     except ChannelClosed:
         return 0

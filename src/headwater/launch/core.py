@@ -126,7 +126,7 @@ def _build(
         fingerprint=model.fingerprint.hex(),
         eos_token_ids=model.eos_token_ids,
         dtype=str(model.dtype).removeprefix("torch."),
-        device=str(model.device),
+        device=_describe_device(config, model),
         num_host_blocks=num_host_blocks,
         block_bytes=layout.block_bytes,
         tiers=describe_tiers(config, layout, num_host_blocks),
@@ -168,6 +168,12 @@ def _model_name(config: EngineConfig) -> str:
     if config.model_name is not None:
         return config.model_name
     return Path(config.model).resolve().name if config.model else BUILT_IN_NAME
+
+
+def _describe_device(config: EngineConfig, model: "LoadedModel") -> str:
+    if config.tensor_parallel_size == 1:
+        return str(model.device)
+    return f"{model.device} and {config.tensor_parallel_size - 1} more ranks"
 
 
 def _describe_limits(limits: StepLimits, itl: ItlTarget | None) -> str:

@@ -74,14 +74,16 @@ def host_blocks(config: EngineConfig, layout: KVLayout) -> int:
 def default_host_bytes(config: EngineConfig, *, free_bytes: int, num_gpus: int) -> int:
     """Size of the host tier where `--swap-space` is not given, in whole GiB; 0 is no host tier.
 
-    On a GPU it is half of the free main memory, divided by the GPUs of the machine: engines on
-    all of them may start at the same time and see the same free memory. `free_bytes` is already
+    On GPUs it is half of the free main memory, divided by the GPUs of the machine and times those
+    that this engine uses, at most 64 GiB for each: engines on all of them may start at the same time
+    and see the same free memory. `free_bytes` is already
     within the limit of the control group. On a CPU it only buffers what storage reads and writes.
     """
     if config.device == "cpu":
         size = min(free_bytes // 4, _MAX_CPU_BYTES)
     else:
-        size = min(free_bytes // 2 // num_gpus, _MAX_GPU_BYTES)
+        used = min(config.tensor_parallel_size, num_gpus)
+        size = used * min(free_bytes // 2 // num_gpus, _MAX_GPU_BYTES)
     if size >= _MIN_BYTES:
         return size // _GIB * _GIB
     if config.storage_backend is not None:

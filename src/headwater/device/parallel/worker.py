@@ -35,7 +35,7 @@ from headwater.device.parallel.messages import (
     pack_copied,
 )
 from headwater.device.parallel.share import RankShare
-from headwater.device.parallel.step_message import unpack_step
+from headwater.device.parallel.step_message import StepUnpacker
 from headwater.errors import HeadwaterError, InvariantError
 from headwater.transfer.completions import JobCompletion
 from headwater.transfer.mover import DeviceCopier
@@ -59,6 +59,7 @@ class RankWorker:
         self._model: LoadedModel | None = None
         self._group: RankGroup | None = None
         self._runner: FollowingRunner | None = None
+        self._unpacker = StepUnpacker()
         self._copiers: dict[int, DeviceCopier] = {}
 
     def run(self) -> int:
@@ -84,7 +85,7 @@ class RankWorker:
             return
         match frame.kind:
             case RankMessage.STEP:
-                runner.follow(unpack_step(frame.payload))
+                runner.follow(self._unpacker.unpack(frame.payload))
             case RankMessage.COPY:
                 copy = CopyBlocks.unpack(frame.payload)
                 self._copiers[copy.slab].start(copy.job, self._copied)
