@@ -34,6 +34,7 @@ UNFUSED = (
         "glm4",
         "gpt_neox",
     ),
+    *("axk1", "longcat_flash"),
     *("granitemoe", "helium", "hunyuan_v1_dense", "olmo", "phi", "starcoder2"),
 )
 """Families that run in their own code: their layers have parts the fused decoder does not."""

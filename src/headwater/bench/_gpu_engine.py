@@ -18,7 +18,8 @@ from headwater.clock import SystemClock
 from headwater.device.attention.base import ATTENTION, register
 from headwater.device.gpu.copier import CudaCopier
 from headwater.device.gpu.runner import CudaRunner
-from headwater.device.model import LoadedModel
+from headwater.device.latent import use_latents
+from headwater.device.model import LoadedModel, kv_shape
 from headwater.engine.collector import settle_collector
 from headwater.engine.core import EngineCore
 from headwater.errors import ConfigError
@@ -70,6 +71,7 @@ def random_model(config: Any, dtype: torch.dtype = torch.bfloat16) -> LoadedMode
             values.zero_()
     rotary = type(module.model.rotary_emb)
     module.model.rotary_emb = rotary(config).to(DEVICE)
+    use_latents(module)
     return LoadedModel(
         module=module.eval(),
         model_dir=Path(),
@@ -77,9 +79,7 @@ def random_model(config: Any, dtype: torch.dtype = torch.bfloat16) -> LoadedMode
         device=DEVICE,
         dtype=dtype,
         num_layers=config.num_hidden_layers,
-        kv_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None)
-        or config.hidden_size // config.num_attention_heads,
+        **kv_shape(config),
         vocab_size=config.vocab_size,
         max_model_len=config.max_position_embeddings,
         eos_token_ids=(),

@@ -1,4 +1,4 @@
-"""Mixtures of experts: decode and prefill as shares of what memory and tensor cores allow."""
+"""Mixtures of experts, with latent KV or without: decode and prefill as shares of what memory and tensor cores allow."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,7 +65,7 @@ def _measure_prefill(
     routed = per_expert * num_experts * num_layers / width
     resting = weight_bytes(model) / width - routed - head
     active = resting + per_expert * config.num_experts_per_tok * num_layers / width
-    heads = config.num_attention_heads * model.head_dim
+    heads = config.num_attention_heads * _attended_numbers(model)
     flop = 2 * _PREFILL * active + 2 * _PREFILL**2 * heads * num_layers
     bound_ms = flop / product_tflop_s / 1e9
     seconds = median(taken)
@@ -75,6 +75,15 @@ def _measure_prefill(
         "bound_ms": bound_ms,
         "share": bound_ms / seconds / 1e3,
     }
+
+
+def _attended_numbers(model: LoadedModel) -> float:
+    """Numbers of a head's key and value, halved: of a latent, those that it stands for."""
+    config: Any = model.module.config
+    if model.value_dim is None:
+        return model.head_dim
+    key = config.qk_nope_head_dim + config.qk_rope_head_dim
+    return float(key + config.v_head_dim) / 2
 
 
 def _expert_bytes(model: LoadedModel) -> tuple[int, int, int]:

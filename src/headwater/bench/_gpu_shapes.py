@@ -23,6 +23,18 @@ def _qwen3_moe(num_layers: int) -> Any:  # noqa: ANN401 -- a configuration of tr
     )  # fmt: skip
 
 
+def _deepseek_v2_lite(num_layers: int) -> Any:  # noqa: ANN401 -- as above
+    return hf.DeepseekV2Config(
+        hidden_size=2048, intermediate_size=10944, moe_intermediate_size=1408,
+        num_hidden_layers=num_layers, num_attention_heads=16, num_key_value_heads=16,
+        q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
+        v_head_dim=128, n_routed_experts=64, num_experts_per_tok=6, n_shared_experts=2,
+        first_k_dense_replace=1, n_group=1, topk_group=1, topk_method="greedy",
+        routed_scaling_factor=1.0, vocab_size=102400, tie_word_embeddings=False,
+        max_position_embeddings=32768,
+    )  # fmt: skip
+
+
 SHAPES: dict[str, Callable[[], Any]] = {
     "8b": lambda: hf.LlamaConfig(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
@@ -46,6 +58,8 @@ SHAPES: dict[str, Callable[[], Any]] = {
         vocab_size=201088, tie_word_embeddings=False, sliding_window=128,
         max_position_embeddings=131072,
     ),
+    "deepseek-v2-lite": lambda: _deepseek_v2_lite(27),
+    "deepseek-v2-lite-9": lambda: _deepseek_v2_lite(9),
     "gemma-3-4b": lambda: hf.Gemma3TextConfig(
         hidden_size=2560, intermediate_size=10240, num_hidden_layers=34, num_attention_heads=8,
         num_key_value_heads=4, head_dim=256, vocab_size=262208, sliding_window=1024,
@@ -62,4 +76,4 @@ SHAPES: dict[str, Callable[[], Any]] = {
         max_position_embeddings=4096,
     ),
 }  # fmt: skip
-"""By the name given with `--model`. `-12` is cut to 12 of 48 layers."""
+"""By the name given with `--model`. `-12` is cut to 12 of 48 layers, `-9` to 9 of 27."""

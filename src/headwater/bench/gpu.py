@@ -30,6 +30,7 @@ PARTS = (
     "trace",
     "sampling",
     "moe",
+    "mla",
     "families",
     "streams",
     "json",
@@ -38,6 +39,7 @@ PARTS = (
     "first_wave",
 )
 _MOE_SHAPES = ("qwen3-30b-a3b", "qwen3-30b-a3b-12")
+_MLA_SHAPES = ("deepseek-v2-lite", "deepseek-v2-lite-9")
 _FAMILY_SHAPES = ("gemma-3-4b", "phi-4-mini", "olmo-2-7b", "1b")
 _BATCHES = (1, 32, 128, 256)
 
@@ -104,7 +106,8 @@ class _Run:
             "all_miss": self._all_miss,
             "trace": self._trace,
             "sampling": self._sampling,
-            "moe": self._moe,
+            "moe": lambda: self._experts(_MOE_SHAPES),
+            "mla": lambda: self._experts(_MLA_SHAPES),
             "families": self._families,
             "streams": self._streams,
             "json": self._json,
@@ -223,18 +226,20 @@ class _Run:
             engine.close()
         return found
 
-    def _moe(self) -> dict[str, Any]:
+    def _experts(self, shapes: tuple[str, str]) -> dict[str, Any]:
+        """A whole shape, and the same with fewer layers, which is all that `--quick` measures."""
         from headwater.bench import _gpu_decode, _gpu_engine, _gpu_moe
 
         self._release_model()
         found = {}
-        for shape in _MOE_SHAPES[1:] if self._options.quick else _MOE_SHAPES:
+        for shape in shapes[1:] if self._options.quick else shapes:
             model = _gpu_engine.make_model(shape)
             engine = _gpu_engine.GpuEngine(
                 model, num_blocks=_gpu_decode.blocks_for(128) + 256, max_num_seqs=128
             )
             found[shape] = _gpu_moe.measure_moe(model, engine, [1, 32, 128], self._ceilings)
             found[shape]["is_fused"] = engine.runner.is_fused
+            found[shape]["kv_token_bytes"] = model.token_bytes
             engine.close()
             del engine, model
             self._release_model()

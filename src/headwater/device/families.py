@@ -59,14 +59,18 @@ SERVED = frozenset(
 
 FUSED = frozenset(
     {
+        "deepseek_v2",
+        "deepseek_v3",
         "dots1",
         "gemma",
         "gemma2",
         "gemma3_text",
         "glm4_moe",
+        "glm4_moe_lite",
         "gpt_oss",
         "granite",
         "llama",
+        "minicpm3",
         "ministral",
         "mistral",
         "mixtral",
@@ -80,6 +84,7 @@ FUSED = frozenset(
         "qwen3_moe",
         "seed_oss",
         "smollm3",
+        "youtu",
     }
 )
 """Families that the fused decoder of the GPU runs, in captured graphs. It is compared with the

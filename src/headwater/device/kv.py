@@ -57,6 +57,7 @@ class KVPool:
         self.block_tokens = block_tokens
         self.num_layers, self.kv_heads = model.num_layers, model.kv_heads
         self.head_dim, self.planes = model.head_dim, model.planes
+        self.value_dim = model.value_dim or model.head_dim
         self.device = model.device
         self.dtype = model.dtype
         """Of the numbers that the model computes with, whatever they are stored in."""

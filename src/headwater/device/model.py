@@ -63,6 +63,9 @@ class LoadedModel:
     planes: int = 2
     """Keys and values; 1 where a latent is stored for both (MLA)."""
 
+    value_dim: int | None = None
+    """Leading numbers of a stored latent that are the value; None where all of a head are."""
+
     has_fp8_kv: bool = False
     """Whether KV is stored in 8 bits, with a scale for each token and head."""
 
@@ -246,16 +249,16 @@ def _facts(config: PretrainedConfig) -> dict[str, Any]:
     return {
         "dtype": cast(torch.dtype, config.dtype),
         "num_layers": config.num_hidden_layers,
-        **_kv_shape(config),
+        **kv_shape(config),
         "vocab_size": config.vocab_size,
         "max_model_len": positions,
     }
 
 
-def _kv_shape(config: PretrainedConfig) -> dict[str, int]:
+def kv_shape(config: PretrainedConfig) -> dict[str, Any]:
     """Heads, numbers and planes of what is stored of a token."""
     if (rank := getattr(config, "kv_lora_rank", None)) is not None:
-        shape = {"kv_heads": 1, "total_kv_heads": 1, "planes": 1}
+        shape = {"kv_heads": 1, "total_kv_heads": 1, "planes": 1, "value_dim": rank}
         return {**shape, "head_dim": rank + config.qk_rope_head_dim}
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads

@@ -95,8 +95,6 @@ def open_runner(  # noqa: PLR0913 -- sizes, each by its name
         raise ConfigError(
             "--kv-cache-dtype fp8 is not supported on a GPU yet; use --device cpu"
         )
-    if model.planes == 1:
-        raise ConfigError("models with latent KV (MLA) are not supported on a GPU yet")
     on_gpu = CudaRunner(model, **sizes, masks=masks)
     on_gpu.compilations = compilations
     if group is not None:

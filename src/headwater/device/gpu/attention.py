@@ -38,6 +38,9 @@ class PagedAttention:
 
     pool: Tensor
     heads: int
+    value_dim: int
+    """Numbers of a head of what is attended."""
+
     num_decodes: int = 0
     """Leading rows, of one token each, that `decodes` is about."""
 
@@ -57,7 +60,7 @@ class PagedAttention:
         """`[tokens, heads * dim]`, from packed Q, K and V; K and V are in the pool already."""
         if self.gate is not None:
             self.gate(layer)
-        shape = len(packed), self.heads, self.pool.shape[-1]
+        shape = len(packed), self.heads, self.value_dim
         out = torch.empty(shape, dtype=packed.dtype, device=packed.device)
         if self.decodes is not None:
             mine = slice(0, self.num_decodes)
@@ -73,7 +76,7 @@ class PagedAttention:
         assert self.sampled is not None, "nothing is sampled"
         if self.gate is not None:
             self.gate(layer)
-        shape = len(packed), self.heads, self.pool.shape[-1]
+        shape = len(packed), self.heads, self.value_dim
         out = torch.empty(shape, dtype=packed.dtype, device=packed.device)
         attend_decodes(packed, self.pool, layer, self.sampled, variant, out)
         return out.view(len(packed), -1)
@@ -104,11 +107,11 @@ class PagedStep:
     ) -> Tensor:
         """As `AttentionStep` says."""
         pool = self.attention.pool
-        block_tokens, kv_heads, dim = pool.shape[3:]
-        planes = (self.slots.long() * pool.shape[1] + layer) * 2
+        num_planes, block_tokens, kv_heads, dim = pool.shape[2:]
+        planes = (self.slots.long() * pool.shape[1] + layer) * num_planes
         rows = planes * block_tokens + self.positions % block_tokens
         flat = pool.view(-1, kv_heads * dim)
-        flat.index_copy_(0, rows, key.reshape(len(rows), -1))
-        flat.index_copy_(0, rows + block_tokens, value.reshape(len(rows), -1))
+        for plane, source in enumerate((key, value)[:num_planes]):
+            flat.index_copy_(0, rows + plane * block_tokens, source.reshape(len(rows), -1))
         out = self.attention.attend(layer, query.reshape(len(rows), -1), variant)
-        return out.view(query.shape)
+        return out.view(*query.shape[:2], -1)

@@ -104,9 +104,9 @@ class FusedDecoder:
             self._finish_layer(
                 layer, hidden, hidden.new_zeros((128, layer.output.shape[1])), is_eager=True
             )
-            stored = self._project_qkv(layer, hidden, skipped=self.heads * pool.shape[-1])
+            stored = self._project_qkv(layer, hidden, skipped=self._query_size(layer, pool))
             first = torch.zeros(128, dtype=torch.int32, device=pool.device)
-            rotate(stored, first, first - 1, layer.table, pool, 0, layer.head_norms)
+            self._store(layer, stored, TokenSlots(first, first - 1), pool, 0)
 
     def uses_torch_attention(self, pool: Tensor) -> bool:
         """Whether torch may attend long prompts: it is faster, and every layer is plain."""
@@ -144,8 +144,8 @@ class FusedDecoder:
             if wanted is not None and number == len(self.layers) - 1:
                 return self._run_last(hidden, places, pool, wanted, is_eager=is_eager)
             packed = self._project_qkv(layer, hidden)
-            rotate(packed, *places, layer.table, pool, number, layer.head_norms)
-            attended = attend(number, packed, layer.variant)
+            self._store(layer, packed, places, pool, number)
+            attended = self._attend(layer, packed, places.positions, number, attend)
             self._finish_layer(layer, hidden, attended, is_eager=is_eager)
         return hidden
 
@@ -160,16 +160,17 @@ class FusedDecoder:
     ) -> Tensor:
         """The last layer: K and V of all rows into the pool, everything else of `wanted`."""
         number, layer = len(self.layers) - 1, self.layers[-1]
-        stored = self._project_qkv(layer, hidden, skipped=self.heads * pool.shape[-1])
-        rotate(stored, *places, layer.table, pool, number, layer.head_norms)
+        stored = self._project_qkv(layer, hidden, skipped=self._query_size(layer, pool))
+        self._store(layer, stored, places, pool, number)
         hidden = hidden.index_select(0, wanted.rows)
         if not len(hidden):
             return hidden
         packed = self._project_qkv(layer, hidden)
         positions = places.positions.index_select(0, wanted.rows)
         nowhere = torch.full_like(positions, -1)  # their K and V are stored already
-        rotate(packed, positions, nowhere, layer.table, pool, number, layer.head_norms)
-        attended = wanted.attend(number, packed, layer.variant)
+        if layer.latent is None:
+            rotate(packed, positions, nowhere, layer.table, pool, number, layer.head_norms)
+        attended = self._attend(layer, packed, positions, number, wanted.attend)
         self._finish_layer(layer, hidden, attended, is_eager=is_eager)
         return hidden
 
@@ -192,6 +193,35 @@ class FusedDecoder:
         if self.scaling.softcap is not None:
             logits.div_(self.scaling.softcap).tanh_().mul_(self.scaling.softcap)
         return logits
+
+    def _query_size(self, layer: FusedWeights, pool: Tensor) -> int:
+        """Leading outputs of the first projection, which are of queries."""
+        if layer.latent is not None:
+            return layer.latent.query_size
+        return int(self.heads * pool.shape[-1])
+
+    def _store(
+        self, layer: FusedWeights, packed: Tensor, places: TokenSlots, pool: Tensor, number: int
+    ) -> None:
+        """Put K and V, or latents, of `packed` in the pool; Q and K of `packed` are rotated."""
+        if layer.latent is not None:
+            layer.latent.store(packed, *places, layer.table, pool, number)
+        else:
+            rotate(packed, *places, layer.table, pool, number, layer.head_norms)
+
+    def _attend(
+        self,
+        layer: FusedWeights,
+        packed: Tensor,
+        positions: Tensor,
+        number: int,
+        attend: Attend,
+    ) -> Tensor:
+        """Attention of each row, as the output projection reads it."""
+        if layer.latent is None:
+            return attend(number, packed, layer.variant)
+        query = layer.latent.queries(packed, positions, layer.table)
+        return layer.latent.by_head(attend(number, query, layer.variant))
 
     def _project_qkv(self, layer: FusedWeights, hidden: Tensor, *, skipped: int = 0) -> Tensor:
         """Q, K and V of each row, less the first `skipped` numbers of them."""

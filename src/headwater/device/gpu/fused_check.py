@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from headwater.device.attention.base import Variant
 from headwater.device.gpu.decoder import FusedDecoder, OutputScaling, TokenSlots
 from headwater.device.gpu.layers import (
+    FusedWeights,
     RotaryTable,
     fused_weights,
     has_layer_types,
@@ -81,6 +82,8 @@ class _LayerProbe:
         weight = next(layer.parameters())
         size = int(cast(Any, layer).self_attn.o_proj.weight.shape[0])
         self.variant: Variant | None = None
+        latent = getattr(cast(Any, layer).self_attn, "latent", None)
+        self.rank: int | None = None if latent is None else latent.rank
         self.hidden = torch.randn(_TOKENS, size, dtype=weight.dtype, device=weight.device)
         positions = torch.arange(_TOKENS, device=weight.device)[None]
         rotary = tables.rotary(self.hidden, position_ids=positions, **tables.kind(number))
@@ -93,11 +96,19 @@ class _LayerProbe:
         """As `AttentionStep`: queries with keys and values mixed in."""
         self.variant = variant
         groups = query.shape[1] // key.shape[1]
-        return query + (key * 0.5 + value * 0.25).repeat_interleave(groups, dim=1)
+        mixed = query + (key * 0.5 + value * 0.25).repeat_interleave(groups, dim=1)
+        if self.rank is None:
+            return mixed
+        # Of a latent only the leading numbers go on: the rotated ones are shown in them.
+        latent, rotated = mixed.tensor_split((self.rank,), dim=-1)
+        latent[..., : rotated.shape[-1]] += rotated
+        return latent
 
     def agrees(self, decoder: FusedDecoder) -> bool:
         """Whether `decoder`, which has this layer alone, computes the same but for rounding."""
         layer = decoder.layers[0]
+        if layer.latent is not None:
+            return self._latent_agrees(decoder)
         dim = layer.output.shape[1] // decoder.heads
         kv_heads = (len(layer.qkv) // dim - decoder.heads) // 2
         hidden = self.hidden
@@ -111,6 +122,24 @@ class _LayerProbe:
             return self.attend(layer, query, key, value, variant).reshape(_TOKENS, -1)
 
         ours = decoder.run(hidden.clone(), places, pool, attend)
+        return self._is_close(ours, layer)
+
+    def _latent_agrees(self, decoder: FusedDecoder) -> bool:
+        """The same where KV is latent; what is stored is compared, too."""
+        layer, hidden = decoder.layers[0], self.hidden
+        assert self.rank is not None, "its module has latents"
+        size = self.rank + 2 * layer.table[0].shape[1]
+        pool = hidden.new_zeros((1, 1, 1, _TOKENS, 1, size))
+        positions = torch.arange(_TOKENS, dtype=torch.int32, device=hidden.device)
+        places = TokenSlots(positions, torch.zeros_like(positions))
+
+        def attend(layer: int, packed: Tensor, variant: Variant) -> Tensor:
+            query, key = packed.view(_TOKENS, decoder.heads, size), pool[0, 0, 0]
+            return self.attend(layer, query, key, key, variant).reshape(_TOKENS, -1)
+
+        return self._is_close(decoder.run(hidden.clone(), places, pool, attend), layer)
+
+    def _is_close(self, ours: Tensor, layer: FusedWeights) -> bool:
         apart = _differs(ours, self.expected)
         allowed = 0.0 if isinstance(layer.mlp, DenseMLP) else _MOST_ROUTED_APART
         return float(apart.float().mean()) <= allowed
@@ -157,5 +186,5 @@ def _differs(ours: Tensor, theirs: Tensor) -> Tensor:
     """Per row: whether they are further apart than rounding explains."""
     allowed = 1e-4 if ours.element_size() == 4 else 3e-2
     wrong = (ours.float() - theirs.float()).norm(dim=-1)
-    close: Tensor = wrong < allowed * theirs.float().norm(dim=-1)
+    close: Tensor = wrong <= allowed * theirs.float().norm(dim=-1)
     return ~close

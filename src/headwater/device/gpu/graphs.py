@@ -178,7 +178,11 @@ class DecodeGraphs:
             partial_lse=self._partials[1],
         )
         attention = PagedAttention(
-            pool=self._pool.data, heads=decoder.heads, num_decodes=size, decodes=work
+            pool=self._pool.data,
+            heads=decoder.heads,
+            value_dim=self._pool.value_dim,
+            num_decodes=size,
+            decodes=work,
         )
         places = TokenSlots(self._view("positions", size), self._view("slots", size))
         tokens, carry = self._view("tokens", size), self._view("carry", size)

@@ -113,7 +113,9 @@ def pack(
     tokens, carried, positions, slots, logits_at, contexts, starts, tables, table_start = sent[
         :9
     ]
-    attention = PagedAttention(pool=pool.data, heads=heads, whole=whole)
+    attention = PagedAttention(
+        pool=pool.data, heads=heads, value_dim=pool.value_dim, whole=whole
+    )
     if num_decodes:
         attention.num_decodes = num_decodes
         attention.decodes = _decodes(contexts, tables, table_start, sent[9:13], pool, heads)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headwater.device.attention.base import Variant
+from headwater.device.gpu.latent import LatentWeights, latent_parts, latent_weights
 from headwater.device.gpu.mlp import DenseMLP, RmsNorm
 from headwater.device.gpu.moe import MoeBlock, moe_block
 from headwater.device.kernels.activation import GateActivation
@@ -54,6 +55,8 @@ class FusedWeights:
     residual_scale: float
     variant: Variant
     table: RotaryTable
+    latent: LatentWeights | None = None
+    """Where KV is latent; `qkv` then projects to queries and the latent."""
 
     def with_variant(self, variant: Variant) -> "FusedWeights":
         return replace(self, variant=variant)
@@ -64,10 +67,18 @@ def fused_weights(layer: nn.Module, table: RotaryTable) -> FusedWeights | None:
     parts: Any = layer
     norms = _layer_norms(layer)
     mlp = _mlp(getattr(parts, "mlp", None))
-    qkv = _qkv_parts(getattr(parts, "self_attn", None))
+    attention: Any = getattr(parts, "self_attn", None)
+    qkv = _qkv_parts(attention)
     if norms is None or mlp is None or qkv is None:
         return None
-    attention = parts.self_attn
+    latent = None
+    if hasattr(attention, "latent"):
+        names = ("q_a_layernorm", "kv_a_layernorm")
+        latent = latent_weights(
+            attention, *(norm_of(getattr(attention, name, None)) for name in names)
+        )
+        if latent is None:
+            return None
     input_norm, attention_norm, mlp_norm, output_norm = norms
     if isinstance(mlp, MoeBlock) and (mlp_norm is None or output_norm is not None):
         return None
@@ -91,9 +102,12 @@ def fused_weights(layer: nn.Module, table: RotaryTable) -> FusedWeights | None:
         mlp_norm=mlp_norm,
         mlp=mlp,
         output_norm=output_norm,
-        residual_scale=float(getattr(layer, "residual_multiplier", 1.0)),
+        residual_scale=float(
+            getattr(layer, "residual_multiplier", getattr(layer, "residual_scale", 1.0))
+        ),
         variant=Variant(1.0),
         table=table,
+        latent=latent,
     )
 
 
@@ -102,8 +116,10 @@ def rotary_table(rotary: nn.Module, max_positions: int, layer_type: str | None) 
     device = next(rotary.buffers()).device
     positions = torch.arange(max_positions, device=device)[None]
     own = {"layer_type": layer_type} if has_layer_types(rotary) else {}
-    cosines, sines = rotary(torch.zeros(1, device=device), position_ids=positions, **own)
-    cosines, sines = cosines[0], sines[0]
+    turns = rotary(torch.zeros(1, device=device), position_ids=positions, **own)
+    if isinstance(turns, Tensor):  # complex numbers, in DeepSeek-V2
+        return turns[0].real.float().contiguous(), turns[0].imag.float().contiguous()
+    cosines, sines = turns[0][0], turns[1][0]
     half = cosines.shape[-1] // 2
     # Most modules repeat the frequencies for the second half of what is rotated.
     if torch.equal(cosines[:, :half], cosines[:, half:]):
@@ -182,6 +198,8 @@ def _qkv_parts(attention: nn.Module | None) -> list[nn.Linear] | None:
     parts: Any = attention
     if not isinstance(getattr(parts, "o_proj", None), nn.Linear):
         return None
+    if hasattr(parts, "latent"):
+        return latent_parts(parts)
     if hasattr(parts, "qkv_proj"):
         return [parts.qkv_proj]
     found = [getattr(parts, f"{name}_proj", None) for name in "qkv"]

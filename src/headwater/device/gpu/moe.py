@@ -20,7 +20,13 @@ from headwater.device.kernels.experts import (
     add_pairs,
 )
 from headwater.device.kernels.gemv import fits, gemv
-from headwater.device.kernels.routing import RouterScore, RoutingRule, choose_experts, route
+from headwater.device.kernels.routing import (
+    GroupScore,
+    RouterScore,
+    RoutingRule,
+    choose_experts,
+    route,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -81,7 +87,15 @@ def _add(
         add_pairs(normed, hidden, block.experts, ids, weights)
     else:
         add_grouped(normed, hidden, block.experts, route(logits, block.rule))
-    if block.shared is not None:
+    if (
+        block.shared is not None
+        and block.shared_gate is None
+        and fits(block.shared.down, num_rows)
+    ):
+        shared = block.shared
+        narrow = gemv(normed, shared.gate_up, gated=True, activation=shared.activation)
+        gemv(narrow, shared.down, residual=hidden)
+    elif block.shared is not None:
         result = dense(block.shared, normed, is_eager=is_eager)
         if block.shared_gate is not None:
             result *= torch.mm(normed, block.shared_gate.T).sigmoid_()
@@ -101,7 +115,7 @@ def moe_block(module: nn.Module, shared: DenseMLP | None) -> MoeBlock | None:
         return None
     bias = getattr(router, "bias", None)
     gate = getattr(parts, "shared_expert_gate", None)
-    is_exact = rule.score is RouterScore.SIGMOID
+    is_exact = rule.score is RouterScore.SIGMOID or hasattr(router, "topk_method")
     return MoeBlock(
         router=weight.data.float() if is_exact else weight.data,
         router_bias=None if bias is None else bias.data,
@@ -129,6 +143,16 @@ def _rule(block: Any, router: Any, num_experts: int) -> RoutingRule | None:  # n
             correction=correction.data,
             num_groups=int(told("num_group", told("n_group", 1)) or 1),
             top_groups=int(told("topk_group", 1) or 1),
+        )
+    method = told("topk_method", None)
+    if method is not None:  # DeepSeek-V2
+        is_grouped = method == "group_limited_greedy"
+        return RoutingRule(
+            top=top,
+            scale=float(told("routed_scaling_factor", 1.0)),
+            num_groups=int(told("num_group", 1) or 1) if is_grouped else 1,
+            top_groups=int(told("topk_group", 1) or 1) if is_grouped else 1,
+            group_score=GroupScore.BEST,
         )
     if getattr(router, "bias", None) is not None:
         return RoutingRule(top=top, score=RouterScore.SOFTMAX_OF_TOP)

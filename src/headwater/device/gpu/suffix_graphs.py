@@ -147,6 +147,7 @@ class SuffixGraphs:
         attention = PagedAttention(
             pool=pool.data,
             heads=decoder.heads,
+            value_dim=pool.value_dim,
             chunks=ChunkWork(
                 contexts=self._view("context", 1),
                 query_start=self._view("query_start", 2),

@@ -17,7 +17,7 @@ def warm_chunks(pool: KVPool, heads: int, variant: Variant) -> None:
         dtype=pool.dtype,
         device=pool.device,
     )
-    out = packed.new_empty((1, heads, pool.head_dim))
+    out = packed.new_empty((1, heads, pool.value_dim))
     sizes = {tile_queries(pool.dtype, pool.head_dim, longest) for longest in (1, 1 << 20)}
     for tile in sizes:
         num_parts = 1

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headwater.device.attention.base import Variant
-from headwater.device.kernels import decode_tma
+from headwater.device.kernels import decode_tma, latent
 from headwater.device.kernels.pieces import DecodeWork
 
 
@@ -190,9 +190,13 @@ def attend_decodes(
 ) -> None:
     """Attend one token a row; `query` is `[rows, >= heads * dim]`, `out` `[rows, heads, dim]`.
 
-    K and V of the rows' own tokens are in the pool already. The output of padding rows (context
+    Over a pool of latents, `out` has as many numbers as a latent. K and V of the rows' own tokens are in the pool already. The output of padding rows (context
     0) is undefined and must not be read.
     """
+    if pool.shape[2] == 1:
+        latent.attend_decodes(query, pool, layer, work, variant, out)
+        _join_pieces(work, out, out)
+        return
     if decode_tma.fits(pool, variant):
         decode_tma.attend_decodes(query, pool, layer, work, variant, out)
         return
@@ -236,6 +240,14 @@ def attend_decodes(
         STAGES=2,
         num_warps=4,
     )
+    _join_pieces(work, sinks, out, has_sinks=variant.sinks is not None)
+
+
+def _join_pieces(
+    work: DecodeWork, sinks: Tensor, out: Tensor, *, has_sinks: bool = False
+) -> None:
+    """Join the partial results of rows in several pieces."""
+    heads, dim = out.shape[1:]
     # Few rows have many pieces; of many rows most have one, and nothing to join.
     group, at_once, warps = (1, 4, 1) if len(out) <= 64 else (4, 2, 2)
     _join[(len(out), triton.cdiv(heads, group))](
@@ -248,7 +260,7 @@ def attend_decodes(
         DIM=dim,
         GROUP=group,
         PIECES=at_once,
-        WIDTH=width,
-        SINKS=variant.sinks is not None,
+        WIDTH=max(16, triton.next_power_of_2(dim)),
+        SINKS=has_sinks,
         num_warps=warps,
     )

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headwater.device.attention.base import Variant
+from headwater.device.kernels import latent
 from headwater.device.kernels.tiles import LARGE_TILE, ChunkWork
 
 _HAS_HOPPER_KERNEL = triton.__version__.startswith("3.6.")
@@ -251,7 +252,7 @@ def _join(
 
 def has_hopper_kernel(pool: Tensor) -> bool:
     """Whether there is a kernel of its own for many tiles over this pool."""
-    return _HAS_HOPPER_KERNEL and prefill_hopper.takes(pool)
+    return _HAS_HOPPER_KERNEL and pool.shape[2] == 2 and prefill_hopper.takes(pool)
 
 
 def is_slower_than_torch(pool: Tensor) -> bool:
@@ -261,7 +262,7 @@ def is_slower_than_torch(pool: Tensor) -> bool:
     kernel for many it likely is. It takes two-byte types.
     """
     is_beaten = has_hopper_kernel(pool) and pool.shape[-1] == 128
-    return pool.element_size() == 2 and not is_beaten
+    return pool.shape[2] == 2 and pool.element_size() == 2 and not is_beaten
 
 
 def attend_chunks(
@@ -269,8 +270,13 @@ def attend_chunks(
 ) -> None:
     """Attend all tokens of the rows that have tiles; others in `out` are left alone.
 
-    `query` is `[tokens, >= heads * dim]`, `out` `[tokens, heads, dim]`.
+    `query` is `[tokens, >= heads * dim]`, `out` `[tokens, heads, dim]`; over a pool of latents,
+    `out` has as many numbers as a latent.
     """
+    if pool.shape[2] == 1:
+        latent.attend_chunks(query, pool, layer, work, variant, out)
+        _join_parts(work, out, out)
+        return
     if work.use_hopper and prefill_hopper.fits(variant):
         prefill_hopper.attend_chunks(query, pool, layer, work, variant, out)
         return
@@ -314,20 +320,29 @@ def attend_chunks(
         PARTS=work.num_parts,
         num_warps=8 if work.tile == LARGE_TILE else 4,
     )
-    if work.num_parts > 1:
-        _join[(heads, tiles, work.tile // 16)](
-            work.query_start,
-            work.tile_row,
-            work.tile_start,
-            work.partial,
-            work.partial_lse,
-            sinks,
-            out,
-            HEADS=heads,
-            DIM=dim,
-            QUERIES=work.tile,
-            ROWS=16,
-            WIDTH=width,
-            SINKS=variant.sinks is not None,
-            PARTS=work.num_parts,
-        )
+    _join_parts(work, sinks, out, has_sinks=variant.sinks is not None)
+
+
+def _join_parts(
+    work: ChunkWork, sinks: Tensor, out: Tensor, *, has_sinks: bool = False
+) -> None:
+    """Join the partial results of tiles in several parts."""
+    if work.num_parts == 1:
+        return
+    heads, dim = out.shape[1:]
+    _join[(heads, len(work.tile_row), work.tile // 16)](
+        work.query_start,
+        work.tile_row,
+        work.tile_start,
+        work.partial,
+        work.partial_lse,
+        sinks,
+        out,
+        HEADS=heads,
+        DIM=dim,
+        QUERIES=work.tile,
+        ROWS=16,
+        WIDTH=max(16, triton.next_power_of_2(dim)),
+        SINKS=has_sinks,
+        PARTS=work.num_parts,
+    )

@@ -31,6 +31,15 @@ class RouterScore(IntEnum):
     """Softmax over the chosen experts' logits."""
 
 
+class GroupScore(IntEnum):
+    """What the score of a group of experts is."""
+
+    BEST_TWO = 0
+    """The sum of its best two."""
+
+    BEST = 1
+
+
 class RoutingRule(NamedTuple):
     """How experts are chosen from a row of router logits."""
 
@@ -43,7 +52,9 @@ class RoutingRule(NamedTuple):
     correction: Tensor | None = None
     num_groups: int = 1
     top_groups: int = 1
-    """Only experts of the best groups are chosen; a group's score is the sum of its best two."""
+    """Only experts of the best groups are chosen."""
+
+    group_score: GroupScore = GroupScore.BEST_TWO
 
 
 class Routing(NamedTuple):
@@ -63,30 +74,35 @@ class Routing(NamedTuple):
 
 
 @triton.jit
-def _best_groups(choice, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr):
+def _best_groups(choice, expert, EXPERTS: tl.constexpr, WIDTH: tl.constexpr,
+                 GROUPS: tl.constexpr, GROUPS_WIDTH: tl.constexpr, TOP_GROUPS: tl.constexpr,
+                 BY_BEST: tl.constexpr):  # fmt: skip
     """`choice` with negative infinity outside the best groups."""
-    size: tl.constexpr = EXPERTS // GROUPS
-    grouped = tl.reshape(choice, (GROUPS, size))
-    member = tl.arange(0, size)[None, :]
-    first = tl.max(grouped, 1)
-    at_first = tl.min(tl.where(grouped == first[:, None], member, size), 1)
-    second = tl.max(tl.where(member == at_first[:, None], float("-inf"), grouped), 1)
-    scores = first + second
-    group = tl.arange(0, GROUPS)
-    taken = tl.zeros([GROUPS], tl.int32)
+    group_of = expert // (EXPERTS // GROUPS)
+    group = tl.arange(0, GROUPS_WIDTH)
+    scores = tl.full([GROUPS_WIDTH], float("-inf"), tl.float32)
+    for number in tl.static_range(GROUPS):
+        mine = tl.where(group_of == number, choice, float("-inf"))
+        score = tl.max(mine, 0)
+        if not BY_BEST:
+            at = tl.min(tl.where((mine == score) & (group_of == number), expert, WIDTH), 0)
+            score += tl.max(tl.where(expert == at, float("-inf"), mine), 0)
+        scores = tl.where(group == number, score, scores)
+    taken = tl.where(group < GROUPS, 0, 1)
+    kept = expert < 0
     for _ in tl.static_range(TOP_GROUPS):
         best = tl.max(tl.where(taken == 0, scores, float("-inf")), 0)
-        at = tl.min(tl.where((scores == best) & (taken == 0), group, GROUPS), 0)
+        at = tl.min(tl.where((scores == best) & (taken == 0), group, GROUPS_WIDTH), 0)
         taken = tl.where(group == at, 1, taken)
-    kept = tl.where((taken == 1)[:, None], grouped, float("-inf"))
-    return tl.reshape(kept, (EXPERTS,))
+        kept = kept | (group_of == at)
+    return tl.where(kept, choice, float("-inf"))
 
 
 @triton.jit
 def _choose(logits, correction, ids, weights, scale, EXPERTS: tl.constexpr, WIDTH: tl.constexpr,
             TOP: tl.constexpr, TOP_WIDTH: tl.constexpr, SCORE: tl.constexpr,
             CORRECTED: tl.constexpr, RENORMALISED: tl.constexpr, GROUPS: tl.constexpr,
-            TOP_GROUPS: tl.constexpr):  # fmt: skip
+            GROUPS_WIDTH: tl.constexpr, TOP_GROUPS: tl.constexpr, BY_BEST: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
     expert = tl.arange(0, WIDTH)
     known = expert < EXPERTS
@@ -105,7 +121,9 @@ def _choose(logits, correction, ids, weights, scale, EXPERTS: tl.constexpr, WIDT
     # of pairs would overflow.
     choice = tl.where(known & (choice == choice), choice, float("-inf"))
     if GROUPS > 1:
-        choice = _best_groups(choice, WIDTH, GROUPS, TOP_GROUPS)
+        choice = _best_groups(
+            choice, expert, EXPERTS, WIDTH, GROUPS, GROUPS_WIDTH, TOP_GROUPS, BY_BEST
+        )
     position = tl.arange(0, TOP_WIDTH)
     found = tl.full([TOP_WIDTH], float("-inf"), tl.float32)
     for number in tl.static_range(TOP):
@@ -157,6 +175,8 @@ def choose_experts(logits: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
         CORRECTED=rule.correction is not None,
         RENORMALISED=rule.renormalise,
         GROUPS=rule.num_groups,
+        GROUPS_WIDTH=triton.next_power_of_2(rule.num_groups),
+        BY_BEST=rule.group_score is GroupScore.BEST,
         TOP_GROUPS=rule.top_groups,
         num_warps=1,
     )

@@ -1,0 +1,503 @@
+"""Attention over latent KV (MLA): one stored vector a token, for all heads.
+
+    a query, a key     | latent ........ LATENT | rotated .. ROTATED |
+    a value            | latent ........ LATENT |
+
+Queries are absorbed already (`device.latent`), so this is attention with one KV head. A tile of
+latents is read once, and used as keys and as values.
+"""
+
+from enum import IntEnum
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headwater.device.attention.base import Variant
+from headwater.device.kernels.pieces import DecodeWork
+from headwater.device.kernels.tiles import ChunkWork
+
+_MAX_DECODE_HEADS = 32
+_MAX_CHUNK_QUERIES = 32
+"""Heads of one token, and tokens of one head, that one program attends together. With 64, Triton
+keeps the queries in registers and spills."""
+
+
+class RotaryPairs(IntEnum):
+    """Which numbers of a head are rotated together, and where the results are put."""
+
+    HALVES = 0
+    """A number of the first half with its like in the second; in place."""
+
+    NEIGHBOURS = 1
+    """Two neighbours; in place."""
+
+    NEIGHBOURS_TO_HALVES = 2
+    """Two neighbours; the first of each pair goes to the first half, the second to the second."""
+
+
+@triton.jit
+def _rotate(
+    source,
+    target,
+    cosines,
+    sines,
+    position,
+    live,
+    HALF: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """Rotate `[rows, 2 * HALF]` from pointers `source` to pointers `target`, one a row."""
+    at = tl.arange(0, WIDTH)
+    inside = live[:, None] & (at < HALF)[None, :]
+    step: tl.constexpr = 1 if PAIRS == 0 else 2
+    beside: tl.constexpr = HALF if PAIRS == 0 else 1
+    left = tl.load(source[:, None] + at[None, :] * step, mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(source[:, None] + at[None, :] * step + beside, mask=inside, other=0.0).to(
+        tl.float32
+    )
+    angle = position.to(tl.int64) * HALF + at
+    cosine = tl.load(cosines + angle, mask=at < HALF, other=0.0)[None, :]
+    sine = tl.load(sines + angle, mask=at < HALF, other=0.0)[None, :]
+    out_step: tl.constexpr = 2 if PAIRS == 1 else 1
+    out_beside: tl.constexpr = 1 if PAIRS == 1 else HALF
+    place = target[:, None] + at[None, :] * out_step
+    tl.store(place, left * cosine - right * sine, mask=inside)
+    tl.store(place + out_beside, right * cosine + left * sine, mask=inside)
+
+
+@triton.jit
+def _store(
+    packed,
+    packed_stride,
+    positions,
+    slots,
+    norm_weight,
+    epsilon,
+    cosines,
+    sines,
+    pool,
+    block_stride,
+    layer_at,
+    LATENT: tl.constexpr,
+    LATENT_WIDTH: tl.constexpr,
+    ROTATED: tl.constexpr,
+    ROTATED_WIDTH: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot < 0:
+        return
+    position = tl.load(positions + token)
+    row = packed + token * packed_stride
+    at = tl.arange(0, LATENT_WIDTH)
+    values = tl.load(row + at, mask=at < LATENT, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, 0) / LATENT + epsilon)
+    weights = tl.load(norm_weight + at, mask=at < LATENT, other=0.0).to(tl.float32)
+    place = pool + slot * block_stride + layer_at
+    place += (position % BLOCK_TOKENS) * (LATENT + ROTATED)
+    tl.store(place + at, values * scale * weights, mask=at < LATENT)
+    one = tl.zeros([1], tl.int64)
+    _rotate(
+        row + LATENT + one, place + LATENT + one, cosines, sines, position, one == 0,
+        ROTATED // 2, ROTATED_WIDTH, PAIRS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _rotate_queries(
+    packed,
+    packed_stride,
+    positions,
+    cosines,
+    sines,
+    query,
+    HEADS: tl.constexpr,
+    PLAIN: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROTATED: tl.constexpr,
+    ROTATED_WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
+    position = tl.load(positions + token)
+    source = packed + token * packed_stride + head * (PLAIN + ROTATED) + PLAIN
+    target = query + (token * HEADS + head) * (LATENT + ROTATED) + LATENT
+    _rotate(
+        source, target, cosines, sines, position, head < HEADS,
+        ROTATED // 2, ROTATED_WIDTH, PAIRS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _keys_seen(
+    q,
+    q_rotated,
+    highest,
+    total,
+    summed,
+    begin,
+    end,
+    query_at,
+    pool,
+    table,
+    block_stride,
+    layer_at,
+    scale,
+    LATENT: tl.constexpr,
+    LATENT_WIDTH: tl.constexpr,
+    ROTATED: tl.constexpr,
+    ROTATED_WIDTH: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    EXACT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Attend keys `[begin, end)`; with `CAUSAL`, each query those up to its own position."""
+    at = tl.arange(0, LATENT_WIDTH)
+    rotated_at = tl.arange(0, ROTATED_WIDTH)
+    size: tl.constexpr = LATENT + ROTATED
+    # Read one turn ahead: loads that wait for a slot read in the same turn are not pipelined.
+    slot = tl.load(table + begin // BLOCK_TOKENS, mask=begin < end, other=0).to(tl.int64)
+    for first in tl.range(begin, end, KEYS, num_stages=STAGES):
+        key = first + tl.arange(0, KEYS)
+        seen = key < end
+        if BLOCK_TOKENS % KEYS == 0:
+            place = slot * block_stride + layer_at + (key % BLOCK_TOKENS) * size
+            after = tl.minimum(first + KEYS, end - 1)
+            slot = tl.load(table + after // BLOCK_TOKENS).to(tl.int64)
+        else:
+            slots = tl.load(table + key // BLOCK_TOKENS, mask=seen, other=0).to(tl.int64)
+            place = slots * block_stride + layer_at + (key % BLOCK_TOKENS) * size
+        inside = seen[:, None] & (at < LATENT)[None, :]
+        latent = tl.load(pool + place[:, None] + at[None, :], mask=inside, other=0.0)
+        inside = seen[:, None] & (rotated_at < ROTATED)[None, :]
+        rotated = tl.load(
+            pool + place[:, None] + LATENT + rotated_at[None, :], mask=inside, other=0.0
+        )
+        if EXACT:
+            scores = tl.dot(q, tl.trans(latent), input_precision="ieee")
+            scores = tl.dot(q_rotated, tl.trans(rotated), scores, input_precision="ieee")
+        else:
+            scores = tl.dot(q, tl.trans(latent))
+            scores = tl.dot(q_rotated, tl.trans(rotated), scores)
+        visible = seen[None, :]
+        if CAUSAL:
+            visible = visible & (key[None, :] <= query_at[:, None])
+        scores = tl.where(visible, scores * scale, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        # Nothing seen yet is no number to subtract from itself.
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(scores - base[:, None])
+        decay = tl.exp2(highest - base)
+        total = total * decay + tl.sum(weights, 1)
+        summed = summed * decay[:, None]
+        if EXACT:
+            summed = tl.dot(weights, latent, summed, input_precision="ieee")
+        else:
+            summed = tl.dot(weights.to(latent.dtype), latent, summed)
+        highest = higher
+    return highest, total, summed
+
+
+@triton.jit
+def _attend_decodes(
+    query,
+    pool,
+    contexts,
+    tables,
+    table_start,
+    piece,
+    work_row,
+    work_start,
+    row_work,
+    partial,
+    partial_lse,
+    out,
+    block_stride,
+    layer_at,
+    scale,
+    HEADS: tl.constexpr,
+    LATENT: tl.constexpr,
+    LATENT_WIDTH: tl.constexpr,
+    ROTATED: tl.constexpr,
+    ROTATED_WIDTH: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    EXACT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    item = tl.program_id(1)
+    row = tl.load(work_row + item)
+    if row < 0:
+        return
+    start = tl.load(work_start + item)
+    end = tl.minimum(start + tl.load(piece), tl.load(contexts + row))
+    head = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
+    known = head < HEADS
+    at = tl.arange(0, LATENT_WIDTH)
+    rotated_at = tl.arange(0, ROTATED_WIDTH)
+    mine = query + (row.to(tl.int64) * HEADS + head) * (LATENT + ROTATED)
+    wanted = known[:, None] & (at < LATENT)[None, :]
+    q = tl.load(mine[:, None] + at[None, :], mask=wanted, other=0.0)
+    q_rotated = tl.load(
+        mine[:, None] + LATENT + rotated_at[None, :],
+        mask=known[:, None] & (rotated_at < ROTATED)[None, :],
+        other=0.0,
+    )
+    highest = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    summed = tl.zeros([QUERIES, LATENT_WIDTH], tl.float32)
+    table = tables + tl.load(table_start + row)
+    highest, total, summed = _keys_seen(
+        q, q_rotated, highest, total, summed, start, end, head, pool, table, block_stride,
+        layer_at, scale, LATENT, LATENT_WIDTH, ROTATED, ROTATED_WIDTH, BLOCK_TOKENS, KEYS,
+        False, EXACT, STAGES,
+    )  # fmt: skip
+    result = summed / tl.where(total == 0, 1.0, total)[:, None]
+    if tl.load(row_work + row + 1) - tl.load(row_work + row) == 1:
+        done = (row.to(tl.int64) * HEADS + head) * LATENT
+        tl.store(out + done[:, None] + at[None, :], result, mask=wanted)
+    else:
+        part = item.to(tl.int64) * HEADS + head
+        tl.store(partial + part[:, None] * LATENT + at[None, :], result, mask=wanted)
+        level = tl.where(total == 0, float("-inf"), highest + tl.log2(total))
+        tl.store(partial_lse + part, level, mask=known)
+
+
+@triton.jit
+def _attend_chunks(
+    query,
+    pool,
+    contexts,
+    query_start,
+    tables,
+    table_start,
+    tile_row,
+    tile_start,
+    part_keys,
+    partial,
+    partial_lse,
+    out,
+    block_stride,
+    layer_at,
+    scale,
+    HEADS: tl.constexpr,
+    LATENT: tl.constexpr,
+    LATENT_WIDTH: tl.constexpr,
+    ROTATED: tl.constexpr,
+    ROTATED_WIDTH: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    EXACT: tl.constexpr,
+    STAGES: tl.constexpr,
+    PARTS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    # A tile is attended in groups of QUERIES: more do not fit in registers beside their sums.
+    head = tl.program_id(0) // (TILE // QUERIES)
+    in_tile = (tl.program_id(0) % (TILE // QUERIES)) * QUERIES + tl.arange(0, QUERIES)
+    # The last tiles see the most keys: they go first.
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    row = tl.load(tile_row + tile)
+    start = tl.load(tile_start + tile)
+    packed = tl.load(query_start + row)
+    count = tl.load(query_start + row + 1) - packed
+    context = tl.load(contexts + row)
+    prefix = context - count
+    table = tables + tl.load(table_start + row)
+    of_tile = start + in_tile
+    known = of_tile < count
+    query_at = prefix + of_tile
+    at = tl.arange(0, LATENT_WIDTH)
+    rotated_at = tl.arange(0, ROTATED_WIDTH)
+    token = (packed + of_tile).to(tl.int64)
+    mine = query + (token * HEADS + head) * (LATENT + ROTATED)
+    wanted = known[:, None] & (at < LATENT)[None, :]
+    q = tl.load(mine[:, None] + at[None, :], mask=wanted, other=0.0)
+    q_rotated = tl.load(
+        mine[:, None] + LATENT + rotated_at[None, :],
+        mask=known[:, None] & (rotated_at < ROTATED)[None, :],
+        other=0.0,
+    )
+    highest = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    summed = tl.zeros([QUERIES, LATENT_WIDTH], tl.float32)
+    end = tl.minimum(context, prefix + tl.max(of_tile, 0) + 1)
+    begin = 0
+    if PARTS > 1:
+        size = tl.load(part_keys + tile)
+        begin = tl.program_id(2) * size
+        end = tl.minimum(end, begin + size)
+    highest, total, summed = _keys_seen(
+        q, q_rotated, highest, total, summed, begin, end, query_at, pool, table, block_stride,
+        layer_at, scale, LATENT, LATENT_WIDTH, ROTATED, ROTATED_WIDTH, BLOCK_TOKENS, KEYS,
+        True, EXACT, STAGES,
+    )  # fmt: skip
+    result = summed / tl.where(total == 0, 1.0, total)[:, None]
+    if PARTS == 1:
+        done = (token * HEADS + head) * LATENT
+        tl.store(out + done[:, None] + at[None, :], result, mask=wanted)
+    else:
+        of_part = (tile * PARTS + tl.program_id(2)) * TILE + in_tile
+        place = of_part.to(tl.int64) * HEADS + head
+        tl.store(
+            partial + place[:, None] * LATENT + at[None, :], result,
+            mask=(at < LATENT)[None, :],
+        )  # fmt: skip
+        level = tl.where(total == 0, float("-inf"), highest + tl.log2(total))
+        tl.store(partial_lse + place, level)
+
+
+def store_latents(
+    packed: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    norm: tuple[Tensor, float],
+    table: tuple[Tensor, Tensor],
+    pool: Tensor,
+    layer: int,
+    pairs: RotaryPairs,
+) -> None:
+    """Norm, rotate and store latents, `[tokens, latent + rotated]`, whose rows may be strided.
+
+    A token whose slot is -1 is stored nowhere.
+    """
+    rotated = 2 * table[0].shape[1]
+    latent = pool.shape[-1] - rotated
+    _store[(len(packed),)](
+        packed,
+        packed.stride(0),
+        positions,
+        slots,
+        *norm,
+        *table,
+        pool,
+        pool.stride(0),
+        layer * pool.stride(1),
+        LATENT=latent,
+        LATENT_WIDTH=triton.next_power_of_2(latent),
+        ROTATED=rotated,
+        ROTATED_WIDTH=triton.next_power_of_2(rotated // 2),
+        BLOCK_TOKENS=pool.shape[3],
+        PAIRS=int(pairs),
+        num_warps=1,
+    )
+
+
+def rotate_queries(
+    packed: Tensor,
+    positions: Tensor,
+    table: tuple[Tensor, Tensor],
+    query: Tensor,
+    pairs: RotaryPairs,
+) -> None:
+    """Put the rotated part of queries, `[tokens, heads * (plain + rotated)]` in rows that may be
+    strided, at the end of each head of `query`, `[tokens, heads, latent + rotated]`."""
+    tokens, heads, size = query.shape
+    rotated = 2 * table[0].shape[1]
+    group = min(16, triton.next_power_of_2(heads))
+    _rotate_queries[(tokens, triton.cdiv(heads, group))](
+        packed,
+        packed.stride(0),
+        positions,
+        *table,
+        query,
+        HEADS=heads,
+        PLAIN=packed.shape[1] // heads - rotated,
+        LATENT=size - rotated,
+        ROTATED=rotated,
+        ROTATED_WIDTH=triton.next_power_of_2(rotated // 2),
+        PAIRS=int(pairs),
+        GROUP=group,
+        num_warps=1,
+    )
+
+
+def attend_decodes(
+    query: Tensor, pool: Tensor, layer: int, work: DecodeWork, variant: Variant, out: Tensor
+) -> None:
+    """Attend one token a row; `query` is `[rows, heads * (latent + rotated)]`, `out`
+    `[rows, heads, latent]`. Rows in several pieces are left to be joined in `work.partial`."""
+    heads, latent = out.shape[1:]
+    exact = query.element_size() == 4
+    group = min(max(16, triton.next_power_of_2(heads)), 16 if exact else _MAX_DECODE_HEADS)
+    _attend_decodes[(triton.cdiv(heads, group), len(work.work_row))](
+        query,
+        pool,
+        work.contexts,
+        work.tables,
+        work.table_start,
+        work.piece,
+        work.work_row,
+        work.work_start,
+        work.row_work,
+        work.partial,
+        work.partial_lse,
+        out,
+        pool.stride(0),
+        layer * pool.stride(1),
+        variant.scaling * 1.4426950408889634,
+        **_shape(pool, heads, latent),
+        KEYS=16 if exact else 32,
+        QUERIES=group,
+        EXACT=exact,
+        STAGES=1 if exact else 3,
+        num_warps=4 if group <= 16 else 8,
+    )
+
+
+def attend_chunks(
+    query: Tensor, pool: Tensor, layer: int, work: ChunkWork, variant: Variant, out: Tensor
+) -> None:
+    """Attend all tokens of the rows that have tiles; shapes as for `attend_decodes`. Tiles in
+    several parts are left to be joined in `work.partial`."""
+    heads, latent = out.shape[1:]
+    exact = query.element_size() == 4
+    queries = min(work.tile, _MAX_CHUNK_QUERIES)
+    groups = work.tile // queries
+    _attend_chunks[(heads * groups, len(work.tile_row), work.num_parts)](
+        query,
+        pool,
+        work.contexts,
+        work.query_start,
+        work.tables,
+        work.table_start,
+        work.tile_row,
+        work.tile_start,
+        work.part_keys,
+        work.partial,
+        work.partial_lse,
+        out,
+        pool.stride(0),
+        layer * pool.stride(1),
+        variant.scaling * 1.4426950408889634,
+        **_shape(pool, heads, latent),
+        KEYS=16 if exact else 32,
+        QUERIES=queries,
+        EXACT=exact,
+        STAGES=1 if exact else 2,
+        PARTS=work.num_parts,
+        TILE=work.tile,
+        num_warps=8,
+    )
+
+
+def _shape(pool: Tensor, heads: int, latent: int) -> dict[str, int]:
+    rotated = pool.shape[-1] - latent
+    return {
+        "HEADS": heads,
+        "LATENT": latent,
+        "LATENT_WIDTH": max(16, triton.next_power_of_2(latent)),
+        "ROTATED": rotated,
+        "ROTATED_WIDTH": max(16, triton.next_power_of_2(rotated)),
+        "BLOCK_TOKENS": pool.shape[3],
+    }
