@@ -268,6 +268,13 @@ def test_presets_are_what_their_notes_say(name):
             (8192, None, 0.196),
             (32768, None, 1.135),
         ],
+        "h200-8b-fp8-kv": [(1, 1024, 4.20e-3), (8192, None, 0.196)],
+        "h200-30b-a3b": [
+            (1, 1024, 2.862e-3),
+            (32, 1024, 14.55e-3),
+            (128, 1024, 19.23e-3),
+            (8192, None, 0.194),
+        ],
         "cpu-100m": [(1, 500, 32e-3), (1024, None, 2.2)],
     }
     for count, context, seconds in measured[name]:

@@ -1,9 +1,9 @@
 """What a step and a copy take: a few coefficients, and machines whose coefficients are known.
 
-    step  = launch + max(weights, token × tokens) + pair × pairs + row × rows + context × KV read
+    step  = launch + max(weights + experts, token × tokens) + pair × pairs + row × rows + context × KV read
     copy  = latency + bytes / bandwidth, the bandwidth shared by the copies of one link
 
-`pairs` are (token, token before it) pairs of the prompts being computed: attention grows with
+`experts` counts the experts that so many tokens can be expected to touch. `pairs` are (token, token before it) pairs of the prompts being computed: attention grows with
 the square of a prompt. Decoding rows read the KV of all their tokens; `KV read` counts those.
 """
 
@@ -52,10 +52,18 @@ class StepCost:
     context_token_s: float = 0.0
     """A token whose KV a decoding row reads."""
 
+    experts_s: float = 0.0
+    """Reading all experts of a mixture of experts once; `weights_s` is then the rest."""
+
+    expert_share: float = 0.0
+    """Share of a layer's experts that one token is sent to."""
+
     def __post_init__(self) -> None:
         for name in self.__slots__:
             if not 0.0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name} is seconds, got {getattr(self, name)}")
+                raise ConfigError(f"{name} cannot be negative, got {getattr(self, name)}")
+        if self.expert_share > 1.0:
+            raise ConfigError(f"expert_share is at most 1, got {self.expert_share}")
         if self.launch_s + self.weights_s <= 0:
             raise ConfigError("a step that takes no time at all would never end")
 
@@ -64,7 +72,10 @@ class StepCost:
     ) -> "float | NDArray[np.floating[Any]]":
         """One step, or one a `context`: always the same operations in the same order, so that
         many steps at once take bit for bit what they take one by one."""
-        fixed = self.launch_s + max(self.weights_s, self.token_s * (prompt_tokens + rows))
+        tokens = prompt_tokens + rows
+        touched = 1.0 - (1.0 - self.expert_share) ** tokens
+        weights_s = self.weights_s + self.experts_s * touched
+        fixed = self.launch_s + max(weights_s, self.token_s * tokens)
         return (
             fixed + self.pair_s * pairs + self.row_s * rows
         ) + self.context_token_s * context

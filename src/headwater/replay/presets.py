@@ -1,5 +1,7 @@
 """Machines that this project measured, by the name they have on the command line."""
 
+from dataclasses import replace
+
 from headwater.errors import ConfigError
 from headwater.replay.cost import LinkCost, Machine, StepCost
 
@@ -34,6 +36,41 @@ _H200_8B = Machine(
     state_bytes=4096 * 2,
 )
 
+_H200_MOE = Machine(
+    name="h200-30b-a3b",
+    note=(
+        "H200 and the Qwen3-30B-A3B shape (128 experts, 8 for each token) in bfloat16, by "
+        "`headwater bench gpu --parts moe`. Decoding: 349, 2,199 and 6,655 tokens/s at 1, 32 and "
+        "128 rows of 1 k context; prompts: 194 ms for 8 k tokens, whose share of attention is "
+        "computed from the 8B shape; links as in h200-8b"
+    ),
+    kv_token_bytes=48 * 2 * 4 * 128 * 2,
+    step=StepCost(
+        launch_s=0.4e-3,
+        weights_s=1.6e-3,
+        token_s=1.83e-5,
+        pair_s=1.3e-9,
+        row_s=7.4e-6,
+        context_token_s=2.34e-8,
+        experts_s=13.2e-3,
+        expert_share=8 / 128,
+    ),
+    links=_H200_8B.links,
+    device_gib=65.0,
+)
+
+_H200_FP8_KV = replace(
+    _H200_8B,
+    name="h200-8b-fp8-kv",
+    note=(
+        "h200-8b with --kv-cache-dtype fp8: one byte for each number and one for each token and "
+        "head. Reading KV is computed from its bytes (the roofline), not measured; everything "
+        "else as in h200-8b"
+    ),
+    kv_token_bytes=32 * 2 * 8 * (128 + 1),
+    step=replace(_H200_8B.step, context_token_s=3.12e-8 * 129 / 256),
+)
+
 _CPU_100M = Machine(
     name="cpu-100m",
     note=(
@@ -65,7 +102,7 @@ _CPU_100M = Machine(
     max_batched_tokens=2048,
 )
 
-PRESETS = {machine.name: machine for machine in (_H200_8B, _CPU_100M)}
+PRESETS = {machine.name: machine for machine in (_H200_8B, _H200_MOE, _H200_FP8_KV, _CPU_100M)}
 
 
 def preset(name: str) -> Machine:
