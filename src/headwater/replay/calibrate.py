@@ -142,6 +142,7 @@ def _with_decode(step: StepCost, points: Points, context_token_s: float) -> Step
         weights_s=start_s - launch_s,
         row_s=max(row_s - _CONTEXT * context_token_s, 0.0),
         context_token_s=context_token_s,
+        experts_s=0.0,  # a line through steps has no part of its own for experts
     )
 
 

@@ -45,6 +45,7 @@ def split_over_ranks(machine: Machine, ranks: int, link: LinkCost) -> Machine:
             token_s=step.token_s / ranks + token_s,
             pair_s=step.pair_s / ranks,
             context_token_s=step.context_token_s / ranks,
+            experts_s=step.experts_s / ranks,
         ),
         links=links,
         device_gib=machine.device_gib * ranks,
