@@ -275,6 +275,12 @@ def test_presets_are_what_their_notes_say(name):
             (128, 1024, 19.23e-3),
             (8192, None, 0.194),
         ],
+        "h200-deepseek-v2-lite": [
+            (1, 1024, 2.699e-3),
+            (32, 1024, 10.33e-3),
+            (128, 1024, 12.99e-3),
+            (8192, None, 0.406),
+        ],
         "cpu-100m": [(1, 500, 32e-3), (1024, None, 2.2)],
     }
     for count, context, seconds in measured[name]:

@@ -104,10 +104,10 @@ def _touched_experts(engine: GpuEngine, batch: int) -> float:
 
     Counted in steps outside graphs, where the choice of experts can be looked at.
     """
-    # Other prompts than those measured: a suffix of a cached one would be captured.
+    # Cached prompts, so that all rows decode together; but a single row would be a captured suffix.
     graphs, engine.runner.graphs = engine.runner.graphs, None
     with _recorded(batch) as counts:
-        serve_batch(engine, batch, seed=batch + 500, max_tokens=6)
+        serve_batch(engine, batch, seed=batch if batch > 1 else 501, max_tokens=6)
     engine.runner.graphs = graphs
     return float(np.mean([int(count) for count in counts]))
 

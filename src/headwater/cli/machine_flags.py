@@ -10,7 +10,13 @@ if TYPE_CHECKING:
     from headwater.replay.cost import LinkCost
     from headwater.replay.settings import SimConfig
 
-PRESET_NAMES = ("h200-8b", "h200-8b-fp8-kv", "h200-30b-a3b", "cpu-100m")
+PRESET_NAMES = (
+    "h200-8b",
+    "h200-8b-fp8-kv",
+    "h200-30b-a3b",
+    "h200-deepseek-v2-lite",
+    "cpu-100m",
+)
 
 
 def add_machine(group: _ArgumentGroup) -> None:
