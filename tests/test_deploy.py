@@ -30,6 +30,17 @@ def test_the_image_copies_what_there_is_and_starts_a_command_line_that_parses():
     assert re.findall(r"^USER (\S+)$", DOCKERFILE, re.M) == ["headwater"]
 
 
+def test_the_gpu_image_copies_what_there_is_and_serves_on_a_gpu():
+    """The same checks for the other image; it was not built here."""
+    text = (ROOT / "deploy/Dockerfile.gpu").read_text()
+    (entry,) = re.findall(r"^ENTRYPOINT (\[.+\])$", text, re.M)
+    for name in " ".join(re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.M)).split():
+        assert (ROOT / name).exists(), name
+    options = build_parser().parse_args(json.loads(entry)[1:])
+    assert (options.host, options.device) == ("0.0.0.0", "cuda")
+    assert re.findall(r"^USER (\S+)$", text, re.M) == ["headwater"]
+
+
 def test_the_health_check_asks_the_port_and_the_path_that_are_served():
     """The cheap one, which needs no key, at the default port."""
     port = build_parser().parse_args(["serve"]).port
