@@ -122,6 +122,9 @@ def open_follower(
     if model.device.type == "cpu":
         connect(model.module, group)
         return TorchRunner(model, **sizes, contiguous_bytes=contiguous_bytes)
+    from headwater.device.gpu.kernel_cache import use_kernel_cache
+
+    log.info("kernels are kept in folder=%s", use_kernel_cache(model.device))
     from headwater.device.gpu.rank_runner import FollowingCudaRunner
 
     runner = FollowingCudaRunner(model, **sizes)

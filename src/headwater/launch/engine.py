@@ -35,4 +35,9 @@ def _build(start: EngineStart) -> tuple[EngineCore, EngineInfo]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(cast(LogFormat, sys.argv[1]), sys.argv[2]))
+    exit_code = main(cast(LogFormat, sys.argv[1]), sys.argv[2])
+    if exit_code:
+        # Everything was said. Threads of collectives with a lost rank would abort the process
+        # when the interpreter ends in order.
+        sys.stderr.flush()
+        os._exit(exit_code)

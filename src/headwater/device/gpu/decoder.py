@@ -28,7 +28,7 @@ from headwater.device.kernels.gemv import fits, gemv
 from headwater.device.kernels.prefill import is_slower_than_torch
 from headwater.device.kernels.rotary import rotate
 from headwater.device.parallel.group import RankGroup
-from headwater.device.parallel.sharding import SplitEmbedding
+from headwater.device.parallel.sharding import SplitEmbedding, own_heads
 
 Attend = Callable[[int, Tensor, Variant], Tensor]
 """Attention of a layer over packed Q, K and V."""
@@ -69,8 +69,7 @@ class FusedDecoder:
         scaling: OutputScaling,
     ) -> None:
         parts: Any = module
-        # Of this rank, where the model is split over ranks.
-        self.heads = int(parts.model.layers[0].self_attn.config.num_attention_heads)
+        self.heads = own_heads(module)
         self.layers = layers
         embedding = parts.model.embed_tokens
         self.embedding: Tensor = embedding.weight.data

@@ -11,6 +11,7 @@ from torch import Tensor
 from headwater.device.gpu.attention import PagedStep
 from headwater.device.gpu.inputs import PackedStep
 from headwater.device.model import LoadedModel
+from headwater.device.parallel.sharding import own_heads
 
 
 class ModuleDecoder:
@@ -19,8 +20,7 @@ class ModuleDecoder:
     def __init__(self, model: LoadedModel) -> None:
         module: Any = model.module
         self._module = module
-        # Of this rank, where the model is split over ranks.
-        self.heads = int(module.model.layers[0].self_attn.config.num_attention_heads)
+        self.heads = own_heads(module)
 
     def logits(self, step: PackedStep, chosen: Tensor) -> Tensor:
         """Of the sampled rows."""

@@ -106,6 +106,14 @@ def split(module: nn.Module, share: RankShare) -> None:
     _split_vocabulary(parts, share)
 
 
+def own_heads(module: nn.Module) -> int:
+    """Query heads that are here: all, or this rank's where the model was split."""
+    parts: Any = module
+    attention = getattr(parts.model.layers[0], "self_attn", None)
+    config = getattr(attention, "config", None) or parts.config
+    return int(config.num_attention_heads)
+
+
 def connect(module: nn.Module, group: RankGroup) -> None:
     """Add the collectives to a model that was split."""
     parts: Any = module

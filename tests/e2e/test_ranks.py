@@ -1,0 +1,52 @@
+"""A server whose engine has several ranks: what clients and operators see when one is lost."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.live import LiveServer
+
+
+def _rank_pids(server: LiveServer) -> list[int]:
+    """Children of the engine that runs now."""
+    pid = server.process.pid
+    found = []
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        below = Path(f"/proc/{child}/task/{child}/children").read_text().split()
+        found += [one for one in below if b"rank_process" in _command(one)]
+    return [int(one) for one in found]
+
+
+def _command(pid: str) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+@pytest.mark.nightly
+def test_a_lost_rank_is_told_to_clients_and_the_engine_comes_back_with_its_host_tier() -> None:
+    """The stream ends with an error that names the rank; a new engine with new ranks adopts the
+    host tier and says the same; nothing is left in the end."""
+    server = LiveServer("--tensor-parallel-size", "2", "--swap-space", "0.1").wait_ready()
+    prompt = "a prompt of more than one block " * 8
+    before = server.complete(prompt=prompt, max_tokens=8).json()["choices"][0]["text"]
+    (rank,) = _rank_pids(server)
+    stream = server.open_stream(prompt="hello", max_tokens=8000)
+    stream.next()
+
+    os.kill(rank, signal.SIGKILL)
+
+    error = stream.rest()[-1]["error"]
+    stream.close()
+    assert error["code"] == "engine_dead"
+    assert error["message"] == "rank 1 of 2 failed: its process was killed by SIGKILL"
+    server.until_healthy()
+    (new_rank,) = _rank_pids(server)
+    assert new_rank != rank
+    again = server.complete(prompt=prompt, max_tokens=8)
+    assert again.json()["choices"][0]["text"] == before
+    assert server.stop() == 0
+    assert not Path(f"/proc/{new_rank}").exists()
+    log = "".join(server.errors)
+    assert "host tier adopted" in log
+    assert "terminate called" not in log
