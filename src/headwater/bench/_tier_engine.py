@@ -131,6 +131,30 @@ class TierEngine:
         """Until everything that is being written is written."""
         self.core.drain(_DRAIN_S)
 
+    def serve_in_turn(
+        self, prompts: list[Tokens], *, clients: int, max_tokens: int
+    ) -> tuple[list[int], list[Tokens]]:
+        """`clients` at a time, until the last has ended: cached tokens and output of each."""
+        numbers: dict[RequestId, int] = {}
+        cached = [0] * len(prompts)
+        outputs: list[list[int]] = [[] for _ in prompts]
+        waiting = list(range(len(prompts)))
+        alive = 0
+        while waiting or alive:
+            while waiting and alive < clients:
+                request = self._request(prompts[waiting[0]], max_tokens)
+                numbers[request.request_id] = waiting.pop(0)
+                self.core.add(request)
+                alive += 1
+            self.core.wait()
+            for output in self.core.step():
+                number = numbers[output.request_id]
+                outputs[number] += list(output.tokens)
+                alive -= output.finish_reason is not None
+                if output.usage is not None:
+                    cached[number] = sum(output.usage.by_tier.values())
+        return cached, [np.array(tokens, dtype=np.int32) for tokens in outputs]
+
     def clear_device(self) -> None:
         """Evict every unused block from the device, and from no other tier."""
         cache = self.core._cache  # nothing in production empties one tier alone

@@ -3,7 +3,10 @@
 (a) traffic that never hits, with and without tiers, in turns; (b) the time to the first token
 of a hit in each tier and of computing the same prompt; (c) many requests at once for one stored
 prefix; (d) bytes a second of each backend beside the barest use of its medium; (e) the first token
-while one kind of storage call never returns, once the breaker has opened, beside no storage.
+while one kind of storage call never returns, once the breaker has opened, beside no storage;
+(f) sessions that do not fit on the device: what each turn finds of what it could; (g) a simulated
+grid: first tokens when loads are priced, over always and never waiting for storage; (h) with
+--trace: what storage finds when it accepts a quarter of what is computed, by order of writes.
 
 The engine runs in this process. Backends whose server is not installed are left out.
 """
@@ -23,12 +26,17 @@ from headwater.bench._flags import read_flags
 from headwater.bench._hung_storage import CALLS, measure_hung
 from headwater.bench._report import print_report
 from headwater.bench._storage_media import Media, open_media
+from headwater.bench._storage_order import measure_storage_order
 from headwater.bench._tier_engine import TierEngine, TierRun
+from headwater.bench._tier_pricing import measure_pricing
+from headwater.bench._tier_sessions import measure_sessions
+from headwater.errors import ConfigError
 from headwater.types import Tokens
 
 _CAPACITY_BYTES = 2 << 30
 _TOGETHER = 50
-_PARTS = ("backends", "hits", "convoy", "all-miss", "hung")
+_PARTS = ("backends", "hits", "convoy", "all-miss", "hung", "sessions", "pricing")
+_TRACE_PARTS = ("storage-order",)
 _MISS_KEYS = {"control": "_control", "default": "", "write_through": "_write_through"}
 """Engines that are held against one without tiers, and what their figures' names end with."""
 
@@ -59,6 +67,12 @@ def main(argv: Sequence[str]) -> int:
             result |= measure_all_miss(folder / "all-miss", options)
     if "hung" in options.parts:
         result |= _measure_hung(options)
+    if "sessions" in options.parts:
+        result |= _measure_sessions(options)
+    if "pricing" in options.parts:
+        result |= measure_pricing(quick=options.quick, say=_say)
+    if "storage-order" in options.parts:
+        result |= _measure_storage_order(options)
     print_report("headwater bench tiers", result, as_json=options.json)
     return 0
 
@@ -162,6 +176,22 @@ def _measure_hung(options: Namespace) -> Result:
     )
 
 
+def _measure_sessions(options: Namespace) -> Result:
+    from headwater.device import builtin
+    from headwater.device.model import load
+
+    folder = str(builtin.ensure())
+    rounds = 1 if options.quick else 3
+    return measure_sessions(load(folder), folder, rounds=rounds, say=_say)
+
+
+def _measure_storage_order(options: Namespace) -> Result:
+    if options.trace is None:
+        raise ConfigError("--parts storage-order needs --trace FILE")
+    limit = 200 if options.quick else options.requests
+    return measure_storage_order(options.trace, limit=limit, hints="perfect", say=_say)
+
+
 def _miss_engines(folder: Path, options: Namespace) -> dict[str, TierEngine]:
     from headwater.device.model import load
 
@@ -241,8 +271,14 @@ def _parser() -> ArgumentParser:
     )
     add = parser.add_argument
     add(
-        "--parts", nargs="+", choices=_PARTS, default=list(_PARTS), help="what to measure (all)"
+        "--parts",
+        nargs="+",
+        choices=(*_PARTS, *_TRACE_PARTS),
+        default=list(_PARTS),
+        help="what to measure (all that need no trace)",
     )
+    add("--trace", type=Path, help="trace in the Mooncake format, for storage-order")
+    add("--requests", type=int, default=3000, help="of the trace, the first so many (3000)")
     add("--model", choices=("tiny", "100m"), default="100m", help="model served (100m)")
     add("--lengths", nargs="+", type=int, default=[1024, 4096, 16384], help="prompt tokens")
     add("--pairs", type=int, default=24, help="pairs of runs that never hit (24)")

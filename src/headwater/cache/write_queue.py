@@ -47,7 +47,8 @@ class WriteQueue:
 
     @property
     def may_have_any(self) -> bool:
-        """Whether there may be something to write. O(1), because every step asks."""
+        """Whether there may be something to write. O(1); asked once a step."""
+        self.window.measure_step()
         return bool(self._to_host) or self._to_storage.may_have_any or self.window.is_due
 
     def add(self, node: Node) -> None:

@@ -23,17 +23,27 @@ from headwater.scheduler.queues import SequenceTable
 from headwater.types import Tier
 
 _OFFLOAD_SHARE = 8
-"""At most one device block in this many is being written to the host: enough for the blocks of
+"""One device block in this many may be written to the host at once: enough for the blocks of
 several requests that end in one step, which are otherwise evicted unwritten."""
+
+_OFFLOAD_STEPS = 2
+"""So many may be written at once too: what this many steps compute. Writes are planned once a
+step, so less than one step could not keep up."""
+
+_MAX_OFFLOAD_SHARE = 2
+"""Never more than one device block in this many: sequences need the others."""
 
 
 class OffloadPlanner:
     """Plans what the write policy and preemptions want, within a bound for each link."""
 
-    def __init__(self, cache: TieredCache, max_storage_blocks: int) -> None:
+    def __init__(self, cache: TieredCache, config: SchedulerConfig) -> None:
         self._cache = cache
-        spare = max(cache.config.device_blocks // _OFFLOAD_SHARE, 1)
-        self._limits = {Tier.HOST: spare, Tier.STORAGE: max_storage_blocks}
+        device_blocks = cache.config.device_blocks
+        of_steps = _OFFLOAD_STEPS * config.max_batched_tokens // cache.block_tokens
+        most = device_blocks // _MAX_OFFLOAD_SHARE
+        spare = max(device_blocks // _OFFLOAD_SHARE, min(of_steps, most), 1)
+        self._limits = {Tier.HOST: spare, Tier.STORAGE: config.max_write_blocks}
         self._num_blocks = {Tier.HOST: 0, Tier.STORAGE: 0}
         """Blocks in flight to each tier; a running sum, because every step needs it."""
 

@@ -69,7 +69,7 @@ class Scheduler:
             self._table, self._blocks, self._growth, self._totals, save=config.save_preempted
         )
         self._loader = KVLoader(config, cache)
-        self._offloads = OffloadPlanner(cache, config.max_write_blocks)
+        self._offloads = OffloadPlanner(cache, config)
         self._prefetch = Prefetch(config, cache, self._table, self._growth, self._loader)
         self._admission = Admission(
             config, self._table, self._blocks, self._growth, self._loader, self._totals

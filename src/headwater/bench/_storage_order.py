@@ -1,0 +1,71 @@
+"""Storage that accepts a quarter of what is computed: does the order of writes matter?
+
+A trace is replayed three times: to learn how much is computed a second, then with storage that
+writes a quarter of that, first come, first served, and by expected reuse.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from headwater.replay.hints import with_hints
+from headwater.replay.presets import preset
+from headwater.replay.report import make_report
+from headwater.replay.settings import SimConfig
+from headwater.replay.simulator import Simulator
+from headwater.replay.trace import TraceRequest
+from headwater.replay.workload import TraceLoad
+
+_SPEED = 0.4
+"""At this speed one simulated H200 keeps up with the conversation trace."""
+
+_SHARE = 0.25
+_DEVICE_GIB, _HOST_GIB, _STORAGE_GIB = 50.0, 150.0, 16_000.0
+
+StorageOrder = Literal["reuse", "arrival"]
+
+
+def measure_storage_order(
+    trace: Path, *, limit: int, hints: str, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """`storage_order_gain`: prompt tokens found in storage, by reuse over first come."""
+    load = TraceLoad(trace=trace, limit=limit, speed=_SPEED, scale=1.0, seed=1)
+    plain = load.requests()
+    demand = _replay(plain, None, "arrival")
+    computed = demand["tokens_by_source"]["computed"]
+    machine = preset("h200-8b")
+    bytes_s = _SHARE * computed * machine.kv_token_bytes / demand["duration_s"]
+    say(f"storage-order: writes limited to {bytes_s / 1e9:.2f} GB/s")
+    runs = {
+        "arrival": _replay(plain, bytes_s, "arrival"),
+        "reuse": _replay(plain, bytes_s, "reuse"),
+    }
+    if hints != "none":
+        runs["reuse_with_hints"] = _replay(with_hints(plain, hints), bytes_s, "reuse")
+    found = {name: run["tokens_by_source"]["storage"] for name, run in runs.items()}
+    return {
+        "storage_write_bytes_s": bytes_s,
+        "storage_found_tokens": found,
+        "storage_token_hit": {name: run["token_hit"] for name, run in runs.items()},
+        "storage_order_gain": {name: count / found["arrival"] for name, count in found.items()},
+    }
+
+
+def _replay(
+    requests: list[TraceRequest], bytes_s: float | None, order: StorageOrder
+) -> dict[str, Any]:
+    machine = preset("h200-8b")
+    if bytes_s is not None:
+        link = replace(machine.links["host_to_storage"], bytes_s=bytes_s)
+        machine = replace(machine, links={**machine.links, "host_to_storage": link})
+    config = SimConfig(
+        machine=machine,
+        device_gib=_DEVICE_GIB,
+        host_gib=_HOST_GIB,
+        storage_gib=_STORAGE_GIB,
+        eviction="session",
+        load_policy="wait",
+        storage_order=order,
+    )
+    return make_report(Simulator(config, requests).run())
