@@ -139,8 +139,8 @@ def test_decodes(
     tables = pool.tables(contexts)
     widths = [len(table) for table in tables]
     for size in (len(contexts), len(contexts) + 3):
-        pieces = split_contexts(np.array(contexts), size)
-        entries = num_entries(size)
+        pieces = split_contexts(np.array(contexts), size, pool.kv_heads)
+        entries = num_entries(size, pool.kv_heads)
         work = DecodeWork(
             contexts=ints([*contexts, *[0] * (size - len(contexts))]),
             tables=ints(np.concatenate(tables)),
@@ -178,8 +178,8 @@ def test_decodes_of_whole_tiles(
     contexts = [*random.integers(1, 1200, num_rows - 1).tolist(), 2048]
     tables = pool.own_tables(contexts)
     widths = [len(table) for table in tables]
-    pieces = split_contexts(np.array(contexts), num_rows)
-    entries = num_entries(num_rows)
+    pieces = split_contexts(np.array(contexts), num_rows, pool.kv_heads)
+    entries = num_entries(num_rows, pool.kv_heads)
     work = DecodeWork(
         contexts=ints(contexts),
         tables=ints(np.concatenate(tables)),

@@ -79,7 +79,7 @@ def test_decodes_in_one_piece_and_in_many(
     """Rows of all lengths; rows that are not there are left alone."""
     rows = Rows(shape, [1, 700, 33, 192, 3000], dtype)
     num_rows = len(rows.contexts) + 2
-    pieces = split_contexts(np.array(rows.contexts, dtype=np.int64), num_rows)
+    pieces = split_contexts(np.array(rows.contexts, dtype=np.int64), num_rows, 1)
     absent = [0] * (num_rows - len(rows.contexts))
     entries = len(pieces.work_row)
     work = DecodeWork(

@@ -13,9 +13,9 @@ contexts_of = st.lists(st.integers(1, 40_000), min_size=1, max_size=70)
 def test_pieces_cover_each_row_once(contexts: list[int], absent: int) -> None:
     """In order, without gap or overlap; rows that are not there have none."""
     size = len(contexts) + absent
-    found = split_contexts(np.array(contexts), size)
+    found = split_contexts(np.array(contexts), size, 8)
 
-    assert len(found.work_row) == len(found.work_start) == num_entries(size)
+    assert len(found.work_row) == len(found.work_start) == num_entries(size, 8)
     assert found.piece % PIECE_STEP == 0
     for row, context in enumerate(contexts):
         mine = slice(found.row_work[row], found.row_work[row + 1])
@@ -28,9 +28,10 @@ def test_pieces_cover_each_row_once(contexts: list[int], absent: int) -> None:
 
 def test_equal_rows_are_cut_into_few_pieces() -> None:
     """One sequence is cut to keep the device busy; many are not cut at all."""
-    assert split_contexts(np.array([1024]), 1).piece == 64
-    assert split_contexts(np.full(32, 1024), 32).piece == 512
-    assert split_contexts(np.full(256, 1024), 256).piece >= 1024
+    assert split_contexts(np.array([1024]), 1, 8).piece == 64
+    assert split_contexts(np.full(32, 1024), 32, 8).piece == 512
+    assert split_contexts(np.full(256, 1024), 256, 8).piece >= 1024
+    assert split_contexts(np.full(32, 1024), 32, 1).piece == 128
 
 
 @given(

@@ -74,7 +74,7 @@ class DecodeGraphs:
         """Batch sizes that have a graph, ascending."""
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._memory: Any = None
-        entries = num_entries(max_rows)
+        entries = num_entries(max_rows, pool.kv_heads)
         self._sections: dict[str, _Section] = {}
         self._header = 0
         for name in ("tokens", "carry", "positions", "slots", "contexts", "table_start"):
@@ -122,7 +122,7 @@ class DecodeGraphs:
         batch, num_rows = layout.batch, layout.batch.num_rows
         used = self._header + len(layout.tables)
         pinned, view = self._staging.take(used)
-        pieces = split_contexts(layout.contexts, size)
+        pieces = split_contexts(layout.contexts, size, self._pool.kv_heads)
         absent = {"carry": -1, "slots": -1}
         given: dict[str, Ints | IntArray] = {
             "tokens": batch.tokens,
@@ -151,7 +151,7 @@ class DecodeGraphs:
         self._inputs.zero_()
         for name in ("carry", "slots"):
             self._view(name, size).fill_(-1)
-        self._view("work_row", num_entries(size)).fill_(-1)
+        self._view("work_row", num_entries(size, self._pool.kv_heads)).fill_(-1)
         graph = torch.cuda.CUDAGraph()
         with _products(size):
             self._step(size)
@@ -164,7 +164,7 @@ class DecodeGraphs:
 
     def _step(self, size: int) -> None:
         decoder = self._decoder
-        entries = num_entries(size)
+        entries = num_entries(size, self._pool.kv_heads)
         work = DecodeWork(
             contexts=self._view("contexts", size),
             tables=self._inputs[self._header :],

@@ -75,7 +75,7 @@ def pack(
     """
     batch, num_decodes = layout.batch, layout.num_decodes
     whole = _whole(layout) if uses_torch_attention else None
-    pieces = split_contexts(layout.contexts[:num_decodes], max(num_decodes, 1))
+    pieces = split_contexts(layout.contexts[:num_decodes], max(num_decodes, 1), pool.kv_heads)
     chunks = slice(num_decodes, len(layout.counts) - (whole is not None))
     longest = int(layout.counts[chunks].max(initial=0))
     tile = tile_queries(pool.dtype, pool.head_dim, longest)
@@ -86,7 +86,7 @@ def pack(
     token_carry = np.full(len(batch.tokens), -1, dtype=np.int32)
     token_carry[batch.query_start[:-1]] = carry
     last = batch.query_start[1:][batch.sampled] - 1
-    sampled = split_contexts(layout.contexts[batch.sampled], max(len(last), 1))
+    sampled = split_contexts(layout.contexts[batch.sampled], max(len(last), 1), pool.kv_heads)
     sent = staging.send(
         [
             batch.tokens,

@@ -19,7 +19,7 @@ from headwater.device.kernels.experts import (
     add_grouped,
     add_pairs,
 )
-from headwater.device.kernels.gemv import fits, gemv
+from headwater.device.kernels.gemv import fits, gemv, has_whole_tiles
 from headwater.device.kernels.routing import (
     GroupScore,
     RouterScore,
@@ -72,11 +72,8 @@ def _add(
 ) -> None:
     """Add the results for rows of `source` to `hidden`, which may be the same."""
     num_rows = len(hidden)
-    if block.shared is None and block.router_bias is None and fits(block.router, num_rows):
-        # One row: its norm is computed inside the products that read it.
-        logits = gemv(source, block.router, norm=norm)
-        ids, weights = choose_experts(logits, block.rule)
-        add_pairs(source, hidden, block.experts, ids, weights, norm)
+    if _is_one_row(block, hidden):
+        _add_one(block, source, hidden, norm)
         return
     normed = rows.norm(source, *norm)
     logits = torch.mm(normed.to(block.router.dtype), block.router.T)
@@ -87,19 +84,35 @@ def _add(
         add_pairs(normed, hidden, block.experts, ids, weights)
     else:
         add_grouped(normed, hidden, block.experts, route(logits, block.rule))
-    if (
-        block.shared is not None
-        and block.shared_gate is None
-        and fits(block.shared.down, num_rows)
-    ):
-        shared = block.shared
-        narrow = gemv(normed, shared.gate_up, gated=True, activation=shared.activation)
-        gemv(narrow, shared.down, residual=hidden)
-    elif block.shared is not None:
+    if block.shared is not None:
         result = dense(block.shared, normed, is_eager=is_eager)
         if block.shared_gate is not None:
             result *= torch.mm(normed, block.shared_gate.T).sigmoid_()
         hidden += result
+
+
+def _is_one_row(block: MoeBlock, hidden: Tensor) -> bool:
+    """Whether all products of the block are of one row with weights that `gemv` takes."""
+    if len(hidden) != 1 or block.router_bias is not None or block.shared_gate is not None:
+        return False
+    dense_weights = [] if block.shared is None else [block.shared.gate_up, block.shared.down]
+    return has_whole_tiles(block.router) and all(fits(weight, 1) for weight in dense_weights)
+
+
+def _add_one(block: MoeBlock, source: Tensor, hidden: Tensor, norm: RmsNorm) -> None:
+    """The same for one row: its norm is computed inside the products that read it."""
+    shared = block.shared
+    logits = torch.empty((1, len(block.router)), dtype=block.router.dtype, device=hidden.device)
+    gemv(source, block.router, norm=norm, out=logits)
+    ids, weights = choose_experts(logits, block.rule)
+    narrow = None
+    if shared is not None:  # before experts add to `hidden`, which may be the source
+        narrow = gemv(
+            source, shared.gate_up, norm=norm, gated=True, activation=shared.activation
+        )
+    add_pairs(source, hidden, block.experts, ids, weights, norm)
+    if shared is not None and narrow is not None:
+        gemv(narrow, shared.down, residual=hidden)
 
 
 def moe_block(module: nn.Module, shared: DenseMLP | None) -> MoeBlock | None:

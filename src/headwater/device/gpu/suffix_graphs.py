@@ -50,7 +50,7 @@ class SuffixGraphs:
         self._start: dict[str, int] = {}
         end = 0
         sizes = [(name, _SIZES[-1]) for name in ("tokens", "carry", "positions", "slots")]
-        sizes += [(name, num_entries(1)) for name in ("work_row", "work_start")]
+        sizes += [(name, num_entries(1, pool.kv_heads)) for name in ("work_row", "work_start")]
         sizes += [(name, _ALIGN) for name in _SCALARS]
         for name, size in sizes:
             self._start[name] = end
@@ -60,7 +60,7 @@ class SuffixGraphs:
         self._staging = Staging(end + max_table, num_buffers=3)
         heads, tile = decoder.heads, self._tile
         self._chunk_partials = partials(MAX_PARTS * tile, heads, pool)
-        self._row_partials = partials(num_entries(1), heads, pool)
+        self._row_partials = partials(num_entries(1, pool.kv_heads), heads, pool)
         self._arrived = arrived(1, pool)
 
     @property
@@ -94,7 +94,7 @@ class SuffixGraphs:
         context = int(layout.contexts[0])
         used = self._header + len(layout.tables)
         pinned, view = self._staging.take(used)
-        pieces = split_contexts(layout.contexts, 1)
+        pieces = split_contexts(layout.contexts, 1, self._pool.kv_heads)
         for name, values, absent in (
             ("tokens", batch.tokens, 0),
             ("carry", np.full(count, -1), -1),
@@ -129,7 +129,7 @@ class SuffixGraphs:
         self._inputs.zero_()
         for name in ("carry", "slots"):
             self._view(name, size).fill_(-1)
-        self._view("work_row", num_entries(1)).fill_(-1)
+        self._view("work_row", num_entries(1, self._pool.kv_heads)).fill_(-1)
         for name, value in (("context", 1), ("part_keys", PIECE_STEP), ("piece", PIECE_STEP)):
             self._view(name, 1).fill_(value)
         graph = torch.cuda.CUDAGraph()
@@ -167,8 +167,8 @@ class SuffixGraphs:
                 tables=tables,
                 table_start=zero,
                 piece=self._view("piece", 1),
-                work_row=self._view("work_row", num_entries(1)),
-                work_start=self._view("work_start", num_entries(1)),
+                work_row=self._view("work_row", num_entries(1, pool.kv_heads)),
+                work_start=self._view("work_start", num_entries(1, pool.kv_heads)),
                 row_work=self._view("work_begin", 2),
                 arrived=self._arrived,
                 partial=self._row_partials[0],

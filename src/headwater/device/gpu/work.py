@@ -15,7 +15,8 @@ PIECE_STEP = 64
 """Pieces and parts begin at multiples of this: kernels read as many keys in a turn, or half."""
 
 _SPARE = 64
-"""Entries beyond one a row. Rows are cut so that they do not need more."""
+_SPARE_OF_ONE = 256
+"""Entries beyond one a row; with a single KV head. Rows are cut so that they do not need more."""
 
 
 _PROGRAMS = 512
@@ -37,14 +38,15 @@ class Pieces(NamedTuple):
     row_work: IntArray
 
 
-def num_entries(num_rows: int) -> int:
-    """Entries of a list for so many rows; a captured graph has exactly as many programs."""
-    return num_rows + _SPARE
+def num_entries(num_rows: int, kv_heads: int) -> int:
+    """Entries of a list for so many rows; a captured graph has a program for each of them and each
+    KV head. With one KV head there are more entries, or processors would have nothing to do."""
+    return num_rows + (_SPARE_OF_ONE if kv_heads == 1 else _SPARE)
 
 
-def split_contexts(contexts: Ints, num_rows: int) -> Pieces:
+def split_contexts(contexts: Ints, num_rows: int, kv_heads: int) -> Pieces:
     """Cut contexts into pieces of one size, as small as the list for `num_rows` has room for."""
-    room = num_entries(num_rows)
+    room = num_entries(num_rows, kv_heads)
     total = int(contexts.sum())
     # A row has at most one piece more than its share, so this always fits.
     piece = max(-(-total // max(room - len(contexts), 1)), 1)

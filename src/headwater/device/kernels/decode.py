@@ -16,6 +16,9 @@ from headwater.device.attention.base import Variant
 from headwater.device.kernels import decode_tma, latent
 from headwater.device.kernels.pieces import DecodeWork
 
+_MAX_NARROW = 256
+"""Numbers of a head whose pieces are joined by one warp."""
+
 
 @triton.jit
 def _attend(
@@ -250,6 +253,8 @@ def _join_pieces(
     heads, dim = out.shape[1:]
     # Few rows have many pieces; of many rows most have one, and nothing to join.
     group, at_once, warps = (1, 4, 1) if len(out) <= 64 else (4, 2, 2)
+    if dim > _MAX_NARROW:  # a latent is as wide as several heads
+        group, at_once, warps = (1, 16, 8) if len(out) <= 64 else (4, 2, 4)
     _join[(len(out), triton.cdiv(heads, group))](
         work.row_work,
         work.partial,

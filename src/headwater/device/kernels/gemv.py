@@ -11,6 +11,9 @@ from torch import Tensor
 
 from headwater.device.kernels.activation import GateActivation, activate
 
+_FEW_OUTPUTS = 512
+"""Outputs of a router: tiles of two give every processor some."""
+
 _UNIT = 256
 """The number of inputs is a multiple of this."""
 
@@ -118,7 +121,7 @@ def _shape(size: int, outputs: int, *, is_normed: bool, is_gated: bool) -> tuple
     """Outputs and inputs of a tile and how many are read ahead; the fastest of 13 on an H200."""
     if is_gated:
         shape = 4, 1024, 1
-    elif outputs >= 1 << 16:
+    elif outputs >= 1 << 16 or outputs <= _FEW_OUTPUTS:
         shape = 2, 1024, 1
     else:
         shape = (16, 256, 4) if is_normed else (8, 512, 4)
@@ -130,4 +133,9 @@ def _shape(size: int, outputs: int, *, is_normed: bool, is_gated: bool) -> tuple
 
 def fits(weight: Tensor, num_rows: int) -> bool:
     """Whether `gemv` computes this product."""
-    return num_rows == 1 and weight.element_size() == 2 and weight.shape[1] % _UNIT == 0
+    return num_rows == 1 and weight.element_size() == 2 and has_whole_tiles(weight)
+
+
+def has_whole_tiles(weight: Tensor) -> bool:
+    """Whether the inputs of this weight, of any type, can be read in whole tiles."""
+    return weight.shape[1] % _UNIT == 0
