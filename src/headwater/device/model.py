@@ -45,6 +45,8 @@ class LoadedModel:
     module: nn.Module
     model_dir: Path
     fingerprint: bytes
+    """Empty on ranks other than the first."""
+
     device: torch.device
     dtype: torch.dtype
     num_layers: int
@@ -123,8 +125,10 @@ def load(
     ends = _generation_ends(folder)
     identity_files(folder)
     with ThreadPoolExecutor(1) as hashing:
-        # Reading all weights for their hash takes as long as loading them, on another core.
-        name = hashing.submit(fingerprint, folder)
+        # Reading all weights for their hash takes as long as loading them, on another core. One
+        # rank is enough: the others name no blocks.
+        is_named = share is None or share.is_first
+        name = hashing.submit(fingerprint if is_named else _unnamed, folder)
         loaded = _load_module(folder, raw, _torch_dtype(dtype))
     module: nn.Module = loaded
     facts = _facts(loaded.config)
@@ -148,6 +152,11 @@ def load(
         share=share,
         **facts,
     )
+
+
+def _unnamed(folder: Path) -> bytes:
+    """Instead of a fingerprint, where no block is named by it."""
+    return b""
 
 
 def _torch_dtype(name: str) -> torch.dtype | str:
