@@ -22,6 +22,7 @@ class Shape:
 
     num_layers, kv_heads, head_dim = 2, 2, 8
     has_fp8_kv = False
+    planes = 2
     layout = LoadedModel.layout
     device = torch.device("cpu")
     share = None

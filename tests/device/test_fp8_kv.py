@@ -121,13 +121,13 @@ def test_it_is_another_cache_than_that_of_the_dtype(
         driver = Driver(model)
         sequence = driver.add(prompt(WHOLE, seed=1))
         kept: list[torch.Tensor] = []
-        plain = driver.runner._logits
+        plain = driver.runner.compute
 
         def noted(*given: Any) -> torch.Tensor:
             kept.append(plain(*given))
             return kept[-1]
 
-        driver.runner._logits = noted
+        driver.runner.compute = noted
         driver.step((sequence, WHOLE))
         return kept[0].log_softmax(-1)
 

@@ -34,6 +34,7 @@ class Shape:
 
     num_layers, kv_heads, head_dim = 8, 8, 128
     has_fp8_kv = False
+    planes = 2
     layout = LoadedModel.layout
     device = torch.device("cuda")
     dtype = torch.bfloat16

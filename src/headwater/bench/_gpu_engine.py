@@ -96,6 +96,8 @@ def weight_bytes(model: LoadedModel) -> int:
     """What a decode step reads of the weights: all but the embedding's rows it does not want."""
     module: Any = model.module
     whole = sum(weight.nbytes for weight in module.parameters())
+    for part in module.modules():
+        whole += getattr(part, "packed_bytes", 0)
     embedding: int = module.model.embed_tokens.weight.nbytes
     return int(whole if module.config.tie_word_embeddings else whole - embedding)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from headwater.bench._gpu_decode import OUTPUT, PROMPT, serve_batch
 from headwater.bench._gpu_engine import GpuEngine, weight_bytes
 from headwater.device.gpu import moe
+from headwater.device.gpu.packed_experts import PackedExperts
 from headwater.device.model import LoadedModel
 
 _SKIPPED = 4
@@ -91,9 +92,14 @@ def _expert_bytes(model: LoadedModel) -> tuple[int, int, int]:
     found = [
         module.experts
         for module in model.module.modules()
-        if hasattr(module, "experts") and hasattr(module.experts, "down_proj")
+        if isinstance(getattr(module, "experts", None), PackedExperts)
+        or hasattr(getattr(module, "experts", None), "down_proj")
     ]
     first: Any = found[0]
+    if isinstance(first, PackedExperts):
+        parts = (first.gate_up, first.down)
+        whole = sum(part.codes.nbytes + part.scales.nbytes for part in parts)
+        return whole // len(first.down.codes), len(found), len(first.down.codes)
     experts = len(first.down_proj)
     whole = first.gate_up_proj.nbytes + first.down_proj.nbytes
     return whole // experts, len(found), experts

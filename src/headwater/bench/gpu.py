@@ -37,6 +37,8 @@ PARTS = (
     "http",
     "mixed",
     "first_wave",
+    "quant",
+    "fp8kv",
 )
 _MOE_SHAPES = ("qwen3-30b-a3b", "qwen3-30b-a3b-12")
 _MLA_SHAPES = ("deepseek-v2-lite", "deepseek-v2-lite-9")
@@ -114,6 +116,8 @@ class _Run:
             "http": self._http,
             "first_wave": self._first_wave,
             "mixed": self._mixed,
+            "quant": self._quant,
+            "fp8kv": self._fp8kv,
         }
         if part not in parts:
             raise ConfigError(f"no part {part!r}; known: {', '.join(PARTS)}")
@@ -331,6 +335,21 @@ class _Run:
             if without
             else _gpu_http.first_waves(self._folder, "--swap-space", "0"),
         )
+
+    def _quant(self) -> dict[str, Any]:
+        from headwater.bench import _gpu_quant
+
+        self._release_model()
+        is_quick = self._options.quick
+        found = _gpu_quant.measure_quantized(self._options.model, is_quick=is_quick)
+        self.result["quant"] = found  # is there whatever becomes of the other shape
+        found["gpt-oss-20b-mxfp4"] = _gpu_quant.measure_mxfp4(self._ceilings, is_quick=is_quick)
+        return found
+
+    def _fp8kv(self) -> dict[str, Any]:
+        from headwater.bench import _gpu_fp8kv
+
+        return _gpu_fp8kv.measure_fp8_kv(self._model, is_quick=self._options.quick)
 
 
 def _parser() -> ArgumentParser:

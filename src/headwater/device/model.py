@@ -23,7 +23,8 @@ from headwater.device.model_files import read_config, read_object
 from headwater.device.parallel.sharding import split
 from headwater.device.parallel.share import RankShare
 from headwater.device.quantization.checkpoint import check_plain
-from headwater.device.quantization.loading import load_dequantized
+from headwater.device.quantization.loading import load_quantized
+from headwater.device.quantization.mxfp4 import check_mxfp4, load_packed
 from headwater.device.quantization.schemes import is_mxfp4, quantization_of
 from headwater.device.transformers_config import LOCAL, transformers_config
 from headwater.errors import ConfigError, ModelError
@@ -124,12 +125,15 @@ def load(
     check_served(raw)
     ends = _generation_ends(folder)
     identity_files(folder)
+    # Ranks split plain weights only, and latent KV is made from them.
+    is_kept = target.type == "cuda" and share is None and raw.get("kv_lora_rank") is None
+    kept_on = target if is_kept else None
     with ThreadPoolExecutor(1) as hashing:
         # Reading all weights for their hash takes as long as loading them, on another core. One
         # rank is enough: the others name no blocks.
         is_named = share is None or share.is_first
         name = hashing.submit(fingerprint if is_named else _unnamed, folder)
-        loaded = _load_module(folder, raw, _torch_dtype(dtype))
+        loaded = _load_module(folder, raw, _torch_dtype(dtype), kept_on)
     module: nn.Module = loaded
     facts = _facts(loaded.config)
     if share is not None:
@@ -200,12 +204,15 @@ def _first_line(error: BaseException) -> str:
 
 
 def _load_module(
-    folder: Path, raw: Mapping[str, Any], dtype: torch.dtype | str
+    folder: Path,
+    raw: Mapping[str, Any],
+    dtype: torch.dtype | str,
+    kept_on: torch.device | None,
 ) -> PreTrainedModel:
     register()
     disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers' own
     try:
-        module, found = _loaded(folder, raw, dtype)
+        module, found = _loaded(folder, raw, dtype, kept_on)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as exc:
         raise ModelError(f"{folder} could not be loaded: {exc}") from exc
     _check_complete(folder, found)
@@ -216,14 +223,23 @@ def _load_module(
 
 
 def _loaded(
-    folder: Path, raw: Mapping[str, Any], dtype: torch.dtype | str
+    folder: Path,
+    raw: Mapping[str, Any],
+    dtype: torch.dtype | str,
+    kept_on: torch.device | None,
 ) -> tuple[Any, Mapping[str, Any]]:
     """The module, and what transformers says about its loading."""
     quantization = quantization_of(raw)
     if quantization is not None:
-        return load_dequantized(folder, quantization, dtype, attn_implementation=ATTENTION)
+        return load_quantized(
+            folder, quantization, dtype, kept_on=kept_on, attn_implementation=ATTENTION
+        )
     whole = {"quantization_config": Mxfp4Config(dequantize=True)}
-    if not is_mxfp4(raw):
+    if is_mxfp4(raw):
+        check_mxfp4(folder)
+        if kept_on is not None:
+            return load_packed(folder, dtype, kept_on, attn_implementation=ATTENTION)
+    else:
         whole = {}
         check_plain(folder)
     loader: Any = AutoModelForCausalLM

@@ -91,9 +91,10 @@ def open_runner(  # noqa: PLR0913 -- sizes, each by its name
             f"device '{model.device}' needs the package {exc.name!r}; "
             "try: pip install 'headwater[gpu]'"
         ) from exc
-    if model.has_fp8_kv:
+    if model.has_fp8_kv and model.planes == 1:
         raise ConfigError(
-            "--kv-cache-dtype fp8 is not supported on a GPU yet; use --device cpu"
+            "--kv-cache-dtype fp8 is not supported on a GPU for models with latent KV (MLA); "
+            "leave it out"
         )
     on_gpu = CudaRunner(model, **sizes, masks=masks)
     on_gpu.compilations = compilations

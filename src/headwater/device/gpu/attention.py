@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from headwater.device.attention.base import Variant
+from headwater.device.fp8_kv import quantize
 from headwater.device.kernels.decode import attend_decodes
 from headwater.device.kernels.pieces import DecodeWork
 from headwater.device.kernels.prefill import attend_chunks
@@ -107,11 +108,34 @@ class PagedStep:
     ) -> Tensor:
         """As `AttentionStep` says."""
         pool = self.attention.pool
+        if pool.element_size() == 1:
+            self._store_fp8(layer, key, value)
+        else:
+            self._store(layer, key, value)
+        packed = query.reshape(len(query), -1)
+        return self.attention.attend(layer, packed, variant).view(*query.shape[:2], -1)
+
+    def _store(self, layer: int, key: Tensor, value: Tensor) -> None:
+        pool = self.attention.pool
         num_planes, block_tokens, kv_heads, dim = pool.shape[2:]
         planes = (self.slots.long() * pool.shape[1] + layer) * num_planes
         rows = planes * block_tokens + self.positions % block_tokens
         flat = pool.view(-1, kv_heads * dim)
         for plane, source in enumerate((key, value)[:num_planes]):
             flat.index_copy_(0, rows + plane * block_tokens, source.reshape(len(rows), -1))
-        out = self.attention.attend(layer, query.reshape(len(rows), -1), variant)
-        return out.view(*query.shape[:2], -1)
+
+    def _store_fp8(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """As `Fp8KVPool` has it: scales follow the numbers of a layer."""
+        pool = self.attention.pool
+        block_tokens, kv_heads, dim = pool.shape[3:]
+        codes = pool.view(torch.uint8)
+        scales = codes.as_strided(
+            (*pool.shape[:2], 2, block_tokens, kv_heads),
+            (pool.stride(0), pool.stride(1), block_tokens * kv_heads, kv_heads, 1),
+            2 * block_tokens * kv_heads * dim,
+        )
+        slots, offsets = self.slots.long(), self.positions.long() % block_tokens
+        for plane, heads in enumerate((key, value)):
+            numbers, exponents = quantize(heads)
+            codes[slots, layer, plane, offsets] = numbers.view(torch.uint8)
+            scales[slots, layer, plane, offsets] = exponents

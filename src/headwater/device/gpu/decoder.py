@@ -20,11 +20,13 @@ from headwater.device.gpu.mlp import (
     RmsNorm,
     add_dense,
     add_linear,
+    gated,
+    product,
 )
 from headwater.device.gpu.moe import add_moe
+from headwater.device.gpu.quantized import Weight, linear_weight, rows_from
 from headwater.device.kernels import rows
-from headwater.device.kernels.gated import MIN_EAGER_ROWS, gate_up
-from headwater.device.kernels.gemv import fits, gemv
+from headwater.device.kernels.gated import MIN_EAGER_ROWS
 from headwater.device.kernels.prefill import is_slower_than_torch
 from headwater.device.kernels.rotary import rotate
 from headwater.device.parallel.group import RankGroup
@@ -78,7 +80,7 @@ class FusedDecoder:
         self._ranks: RankSum | None = None
         self.norm = norm
         self.scaling = scaling
-        self.head: Tensor = parts.lm_head.weight.data
+        self.head: Weight = linear_weight(parts.lm_head)
         total = self.head.shape[0] if self._split is None else int(parts.config.vocab_size)
         self.vocab_size = total
 
@@ -94,12 +96,7 @@ class FusedDecoder:
             for num_rows in (MIN_EAGER_ROWS, 128):
                 hidden = self.embedding.new_zeros((num_rows, size))
                 if isinstance(layer.mlp, DenseMLP):
-                    gate_up(
-                        hidden,
-                        layer.mlp.gate_up,
-                        is_eager=True,
-                        activation=layer.mlp.activation,
-                    )
+                    gated(layer.mlp, hidden, None, is_eager=True)
             self._finish_layer(
                 layer, hidden, hidden.new_zeros((128, layer.output.shape[1])), is_eager=True
             )
@@ -182,11 +179,7 @@ class FusedDecoder:
 
     def _own_logits(self, hidden: Tensor, out: Tensor | None) -> Tensor:
         """Of the tokens whose part of the output layer is here."""
-        if fits(self.head, len(hidden)):
-            logits = gemv(hidden, self.head, norm=self.norm, out=out)
-        else:
-            normed = rows.norm(hidden, *self.norm)
-            logits = torch.mm(normed, self.head.T, out=out)
+        logits = product(hidden, self.head, self.norm, out)
         if self.scaling.logits != 1.0:
             logits /= self.scaling.logits
         if self.scaling.softcap is not None:
@@ -224,18 +217,16 @@ class FusedDecoder:
 
     def _project_qkv(self, layer: FusedWeights, hidden: Tensor, *, skipped: int = 0) -> Tensor:
         """Q, K and V of each row, less the first `skipped` numbers of them."""
-        weight = layer.qkv[skipped:]
-        if layer.qkv_bias is None and fits(weight, len(hidden)):
-            packed = gemv(hidden, weight, norm=layer.input_norm)
+        weight = rows_from(layer.qkv, skipped)
+        if len(hidden) <= MAX_GEMM_ROWS:
+            packed = product(hidden, weight, layer.input_norm)
         else:
             packed = hidden.new_empty((len(hidden), len(weight)))
             parts = zip(hidden.split(MAX_GEMM_ROWS), packed.split(MAX_GEMM_ROWS), strict=True)
             for part, out in parts:
-                norm = layer.input_norm
-                normed = part if norm is None else rows.norm(part, *norm)
-                torch.mm(normed, weight.T, out=out)
-            if layer.qkv_bias is not None:
-                packed += layer.qkv_bias[skipped:]
+                product(part, weight, layer.input_norm, out)
+        if layer.qkv_bias is not None:
+            packed += layer.qkv_bias[skipped:]
         if layer.row_norms is not None:
             query, key, epsilon = layer.row_norms
             at = len(query) - skipped

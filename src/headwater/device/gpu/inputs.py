@@ -19,6 +19,9 @@ from headwater.device.kernels.tiles import ChunkWork, tile_queries
 from headwater.device.kv import Ints, KVPool
 from headwater.scheduler.batch import IntArray, ScheduledBatch
 
+_CONVERTED_BYTES = 512 << 20
+"""Most memory for one layer of 8-bit KV that is converted for the kernel for Hopper."""
+
 
 class Layout:
     """Where a batch's rows and tokens are: counts, slots, tables. Host only."""
@@ -81,7 +84,7 @@ def pack(
     tile = tile_queries(pool.dtype, pool.head_dim, longest)
     shared = tiles(
         layout.counts[chunks], layout.contexts[chunks],
-        first_row=num_decodes, tile=tile, heads=heads, has_hopper_kernel=has_hopper_kernel(pool.data),
+        first_row=num_decodes, tile=tile, heads=heads, has_hopper_kernel=has_hopper_kernel(pool.data, pool.dtype),
     )  # fmt: skip
     token_carry = np.full(len(batch.tokens), -1, dtype=np.int32)
     token_carry[batch.query_start[:-1]] = carry
@@ -138,7 +141,11 @@ def pack(
             part_keys=sent[15],
             partial=partial,
             partial_lse=partial_lse,
+            first_entry=int(layout.table_start[num_decodes]),
+            end_entry=len(layout.tables),
         )
+        if attention.chunks.end_entry - attention.chunks.first_entry > _max_converted(pool):
+            attention.chunks.use_hopper = False
     return PackedStep(
         tokens=tokens,
         carry=carried,
@@ -146,6 +153,14 @@ def pack(
         logits_at=logits_at,
         attention=attention,
     )
+
+
+def _max_converted(pool: KVPool) -> int:
+    """Blocks of which one layer may be converted at once; no limit where none is."""
+    if not pool.layout.scale_bytes:
+        return pool.num_blocks * len(pool.blocks)
+    layer_bytes = pool.layout.numbers_bytes * pool.dtype.itemsize
+    return _CONVERTED_BYTES // layer_bytes
 
 
 def _whole(layout: Layout) -> WholePrompt | None:

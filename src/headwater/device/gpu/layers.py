@@ -16,6 +16,13 @@ from headwater.device.attention.base import Variant
 from headwater.device.gpu.latent import LatentWeights, latent_parts, latent_weights
 from headwater.device.gpu.mlp import DenseMLP, RmsNorm
 from headwater.device.gpu.moe import MoeBlock, moe_block
+from headwater.device.gpu.quantized import (
+    QuantizedLinear,
+    Weight,
+    interleaved,
+    joined,
+    linear_weight,
+)
 from headwater.device.kernels.activation import GateActivation
 from headwater.device.kernels.rotary import HeadNorms
 
@@ -28,13 +35,16 @@ _ACTIVATIONS = {
     "SiLUActivation": GateActivation.SILU,
 }
 
+AnyLinear = nn.Linear | QuantizedLinear
+_LINEAR = (nn.Linear, QuantizedLinear)
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class FusedWeights:
     """The weights of one layer, and how it attends."""
 
     input_norm: RmsNorm | None
-    qkv: Tensor
+    qkv: Weight
     qkv_bias: Tensor | None
     head_norms: HeadNorms | None
     """Norms of single heads of Q and K."""
@@ -42,7 +52,7 @@ class FusedWeights:
     row_norms: HeadNorms | None
     """Norms of all of Q and all of K, as OLMo 2 has them."""
 
-    output: Tensor
+    output: Weight
     output_bias: Tensor | None
     attention_norm: RmsNorm | None
     """Of what attention adds to the residual."""
@@ -79,6 +89,9 @@ def fused_weights(layer: nn.Module, table: RotaryTable) -> FusedWeights | None:
         )
         if latent is None:
             return None
+    packed = _joined(qkv)
+    if packed is None:
+        return None
     input_norm, attention_norm, mlp_norm, output_norm = norms
     if isinstance(mlp, MoeBlock) and (mlp_norm is None or output_norm is not None):
         return None
@@ -92,11 +105,11 @@ def fused_weights(layer: nn.Module, table: RotaryTable) -> FusedWeights | None:
         head_norms, row_norms = (both, None) if is_by_head else (None, both)
     return FusedWeights(
         input_norm=input_norm,
-        qkv=_joined(qkv),
+        qkv=packed,
         qkv_bias=torch.cat([bias.data for bias in biases]) if biases else None,
         head_norms=head_norms,
         row_norms=row_norms,
-        output=attention.o_proj.weight.data,
+        output=linear_weight(attention.o_proj),
         output_bias=None if attention.o_proj.bias is None else attention.o_proj.bias.data,
         attention_norm=attention_norm,
         mlp_norm=mlp_norm,
@@ -186,31 +199,41 @@ def _mlp(module: nn.Module | None) -> DenseMLP | MoeBlock | None:
     if hasattr(parts, "gate_up_proj"):
         if parts.gate_up_proj.bias is not None:
             return None
+        if isinstance(parts.gate_up_proj, QuantizedLinear):
+            return None  # gate and up are not in turn there
         gate_up = _gate_up_in_turn(module)
-        return DenseMLP(gate_up=gate_up, down=down.weight.data, activation=kind)
+        return DenseMLP(gate_up=gate_up, down=linear_weight(down), activation=kind)
     gate, up = getattr(parts, "gate_proj", None), getattr(parts, "up_proj", None)
     if gate is None or up is None or gate.bias is not None or up.bias is not None:
         return None
-    return DenseMLP(gate_up=_interleaved(gate, up), down=down.weight.data, activation=kind)
+    both = _interleaved(gate, up)
+    if both is None:
+        return None
+    return DenseMLP(gate_up=both, down=linear_weight(down), activation=kind)
 
 
-def _qkv_parts(attention: nn.Module | None) -> list[nn.Linear] | None:
+def _qkv_parts(attention: nn.Module | None) -> list[AnyLinear] | None:
     parts: Any = attention
-    if not isinstance(getattr(parts, "o_proj", None), nn.Linear):
+    if not isinstance(getattr(parts, "o_proj", None), _LINEAR):
         return None
     if hasattr(parts, "latent"):
-        return latent_parts(parts)
+        return cast(list[AnyLinear] | None, latent_parts(parts))
     if hasattr(parts, "qkv_proj"):
         return [parts.qkv_proj]
     found = [getattr(parts, f"{name}_proj", None) for name in "qkv"]
-    if not all(isinstance(part, nn.Linear) for part in found):
+    if not all(isinstance(part, _LINEAR) for part in found):
         return None
-    return cast(list[nn.Linear], found)
+    return cast(list[AnyLinear], found)
 
 
-def _joined(parts: list[nn.Linear]) -> Tensor:
-    """One weight of all parts, which become views of it, or are already."""
-    weights: list[Tensor] = [part.weight.data for part in parts]
+def _joined(parts: list[AnyLinear]) -> Weight | None:
+    """One weight of all parts, which become views of it, or are already. None where some are
+    quantised and others not, or in another way."""
+    quantized = [part for part in parts if isinstance(part, QuantizedLinear)]
+    if quantized:
+        return joined(quantized) if len(quantized) == len(parts) else None
+    plain = [part for part in parts if isinstance(part, nn.Linear)]
+    weights: list[Tensor] = [part.weight.data for part in plain]
     if len(weights) == 1:
         return weights[0]
     if len({weight.untyped_storage().data_ptr() for weight in weights}) == 1:
@@ -218,13 +241,18 @@ def _joined(parts: list[nn.Linear]) -> Tensor:
         return first.as_strided((num_rows, first.shape[1]), (first.shape[1], 1))
     whole = torch.cat(weights)
     pieces = whole.split([len(weight) for weight in weights])
-    for part, piece in zip(parts, pieces, strict=True):
+    for part, piece in zip(plain, pieces, strict=True):
         part.weight.data = piece
     return whole
 
 
-def _interleaved(gate: nn.Linear, up: nn.Linear) -> Tensor:
-    """One weight of the rows of both in turn, which become views of it, or are already."""
+def _interleaved(gate: AnyLinear, up: AnyLinear) -> Weight | None:
+    """One weight of the rows of both in turn, which become views of it, or are already. None
+    where they are not quantised alike."""
+    if isinstance(gate, QuantizedLinear) or isinstance(up, QuantizedLinear):
+        if isinstance(gate, QuantizedLinear) and isinstance(up, QuantizedLinear):
+            return interleaved(gate, up)
+        return None
     first: Tensor = gate.weight.data
     num_rows, size = first.shape
     if first.stride(0) == 2 * size:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from headwater.device.gpu.quantized import QuantizedWeight, Weight
 from headwater.device.kernels import rows
 from headwater.device.kernels.activation import GateActivation
 from headwater.device.kernels.gated import gate_up
@@ -35,10 +36,10 @@ class RmsNorm(NamedTuple):
 class DenseMLP:
     """`down(activation(gate(x)) * up(x))`."""
 
-    gate_up: Tensor
+    gate_up: Weight
     """`[2 * inner, size]`: rows of gate and up in turn."""
 
-    down: Tensor
+    down: Weight
     activation: GateActivation
 
 
@@ -57,26 +58,47 @@ def add_dense(
     `norm` is that of its input, `output_norm` that of its result, which is multiplied by `scale`
     otherwise. `is_eager` says that this is no part of a graph: each launch takes host time.
     """
-    if fits(mlp.gate_up, len(hidden)) and fits(mlp.down, len(hidden)):
-        narrow = gemv(hidden, mlp.gate_up, norm=norm, gated=True, activation=mlp.activation)
-        add_linear(hidden, narrow, mlp.down, None, output_norm, scale, ranks)
-        return
     for part in hidden.split(MAX_GEMM_ROWS):
-        normed = part if norm is None else rows.norm(part, *norm)
-        narrow = gate_up(normed, mlp.gate_up, is_eager=is_eager, activation=mlp.activation)
+        narrow = gated(mlp, part, norm, is_eager=is_eager)
         add_linear(part, narrow, mlp.down, None, output_norm, scale, ranks)
 
 
 def dense(mlp: DenseMLP, normed: Tensor, *, is_eager: bool) -> Tensor:
     """The MLP's result for rows that are normed already."""
-    narrow = gate_up(normed, mlp.gate_up, is_eager=is_eager, activation=mlp.activation)
-    return torch.mm(narrow, mlp.down.T)
+    return product(gated(mlp, normed, None, is_eager=is_eager), mlp.down)
+
+
+def gated(mlp: DenseMLP, x: Tensor, norm: RmsNorm | None, *, is_eager: bool) -> Tensor:
+    """`activation(gate(norm(x))) * up(norm(x))`."""
+    weight = mlp.gate_up
+    if isinstance(weight, QuantizedWeight):
+        result = weight.gated(x, norm, mlp.activation)
+        if result is not None:
+            return result
+        weight = weight.plain(x.dtype)
+    if fits(weight, len(x)):
+        return gemv(x, weight, norm=norm, gated=True, activation=mlp.activation)
+    normed = x if norm is None else rows.norm(x, *norm)
+    return gate_up(normed, weight, is_eager=is_eager, activation=mlp.activation)
+
+
+def product(
+    x: Tensor, weight: Weight, norm: RmsNorm | None = None, out: Tensor | None = None
+) -> Tensor:
+    """`norm(x) @ weight.T`, in `out` if it is given."""
+    if isinstance(weight, QuantizedWeight):
+        result = weight.product(x, norm)
+        return result if out is None else out.copy_(result)
+    if fits(weight, len(x)):
+        return gemv(x, weight, norm=norm, out=out)
+    normed = x if norm is None else rows.norm(x, *norm)
+    return torch.mm(normed, weight.T, out=out)
 
 
 def add_linear(
     hidden: Tensor,
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None,
     norm: RmsNorm | None,
     scale: float,
@@ -87,7 +109,7 @@ def add_linear(
     With `ranks`, each has a part of the inputs, and the sum of all parts is added.
     """
     if norm is not None:
-        result = gemv(x, weight) if fits(weight, len(x)) else torch.mm(x, weight.T)
+        result = product(x, weight)
         if bias is not None:
             result += bias
         if ranks is not None:
@@ -96,7 +118,9 @@ def add_linear(
         return
     if ranks is not None and not ranks.is_first:
         hidden.zero_()
-    if fits(weight, len(x)):
+    if isinstance(weight, QuantizedWeight):
+        weight.add_to(hidden, x, scale)
+    elif fits(weight, len(x)):
         gemv(x, weight, residual=hidden, factor=scale)
     else:
         hidden.addmm_(x, weight.T, alpha=scale)

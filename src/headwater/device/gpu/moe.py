@@ -4,14 +4,24 @@ The router, the choice of experts and the experts' GEMMs are queued without aski
 anything, so they can be captured. Weights are read where the transformers module has them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headwater.device.gpu.mlp import MAX_GEMM_ROWS, DenseMLP, RankSum, RmsNorm, dense
-from headwater.device.kernels import rows
+from headwater.device.gpu.mlp import (
+    MAX_GEMM_ROWS,
+    DenseMLP,
+    RankSum,
+    RmsNorm,
+    add_linear,
+    dense,
+    gated,
+)
+from headwater.device.gpu.packed_experts import PackedExperts
+from headwater.device.kernels import mx_experts, rows
 from headwater.device.kernels.activation import GateActivation
 from headwater.device.kernels.experts import (
     MAX_PAIR_ROWS,
@@ -81,9 +91,10 @@ def _add(
         logits += block.router_bias
     if num_rows <= MAX_PAIR_ROWS:
         ids, weights = choose_experts(logits, block.rule)
-        add_pairs(normed, hidden, block.experts, ids, weights)
+        _pairs(block.experts)(normed, hidden, block.experts, ids, weights)
     else:
-        add_grouped(normed, hidden, block.experts, route(logits, block.rule))
+        grouped = mx_experts.add_grouped if block.experts.is_packed else add_grouped
+        grouped(normed, hidden, block.experts, route(logits, block.rule))
     if block.shared is not None:
         result = dense(block.shared, normed, is_eager=is_eager)
         if block.shared_gate is not None:
@@ -96,7 +107,9 @@ def _is_one_row(block: MoeBlock, hidden: Tensor) -> bool:
     if len(hidden) != 1 or block.router_bias is not None or block.shared_gate is not None:
         return False
     dense_weights = [] if block.shared is None else [block.shared.gate_up, block.shared.down]
-    return has_whole_tiles(block.router) and all(fits(weight, 1) for weight in dense_weights)
+    return has_whole_tiles(block.router) and all(
+        not isinstance(weight, Tensor) or fits(weight, 1) for weight in dense_weights
+    )
 
 
 def _add_one(block: MoeBlock, source: Tensor, hidden: Tensor, norm: RmsNorm) -> None:
@@ -107,12 +120,14 @@ def _add_one(block: MoeBlock, source: Tensor, hidden: Tensor, norm: RmsNorm) -> 
     ids, weights = choose_experts(logits, block.rule)
     narrow = None
     if shared is not None:  # before experts add to `hidden`, which may be the source
-        narrow = gemv(
-            source, shared.gate_up, norm=norm, gated=True, activation=shared.activation
-        )
-    add_pairs(source, hidden, block.experts, ids, weights, norm)
+        narrow = gated(shared, source, norm, is_eager=False)
+    _pairs(block.experts)(source, hidden, block.experts, ids, weights, norm)
     if shared is not None and narrow is not None:
-        gemv(narrow, shared.down, residual=hidden)
+        add_linear(hidden, narrow, shared.down, None, None, 1.0)
+
+
+def _pairs(experts: ExpertWeights) -> Callable[..., None]:
+    return mx_experts.add_pairs if experts.is_packed else add_pairs
 
 
 def moe_block(module: nn.Module, shared: DenseMLP | None) -> MoeBlock | None:
@@ -173,6 +188,8 @@ def _rule(block: Any, router: Any, num_experts: int) -> RoutingRule | None:  # n
 
 
 def _experts(module: Any) -> ExpertWeights | None:  # noqa: ANN401 - a module of transformers'
+    if isinstance(module, PackedExperts):
+        return _packed_experts(module)
     gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
     if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor) or gate_up.dim() != 3:
         return None
@@ -191,6 +208,21 @@ def _experts(module: Any) -> ExpertWeights | None:  # noqa: ANN401 - a module of
     if "SiLU" not in type(getattr(module, "act_fn", None)).__name__:
         return None
     return ExpertWeights(gate_up=gate_up.data, down=down.data)
+
+
+def _packed_experts(module: PackedExperts) -> ExpertWeights:
+    return ExpertWeights(
+        gate_up=module.gate_up.codes,
+        gate_up_scales=module.gate_up.scales,
+        down=module.down.codes,
+        down_scales=module.down.scales,
+        gate_up_bias=module.gate_up_proj_bias.data,
+        down_bias=module.down_proj_bias.data,
+        is_interleaved=True,
+        activation=GateActivation.CLAMPED,
+        alpha=module.alpha,
+        limit=module.limit,
+    )
 
 
 def _outputs_first(weight: Tensor) -> Tensor:

@@ -26,8 +26,9 @@ def warm_chunks(pool: KVPool, heads: int, variant: Variant) -> None:
                 packed, pool.data, 0, _work(pool, heads, tile, num_parts), variant, out
             )
             num_parts *= 2
-    if has_hopper_kernel(pool.data):
+    if has_hopper_kernel(pool.data, pool.dtype):
         many = _work(pool, heads, LARGE_TILE, 1)
+        many.end_entry = 1
         many.use_hopper = True
         attend_chunks(packed, pool.data, 0, many, variant, out)
 

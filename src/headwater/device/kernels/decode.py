@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headwater.device.attention.base import Variant
-from headwater.device.kernels import decode_tma, latent
+from headwater.device.kernels import decode_fp8, decode_tma, latent
 from headwater.device.kernels.pieces import DecodeWork
 
 _MAX_NARROW = 256
@@ -203,6 +203,18 @@ def attend_decodes(
     if decode_tma.fits(pool, variant):
         decode_tma.attend_decodes(query, pool, layer, work, variant, out)
         return
+    if pool.element_size() == 1:
+        decode_fp8.attend_pieces(query, pool, layer, work, variant, out)
+    else:
+        _attend_pieces(query, pool, layer, work, variant, out)
+    sinks = out if variant.sinks is None else variant.sinks
+    _join_pieces(work, sinks, out, has_sinks=variant.sinks is not None)
+
+
+def _attend_pieces(
+    query: Tensor, pool: Tensor, layer: int, work: DecodeWork, variant: Variant, out: Tensor
+) -> None:
+    """Every piece by itself; rows in one piece are finished."""
     block_tokens, kv_heads, dim = pool.shape[3:]
     heads = out.shape[1]
     sinks = out if variant.sinks is None else variant.sinks
@@ -243,7 +255,6 @@ def attend_decodes(
         STAGES=2,
         num_warps=4,
     )
-    _join_pieces(work, sinks, out, has_sinks=variant.sinks is not None)
 
 
 def _join_pieces(

@@ -41,6 +41,10 @@ class ExpertWeights:
     down: Tensor
     """`[experts, size, inner]`."""
 
+    gate_up_scales: Tensor | None = None
+    down_scales: Tensor | None = None
+    """Exponents of packed MXFP4 weights, for each 32 inputs; `mx_experts` computes these."""
+
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     is_interleaved: bool = False
@@ -50,6 +54,16 @@ class ExpertWeights:
     alpha: float = 1.702
     limit: float = 7.0
     """Of the clamped activation."""
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether weights are MXFP4."""
+        return self.gate_up_scales is not None
+
+    @property
+    def inner(self) -> int:
+        """Outputs of the gate."""
+        return self.gate_up.shape[1] // 2
 
 
 @triton.jit
@@ -311,12 +325,18 @@ def add_grouped(
     top = routing.ids.shape[1]
     narrow = normed.new_empty((rows * top, inner))
     wide = normed.new_empty((rows * top, size))
-    tile = _tile(rows * top, experts)
+    tile = tile_rows(rows * top, experts)
     common = {"TOP": top, "EXACT": normed.element_size() == 4}
     _launch(normed, weights.gate_up, weights.gate_up_bias, narrow, routing, tile, weights,
             GATED=True, **common)  # fmt: skip
     _launch(narrow, weights.down, weights.down_bias, wide, routing, tile, weights,
             GATED=False, **common)  # fmt: skip
+    combine_pairs(wide, hidden, top)
+
+
+def combine_pairs(wide: Tensor, hidden: Tensor, top: int) -> None:
+    """Add the results of the pairs of each row to `hidden`."""
+    rows, size = hidden.shape
     block = min(1024, triton.next_power_of_2(size))
     _combine[(rows, triton.cdiv(size, block))](wide, hidden, SIZE=size, TOP=top, BLOCK=block)
 
@@ -360,7 +380,7 @@ def _launch(
     )
 
 
-def _tile(num_pairs: int, experts: int) -> int:
+def tile_rows(num_pairs: int, experts: int) -> int:
     """Rows of a tile: about what an expert gets on average."""
     for tile, most in ((16, 12), (32, 24), (64, 96)):
         if num_pairs <= most * experts:

@@ -17,11 +17,20 @@ _FEW_OUTPUTS = 512
 _UNIT = 256
 """The number of inputs is a multiple of this."""
 
+FP8_SHAPES = {
+    (True, True): (16, 256, 4),
+    (True, False): (16, 256, 4),
+    (False, True): (16, 512, 3),
+    (False, False): (8, 512, 4),
+}
+"""Of FP8 weights, by whether the product is gated and normed: the fastest of 7 on an H200."""
+
 
 @triton.jit
 def _gemv(
     x,
     weight,
+    scales,
     norm_weight,
     residual,
     out,
@@ -34,6 +43,7 @@ def _gemv(
     NORMED: tl.constexpr,
     GATED: tl.constexpr,
     ADDED: tl.constexpr,
+    SCALED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -62,8 +72,13 @@ def _gemv(
     if NORMED:
         scale = tl.rsqrt(tl.sum(squares, 0) / SIZE + epsilon)
         result = result * scale
+    if SCALED:
+        result = result * tl.load(scales + line)
     if GATED:
-        result = activate(result, tl.sum(right, 1) * scale, 0.0, 0.0, ACTIVATION)
+        other = tl.sum(right, 1) * scale
+        if SCALED:
+            other = other * tl.load(scales + line + 1)
+        result = activate(result, other, 0.0, 0.0, ACTIVATION)
     if ADDED:
         result = result * factor + tl.load(residual + output, mask=known, other=0.0).to(
             tl.float32
@@ -75,6 +90,7 @@ def gemv(
     x: Tensor,
     weight: Tensor,
     *,
+    scales: Tensor | None = None,
     norm: tuple[Tensor, float] | None = None,
     gated: bool = False,
     residual: Tensor | None = None,
@@ -85,7 +101,8 @@ def gemv(
     """`norm(x) @ weight.T`, then gated, or added to `residual` in place, times `factor`.
 
     `x` is `[1, size]`; `weight` is `[outputs, size]`, or with `gated` twice the outputs, those
-    of gate and up in turn. The result is in `out` if it is given.
+    of gate and up in turn. `scales` are those of the outputs of an FP8 weight. The result is in
+    `out` if it is given.
     """
     size = x.shape[1]
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
@@ -94,10 +111,17 @@ def gemv(
     elif out is None:
         out = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
     norm_weight, epsilon = norm or (x, 0.0)
-    n, k, stages = _shape(size, outputs, is_normed=norm is not None, is_gated=gated)
+    n, k, stages = _shape(
+        size,
+        outputs,
+        is_normed=norm is not None,
+        is_gated=gated,
+        is_fp8=scales is not None,
+    )
     _gemv[(triton.cdiv(outputs, n),)](
         x,
         weight,
+        weight if scales is None else scales,
         norm_weight,
         x if residual is None else residual,
         out,
@@ -110,6 +134,7 @@ def gemv(
         NORMED=norm is not None,
         GATED=gated,
         ADDED=residual is not None,
+        SCALED=scales is not None,
         ACTIVATION=int(activation),
         STAGES=stages,
         num_warps=4,
@@ -117,9 +142,13 @@ def gemv(
     return out
 
 
-def _shape(size: int, outputs: int, *, is_normed: bool, is_gated: bool) -> tuple[int, int, int]:
+def _shape(
+    size: int, outputs: int, *, is_normed: bool, is_gated: bool, is_fp8: bool
+) -> tuple[int, int, int]:
     """Outputs and inputs of a tile and how many are read ahead; the fastest of 13 on an H200."""
-    if is_gated:
+    if is_fp8:
+        shape = FP8_SHAPES[is_gated, is_normed]
+    elif is_gated:
         shape = 4, 1024, 1
     elif outputs >= 1 << 16 or outputs <= _FEW_OUTPUTS:
         shape = 2, 1024, 1

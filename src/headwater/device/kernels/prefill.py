@@ -6,12 +6,16 @@ chunk has a long prefix, its tiles are too few for the device: their keys are cu
 each leaves a partial result, and a second kernel joins them.
 """
 
+from dataclasses import replace
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from headwater.device.attention.base import Variant
 from headwater.device.kernels import latent
+from headwater.device.kernels.fp8 import dequantize_layer, power_of_two
 from headwater.device.kernels.tiles import LARGE_TILE, ChunkWork
 
 _HAS_HOPPER_KERNEL = triton.__version__.startswith("3.6.")
@@ -33,6 +37,7 @@ def _keys_seen(
     table,
     block_stride,
     offset,
+    kv_head,
     scaling,
     softcap,
     window,
@@ -46,9 +51,12 @@ def _keys_seen(
     CAPPED: tl.constexpr,
     EXACT: tl.constexpr,
     STAGES: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     plane: tl.constexpr = BLOCK_TOKENS * KV_HEADS * DIM
     at = tl.arange(0, WIDTH)
+    if FP8:
+        scales = pool.to(tl.pointer_type(tl.uint8)) + 2 * plane + kv_head - kv_head * DIM
     # Read one turn ahead: loads that wait for a slot read in the same turn are not pipelined.
     slot = tl.load(table + begin // BLOCK_TOKENS, mask=begin < end, other=0).to(tl.int64)
     for first in tl.range(begin, end, KEYS, num_stages=STAGES):
@@ -68,10 +76,22 @@ def _keys_seen(
         else:
             k = tl.load(pool + place[:, None] + at[None, :])
             v = tl.load(pool + plane + place[:, None] + at[None, :])
+        if FP8:
+            # Scales of keys are after the numbers: a byte where a key has DIM of them.
+            of_key = (key % BLOCK_TOKENS) * (KV_HEADS * (DIM - 1))
+            scale_at = scales + (place - of_key)
+            k_exponent = tl.load(scale_at, mask=key < context, other=127).to(tl.int32)
+            v_exponent = tl.load(
+                scale_at + BLOCK_TOKENS * KV_HEADS, mask=key < context, other=1
+            ).to(tl.int32)
+            k = k.to(q.dtype)
+            v = v.to(q.dtype)
         if EXACT:
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         else:
             scores = tl.dot(q, tl.trans(k))
+        if FP8:
+            scores = scores * power_of_two(k_exponent)[None, :]
         if CAPPED:
             scores = softcap * (2 * tl.sigmoid(2 * scores * scaling / softcap) - 1)
             scores = scores * 1.4426950408889634
@@ -90,7 +110,16 @@ def _keys_seen(
         decay = tl.exp2(highest - base)
         total = total * decay + tl.sum(weights, 1)
         summed = summed * decay[:, None]
-        if EXACT:
+        if FP8:
+            # Relative to the largest of the tile, or float16 would not hold small ones.
+            v_top = tl.max(v_exponent, 0)
+            weights = weights * tl.exp2((v_exponent - v_top).to(tl.float32))[None, :]
+            if EXACT:
+                part = tl.dot(weights, v, input_precision="ieee")
+            else:
+                part = tl.dot(weights.to(v.dtype), v)
+            summed += part * power_of_two(v_top)
+        elif EXACT:
             summed = tl.dot(weights, v, summed, input_precision="ieee")
         else:
             summed = tl.dot(weights.to(v.dtype), v, summed)
@@ -132,6 +161,7 @@ def _attend(
     EXACT: tl.constexpr,
     STAGES: tl.constexpr,
     PARTS: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     head = tl.program_id(0)
     # The last tiles see the most keys: they go first.
@@ -153,7 +183,8 @@ def _attend(
     highest = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     summed = tl.zeros([QUERIES, WIDTH], tl.float32)
-    offset = layer_at + (head // (HEADS // KV_HEADS)) * DIM
+    kv_head = head // (HEADS // KV_HEADS)
+    offset = layer_at + kv_head * DIM
     end = tl.minimum(context, prefix + start + QUERIES)
     # Keys before `plain` are seen by every query of the tile.
     begin = 0
@@ -170,13 +201,13 @@ def _attend(
     if not WINDOWED:
         highest, total, summed = _keys_seen(
             q, highest, total, summed, begin, plain, context, query_at, pool, table,
-            block_stride, offset, scaling, softcap, window, KV_HEADS, DIM, BLOCK_TOKENS, KEYS,
-            WIDTH, False, False, CAPPED, EXACT, STAGES,
+            block_stride, offset, kv_head, scaling, softcap, window, KV_HEADS, DIM,
+            BLOCK_TOKENS, KEYS, WIDTH, False, False, CAPPED, EXACT, STAGES, FP8,
         )  # fmt: skip
     highest, total, summed = _keys_seen(
         q, highest, total, summed, plain, end, context, query_at, pool, table,
-        block_stride, offset, scaling, softcap, window, KV_HEADS, DIM, BLOCK_TOKENS, KEYS,
-        WIDTH, True, WINDOWED, CAPPED, EXACT, STAGES,
+        block_stride, offset, kv_head, scaling, softcap, window, KV_HEADS, DIM, BLOCK_TOKENS,
+        KEYS, WIDTH, True, WINDOWED, CAPPED, EXACT, STAGES, FP8,
     )  # fmt: skip
     if SINKS and PARTS == 1:
         sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
@@ -250,9 +281,14 @@ def _join(
     )
 
 
-def has_hopper_kernel(pool: Tensor) -> bool:
-    """Whether there is a kernel of its own for many tiles over this pool."""
-    return _HAS_HOPPER_KERNEL and pool.shape[2] == 2 and prefill_hopper.takes(pool)
+def has_hopper_kernel(pool: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether there is a kernel of its own for many tiles over this pool, whose numbers are
+    converted to `dtype` if they are of 8 bits."""
+    return (
+        _HAS_HOPPER_KERNEL
+        and pool.shape[2] == 2
+        and prefill_hopper.takes(pool, dtype or pool.dtype)
+    )
 
 
 def is_slower_than_torch(pool: Tensor) -> bool:
@@ -263,6 +299,17 @@ def is_slower_than_torch(pool: Tensor) -> bool:
     """
     is_beaten = has_hopper_kernel(pool) and pool.shape[-1] == 128
     return pool.shape[2] == 2 and pool.element_size() == 2 and not is_beaten
+
+
+def _converted(work: ChunkWork) -> ChunkWork:
+    """The same work where entry i of the tables is block i."""
+    if work.converted is None:
+        entries = torch.arange(
+            work.end_entry - work.first_entry, dtype=torch.int32, device=work.tables.device
+        )
+        starts = work.table_start - work.first_entry
+        work.converted = replace(work, tables=entries, table_start=starts)
+    return work.converted
 
 
 def attend_chunks(
@@ -278,6 +325,10 @@ def attend_chunks(
         _join_parts(work, out, out)
         return
     if work.use_hopper and prefill_hopper.fits(variant):
+        if pool.element_size() == 1:
+            slots = work.tables[work.first_entry : work.end_entry]
+            pool, layer = dequantize_layer(pool, layer, slots, query.dtype), 0
+            work = _converted(work)
         prefill_hopper.attend_chunks(query, pool, layer, work, variant, out)
         return
     block_tokens, kv_heads, dim = pool.shape[3:]
@@ -318,6 +369,7 @@ def attend_chunks(
         EXACT=exact,
         STAGES=2,
         PARTS=work.num_parts,
+        FP8=pool.element_size() == 1,
         num_warps=8 if work.tile == LARGE_TILE else 4,
     )
     _join_parts(work, sinks, out, has_sinks=variant.sinks is not None)

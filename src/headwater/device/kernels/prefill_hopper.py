@@ -355,11 +355,11 @@ def attend_chunks(
     )
 
 
-def takes(pool: Tensor) -> bool:
-    """Whether the device is a Hopper, and tiles of keys come whole out of the pool."""
+def takes(pool: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the device is a Hopper, and tiles of keys come whole out of a pool of `dtype`."""
     block_tokens, _, dim = pool.shape[3:]
     return (
-        pool.dtype in _TYPES
+        dtype in _TYPES
         and block_tokens % _PAGE.value == 0
         and dim in (64, 128)
         and torch.cuda.get_device_capability(pool.device)[0] == 9

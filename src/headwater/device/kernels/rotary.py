@@ -1,7 +1,7 @@
 """Rotary embedding of Q and K in place, and K and V into the block pool, in one pass.
 
 a row of `packed`   | Q heads ........ | K heads | V heads |
-pool                slot: layer: K of token 0, 1, … | V of token 0, 1, …
+pool                slot: layer: K of token 0, 1, … | V of token 0, 1, … | their scales, in an fp8 pool
 """
 
 from typing import NamedTuple
@@ -9,6 +9,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from headwater.device.kernels.fp8 import power_of_two, scale_exponent
 
 
 class HeadNorms(NamedTuple):
@@ -41,6 +43,7 @@ def _rotate(
     BLOCK_TOKENS: tl.constexpr,
     NORMED: tl.constexpr,
     GROUP: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """`HALF` pairs of numbers of a head are rotated; what follows them is left as it is."""
     token = tl.program_id(0).to(tl.int64)
@@ -87,10 +90,37 @@ def _rotate(
     target = slot * block_stride + layer_at + (in_block * KV_HEADS + kv_head) * DIM
     is_stored = (head >= HEADS)[:, None] & (slot >= 0)
     place = pool + target[:, None]
-    tl.store(place + at[None, :], rotated_left, mask=inside & is_stored)
-    tl.store(place + HALF + at[None, :], rotated_right, mask=inside & is_stored)
+    if FP8:
+        # As a 16-bit pool would hold them, so that rounding does not depend on the kernel.
+        kind: tl.constexpr = packed.dtype.element_ty
+        rotated_left = rotated_left.to(kind).to(tl.float32)
+        rotated_right = rotated_right.to(kind).to(tl.float32)
+        top = tl.maximum(tl.max(tl.abs(rotated_left), 1), tl.max(tl.abs(rotated_right), 1))
+        if has_rest:
+            rest = rest.to(kind).to(tl.float32)
+            top = tl.maximum(top, tl.max(tl.abs(rest), 1))
+        exponent = scale_exponent(top)
+        inverse = power_of_two(254 - exponent)[:, None]
+        rotated_left = rotated_left * inverse
+        rotated_right = rotated_right * inverse
+        if has_rest:
+            rest = rest * inverse
+        scales = pool.to(tl.pointer_type(tl.uint8)) + slot * block_stride + layer_at
+        scales += 2 * BLOCK_TOKENS * KV_HEADS * DIM + in_block * KV_HEADS + kv_head
+        stored = (head >= HEADS) & (head < all_heads) & (slot >= 0)
+        tl.store(scales, exponent.to(tl.uint8), mask=stored)
+    tl.store(
+        place + at[None, :], rotated_left.to(pool.dtype.element_ty), mask=inside & is_stored
+    )
+    tl.store(
+        place + HALF + at[None, :],
+        rotated_right.to(pool.dtype.element_ty),
+        mask=inside & is_stored,
+    )
     if has_rest:
-        tl.store(place + rest_at[None, :], rest, mask=in_rest & is_stored)
+        tl.store(
+            place + rest_at[None, :], rest.to(pool.dtype.element_ty), mask=in_rest & is_stored
+        )
 
 
 @triton.jit
@@ -142,4 +172,5 @@ def rotate(
         BLOCK_TOKENS=block_tokens,
         NORMED=norms is not None,
         GROUP=group,
+        FP8=pool.element_size() == 1,
     )

@@ -51,3 +51,11 @@ class ChunkWork:
 
     partial_lse: Tensor
     """`[tiles, parts, tile, heads]`, float32."""
+
+    first_entry: int = 0
+    end_entry: int = 0
+    """Which entries of `tables` are of rows with tiles, where the kernel for Hopper reads 8-bit
+    KV that is converted first."""
+
+    converted: "ChunkWork | None" = None
+    """The same work over converted blocks; made by the first layer."""

@@ -1,7 +1,9 @@
 """Makes a transformers model from quantised weights.
 
-On a CPU every weight is turned back to the serving dtype. transformers gets the weights under the
-names of a plain model, so what it does to them (joining experts, tying embeddings) stays its own.
+On a CPU every weight is turned back to the serving dtype. On a GPU linear layers keep theirs as it
+is stored; experts, and what no kernel takes, are turned back there too. transformers gets the
+weights under the names of a plain model, so what it does to them (joining experts, tying
+embeddings) stays its own. For a weight that is kept it gets one number that stands for all.
 """
 
 import logging
@@ -9,31 +11,71 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from headwater.device.quantization.checkpoint import QuantizedCheckpoint
+from headwater.device.quantization.matrices import QuantizedMatrix
 from headwater.device.quantization.schemes import Quantization
 from headwater.device.transformers_config import transformers_config
+from headwater.errors import ModelError
 
 _log = logging.getLogger(__name__)
 
 
-def load_dequantized(
-    folder: Path, quantization: Quantization, dtype: torch.dtype | str, **loading: object
+def load_quantized(
+    folder: Path,
+    quantization: Quantization,
+    dtype: torch.dtype | str,
+    *,
+    kept_on: torch.device | None,
+    **loading: object,
 ) -> tuple[Any, Any]:
-    """A model with plain weights, and what transformers says about its loading."""
+    """A model, and what transformers says about its loading.
+
+    `kept_on` is the GPU that keeps weights as they are stored; None turns all of them back.
+    """
     config = plain_config(folder)
     target = serving_dtype(config, dtype)
     checkpoint = QuantizedCheckpoint(folder, quantization)
     state = dict(checkpoint.plain())
+    kept: dict[str, QuantizedMatrix] = {}
     for layer in checkpoint.layers:
-        state[f"{layer}.weight"] = checkpoint.matrix(layer).dequantize(target)
+        matrix = checkpoint.matrix(layer)
+        if kept_on is not None and _is_kept(layer, matrix):
+            kept[layer] = matrix.to(kept_on)
+            state[f"{layer}.weight"] = torch.zeros(1, dtype=target).expand(matrix.shape)
+        else:
+            state[f"{layer}.weight"] = matrix.dequantize(target)
     _log.info(
-        "weights are dequantised at load: method=%s layers=%d dtype=%s",
-        quantization.method, len(checkpoint.layers), target,
+        "quantised weights are %s: method=%s layers=%d kept=%d dtype=%s",
+        "kept" if kept else "dequantised at load",
+        quantization.method, len(checkpoint.layers), len(kept), target,
     )  # fmt: skip
-    return model_from(state, config, dtype=target, **loading)
+    module, found = model_from(state, config, dtype=target, **loading)
+    for layer, matrix in kept.items():
+        _replace(module, layer, matrix, target)
+    return module, found
+
+
+def _is_kept(layer: str, matrix: QuantizedMatrix) -> bool:
+    from headwater.device.gpu.quantized import can_stay  # Triton is only where a GPU is
+
+    return ".experts." not in layer and can_stay(matrix)
+
+
+def _replace(module: nn.Module, name: str, matrix: QuantizedMatrix, dtype: torch.dtype) -> None:
+    """Put a quantised layer in the place of a linear one."""
+    from headwater.device.gpu.quantized import QuantizedLinear, quantized_weight
+
+    parent, _, own = name.rpartition(".")
+    plain: Any = module.get_submodule(name)
+    if not isinstance(plain, nn.Linear):
+        raise ModelError(f"{name} is quantised, and is no linear layer of the model")
+    found: Any = plain.bias
+    bias = None if found is None else found.data.to(matrix.codes.device)
+    quantized = QuantizedLinear(quantized_weight(matrix, dtype), bias)
+    setattr(module.get_submodule(parent), own, quantized)
 
 
 def plain_config(folder: Path) -> PretrainedConfig:

@@ -1,0 +1,126 @@
+"""Single steps of a runner on the GPU, without a scheduler: any number of rows of any length.
+
+The KV that rows read is made up, so that a long context costs no prompt.
+"""
+
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headwater.bench._gpu_engine import BLOCK_TOKENS
+from headwater.device.gpu.inputs import Layout, pack
+from headwater.device.gpu.runner import CudaRunner
+from headwater.device.model import LoadedModel
+from headwater.scheduler.batch import IntArray, ScheduledBatch
+from headwater.scheduler.request import SamplingParams
+from headwater.types import RequestId, Slots
+
+_STEPS, _SKIPPED = 24, 6
+_MOST_CODE = 120
+"""Bytes below this are finite in e4m3, and are small scales."""
+
+
+def make_runner(model: LoadedModel, *, rows: int, tokens: int) -> CudaRunner:
+    """A runner with room for so many rows and tokens of made-up KV in all."""
+    runner = CudaRunner(
+        model,
+        num_blocks=tokens // BLOCK_TOKENS + 2 * rows,
+        block_tokens=BLOCK_TOKENS,
+        max_num_seqs=rows,
+        max_batched_tokens=8192,
+    )
+    if model.has_fp8_kv:
+        runner.pool.blocks.random_(0, _MOST_CODE)
+    else:
+        runner.pool.data.normal_()
+    return runner
+
+
+def decode_ms(runner: CudaRunner, rows: int, context: int) -> float:
+    """Median time of a decode step of so many rows, each with a context of its own."""
+    runner.warm(rows)
+    blocks = -(-(context + _STEPS) // BLOCK_TOKENS)
+    tables = np.arange(rows * blocks, dtype=np.int64).reshape(rows, blocks)
+    marks = []
+    for step in range(_STEPS):
+        at = np.full(rows, context - 1 + step, dtype=np.int32)
+        carry = np.arange(rows, dtype=np.int32) if step else np.full(rows, -1, dtype=np.int32)
+        runner.submit(_batch(step, [[1]] * rows, at, tables, carry))
+        marks.append(_mark())
+        if step:
+            runner.collect()
+    runner.collect()
+    pairs = zip(marks[_SKIPPED:-1], marks[_SKIPPED + 1 :], strict=True)
+    return median(float(before.elapsed_time(after)) for before, after in pairs)
+
+
+def prefill_ms(runner: CudaRunner, length: int) -> float:
+    """Median time of a prompt with nothing cached, in one step."""
+    tokens = (np.arange(length, dtype=np.int32) * 7919 % 32000).tolist()
+    tables = np.arange(-(-length // BLOCK_TOKENS), dtype=np.int64)[None]
+    taken = []
+    for step in range(5):
+        begun = _mark()
+        runner.submit(
+            _batch(step, [tokens], np.zeros(1, np.int32), tables, np.full(1, -1, np.int32))
+        )
+        ended = _mark()
+        runner.collect()
+        taken.append(float(begun.elapsed_time(ended)))
+    return median(taken[1:])
+
+
+def all_logits(runner: CudaRunner, tokens: list[int]) -> Tensor:
+    """Logits after every token of a prompt, `[tokens, vocabulary]`."""
+    tables = np.arange(-(-len(tokens) // BLOCK_TOKENS), dtype=np.int64)[None]
+    batch = _batch(0, [tokens], np.zeros(1, np.int32), tables, np.full(1, -1, np.int32))
+    decoder: Any = runner._decoder
+    with torch.inference_mode():
+        step = pack(
+            Layout(batch, BLOCK_TOKENS),
+            np.full(1, -1, dtype=np.int32),
+            pool=runner.pool,
+            staging=runner._staging,
+            heads=decoder.heads,
+            uses_torch_attention=False,
+        )
+        hidden = decoder.embed(step.tokens, step.carry, runner._chosen)
+        hidden = decoder.run(
+            hidden, step.places, runner.pool.data, step.attention.attend, is_eager=True
+        )
+        logits: Tensor = decoder.logits(hidden)
+    return logits
+
+
+def _mark() -> torch.cuda.Event:
+    """Where the device is now, in the work that is queued."""
+    mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
+    mark.record()
+    return mark
+
+
+def _batch(
+    step: int,
+    rows: list[list[int]],
+    start: IntArray,
+    tables: Slots,
+    carry: IntArray,
+) -> ScheduledBatch:
+    counts = [len(row) for row in rows]
+    positions = [np.arange(n, dtype=np.int32) + s for n, s in zip(counts, start, strict=True)]
+    return ScheduledBatch(
+        step=step,
+        request_ids=[RequestId(str(row)) for row in range(len(rows))],
+        tokens=np.array([token for row in rows for token in row], dtype=np.int32),
+        positions=np.concatenate(positions).astype(np.int32),
+        query_start=np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
+        context_lens=np.asarray(start + counts, dtype=np.int32),
+        block_tables=list(tables),
+        sampled=np.arange(len(rows), dtype=np.int32),
+        params=[SamplingParams(temperature=0.0)] * len(rows),
+        histories=[(np.array(row, dtype=np.int32), len(row)) for row in rows],
+        carry=np.asarray(carry, dtype=np.int32),
+    )

@@ -1,0 +1,79 @@
+"""GPT-OSS's experts on the GPU as they are published: MXFP4, never turned back as a whole.
+
+Published, a group of 32 inputs is 16 bytes: byte i has inputs 2 i (low bits) and 2 i + 1. Kernels
+want the first 16 inputs in the low bits and the others in the high bits.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwater.device.gpu.quantized import packed_halves
+from headwater.device.kernels.quantized import Code, dequantize
+
+_GROUP = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedWeight:
+    """One weight of all experts, in the kernels' order."""
+
+    codes: Tensor
+    """`[experts, outputs, inputs / 2]` bytes."""
+
+    scales: Tensor
+    """`[experts, outputs, inputs / 32]` exponents."""
+
+    def plain(self, expert: Tensor | int, dtype: torch.dtype) -> Tensor:
+        """The weight of one expert, `[inputs, outputs]`, as transformers' code wants it."""
+        codes = self.codes[expert]
+        whole = dequantize(
+            codes, self.scales[expert], None, code=Code.MXFP4, group=_GROUP,
+            size=2 * codes.shape[1], dtype=dtype,
+        )  # fmt: skip
+        return whole.T
+
+
+def packed_weight(blocks: Tensor, scales: Tensor) -> PackedWeight:
+    """From the published order: blocks `[experts, outputs, groups, 16]`."""
+    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-3)
+    return PackedWeight(codes=packed_halves(codes, _GROUP), scales=scales.contiguous())
+
+
+class PackedExperts(nn.Module):
+    """Replaces the experts of a layer in transformers' own code, one expert at a time."""
+
+    def __init__(self, plain: nn.Module, gate_up: PackedWeight, down: PackedWeight) -> None:
+        super().__init__()
+        parts: Any = plain
+        self.gate_up, self.down = gate_up, down
+        self.gate_up_proj_bias, self.down_proj_bias = (
+            parts.gate_up_proj_bias,
+            parts.down_proj_bias,
+        )
+        self.alpha, self.limit = float(parts.alpha), float(parts.limit)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Memory of the weights, which are no parameters."""
+        parts = (self.gate_up, self.down)
+        return sum(part.codes.nbytes + part.scales.nbytes for part in parts)
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Of rows `[tokens, size]` with the experts `chosen` and their `weights`, for each row."""
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        if weights.shape[1] != chosen.shape[1]:
+            weights = weights.gather(1, chosen)
+        out = torch.zeros_like(rows)
+        for expert in chosen.unique().tolist():
+            row, place = torch.where(chosen == expert)
+            both = rows[row] @ self.gate_up.plain(expert, rows.dtype)
+            both = both + self.gate_up_proj_bias[expert]
+            gate = both[:, 0::2].clamp(max=self.limit)
+            up = both[:, 1::2].clamp(-self.limit, self.limit)
+            inner = (up + 1) * gate * torch.sigmoid(gate * self.alpha)
+            result = inner @ self.down.plain(expert, rows.dtype) + self.down_proj_bias[expert]
+            out.index_add_(0, row, (result * weights[row, place, None]).to(out.dtype))
+        return out.view(hidden.shape)

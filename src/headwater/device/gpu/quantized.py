@@ -1,0 +1,300 @@
+"""Quantised weights on the GPU: kept as they are stored, and multiplied without a plain copy.
+
+Fp8Weight has a scale for each output; its products quantise the rows of the input too, each with
+its own scale, and run on the FP8 tensor cores. One row is multiplied as it is. GroupedWeight has a
+scale for each group of inputs and is converted on the way into a product.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from headwater.device.kernels import quantized as kernels
+from headwater.device.kernels import rows
+from headwater.device.kernels.activation import GateActivation
+from headwater.device.kernels.fp8_gemm import fits, fp8_gemm, num_counters
+from headwater.device.kernels.gemv import gemv
+from headwater.device.kernels.quantized import Code
+from headwater.device.quantization.matrices import Fp8Matrix, Int4Matrix, QuantizedMatrix
+
+Norm = tuple[Tensor, float]
+
+_FP8_CHUNK = 256
+"""Inputs that `gemv` takes together where a row has one scale; sizes are multiples of it."""
+
+_MAX_CHUNK = 128
+"""Most inputs whose two halves share bytes, of 4-bit codes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class QuantizedWeight:
+    """A weight `[outputs, inputs]` that is stored in fewer bits."""
+
+    codes: Tensor
+    """`[outputs, inputs]` of e4m3, or `[outputs, inputs / 2]` of bytes."""
+
+    scales: Tensor
+    """`[outputs]`, or `[outputs, groups]`."""
+
+    zeros: Tensor | None = None
+    code: Code
+    group: int
+    """Inputs that share a scale; of a chunk where a row has one."""
+
+    arrived: Tensor
+    """Counters of `fp8_gemm`; products of one weight run one after another."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        outputs, width = self.codes.shape
+        return outputs, width * (2 if self.code >= Code.INT4 else 1)
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def rows(self, chosen: slice) -> "QuantizedWeight":
+        """Some of the outputs, in the same memory."""
+        return replace(
+            self,
+            codes=self.codes[chosen],
+            scales=self.scales[chosen],
+            zeros=None if self.zeros is None else self.zeros[chosen],
+        )
+
+    def one_row(
+        self,
+        x: Tensor,
+        *,
+        norm: Norm | None = None,
+        gated: bool = False,
+        residual: Tensor | None = None,
+        factor: float = 1.0,
+        activation: GateActivation = GateActivation.SILU,
+    ) -> Tensor:
+        """As `gemv`."""
+        if self.code is Code.FP8_ROW:
+            return gemv(
+                x, self.codes, scales=self.scales, norm=norm, gated=gated, residual=residual,
+                factor=factor, activation=activation,
+            )  # fmt: skip
+        return kernels.gemv(
+            x, self.codes, self.scales, self.zeros, code=self.code, group=self.group,
+            norm=norm, gated=gated, residual=residual, factor=factor, activation=activation,
+        )  # fmt: skip
+
+    def gated(self, x: Tensor, norm: Norm | None, activation: GateActivation) -> Tensor | None:
+        """`activation(gate) * up` of a weight with both in turn; None where `plain` is faster."""
+        if len(x) == 1:
+            return self.one_row(x, norm=norm, gated=True, activation=activation)
+        if self.code is Code.FP8_ROW and fits(self.codes, len(x)):
+            codes, scales = kernels.quantize_rows(x, norm)
+            return fp8_gemm(
+                codes, scales, self.codes, self.scales, self.arrived, dtype=x.dtype, is_gated=True,
+                activation=activation,
+            )  # fmt: skip
+        if self.is_multiplied(len(x)):
+            return rows.gate(self.product(x, norm), activation)
+        return None
+
+    def add_to(self, hidden: Tensor, x: Tensor, factor: float) -> None:
+        """Add `x @ weight.T`, times `factor`, to `hidden` in place."""
+        if len(x) == 1:
+            self.one_row(x, residual=hidden, factor=factor)
+        elif self.code is Code.FP8_ROW and fits(self.codes, len(x)):
+            codes, scales = kernels.quantize_rows(x)
+            fp8_gemm(
+                codes, scales, self.codes, self.scales, self.arrived, dtype=x.dtype, residual=hidden,
+                factor=factor,
+            )  # fmt: skip
+        else:
+            hidden.add_(self.product(x), alpha=factor)
+
+    def is_multiplied(self, num_rows: int) -> bool:
+        """Whether so many rows are multiplied without a plain copy of the weight."""
+        return self.code is Code.FP8_ROW or num_rows <= kernels.MAX_SMALL_ROWS
+
+    def product(self, x: Tensor, norm: Norm | None = None) -> Tensor:
+        """`norm(x) @ weight.T`."""
+        if len(x) == 1:
+            return self.one_row(x, norm=norm)
+        if self.code is Code.FP8_ROW:
+            codes, scales = kernels.quantize_rows(x, norm)
+            if fits(self.codes, len(x)):
+                return fp8_gemm(
+                    codes, scales, self.codes, self.scales, self.arrived, dtype=x.dtype
+                )
+            return torch._scaled_mm(
+                codes,
+                self.codes.T,
+                scale_a=scales,
+                scale_b=self.scales[None],
+                out_dtype=x.dtype,
+                use_fast_accum=True,
+            )
+        normed = x if norm is None else rows.norm(x, *norm)
+        if self.is_multiplied(len(x)):
+            return kernels.small_gemm(
+                normed, self.codes, self.scales, self.zeros, code=self.code, group=self.group
+            )
+        return torch.mm(normed, self.plain(x.dtype).T)
+
+    def plain(self, dtype: torch.dtype) -> Tensor:
+        """The weight it stands for, in fresh memory."""
+        if self.code is Code.FP8_ROW:
+            return (self.codes.float() * self.scales[:, None]).to(dtype)
+        # Rows of gate and up are views of one weight that has them in turn.
+        return kernels.dequantize(
+            self.codes.contiguous(),
+            self.scales.contiguous(),
+            None if self.zeros is None else self.zeros.contiguous(),
+            code=self.code,
+            group=self.group,
+            size=self.shape[1],
+            dtype=dtype,
+        )
+
+
+Weight = Tensor | QuantizedWeight
+
+
+def rows_from(weight: Weight, start: int) -> Weight:
+    """A weight without its first outputs."""
+    if isinstance(weight, QuantizedWeight):
+        return weight.rows(slice(start, None))
+    return weight[start:]
+
+
+class QuantizedLinear(nn.Module):
+    """Replaces a linear layer in transformers' own code."""
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
+        super().__init__()
+        self.quantized = weight
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Memory of the weight, which is no parameter."""
+        weight = self.quantized
+        zeros = 0 if weight.zeros is None else weight.zeros.nbytes
+        return weight.codes.nbytes + weight.scales.nbytes + zeros
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.quantized.plain(x.dtype), self.bias)
+
+
+def linear_weight(layer: nn.Module) -> Weight:
+    """The weight of a linear layer, quantised or not."""
+    if isinstance(layer, QuantizedLinear):
+        return layer.quantized
+    weight = layer.weight
+    assert isinstance(weight, Tensor), "not a linear layer"
+    return weight.data
+
+
+def can_stay(matrix: QuantizedMatrix) -> bool:
+    """Whether the kernels take a matrix as it is stored."""
+    outputs, inputs = matrix.shape
+    if isinstance(matrix, Fp8Matrix):
+        by_row = matrix.block[1] >= inputs
+        return (
+            outputs % 16 == 0
+            and inputs % _FP8_CHUNK == 0
+            and (by_row or matrix.block[1] == 128)
+        )
+    size = matrix.group_size
+    return matrix.groups is None and size % 32 == 0 and inputs % min(size, _MAX_CHUNK) == 0
+
+
+def quantized_weight(matrix: QuantizedMatrix, dtype: torch.dtype) -> QuantizedWeight:
+    """The form that kernels read, of a matrix for which `can_stay`."""
+    if isinstance(matrix, Int4Matrix):
+        return _int4_weight(matrix, dtype)
+    outputs, inputs = matrix.shape
+    scales = matrix.scales.repeat_interleave(matrix.block[0], 0)[:outputs].contiguous()
+    if matrix.block[1] >= inputs:
+        scales, code, group = scales[:, 0], Code.FP8_ROW, _FP8_CHUNK
+    else:
+        code, group = Code.FP8_GROUP, matrix.block[1]
+    return QuantizedWeight(
+        codes=matrix.codes,
+        scales=scales,
+        code=code,
+        group=group,
+        arrived=_counters(matrix.codes),
+    )
+
+
+def _counters(codes: Tensor) -> Tensor:
+    return torch.zeros(num_counters(len(codes)), dtype=torch.int32, device=codes.device)
+
+
+def _int4_weight(matrix: Int4Matrix, dtype: torch.dtype) -> QuantizedWeight:
+    inputs = matrix.shape[1]
+    chunk = min(matrix.group_size, _MAX_CHUNK)
+    while inputs % chunk or matrix.group_size % chunk:
+        chunk //= 2
+    repeat = matrix.group_size // chunk
+    zeros = matrix.zeros
+    return QuantizedWeight(
+        arrived=_counters(matrix.codes),
+        codes=packed_halves(matrix.codes, chunk),
+        scales=matrix.scales.to(dtype).repeat_interleave(repeat, 1),
+        zeros=None if zeros is None else zeros.repeat_interleave(repeat, 1),
+        code=Code.INT4,
+        group=chunk,
+    )
+
+
+def packed_halves(codes: Tensor, chunk: int) -> Tensor:
+    """4-bit codes `[…, inputs]` as bytes: the first half of a chunk in the low bits."""
+    low, high = codes.view(*codes.shape[:-1], -1, 2, chunk // 2).unbind(-2)
+    return (low | (high << 4)).flatten(-2)
+
+
+def joined(layers: Sequence[QuantizedLinear]) -> QuantizedWeight | None:
+    """One weight of the outputs of all, one after another, of which theirs become views. None
+    where they are not quantised alike."""
+    if not _are_alike(layers):
+        return None
+    whole = _combined([layer.quantized for layer in layers], torch.cat)
+    start = 0
+    for layer in layers:
+        end = start + len(layer.quantized)
+        layer.quantized = whole.rows(slice(start, end))
+        start = end
+    return whole
+
+
+def interleaved(gate: QuantizedLinear, up: QuantizedLinear) -> QuantizedWeight | None:
+    """The same with the outputs of both in turn."""
+    if not _are_alike((gate, up)):
+        return None
+    whole = _combined(
+        (gate.quantized, up.quantized),
+        lambda parts: torch.stack(parts, dim=1).flatten(0, 1),
+    )
+    gate.quantized, up.quantized = whole.rows(slice(0, None, 2)), whole.rows(slice(1, None, 2))
+    return whole
+
+
+def _are_alike(layers: Sequence[QuantizedLinear]) -> bool:
+    weights = [layer.quantized for layer in layers]
+    return len({(w.code, w.group, w.zeros is None, w.scales.dtype) for w in weights}) == 1
+
+
+def _combined(
+    weights: Sequence[QuantizedWeight], combine: Callable[[list[Tensor]], Tensor]
+) -> QuantizedWeight:
+    zeros = [weight.zeros for weight in weights if weight.zeros is not None]
+    # torch does not stack e4m3, so its bytes are.
+    codes = combine([weight.codes.view(torch.uint8) for weight in weights])
+    return replace(
+        weights[0],
+        codes=codes.view(weights[0].codes.dtype),
+        arrived=_counters(codes),
+        scales=combine([weight.scales for weight in weights]),
+        zeros=combine(zeros) if zeros else None,
+    )

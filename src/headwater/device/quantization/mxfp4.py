@@ -1,0 +1,88 @@
+"""GPT-OSS's experts in MXFP4: checked wherever they are read, kept packed on a GPU.
+
+`experts.NAME_blocks` is `[experts, outputs, groups, 16]` bytes, `experts.NAME_scales` has an exponent
+for each group of 32 inputs.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from headwater.device.model_files import StoredTensor, stored_tensors, weight_files
+from headwater.device.quantization.loading import model_from, plain_config, serving_dtype
+from headwater.errors import ModelError
+
+_log = logging.getLogger(__name__)
+
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_GROUP_BYTES = 16
+
+
+def check_mxfp4(folder: Path) -> None:
+    """A ModelError names the first tensor that does not fit."""
+    tensors = {t.name: t for path in weight_files(folder) for t in stored_tensors(path)}
+    blocks = [name for name in tensors if name.endswith(_BLOCKS)]
+    if not blocks:
+        raise ModelError(f"{folder} has quant_method 'mxfp4' and no tensor named *{_BLOCKS}")
+    for name in blocks:
+        _check_pair(tensors[name], tensors.get(name.removesuffix(_BLOCKS) + _SCALES))
+
+
+def _check_pair(blocks: StoredTensor, scales: StoredTensor | None) -> None:
+    if scales is None:
+        raise ModelError(f"{blocks.name} has no scales beside it")
+    is_whole = len(blocks.shape) == 4 and blocks.shape[3] == _GROUP_BYTES
+    if not is_whole or blocks.kind != "U8":
+        raise ModelError(
+            f"{blocks.name} is {blocks.kind} of {blocks.shape}, not bytes of [experts, outputs, "
+            f"groups, {_GROUP_BYTES}]"
+        )
+    if scales.shape != blocks.shape[:3] or scales.kind != "U8":
+        raise ModelError(
+            f"{scales.name} is {scales.kind} of {scales.shape}, and {blocks.name} needs bytes of "
+            f"{blocks.shape[:3]}"
+        )
+
+
+def load_packed(
+    folder: Path, dtype: torch.dtype | str, device: torch.device, **loading: object
+) -> tuple[Any, Any]:
+    """A model whose experts stay packed on `device`, and what is said about its loading."""
+    config = plain_config(folder)
+    target = serving_dtype(config, dtype)
+    state: dict[str, Tensor] = {}
+    packed: dict[str, Tensor] = {}
+    for path in weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                kept = name.endswith((_BLOCKS, _SCALES))
+                tensor = file.get_tensor(name)
+                (packed if kept else state)[name] = tensor.to(device) if kept else tensor
+    for name, blocks in packed.items():
+        if name.endswith(_BLOCKS):
+            experts, outputs, groups, _ = blocks.shape
+            shape = experts, groups * 2 * _GROUP_BYTES, outputs
+            state[name.removesuffix(_BLOCKS)] = torch.zeros(1, dtype=target).expand(shape)
+    module, found = model_from(state, config, dtype=target, **loading)
+    for name in {name.rpartition(".")[0] for name in packed}:
+        _replace(module, name, packed)
+    _log.info("experts are kept in MXFP4: tensors=%d dtype=%s", len(packed), target)
+    return module, found
+
+
+def _replace(module: nn.Module, name: str, packed: dict[str, Tensor]) -> None:
+    from headwater.device.gpu.packed_experts import PackedExperts, packed_weight
+
+    gate_up, down = (
+        packed_weight(
+            packed.pop(f"{name}.{part}{_BLOCKS}"), packed.pop(f"{name}.{part}{_SCALES}")
+        )
+        for part in ("gate_up_proj", "down_proj")
+    )
+    parent, _, own = name.rpartition(".")
+    replaced = PackedExperts(module.get_submodule(name), gate_up, down)
+    setattr(module.get_submodule(parent), own, replaced)

@@ -1,0 +1,238 @@
+"""Kernels of quantised weights and 8-bit KV, against float64 over what is really stored."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from headwater.device.fp8_kv import Fp8KVPool
+from headwater.device.model import LoadedModel, load
+from tests.device.driver import Driver
+from tests.device.families import prompt, quantize_experts, save_family
+from tests.device.gpu import pytestmark, require_gpu
+
+require_gpu()
+
+from headwater.bench._gpu_quant import quantized_matrix  # noqa: E402 - Triton below
+from headwater.device.gpu.packed_experts import PackedExperts  # noqa: E402
+from headwater.device.gpu.quantized import QuantizedWeight, quantized_weight  # noqa: E402
+from headwater.device.gpu.runner import CudaRunner  # noqa: E402
+from headwater.device.gpu.work import num_entries, split_contexts, tiles  # noqa: E402
+from headwater.device.kernels.activation import GateActivation  # noqa: E402
+from headwater.device.kernels.decode import attend_decodes  # noqa: E402
+from headwater.device.kernels.pieces import DecodeWork  # noqa: E402
+from headwater.device.kernels.prefill import attend_chunks, has_hopper_kernel  # noqa: E402
+from headwater.device.kernels.rotary import rotate  # noqa: E402
+from headwater.device.kernels.tiles import ChunkWork  # noqa: E402
+from tests.device.test_gpu_kernels import VARIANTS, attended, error, gated, ints  # noqa: E402
+
+__all__ = ["pytestmark"]
+
+DEVICE = torch.device("cuda")
+NAN = float("nan")
+LAYER = 1
+SHAPES = [(32, 8, 128, 64), (8, 4, 32, 16), (64, 4, 64, 64)]
+"""Heads, KV heads, head size, block tokens."""
+
+
+class Shape:
+    """As much of a model as a pool wants to know."""
+
+    num_layers = planes = 2
+    has_fp8_kv = True
+    share = None
+    total_kv_heads = 0
+    device = DEVICE
+    dtype = torch.bfloat16
+    layout = LoadedModel.layout
+
+    def __init__(self, kv_heads: int, head_dim: int) -> None:
+        self.kv_heads, self.head_dim = kv_heads, head_dim
+
+
+def filled_pool(kv_heads: int, dim: int, block_tokens: int) -> Fp8KVPool:
+    """Random KV whose heads differ in size, some of them zero, stored by the rotary kernel."""
+    model: Any = Shape(kv_heads, dim)
+    pool = Fp8KVPool(model, num_blocks=2600 // block_tokens + 2, block_tokens=block_tokens)
+    count = 2600
+    packed = torch.randn(count, 3 * kv_heads, dim, device=DEVICE)
+    packed *= torch.exp(2 * torch.randn(count, 3 * kv_heads, 1, device=DEVICE))
+    packed[::50] = 0.0
+    positions = torch.arange(count, dtype=torch.int32, device=DEVICE)
+    table = (
+        torch.ones(count, dim // 2, device=DEVICE),
+        torch.zeros(count, dim // 2, device=DEVICE),
+    )
+    flat = packed.bfloat16().view(count, -1)
+    kept = flat.clone().view(count, 3, kv_heads, dim)
+    slots = positions // block_tokens
+    rotate(flat, positions, slots.int(), table, pool.data, LAYER, None)
+    keys, values = pool.read(torch.arange(count // block_tokens, device=DEVICE), LAYER)
+    whole = len(keys)
+    assert torch.equal(keys, pool.rounded(kept[:whole, 1])), "stored as the CPU would"
+    assert torch.equal(values, pool.rounded(kept[:whole, 2]))
+    return pool
+
+
+@pytest.mark.parametrize("variant_name", list(VARIANTS))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_decodes_over_8_bit_kv(shape: tuple[int, int, int, int], variant_name: str) -> None:
+    """Rows of all lengths, absent ones too, whole and in pieces."""
+    heads, kv_heads, dim, block_tokens = shape
+    pool = filled_pool(kv_heads, dim, block_tokens)
+    variant = VARIANTS[variant_name](heads, dim**-0.5)
+    contexts = [1, block_tokens, block_tokens + 1, 700, 2049, 5]
+    tables = [
+        np.random.default_rng(c).permutation(2600 // block_tokens)[: -(-c // block_tokens)]
+        for c in contexts
+    ]
+    widths = [len(table) for table in tables]
+    size = len(contexts) + 2
+    pieces = split_contexts(np.array(contexts), size, kv_heads)
+    entries = num_entries(size, kv_heads)
+    work = DecodeWork(
+        contexts=ints([*contexts, 0, 0]),
+        tables=ints(np.concatenate(tables)),
+        table_start=ints(np.append(np.cumsum(widths) - widths, [0, 0])),
+        piece=ints([pieces.piece]),
+        work_row=ints(pieces.work_row),
+        work_start=ints(pieces.work_start),
+        row_work=ints(pieces.row_work),
+        arrived=torch.zeros((size, kv_heads), dtype=torch.int32, device=DEVICE),
+        partial=torch.full((entries, heads, dim), NAN, device=DEVICE),
+        partial_lse=torch.full((entries, heads), NAN, device=DEVICE),
+    )
+    query = torch.randn(size, (heads + 2 * kv_heads) * dim, device=DEVICE).bfloat16()
+    out = torch.full((size, heads, dim), NAN, device=DEVICE, dtype=torch.bfloat16)
+
+    attend_decodes(query, pool.data, LAYER, work, variant, out)
+
+    for row, context in enumerate(contexts):
+        keys, values = pool.read(torch.from_numpy(tables[row]).to(DEVICE), LAYER)
+        own = query[row : row + 1, : heads * dim].view(1, heads, dim)
+        exact = attended(own, keys[:context], values[:context], context - 1, variant)
+        assert error(out[row : row + 1], exact) < 1e-2, f"row {row}"
+
+
+@pytest.mark.parametrize("variant_name", list(VARIANTS))
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("use_hopper", [False, True])
+def test_chunks_over_8_bit_kv(
+    shape: tuple[int, int, int, int], variant_name: str, use_hopper: bool
+) -> None:
+    """Chunks after prefixes, read as they are or converted for the kernel for Hopper."""
+    heads, kv_heads, dim, block_tokens = shape
+    pool = filled_pool(kv_heads, dim, block_tokens)
+    if use_hopper and not has_hopper_kernel(pool.data, torch.bfloat16):
+        pytest.skip("this shape is not one of the kernel for Hopper")
+    variant = VARIANTS[variant_name](heads, dim**-0.5)
+    counts, contexts = [1, 40, 130, 300], [30, 40, 700, 1300]
+    tables = [
+        np.random.default_rng(c).permutation(2600 // block_tokens)[: -(-c // block_tokens)]
+        for c in contexts
+    ]
+    widths, starts = [len(table) for table in tables], np.concatenate(([0], np.cumsum(counts)))
+    shared = tiles(
+        np.array(counts), np.array(contexts), first_row=0, tile=128, heads=heads,
+        has_hopper_kernel=False,
+    )  # fmt: skip
+    parts = 1 if use_hopper else shared.num_parts
+    rows = len(shared.row) * parts * 128
+    work = ChunkWork(
+        contexts=ints(contexts),
+        query_start=ints(starts),
+        tables=ints(np.concatenate(([0, 0], *tables))),
+        table_start=ints(np.cumsum(widths) - widths + 2),
+        tile=128,
+        tile_row=ints(shared.row),
+        tile_start=ints(shared.start),
+        longest_context=max(contexts),
+        use_hopper=use_hopper,
+        num_parts=parts,
+        part_keys=ints(shared.part_keys),
+        partial=torch.full((rows, heads, dim), NAN, device=DEVICE),
+        partial_lse=torch.full((rows, heads), NAN, device=DEVICE),
+        first_entry=2,
+        end_entry=2 + sum(widths),
+    )
+    query = torch.randn(sum(counts), (heads + 2 * kv_heads) * dim, device=DEVICE).bfloat16()
+    out = torch.full((sum(counts), heads, dim), NAN, device=DEVICE, dtype=torch.bfloat16)
+
+    attend_chunks(query, pool.data, LAYER, work, variant, out)
+
+    for row, context in enumerate(contexts):
+        keys, values = pool.read(torch.from_numpy(tables[row]).to(DEVICE), LAYER)
+        mine = slice(starts[row], starts[row + 1])
+        own = query[mine, : heads * dim].view(-1, heads, dim)
+        first = context - counts[row]
+        exact = attended(own, keys[:context], values[:context], first, variant)
+        assert error(out[mine], exact) < 1e-2, f"row {row}"
+
+
+def make_weight(method: str, outputs: int = 1024, inputs: int = 2048) -> QuantizedWeight:
+    weight = torch.randn(outputs, inputs, device=DEVICE).bfloat16()
+    return quantized_weight(quantized_matrix(weight, method), torch.bfloat16)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 33, 64, 100, 300])
+@pytest.mark.parametrize("method", ["fp8_channel", "fp8_block", "int4"])
+def test_products_of_quantised_weights(method: str, rows: int) -> None:
+    """Plain, gated and added products of every number of rows. FP8 by row rounds its inputs,
+    except of one row."""
+    weight = make_weight(method)
+    plain = weight.plain(torch.float32).double()
+    x = torch.randn(rows, 2048, device=DEVICE).bfloat16()
+    hidden = torch.randn(rows, 1024, device=DEVICE).bfloat16()
+    before = hidden.double()
+    allowed = 4e-2 if method == "fp8_channel" and rows > 1 else 5e-3
+    exact = x.double() @ plain.T
+
+    assert error(weight.product(x), exact) < allowed
+    weight.add_to(hidden, x, 0.5)
+    assert error(hidden, before + 0.5 * exact) < allowed
+    both = weight.gated(x, None, GateActivation.SILU)
+    if both is not None:
+        assert error(both, gated(exact)) < 2 * allowed
+
+
+def greedy(model: LoadedModel, sizes: tuple[int, ...], runner: Any = None) -> list[int]:
+    """Tokens of a prompt that is computed in pieces of these sizes."""
+    driver = Driver(model, block_tokens=64, num_blocks=16, runner_class=runner)
+    sequence = driver.add(prompt(sum(sizes)))
+    for size in sizes:
+        driver.step((sequence, size))
+    driver.finish(sequence, count=12)
+    return sequence.output
+
+
+def test_8_bit_kv_says_the_same_in_chunks(family: Any) -> None:
+    """A token's scale is its own, so it makes no difference in which chunk it was stored."""
+    model = replace(load(family("llama"), device="cuda"), has_fp8_kv=True)
+
+    whole = greedy(model, (150,), CudaRunner)
+
+    assert greedy(model, (64, 80, 6), CudaRunner) == whole
+
+
+def test_packed_experts_say_what_dequantised_ones_say(tmp_path: Any) -> None:
+    """GPT-OSS in MXFP4: kept packed on a GPU, turned back on a CPU."""
+    quantize_experts(save_family("gpt_oss", tmp_path))
+    model = load(tmp_path, device="cuda")
+
+    assert any(isinstance(module, PackedExperts) for module in model.module.modules())
+    assert greedy(model, (30,), CudaRunner) == greedy(load(tmp_path), (30,))
+
+
+def test_a_row_of_a_packed_weight_is_exact(tmp_path: Any) -> None:
+    """One row keeps its own precision: FP8 weights are multiplied as they are."""
+    weight = make_weight("fp8_channel")
+    x = torch.randn(1, 2048, device=DEVICE).bfloat16()
+    norm: tuple[Tensor, float] = (torch.rand(2048, device=DEVICE).bfloat16(), 1e-5)
+    normed = torch.rms_norm(x.double(), [2048], norm[0].double(), 1e-5)
+
+    assert (
+        error(weight.product(x, norm), normed @ weight.plain(torch.float32).double().T) < 5e-3
+    )
