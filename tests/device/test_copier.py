@@ -23,6 +23,7 @@ class Shape:
     num_layers, kv_heads, head_dim = 2, 2, 8
     has_fp8_kv = False
     planes = 2
+    value_dim = 0
     layout = LoadedModel.layout
     device = torch.device("cpu")
     share = None

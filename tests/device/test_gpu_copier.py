@@ -35,6 +35,7 @@ class Shape:
     num_layers, kv_heads, head_dim = 8, 8, 128
     has_fp8_kv = False
     planes = 2
+    value_dim = 0
     layout = LoadedModel.layout
     device = torch.device("cuda")
     dtype = torch.bfloat16

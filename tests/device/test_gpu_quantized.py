@@ -42,6 +42,7 @@ class Shape:
     """As much of a model as a pool wants to know."""
 
     num_layers = planes = 2
+    value_dim = 0
     has_fp8_kv = True
     share = None
     total_kv_heads = 0
