@@ -23,12 +23,13 @@ from headwater.cache.tier_pool import TierPool
 from headwater.types import WritePolicy
 
 _SHARE = 8
-"""At least one device block in this many is inside the window. The window has to hold what one
-burst of admissions evicts; a larger one keeps more duplicates."""
+"""One device block in this many is inside the window. The window has to hold what one burst of
+admissions evicts; a larger one keeps more duplicates."""
 
 _BURSTS = 4
-"""Bursts that the window holds: those that come while one is being written. With two, sessions
-that do not fit on the device found 0.91 of what they could, with four 0.96."""
+"""The device is full of running requests when so many bursts of admissions would evict all else:
+those that come while one is being written. With two, sessions that do not fit on the device found
+0.91 of what they could, with four 0.96."""
 
 _BURST_MEMORY = 0.99
 """What a burst keeps of itself with each later step."""
@@ -46,20 +47,13 @@ class EvictionWindow:
         self.is_enabled = config.host_blocks > 0 and config.write_policy in _POLICIES
         """Whether blocks are written before they are evicted, under this write policy."""
         ahead = config.write_ahead_blocks
-        least, most = max(config.device_blocks // _SHARE, 1), max(config.device_blocks, 1)
-        self._limits = (least, most) if ahead is None else (ahead, ahead)
+        self.num_blocks = max(config.device_blocks // _SHARE, 1) if ahead is None else ahead
         self._device = device
         self._burst = 0.0
         """Blocks that the admissions of one step took lately, at most."""
         self._used_before = self._used
         self._searched_at: int | None = None
         """Blocks used up when the window was last searched."""
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks inside the window."""
-        least, most = self._limits
-        return max(least, min(round(_BURSTS * self._burst), most))
 
     def measure_step(self) -> None:
         """Measure how many blocks were taken since the last call. Called once a step."""
@@ -69,9 +63,11 @@ class EvictionWindow:
 
     @property
     def has_everything(self) -> bool:
-        """Whether every evictable device block is inside the window."""
+        """Whether every evictable device block may be evicted soon: they are inside the window, or
+        the next bursts of admissions take them."""
         device = self._device
-        return device.pool.num_free + device.evictable < self.num_blocks
+        soon = max(self.num_blocks, _BURSTS * self._burst)
+        return device.pool.num_free + device.evictable < soon
 
     @property
     def is_due(self) -> bool:
