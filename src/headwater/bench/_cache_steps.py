@@ -11,13 +11,17 @@ import numpy as np
 from headwater.cache import CacheConfig, TieredCache
 from headwater.engine import wire
 from headwater.engine.collector import settle_collector
+from headwater.engine.owners import RequestOwners
 from headwater.scheduler.batch import StepResult
 from headwater.scheduler.config import SchedulerConfig
+from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.request import Request, SamplingParams
 from headwater.scheduler.scheduler import Scheduler
 from headwater.types import RequestId
 
 _PROMPT_TOKENS = 200
+
+_WORKERS = (1, 2, 4, 8, 16)
 
 
 def measure_steps(num_sequences: int, *, block: int, num_steps: int) -> dict[str, float]:
@@ -35,6 +39,34 @@ def measure_steps(num_sequences: int, *, block: int, num_steps: int) -> dict[str
         "median_ms": float(np.median(whole)),
         "worst_ms": float(whole.max()),
     }
+
+
+def measure_encode(num_sequences: int, *, num_steps: int) -> dict[str, float]:
+    """Median milliseconds to pack and encode a step's outputs, by the number of HTTP workers that
+    share the sequences evenly."""
+    outputs = [
+        SequenceOutput(
+            request_id=RequestId(f"request-{number}"),
+            tokens=[number],
+            logprobs=[None],
+            finish_reason=None,
+            stop_token=None,
+            usage=None,
+        )
+        for number in range(num_sequences)
+    ]
+    took: dict[int, list[float]] = {count: [] for count in _WORKERS}
+    owners = {count: RequestOwners() for count in _WORKERS}
+    for count, entry in owners.items():
+        for number, output in enumerate(outputs):
+            entry.add(output.request_id, b"%d.0" % (number % count))
+    settle_collector()
+    for _ in range(num_steps):  # interleaved, so that all see the same machine
+        for count, entry in owners.items():
+            begin = time.thread_time()
+            entry.pack(outputs)
+            took[count].append(time.thread_time() - begin)
+    return {str(count): float(np.median(times)) * 1e3 for count, times in took.items()}
 
 
 def _make_scheduler(num_sequences: int, block: int, length: int) -> Scheduler:

@@ -36,7 +36,7 @@ TAKES = {1: 1_000, 64: 50, 1_000: 8, 10_000: 2}
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and print a table, or JSON."""
     # Encoding needs msgspec; the rest of this module runs without server libraries.
-    from headwater.bench._cache_steps import measure_steps
+    from headwater.bench._cache_steps import measure_encode, measure_steps
 
     options = read_flags(_parser(), argv)
     if options.quick:
@@ -55,6 +55,9 @@ def main(argv: Sequence[str]) -> int:
     result["steps"] = {
         str(n): measure_steps(n, block=options.block, num_steps=40 if options.quick else 200)
         for n in RUNNING
+    }
+    result["encode_ms_by_workers"] = {
+        str(n): measure_encode(n, num_steps=40 if options.quick else 200) for n in RUNNING
     }
     result["parts_us"] = measure_parts(
         requests,

@@ -5,6 +5,8 @@ end of the socket tells each side that the other process is gone, however it die
 """
 
 import asyncio
+import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -24,6 +26,10 @@ _HUGE_PAGES = ":".join(
 """glibc's allocator in huge pages that it keeps: weights are read from end to end in every
 step, a tenth faster so, and a prompt's activations take no page faults. glibc reads this
 before the program begins; others ignore it."""
+
+_PR_SET_CHILD_SUBREAPER = 36
+_GROUP_END_S = 10.0
+_LOOK_S = 0.01
 
 ENGINE_ENVIRONMENT = {"GLIBC_TUNABLES": _HUGE_PAGES}
 """Environment variables of an engine process, unless the operator set them."""
@@ -84,6 +90,25 @@ class ChildProcess:
             self.kill()
             return await self.wait()
 
+    async def end_group(self) -> None:
+        """End what the process started and left behind, such as other ranks of an engine. They
+        may still write to memory that the next engine uses, so their end is waited for."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_GROUP_END_S):
+                while self._has_group():  # noqa: ASYNC110 -- only children have descriptors
+                    await asyncio.sleep(_LOOK_S)
+
+    def _has_group(self) -> bool:
+        """Whether processes of its group are left; collects those that have ended."""
+        try:
+            while os.waitpid(-self.pid, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return False
+        return True
+
     def _watch(self, exited: "asyncio.Future[int]") -> None:
         loop = asyncio.get_running_loop()
         if self.has_ended:
@@ -97,6 +122,13 @@ class ChildProcess:
             exited.set_result(self._process.wait())
 
         loop.add_reader(descriptor, on_exit)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of processes whose own parent dies, so that their end can be waited
+    for. Linux only; elsewhere nothing happens."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def describe_exit(code: int) -> str:

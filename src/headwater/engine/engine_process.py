@@ -88,6 +88,7 @@ class EngineProcess:
         if self._reading is not None:
             await self._reading  # its last message may say why
         self._close()
+        await self._child.end_group()
         if self._failure is not None:
             return self._failure.sentence
         return f"the engine process ended with {describe_exit(code)}"

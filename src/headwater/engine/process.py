@@ -19,6 +19,7 @@ import zmq
 from headwater.clock import SystemClock
 from headwater.engine import wire
 from headwater.engine.client import Answer, ControlCall, EngineInfo, Pause
+from headwater.engine.owners import RequestOwners
 from headwater.engine.rundir import remove_socket_folder
 from headwater.engine.step_watch import StepWatch
 from headwater.engine.watchdog import StepWatchdog
@@ -204,8 +205,7 @@ class EngineLoop:
         self._line = line
         self._max_live = max_live
         self._stopped = False
-        self._workers: dict[str, bytes] = {}
-        """The worker of each live request, by the name of its connection."""
+        self._owners = RequestOwners()
         self._known: set[bytes] = set()
         """Workers that have sent something, and are not gone."""
         self._poller = zmq.Poller()
@@ -264,8 +264,7 @@ class EngineLoop:
             case wire.WorkerGone(name):
                 worker = name.encode()
                 self._known.discard(worker)
-                for request_id in [key for key, w in self._workers.items() if w == worker]:
-                    del self._workers[request_id]
+                for request_id in self._owners.remove_worker(worker):
                     self._core.abort(RequestId(request_id))
 
     def _receive(self, worker: bytes, message: wire.ToEngine) -> None:
@@ -278,7 +277,7 @@ class EngineLoop:
                     self._send(worker, refusal)
             case wire.Abort(request_ids):
                 for request_id in request_ids:
-                    self._workers.pop(request_id, None)
+                    self._owners.remove(request_id)
                     self._core.abort(RequestId(request_id))
             case wire.PackedCall(number):
                 self._core.control(
@@ -286,13 +285,13 @@ class EngineLoop:
                 )
 
     def _add(self, worker: bytes, message: wire.Add) -> None:
-        if len(self._workers) >= self._max_live:
+        if len(self._owners) >= self._max_live:
             raise QueueFull(
-                f"{len(self._workers)} sequences are running or waiting, the limit is "
+                f"{len(self._owners)} sequences are running or waiting, the limit is "
                 f"{self._max_live}; retry later"
             )
         self._core.add(wire.unpack_request(message))
-        self._workers[message.request_id] = worker
+        self._owners.add(message.request_id, worker)
 
     def _answer(
         self,
@@ -310,22 +309,13 @@ class EngineLoop:
 
     def _report(self, outputs: list[SequenceOutput]) -> None:
         """Send each worker its part of a step in one message."""
-        parts: dict[bytes, list[wire.Output]] = {}
-        workers = self._workers
-        for output in outputs:
-            if output.finish_reason is None:
-                worker = workers.get(output.request_id)
-            else:
-                worker = workers.pop(output.request_id, None)
-            if worker is None:
-                continue  # aborted meanwhile
-            if worker not in parts:
-                parts[worker] = []
-            parts[worker].append(wire.pack_output(output))
-        for worker, part in parts.items():
-            self._send(worker, wire.Outputs(part))
+        for worker, frame in self._owners.pack(outputs):
+            self._send_frame(worker, frame)
 
     def _send(self, worker: bytes, message: wire.FromEngine) -> None:
+        self._send_frame(worker, wire.encode(message))
+
+    def _send_frame(self, worker: bytes, frame: bytes) -> None:
         # A message to a worker that has gone is dropped; the supervisor tells of its end.
         self._socket.send(worker, zmq.SNDMORE)
-        self._socket.send(wire.encode(message), copy=False)
+        self._socket.send(frame, copy=False)

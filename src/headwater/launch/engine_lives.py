@@ -24,7 +24,7 @@ from headwater.server.config import ServerConfig
 
 log = logging.getLogger(__name__)
 
-_PAUSES_S = (0.0, 1.0, 5.0, 15.0)
+_PAUSES_S = (0.0, 1.0, 2.0, 5.0)
 """Pause before the first, second … restart in the window: a device may need time to recover."""
 
 _SILENT_S = 60.0

@@ -163,7 +163,9 @@ class HttpWorkers:
         try:
             session.attach(channel)
             await channel.run()
-            return await child.end(_END_S)
+            code = await child.end(_END_S)
+            await child.end_group()
+            return code
         finally:
             session.detach()
             del self._children[name]

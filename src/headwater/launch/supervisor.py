@@ -21,6 +21,7 @@ from typing import Any
 
 from headwater.clock import SystemClock
 from headwater.config import EngineConfig
+from headwater.engine.child import adopt_orphans
 from headwater.engine.client import EngineInfo
 from headwater.engine.record_file import RecordFile
 from headwater.launch.engine_lives import EngineLives
@@ -108,6 +109,7 @@ class Supervisor:
 
     async def run(self, signals: StopSignals) -> int:
         """Serve until stopped; the exit code."""
+        adopt_orphans()
         self._finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         signals.attach(self._stop)
         on_hangup(self._workers.reload_keys)

@@ -1,0 +1,48 @@
+"""Which HTTP worker owns each live request, and a step's outputs packed for each worker."""
+
+from collections.abc import Sequence
+
+from headwater.engine import wire
+from headwater.scheduler.output import SequenceOutput
+
+
+class RequestOwners:
+    """The live requests of all workers. Used by the engine loop's thread only."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def add(self, request_id: str, worker: bytes) -> None:
+        """`worker` gets the outputs of this request."""
+        self._workers[request_id] = worker
+
+    def remove(self, request_id: str) -> None:
+        """Nothing more is sent for this request. An unknown one is ignored."""
+        self._workers.pop(request_id, None)
+
+    def remove_worker(self, worker: bytes) -> list[str]:
+        """A worker is gone; the requests it had."""
+        lost = [request_id for request_id, owner in self._workers.items() if owner == worker]
+        for request_id in lost:
+            del self._workers[request_id]
+        return lost
+
+    def pack(self, outputs: Sequence[SequenceOutput]) -> list[tuple[bytes, bytes]]:
+        """One message for each worker that has outputs in this step. Each output is packed once,
+        so the cost does not depend on the number of workers."""
+        parts: dict[bytes, list[wire.Output]] = {}
+        workers = self._workers
+        for output in outputs:
+            if output.finish_reason is None:
+                worker = workers.get(output.request_id)
+            else:
+                worker = workers.pop(output.request_id, None)
+            if worker is None:
+                continue  # aborted meanwhile
+            if worker not in parts:
+                parts[worker] = []
+            parts[worker].append(wire.pack_output(output))
+        return [(worker, wire.encode(wire.Outputs(part))) for worker, part in parts.items()]
