@@ -72,6 +72,18 @@ def test_counts_are_one_answer_and_survive_a_worker(server):
     assert recent == sorted(recent, key=lambda e: -(e["start_unix_s"] + e["duration_s"]))
 
 
+def test_history_is_the_same_from_every_worker(server):
+    """The supervisor keeps the points; a client key may read them, no key may not."""
+
+    def history():
+        return server.get("/stats/history", headers=headers(KEY)).json()["points"]
+
+    until(history)
+    first = history()[0]
+    assert all(history()[0] == first for _ in range(TRIES))
+    assert server.get("/stats/history").status_code == 401
+
+
 def test_the_limit_of_a_key_holds_over_all_workers(server, keys_file):
     """Two requests in flight, whichever workers have them; the third is refused by each."""
     streams = [server.open_stream(max_tokens=4000, headers=headers(KEY)) for _ in range(2)]

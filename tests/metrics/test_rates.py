@@ -12,6 +12,7 @@ def make_answer(*, uptime_s, output, found, computed, moved, counts, started_s=1
             "generation_tokens_total": output,
             "prompt_tokens_total": found + computed,
             "prompt_tokens_by_source_total": {"device": found, "computed": computed},
+            "prompt_tokens_computed_total": {"never_seen": computed},
         },
         "latencies": {"ttft": latency, "itl": latency},
         "cache": {"links": {"host_to_device": {"num_bytes": moved}}},
@@ -36,7 +37,20 @@ def test_rates_are_what_came_between_over_the_time_between():
     assert rates.hit_share == 0.75
     assert rates.links == {"host_to_device": 2000.0}
     assert rates.ttft is not None
-    assert 0.1 < rates.ttft.p50_s < rates.ttft.p95_s <= 1.0
+    assert 0.1 < rates.ttft.p50_s < rates.ttft.p95_s < rates.ttft.p99_s <= 1.0
+    assert rates.computed_by_reason == {"never_seen": 5.0}
+
+
+def test_counters_of_a_replaced_engine_are_never_negative_rates():
+    """A counter that fell started at 0 again: what it has now came in between."""
+    now = make_answer(
+        uptime_s=12.0, output=100, found=0, computed=0, moved=400, counts=[5, 0, 0]
+    )
+
+    rates = rates_between(BEFORE, now)
+
+    assert rates is not None
+    assert rates.links == {"host_to_device": 200.0}
 
 
 def test_another_server_has_no_rates():

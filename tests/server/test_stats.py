@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from headwater.server.sampler import HistorySampler
 from tests.server.harness import error, run
 
 
@@ -25,6 +26,30 @@ def test_stats_has_what_cache_has_and_what_the_server_counted():
         assert last["request_id"].startswith("second-")
         assert (last["tokens_by_source"]["device"], last["cached_tokens"]) == (96, 96)
         assert (first["miss_reason"], first["output_tokens"]) == ("never_seen", 8)
+
+    run(scenario)
+
+
+def test_history_has_a_point_for_each_interval_between_samples():
+    """Rates of the interval with the reasons of computed tokens; `after` selects new points."""
+
+    async def scenario(harness):
+        sampler = HistorySampler(harness.service)
+        await sampler.sample()
+        assert (await harness.client.get("/stats/history")).json()["points"] == []
+        await harness.complete(prompt="x" * 100, max_tokens=8)
+        await sampler.sample()
+        body = (await harness.client.get("/stats/history")).json()
+        (point,) = body["points"]
+        rates = point["rates"]
+        assert rates["output_tokens"] * point["elapsed_s"] == pytest.approx(8)
+        assert rates["computed_by_reason"]["never_seen"] * point["elapsed_s"] == pytest.approx(
+            100
+        )
+        assert (body["span_s"], body["now_unix_s"] >= point["unix_s"]) == (600.0, True)
+        newer = await harness.client.get(f"/stats/history?after={point['unix_s']}")
+        assert newer.json()["points"] == []
+        assert (await harness.client.get("/stats/history?after=x")).status_code == 400
 
     run(scenario)
 

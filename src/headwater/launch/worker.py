@@ -36,6 +36,7 @@ from headwater.server.http import CLOSE_S, HttpServer
 from headwater.server.listener import url_of
 from headwater.server.middleware import ReadinessMiddleware
 from headwater.server.registration import Memberships
+from headwater.server.sampler import HistorySampler
 from headwater.server.service import Service
 from headwater.server.shared_state import AbortScope
 
@@ -60,6 +61,7 @@ class Worker:
         self._spans: SpanExporter | None = None
         self._memberships: Memberships | None = None
         self._membership: asyncio.Task[None] | None = None
+        self._sampling: asyncio.Task[None] | None = None
         self._leaving: asyncio.Task[None] | None = None
         self._access = make_access_policy(config, SystemClock(), unix_s, limits=self._shared)
         self._readiness = ReadinessMiddleware(self._access)
@@ -85,7 +87,7 @@ class Worker:
         try:
             await self._http.serve(sockets=[self._listener])
         finally:
-            for task in (self._membership, self._leaving):
+            for task in (self._membership, self._leaving, self._sampling):
                 if task is not None:
                     task.cancel()
             await self._engine.close()
@@ -121,6 +123,8 @@ class Worker:
         service.join(self._shared, started_s=up.started_s)
         service.router_health = {health.url: health for health in up.router_health}
         self._readiness.open(create_app(service))
+        if self._start.is_leader:
+            self._sampling = asyncio.create_task(HistorySampler(service).run())
         if self._start.is_leader and self._config.routers:
             self._membership = asyncio.create_task(self._stay_registered(service))
 

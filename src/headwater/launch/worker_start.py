@@ -19,7 +19,7 @@ class WorkerStart(Struct, frozen=True, kw_only=True):
     engine: EngineConfig
     server: ServerConfig
     is_leader: bool
-    """Whether it registers the server at the router."""
+    """Whether it registers the server at the router and samples its history."""
 
     is_replacement: bool = False
 

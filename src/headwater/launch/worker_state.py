@@ -21,6 +21,7 @@ from headwater.launch.process_channel import (
     ProcessChannel,
     ProcessGone,
 )
+from headwater.metrics.history import History, HistoryPoint
 from headwater.metrics.recorder import Recorder, RecorderSnapshot
 from headwater.server.answers import RouterHealth
 from headwater.server.fair_share import FairShare
@@ -46,6 +47,7 @@ class WorkersState:
         """Connected workers by name."""
         self.past: list[WorkerSnapshot] = []
         """What workers that died had counted; joined to one entry."""
+        self.history = History()
         self.router_health: dict[str, RouterHealth] = {}
         self.is_paused = False
 
@@ -74,6 +76,7 @@ class WorkerSession:
             "enter_engine": self._enter_engine,
             "get_response": self._get_response,
             "snapshots": self._snapshots,
+            "history": self._history,
             "abort": self._abort,
         }
         self.events: dict[str, EventHandler] = {
@@ -83,6 +86,7 @@ class WorkerSession:
             "remove_response": state.responses.remove,
             "router_health": self._set_router_health,
             "paused": self._set_paused,
+            "history_point": self._add_point,
         }
 
     @property
@@ -176,6 +180,12 @@ class WorkerSession:
         found = await asyncio.gather(*(worker.snapshot() for worker in workers))
         return [*self._state.past, *found]
 
+    async def _history(self, after_unix_s: float) -> list[HistoryPoint]:
+        return self._state.history.after(after_unix_s)
+
+    def _add_point(self, point: dict[str, Any]) -> None:
+        self._state.history.add(msgspec.convert(point, type=HistoryPoint))
+
     async def _abort(self, scope: dict[str, Any]) -> int:
         workers = self._state.accepting()
         return sum(await asyncio.gather(*(worker.abort_here(scope) for worker in workers)))
@@ -199,6 +209,13 @@ class RemoteState:
     async def snapshots(self) -> list[WorkerSnapshot]:
         answer = await self._call("snapshots")
         return msgspec.convert(answer, type=list[WorkerSnapshot])
+
+    def add_point(self, point: HistoryPoint) -> None:
+        self._channel().tell("history_point", point)
+
+    async def history(self, after_unix_s: float) -> list[HistoryPoint]:
+        answer = await self._call("history", after_unix_s)
+        return msgspec.convert(answer, type=list[HistoryPoint])
 
     async def abort(self, scope: AbortScope) -> int:
         return int(await self._call("abort", scope))

@@ -222,6 +222,12 @@ PROMPT_TOKENS_BY_SOURCE = Metric(
     "Prompt tokens by where their KV came from.",
     ("source",),
 )
+COMPUTED_TOKENS = Metric(
+    "prompt_tokens_computed_total",
+    Kind.COUNTER,
+    "Prompt tokens that were computed, by the first reason why they were not found.",
+    ("reason",),
+)
 GENERATION_TOKENS = Metric("generation_tokens_total", Kind.COUNTER, "Tokens generated.")
 SUCCESS = Metric(
     "request_success_total", Kind.COUNTER, "Sequences that ended.", ("finished_reason",)
@@ -315,6 +321,7 @@ ENGINE_METRICS = (
 SERVER_METRICS = (
     PROMPT_TOKENS,
     PROMPT_TOKENS_BY_SOURCE,
+    COMPUTED_TOKENS,
     GENERATION_TOKENS,
     SUCCESS,
     REFUSED,

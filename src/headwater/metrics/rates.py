@@ -1,6 +1,10 @@
-"""From two answers of GET /stats to what happened between them: rates, shares, percentiles."""
+"""From two answers of GET /stats to what happened between them: rates, shares, percentiles.
 
-from collections.abc import Mapping, Sequence
+The counters of an engine start at 0 again when the engine is replaced. A counter that fell is taken
+to have started again in between.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +19,7 @@ class Quantiles:
 
     p50_s: float
     p95_s: float
+    p99_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +29,9 @@ class ServerRates:
     output_tokens: float
     prompt_tokens: float
     by_source: Mapping[str, float]
+    computed_by_reason: Mapping[str, float]
+    """Prompt tokens that were computed, by the reason why they were not found."""
+
     links: Mapping[str, float]
     """Bytes, by link."""
 
@@ -48,29 +56,34 @@ def rates_between(before: Answer, now: Answer) -> ServerRates | None:
     if is_restart(before, now) or elapsed_s <= 0:
         return None
 
-    def sources(answer: Answer) -> Mapping[str, int]:
-        found: Mapping[str, int] = answer["totals"]["prompt_tokens_by_source_total"]
-        return found
-
     def total(name: str) -> float:
-        return float(now["totals"][name] - before["totals"][name]) / elapsed_s
+        return _rise(before["totals"][name], now["totals"][name]) / elapsed_s
 
-    links = {
-        name: (link["num_bytes"] - before["cache"]["links"].get(name, link)["num_bytes"])
-        / elapsed_s
-        for name, link in now["cache"]["links"].items()
-    }
+    def by_label(name: str, labels: Iterable[str]) -> dict[str, float]:
+        old, new = before["totals"][name], now["totals"][name]
+        return {
+            label: _rise(old.get(label, 0), new.get(label, 0)) / elapsed_s for label in labels
+        }
+
+    old_links: Mapping[str, Any] = before["cache"]["links"]
     return ServerRates(
         output_tokens=total("generation_tokens_total"),
         prompt_tokens=total("prompt_tokens_total"),
-        by_source={
-            name: (sources(now).get(name, 0) - sources(before).get(name, 0)) / elapsed_s
-            for name in SOURCES
+        by_source=by_label("prompt_tokens_by_source_total", SOURCES),
+        computed_by_reason=by_label(
+            "prompt_tokens_computed_total", now["totals"]["prompt_tokens_computed_total"]
+        ),
+        links={
+            name: _rise(old_links.get(name, link)["num_bytes"], link["num_bytes"]) / elapsed_s
+            for name, link in now["cache"]["links"].items()
         },
-        links=links,
         ttft=quantiles(before["latencies"]["ttft"], now["latencies"]["ttft"]),
         itl=quantiles(before["latencies"]["itl"], now["latencies"]["itl"]),
     )
+
+
+def _rise(before: float, now: float) -> float:
+    return now - before if now >= before else now
 
 
 def quantiles(before: Mapping[str, Any], now: Mapping[str, Any]) -> Quantiles | None:
@@ -80,7 +93,9 @@ def quantiles(before: Mapping[str, Any], now: Mapping[str, Any]) -> Quantiles | 
         return None
     bounds: Sequence[float] = now["bounds"]
     return Quantiles(
-        p50_s=_quantile(counts, bounds, 0.5), p95_s=_quantile(counts, bounds, 0.95)
+        p50_s=_quantile(counts, bounds, 0.5),
+        p95_s=_quantile(counts, bounds, 0.95),
+        p99_s=_quantile(counts, bounds, 0.99),
     )
 
 

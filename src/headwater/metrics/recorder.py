@@ -18,6 +18,10 @@ from headwater.scheduler.output import SequenceOutput, Usage
 
 _BY_NAME = {metric.name: metric for metric in names.SERVER_METRICS}
 
+LAST_BLOCK = "last_block"
+"""Reason of computed tokens where every block that can be found was found: the rest of the prompt
+is less than a block, or is computed to get the first token."""
+
 
 class Histogram:
     """How many observations fell into each bucket, and their sum."""
@@ -177,5 +181,8 @@ class RequestTimer:
         recorder.count(names.PROMPT_TOKENS, usage.prompt_tokens)
         recorder.observe(names.QUEUE, usage.queued_s)
         recorder.count(names.PROMPT_TOKENS_BY_SOURCE, usage.computed, "computed")
+        if usage.computed:
+            reason = usage.miss_reason or LAST_BLOCK
+            recorder.count(names.COMPUTED_TOKENS, usage.computed, reason)
         for tier, num_tokens in usage.by_tier.items():
             recorder.count(names.PROMPT_TOKENS_BY_SOURCE, num_tokens, tier)

@@ -133,6 +133,10 @@ def cache_state(service: Service, stats: EngineStats) -> dict[str, Any]:
         "min_prefix_tokens": service.engine.info.min_prefix_tokens,
         "tiers": {name: asdict(tier) for name, tier in stats.tiers.items()},
         "links": {name: asdict(link) for name, link in stats.links.items()},
+        "num_duplicates": stats.num_duplicates,
+        "num_unwritten": stats.num_unwritten,
+        "lost_blocks": stats.lost_blocks,
+        "unstored_blocks": stats.unstored_blocks,
         "storage": None if stats.storage is None else asdict(stats.storage),
         "ledger": {
             "queries": stats.queries,

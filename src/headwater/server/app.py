@@ -45,6 +45,7 @@ ROUTES = [
     Route("/cache", admin.cache, methods=["GET"]),
     Route("/cache/tree", stats.tree, methods=["GET"]),
     Route("/stats", stats.stats, methods=["GET"]),
+    Route("/stats/history", stats.history, methods=["GET"]),
     Route(dashboard.PATH, dashboard.page, methods=["GET"]),
     Route(dashboard.PATH + "/{name}", dashboard.static_file, methods=["GET"]),
     *(route for verb in CONTROL_VERBS for route in verb.routes()),

@@ -131,6 +131,7 @@ def _paths() -> dict[str, _Path]:
         "/cache": {"get": _operation("Tiers, hits and misses.", _any_object(), plain)},
         "/cache/tree": _tree(),
         "/stats": {"get": _operation("What the dashboard shows.", _any_object(), plain)},
+        "/stats/history": _history(),
         dashboard.PATH: {"get": _operation("The dashboard.", _page(), (503,))},
         dashboard.PATH + "/{name}": _part(),
         **{_plain_path(path): _verb(verb) for verb in CONTROL_VERBS for path in verb.paths},
@@ -222,6 +223,14 @@ def _tree() -> _Path:
             ("depth", stats.DEFAULT_DEPTH, stats.MOST_DEPTH),
             ("limit", stats.DEFAULT_NODES, stats.MOST_NODES),
         )
+    ]
+    return {"get": operation}
+
+
+def _history() -> _Path:
+    operation = _operation("The last ten minutes.", _any_object(), (400, 401, 503))
+    operation["parameters"] = [
+        {"name": "after", "in": "query", "schema": {"type": "number", "minimum": 0}}
     ]
     return {"get": operation}
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from headwater.clock import Clock
+from headwater.metrics.history import History, HistoryPoint
 from headwater.metrics.recorder import RecorderSnapshot
 from headwater.server.answers import RouterHealth
 from headwater.server.fair_share import FairShare
@@ -42,6 +43,12 @@ class SharedState(Protocol):
 
     async def snapshots(self) -> list[WorkerSnapshot]:
         """A snapshot of every worker. What a worker counted before it died is included."""
+
+    def add_point(self, point: HistoryPoint) -> None:
+        """Append to the history, which all workers answer from."""
+
+    async def history(self, after_unix_s: float) -> list[HistoryPoint]:
+        """The points that are newer than `after_unix_s`, oldest first."""
 
     async def abort(self, scope: AbortScope) -> int:
         """Abort requests on every worker; how many were alive."""
@@ -88,10 +95,15 @@ class LocalState:
         self._worker = worker
         self._responses = responses
         self._clock = clock
+        self._history = History()
+        self.add_point = self._history.add
         self.enter_engine = fair_share.enter
 
     async def snapshots(self) -> list[WorkerSnapshot]:
         return [self._worker.snapshot()]
+
+    async def history(self, after_unix_s: float) -> list[HistoryPoint]:
+        return self._history.after(after_unix_s)
 
     async def abort(self, scope: AbortScope) -> int:
         return await self._worker.abort_here(scope)

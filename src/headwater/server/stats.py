@@ -1,20 +1,24 @@
-"""`/stats` and `/cache/tree`: what the dashboard and `headwater top` show.
+"""`/stats`, `/stats/history` and `/cache/tree`: what the dashboard and `headwater top` show.
 
 Counters and histograms count from the start of the server; clients compute rates from two
 responses.
 """
 
 import asyncio
+import re
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from headwater.config import VERSION
 from headwater.engine.client import GetView
 from headwater.metrics import names
+from headwater.metrics.history import INTERVAL_S, SPAN_S
 from headwater.metrics.recorder import Recorder
+from headwater.metrics.stats import EngineStats
 from headwater.metrics.view import EngineView, ViewLimits
 from headwater.server.admin import cache_state
 from headwater.server.body import JsonResponse
@@ -26,6 +30,7 @@ from headwater.server.shared_state import WorkerSnapshot
 
 _TIMEOUT_S = 5.0
 _MAX_SEQUENCES = 64
+_NUMBER = re.compile(r"[0-9]{1,12}(\.[0-9]{1,12})?", re.ASCII)
 
 DEFAULT_DEPTH, MOST_DEPTH = 32, 256
 DEFAULT_NODES, MOST_NODES = 512, 4096
@@ -38,30 +43,61 @@ async def stats(request: Request) -> Response:
     service: Service = request.app.state.service
     view = await _view(service, ViewLimits(max_sequences=_MAX_SEQUENCES))
     workers = await service.shared.snapshots()
-    recorder = Recorder.join(worker.counts for worker in workers)
-    info, now = service.engine.info, view.stats
+    return JsonResponse(
+        _counters(service, view.stats, workers)
+        | _requests(workers, view, access_of(request).caller)
+    )
+
+
+async def history(request: Request) -> Response:
+    """The points of the last minutes that are newer than `after`, a Unix time."""
+    service: Service = request.app.state.service
+    text = request.query_params.get("after", "0")
+    if not _NUMBER.fullmatch(text):
+        raise RequestRefused(
+            f"after must be a Unix time in seconds, got {text[:40]!r}", param="after"
+        )
+    points = await service.shared.history(float(text))
     return JsonResponse(
         {
-            "version": VERSION,
-            "model": service.model_name,
-            "device": info.device,
-            "block_bytes": info.block_bytes,
-            "started_s": service.created,
-            "uptime_s": service.uptime_s,
-            "engine": {
-                "num_steps": now.num_steps,
-                "step_s": now.step_s,
-                "decide_s": now.decide_s,
-                "num_admitted": now.num_admitted,
-                "max_num_seqs": info.max_num_seqs,
-            },
-            "totals": _totals(recorder),
-            "latencies": _latencies(recorder),
-            "cache": cache_state(service, now),
-            "handoffs": {side: asdict(entry) for side, entry in now.handoffs.items()},
-            **_requests(workers, view, access_of(request).caller),
+            "now_unix_s": service.unix_s(),
+            "interval_s": INTERVAL_S,
+            "span_s": SPAN_S,
+            "points": msgspec.to_builtins(points),
         }
     )
+
+
+async def counters(service: Service) -> dict[str, Any]:
+    """The answer of GET /stats without requests. Raises EngineDead or RequestRefused."""
+    view = await _view(service, ViewLimits())
+    return _counters(service, view.stats, await service.shared.snapshots())
+
+
+def _counters(
+    service: Service, stats: EngineStats, workers: list[WorkerSnapshot]
+) -> dict[str, Any]:
+    recorder = Recorder.join(worker.counts for worker in workers)
+    info = service.engine.info
+    return {
+        "version": VERSION,
+        "model": service.model_name,
+        "device": info.device,
+        "block_bytes": info.block_bytes,
+        "started_s": service.created,
+        "uptime_s": service.uptime_s,
+        "engine": {
+            "num_steps": stats.num_steps,
+            "step_s": stats.step_s,
+            "decide_s": stats.decide_s,
+            "num_admitted": stats.num_admitted,
+            "max_num_seqs": info.max_num_seqs,
+        },
+        "totals": _totals(recorder),
+        "latencies": _latencies(recorder),
+        "cache": cache_state(service, stats),
+        "handoffs": {side: asdict(entry) for side, entry in stats.handoffs.items()},
+    }
 
 
 def _requests(
