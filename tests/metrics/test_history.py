@@ -19,6 +19,8 @@ def make_point(unix_s):
         unix_s=unix_s,
         elapsed_s=INTERVAL_S,
         rates=RATES,
+        minute_ttft=None,
+        minute_itl=None,
         running=0,
         waiting=0,
         duplicates=0,

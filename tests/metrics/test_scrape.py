@@ -8,7 +8,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from headwater.metrics import names
+from headwater.metrics import names, router_names
 from headwater.metrics.page import page
 from headwater.metrics.prometheus import render
 from headwater.metrics.recorder import Recorder
@@ -90,7 +90,7 @@ def test_the_page_is_written_from_the_table():
 def exposed() -> set[str]:
     """Every name of a sample, as a query may use it."""
     found = set()
-    for metric in (*names.ALL, *names.ROUTER_METRICS):
+    for metric in (*names.ALL, *router_names.ROUTER_METRICS):
         ends = ("_bucket", "_sum", "_count") if metric.kind is names.Kind.HISTOGRAM else ("",)
         found |= {f"{names.PREFIX}:{metric.name}{end}" for end in ends}
     return found

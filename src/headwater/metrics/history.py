@@ -7,11 +7,14 @@ from collections import deque
 
 from msgspec import Struct
 
-from headwater.metrics.rates import ServerRates
+from headwater.metrics.rates import Quantiles, ServerRates
 
 INTERVAL_S = 2.0
 SPAN_S = 600.0
 """What the charts show."""
+
+MINUTE_S = 60.0
+"""Percentiles are of this long before each point."""
 
 _MAX_POINTS = int(SPAN_S / INTERVAL_S) + 30
 """A bit more than the charts show, so that their left edge is never empty."""
@@ -25,6 +28,10 @@ class HistoryPoint(Struct, frozen=True, kw_only=True):
 
     elapsed_s: float
     rates: ServerRates
+    minute_ttft: Quantiles | None
+    """Of the last minute: an interval has too few requests for percentiles."""
+
+    minute_itl: Quantiles | None
     running: int
     waiting: int
     duplicates: int

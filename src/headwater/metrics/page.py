@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterable
 
-from headwater.metrics import names
+from headwater.metrics import names, router_names
 from headwater.metrics.names import Metric
 
 _HEAD = """\
@@ -41,7 +41,7 @@ def page() -> str:
             (names.ENGINE_UP, names.VIOLATIONS, names.ENGINE_RESTARTS, *names.ENGINE_METRICS),
         ),
         _section("The server", names.SERVER_METRICS),
-        _section("The router", names.ROUTER_METRICS),
+        _section("The router", router_names.ROUTER_METRICS),
         _ROUTERS.format(listed=routers),
     ]
     return "\n".join(parts)

@@ -6,9 +6,10 @@ have a gap.
 
 import asyncio
 import contextlib
+from collections import deque
 
 from headwater.errors import HeadwaterError
-from headwater.metrics.history import INTERVAL_S, HistoryPoint
+from headwater.metrics.history import INTERVAL_S, MINUTE_S, HistoryPoint
 from headwater.metrics.rates import Answer, rates_between
 from headwater.server.service import Service
 from headwater.server.stats import counters
@@ -19,7 +20,8 @@ class HistorySampler:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._before: Answer | None = None
+        self._answers: deque[Answer] = deque(maxlen=int(MINUTE_S / INTERVAL_S) + 1)
+        """The last minute, oldest first."""
 
     async def run(self) -> None:
         """Sample until cancelled."""
@@ -30,21 +32,25 @@ class HistorySampler:
 
     async def sample(self) -> None:
         """Add the point from the last sample to now; the first sample adds none."""
-        service = self._service
-        before, now = self._before, await counters(service)
-        self._before = now
-        rates = None if before is None else rates_between(before, now)
-        if before is None or rates is None:
+        service, answers = self._service, self._answers
+        now = await counters(service)
+        before = answers[-1] if answers else now
+        answers.append(now)
+        rates, minute = rates_between(before, now), rates_between(answers[0], now)
+        if rates is None or minute is None:
             return
         cache = now["cache"]
-        point = HistoryPoint(
-            unix_s=service.unix_s(),
-            elapsed_s=now["uptime_s"] - before["uptime_s"],
-            rates=rates,
-            running=cache["num_running"],
-            waiting=cache["num_waiting"],
-            duplicates=cache["num_duplicates"],
-            unwritten=cache["num_unwritten"],
+        service.last_minute = minute
+        service.shared.add_point(
+            HistoryPoint(
+                unix_s=service.unix_s(),
+                elapsed_s=now["uptime_s"] - before["uptime_s"],
+                rates=rates,
+                minute_ttft=minute.ttft,
+                minute_itl=minute.itl,
+                running=cache["num_running"],
+                waiting=cache["num_waiting"],
+                duplicates=cache["num_duplicates"],
+                unwritten=cache["num_unwritten"],
+            )
         )
-        service.last_point = point
-        service.shared.add_point(point)

@@ -17,8 +17,8 @@ from headwater.engine.grammar import GrammarCompiler
 from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import QueueFull, RequestError
 from headwater.metrics import names
-from headwater.metrics.history import HistoryPoint
 from headwater.metrics.ledger import RequestRecord
+from headwater.metrics.rates import ServerRates
 from headwater.metrics.recorder import Recorder
 from headwater.server.answers import RouterHealth
 from headwater.server.body_parser import BodyParser
@@ -170,8 +170,8 @@ class Service:
             self, make_fair_share(seats), make_response_store(config), clock
         )
         """State of all HTTP workers."""
-        self.last_point: HistoryPoint | None = None
-        """The newest point of the history, in the worker that samples it."""
+        self.last_minute: ServerRates | None = None
+        """Rates of the last minute, in the worker that samples the history."""
         self._on_end = on_end
         self._short = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="text")
         self._long = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="long-text")

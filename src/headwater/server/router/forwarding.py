@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from headwater.clock import Clock
 from headwater.errors import HeadwaterError, QueueFull
-from headwater.metrics import names
+from headwater.metrics import router_names
 from headwater.server.access import encode_caller
 from headwater.server.body import ASGIResponse, read_raw
 from headwater.server.cluster_auth import ClusterAuth
@@ -97,7 +97,7 @@ class Forwarder:
             except HeadwaterError as error:
                 await error_response(error)(scope, receive, send)
             except ClientDisconnected:
-                self._recorder.count(names.ROUTER_REQUESTS, "abort")
+                self._recorder.count(router_names.ROUTER_REQUESTS, "abort")
             finally:
                 self.num_requests -= 1
 
@@ -126,7 +126,9 @@ class Forwarder:
                 return
             if progress.has_begun:
                 begun_in = route.server.group
-            self._recorder.count(names.ROUTER_FAILURES, route.server.name, failure.reason)
+            self._recorder.count(
+                router_names.ROUTER_FAILURES, route.server.name, failure.reason
+            )
             attempts.record_failure(route, failure, progress)
         await self._give_up(failure, progress, send)
 
@@ -195,15 +197,15 @@ class Forwarder:
 
     def _succeeded(self, route: RouteChoice) -> None:
         record, group = self._recorder.count, route.server.group.label
-        record(names.ROUTER_REQUESTS, "answered")
-        record(names.ROUTER_ROUTED, route.server.name, route.worker.trust.value)
-        record(names.ROUTER_PROMPT_TOKENS, group, amount=route.prompt_tokens)
-        record(names.ROUTER_CACHED_TOKENS, group, amount=route.cached_tokens)
+        record(router_names.ROUTER_REQUESTS, "answered")
+        record(router_names.ROUTER_ROUTED, route.server.name, route.worker.trust.value)
+        record(router_names.ROUTER_PROMPT_TOKENS, group, amount=route.prompt_tokens)
+        record(router_names.ROUTER_CACHED_TOKENS, group, amount=route.cached_tokens)
 
     async def _give_up(
         self, failure: AttemptFailure | None, progress: StreamProgress, send: Send
     ) -> None:
-        self._recorder.count(names.ROUTER_REQUESTS, "failed")
+        self._recorder.count(router_names.ROUTER_REQUESTS, "failed")
         if failure is None:
             raise RequestRefused(
                 "no instance is ready; check GET /instances on the router",

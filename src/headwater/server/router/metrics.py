@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from headwater.metrics import names
+from headwater.metrics import router_names
 from headwater.metrics.names import Metric
 from headwater.metrics.prometheus import Values, render_values
 from headwater.server.router.instance import Instance
@@ -14,7 +14,7 @@ class RouterRecorder:
 
     def __init__(self) -> None:
         self._counts: dict[Metric, Counter[tuple[str, ...]]] = {
-            metric: Counter() for metric in names.ROUTER_COUNTERS
+            metric: Counter() for metric in router_names.ROUTER_COUNTERS
         }
 
     def count(self, metric: Metric, *labels: str, amount: int = 1) -> None:
@@ -27,14 +27,20 @@ class RouterRecorder:
             metric: dict(counts) if metric.labels else {(): counts.get((), 0)}
             for metric, counts in self._counts.items()
         }
-        values[names.ROUTER_INSTANCES] = {
+        values[router_names.ROUTER_INSTANCES] = {
             (entry.name, entry.registration.role, entry.state(now=now, stale_s=stale_s)): 1
             for entry in instances
         }
-        values[names.ROUTER_TRUST] = {(entry.name, entry.trust.value): 1 for entry in instances}
-        values[names.ROUTER_VIEW_BLOCKS] = {
+        values[router_names.ROUTER_TRUST] = {
+            (entry.name, entry.trust.value): 1 for entry in instances
+        }
+        values[router_names.ROUTER_VIEW_BLOCKS] = {
             (entry.name,): entry.view.num_blocks for entry in instances
         }
-        values[names.ROUTER_IN_FLIGHT] = {(entry.name,): entry.num_alive for entry in instances}
-        values[names.ROUTER_GAPS] = {(entry.name,): entry.num_gaps for entry in instances}
+        values[router_names.ROUTER_IN_FLIGHT] = {
+            (entry.name,): entry.num_alive for entry in instances
+        }
+        values[router_names.ROUTER_GAPS] = {
+            (entry.name,): entry.num_gaps for entry in instances
+        }
         return render_values(values)

@@ -1,51 +1,39 @@
-// From answers of /stats to what is shown: rates are made of two answers, never asked for.
+// The last ten minutes, as the server keeps them: points of /stats/history.
 
 export const SOURCES = ["device", "host", "storage", "peer", "computed"];
-export const HISTORY = 180;
+const LATELY_S = 30, GAP_INTERVALS = 3.5;
 
-export function isRestart(before, now) {
-  return before.started_s !== now.started_s || now.uptime_s < before.uptime_s;
+// Reasons for which computed tokens were never in the cache. All other reasons are losses.
+const NEW_TEXT = new Set(["never_seen", "too_short", "last_block"]);
+
+let points = [];
+export const time = { now: 0, span: 600, gap: 7 };
+
+// What is asked of the server next: only points that are not here yet.
+export const historyPath = () => `stats/history?after=${points.length ? points.at(-1).at.toFixed(6) : 0}`;
+
+export function addHistory({ now_unix_s: now, interval_s: interval, span_s: span, points: newer }) {
+  if (points.length && now < points.at(-1).at) points = [];
+  const last = points.length ? points.at(-1).at : 0;
+  for (const point of newer) if (point.unix_s > last) points.push({ ...point, at: point.unix_s });
+  points = points.filter((point) => point.at >= now - span);
+  Object.assign(time, { now, span, gap: interval * GAP_INTERVALS });
+  return points;
 }
 
-// What happened between two answers of one server.
-export function between(before, now) {
-  const dt = now.uptime_s - before.uptime_s;
-  const rate = (get) => Math.max(0, get(now) - get(before)) / dt;
-  const sources = Object.fromEntries(SOURCES.map((name) => [name, rate((s) => s.totals.prompt_tokens_by_source_total[name] ?? 0)]));
-  const links = {};
-  for (const name of Object.keys(now.cache.links)) {
-    links[name] = rate((s) => s.cache.links[name]?.num_bytes ?? 0);
+export const allPoints = () => points;
+
+// The newest point; null when the server has not sampled for some intervals.
+export const newest = () => (points.length && time.now - points.at(-1).at < 2 * time.gap ? points.at(-1) : null);
+
+// Tokens of the last half minute by source.
+export function latelyBySource() {
+  const sums = Object.fromEntries(SOURCES.map((name) => [name, 0]));
+  for (const point of points) {
+    if (time.now - point.at > LATELY_S) continue;
+    for (const name of SOURCES) sums[name] += (point.rates.by_source[name] ?? 0) * point.elapsed_s;
   }
-  return {
-    at: now.uptime_s,
-    output: rate((s) => s.totals.generation_tokens_total),
-    prompt: rate((s) => s.totals.prompt_tokens_total),
-    ttft: quantiles(before.latencies.ttft, now.latencies.ttft),
-    itl: quantiles(before.latencies.itl, now.latencies.itl),
-    sources,
-    links,
-  };
-}
-
-// Median and 95th percentile of what was observed in between; null where nothing was.
-function quantiles(before, now) {
-  const counts = now.counts.map((n, i) => n - before.counts[i]);
-  const total = counts.reduce((a, b) => a + b, 0);
-  if (total <= 0) return null;
-  return { p50: quantile(counts, total, now.bounds, 0.5), p95: quantile(counts, total, now.bounds, 0.95), mean: (now.sum_s - before.sum_s) / total };
-}
-
-function quantile(counts, total, bounds, q) {
-  let left = q * total;
-  for (let i = 0; i < counts.length; i += 1) {
-    if (left <= counts[i] && counts[i] > 0) {
-      const low = i ? bounds[i - 1] : 0;
-      const high = i < bounds.length ? bounds[i] : bounds[bounds.length - 1];
-      return low + (high - low) * (left / counts[i]);
-    }
-    left -= counts[i];
-  }
-  return bounds[bounds.length - 1];
+  return sums;
 }
 
 export function hitShare(sources) {
@@ -53,7 +41,11 @@ export function hitShare(sources) {
   return total > 0 ? 1 - (sources.computed ?? 0) / total : null;
 }
 
-// The sum of the last few points, so that shares and latencies of a quiet second do not flicker.
-export function lately(history, get, count = 10) {
-  return history.slice(-count).map(get).filter((value) => value != null);
+// Amounts by reason as `{fresh, lost}`: new text, and tokens that were computed before.
+export function splitReasons(reasons) {
+  const fresh = {}, lost = {};
+  for (const [reason, n] of Object.entries(reasons)) (NEW_TEXT.has(reason) ? fresh : lost)[reason] = n;
+  return { fresh, lost };
 }
+
+export const sumOf = (amounts) => Object.values(amounts).reduce((sum, n) => sum + n, 0);

@@ -1,7 +1,8 @@
-// Tiers, transfers, misses and requests: bars and tables of one answer.
+// Tiers, transfers and misses: bars of one answer.
 
-import { byId, bytes, h, seconds, setText, share, whole, words } from "./dom.js";
-import { SOURCES } from "./model.js";
+import { lines } from "./charts.js";
+import { byId, bytes, count, h, whole, words } from "./dom.js";
+import { allPoints, splitReasons, sumOf, time } from "./model.js";
 
 const FINE = new Set(["closed", "none", undefined]);
 const STORAGE_STATES = { closed: "", none: "", open: "resting after faults", half_open: "being tried again" };
@@ -10,7 +11,18 @@ export function showTiers(cache, blockBytes) {
   const entries = Object.entries(cache.tiers).filter(([, tier]) => tier.num_blocks > 0);
   const rows = entries.map(([name, tier]) => tierRow(name, tier, blockBytes));
   if (cache.storage) rows.push(storageRow(cache.storage));
-  byId("tiers").replaceChildren(h("div", { class: "bars" }, ...rows));
+  byId("tiers").replaceChildren(legend(), h("div", { class: "bars" }, ...rows, copiesRow(cache)));
+}
+
+const legend = () => h("p", { class: "legend" },
+  h("span", {}, h("i", { class: "k-device leased" }), "held or cached in use"), h("span", {}, h("i", { class: "k-device faint" }), "cached, idle"), h("span", {}, h("i", { class: "empty" }), "free"));
+
+// Blocks on both tiers, blocks on one only, and blocks that are on no tier any more.
+function copiesRow(cache) {
+  const stored = cache.storage ? [[cache.unstored_blocks, "left memory unstored"]] : [];
+  const below = cache.tiers.host?.num_blocks ? [[cache.num_duplicates, "on device and host"], [cache.num_unwritten, "not written to the host"]] : [];
+  const entries = [...below, ...stored, [cache.lost_blocks, "left their last tier"]];
+  return h("p", { class: "numbers" }, ...entries.map(([n, text]) => h("span", {}, h("b", {}, whole(n)), ` ${text}`)));
 }
 
 function tierRow(name, tier, blockBytes) {
@@ -66,90 +78,40 @@ export function showLinks(links, rates) {
   byId("links").replaceChildren(rows.length ? h("div", { class: "bars" }, ...rows) : h("p", { class: "none" }, "No tier below the device has moved anything. --swap-space adds host memory."));
 }
 
-export function showMisses(ledger) {
-  const entries = Object.entries(ledger.misses).sort((a, b) => b[1] - a[1]);
-  const most = entries.length ? entries[0][1] : 1;
-  const rows = entries.map(([reason, n]) => h("div", {},
-    h("p", { class: "bar-head" }, h("span", {}, words(reason)), h("span", { class: "muted", "data-value": `miss.${reason}` }, whole(n))),
-    h("div", { class: "track" }, h("span", { class: "k-computed", style: { width: `${(100 * n) / most}%` } }))));
-  byId("misses").replaceChildren(rows.length ? h("div", { class: "bars" }, ...rows)
-    : h("p", { class: "none" }, ledger.queries ? "Every request found all that it could." : "No request has asked yet."));
+// Colours of the most frequent losses; further ones share the last.
+const LOSS_KINDS = ["bad", "host", "peer", "storage", "device"];
+
+export function showMisses(totals, ledger) {
+  const { fresh, lost } = splitReasons(totals.prompt_tokens_computed_total);
+  const sources = totals.prompt_tokens_by_source_total;
+  const found = sumOf(sources) - (sources.computed ?? 0), all = Math.max(1, sumOf(sources));
+  const losses = Object.entries(lost).sort((a, b) => b[1] - a[1]);
+  const kinds = Object.fromEntries(losses.map(([reason], i) => [reason, LOSS_KINDS[Math.min(i, LOSS_KINDS.length - 1)]]));
+  const part = (kind, n) => h("span", { class: `k-${kind}`, style: { width: `${(100 * n) / all}%` } });
+  const total = (kind, name, n) => h("span", {}, h("i", { class: `swatch k-${kind}` }), ` ${name} `, h("b", {}, count(n)));
+  byId("misses").replaceChildren(h("div", { class: "bars" },
+    h("div", {},
+      h("div", { class: "track" }, part("device", found), part("computed", sumOf(fresh)), part("bad", sumOf(lost))),
+      h("p", { class: "numbers" }, total("device", "found", found), total("computed", "new text", sumOf(fresh)), total("bad", "lost", sumOf(lost)))),
+    reasons("New text", fresh, () => "computed", ledger),
+    losses.length ? reasons("Lost: computed again", lost, (reason) => kinds[reason], ledger)
+      : h("p", { class: "numbers" }, ledger.queries ? "Nothing was lost: only new text is computed." : "No request has asked yet.")));
+  showLosses(losses.map(([reason]) => reason), kinds);
 }
 
-// Both sides of prefill and decode apart: what is in flight holds a lease on the other side.
-export function showHandoffs(handoffs) {
-  const sides = Object.entries(handoffs);
-  byId("handoffs-card").hidden = !sides.length;
-  if (!sides.length) return;
-  const sum = (counts) => Object.values(counts).reduce((a, b) => a + b, 0);
-  const why = (counts) => Object.entries(counts).map(([reason, n]) => `${words(reason)} ${whole(n)}`).join(", ");
-  const rows = sides.map(([side, entry]) => h("tr", {}, h("td", {}, `as ${side}`),
-    ...[entry.in_flight, entry.asks, entry.done].map((n) => h("td", { class: "num" }, whole(n))),
-    h("td", { class: "num", title: why(entry.refusals) }, whole(sum(entry.refusals))),
-    h("td", { class: "num", title: why(entry.failures) }, whole(sum(entry.failures))),
-    h("td", { class: "num" }, bytes(entry.num_bytes))));
-  const heads = ["", "leases now", "asks", "done", "refused", "failed", "moved"];
-  byId("handoffs").replaceChildren(h("table", {}, h("thead", {}, h("tr", {}, ...heads.map((text, i) => h("th", { class: i ? "num" : false, scope: "col" }, text)))), h("tbody", {}, ...rows)));
+// Reasons of one kind with their tokens, and the requests whose match ended for them.
+function reasons(title, amounts, kind, ledger) {
+  const rows = Object.entries(amounts).sort((a, b) => b[1] - a[1]).map(([reason, n]) => h("p", { class: "bar-head" },
+    h("span", {}, h("i", { class: `swatch k-${kind(reason)}` }), ` ${words(reason)}`),
+    h("span", { class: "muted" }, h("b", {}, count(n)), " tokens", requests(reason, ledger.misses[reason]))));
+  return h("div", {}, h("p", { class: "group" }, title), ...rows);
 }
 
-export function showLive(stats) {
-  const { cache, sequences } = stats;
-  const hidden = cache.num_running + cache.num_waiting - sequences.length;
-  setText("live-sum", hidden > 0 ? `the first ${sequences.length}` : "");
-  const table = h("table", {}, h("thead", {}, row("th", ["request", "state", "prompt", "answer", "age"])),
-    h("tbody", {}, ...sequences.map(liveRow)));
-  byId("live").replaceChildren(sequences.length ? table : h("p", { class: "none" }, "Nothing runs and nothing waits."));
+const requests = (reason, n) => (n == null ? null : h("span", {}, ", ", h("span", { "data-value": `miss.${reason}` }, whole(n)), n === 1 ? " request" : " requests"));
+
+function showLosses(names, kinds) {
+  byId("c-lost").hidden = !names.length;
+  if (!names.length) return;
+  const series = names.slice(0, LOSS_KINDS.length).map((reason) => ({ get: (point) => point.rates.computed_by_reason[reason] ?? 0, kind: kinds[reason], label: words(reason) }));
+  lines(byId("c-lost"), { name: "lost, tokens/s", points: allPoints(), series, format: count, time, axis: true });
 }
-
-function liveRow(sequence) {
-  const state = sequence.state === "waiting" ? `waits for ${sequence.waits_for}` : sequence.state;
-  const done = Math.min(sequence.computed_tokens, sequence.prompt_tokens);
-  const part = (n) => `${(100 * n) / sequence.prompt_tokens}%`;
-  return h("tr", {},
-    h("td", { class: "name", title: sequence.request_id }, sequence.request_id),
-    h("td", {}, h("span", { class: "pill" }, state + (sequence.num_preemptions ? ` (preempted ${sequence.num_preemptions}×)` : ""))),
-    h("td", {}, h("div", { class: "track progress", title: `${whole(done)} of ${whole(sequence.prompt_tokens)} tokens, ${whole(sequence.found_tokens)} found` },
-      h("span", { class: "k-device", style: { width: part(sequence.found_tokens) } }),
-      h("span", { class: "k-computed", style: { width: part(Math.max(0, done - sequence.found_tokens)) } }))),
-    h("td", { class: "num" }, `${whole(sequence.output_tokens)} / ${whole(sequence.max_output_tokens)}`),
-    h("td", { class: "num" }, seconds(sequence.age_s)));
-}
-
-let chosen = null;  // the request whose ledger is spelled out
-
-export function showRecent(records) {
-  const hadFocus = document.activeElement?.dataset.request;
-  const table = h("table", {}, h("thead", {}, row("th", ["request", "prompt from", "found", "first", "whole", "end"])),
-    h("tbody", {}, ...records.slice(0, 30).map(recentRow)));
-  byId("recent").replaceChildren(records.length ? table : h("p", { class: "none" }, "No request has ended yet."));
-  if (hadFocus) byId("recent").querySelector(`[data-request="${CSS.escape(hadFocus)}"]`)?.focus();
-  const record = records.find((entry) => entry.request_id === chosen);
-  if (record) setText("recent-detail", story(record));
-}
-
-function recentRow(record) {
-  const parts = SOURCES.map((name) => h("span", { class: `k-${name}`, style: { width: `${(100 * (record.tokens_by_source[name] ?? 0)) / record.prompt_tokens}%` } }));
-  return h("tr", { title: story(record) },
-    h("td", { class: "name" }, h("button", { type: "button", class: "plain", "data-request": record.request_id,
-      onclick: () => { chosen = record.request_id; setText("recent-detail", story(record)); } }, record.request_id)),
-    h("td", {}, h("div", { class: "track progress" }, ...parts)),
-    h("td", { class: "num" }, share(record.cached_tokens / record.prompt_tokens)),
-    h("td", { class: "num" }, seconds(record.first_token_s)),
-    h("td", { class: "num" }, seconds(record.duration_s)),
-    h("td", {}, h("span", { class: "pill" }, record.finish_reason)));
-}
-
-// Everything the ledger has on it, in a sentence or two.
-function story(record) {
-  const said = [`${whole(record.prompt_tokens)} prompt tokens, ${whole(record.output_tokens)} out`];
-  for (const name of SOURCES) if (record.tokens_by_source[name]) said.push(`${whole(record.tokens_by_source[name])} ${name}`);
-  if (record.miss_reason) said.push(`no more because: ${words(record.miss_reason)}`);
-  if (record.queued_s != null) said.push(`waited ${seconds(record.queued_s)}`);
-  if (record.loaded_bytes) said.push(`${bytes(record.loaded_bytes)} loaded`);
-  const { load } = record;
-  if (load) said.push(`below the device: ${words(load.choice)}${load.load_s == null ? "" : `, load ${seconds(load.load_s)} against ${seconds(load.recompute_s)}`}, waited ${seconds(load.waited_s)}`);
-  return said.join(" · ");
-}
-
-const row = (tag, texts) => h("tr", {}, ...texts.map((text, i) => h(tag, { class: i > 2 && i < 5 ? "num" : false, scope: "col" }, text)));
-

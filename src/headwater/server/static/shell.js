@@ -45,6 +45,14 @@ export function watch(look, lost = () => {}) {
   turn();
 }
 
+// Marks boxes that can be scrolled to the right, so that their edge fades and a hint is shown.
+export function hintScroll() {
+  for (const box of document.querySelectorAll(".scroll")) {
+    box.classList.toggle("more-right", box.scrollWidth - box.clientWidth - box.scrollLeft > 4);
+  }
+}
+document.addEventListener("scroll", (event) => { if (event.target.classList?.contains("scroll")) hintScroll(); }, { capture: true, passive: true });
+
 function askForKey() {
   say("lost", "a key is needed");
   if (sessionStorage.getItem(KEY)) setText("key-error", "That key does not fit.");
