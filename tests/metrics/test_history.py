@@ -1,6 +1,6 @@
 """The points of the last minutes."""
 
-from headwater.metrics.history import INTERVAL_S, SPAN_S, History, HistoryPoint
+from headwater.metrics.history import INTERVAL_S, SPAN_S, HistoryPoint, RateHistory
 from headwater.metrics.rates import ServerRates
 
 RATES = ServerRates(
@@ -30,7 +30,7 @@ def make_point(unix_s):
 
 def test_history_is_bounded_and_covers_its_span():
     """However long a server runs, the last ten minutes are there and little more."""
-    history = History()
+    history = RateHistory()
     for number in range(5000):
         history.add(make_point(number * INTERVAL_S))
 
@@ -42,7 +42,7 @@ def test_history_is_bounded_and_covers_its_span():
 
 def test_a_reader_gets_only_what_is_new():
     """Points after a time, oldest first."""
-    history = History()
+    history = RateHistory()
     for unix_s in (10.0, 12.0, 14.0):
         history.add(make_point(unix_s))
 

@@ -21,7 +21,7 @@ from headwater.launch.process_channel import (
     ProcessChannel,
     ProcessGone,
 )
-from headwater.metrics.history import History, HistoryPoint
+from headwater.metrics.history import HistoryPoint, RateHistory
 from headwater.metrics.recorder import Recorder, RecorderSnapshot
 from headwater.server.answers import RouterHealth
 from headwater.server.fair_share import FairShare
@@ -47,7 +47,7 @@ class WorkersState:
         """Connected workers by name."""
         self.past: list[WorkerSnapshot] = []
         """What workers that died had counted; joined to one entry."""
-        self.history = History()
+        self.history = RateHistory()
         self.router_health: dict[str, RouterHealth] = {}
         self.is_paused = False
 

@@ -41,7 +41,7 @@ class HistoryPoint(Struct, frozen=True, kw_only=True):
     """Cached device blocks that the host does not have."""
 
 
-class History:
+class RateHistory:
     """The points of the last minutes, oldest first."""
 
     def __init__(self) -> None:

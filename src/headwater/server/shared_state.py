@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from headwater.clock import Clock
-from headwater.metrics.history import History, HistoryPoint
+from headwater.metrics.history import HistoryPoint, RateHistory
 from headwater.metrics.recorder import RecorderSnapshot
 from headwater.server.answers import RouterHealth
 from headwater.server.fair_share import FairShare
@@ -95,7 +95,7 @@ class LocalState:
         self._worker = worker
         self._responses = responses
         self._clock = clock
-        self._history = History()
+        self._history = RateHistory()
         self.add_point = self._history.add
         self.enter_engine = fair_share.enter
 

@@ -2,7 +2,7 @@
 
 import { share, svg } from "./dom.js";
 
-const LEFT = 46, TOP = 8, MINUTE_S = 60, TICK_MINUTES = 2;
+const LEFT = 46, TOP = 8, MINUTE_S = 60, NARROW = 340;
 
 // `time` has `now` and `span` in seconds, and `gap`: points further apart are not joined.
 function frame(box, format, top, time, { axis, steps }) {
@@ -11,7 +11,8 @@ function frame(box, format, top, time, { axis, steps }) {
   const x = (at) => right - ((right - LEFT) * Math.min(time.now - at, time.span)) / time.span;
   const y = (value) => TOP + (height - bottom - TOP) * (1 - Math.min(value / top, 1));
   const parts = [];
-  for (let ago = 0; ago <= time.span; ago += TICK_MINUTES * MINUTE_S) {
+  const tick = (width < NARROW ? 5 : 2) * MINUTE_S;
+  for (let ago = 0; ago <= time.span; ago += tick) {
     const at = x(time.now - ago).toFixed(1);
     parts.push(svg("line", { class: "grid tick", x1: at, x2: at, y1: TOP, y2: height - bottom }));
     if (axis) parts.push(svg("text", { x: at, y: height - 4, "text-anchor": ago ? (ago === time.span ? "start" : "middle") : "end" }, ago ? `−${ago / MINUTE_S}${ago === time.span ? " min" : ""}` : "now"));

@@ -15,7 +15,7 @@ export function showTiers(cache, blockBytes) {
 }
 
 const legend = () => h("p", { class: "legend" },
-  h("span", {}, h("i", { class: "k-device leased" }), "held or cached in use"), h("span", {}, h("i", { class: "k-device faint" }), "cached, idle"), h("span", {}, h("i", { class: "empty" }), "free"));
+  h("span", {}, h("i", { class: "k-device leased" }), "in use: held, or cached and pinned"), h("span", {}, h("i", { class: "k-device faint" }), "idle: cached, may be evicted"), h("span", {}, h("i", { class: "empty" }), "free"));
 
 // Blocks on both tiers, blocks on one only, and blocks that are on no tier any more.
 function copiesRow(cache) {
