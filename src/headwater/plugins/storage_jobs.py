@@ -52,11 +52,13 @@ class StorageJobs:
         clock: Clock,
         *,
         root: BlockKey,
+        num_threads: int = 2,
     ) -> None:
-        """`root` stands before the first block of every write."""
+        """`root` stands before the first block of every write; `num_threads` for each kind of
+        call."""
         self._clock = clock
         self._root = root
-        workers = StorageWorkers(backend, slab, clock)
+        workers = StorageWorkers(backend, slab, clock, num_threads=num_threads)
         self._mover = Mover(None, workers, timeouts, block_bytes=slab.block_bytes)
         self._last = 0
 

@@ -158,7 +158,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker = ConnectorWorker(
             pages,
             self._num_slots,
-            self._config.identify(self._vllm_config, self._shape),
+            self._config.identify(self._vllm_config, self._shape, pages.describe()),
             self._config.storage,
             self._clock,
         )

@@ -120,12 +120,12 @@ class ConnectorConfig:
             max_waiting_writes=self.settings.max_waiting_writes,
         )
 
-    def identify(self, vllm_config: Any, shape: KVShape) -> bytes:  # noqa: ANN401 - vLLM's
-        """The identity of this rank's blocks."""
+    def identify(self, vllm_config: Any, shape: KVShape, pages: str) -> bytes:  # noqa: ANN401 - vLLM's
+        """The identity of this rank's blocks, whose layers are laid out as `pages` says."""
         return identify_worker(
             vllm_config,
             shape.layer_names,
-            shape.page_bytes,
+            pages,
             shape.rank,
             self.settings,
             self.version,

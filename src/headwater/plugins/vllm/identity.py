@@ -40,7 +40,7 @@ def identify_offload(config: Any, settings: PluginConfig, version: str) -> Block
 def identify_worker(
     vllm_config: Any,  # noqa: ANN401 - vLLM's VllmConfig
     layer_names: list[str],
-    page_bytes: int,
+    pages: str,
     rank: int,
     settings: PluginConfig,
     version: str,
@@ -66,7 +66,7 @@ def identify_worker(
         engine=f"vllm {version} connector",
         weights=identify_weights(model.model, model.revision, settings.weights),
         dtype=str(dtype).removeprefix("torch."),
-        layout=f"{page_bytes} bytes of {','.join(layer_names)} by {cache.kv_cache_layout}",
+        layout=f"{pages} of {','.join(layer_names)} by {cache.kv_cache_layout}",
         shard=(
             f"rank {rank} of world {sizes.world_size} tp {sizes.tensor_parallel_size} "
             f"pp {sizes.pipeline_parallel_size} dcp {sizes.decode_context_parallel_size}"

@@ -28,8 +28,7 @@ class KVPages:
                 )
             if tensor.data_ptr() not in seen:  # layers may share one cache
                 seen.add(tensor.data_ptr())
-                # Bytes, so that element types without arithmetic are copied too.
-                self._layers.append(tensor.view(torch.uint8))
+                self._layers.append(_as_rows(tensor).view(torch.uint8))
         self.block_bytes = sum(layer[0].numel() for layer in self._layers)
         self._host: list[Any] = []
 
@@ -44,16 +43,36 @@ class KVPages:
             self._host.append(page.view(slab.num_slots, *layer.shape[1:]))
             at += size
 
+    def describe(self) -> str:
+        """Shapes of the pages as they are in memory; part of the identity of a block."""
+        return " ".join(str(tuple(layer.shape[1:])) for layer in self._layers)
+
     def save(self, block_ids: list[int], slots: list[int]) -> None:
         """Copy KV blocks to slots. Returns when the bytes are there."""
-        blocks, places = self._torch.tensor(block_ids), self._torch.tensor(slots)
         for layer, host in zip(self._layers, self._host, strict=True):
-            chosen = layer.index_select(0, blocks.to(layer.device))
-            host.index_copy_(0, places, chosen.to(host.device))
+            if layer.is_cpu:
+                pages = [layer[block] for block in block_ids]
+            else:  # one gather and one copy over the bus, not one a block
+                chosen = self._torch.tensor(block_ids, device=layer.device)
+                pages = layer.index_select(0, chosen).cpu()
+            # Row by row is memcpy; an index over rows with gaps copies byte by byte.
+            for slot, page in zip(slots, pages, strict=True):
+                host[slot].copy_(page)
 
     def load(self, slots: list[int], block_ids: list[int]) -> None:
         """Copy slots to KV blocks."""
-        blocks, places = self._torch.tensor(block_ids), self._torch.tensor(slots)
         for layer, host in zip(self._layers, self._host, strict=True):
-            chosen = host.index_select(0, places)
-            layer.index_copy_(0, blocks.to(layer.device), chosen.to(layer.device))
+            pages = [host[slot] for slot in slots]
+            if layer.is_cpu:
+                for block, page in zip(block_ids, pages, strict=True):
+                    layer[block].copy_(page)
+            else:
+                chosen = self._torch.tensor(block_ids, device=layer.device)
+                layer.index_copy_(0, chosen, self._torch.stack(pages).to(layer.device))
+
+
+def _as_rows(tensor: Any) -> Any:  # noqa: ANN401 - a tensor
+    """The same bytes with the dimensions of a page in the order they have in memory, so that a
+    page without gaps is one contiguous row."""
+    inner = sorted(range(1, tensor.dim()), key=lambda dim: -tensor.stride(dim))
+    return tensor.permute(0, *inner)

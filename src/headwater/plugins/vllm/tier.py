@@ -102,7 +102,12 @@ class HeadwaterTier(SecondaryTierManager):
             guarded, self._memory.block_bytes, slice_blocks=_SLICE_BLOCKS, num_slices=_NUM_READS
         )
         self._storage = StorageJobs(
-            staged, self._memory, config.timeouts(), self._clock, root=BlockKey(self._identity)
+            staged,
+            self._memory,
+            config.timeouts(),
+            self._clock,
+            root=BlockKey(self._identity),
+            num_threads=_NUM_WRITES,
         )
         self._lookups = KeyLookups()
         self._uses = UseCounts()
