@@ -105,7 +105,7 @@ def main() -> None:
             "config": {"path": str(root / "headwater"), **capacity},
         },
     }
-    view = memoryview(memory)
+    view = memoryview(memory)  # type: ignore[arg-type]  # has the buffer protocol
     tiers = {
         name: SecondaryTierFactory.create_secondary_tier(one, view, spec)
         for name, one in settings.items()
