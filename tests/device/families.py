@@ -33,6 +33,8 @@ _SIZES: dict[str, Any] = {
 _WINDOW: dict[str, Any] = {"sliding_window": 9}
 _MIXED: dict[str, Any] = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
+
 _ROUTED: dict[str, Any] = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
@@ -171,6 +173,31 @@ FAMILIES: dict[str, Any] = {
     ),
     "seed_oss": lambda: hf.SeedOssConfig(**_SIZES),
     "smollm3": lambda: hf.SmolLM3Config(**_SIZES),
+    "afmoe": lambda: hf.AfmoeConfig(
+        **_SIZES, **_MIXED, **_EXPERTS, moe_intermediate_size=32, num_dense_layers=1
+    ),
+    "cwm": lambda: hf.CwmConfig(**{**_SIZES, "bos_token_id": 1}, **_MIXED),
+    "ernie4_5_moe": lambda: hf.Ernie4_5_MoeConfig(
+        **_SIZES,
+        moe_num_experts=4,
+        moe_k=2,
+        moe_intermediate_size=32,
+        moe_num_shared_experts=1,
+        moe_layer_start_index=1,
+    ),
+    "exaone_moe": lambda: hf.ExaoneMoeConfig(
+        **_SIZES, **_MIXED, **_EXPERTS, moe_intermediate_size=32
+    ),
+    "flex_olmo": lambda: hf.FlexOlmoConfig(**_without("head_dim"), **_EXPERTS),
+    "granitemoeshared": lambda: hf.GraniteMoeSharedConfig(
+        **_SIZES, num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=32
+    ),
+    "jais2": lambda: hf.Jais2Config(**_SIZES),
+    "minimax_m2": lambda: hf.MiniMaxM2Config(
+        **_SIZES, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "nanochat": lambda: hf.NanoChatConfig(**_SIZES),
+    "solar_open": lambda: hf.SolarOpenConfig(**_SIZES, **_ROUTED, n_group=1, topk_group=1),
     "starcoder2": lambda: hf.Starcoder2Config(**_SIZES, **_WINDOW),
 }
 

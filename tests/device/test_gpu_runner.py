@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from headwater.device.families import SERVED
+from headwater.device.families import FUSED, SERVED
 from headwater.device.model import LoadedModel, load
 from headwater.scheduler.request import SamplingParams
 from tests.device.driver import Driver, Running
@@ -22,21 +22,7 @@ from headwater.device.kernels.prefill import has_hopper_kernel  # noqa: E402
 __all__ = ["pytestmark"]
 
 COUNT = 16
-UNFUSED = (
-    *(
-        "apertus",
-        "arcee",
-        "cohere",
-        "cohere2",
-        "ernie4_5",
-        "exaone4",
-        "glm",
-        "glm4",
-        "gpt_neox",
-    ),
-    *("axk1", "longcat_flash"),
-    *("granitemoe", "helium", "hunyuan_v1_dense", "olmo", "phi", "starcoder2"),
-)
+UNFUSED = SERVED - FUSED
 """Families that run in their own code: their layers have parts the fused decoder does not."""
 LAUNCH = "headwater.device.kernels.prefill_hopper.attend_chunks"
 

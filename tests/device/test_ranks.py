@@ -15,8 +15,9 @@ from tests.device.driver import Driver
 from tests.device.families import FAMILIES, prompt, save_family
 from tests.device.ranks import RankHarness
 
-REFUSED = {"axk1", "longcat_flash"}
-"""A norm inside the block of experts; two attentions in a layer."""
+REFUSED = {"afmoe", "axk1", "granitemoeshared", "longcat_flash"}
+"""A gate after attention; a norm inside the block of experts; an MLP beside it; two attentions in a
+layer."""
 
 REPRESENTATIVE = (
     "deepseek_v3",  # latent KV

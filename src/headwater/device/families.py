@@ -12,15 +12,20 @@ from headwater.errors import ModelError
 
 SERVED = frozenset(
     {
+        "afmoe",
         "arcee",
         "axk1",
         "cohere",
         "cohere2",
+        "cwm",
         "deepseek_v2",
         "deepseek_v3",
         "dots1",
         "ernie4_5",
+        "ernie4_5_moe",
         "exaone4",
+        "exaone_moe",
+        "flex_olmo",
         "gemma",
         "gemma2",
         "gemma3_text",
@@ -31,14 +36,18 @@ SERVED = frozenset(
         "gpt_oss",
         "granite",
         "granitemoe",
+        "granitemoeshared",
         "helium",
         "hunyuan_v1_dense",
+        "jais2",
         "llama",
         "longcat_flash",
         "minicpm3",
+        "minimax_m2",
         "ministral",
         "mistral",
         "mixtral",
+        "nanochat",
         "olmo",
         "olmo2",
         "olmo3",
@@ -51,6 +60,7 @@ SERVED = frozenset(
         "qwen3_moe",
         "seed_oss",
         "smollm3",
+        "solar_open",
         "starcoder2",
         "youtu",
     }
@@ -59,6 +69,7 @@ SERVED = frozenset(
 
 FUSED = frozenset(
     {
+        "cwm",
         "deepseek_v2",
         "deepseek_v3",
         "dots1",
@@ -71,6 +82,7 @@ FUSED = frozenset(
         "granite",
         "llama",
         "minicpm3",
+        "minimax_m2",
         "ministral",
         "mistral",
         "mixtral",
@@ -84,6 +96,7 @@ FUSED = frozenset(
         "qwen3_moe",
         "seed_oss",
         "smollm3",
+        "solar_open",
         "youtu",
     }
 )

@@ -26,8 +26,9 @@ from headwater.device.parallel.group import RankGroup
 from headwater.device.parallel.share import Range, RankShare
 from headwater.errors import ModelError
 
+_INPUTS = ("qkv_proj", "q_proj", "k_proj", "v_proj")
 _OUTPUTS = ("o_proj", "dense")
-"""Names of the output projection of attention."""
+"""Names of the linear layers of attention: before it, and the one after it."""
 
 _MLPS = (
     ("gate_proj", "up_proj", "down_proj"),
@@ -158,6 +159,9 @@ def _is_norm(module: nn.Module) -> bool:
 
 def _split_attention(module: nn.Module, share: RankShare, *, heads: int, kv_heads: int) -> None:
     parts: Any = module
+    for name, part in module.named_children():
+        if isinstance(part, nn.Linear) and name not in (*_INPUTS, *_OUTPUTS):
+            raise _unknown(module, name)
     size = int(parts.head_dim)
     first, end = share.heads(heads)
     kv_first, kv_end = share.kv_heads(kv_heads)
