@@ -3,6 +3,7 @@
 import pytest
 
 from headwater.transfer.meter import LinkMeter
+from headwater.transfer.mover import Mover
 from headwater.types import LinkRate
 
 
@@ -55,3 +56,14 @@ def test_a_link_that_was_slow_is_tried_again_after_a_while():
     assert meter.rate(now=61.0) == LinkRate(0.0, 50.0)
     assert meter.rate(now=121.0) == LinkRate(0.0, 25.0)
     assert meter.rate(now=121.0, busy=True) == LinkRate(0.0, 100.0)
+
+
+def test_a_link_without_jobs_is_as_fast_as_its_opposite_direction():
+    """Blocks are written before they are read, so the first load has a price."""
+    mover = Mover()
+    meter = LinkMeter()
+    meter.observe(2, 1.0, now=0.0)
+    mover._meters["device_to_host"] = meter
+
+    assert mover.rate("host_to_device", now=1.0) == LinkRate(0.0, 0.5)
+    assert mover.rate("storage_to_host", now=1.0) is None
