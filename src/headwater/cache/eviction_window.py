@@ -32,7 +32,7 @@ those that come while one is being written. With two, sessions that do not fit o
 0.91 of what they could, with four 0.96."""
 
 _BURST_MEMORY = 0.99
-"""What a burst keeps of itself with each later step."""
+"""What a burst keeps of itself with each later step that takes blocks."""
 
 _LOOKS = 16
 """The window is searched again when one part in this many of it was used up."""
@@ -59,7 +59,8 @@ class EvictionWindow:
         """Measure how many blocks were taken since the last call. Called once a step."""
         used = self._used
         taken, self._used_before = used - self._used_before, used
-        self._burst = max(taken, self._burst * _BURST_MEMORY)
+        if taken > 0:  # a step that takes nothing changes nothing: replay skips such steps
+            self._burst = max(taken, self._burst * _BURST_MEMORY)
 
     @property
     def has_everything(self) -> bool:
