@@ -15,7 +15,13 @@ def make_answer(*, uptime_s, output, found, computed, moved, counts, started_s=1
             "prompt_tokens_computed_total": {"never_seen": computed},
         },
         "latencies": {"ttft": latency, "itl": latency},
-        "cache": {"links": {"host_to_device": {"num_bytes": moved}}},
+        "cache": {
+            "links": {"host_to_device": {"num_bytes": moved}},
+            "ledger": {
+                "query_tokens": found + computed,
+                "found_tokens": {"device": found, "host": 0},
+            },
+        },
     }
 
 
@@ -35,6 +41,7 @@ def test_rates_are_what_came_between_over_the_time_between():
     assert rates is not None
     assert (rates.output_tokens, rates.prompt_tokens) == (100.0, 20.0)
     assert rates.hit_share == 0.75
+    assert (rates.queried_tokens, rates.queried_found) == (20.0, 15.0)
     assert rates.links == {"host_to_device": 2000.0}
     assert rates.ttft is not None
     assert 0.1 < rates.ttft.p50_s < rates.ttft.p95_s < rates.ttft.p99_s <= 1.0

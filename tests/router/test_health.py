@@ -202,6 +202,39 @@ def test_a_router_that_was_paused_does_not_lose_its_instances(caplog):
     assert "router was paused: paused_s=59.8" in caplog.text
 
 
+def test_a_lost_instance_is_listed_until_it_returns_or_is_old():
+    """A silent instance is listed for ten minutes; one that drained, or is back, is not."""
+    clock = VirtualClock()
+    observer = RegistryObserver(joined=lambda entry: None, left=lambda entry: None)
+    registry = Registry(RouterConfig(peer_token="t" * 32), clock, observer)
+
+    def register(name, port):
+        told = Registration(
+            version=VERSION,
+            instance_id=name,
+            epoch="e",
+            role="mixed",
+            url=f"http://127.0.0.1:{port}",
+            model="m",
+            fingerprint="00",
+            block_tokens=16,
+        )
+        registry.register(told)
+
+    for port, name in enumerate(("one", "two", "three"), start=1):
+        register(name, port)
+    registry.drain("three")
+    for _ in range(100):
+        clock.advance(0.25)
+        registry.expire()
+
+    assert sorted(entry.name for entry in registry.lost) == ["one", "two"]
+    register("one", 1)
+    assert [entry.name for entry in registry.lost] == ["two"]
+    clock.advance(600.0)
+    assert registry.lost == []
+
+
 def test_a_stream_that_arrives_is_a_sign_of_life():
     """Heartbeats may be late on a busy machine; an instance that streams is not lost."""
 

@@ -1,4 +1,6 @@
-"""The router's page in a real Chromium: who is registered, and when one goes."""
+"""The router's page in a real Chromium: instances come, work, leave and get lost."""
+
+import signal
 
 import pytest
 
@@ -10,7 +12,8 @@ pytestmark = pytest.mark.slow
 
 
 def test_instances_come_and_go_on_the_page(monkeypatch):
-    """A pair for prefill and decode with its states; an instance that stops is gone."""
+    """A pair for prefill and decode with rates and a hand-off between them. An instance that
+    stops is gone; one that is killed is shown as lost."""
     monkeypatch.setenv("HEADWATER_PEER_TOKEN", "between-us")
     with chromium() as browser:
         router = LiveRouter()
@@ -26,7 +29,14 @@ def test_instances_come_and_go_on_the_page(monkeypatch):
             server.wait_ready()
             name = server.url.removeprefix("http://")
             watch.page.wait_for_selector(f'[data-instance="{name}"]')
-        assert router.post().status_code == 200
+        assert router.post(prompt="where does it begin? " * 60).status_code == 200
+        watch.page.wait_for_function(
+            "() => document.querySelectorAll('#handoffs .flow').length === 1"
+            " && document.getElementById('handoffs').textContent.includes('MB sent')"
+        )
+        watch.page.wait_for_function(
+            "() => parseFloat(document.getElementById('t-out').textContent) > 0"
+        )
         watch.page.wait_for_function(
             "() => ['prefill', 'decode'].every((role) => document.getElementById('t-roles')"
             ".textContent.includes(`1 ${role}`))"
@@ -50,5 +60,8 @@ def test_instances_come_and_go_on_the_page(monkeypatch):
         )
         assert watch.complaints == []
         assert all(url.startswith(router.url) for url in watch.asked)
-        assert servers[1].stop() == 0, servers[1].errors
+        name = servers[1].url.removeprefix("http://")
+        servers[1].process.send_signal(signal.SIGKILL)
+        watch.page.wait_for_selector(f'[data-lost="{name}"]', timeout=40_000)
+        assert "1 lost" in watch.text("#t-roles")
         assert router.stop() == 0

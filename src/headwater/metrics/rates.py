@@ -32,6 +32,12 @@ class ServerRates:
     computed_by_reason: Mapping[str, float]
     """Prompt tokens that were computed, by the reason why they were not found."""
 
+    queried_tokens: float
+    """Prompt tokens that the engine looked up: of its own clients, and of hand-offs."""
+
+    queried_found: float
+    """Those of them that were found."""
+
     links: Mapping[str, float]
     """Bytes, by link."""
 
@@ -65,6 +71,11 @@ def rates_between(before: Answer, now: Answer) -> ServerRates | None:
             label: _rise(old.get(label, 0), new.get(label, 0)) / elapsed_s for label in labels
         }
 
+    def queried(answer: Answer) -> tuple[float, float]:
+        ledger = answer["cache"]["ledger"]
+        return ledger["query_tokens"], sum(ledger["found_tokens"].values())
+
+    (old_queried, old_found), (new_queried, new_found) = queried(before), queried(now)
     old_links: Mapping[str, Any] = before["cache"]["links"]
     return ServerRates(
         output_tokens=total("generation_tokens_total"),
@@ -73,6 +84,8 @@ def rates_between(before: Answer, now: Answer) -> ServerRates | None:
         computed_by_reason=by_label(
             "prompt_tokens_computed_total", now["totals"]["prompt_tokens_computed_total"]
         ),
+        queried_tokens=_rise(old_queried, new_queried) / elapsed_s,
+        queried_found=_rise(old_found, new_found) / elapsed_s,
         links={
             name: _rise(old_links.get(name, link)["num_bytes"], link["num_bytes"]) / elapsed_s
             for name, link in now["cache"]["links"].items()

@@ -29,6 +29,12 @@ ROUTER_CACHED_TOKENS = Metric(
     "Prompt tokens that the chosen instance had said it has, by group.",
     ("group",),
 )
+ROUTER_PREFILLS = Metric(
+    "router_prefills_total",
+    Kind.COUNTER,
+    "Requests answered by a decode instance that was told to get its KV from a prefill instance.",
+    ("prefill", "decode"),
+)
 ROUTER_INSTANCES = Metric(
     "router_instances", Kind.GAUGE, "Registered instances.", ("instance", "role", "state")
 )
@@ -54,6 +60,7 @@ ROUTER_COUNTERS = (
     ROUTER_FAILURES,
     ROUTER_PROMPT_TOKENS,
     ROUTER_CACHED_TOKENS,
+    ROUTER_PREFILLS,
 )
 """Counted by the router; its other metrics are how things stand."""
 

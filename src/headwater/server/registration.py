@@ -20,7 +20,8 @@ import msgspec
 from headwater.config import VERSION as SOFTWARE
 from headwater.engine.client import EngineInfo, GetStats
 from headwater.errors import ConfigError, EngineDead
-from headwater.metrics.stats import EngineStats
+from headwater.metrics.rates import ServerRates
+from headwater.metrics.stats import EngineStats, HandoffStats
 from headwater.server.answers import RouterHealth
 from headwater.server.cluster_auth import ClusterAuth
 from headwater.server.config import ServerConfig
@@ -29,6 +30,7 @@ from headwater.server.router.protocol import (
     VERSION,
     EventsAddress,
     InstanceLoad,
+    InstanceReport,
     Registered,
     Registration,
 )
@@ -115,7 +117,7 @@ class Registrar:
         self.was_refused = False
         """The router refused, and has never accepted."""
         self._backoff_s = _RETRY_S
-        self._load = InstanceLoad()
+        self._last = EngineStats()
 
     async def run(self, on_refusal: Callable[[str], None]) -> None:
         """Send registrations. `on_refusal` gets the message when the router refuses, unless it
@@ -150,7 +152,7 @@ class Registrar:
         if self._stats.done():
             done, self._stats = self._stats, None
             with contextlib.suppress(EngineDead):
-                self._load = _load_of(done.result())
+                self._last = done.result()
                 self._answered_s = now
         return now - self._answered_s <= self._silent_s
 
@@ -215,7 +217,8 @@ class Registrar:
             capacity_tokens=(info.num_device_blocks + info.num_host_blocks) * info.block_tokens,
             max_model_len=info.max_model_len,
             kv_events=_events(info),
-            load=self._load,
+            load=_load_of(self._last),
+            report=_report_of(self._last, service.last_minute, info.role),
             software=SOFTWARE,
             is_draining=service.is_stopping,
         )
@@ -234,6 +237,38 @@ def _load_of(stats: EngineStats) -> InstanceLoad:
         running=stats.num_running,
         waiting=stats.num_waiting,
         leases=sum(side.in_flight for side in stats.handoffs.values()),
+    )
+
+
+def _report_of(stats: EngineStats, minute: ServerRates | None, role: str) -> InstanceReport:
+    """What the router's page shows of this instance; `minute` has its rates."""
+    none = HandoffStats()
+    sent, received = stats.handoffs.get("prefill", none), stats.handoffs.get("decode", none)
+    handoffs = InstanceReport(
+        sent_handoffs=sent.done,
+        sent_bytes=sent.num_bytes,
+        received_handoffs=received.done,
+        received_bytes=received.num_bytes,
+        failed_handoffs=sum(sent.failures.values()) + sum(received.failures.values()),
+    )
+    if minute is None:
+        return handoffs
+    prompts, share, ttft, itl = minute.prompt_tokens, minute.hit_share, minute.ttft, minute.itl
+    if role == "prefill" and minute.queried_tokens > 0:
+        # Its prompts come from decode instances, so its HTTP server does not count them.
+        prompts, share = (
+            minute.queried_tokens,
+            min(minute.queried_found / minute.queried_tokens, 1.0),
+        )
+    return msgspec.structs.replace(
+        handoffs,
+        output_tokens_s=minute.output_tokens,
+        prompt_tokens_s=prompts,
+        hit_share=share,
+        ttft_p50_s=None if ttft is None else ttft.p50_s,
+        ttft_p99_s=None if ttft is None else ttft.p99_s,
+        itl_p50_s=None if itl is None else itl.p50_s,
+        itl_p99_s=None if itl is None else itl.p99_s,
     )
 
 

@@ -73,10 +73,17 @@ async def metrics(request: Request) -> Response:
 
 
 async def instances(request: Request) -> Response:
-    """The registered instances and their state."""
+    """The registered instances and their state, lost ones, and who prefilled for whom."""
     router = _router(request)
     found = [_described(router, entry) for entry in router.registry.instances]
-    return JsonResponse({"policy": router.config.policy, "instances": found})
+    return JsonResponse(
+        {
+            "policy": router.config.policy,
+            "instances": found,
+            "lost": [_lost(router, entry) for entry in router.registry.lost],
+            "prefills": router.recorder.prefills(),
+        }
+    )
 
 
 async def register(request: Request) -> Response:
@@ -151,4 +158,14 @@ def _described(router: Router, entry: Instance) -> dict[str, object]:
         "outstanding_tokens": entry.outstanding_tokens,
         "recent_tokens": round(entry.recent.tokens(now=now)),
         "seen_s_ago": round(now - entry.seen_s, 3),
+    }
+
+
+def _lost(router: Router, entry: Instance) -> dict[str, object]:
+    registration = entry.registration
+    return {
+        "instance_id": entry.name,
+        "role": registration.role,
+        "url": registration.url,
+        "seen_s_ago": round(router.clock.now() - entry.seen_s, 3),
     }

@@ -201,6 +201,8 @@ class Forwarder:
         record(router_names.ROUTER_ROUTED, route.server.name, route.worker.trust.value)
         record(router_names.ROUTER_PROMPT_TOKENS, group, amount=route.prompt_tokens)
         record(router_names.ROUTER_CACHED_TOKENS, group, amount=route.cached_tokens)
+        if route.prefill is not None:
+            record(router_names.ROUTER_PREFILLS, route.prefill.name, route.server.name)
 
     async def _give_up(
         self, failure: AttemptFailure | None, progress: StreamProgress, send: Send

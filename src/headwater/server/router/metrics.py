@@ -21,6 +21,13 @@ class RouterRecorder:
         """Add to a counter."""
         self._counts[metric][labels] += amount
 
+    def prefills(self) -> list[dict[str, str | int]]:
+        """Answered requests by the prefill and the decode instance they were sent to."""
+        return [
+            {"prefill": prefill, "decode": decode, "requests": number}
+            for (prefill, decode), number in self._counts[router_names.ROUTER_PREFILLS].items()
+        ]
+
     def render(self, instances: Sequence[Instance], *, now: float, stale_s: float) -> bytes:
         """One scrape: the totals, and the state of each instance."""
         values: dict[Metric, Values] = {

@@ -29,6 +29,7 @@ Text = Annotated[str, Meta(max_length=512)]
 Fingerprint = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
 """SHA-256 in hex: a shorter one could be the beginning of several."""
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
+Amount = Annotated[float, Meta(ge=0, le=1e18)]
 Endpoint = Annotated[str, Meta(pattern=r"^tcp://[^\s]{1,256}$", max_length=262)]
 
 
@@ -39,6 +40,29 @@ class InstanceLoad(Struct, kw_only=True, frozen=True):
     waiting: Count = 0
     leases: Count = 0
     """Hand-offs in flight in either direction; each holds a lease."""
+
+
+class InstanceReport(Struct, kw_only=True, frozen=True):
+    """What an instance did, for the router's page: rates and latencies of the last minute, and
+    hand-offs since its engine started."""
+
+    output_tokens_s: Amount = 0.0
+    prompt_tokens_s: Amount = 0.0
+    hit_share: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """Share of prompt tokens that were found in a cache; None without a prompt."""
+
+    ttft_p50_s: Amount | None = None
+    ttft_p99_s: Amount | None = None
+    itl_p50_s: Amount | None = None
+    itl_p99_s: Amount | None = None
+    sent_handoffs: Count = 0
+    """Ended well, as the prefill side; `received_handoffs` as the decode side."""
+
+    sent_bytes: Count = 0
+    received_handoffs: Count = 0
+    received_bytes: Count = 0
+    failed_handoffs: Count = 0
+    """Begun and not ended well, on either side."""
 
 
 class EventsAddress(Struct, kw_only=True, frozen=True):
@@ -85,6 +109,7 @@ class Registration(Struct, kw_only=True, frozen=True):
     max_model_len: Count = 0
     kv_events: EventsAddress | None = None
     load: InstanceLoad = InstanceLoad()
+    report: InstanceReport = InstanceReport()
     software: Text = ""
     """Headwater version of the instance."""
 

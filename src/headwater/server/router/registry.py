@@ -6,6 +6,7 @@ the instances.
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -19,6 +20,10 @@ log = logging.getLogger(__name__)
 
 MAX_GROUPS = 4
 """Most groups at once. An upgrade has two; more than a few are a mistake."""
+
+_MAX_LOST = 64
+_SHOW_LOST_S = 600.0
+"""How long a lost instance is shown, unless one of its name registers."""
 
 SERVING = frozenset({"mixed", "decode"})
 """Roles that take requests over HTTP."""
@@ -40,12 +45,19 @@ class Registry:
         self._clock = clock
         self._observer = observer
         self._instances: dict[str, Instance] = {}
+        self._lost: deque[Instance] = deque(maxlen=_MAX_LOST)
         self._swept_s = clock.now()
 
     @property
     def instances(self) -> list[Instance]:
         """All instances, oldest first."""
         return list(self._instances.values())
+
+    @property
+    def lost(self) -> list[Instance]:
+        """Instances that were removed lately because they were silent, newest first."""
+        oldest_s = self._clock.now() - _SHOW_LOST_S
+        return [entry for entry in self._lost if entry.seen_s >= oldest_s]
 
     @property
     def num_groups(self) -> int:
@@ -80,6 +92,8 @@ class Registry:
         for other in self.instances:
             if other is known or other.registration.url == registration.url:
                 self._remove(other)
+        for entry in [e for e in self._lost if e.name == registration.instance_id]:
+            self._lost.remove(entry)
         joined = self._instances[registration.instance_id] = Instance(registration, now=now)
         log.info(
             "instance registered: name=%s role=%s url=%s restarted=%s group=%s groups=%d",
@@ -109,6 +123,8 @@ class Registry:
                 *(entry.name, self._clock.now() - entry.seen_s),
             )
             self._remove(entry)
+            if not entry.is_draining:
+                self._lost.appendleft(entry)
         return expired
 
     def _forgive_own_pause(self) -> None:

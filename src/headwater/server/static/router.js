@@ -1,42 +1,70 @@
-// The router's page: who is registered, what each does, and how far its cache is known.
+// The router's page: each instance by name with its state, load, rates and latencies, and hand-offs.
 
-import { byId, count, h, seconds, setText, whole } from "./dom.js";
-import { ask, say, watch } from "./shell.js";
+import { byId, count, h, seconds, setText, share, whole } from "./dom.js";
+import { showHandoffs } from "./handoffs.js";
+import { ask, hintScroll, say, watch } from "./shell.js";
 
-const HEADS = ["instance", "role", "group", "state", "cache known", "running", "waiting", "leases", "from here", "tokens promised", "blocks known", "gaps", "seen"];
+const HEADS = ["instance", "role", "state", "tokens/s", "prompt/s", "found", "first p50", "p99", "between p50", "p99", "running", "waiting", "leases", "from here", "promised", "cache", "blocks", "gaps", "group", "seen"];
+const WORDS = new Set(["instance", "role", "state", "cache", "group"]);
 
 watch(async () => {
-  const { policy, instances } = await ask("instances");
-  const ready = instances.filter((entry) => entry.state === "ready" || entry.state === "live");
-  const sum = (get) => instances.reduce((total, entry) => total + get(entry), 0);
-  const roles = {};
-  for (const entry of instances) roles[entry.role] = (roles[entry.role] ?? 0) + 1;
-  setText("model", instances[0]?.model ?? "nobody has registered");
-  setText("policy", `sent by ${policy.replaceAll("_", " ")}`);
-  setText("t-ready", `${ready.length} of ${instances.length}`);
-  setText("t-roles", Object.entries(roles).map(([role, n]) => `${n} ${role}`).join(", "));
-  setText("t-alive", whole(sum((entry) => entry.num_alive)));
-  setText("t-load", `${whole(sum((entry) => entry.load.running))} running, ${whole(sum((entry) => entry.load.waiting))} waiting, ${whole(sum((entry) => entry.load.leases))} leases`);
-  setText("t-work", count(sum((entry) => entry.outstanding_tokens)));
-  setText("t-blocks", count(sum((entry) => entry.known_blocks)));
-  setText("t-trust", `${instances.filter((entry) => entry.trust === "exact").length} known exactly`);
-  byId("instances").replaceChildren(instances.length ? table(instances) : h("p", { class: "none" }, "No instance has registered. headwater serve --router adds one."));
+  const { policy, instances, lost, prefills } = await ask("instances");
+  setText("model", instances[0]?.model ?? "no instance is registered");
+  setText("policy", `routed by ${policy.replaceAll("_", " ")}`);
+  showTiles(instances, lost);
+  const rows = [...instances.map(row), ...lost.map(lostRow)];
+  byId("instances").replaceChildren(rows.length ? table(rows) : h("p", { class: "none" }, "No instance has registered. headwater serve --router adds one."));
+  showHandoffs(instances, lost, prefills);
+  hintScroll();
   say("live", "live");
 });
+addEventListener("resize", hintScroll);
 
-function table(instances) {
-  const head = h("tr", {}, ...HEADS.map((text, i) => h("th", { scope: "col", class: i > 4 ? "num" : false }, text)));
-  return h("table", {}, h("thead", {}, head), h("tbody", {}, ...instances.map(row)));
+function showTiles(instances, lost) {
+  const sum = (get) => instances.reduce((total, entry) => total + get(entry), 0);
+  const worst = (name) => { const found = instances.map((entry) => entry.report[name]).filter((s) => s != null); return found.length ? Math.max(...found) : null; };
+  const ready = instances.filter((entry) => entry.state === "ready").length;
+  const gone = lost.length + instances.filter((entry) => entry.state === "lost").length;
+  const roles = {};
+  for (const entry of instances) roles[entry.role] = (roles[entry.role] ?? 0) + 1;
+  setText("t-ready", `${ready} of ${instances.length + lost.length}`);
+  setText("t-roles", [...Object.entries(roles).map(([role, n]) => `${n} ${role}`), ...(gone ? [`${gone} lost`] : [])].join(", "));
+  byId("t-roles").classList.toggle("fault", gone > 0);
+  setText("t-out", count(sum((entry) => entry.report.output_tokens_s)));
+  setText("t-prompt", `${count(sum((entry) => entry.report.prompt_tokens_s))} prompt tokens/s`);
+  setText("t-ttft", seconds(worst("ttft_p99_s")));
+  setText("t-itl", worst("itl_p99_s") == null ? "of the slowest instance" : `${seconds(worst("itl_p99_s"))} between tokens; slowest instance`);
+  const prompts = sum((entry) => (entry.report.hit_share == null ? 0 : entry.report.prompt_tokens_s));
+  setText("t-hit", share(prompts ? sum((entry) => (entry.report.hit_share ?? 0) * entry.report.prompt_tokens_s) / prompts : null));
+  setText("t-alive", whole(sum((entry) => entry.num_alive)));
+  setText("t-load", `${whole(sum((entry) => entry.load.running))} running, ${whole(sum((entry) => entry.load.waiting))} waiting, ${whole(sum((entry) => entry.load.leases))} leases`);
+  setText("t-blocks", count(sum((entry) => entry.known_blocks)));
+  setText("t-trust", `${instances.filter((entry) => entry.trust === "exact").length} known exactly`);
 }
 
+function table(rows) {
+  const head = h("tr", {}, ...HEADS.map((text) => h("th", { scope: "col", class: WORDS.has(text) ? false : "num" }, text)));
+  return h("table", {}, h("thead", {}, head), h("tbody", {}, ...rows));
+}
+
+const cell = (text) => h("td", { class: "num" }, text);
+const pill = (text, isBad) => h("td", {}, h("span", { class: isBad ? "pill bad" : "pill" }, text));
+const name = (entry) => h("td", { class: "name" }, h("a", { href: `${entry.url}/dashboard`, rel: "noreferrer", title: entry.instance_id }, entry.instance_id));
+
 function row(entry) {
-  const numbers = [entry.load.running, entry.load.waiting, entry.load.leases, entry.num_alive, entry.outstanding_tokens, entry.known_blocks, entry.gaps];
+  const { report, load } = entry;
   return h("tr", { "data-instance": entry.instance_id },
-    h("td", {}, h("a", { href: `${entry.url}/dashboard`, rel: "noreferrer" }, entry.instance_id)),
-    h("td", {}, entry.role),
-    h("td", {}, entry.group),
-    h("td", {}, h("span", { class: "pill" }, entry.state)),
-    h("td", {}, h("span", { class: "pill" }, entry.trust)),
-    ...numbers.map((n) => h("td", { class: "num" }, whole(n))),
-    h("td", { class: "num" }, `${seconds(entry.seen_s_ago)} ago`));
+    name(entry), h("td", {}, entry.role), pill(entry.state, entry.state === "lost"),
+    ...[count(report.output_tokens_s), count(report.prompt_tokens_s), share(report.hit_share)].map(cell),
+    ...[report.ttft_p50_s, report.ttft_p99_s, report.itl_p50_s, report.itl_p99_s].map((s) => cell(seconds(s))),
+    ...[load.running, load.waiting, load.leases, entry.num_alive, entry.outstanding_tokens].map((n) => cell(whole(n))),
+    pill(entry.trust, false), cell(whole(entry.known_blocks)), cell(whole(entry.gaps)),
+    h("td", {}, entry.group), cell(`${seconds(entry.seen_s_ago)} ago`));
+}
+
+// An instance that was removed: nothing is known of it but when it was last heard.
+function lostRow(entry) {
+  return h("tr", { "data-lost": entry.instance_id, class: "gone" },
+    name(entry), h("td", {}, entry.role), pill("lost", true),
+    h("td", { colspan: HEADS.length - 4, class: "fault" }, "no heartbeat; its requests continue elsewhere"), cell(`${seconds(entry.seen_s_ago)} ago`));
 }
