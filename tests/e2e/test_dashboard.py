@@ -78,6 +78,59 @@ def test_the_page_shows_what_cache_says_and_goes_on_with_it(watch, server):
     assert "waited" in ledger
 
 
+def test_a_reload_shows_the_same_history(watch, server):
+    """The server keeps the points of the charts: the first picture after a reload has them."""
+    page = watch.page
+    num_points = "() => document.querySelector('#c-output .line')?.getAttribute('d').split('L').length ?? 0"
+    page.wait_for_function(f"() => ({num_points})() >= 3")
+    before = page.evaluate(num_points)
+
+    page.reload()
+    watch.wait_for("live")
+
+    assert page.evaluate(num_points) >= before
+    assert "10 min" in page.text_content("#c-prompt")
+
+
+def test_failures_and_losses_are_red_and_have_their_reasons(watch):
+    """Failed transfers, a storage that fails, and lost tokens apart from new text."""
+
+    def with_failures(route):
+        answer = route.fetch()
+        body = answer.json()
+        body["cache"]["links"]["device_to_host"]["failures"] = {"timed_out": 3}
+        body["cache"]["storage"] = {
+            "backend": "file",
+            "breaker": "open",
+            "write_breaker": "open",
+            "used_bytes": 10,
+            "capacity_bytes": 20,
+            "num_blocks": 1,
+            "blocks_read": 0,
+            "blocks_written": 1,
+            "reasons": {"no_space": 2},
+        }
+        body["totals"]["prompt_tokens_computed_total"] |= {"evicted_device": 640}
+        body["cache"]["ledger"]["misses"] |= {"evicted_device": 5}
+        route.fulfill(response=answer, json=body)
+
+    page = watch.page
+    page.route("**/stats", with_failures)
+    page.wait_for_function("() => document.querySelectorAll('#links .fault').length > 0")
+
+    assert watch.text("#links .fault") == "3 failed: timed out 3"
+    assert "2 faults: no space 2" in watch.text("#tiers")
+    assert "nothing is written for now" in watch.text("#tiers")
+    assert "lost 640" in watch.text("#misses")
+    assert "evicted device" in watch.text("#misses")
+    assert watch.number("miss.evicted_device") == 5
+    watch.picture("dashboard-faults")
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.wait_for_selector("#recent.more-right")
+    watch.picture("dashboard-faults-390")
+    page.unroute("**/stats")
+
+
 def test_the_tree_is_walked_by_keyboard_and_shows_no_tenant(watch, server):
     """Arrows walk, Enter goes in, Escape goes out; salted tenants are one sum."""
     page = watch.page
@@ -122,6 +175,9 @@ def test_it_fits_wide_and_narrow_light_and_dark(watch, server):
             page.set_viewport_size({"width": width, "height": height})
             watch.picture(f"dashboard-{width}-{scheme}")
             assert page.evaluate("document.documentElement.scrollWidth") <= width
+            # The box of a table is a head and whole rows high, so rows have one height.
+            heights = "[...document.querySelectorAll('.scroll tbody tr')].map((row) => row.getBoundingClientRect().height)"
+            assert set(page.evaluate(heights)) == {31}
     page.set_viewport_size({"width": 1280, "height": 900})
     card = "getComputedStyle(document.querySelector('.card')).backgroundColor"
     dark = page.evaluate(card)
