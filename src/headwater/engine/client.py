@@ -35,6 +35,15 @@ class KvEventsInfo:
     """Whether events carry token ids."""
 
 
+SERVER_ID_VARIABLE = "HEADWATER_SERVER_ID"
+"""Tells an engine the id of its server."""
+
+
+def server_of(epoch: str) -> str:
+    """The id of the server in the epoch of one of its engines."""
+    return epoch.partition(".")[0]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
     """What an engine fixed when it started; never changes while it runs."""
@@ -72,7 +81,8 @@ class EngineInfo:
     """`mixed`, `prefill` or `decode`."""
 
     epoch: str = ""
-    """Names this life of the engine: another after every restart."""
+    """Names this life of the engine: another after every restart. The part before a dot names
+    the server, whose stored responses outlive an engine."""
 
     kv_format: str = ""
     """Element type and layout of the KV bytes; with fingerprint and block size, what makes
@@ -86,6 +96,11 @@ class EngineInfo:
 
     warnings: tuple[str, ...] = ()
     """What may not work as it was set up, for `/health`."""
+
+    @property
+    def server_id(self) -> str:
+        """The part of the epoch that a restart of the engine does not change."""
+        return server_of(self.epoch)
 
     @property
     def min_prefix_tokens(self) -> int:

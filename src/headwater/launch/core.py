@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from headwater.cache import CacheConfig, KeyScheme, Namespace, TieredCache
 from headwater.clock import Clock, SystemClock
 from headwater.config import EngineConfig
-from headwater.engine.client import EngineInfo
+from headwater.engine.client import SERVER_ID_VARIABLE, EngineInfo
 from headwater.engine.core import EngineCore, Runner
 from headwater.engine.grammar import GrammarCompiler
 from headwater.engine.masks import MaskWorkers
@@ -130,7 +130,7 @@ def _build(
         num_host_blocks=num_host_blocks,
         block_bytes=layout.block_bytes,
         tiers=describe_tiers(config, layout, num_host_blocks),
-        epoch=secrets.token_hex(8),
+        epoch=_epoch(),
         kv_format=layout.kv_format,
     )
     mover = open_mover(config, scheduler.cache, memory, clock)
@@ -268,3 +268,10 @@ def _limit_threads(num_threads: int | None, *, num_ranks: int = 1) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Weights in huge pages: a fifth less time a small step, and torch asks only once.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
+def _epoch() -> str:
+    """The id of the server, which outlives its engines, and of this engine."""
+    server = os.environ.get(SERVER_ID_VARIABLE)
+    own = secrets.token_hex(8)
+    return own if server is None else f"{server}.{own}"

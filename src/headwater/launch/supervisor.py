@@ -13,6 +13,7 @@ worker dies, it is replaced. When the supervisor dies, all of them end. See deci
 import asyncio
 import logging
 import os
+import secrets
 import socket
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from typing import Any
 from headwater.clock import SystemClock
 from headwater.config import EngineConfig
 from headwater.engine.child import adopt_orphans
-from headwater.engine.client import EngineInfo
+from headwater.engine.client import SERVER_ID_VARIABLE, EngineInfo
 from headwater.engine.record_file import RecordFile
 from headwater.launch.engine_lives import EngineLives
 from headwater.launch.http_workers import HttpWorkers
@@ -66,6 +67,7 @@ def serve(
     """
     clock = SystemClock()
     recording = None if record is None else RecordFile(record, start_s=clock.now())
+    os.environ[SERVER_ID_VARIABLE] = secrets.token_hex(8)
     if server_config.peer_token is not None:
         # Through the environment, not the settings: /server_info shows settings.
         os.environ["HEADWATER_PEER_TOKEN"] = server_config.peer_token

@@ -256,7 +256,7 @@ class Service:
         """An id that tells a router which instance has the response. It is the same for every
         attempt at one request, so that a stream that is continued elsewhere keeps it."""
         digest = sha256(f"{cache_salt}\n{request_id}".encode()).hexdigest()[:24]
-        return f"resp_{self.engine.info.epoch or 'local'}_{digest}"
+        return f"resp_{self.engine.info.server_id or 'local'}_{digest}"
 
     async def check_grammar(self, grammar: str, *, param: str) -> None:
         """Compile a grammar in a thread. Raises RequestRefused, naming `param`, where it is

@@ -154,8 +154,8 @@ class Forwarder:
         response_id = stored_response(request.url.path, fields)
         if response_id is None:
             return None
-        epoch = response_id.removeprefix("resp_").rpartition("_")[0]
-        owner = self._registry.of_epoch(epoch)
+        server_id = response_id.removeprefix("resp_").rpartition("_")[0]
+        owner = self._registry.of_server(server_id)
         if owner is None:
             raise RequestRefused(
                 f"the response {response_id[:140]!r} is not stored on any instance: its time is "

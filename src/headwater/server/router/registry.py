@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from headwater.clock import Clock
+from headwater.engine.client import server_of
 from headwater.server.errors import RequestRefused
 from headwater.server.router.config import RouterConfig
 from headwater.server.router.instance import Instance
@@ -73,10 +74,15 @@ class Registry:
             if entry.registration.role in roles and entry.is_ready(now=now, stale_s=stale_s)
         ]
 
-    def of_epoch(self, epoch: str) -> Instance | None:
-        """The instance that was started with this epoch, while it is registered."""
+    def of_server(self, server_id: str) -> Instance | None:
+        """The instance of the server with this id, while it is registered."""
         return next(
-            (e for e in self._instances.values() if e.registration.epoch == epoch), None
+            (
+                e
+                for e in self._instances.values()
+                if server_of(e.registration.epoch) == server_id
+            ),
+            None,
         )
 
     def register(self, registration: Registration) -> Instance:
