@@ -272,9 +272,15 @@ class TieredCache(CacheParts):
         """
         _require_limit(limit_blocks)
         plans = self._planner.plan_host_writes(limit_blocks, owner, now=now)
+        limit_blocks -= sum(plan.num_blocks for plan in plans)
+        stored = self._planner.plan_storage_writes(
+            limit_blocks if limit_stored is None else limit_stored, owner
+        )
         if limit_stored is None:
-            limit_stored = limit_blocks - sum(plan.num_blocks for plan in plans)
-        return plans + self._planner.plan_storage_writes(limit_stored, owner)
+            limit_blocks -= sum(plan.num_blocks for plan in stored)
+        # Storage may have asked for blocks that have to be written to the host first. Planned
+        # now, so that a second call without a change plans nothing.
+        return plans + stored + self._planner.plan_host_writes(limit_blocks, owner, now=now)
 
     def plan_lookup(
         self, questions: Iterable[tuple[TokenPath, int]], *, owner: JobOwner | None = None
