@@ -103,7 +103,15 @@ class Simulator:
         way already."""
         if self._fabric is None:
             return inf
-        return min(other.ready_s() for other in self.instances if other.role != instance.role)
+        others = [other for other in self.instances if other.role != instance.role]
+        unheard_s = min(other.ready_s() for other in others)
+        if all(other.core.has_work for other in others):
+            return unheard_s
+        # An idle one may be woken by another instance of this role.
+        alike = (other for other in self.instances if other.role == instance.role)
+        return min(
+            unheard_s, *(other.ready_s() for other in alike if other is not instance), inf
+        )
 
     def _arrive(self, number: int, request: TraceRequest) -> None:
         now = request.arrival_s
