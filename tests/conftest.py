@@ -2,6 +2,7 @@
 
 import signal
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from tests.search import SCALE
@@ -19,3 +20,13 @@ settings.load_profile("headwater")
 
 # A shell starts its background jobs with Ctrl-C ignored, and all that they start inherits it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what takes minutes, unless `-m` asks for it as scripts/nightly does."""
+    if "nightly" in config.option.markexpr:
+        return
+    skip = pytest.mark.skip(reason="takes minutes; scripts/nightly runs it")
+    for item in items:
+        if "nightly" in item.keywords:
+            item.add_marker(skip)
