@@ -34,6 +34,7 @@ def make_point(price, ttft_p99, *, host=0.0, token_hit=0.0, instances=1, good=No
         "throughput": 100.0 * token_hit,
         "ttft_ms": {"p50": ttft_p99 / 2, "p99": ttft_p99},
         "slo": slo,
+        "refused": 0,
     }
 
 
@@ -88,6 +89,25 @@ def test_the_verdict_without_an_slo_is_the_cheapest_that_is_nearly_as_fast_as_th
     assert said.startswith("size 2 is enough: compared with size 1")
     assert "(-48 %)" in said
     assert "size 4 at 2.00 times the price changes the first-token p99 by -4 %" in said
+
+
+def test_a_deployment_that_refuses_requests_is_not_recommended():
+    """It has the best latencies, because it serves nothing."""
+    points = [make_point(*pair) | {"name": f"size {pair[0]}"} for pair in ((1, 0), (2, 500))]
+    points[0]["refused"] = 40
+
+    assert choose(points) == 1
+    assert verdict(points, 1).startswith("size 2 is enough: it is also the cheapest")
+
+
+def test_a_plan_does_not_take_refused_requests_for_fast_ones(trace, capsys):
+    """A device that holds no request of the trace does not meet the SLO; sizes are readable."""
+    flags = ["--device-gib", "0.02,4", "--slo", "ttft_p99=20s", "--jobs", "1"]
+    assert main(["plan", trace, *flags]) == 0
+    printed = capsys.readouterr().out
+
+    assert "1 deployments are too small" in printed
+    assert "1 x 4 / 0 / 0 GiB is enough and meets the SLO" in printed
 
 
 def test_the_verdict_says_when_nothing_meets_the_slo_and_memory_does_not_help():

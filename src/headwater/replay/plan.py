@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from headwater.errors import ConfigError
 from headwater.replay.prices import Prices
-from headwater.replay.report import describe, make_report
+from headwater.replay.report import describe, make_report, size_text
 from headwater.replay.settings import SimConfig
 from headwater.replay.simulator import Simulator
 from headwater.replay.slo import Bound
@@ -135,6 +135,7 @@ def evaluate(config: SimConfig, load: TraceLoad, bounds: Sequence[Bound]) -> Poi
         **{name: report[name] for name in kept},
         **latencies,
         "preemptions": report["preemptions"],
+        "refused": report["refused"],
         "slo": report.get("slo"),
     }
 
@@ -219,7 +220,7 @@ def _tib_between(small: Point, large: Point, tier: str) -> float:
 
 def name_of(settings: Point, policies: Sequence[str]) -> str:
     """A deployment in a few words: sizes, and the policies that the plan varies."""
-    tiers = " / ".join(f"{settings[f'{tier}_gib']:,.0f}" for tier in TIERS)
+    tiers = " / ".join(size_text(settings[f"{tier}_gib"]) for tier in TIERS)
     cluster = str(settings["instances"])
     if settings["prefill_instances"]:
         decode = settings["instances"] - settings["prefill_instances"]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from headwater.replay.plan import TIERS, Plan, value_of
+from headwater.replay.report import size_text
 from headwater.replay.verdict import Point
 
 _HEAD = ("price", "found", "ttft p50", "ttft p99", "itl p99", "tokens/s", "good", "SLO")
@@ -28,6 +29,7 @@ def plan_table(plan: Plan) -> str:
             f"  ceiling: a cache without a size limit could find "
             f"{100 * plan['token_hit_ceiling']:.2f} % of prompt tokens"
         ),
+        *_refusals(points),
         "",
         *_gains(plan["per_tib"]),
     ]
@@ -52,6 +54,13 @@ def _row(point: Point) -> str:
     return "".join(f"{cell:>11}" for cell in cells)
 
 
+def _refusals(points: Sequence[Point]) -> list[str]:
+    small = sum(point["refused"] > 0 for point in points)
+    if not small:
+        return []
+    return [f"  {small} deployments are too small for some requests and refused them"]
+
+
 def _gains(per_tib: dict[str, Sequence[Plan]]) -> list[str]:
     lines = []
     for tier in TIERS:
@@ -64,6 +73,6 @@ def _gains(per_tib: dict[str, Sequence[Plan]]) -> list[str]:
             ]
             if "goodput_requests_per_s" in gain:
                 parts.append(f"{gain['goodput_requests_per_s']:+.3f} good requests/s")
-            steps = f"{gain['from_gib']:,.0f} to {gain['to_gib']:,.0f} GiB"
+            steps = f"{size_text(gain['from_gib'])} to {size_text(gain['to_gib'])} GiB"
             lines.append(f"  one TiB more of {tier:<7} ({steps}): {', '.join(parts)}")
     return lines

@@ -90,6 +90,11 @@ def describe(config: SimConfig) -> Report:
     }
 
 
+def size_text(gib: float) -> str:
+    """A number of GiB for people: whole, or three digits where it is small."""
+    return f"{gib:,.0f}" if gib >= 10 or not gib else f"{gib:.3g}"
+
+
 def _hits(ended: Sequence[SimRequest], block_tokens: int) -> Report:
     """What was found, where, and why not more."""
     sources: Counter[str] = Counter(dict.fromkeys(_SOURCES, 0))

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from headwater.replay.report import Report
+from headwater.replay.report import Report, size_text
 
 _SHARED = ("p50", "p90", "p99", "mean", "max")
 
@@ -115,7 +115,7 @@ def _cluster(settings: Mapping[str, int]) -> str:
 
 def _tiers(settings: Mapping[str, float]) -> str:
     parts = [
-        f"{name} {settings[f'{name}_gib']:,.0f} GiB"
+        f"{name} {size_text(settings[f'{name}_gib'])} GiB"
         for name in ("device", "host", "storage")
         if settings[f"{name}_gib"]
     ]

@@ -16,18 +16,21 @@ def choose(points: Sequence[Point]) -> int | None:
     With an SLO: the cheapest within it. Without: the cheapest whose time to first token (p99) is
     within 5 % of the best.
     """
+    # A deployment that refuses requests looks fast, because it serves less.
+    fewest = min(point["refused"] for point in points)
+    served = [at for at, point in enumerate(points) if point["refused"] == fewest]
     if points[0]["slo"] is not None:
-        suitable = [at for at, point in enumerate(points) if point["slo"]["met"]]
+        suitable = [at for at in served if points[at]["slo"]["met"]]
     else:
-        best = min(_ttft_p99_s(point) for point in points)
-        suitable = [
-            at for at, point in enumerate(points) if _ttft_p99_s(point) <= _NEAR_BEST * best
-        ]
+        best = min(_ttft_p99_s(points[at]) for at in served)
+        suitable = [at for at in served if _ttft_p99_s(points[at]) <= _NEAR_BEST * best]
     return min(suitable, key=lambda at: _cost(points[at]), default=None)
 
 
 def verdict(points: Sequence[Point], chosen: int | None) -> str:
     """One sentence: which deployment to take, what it gains, and what more money would buy."""
+    fewest = min(point["refused"] for point in points)
+    points, all_points = [point for point in points if point["refused"] == fewest], points
     cheapest = min(points, key=_cost)
     best = min(points, key=_ttft_p99_s)
     if chosen is None:
@@ -36,7 +39,7 @@ def verdict(points: Sequence[Point], chosen: int | None) -> str:
             f"first-token p99 of {_ttft_p99_s(best):.2f} s and finds "
             f"{_hits(best)} of prompt tokens. {_no_help(cheapest, best)}"
         )
-    point = points[chosen]
+    point = all_points[chosen]
     if point is cheapest:
         gain = "it is also the cheapest that was tried"
     else:
