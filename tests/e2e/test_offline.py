@@ -87,7 +87,10 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path):
     ("settings", "sentence"),
     [
         ({"block_tokens": "64"}, "'block_tokens' of LLM is wrong: Expected `int`, got `str`"),
-        ({"max_num_seqs": 1.5}, "'max_num_seqs' of LLM is wrong: Expected `int`, got `float`"),
+        (
+            {"max_num_seqs": 1.5},
+            "'max_num_seqs' of LLM is wrong: Expected `int | null`, got `float`",
+        ),
         (
             {"prefix_caching": "yes"},
             "'prefix_caching' of LLM is wrong: Expected `bool`, got `str`",

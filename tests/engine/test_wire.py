@@ -94,17 +94,24 @@ def test_an_output_survives_the_journey():
     assert wire.unpack_output(message.outputs[0]) == output
 
 
+def test_a_refusal_survives_the_journey():
+    """What the engine says is what the server hears."""
+    message = wire.Refusal("r", "PromptTooLong", "too long")
+    assert wire.decode_from_engine(wire.encode(message)) == message
+
+
 @pytest.mark.parametrize(
     "message",
     [
         wire.Ready(make_echo_info("folder")),
         wire.EngineFailed("ModelError", "no such folder"),
-        wire.Refusal("r", "PromptTooLong", "too long"),
     ],
 )
-def test_every_answer_survives_the_journey(message):
-    """What the engine says is what the server hears."""
-    assert wire.decode_from_engine(wire.encode(message)) == message
+def test_every_report_survives_the_journey(message):
+    """What the engine reports is one line, and what the supervisor reads."""
+    line = wire.encode_line(message)
+    assert line.count(b"\n") == 1
+    assert msgspec.json.decode(line, type=wire.Report) == message
 
 
 STATS = EngineStats(

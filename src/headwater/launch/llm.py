@@ -31,8 +31,9 @@ class LLM(OfflineEngine):
         revision: str | None = None,
         **settings: Any,  # noqa: ANN401 -- typed by EngineConfig
     ) -> None:
-        found = find_model(_folder(model), revision)
-        config = replace(_config(settings), model=found.folder, model_name=found.name)
+        config = _config({**settings, "model": _folder(model)})
+        found = find_model(config.model, revision)
+        config = replace(config, model=found.folder, model_name=found.name)
         if config.kv_events is not None:
             raise ConfigError("kv_events: a model without a server has no followers")
         try:
