@@ -56,7 +56,7 @@ def test_an_address_for_control_at_which_nothing_listens_is_a_warning():
 
 
 def test_an_address_that_is_no_name_is_refused_at_start():
-    """A NAT does not explain a name that nobody can resolve."""
+    """A NAT does not explain a name that cannot be resolved."""
     with pytest.raises(ConfigError, match="cannot be resolved"):
         check_peer("no.such.host.invalid:7", CONFIG)
 

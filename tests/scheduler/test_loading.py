@@ -387,7 +387,7 @@ def test_resumed_sequences_may_load_and_are_counted_once():
 
 
 def test_writes_in_flight_leave_room_for_sequences():
-    """Lesson 25: at most half of the device is pinned by writes, whatever is wanted."""
+    """Lesson 25: writes pin at most half of the device, however many blocks are queued."""
     harness = Harness(
         num_blocks=16, host_blocks=64, write_policy=WritePolicy.WRITE_THROUGH, held=True
     )

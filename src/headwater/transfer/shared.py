@@ -1,7 +1,7 @@
-"""Memory that another process may be let read: a memfd, which has no name and outlives nobody.
+"""Memory that another process may read: a memfd, which has no name and ends with its last user.
 
-Once it is made, it can neither shrink nor grow, and nobody maps it writable any more: whoever
-is handed its descriptor can read it, and not even a mistake of theirs can write to it.
+A sealed memfd can neither shrink nor grow, and no process can map it writable any more. A process
+that gets its descriptor can read it and cannot write to it.
 """
 
 import fcntl
@@ -38,7 +38,7 @@ class SharedPages:
         """All of it; as long-lived as this object, however long others keep theirs."""
 
     def seal(self) -> None:
-        """From now on nobody maps it writable; those that have may go on writing."""
+        """No process can map it writable from now on; existing writable mappings stay."""
         fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, SEALS | _SEAL_FUTURE_WRITE)
 
 

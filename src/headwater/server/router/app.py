@@ -73,7 +73,7 @@ async def metrics(request: Request) -> Response:
 
 
 async def instances(request: Request) -> Response:
-    """The registered instances and their state, lost ones, and who prefilled for whom."""
+    """The registered instances with their state, lost instances, and prefills by pair of instances."""
     router = _router(request)
     found = [_described(router, entry) for entry in router.registry.instances]
     return JsonResponse(
