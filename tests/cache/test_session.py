@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.cache import FinishedRequest, Namespace, TokenPath
-from headwater.cache.lease import Lease
 from headwater.cache.node import Node, RetentionMark
+from headwater.cache.plan import Lease
 from headwater.cache.policy import MarkedRun
 from headwater.cache.policy.fingerprint import Fingerprints
 from headwater.cache.policy.hazard import EDGES, NUM_BINS, ROW, HazardModel

@@ -11,8 +11,7 @@ from headwater.clock import SystemClock
 from headwater.config import EngineConfig, PeersConfig
 from headwater.engine.core import EngineCore
 from headwater.launch.core import build_core
-from headwater.scheduler.output import Usage
-from headwater.scheduler.request import Request, SamplingParams
+from headwater.scheduler.request import Request, SamplingParams, Usage
 from headwater.types import RequestId
 
 TOKEN = "a-token-for-tests"

@@ -21,8 +21,7 @@ from headwater.disagg.protocol.messages import (
     Start,
     Timings,
 )
-from headwater.scheduler.output import TokenLogprobs, Usage
-from headwater.scheduler.request import Request, SamplingParams
+from headwater.scheduler.request import Request, SamplingParams, TokenLogprobs, Usage
 from headwater.types import RequestId
 
 REQUEST = Request(

@@ -19,7 +19,7 @@ from headwater.disagg.protocol.messages import (
 )
 from headwater.disagg.protocol.peer_read import PeerRead
 from headwater.launch import peers
-from headwater.scheduler.output import Usage
+from headwater.scheduler.request import Usage
 from headwater.transfer.completions import JobCompletion
 from tests.disagg.real import TOKEN, RealPair, make_real_request
 from tests.disagg.requests import make_handoff, make_prompt

@@ -3,7 +3,7 @@
 import pytest
 
 from headwater.clock import SystemClock
-from headwater.disagg.handoff.sender_pool import SenderPool
+from headwater.disagg.handoff.resources import SenderPool
 from headwater.disagg.protocol.push import Push, PushFailure
 from headwater.errors import ConfigError
 from headwater.testing.links import BlockArray, EventLog, LocalNetwork

@@ -12,7 +12,7 @@ from headwater.engine.core import EngineCore
 from headwater.engine.process import run_engine
 from headwater.engine.wire import EngineStart
 from headwater.scheduler.config import SchedulerConfig
-from headwater.scheduler.output import SequenceOutput
+from headwater.scheduler.request import SequenceOutput
 from headwater.scheduler.scheduler import Scheduler
 from headwater.testing.engines import make_echo_info
 from headwater.testing.runners import EchoRunner

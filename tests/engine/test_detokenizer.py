@@ -12,7 +12,7 @@ from tokenizers import decoders, models
 
 from headwater.engine.detokenizer import Detokenizer, StopFilter, TextStream
 from headwater.engine.tokenizer import Tokenizer
-from headwater.scheduler.output import SequenceOutput
+from headwater.scheduler.request import SequenceOutput
 from headwater.testing.engines import make_tokenizer_folder
 from headwater.types import RequestId
 

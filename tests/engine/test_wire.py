@@ -20,8 +20,13 @@ from headwater.engine.client import (
 )
 from headwater.errors import EngineDead, ModelError, NotDrained, PromptTooLong
 from headwater.metrics.stats import EngineStats, TierStats
-from headwater.scheduler.output import SequenceOutput, TokenLogprobs, Usage
-from headwater.scheduler.request import Request, SamplingParams
+from headwater.scheduler.request import (
+    Request,
+    SamplingParams,
+    SequenceOutput,
+    TokenLogprobs,
+    Usage,
+)
 from headwater.testing.engines import make_echo_info
 from headwater.types import RequestId
 

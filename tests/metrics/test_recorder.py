@@ -5,7 +5,7 @@ from headwater.metrics import names
 from headwater.metrics.prometheus import render
 from headwater.metrics.recorder import Histogram, Recorder, RequestTimer, SequenceProgress
 from headwater.metrics.stats import EngineStats, LinkStats, TierStats
-from headwater.scheduler.output import LoadUsage, SequenceOutput, Usage
+from headwater.scheduler.request import LoadUsage, SequenceOutput, Usage
 from headwater.types import RequestId
 
 PLACE = SequenceProgress(request_id="r-1", prompt_tokens=9, unix_s=1_000.0, token_bytes=8)

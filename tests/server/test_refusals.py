@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from headwater.config import EngineConfig
+from headwater.server.body import NEUTRAL
 from headwater.server.config import LimitsConfig
 from headwater.server.schema import ChatRequest, CompletionRequest
-from headwater.server.unsupported import NEUTRAL
 from tests.server.harness import error, run
 
 

@@ -6,10 +6,10 @@ import pytest
 from headwater.server.errors import RequestRefused
 from headwater.server.messages_request import chat_request
 from headwater.server.messages_schema import MessagesRequest
+from headwater.server.params import session_name
 from headwater.server.responses_request import chat_request as responses_chat_request
 from headwater.server.responses_schema import ResponsesRequest
 from headwater.server.schema import ChatRequest, CompletionRequest, ReturnsIn
-from headwater.server.session import session_name
 
 TURN = {"role": "user", "content": "hello"}
 

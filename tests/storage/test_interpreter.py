@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from headwater.storage.buffers import copy_bytes
+from headwater.storage.calls import copy_bytes
 from headwater.storage.codec import checksum
 from headwater.testing.storage import make_format, make_keys, make_parents
 from tests.interpreter import holds_interpreter

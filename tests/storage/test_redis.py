@@ -12,8 +12,8 @@ import pytest
 from headwater.clock import SystemClock
 from headwater.errors import ConfigError, StorageError, StorageTimeout
 from headwater.storage import BlockRead, BlockWrite, Opening, open_storage
+from headwater.storage.calls import Deadline
 from headwater.storage.codec import HEADER_BYTES
-from headwater.storage.deadline import Deadline
 from headwater.storage.redis.backend import RedisStorage
 from headwater.storage.redis.config import RedisConfig
 from headwater.storage.redis.resp import RespConnection, command

@@ -20,7 +20,7 @@ from headwater.storage import (
     StorageBackend,
     open_storage,
 )
-from headwater.storage.deadline import Deadline
+from headwater.storage.calls import Deadline
 from headwater.storage.redis.backend import RedisStorage
 from headwater.storage.redis.config import RedisConfig
 from headwater.storage.redis.resp import Address, RespConnection, command

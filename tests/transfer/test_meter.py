@@ -2,8 +2,7 @@
 
 import pytest
 
-from headwater.transfer.meter import LinkMeter
-from headwater.transfer.mover import Mover
+from headwater.transfer.mover import LinkMeter, Mover
 from headwater.types import LinkRate
 
 

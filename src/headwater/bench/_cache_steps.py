@@ -14,8 +14,7 @@ from headwater.engine.collector import settle_collector
 from headwater.engine.owners import RequestOwners
 from headwater.scheduler.batch import StepResult
 from headwater.scheduler.config import SchedulerConfig
-from headwater.scheduler.output import SequenceOutput
-from headwater.scheduler.request import Request, SamplingParams
+from headwater.scheduler.request import Request, SamplingParams, SequenceOutput
 from headwater.scheduler.scheduler import Scheduler
 from headwater.types import RequestId
 

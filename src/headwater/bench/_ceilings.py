@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from headwater.storage.buffers import address_of
+from headwater.storage.calls import address_of
 from headwater.storage.codec import checksum
 
 _FILE_THREADS = 4

@@ -17,7 +17,7 @@ from headwater.bench._ceilings import page_memory
 from headwater.disagg.links.config import LinkConfig
 from headwater.disagg.links.registry import Links
 from headwater.disagg.protocol.push import LinkEvent
-from headwater.storage.buffers import address_of
+from headwater.storage.calls import address_of
 from headwater.storage.codec import checksum
 from headwater.transfer.shared import SharedPages
 

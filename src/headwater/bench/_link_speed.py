@@ -27,7 +27,7 @@ from headwater.clock import SystemClock
 from headwater.disagg.links.interface import Sender
 from headwater.disagg.links.registry import Links
 from headwater.disagg.protocol.push import BlockPiece, LinkEvent, Push, PushDone
-from headwater.storage.buffers import address_of
+from headwater.storage.calls import address_of
 from headwater.storage.codec import checksum
 
 _BLOCK_BYTES = 1 << 20

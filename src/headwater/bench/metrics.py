@@ -23,8 +23,7 @@ from headwater.metrics.kv_events import Pacer, encode_snapshot
 from headwater.metrics.prometheus import render
 from headwater.metrics.recorder import Recorder, RequestTimer
 from headwater.metrics.view import ViewLimits
-from headwater.scheduler.output import SequenceOutput
-from headwater.scheduler.request import Request, SamplingParams
+from headwater.scheduler.request import Request, SamplingParams, SequenceOutput
 from headwater.types import BlockKey, RequestId, Tier
 
 _SCRAPE_EVERY_S = 15.0

@@ -3,7 +3,6 @@
 from headwater.cache.config import CacheConfig
 from headwater.cache.host_log import AdoptedRun, HostArrival, HostChange, HostCleared
 from headwater.cache.keys import KeyScheme, MediaSpan, Namespace, TokenPath, media_by_block
-from headwater.cache.lease import Lease
 from headwater.cache.plan import (
     InFlight,
     Job,
@@ -11,6 +10,7 @@ from headwater.cache.plan import (
     JobOutcome,
     JobOwner,
     JobStatus,
+    Lease,
     LoadJob,
     Lookup,
     Match,

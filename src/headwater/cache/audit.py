@@ -12,8 +12,7 @@ import numpy as np
 
 from headwater.cache.node import Node
 from headwater.cache.plan import TransferJob
-from headwater.cache.pool import SlotState
-from headwater.cache.tier_pool import TierPool
+from headwater.cache.pool import SlotState, TierPool
 from headwater.errors import InvariantError
 from headwater.types import EMPTY, Slots, Tier
 

@@ -8,12 +8,11 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from headwater.cache.ghosts import Ghosts
 from headwater.cache.kv_event_log import KVEventLog
+from headwater.cache.matcher import Ghosts
 from headwater.cache.node import Node
 from headwater.cache.plan import MissReason
-from headwater.cache.pool import SlotState
-from headwater.cache.tier_pool import TierPool
+from headwater.cache.pool import SlotState, TierPool
 from headwater.cache.tree import PrefixTree, subtree
 from headwater.cache.write_queue import WriteQueue
 from headwater.errors import InvariantError

@@ -3,9 +3,8 @@
 import numpy as np
 
 from headwater.cache.keys import TokenPath
-from headwater.cache.lease import Lease
 from headwater.cache.node import Node
-from headwater.cache.plan import InFlight
+from headwater.cache.plan import InFlight, Lease
 from headwater.cache.tree import PrefixTree
 
 

@@ -18,9 +18,8 @@ from headwater.cache.plan import (
     OffloadJob,
     TransferJob,
 )
-from headwater.cache.pool import SlotState
+from headwater.cache.pool import SlotState, TierPool
 from headwater.cache.residency import Residency
-from headwater.cache.tier_pool import TierPool
 from headwater.cache.write_queue import WriteQueue
 from headwater.types import JobId, Tier
 

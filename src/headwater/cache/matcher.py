@@ -1,11 +1,75 @@
-"""Matching: how far a path is cached, tier by tier, and why no further. Changes nothing."""
+"""Matching: how far a path is cached, tier by tier, and why no further.
 
-from headwater.cache.ghosts import Ghosts
+Matching changes nothing. Ghosts remember why evicted blocks are not cached any more; they are
+bounded, and the oldest are forgotten first. The ledger counts hits and miss reasons.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
 from headwater.cache.inflight import InFlightPrefixes
 from headwater.cache.jobs import loading_job
 from headwater.cache.keys import TokenPath
+from headwater.cache.node import Node
 from headwater.cache.plan import Match, MissReason
 from headwater.cache.tree import PrefixTree
+from headwater.types import Tier
+
+Ghost: TypeAlias = tuple[MissReason, int]
+"""Why a node left the tree, and its uid. A node created again at its place takes over the uid,
+so that the ghosts of its children are still found."""
+
+_Place: TypeAlias = tuple[int, int, bytes]
+
+
+class Ghosts:
+    """Ghosts by place: the parent node, the depth, and the first block.
+
+    Namespaces have different roots, so only its own tenant can find a ghost. There are two
+    generations of up to half of the limit each: the older one is forgotten in one step, and
+    adding needs no ordering.
+    """
+
+    def __init__(self, max_ghosts: int) -> None:
+        self._half = max_ghosts // 2
+        self._young: dict[_Place, Ghost] = {}
+        self._old: dict[_Place, Ghost] = {}
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
+
+    def add(self, nodes: Sequence[Node], reason: MissReason) -> int:
+        """Remember `nodes`, which were removed from the tree; return their number of blocks."""
+        young, blocks = self._young, 0
+        for node in nodes:
+            young[node.parent.uid, node.start, node.first] = (reason, node.uid)  # type: ignore[union-attr]  # never a root
+            blocks += node.num_blocks
+        if len(young) > self._half:
+            # A batch that alone exceeds the limit is forgotten at once.
+            self._old = young if len(young) <= 2 * self._half else {}
+            self._young = {}
+        return blocks
+
+    def find(self, parent: Node, depth: int, first: bytes) -> MissReason | None:
+        """Why the block at this place was removed, if that is remembered."""
+        place = (parent.uid, depth, first)
+        ghost = self._young.get(place) or self._old.get(place)
+        return None if ghost is None else ghost[0]
+
+    def revive(self, parent: Node, depth: int, first: bytes) -> int | None:
+        """Remove the ghost at this place and return its uid."""
+        if not self._young and not self._old:
+            return None
+        place = (parent.uid, depth, first)
+        ghost = self._young.pop(place, None) or self._old.pop(place, None)
+        return None if ghost is None else ghost[1]
+
+    def clear(self) -> None:
+        """Forget all ghosts."""
+        self._young.clear()
+        self._old.clear()
 
 
 class Matcher:
@@ -68,3 +132,55 @@ def _measure(match: Match, found: int) -> None:
             match.loading = loading_job(node)
         match.host_blocks += host - device
         match.storage_blocks += count - host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerStats:
+    """Totals since the cache was created."""
+
+    queries: int
+    prompt_tokens: int
+    tokens_by_tier: Mapping[Tier, int]
+    """Prompt tokens whose blocks were found, by the tier they were found in."""
+
+    misses_by_reason: Mapping[MissReason, int]
+    """Requests whose match ended early, by the first reason."""
+
+    @property
+    def found_tokens(self) -> int:
+        return sum(self.tokens_by_tier.values())
+
+
+class Ledger:
+    """Counts hits and misses; the reader of `stats` computes ratios.
+
+    A match is counted when it is leased, once per request: probes and resumed sequences are not
+    counted again.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._queries = 0
+        self._prompt_tokens = 0
+        self._blocks = [0, 0, 0]
+        self._reasons: Counter[MissReason] = Counter()
+
+    def record(self, match: Match) -> None:
+        """Count a match that a request is going to use."""
+        self._queries += 1
+        self._prompt_tokens += len(match.path.tokens)
+        blocks = self._blocks
+        blocks[0] += match.device_blocks
+        blocks[1] += match.host_blocks
+        blocks[2] += match.storage_blocks
+        if match.reason is not None:
+            self._reasons[match.reason] += 1
+
+    def stats(self) -> LedgerStats:
+        """The totals now."""
+        return LedgerStats(
+            queries=self._queries,
+            prompt_tokens=self._prompt_tokens,
+            tokens_by_tier={t: self._blocks[t] * self._block_tokens for t in Tier},
+            misses_by_reason=dict(self._reasons),
+        )

@@ -9,32 +9,28 @@ from collections.abc import Iterator
 
 from headwater.cache.audit import audit
 from headwater.cache.config import CacheConfig
-from headwater.cache.eviction_window import EvictionWindow
 from headwater.cache.evictor import Evictor
-from headwater.cache.ghosts import Ghosts
 from headwater.cache.host_log import HostBlockLog, HostChange
 from headwater.cache.inflight import InFlightPrefixes
 from headwater.cache.job_finisher import JobFinisher
 from headwater.cache.jobs import JobTable
 from headwater.cache.keys import KeyScheme
 from headwater.cache.kv_event_log import KVEventLog
-from headwater.cache.lease import Lease
-from headwater.cache.ledger import Ledger
-from headwater.cache.matcher import Matcher
+from headwater.cache.matcher import Ghosts, Ledger, Matcher
 from headwater.cache.outline import Outline, outline
 from headwater.cache.pins import Pins
+from headwater.cache.plan import Lease
 from headwater.cache.policy import Orders, Shape, make_orders
 from headwater.cache.policy.session import SessionPolicy
 from headwater.cache.policy.weights import Weights
-from headwater.cache.pool import PoolStats, SlotState
+from headwater.cache.pool import PoolStats, SlotState, TierPool
 from headwater.cache.publisher import Publisher
 from headwater.cache.residency import Residency
 from headwater.cache.sessions import Sessions
 from headwater.cache.stats import CacheStats
-from headwater.cache.tier_pool import TierPool
 from headwater.cache.transfer_planner import TransferPlanner
 from headwater.cache.tree import PrefixTree
-from headwater.cache.write_queue import WriteQueue
+from headwater.cache.write_queue import EvictionWindow, WriteQueue
 from headwater.events import BlocksStored, CacheEvent
 from headwater.types import JobId, Slots, Tier
 

@@ -10,8 +10,7 @@ import numpy as np
 
 from headwater.cache.node import Node
 from headwater.cache.policy import MarkedRun
-from headwater.cache.pool import SlotState
-from headwater.cache.tier_pool import TierPool
+from headwater.cache.pool import SlotState, TierPool
 from headwater.cache.tree import PrefixTree
 from headwater.cache.write_queue import WriteQueue
 from headwater.types import EMPTY, Slots, Tier

@@ -1,15 +1,66 @@
-"""Values that the cache returns or receives: matches, planned jobs, and how a job ended.
+"""Values that the cache returns or receives: matches, leases, planned jobs, and how a job ended.
 
-Building a value has no effect, so the receiver may print, compare or replay it.
+Building a value has no effect, so the receiver may print, compare or replay it. A lease is the
+exception: it is a pin on a path with an owner, and it changes while its owner runs.
 """
 
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple, Protocol, TypeAlias
 
-from headwater.cache.keys import KeyScheme, TokenPath
+from headwater.cache.keys import KeyScheme, Namespace, TokenPath
 from headwater.cache.node import Node
-from headwater.types import BlockKey, JobId, RequestId, Slots, Tier
+from headwater.types import EMPTY, BlockKey, JobId, RequestId, Slots, Tier
+
+
+class Lease:
+    """A pin on a path with an owner. Its device blocks stay until it is released.
+
+    Only `TieredCache` creates and changes it. It is released once, by its owner or by expiry.
+
+    A lease grows when its owner commits. It survives splits, because it refers to the last
+    node of its path, and a split leaves that node as the tail.
+    """
+
+    __slots__ = (
+        "expires_s",
+        "namespace",
+        "node",
+        "num_blocks",
+        "owner",
+        "path",
+        "pending",
+        "place",
+        "prompt_tokens",
+        "since",
+        "slots",
+    )
+
+    def __init__(
+        self,
+        owner: RequestId,
+        node: Node,
+        num_blocks: int,
+        path: TokenPath,
+        now: float,
+        expires_s: float | None,
+    ) -> None:
+        self.owner = owner
+        self.node = node
+        self.num_blocks = num_blocks
+        """Leading blocks of the owner's path that are leased, or were committed since."""
+        self.namespace: Namespace = path.namespace
+        self.path = path
+        """The longest path known of its owner: the prompt, later what was committed."""
+        self.prompt_tokens = len(path.tokens)
+        self.since = now
+        self.expires_s = expires_s
+        self.slots: Slots = EMPTY
+        """Device slots of the blocks found when the lease was created, in token order."""
+        self.pending: TokenPath | None = None
+        """The path that its owner announced, while part of it is not committed."""
+        self.place: tuple[Node, bytes] | None = None
+        """Key of the announcement: the node it continues, and its next block."""
 
 
 class MissReason(Enum):

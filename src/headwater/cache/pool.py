@@ -1,4 +1,6 @@
-"""The slots of one tier and the state of each. Operations on arrays, never a loop over slots.
+"""The slots of one tier, the state of each, and the eviction order of the tier.
+
+Slots are changed in arrays, never in a loop over slots.
 
     FREE --take--> HELD --commit--> CACHED --evict--> FREE
     FREE --take--> MOVING --finish--> CACHED, or FREE when the copy failed
@@ -14,8 +16,10 @@ from enum import IntEnum
 
 import numpy as np
 
+from headwater.cache.node import Node
+from headwater.cache.policy import EvictionPolicy
 from headwater.errors import CacheUseError, InvariantError
-from headwater.types import EMPTY, Slots
+from headwater.types import EMPTY, Slots, Tier
 
 
 class SlotState(IntEnum):
@@ -272,3 +276,44 @@ class SlotPool:
         raise InvariantError(
             f"slot {wrong[0]} is {actual}, not {state.name} ({len(wrong)} of {len(slots)} wrong)"
         )
+
+
+class TierPool:
+    """Slots and eviction order of the device or the host tier."""
+
+    __slots__ = ("duplicates", "evictable", "evicted", "order", "pool", "tier")
+
+    def __init__(self, tier: Tier, num_slots: int, order: EvictionPolicy) -> None:
+        self.tier = tier
+        self.pool = SlotPool(num_slots)
+        self.order = order
+        self.evictable = 0
+        """Blocks of the nodes in the order."""
+        self.duplicates: dict[Node, None] = {}
+        """Of the host tier: nodes in the order whose host blocks are also on the device and are
+        not evicted there soon. They leave a full host tier first; see `eviction_window`."""
+        self.evicted = 0
+        """Blocks evicted from this tier since the start."""
+
+    def blocks(self, node: Node) -> int:
+        """Blocks of `node` in this tier."""
+        return len(node.device if self.tier is Tier.DEVICE else node.host)
+
+    def add(self, node: Node, now: float, *, cold: bool = False) -> None:
+        """Make `node` evictable: last in the order, or first when `cold`."""
+        if cold:
+            self.order.add_cold(node, now)
+        else:
+            self.order.add(node, now)
+        self.evictable += self.blocks(node)
+
+    def discard(self, node: Node) -> None:
+        """`node` must not be evicted any more."""
+        self.order.discard(node)
+        self.duplicates.pop(node, None)
+        self.evictable -= self.blocks(node)
+
+    def mark_duplicate(self, node: Node) -> None:
+        """The host blocks of `node` are also on the device and stay there for now."""
+        if 0 < len(node.host) <= len(node.device) and node in self.order:
+            self.duplicates[node] = None

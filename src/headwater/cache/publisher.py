@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from headwater.cache.ghosts import Ghosts
 from headwater.cache.keys import TokenPath
 from headwater.cache.kv_event_log import KVEventLog
-from headwater.cache.lease import Lease
+from headwater.cache.matcher import Ghosts
 from headwater.cache.node import Node
 from headwater.cache.pins import Pins
+from headwater.cache.plan import Lease
 from headwater.cache.pool import SlotPool, SlotState
 from headwater.cache.tree import PrefixTree
 from headwater.cache.write_queue import WriteQueue

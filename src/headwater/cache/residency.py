@@ -7,7 +7,7 @@ import numpy as np
 from headwater.cache.host_log import AdoptedRun, HostBlockLog
 from headwater.cache.kv_event_log import KVEventLog
 from headwater.cache.node import Node
-from headwater.cache.tier_pool import TierPool
+from headwater.cache.pool import TierPool
 from headwater.cache.tree import PrefixTree
 from headwater.types import Slots, Tier
 

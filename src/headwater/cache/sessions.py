@@ -13,8 +13,8 @@ from itertools import count
 from typing import NamedTuple, TypeAlias
 
 from headwater.cache.keys import Namespace
-from headwater.cache.lease import Lease
 from headwater.cache.node import Node
+from headwater.cache.plan import Lease
 from headwater.cache.policy import FinishedRequest, Hint
 
 MAX_SESSIONS = 16_384

@@ -12,7 +12,7 @@ import numpy as np
 
 from headwater.cache.config import CacheConfig
 from headwater.cache.keys import TokenPath
-from headwater.cache.lease import Lease
+from headwater.cache.plan import Lease
 from headwater.cache.policy import FinishedRequest, MarkedRun, Orders, Shape
 from headwater.cache.policy.lru import Lru
 from headwater.cache.policy.retention import PIECE_TOKENS, Retention, Visit

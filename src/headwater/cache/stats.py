@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from headwater.cache.ledger import LedgerStats
+from headwater.cache.matcher import LedgerStats
 from headwater.cache.pool import PoolStats
 from headwater.cache.sessions import SessionStats
 

@@ -11,13 +11,13 @@ import numpy as np
 
 from headwater.cache.host_log import AdoptedRun
 from headwater.cache.keys import KeyScheme, Namespace, TokenPath
-from headwater.cache.lease import Lease
 from headwater.cache.node import Node
 from headwater.cache.parts import CacheParts
 from headwater.cache.plan import (
     JobEffect,
     JobOutcome,
     JobOwner,
+    Lease,
     LoadJob,
     Lookup,
     Match,

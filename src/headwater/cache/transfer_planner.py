@@ -15,9 +15,8 @@ from headwater.cache.jobs import JobRecord, JobTable, Segment, leading
 from headwater.cache.node import Node
 from headwater.cache.pins import Pins
 from headwater.cache.plan import JobOwner, LoadJob, Lookup, Match, OffloadJob, Removal
-from headwater.cache.pool import SlotState
+from headwater.cache.pool import SlotState, TierPool
 from headwater.cache.residency import Residency
-from headwater.cache.tier_pool import TierPool
 from headwater.cache.tree import PrefixTree
 from headwater.cache.write_queue import WriteQueue
 from headwater.errors import InvariantError

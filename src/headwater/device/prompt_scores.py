@@ -8,7 +8,7 @@ from torch import Tensor
 from headwater.device.sampler import LogprobTable
 from headwater.device.upload import put
 from headwater.scheduler.batch import ScheduledBatch
-from headwater.scheduler.output import TokenLogprobs
+from headwater.scheduler.request import TokenLogprobs
 
 _SLICE = 256
 """Positions whose logits exist at one time."""

@@ -28,8 +28,7 @@ from headwater.device.penalties import (
 )
 from headwater.device.upload import fetch, put
 from headwater.engine.masks import StepMasks
-from headwater.scheduler.output import TokenLogprobs
-from headwater.scheduler.request import SamplingParams
+from headwater.scheduler.request import SamplingParams, TokenLogprobs
 from headwater.types import Tokens
 
 

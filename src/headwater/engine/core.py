@@ -28,16 +28,14 @@ from headwater.engine.client import (
     Resume,
 )
 from headwater.engine.feed import Feed
+from headwater.engine.maintenance import REFUSALS, Reload, Resets, Then, WeightReload
 from headwater.engine.pace import RateEstimator
-from headwater.engine.reload import REFUSALS, Reload, WeightReload
-from headwater.engine.reset import Resets, Then
 from headwater.engine.stats import engine_stats
 from headwater.errors import EngineDead, HeadwaterError, RequestError
 from headwater.metrics.stats import EngineStats
 from headwater.metrics.view import EngineView, ViewLimits
 from headwater.scheduler.batch import ScheduledBatch, StepResult
-from headwater.scheduler.output import SequenceOutput
-from headwater.scheduler.request import Request
+from headwater.scheduler.request import Request, SequenceOutput
 from headwater.scheduler.scheduler import Scheduler
 from headwater.transfer.completions import CompletionQueue
 from headwater.transfer.mover import Mover

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from headwater.engine.tokenizer import Tokenizer
-from headwater.scheduler.output import SequenceOutput
+from headwater.scheduler.request import SequenceOutput
 
 _REPLACEMENT = "\ufffd"
 

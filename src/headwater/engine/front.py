@@ -13,8 +13,7 @@ from collections.abc import AsyncGenerator, Sequence
 import zmq
 
 from headwater.engine import wire
-from headwater.engine.client import ControlCall, EngineInfo, R
-from headwater.engine.mailbox import Mailbox, abort_output
+from headwater.engine.client import ControlCall, EngineInfo, Mailbox, R, abort_output
 from headwater.errors import (
     EngineDead,
     EngineRestarting,
@@ -22,8 +21,7 @@ from headwater.errors import (
     PeerRefused,
     RequestError,
 )
-from headwater.scheduler.output import SequenceOutput
-from headwater.scheduler.request import Request
+from headwater.scheduler.request import Request, SequenceOutput
 
 
 class AsyncEngine:

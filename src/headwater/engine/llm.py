@@ -28,11 +28,13 @@ from headwater.engine.prompts import (
 from headwater.engine.structured import StructuredOutput
 from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import HeadwaterError, RequestError
-from headwater.scheduler.output import SequenceOutput, TokenLogprobs, Usage
 from headwater.scheduler.request import (
     SEED_RANGE,
     Request,
     SamplingParams,
+    SequenceOutput,
+    TokenLogprobs,
+    Usage,
     params_of_choice,
 )
 from headwater.types import RequestId, Tokens

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from headwater.engine import wire
-from headwater.scheduler.output import SequenceOutput
+from headwater.scheduler.request import SequenceOutput
 
 
 class RequestOwners:

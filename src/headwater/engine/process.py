@@ -31,8 +31,7 @@ from headwater.errors import (
     RequestError,
 )
 from headwater.metrics.stats import EngineStats
-from headwater.scheduler.output import SequenceOutput
-from headwater.scheduler.request import Request
+from headwater.scheduler.request import Request, SequenceOutput
 from headwater.transfer.completions import CompletionQueue
 from headwater.types import RequestId
 

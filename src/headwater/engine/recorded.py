@@ -20,8 +20,7 @@ import numpy as np
 from headwater.cache import KeyScheme, Namespace
 from headwater.engine.front import AsyncEngine
 from headwater.engine.record_file import RecordTarget
-from headwater.scheduler.output import SequenceOutput
-from headwater.scheduler.request import Request
+from headwater.scheduler.request import Request, SequenceOutput
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from headwater.cache import CacheStats
 from headwater.cache.pool import PoolStats
 from headwater.disagg.handoff.controller import HandoffCounts
-from headwater.disagg.handoff.totals import SideTotals
+from headwater.disagg.handoff.resources import SideTotals
 from headwater.disagg.protocol.messages import REFUSALS
 from headwater.metrics.stats import EngineStats, HandoffStats, LinkStats, TierStats
 from headwater.scheduler.stats import SchedulerStats

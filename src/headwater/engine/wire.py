@@ -14,8 +14,13 @@ from headwater import errors
 from headwater.cache import Hint
 from headwater.engine.client import CALLS, ControlCall, EngineInfo, R, reply_type
 from headwater.errors import HeadwaterError, RequestError
-from headwater.scheduler.output import SequenceOutput, TokenLogprobs, Usage
-from headwater.scheduler.request import Request, SamplingParams
+from headwater.scheduler.request import (
+    Request,
+    SamplingParams,
+    SequenceOutput,
+    TokenLogprobs,
+    Usage,
+)
 from headwater.types import LoadPolicy, RequestId
 
 _TOKEN_TYPE = np.dtype("<i4")

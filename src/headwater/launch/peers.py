@@ -11,7 +11,7 @@ from headwater.cache import Namespace
 from headwater.clock import Clock
 from headwater.config import EngineConfig, PeersConfig, peer_token_from_environment
 from headwater.disagg.handoff.controller import HandoffController
-from headwater.disagg.handoff.dependencies import HandoffDependencies, Memory
+from headwater.disagg.handoff.resources import HandoffDependencies, Memory
 from headwater.disagg.links.config import LinkConfig
 from headwater.disagg.links.interface import Deliver, LinkMaker, Sender
 from headwater.disagg.links.registry import Links

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from headwater.scheduler.output import LoadUsage
+from headwater.scheduler.request import LoadUsage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from headwater.clock import Clock
 from headwater.metrics import names
 from headwater.metrics.ledger import RequestRecord
 from headwater.metrics.names import Metric
-from headwater.scheduler.output import SequenceOutput, Usage
+from headwater.scheduler.request import SequenceOutput, Usage
 
 _BY_NAME = {metric.name: metric for metric in names.SERVER_METRICS}
 

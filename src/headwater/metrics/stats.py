@@ -6,9 +6,8 @@ Counters only go up while the engine lives; ratios are the reader's.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from headwater.scheduler.load_state import MeasuredRates
-from headwater.scheduler.output import LoadUsage
-from headwater.scheduler.predictions import PredictionTotals
+from headwater.scheduler.load_state import MeasuredRates, PredictionTotals
+from headwater.scheduler.request import LoadUsage
 from headwater.storage.base import StorageStats
 
 

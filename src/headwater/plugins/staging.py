@@ -12,7 +12,7 @@ from threading import Event, Lock, Thread
 
 from headwater.errors import StorageTimeout, StorageUnavailable
 from headwater.storage import BlockRead, BlockWrite, StorageBackend, StorageStats
-from headwater.storage.buffers import copy_bytes
+from headwater.storage.calls import copy_bytes
 from headwater.storage.io_threads import IoThreads
 from headwater.transfer.slab import HostSlab
 from headwater.types import BlockKey

@@ -19,8 +19,7 @@ from headwater.replay.request import SimRequest, Work
 from headwater.replay.settings import SimConfig
 from headwater.replay.time_series import Row, Times, TimeSeries
 from headwater.replay.trace import TraceRequest
-from headwater.scheduler.output import SequenceOutput
-from headwater.scheduler.request import Request, SamplingParams
+from headwater.scheduler.request import Request, SamplingParams, SequenceOutput
 from headwater.scheduler.scheduler import Scheduler
 from headwater.transfer.mover import Mover
 from headwater.types import RequestId, Tier

@@ -12,7 +12,7 @@ from random import Random
 
 from headwater.clock import VirtualClock
 from headwater.disagg.handoff.controller import HandoffController
-from headwater.disagg.handoff.dependencies import HandoffDependencies
+from headwater.disagg.handoff.resources import HandoffDependencies
 from headwater.disagg.peering.network import PeerMessage
 from headwater.disagg.protocol.config import HandoffConfig
 from headwater.disagg.protocol.messages import Message

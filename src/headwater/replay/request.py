@@ -4,7 +4,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from headwater.disagg.routing import RecentWork
-from headwater.scheduler.output import Usage
+from headwater.scheduler.request import Usage
 
 
 @dataclass(slots=True, eq=False)

@@ -19,9 +19,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.scheduler.output import TokenLogprobs
 from headwater.scheduler.pacing import NEW_SHARE, affordable_tokens, chunk_cost
-from headwater.scheduler.request import SamplingParams
+from headwater.scheduler.request import SamplingParams, TokenLogprobs
 from headwater.scheduler.sequence import Sequence
 from headwater.types import JobId, RequestId, Slots, Tokens
 

@@ -13,7 +13,7 @@ import numpy as np
 from headwater.cache import FinishedRequest, Lease, LoadJob, Match, TieredCache
 from headwater.errors import InvariantError
 from headwater.scheduler.load_state import OverlappedLoad
-from headwater.scheduler.output import Usage
+from headwater.scheduler.request import Usage
 from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.types import Slots
 

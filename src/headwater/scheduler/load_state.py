@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from headwater.cache import Job, JobOutcome, LoadJob
-from headwater.scheduler.output import LoadUsage, TokenLogprobs
+from headwater.scheduler.request import LoadUsage, TokenLogprobs
 from headwater.types import JobId, LinkRate, LoadPolicy, Slots
 
 if TYPE_CHECKING:
@@ -301,3 +301,33 @@ class OverlappedLoad:
     def hold(self, num_tokens: int, token: int | None, logprobs: TokenLogprobs | None) -> None:
         """The chunk was collected."""
         self.num_tokens, self.token, self.logprobs = num_tokens, token, logprobs
+
+
+class PredictionTotals(NamedTuple):
+    """Sums over all predictions of one kind."""
+
+    num: int = 0
+    expected_s: float = 0.0
+    actual_s: float = 0.0
+    error_s: float = 0.0
+    """Sum of the differences, each without its sign."""
+
+
+class PredictionLog:
+    """Compares expected with actual seconds, to show whether pricing is right.
+
+    One sum for each kind: `host_to_device`, `storage_to_host`, `prefill`.
+    """
+
+    def __init__(self) -> None:
+        self.totals: dict[str, PredictionTotals] = {}
+
+    def add(self, kind: str, expected_s: float, actual_s: float) -> None:
+        """Something was expected to take `expected_s` and took `actual_s`."""
+        num, expected, actual, error = self.totals.get(kind, PredictionTotals())
+        self.totals[kind] = PredictionTotals(
+            num + 1,
+            expected + expected_s,
+            actual + actual_s,
+            error + abs(actual_s - expected_s),
+        )

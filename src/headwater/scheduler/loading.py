@@ -28,11 +28,11 @@ from headwater.scheduler.load_state import (
     LowerTierMatch,
     MeasuredRates,
     PendingLoad,
+    PredictionLog,
     QueueAhead,
     SequenceLoad,
     choose,
 )
-from headwater.scheduler.predictions import PredictionLog
 from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.types import Tier
 

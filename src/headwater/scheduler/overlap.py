@@ -15,8 +15,8 @@ from collections.abc import Callable
 from headwater.cache import JobOutcome, JobStatus, TieredCache
 from headwater.scheduler.blocks import BlockAllocator
 from headwater.scheduler.load_state import PendingLoad
-from headwater.scheduler.output import SequenceOutput, TokenLogprobs
 from headwater.scheduler.queues import SequenceTable
+from headwater.scheduler.request import SequenceOutput, TokenLogprobs
 from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.scheduler.stats import Totals
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from headwater.scheduler.blocks import BlockAllocator
-from headwater.scheduler.output import SequenceOutput, TokenLogprobs, Usage
 from headwater.scheduler.queues import SequenceTable
+from headwater.scheduler.request import SequenceOutput, TokenLogprobs, Usage
 from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.scheduler.stats import Totals
 from headwater.types import Slots

@@ -28,13 +28,11 @@ from headwater.scheduler.fast_forward import DecodeOnly, decode_only_steps, fast
 from headwater.scheduler.load_state import ANSWER_S, MeasuredRates
 from headwater.scheduler.loading import KVLoader
 from headwater.scheduler.offload import OffloadPlanner, Prefetch
-from headwater.scheduler.output import SequenceOutput
 from headwater.scheduler.pacing import StepCosts, in_prefill_order
-from headwater.scheduler.preemption import Preemption
 from headwater.scheduler.queues import SequenceTable
 from headwater.scheduler.remote import Handoffs
-from headwater.scheduler.request import Request
-from headwater.scheduler.results import ResultApplier
+from headwater.scheduler.request import Request, SequenceOutput
+from headwater.scheduler.results import Preemption, ResultApplier
 from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.scheduler.stats import (
     SchedulerStats,

@@ -15,8 +15,7 @@ import numpy as np
 
 from headwater.cache import Lease, Namespace, TokenPath
 from headwater.scheduler.load_state import OverlappedLoad, SequenceLoad
-from headwater.scheduler.output import TokenLogprobs, Usage
-from headwater.scheduler.request import Request
+from headwater.scheduler.request import Request, TokenLogprobs, Usage
 from headwater.types import Slots, Tokens
 
 _SPARE_TOKENS = 64

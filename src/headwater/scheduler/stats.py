@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from headwater.scheduler.blocks import GrowthEstimate
-from headwater.scheduler.load_state import MeasuredRates
+from headwater.scheduler.load_state import MeasuredRates, PredictionTotals
 from headwater.scheduler.loading import KVLoader
-from headwater.scheduler.output import LoadUsage, Usage
-from headwater.scheduler.predictions import PredictionTotals
 from headwater.scheduler.queues import SequenceTable
+from headwater.scheduler.request import LoadUsage, Usage
 from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.types import RequestId
 

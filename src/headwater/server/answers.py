@@ -6,7 +6,7 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from headwater.scheduler.output import Usage
+from headwater.scheduler.request import Usage
 
 
 class LoadDetails(Struct, kw_only=True):

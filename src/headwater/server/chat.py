@@ -20,19 +20,17 @@ from headwater.server.answers import (
     UsageAnswer,
 )
 from headwater.server.body import ASGIResponse
-from headwater.server.chat_messages import plain_messages, template_settings
+from headwater.server.chat_prompt import plain_messages, template_settings, tool_use
 from headwater.server.conversation import Conversation, prepare
 from headwater.server.endpoint import Call, begin, make_job, respond
 from headwater.server.errors import RequestRefused
 from headwater.server.generation import Delta, GenerationJob, Transcript
 from headwater.server.logprobs import chat_logprobs, prompt_logprobs
-from headwater.server.params import num_logprobs
+from headwater.server.params import constraint_param, num_logprobs, structured_output
 from headwater.server.parsing.base import ToolCall
-from headwater.server.response_format import constraint_param, structured_output
 from headwater.server.schema import ChatRequest
 from headwater.server.service import Service
 from headwater.server.streaming import OPENAI_EVENTS
-from headwater.server.tools import tool_use
 
 
 async def chat_completions(request: Request) -> ASGIResponse:

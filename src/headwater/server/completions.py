@@ -18,8 +18,7 @@ from headwater.server.logprobs import (
     prompt_logprobs,
     with_prompt,
 )
-from headwater.server.params import num_logprobs
-from headwater.server.response_format import constraint_param, structured_output
+from headwater.server.params import constraint_param, num_logprobs, structured_output
 from headwater.server.schema import CompletionRequest
 from headwater.server.service import Service
 from headwater.server.streaming import OPENAI_EVENTS

@@ -9,12 +9,11 @@ from typing import Any
 
 from headwater.engine.structured import StructuredOutput
 from headwater.errors import RequestError
-from headwater.server.answer_reader import PLAIN_TEXT, AnswerParsing
-from headwater.server.chat_messages import num_characters
+from headwater.server.chat_prompt import ToolUse, num_characters
 from headwater.server.errors import RequestRefused
 from headwater.server.parsing.base import OutputParser, ToolSpec
+from headwater.server.parsing.model_output import PLAIN_TEXT, AnswerParsing
 from headwater.server.service import Service
-from headwater.server.tools import ToolUse
 from headwater.types import Tokens
 
 _PROMPT_END_CHARS = 64

@@ -13,11 +13,11 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from headwater.server import params
-from headwater.server.answer_reader import PLAIN_TEXT, AnswerParsing
 from headwater.server.answers import UsageAnswer
 from headwater.server.body import (
     ASGIResponse,
     JsonResponse,
+    check_supported,
     read_body,
     request_id_of,
     traceparent,
@@ -39,12 +39,12 @@ from headwater.server.generation import (
     Transcript,
 )
 from headwater.server.middleware import access_of
+from headwater.server.params import session_name
+from headwater.server.parsing.model_output import PLAIN_TEXT, AnswerParsing
 from headwater.server.router.protocol import FALLBACK_HEADER, PREFILL_HEADER
 from headwater.server.schema import Sampling
 from headwater.server.service import Service
-from headwater.server.session import session_name
 from headwater.server.streaming import EventStream, EventStyle, stream, while_connected
-from headwater.server.unsupported import check_supported
 from headwater.types import Tokens
 
 B = TypeVar("B", bound=Sampling)

@@ -16,9 +16,14 @@ from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import HeadwaterError, QueueFull
 from headwater.metrics import names
 from headwater.metrics.recorder import RequestTimer, SequenceProgress
-from headwater.scheduler.output import SequenceOutput, TokenLogprobs, Usage
-from headwater.scheduler.request import Request, SamplingParams, params_of_choice
-from headwater.server.answer_reader import PLAIN_TEXT, AnswerParsing, AnswerReader
+from headwater.scheduler.request import (
+    Request,
+    SamplingParams,
+    SequenceOutput,
+    TokenLogprobs,
+    Usage,
+    params_of_choice,
+)
 from headwater.server.answers import (
     CompletionTokensDetails,
     PromptTokensDetails,
@@ -27,6 +32,7 @@ from headwater.server.answers import (
 )
 from headwater.server.errors import RequestRefused
 from headwater.server.parsing.base import ParsedOutput
+from headwater.server.parsing.model_output import PLAIN_TEXT, AnswerParsing, AnswerReader
 from headwater.server.service import Service
 from headwater.types import LoadPolicy, RequestId, Tokens
 

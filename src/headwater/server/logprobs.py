@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from headwater.engine.tokenizer import Tokenizer
-from headwater.scheduler.output import TokenLogprobs
+from headwater.scheduler.request import TokenLogprobs
 from headwater.server.answers import (
     ChatLogprobs,
     CompletionLogprobs,

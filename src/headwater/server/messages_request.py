@@ -13,6 +13,7 @@ from headwater.server.messages_schema import (
     MessagesTool,
     MessagesToolChoice,
 )
+from headwater.server.params import conversation_start, session_name
 from headwater.server.parsing.base import write_json
 from headwater.server.schema import (
     CalledFunction,
@@ -27,7 +28,6 @@ from headwater.server.schema import (
     ReturnsIn,
     ToolFields,
 )
-from headwater.server.session import conversation_start, session_name
 
 T = TypeVar("T")
 

@@ -17,10 +17,9 @@ from headwater.server import (
     schema,
     stats,
 )
-from headwater.server.body import JsonResponse
+from headwater.server.body import NEUTRAL, JsonResponse
 from headwater.server.control import CONTROL_VERBS, ControlVerb
 from headwater.server.errors import ErrorAnswer
-from headwater.server.unsupported import NEUTRAL
 
 _REF = "#/components/schemas/{name}"
 _TOKEN_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}

@@ -1,17 +1,31 @@
-"""Converts request fields to `SamplingParams` and checks the limits that depend on settings."""
+"""Converts request fields to what the engine takes: sampling, session and output constraint.
 
+Limits that depend on settings are checked here.
+"""
+
+import re
 import secrets
 from collections.abc import Sequence
+from hashlib import sha256
+from typing import Any
 
 from headwater.cache import Hint
 from headwater.config import EngineConfig
 from headwater.engine.client import EngineInfo
-from headwater.errors import PromptTooLong
+from headwater.engine.structured import StructuredOutput
+from headwater.errors import PromptTooLong, RequestError
 from headwater.scheduler.request import SEED_RANGE, SamplingParams
 from headwater.server.config import LimitsConfig
 from headwater.server.errors import RequestRefused
-from headwater.server.schema import ReturnsIn, Sampling
-from headwater.server.session import session_name
+from headwater.server.schema import (
+    SESSION_ID,
+    ChatRequest,
+    Message,
+    ResponseFormat,
+    ReturnsIn,
+    Sampling,
+    StructuredFields,
+)
 from headwater.types import Tokens
 
 
@@ -184,3 +198,99 @@ def _stop_token_ids(
     for token in ids:
         check_token_ids(token, info, param="stop_token_ids")
     return tuple(ids)
+
+
+_SESSION_ID = re.compile(SESSION_ID)
+
+
+def session_name(body: Sampling) -> str:
+    """The session: `session_id`, else what `conversation`, `prompt_cache_key` or `user` tell.
+
+    One user has many conversations, so `user` counts together with how a chat begins. Empty
+    where a request says nothing; it is then recognised by its prefix alone.
+    """
+    for name in (body.session_id, body.conversation, body.prompt_cache_key):
+        if name:
+            return _as_id(name)
+    if body.user and isinstance(body, ChatRequest):
+        return _as_id(body.user)[:200] + "/" + conversation_start(body.messages)[:16]
+    return ""
+
+
+def conversation_start(messages: Sequence[Message]) -> str:
+    """A name for the conversation that begins so; the same for each of its turns."""
+    digest = sha256()
+    for message in messages:
+        digest.update(repr((message.role, message.content)).encode(errors="replace"))
+        if message.role == "user":
+            break
+    return digest.hexdigest()[:32]
+
+
+def _as_id(name: str) -> str:
+    return (
+        name if _SESSION_ID.match(name) else sha256(name.encode(errors="replace")).hexdigest()
+    )
+
+
+def structured_output(body: Sampling) -> StructuredOutput | None:
+    """What the answer must look like; None where anything may be said.
+
+    Raises RequestRefused where two fields constrain it, or one makes no sense.
+    """
+    wanted = {
+        "response_format": _of_format(body.response_format),
+        "structured_outputs": _of_fields(body.structured_outputs),
+        "guided_json": _one(json=body.guided_json),
+        "guided_regex": _one(regex=body.guided_regex),
+        "guided_choice": _one(choice=body.guided_choice),
+        "guided_grammar": _one(grammar=body.guided_grammar),
+    }
+    given = {name: value for name, value in wanted.items() if value is not None}
+    if len(given) > 1:
+        raise RequestRefused(
+            f"an answer can be constrained in one way; got {', '.join(given)}",
+            param=list(given)[1],
+        )
+    for name, fields in given.items():
+        try:
+            return StructuredOutput(**fields)
+        except RequestError as exc:
+            raise RequestRefused(str(exc), param=name) from exc
+    return None
+
+
+def constraint_param(body: Sampling) -> str:
+    """The field that an error about the grammar names."""
+    if body.structured_outputs is not None:
+        return "structured_outputs"
+    for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar"):
+        if getattr(body, name) is not None:
+            return name
+    return "response_format"
+
+
+_Fields = dict[str, Any]
+
+
+def _of_format(wanted: ResponseFormat | None) -> _Fields | None:
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return {"json_object": True}
+    if wanted.json_schema is None:
+        raise RequestRefused(
+            "response_format of type json_schema needs json_schema", param="response_format"
+        )
+    return {"json": wanted.json_schema.schema}
+
+
+def _of_fields(wanted: StructuredFields | None) -> _Fields | None:
+    if wanted is None:
+        return None
+    names = ("json", "regex", "choice", "grammar", "json_object")
+    return {name: getattr(wanted, name) or None for name in names if getattr(wanted, name)}
+
+
+def _one(**fields: object) -> _Fields | None:
+    return {k: v for k, v in fields.items() if v is not None} or None

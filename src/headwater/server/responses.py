@@ -15,6 +15,7 @@ from headwater.server.endpoint import Call, accept, respond
 from headwater.server.errors import RequestRefused, error_answer
 from headwater.server.generation import Delta, GenerationJob, Transcript
 from headwater.server.middleware import access_of
+from headwater.server.params import session_name
 from headwater.server.parsing.base import ParsedOutput
 from headwater.server.response_items import ItemWriter, items_of
 from headwater.server.response_store import StoredResponse
@@ -32,7 +33,6 @@ from headwater.server.responses_schema import (
 )
 from headwater.server.schema import CalledFunction, ChatRequest, Message, MessageToolCall
 from headwater.server.service import Service
-from headwater.server.session import session_name
 from headwater.server.streaming import EventStyle
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from headwater.server.chat_prompt import ToolMode
 from headwater.server.errors import RequestRefused
 from headwater.server.responses_schema import (
     ConversationRef,
@@ -24,7 +25,6 @@ from headwater.server.schema import (
     ResponseFormat,
     ToolFields,
 )
-from headwater.server.tools import ToolMode
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 

@@ -8,11 +8,10 @@ from starlette.responses import Response
 
 from headwater.server.answers import DetokenizeAnswer, TokenizeAnswer
 from headwater.server.body import JsonResponse, read_body
-from headwater.server.chat_messages import num_characters, plain_messages
+from headwater.server.chat_prompt import num_characters, plain_messages, template_tools
 from headwater.server.errors import RequestRefused
 from headwater.server.schema import DetokenizeRequest, TokenizeRequest
 from headwater.server.service import Service
-from headwater.server.tools import template_tools
 from headwater.types import Tokens
 
 

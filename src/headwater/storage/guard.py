@@ -26,9 +26,9 @@ from headwater.errors import (
     StorageTimeout,
     StorageUnavailable,
 )
-from headwater.storage.answers import check_count, check_counts, check_outcomes, check_stats
 from headwater.storage.base import BlockRead, BlockWrite, StorageBackend, StorageStats
 from headwater.storage.breaker import Breaker, BreakerConfig, BreakerState
+from headwater.storage.calls import check_count, check_counts, check_outcomes, check_stats
 from headwater.types import BlockKey
 
 T = TypeVar("T")

@@ -9,14 +9,13 @@ from typing import Any, Self
 
 from headwater.errors import ConfigError, StorageCorrupt
 from headwater.storage.base import BlockRead, BlockWrite, Opening, StorageStats, leading
-from headwater.storage.buffers import copy_bytes
+from headwater.storage.calls import StorageCounters, copy_bytes
 from headwater.storage.codec import (
     HEADER_BYTES,
     BlockFormat,
     encode_header,
     verify_block,
 )
-from headwater.storage.counters import StorageCounters
 from headwater.storage.settings import read_settings
 from headwater.types import BlockKey
 

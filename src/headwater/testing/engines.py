@@ -17,15 +17,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from headwater.cache import CacheConfig, TieredCache
 from headwater.clock import Clock, SystemClock
-from headwater.engine.client import ControlCall, EngineInfo, R
+from headwater.engine.client import ControlCall, EngineInfo, Mailbox, R, abort_output
 from headwater.engine.core import EngineCore
-from headwater.engine.mailbox import Mailbox, abort_output
 from headwater.engine.process import run_engine
 from headwater.engine.wire import EngineStart
 from headwater.errors import EngineDead, ModelError, RequestError
 from headwater.scheduler.config import SchedulerConfig
-from headwater.scheduler.output import SequenceOutput
-from headwater.scheduler.request import Request
+from headwater.scheduler.request import Request, SequenceOutput
 from headwater.scheduler.scheduler import Scheduler
 from headwater.testing.runners import EchoRunner, HangingRunner
 

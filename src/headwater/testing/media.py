@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from headwater.clock import SystemClock
+from headwater.storage.calls import Deadline
 from headwater.storage.codec import HEADER_BYTES
-from headwater.storage.deadline import Deadline
 from headwater.storage.file.slab import slab_path
 from headwater.storage.file.table import PAGE_BYTES, Entry, Table
 from headwater.storage.memory import MemoryStorage

@@ -11,14 +11,13 @@ from random import Random
 from headwater.cache import CacheConfig, TieredCache
 from headwater.clock import VirtualClock
 from headwater.disagg.handoff.controller import HandoffController
-from headwater.disagg.handoff.dependencies import HandoffDependencies
+from headwater.disagg.handoff.resources import HandoffDependencies
 from headwater.disagg.protocol.config import HandoffConfig
 from headwater.disagg.protocol.messages import Message
 from headwater.disagg.protocol.push import Push, PushFailure
 from headwater.engine.core import EngineCore
 from headwater.scheduler.config import SchedulerConfig
-from headwater.scheduler.output import Usage
-from headwater.scheduler.request import Request
+from headwater.scheduler.request import Request, Usage
 from headwater.scheduler.scheduler import Scheduler
 from headwater.storage.base import StorageBackend
 from headwater.testing.copiers import EchoCopier, HeldWorkers

@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwater.scheduler.batch import NO_TOKEN, ScheduledBatch, StepResult
-from headwater.scheduler.output import TokenLogprobs
-from headwater.scheduler.request import SamplingParams
+from headwater.scheduler.request import SamplingParams, TokenLogprobs
 from headwater.types import JobId, Slots, Tokens
 
 _UNWRITTEN = -1

@@ -15,8 +15,7 @@ from headwater.clock import Clock, SystemClock
 from headwater.engine.core import EngineCore
 from headwater.launch.kept_host import HostRecorder, KeptHost
 from headwater.scheduler.config import SchedulerConfig
-from headwater.scheduler.output import SequenceOutput, Usage
-from headwater.scheduler.request import Request, SamplingParams
+from headwater.scheduler.request import Request, SamplingParams, SequenceOutput, Usage
 from headwater.scheduler.scheduler import Scheduler
 from headwater.storage.base import StorageBackend
 from headwater.storage.codec import BlockFormat

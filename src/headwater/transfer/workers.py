@@ -15,8 +15,8 @@ from threading import Lock, Thread
 from headwater.cache import JobStatus, LoadJob, Lookup, Removal, TransferJob
 from headwater.clock import Clock
 from headwater.errors import StorageError, StorageTimeout, StorageUnavailable
-from headwater.storage.answers import check_count, check_counts, check_outcomes
 from headwater.storage.base import BlockRead, BlockWrite, StorageBackend, StorageStats
+from headwater.storage.calls import check_count, check_counts, check_outcomes
 from headwater.transfer.completions import JobCompletion
 from headwater.transfer.slab import HostSlab
 

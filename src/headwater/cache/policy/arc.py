@@ -6,8 +6,8 @@ A miss on what was evicted from one of the two lists says that this list should 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
-from headwater.cache.lease import Lease
 from headwater.cache.node import Node, RetentionMark
+from headwater.cache.plan import Lease
 from headwater.cache.policy.base import FinishedRequest, MarkedRun, Orders, Shape
 from headwater.cache.policy.evicted import Evicted
 from headwater.errors import InvariantError

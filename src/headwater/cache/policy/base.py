@@ -9,8 +9,8 @@ then passed over until its turn comes.
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from headwater.cache.lease import Lease
 from headwater.cache.node import Node, RetentionMark
+from headwater.cache.plan import Lease
 
 if TYPE_CHECKING:
     from headwater.cache.policy.weights import Weights

@@ -7,7 +7,7 @@ returns. Bounded in blocks and in time; the oldest is forgotten first.
 from itertools import repeat
 from typing import NamedTuple, TypeAlias
 
-from headwater.cache.lease import Lease
+from headwater.cache.plan import Lease
 from headwater.cache.policy.base import FinishedRequest
 from headwater.cache.policy.fingerprint import Fingerprints
 from headwater.cache.policy.traits import Relation, Traits

@@ -3,8 +3,8 @@
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
-from headwater.cache.lease import Lease
 from headwater.cache.node import Node
+from headwater.cache.plan import Lease
 from headwater.cache.policy.base import FinishedRequest, MarkedRun, Orders, Shape
 from headwater.errors import InvariantError
 

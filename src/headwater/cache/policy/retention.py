@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from headwater.cache.lease import Lease
 from headwater.cache.node import RetentionMark
+from headwater.cache.plan import Lease
 from headwater.cache.policy.base import FinishedRequest, MarkedRun
 from headwater.cache.policy.hazard import HazardModel
 from headwater.cache.policy.history import History

@@ -8,8 +8,8 @@ when something behind it is evicted, so that reading the order changes nothing.
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
-from headwater.cache.lease import Lease
 from headwater.cache.node import Node
+from headwater.cache.plan import Lease
 from headwater.cache.policy.base import FinishedRequest, MarkedRun, Orders, Shape
 from headwater.cache.policy.evicted import Evicted
 from headwater.errors import InvariantError

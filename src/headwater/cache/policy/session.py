@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
-from headwater.cache.lease import Lease
 from headwater.cache.node import Node, RetentionMark
+from headwater.cache.plan import Lease
 from headwater.cache.policy.base import FinishedRequest, MarkedRun
 from headwater.cache.policy.hazard import EDGES, NUM_BINS, ROW
 from headwater.cache.policy.retention import Retention

@@ -27,8 +27,7 @@ from headwater.device.kernels.sampling import (
 from headwater.device.kv import Ints
 from headwater.engine.masks import StepMasks
 from headwater.scheduler.batch import IntArray, ScheduledBatch
-from headwater.scheduler.output import TokenLogprobs
-from headwater.scheduler.request import SamplingParams
+from headwater.scheduler.request import SamplingParams, TokenLogprobs
 from headwater.types import Tokens
 
 _RING = 3

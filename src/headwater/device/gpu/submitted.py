@@ -14,7 +14,7 @@ from headwater.device.runner import void_unmasked
 from headwater.device.sampler import LogprobTable, SampledRows
 from headwater.engine.masks import StepMasks
 from headwater.scheduler.batch import IntArray, ScheduledBatch, StepResult
-from headwater.scheduler.output import TokenLogprobs
+from headwater.scheduler.request import TokenLogprobs
 from headwater.types import Tokens
 
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from itertools import count
 
 from headwater.disagg.handoff.decode_side import DecodeSide
-from headwater.disagg.handoff.dependencies import HandoffDependencies
 from headwater.disagg.handoff.prefill_side import PrefillSide
 from headwater.disagg.handoff.reads import PeerReadClient, PeerReadServer
-from headwater.disagg.handoff.totals import SideTotals
+from headwater.disagg.handoff.resources import HandoffDependencies, SideTotals
 from headwater.disagg.peering.network import PeerLost, PeerMessage
 from headwater.disagg.protocol.config import HandoffConfig
 from headwater.disagg.protocol.messages import (
@@ -25,8 +24,7 @@ from headwater.disagg.protocol.messages import (
     StartRefused,
 )
 from headwater.disagg.protocol.push import BlockReceived, LeaseClosed, PushDone, PushFailed
-from headwater.scheduler.output import SequenceOutput
-from headwater.scheduler.request import Request
+from headwater.scheduler.request import Request, SequenceOutput
 from headwater.scheduler.scheduler import Scheduler
 from headwater.scheduler.sequence import SequenceState
 from headwater.types import RequestId

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from headwater.disagg.handoff.dependencies import HandoffDependencies
 from headwater.disagg.handoff.reads import PeerReadServer
-from headwater.disagg.handoff.totals import Ended, SideTotals
+from headwater.disagg.handoff.resources import Ended, HandoffDependencies, SideTotals
 from headwater.disagg.protocol.actions import (
     Decline,
     DecodeAction,

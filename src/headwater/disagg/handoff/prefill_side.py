@@ -3,10 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from headwater.disagg.handoff.dependencies import HandoffDependencies
 from headwater.disagg.handoff.reads import PeerReadClient
-from headwater.disagg.handoff.sender_pool import SenderPool
-from headwater.disagg.handoff.totals import Ended, SideTotals
+from headwater.disagg.handoff.resources import (
+    Ended,
+    HandoffDependencies,
+    SenderPool,
+    SideTotals,
+)
 from headwater.disagg.protocol.actions import (
     CancelPushes,
     ExtendPushes,
@@ -30,8 +33,7 @@ from headwater.disagg.protocol.messages import (
 from headwater.disagg.protocol.prefill import PrefillHandoff
 from headwater.disagg.protocol.push import PushDone, PushFailed
 from headwater.errors import ConfigError, PromptTooLong, RequestError
-from headwater.scheduler.output import SequenceOutput, Usage
-from headwater.scheduler.request import Request
+from headwater.scheduler.request import Request, SequenceOutput, Usage
 from headwater.scheduler.scheduler import Scheduler
 from headwater.scheduler.sequence import Sequence
 from headwater.types import RequestId

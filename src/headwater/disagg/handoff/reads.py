@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from headwater.cache import Lease, TokenPath
-from headwater.disagg.handoff.dependencies import HandoffDependencies
-from headwater.disagg.handoff.sender_pool import SenderPool
+from headwater.disagg.handoff.resources import HandoffDependencies, SenderPool
 from headwater.disagg.links.interface import Sender
 from headwater.disagg.protocol.actions import (
     Fence,
@@ -34,7 +33,7 @@ from headwater.disagg.protocol.push import (
 from headwater.errors import ConfigError
 from headwater.scheduler.scheduler import Scheduler
 from headwater.scheduler.sequence import Sequence
-from headwater.transfer.meter import LinkMeter
+from headwater.transfer.mover import LinkMeter
 from headwater.types import RequestId
 
 _FIRST_PAUSE_S = 10.0

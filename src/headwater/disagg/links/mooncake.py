@@ -45,7 +45,7 @@ from headwater.disagg.peering.tls import Tls
 from headwater.disagg.protocol.errors import LinkBroken, Malformed
 from headwater.disagg.protocol.push import BlockPiece, PushFailure
 from headwater.errors import ConfigError
-from headwater.storage.buffers import address_of
+from headwater.storage.calls import address_of
 
 _GRANT = struct.Struct("<QQQ")
 """Address of the first cell, size of a cell, number of cells; the engine's name follows."""

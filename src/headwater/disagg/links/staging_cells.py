@@ -17,7 +17,7 @@ from headwater.disagg.links.leases import ArrivingBlocks
 from headwater.disagg.peering.stream import TICK_S, WaitCheck
 from headwater.disagg.protocol.errors import Malformed
 from headwater.disagg.protocol.push import BlockPiece
-from headwater.storage.buffers import address_of
+from headwater.storage.calls import address_of
 
 
 class FrameCredits:

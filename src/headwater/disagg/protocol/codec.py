@@ -19,8 +19,7 @@ from headwater.disagg.protocol import messages
 from headwater.disagg.protocol.errors import Malformed
 from headwater.disagg.protocol.messages import First, Message, Reason, Start, Timings
 from headwater.errors import RequestError
-from headwater.scheduler.output import TokenLogprobs, Usage
-from headwater.scheduler.request import Request, SamplingParams
+from headwater.scheduler.request import Request, SamplingParams, TokenLogprobs, Usage
 from headwater.types import RequestId
 
 MAX_BODY_BYTES = 32 << 20

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
-from headwater.scheduler.output import TokenLogprobs, Usage
-from headwater.scheduler.request import Request
+from headwater.scheduler.request import Request, TokenLogprobs, Usage
 
 
 class Reason(StrEnum):

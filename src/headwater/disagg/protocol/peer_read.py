@@ -19,8 +19,8 @@ from headwater.disagg.protocol.actions import (
     Send,
 )
 from headwater.disagg.protocol.config import HandoffConfig
+from headwater.disagg.protocol.decode import ReceiveTracker
 from headwater.disagg.protocol.messages import Pull, Reason
-from headwater.disagg.protocol.receive_tracker import ReceiveTracker
 
 PeerReadAction: TypeAlias = (
     Send | Reserve | OpenLease | Fence | LocalFallback | Quarantine | FreeQuarantined

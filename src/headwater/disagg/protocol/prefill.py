@@ -40,7 +40,7 @@ from headwater.disagg.protocol.messages import (
     ToPrefill,
 )
 from headwater.disagg.protocol.push import BlockPiece, Push
-from headwater.scheduler.output import TokenLogprobs, Usage
+from headwater.scheduler.request import TokenLogprobs, Usage
 from headwater.types import EMPTY, Slots
 
 Actions = list[PrefillAction]

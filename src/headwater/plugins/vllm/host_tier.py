@@ -14,7 +14,7 @@ import numpy as np
 
 from headwater.cache import CacheConfig, FinishedRequest, TieredCache
 from headwater.cache.keys import TokenPath
-from headwater.cache.lease import Lease
+from headwater.cache.plan import Lease
 from headwater.clock import Clock
 from headwater.plugins.identity import key_path, storage_keys
 from headwater.plugins.vllm.messages import (

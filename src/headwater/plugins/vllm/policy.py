@@ -18,8 +18,8 @@ import numpy as np
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 
-from headwater.cache.lease import Lease
 from headwater.cache.node import Node
+from headwater.cache.plan import Lease
 from headwater.cache.policy import (
     EvictionPolicy,
     FinishedRequest,

@@ -11,7 +11,7 @@ import numpy as np
 
 from headwater.server import messages_request, responses_request
 from headwater.server.body import INLINE_BYTES, decode_json
-from headwater.server.chat_messages import template_settings
+from headwater.server.chat_prompt import template_settings
 from headwater.server.errors import RequestRefused
 from headwater.server.messages_schema import MessagesRequest
 from headwater.server.responses_schema import ResponsesRequest

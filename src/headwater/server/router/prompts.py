@@ -20,14 +20,13 @@ from headwater.engine.tokenizer import Tokenizer
 from headwater.errors import HeadwaterError
 from headwater.metrics.kv_events import block_hash
 from headwater.server.body import pieces
-from headwater.server.chat_messages import plain_messages
+from headwater.server.chat_prompt import plain_messages, template_tools
 from headwater.server.cluster_auth import ClusterAuth
 from headwater.server.middleware import access_of
 from headwater.server.router.instance import Instance
 from headwater.server.router.prompt_fields import FieldReader, PromptFields
 from headwater.server.router.protocol import ModelGroup
 from headwater.server.schema import TokenizeRequest
-from headwater.server.tools import template_tools
 from headwater.types import Tokens
 
 _ASK_TIMEOUT_S = 5.0

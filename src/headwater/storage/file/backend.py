@@ -17,9 +17,8 @@ from typing import Any, Self, TypeVar
 from headwater.clock import Clock
 from headwater.errors import ConfigError, StorageCorrupt, StorageError
 from headwater.storage.base import BlockRead, BlockWrite, Opening, StorageStats, leading
+from headwater.storage.calls import Deadline, StorageCounters
 from headwater.storage.codec import BlockFormat
-from headwater.storage.counters import StorageCounters
-from headwater.storage.deadline import Deadline
 from headwater.storage.file.directory import FULL, SlabDirectory
 from headwater.storage.file.index import SlotEntry, SlotIndex
 from headwater.storage.file.slab import Slab

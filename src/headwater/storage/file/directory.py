@@ -16,9 +16,8 @@ from pathlib import Path
 
 from headwater.errors import ConfigError, StorageCorrupt
 from headwater.storage.codec import BlockFormat
-from headwater.storage.file.descriptor import OpenFile
 from headwater.storage.file.slab import Slab, slab_path
-from headwater.storage.file.table import Entry, Geometry, Table, lock_file
+from headwater.storage.file.table import Entry, Geometry, OpenFile, Table, lock_file
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors that mean that there is no room."""

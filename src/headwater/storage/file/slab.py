@@ -15,10 +15,9 @@ from pathlib import Path
 from threading import local
 
 from headwater.errors import StorageCorrupt
-from headwater.storage.buffers import address_of, copy_bytes
+from headwater.storage.calls import address_of, copy_bytes
 from headwater.storage.codec import encode_header, verify_block
-from headwater.storage.file.descriptor import OpenFile
-from headwater.storage.file.table import PAGE_BYTES, Entry, Geometry, Table
+from headwater.storage.file.table import PAGE_BYTES, Entry, Geometry, OpenFile, Table
 
 
 class Slab:

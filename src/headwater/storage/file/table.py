@@ -23,8 +23,27 @@ from numpy.typing import NDArray
 
 from headwater.errors import StorageCorrupt
 from headwater.storage.codec import BlockFormat
-from headwater.storage.file.descriptor import OpenFile
 from headwater.types import BlockKey
+
+
+class OpenFile:
+    """A file descriptor that closes with its last reference.
+
+    A read or write in progress keeps its file open, and with it the lock of its owner. Another
+    thread that gives up a slab cannot close a descriptor that is in use, and no other process can
+    take the slab over while bytes may still be written to it.
+    """
+
+    __slots__ = ("fd",)
+
+    def __init__(self, path: Path, flags: int, mode: int = 0o600) -> None:
+        self.fd = -1
+        self.fd = os.open(path, flags | os.O_CLOEXEC, mode)
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
 
 PAGE_BYTES = 4096
 ENTRY_BYTES = 80

@@ -19,10 +19,8 @@ from typing import Any, Self, TypeVar
 from headwater.clock import Clock
 from headwater.errors import ConfigError, StorageCorrupt, StorageError, StorageTimeout
 from headwater.storage.base import BlockRead, BlockWrite, Opening, StorageStats, leading
-from headwater.storage.buffers import address_of
+from headwater.storage.calls import Deadline, StorageCounters, address_of
 from headwater.storage.codec import HEADER_BYTES, BlockFormat, encode_header, verify_block
-from headwater.storage.counters import StorageCounters
-from headwater.storage.deadline import Deadline
 from headwater.storage.io_threads import IoThreads
 from headwater.storage.mooncake.config import MooncakeConfig, mooncake_config
 from headwater.types import BlockKey

@@ -15,6 +15,7 @@ from typing import Any, Self, TypeVar
 from headwater.clock import Clock
 from headwater.errors import ConfigError, StorageCorrupt, StorageError
 from headwater.storage.base import BlockRead, BlockWrite, Opening, StorageStats, leading
+from headwater.storage.calls import Deadline, StorageCounters
 from headwater.storage.codec import (
     FINGERPRINT_BYTES,
     HEADER_BYTES,
@@ -22,8 +23,6 @@ from headwater.storage.codec import (
     encode_header,
     verify_block,
 )
-from headwater.storage.counters import StorageCounters
-from headwater.storage.deadline import Deadline
 from headwater.storage.redis.config import RedisConfig, tls_context
 from headwater.storage.redis.probe import check_server
 from headwater.storage.redis.resp import Address, ReplyError, RespConnection, command

@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Mapping
 
 from headwater.errors import ConfigError
-from headwater.storage.deadline import Deadline
+from headwater.storage.calls import Deadline
 from headwater.storage.redis.resp import ReplyError, RespConnection, command
 
 _SENTENCES = {

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
 from headwater.errors import ConfigError, StorageError, StorageTimeout
-from headwater.storage.deadline import Deadline
+from headwater.storage.calls import Deadline
 
 Part = bytes | bytearray | memoryview
 

@@ -1,17 +1,29 @@
-"""Empties cache tiers while requests run.
+"""Control calls that take several turns of the loop: emptying cache tiers, and reloading weights.
 
-Device and host are emptied at once. Storage is emptied only together with both: their blocks are
+**Reset.** Requests go on running. Device and host are emptied at once. Storage is emptied only together with both: their blocks are
 known to be stored already, so they would never be written again. Storage is emptied when every
 write that began before has ended. When such a write does not end in time, the reset is refused;
 nothing waits for a storage call that does not return.
+
+**Reload.** The loop goes on, so every token of the running requests is delivered. Weights are read
+only when no sequence runs, none is preempted, and no step, transfer or lookup is in flight. The
+condition is checked in the same turn that reads them. A drain that takes too long changes nothing.
 """
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from headwater.cache import Job, JobOutcome, JobStatus, TieredCache
-from headwater.engine.client import MEMORY, TIERS, ResetReport
-from headwater.errors import RequestError
+from headwater.engine.client import MEMORY, TIERS, EngineInfo, ResetReport
+from headwater.errors import (
+    ConfigError,
+    HeadwaterError,
+    ModelError,
+    NotDrained,
+    RequestError,
+    StorageError,
+)
+from headwater.scheduler.scheduler import Scheduler
 from headwater.transfer.mover import Mover
 from headwater.types import JobId, Tier
 
@@ -23,7 +35,7 @@ Then = Callable[[ResetReport], None]
 
 
 @dataclass(slots=True)
-class _Pending:
+class _PendingReset:
     """A reset whose storage is not emptied yet."""
 
     report: ResetReport
@@ -41,7 +53,7 @@ class Resets:
     def __init__(self, cache: TieredCache, mover: Mover) -> None:
         self._cache = cache
         self._mover = mover
-        self._pending: list[_Pending] = []
+        self._pending: list[_PendingReset] = []
 
     @property
     def is_idle(self) -> bool:
@@ -60,7 +72,7 @@ class Resets:
             then(report)
             return
         writes = self._cache.storage_writes()
-        self._pending.append(_Pending(report, then, now + _DRAIN_S, writes))
+        self._pending.append(_PendingReset(report, then, now + _DRAIN_S, writes))
         self.advance(now)
 
     def finish_job(self, job: Job, outcome: JobOutcome, now: float) -> None:
@@ -86,7 +98,7 @@ class Resets:
                     f"{len(pending.writes)} earlier writes did not end within {_DRAIN_S:g} s",
                 )
 
-    def _end(self, pending: _Pending, outcome: JobOutcome) -> None:
+    def _end(self, pending: _PendingReset, outcome: JobOutcome) -> None:
         if outcome.status is not JobStatus.DONE:
             self._refuse(
                 pending, "it failed, or did not answer in time; see the log, and try again"
@@ -96,7 +108,7 @@ class Resets:
         removed = pending.report.removed | {"storage": outcome.num_blocks}
         pending.then(replace(pending.report, removed=removed))
 
-    def _refuse(self, pending: _Pending, why: str) -> None:
+    def _refuse(self, pending: _PendingReset, why: str) -> None:
         self._pending.remove(pending)
         pending.then(replace(pending.report, refusal=f"storage was not emptied: {why}"))
 
@@ -130,3 +142,92 @@ class Resets:
             )
         if not self._mover.has_storage:
             raise RequestError("this engine has no storage tier to empty")
+
+
+Reload = Callable[[str | None], EngineInfo]
+"""Reads weights of a folder, or of the current folder again; the engine's new description."""
+
+REFUSALS = (RequestError, ModelError, ConfigError, StorageError)
+"""Errors that refuse a control call. Any other error ends the engine."""
+
+
+@dataclass(slots=True)
+class _PendingReload:
+    """A reload that waits for running sequences and transfers."""
+
+    folder: str | None
+    drain_s: float
+    until_s: float
+    then: Callable[[EngineInfo], None]
+    fail: Callable[[HeadwaterError], None]
+
+
+class WeightReload:
+    """At most one reload at a time. Called from the loop's thread."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._pending: _PendingReload | None = None
+        self.read: Reload | None = None
+        """Reads the weights; None where this engine cannot."""
+
+    @property
+    def is_pending(self) -> bool:
+        return self._pending is not None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `advance` would read the weights now."""
+        return self._pending is not None and self._scheduler.is_drained
+
+    @property
+    def wake_s(self) -> float | None:
+        """When a pending reload is given up."""
+        return None if self._pending is None else self._pending.until_s
+
+    def begin(
+        self,
+        folder: str | None,
+        drain_s: float,
+        then: Callable[[EngineInfo], None],
+        fail: Callable[[HeadwaterError], None],
+        *,
+        now: float,
+    ) -> None:
+        """Start to drain. Later `then` gets the new description, or `fail` the error: NotDrained
+        after `drain_s`, or what `read` raised; then nothing has changed."""
+        if self.read is None:
+            raise RequestError("this engine cannot reload weights; restart it instead")
+        if self._pending is not None:
+            raise RequestError("another reload is running; retry when it has ended")
+        self._scheduler.begin_drain()
+        self._pending = _PendingReload(folder, drain_s, now + drain_s, then, fail)
+
+    def advance(self, now: float) -> None:
+        """Read the weights if nothing uses the old ones any more; give up at the deadline."""
+        pending = self._pending
+        if pending is None or self.read is None:
+            return
+        if self._scheduler.is_drained:
+            self._end()
+            try:
+                info = self.read(pending.folder)
+            except REFUSALS as exc:
+                pending.fail(exc)
+            else:
+                pending.then(info)
+        elif now >= pending.until_s:
+            self._end()
+            pending.fail(NotDrained(self._describe(pending.drain_s)))
+
+    def _end(self) -> None:
+        self._pending = None
+        self._scheduler.end_drain()
+
+    def _describe(self, drain_s: float) -> str:
+        stats = self._scheduler.stats()
+        return (
+            f"{stats.num_running} running and {self._scheduler.num_preempted} preempted requests "
+            f"and {stats.num_copies} transfers had not ended after {drain_s:g} s; nothing was "
+            "changed. Retry with a longer drain_timeout_s"
+        )
