@@ -275,14 +275,7 @@ class Mailbox:
 
 def abort_output(request_id: str) -> SequenceOutput:
     """The last output of a request that was ended from outside."""
-    return SequenceOutput(
-        request_id=RequestId(request_id),
-        tokens=[],
-        logprobs=[],
-        finish_reason="abort",
-        stop_token=None,
-        usage=None,
-    )
+    return SequenceOutput(RequestId(request_id), tokens=[], logprobs=[], finish_reason="abort")
 
 
 def _join(outputs: list[SequenceOutput]) -> SequenceOutput:

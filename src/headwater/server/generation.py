@@ -388,14 +388,7 @@ class Generation:
 
 def _output_of(tokens: Sequence[int]) -> SequenceOutput:
     """Existing tokens in the form of an engine output."""
-    return SequenceOutput(
-        request_id=RequestId(""),
-        tokens=list(tokens),
-        logprobs=[],
-        finish_reason=None,
-        stop_token=None,
-        usage=None,
-    )
+    return SequenceOutput(request_id=RequestId(""), tokens=list(tokens), logprobs=[])
 
 
 def _first(group: BaseExceptionGroup) -> BaseException:
