@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from headwater.cli import main
-from tests.ports import free_port
+from headwater.testing.ports import free_port
 
 
 @pytest.mark.parametrize(

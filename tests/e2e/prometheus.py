@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import yaml
 
-from tests.ports import await_port, free_port
+from headwater.testing.ports import await_port, free_port
 
 RULES = Path(__file__).parents[2] / "deploy/prometheus/alerts.yml"
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from headwater.testing.ports import free_port
 from tests.e2e.browser import Watch, chromium
 from tests.e2e.live import LiveServer
-from tests.ports import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from headwater.testing.ports import is_listening
 from tests.plugins.backends import wait_until
 
 
@@ -198,7 +199,7 @@ def test_a_redis_that_stops_never_changes_a_token(model, expected, tmp_path):
     }
     job = {"connector": storage, "batches": [make_prompts()], "drain_s": 5}
     try:
-        wait_until(lambda: _answers(port))
+        wait_until(lambda: is_listening(port))
         run(model, job)
         [shared] = run(model, job)
         child = start(model, {**job, "rounds": 3, "reset_connector": True, "pause_s": 1})
@@ -215,10 +216,3 @@ def test_a_redis_that_stops_never_changes_a_token(model, expected, tmp_path):
 
     assert min(shared["cached"]) == 288
     assert shared["tokens"] == second["tokens"] == third["tokens"] == expected
-
-
-def _answers(port):
-    import socket
-
-    with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", port)) == 0

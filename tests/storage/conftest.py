@@ -12,8 +12,8 @@ import pytest
 from headwater.clock import SystemClock
 from headwater.storage import BlockFormat, Opening, StorageBackend, open_storage
 from headwater.storage.file.backend import FileConfig, FileStorage
+from headwater.testing.ports import await_port, free_port
 from headwater.testing.storage import make_format
-from tests.ports import await_port, free_port
 from tests.still import stand_still
 
 MakeBackend = Callable[..., StorageBackend]

@@ -11,6 +11,7 @@ import pytest
 
 from headwater.errors import ConfigError
 from headwater.storage import BlockRead, BlockWrite, Opening, open_storage
+from headwater.testing.ports import free_port
 from headwater.testing.storage import (
     make_block,
     make_format,
@@ -19,7 +20,6 @@ from headwater.testing.storage import (
     read_run,
     write_run,
 )
-from tests.ports import free_port
 from tests.storage.conftest import MooncakeMaster
 from tests.storage.member import BLOCK_BYTES
 

@@ -18,6 +18,7 @@ from headwater.storage.redis.backend import RedisStorage
 from headwater.storage.redis.config import RedisConfig
 from headwater.storage.redis.resp import RespConnection, command
 from headwater.testing.media import RedisMedium
+from headwater.testing.ports import free_port
 from headwater.testing.storage import (
     make_block,
     make_format,
@@ -25,7 +26,6 @@ from headwater.testing.storage import (
     read_run,
     write_run,
 )
-from tests.ports import free_port
 from tests.storage.conftest import RedisServer
 
 BLOCK_BYTES = 8192

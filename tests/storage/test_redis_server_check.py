@@ -24,8 +24,8 @@ from headwater.storage.calls import Deadline
 from headwater.storage.redis.backend import RedisStorage
 from headwater.storage.redis.config import RedisConfig
 from headwater.storage.redis.resp import Address, RespConnection, command
+from headwater.testing.ports import free_port
 from headwater.testing.storage import make_format, make_keys, read_run, write_run
-from tests.ports import free_port
 from tests.storage.conftest import RedisServer
 
 BLOCK_BYTES = 4096

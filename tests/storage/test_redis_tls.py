@@ -9,8 +9,8 @@ import pytest
 
 from headwater.errors import ConfigError
 from headwater.storage import BlockRead, BlockWrite, Opening, StorageBackend, open_storage
+from headwater.testing.ports import await_port, free_port
 from headwater.testing.storage import make_format, make_keys, read_run, write_run
-from tests.ports import await_port, free_port
 from tests.storage.conftest import RedisServer
 
 BLOCK_BYTES = 8192

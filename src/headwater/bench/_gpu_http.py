@@ -16,10 +16,11 @@ from safetensors.torch import save_file
 
 from headwater.bench._gpu_engine import make_model, release_memory
 from headwater.bench._gpu_load import LoadSpec, run_load
-from headwater.bench._server_processes import RunningServer, await_ready, free_port
+from headwater.bench._server_processes import RunningServer, await_ready
 from headwater.clock import SystemClock
 from headwater.device import builtin
 from headwater.errors import EngineDead
+from headwater.testing.ports import free_port
 
 _STOP_S = 60
 _MEMORY = Path("/dev/shm")

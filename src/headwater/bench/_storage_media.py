@@ -1,16 +1,14 @@
 """Media for benchmarks of storage: a directory, a redis-server and a mooncake_master of our own."""
 
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from threading import Event
 from typing import Any
 
-from headwater.bench._server_processes import free_port
+from headwater.testing.ports import await_port, free_port
 
 Media = dict[str, dict[str, Any]]
 """Settings of each backend that this machine can run, by the backend's name."""
@@ -50,18 +48,7 @@ def _server(command: list[str], port: int) -> Iterator[None]:
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as process:
         try:
-            _await_port(port)
+            await_port(port, process)
             yield
         finally:
             process.kill()
-
-
-def _await_port(port: int) -> None:
-    for _ in range(500):
-        try:
-            socket.create_connection(("127.0.0.1", port), 1.0).close()
-        except OSError:
-            Event().wait(0.02)
-        else:
-            return
-    raise TimeoutError(f"nothing listens on port {port}")

@@ -42,11 +42,11 @@ from headwater.bench._server_processes import (
     RunningServer,
     alone,
     client_pinned,
-    free_port,
     headwater_command,
     running,
     vllm_command,
 )
+from headwater.testing.ports import free_port
 
 MAX_MODEL_LEN = 4096
 VLLM_MODES = ("compiled", "eager")

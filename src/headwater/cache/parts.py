@@ -11,12 +11,11 @@ from headwater.cache.audit import audit
 from headwater.cache.config import CacheConfig
 from headwater.cache.evictor import Evictor
 from headwater.cache.host_log import HostBlockLog, HostChange
-from headwater.cache.inflight import InFlightPrefixes
 from headwater.cache.job_finisher import JobFinisher
 from headwater.cache.jobs import JobTable
 from headwater.cache.keys import KeyScheme
 from headwater.cache.kv_event_log import KVEventLog
-from headwater.cache.matcher import Ghosts, Ledger, Matcher
+from headwater.cache.matcher import Ghosts, InFlightPrefixes, Ledger, Matcher
 from headwater.cache.outline import Outline, outline
 from headwater.cache.pins import Pins
 from headwater.cache.plan import Lease
