@@ -18,11 +18,11 @@ sys.path.insert(0, str(ROOT / "src"))
 from headwater.bench._server_processes import (  # noqa: E402  # after the path is set
     MODEL_NAME,
     VLLM_ENVIRONMENT,
-    free_port,
     headwater_command,
     running,
 )
 from headwater.device.builtin import ensure_bench  # noqa: E402  # after the path is set
+from headwater.testing.ports import free_port  # noqa: E402  # after the path is set
 
 
 def generator(options: argparse.Namespace, model: Path, port: int) -> list[str]:
