@@ -70,10 +70,10 @@ def test_the_text_has_a_line_for_each_part(
     """Readable without knowing the JSON; exit code 0 where the model would be served."""
     code = main(["check", str(folder), "--device", "cpu", "--swap-space", "1"])
 
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert code == 0
     for part in ("model", "served    yes", "weights", "KV", "context", "device    cpu", "host"):
-        assert part in said
+        assert part in printed
 
 
 def test_a_refused_model_is_exit_code_1_with_the_reason(

@@ -181,7 +181,7 @@ def test_values_that_ask_for_nothing_are_accepted():
     ],
 )
 def test_a_flag_that_does_nothing_says_so(flags, settings, word):
-    """Lesson 34: at start, with the reason; and only where it was given."""
+    """At start, with the reason; and only where it was given."""
     config = EngineConfig(**settings)
 
     (sentence,) = idle_settings(config, frozenset(flags))
@@ -225,7 +225,7 @@ def test_impossible_settings_are_refused_by_their_flag(flags, sentence, capsys):
     ],
 )
 def test_loopback_is_recognised(host, expected):
-    """Lesson 66: the default binds to loopback, and anything else is known as open."""
+    """The default binds to loopback, and anything else is known as open."""
     assert ServerConfig(host=host).is_loopback is expected
     assert ServerConfig().is_loopback
 
@@ -252,11 +252,11 @@ def test_a_number_is_one_to_reckon_with(flag, value, capsys):
 def test_the_version_can_be_asked_for_either_way(capsys):
     """`headwater version` and `headwater --version` say the same."""
     assert main(["version"]) == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
 
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
-    assert capsys.readouterr().out == said == f"headwater {__version__}\n"
+    assert capsys.readouterr().out == printed == f"headwater {__version__}\n"
 
 
 def test_the_version_is_that_of_the_package():

@@ -173,8 +173,8 @@ def test_every_command_marked_so_runs(page, server, tmp_path):
         start_new_session=True,
     ) as shell:
         try:
-            said, _ = shell.communicate(timeout=120)
+            printed, _ = shell.communicate(timeout=120)
         except subprocess.TimeoutExpired:
             os.killpg(shell.pid, signal.SIGKILL)
             raise
-    assert shell.returncode == 0, said
+    assert shell.returncode == 0, printed

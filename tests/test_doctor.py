@@ -9,11 +9,11 @@ def test_it_reports_everything_and_exits_0_where_the_server_can_run(capsys):
     """Each part has a line, and the last line is the verdict."""
     code = main(["doctor"])
 
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for what in ("python", "package", "compiler", "cpu", "memory", "gpu", "port", "storage"):
-        assert f" {what}" in said
+        assert f" {what}" in printed
     assert code == 0
-    assert said.splitlines()[-1].startswith("headwater serve can run: 0 missing")
+    assert printed.splitlines()[-1].startswith("headwater serve can run: 0 missing")
 
 
 def test_a_missing_package_has_a_fix_and_exit_code_1(capsys, monkeypatch):
@@ -23,10 +23,10 @@ def test_a_missing_package_has_a_fix_and_exit_code_1(capsys, monkeypatch):
 
     assert main(["doctor"]) == 1
 
-    said = capsys.readouterr().out
-    assert "no-such-package is not installed" in said
-    assert "fix: pip install 'headwater[engine]'" in said
-    assert "headwater serve cannot run yet: 1 missing" in said
+    printed = capsys.readouterr().out
+    assert "no-such-package is not installed" in printed
+    assert "fix: pip install 'headwater[engine]'" in printed
+    assert "headwater serve cannot run yet: 1 missing" in printed
 
 
 def test_no_compiler_is_slow_and_not_missing(monkeypatch):

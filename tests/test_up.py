@@ -58,13 +58,13 @@ def test_a_cluster_has_fixed_ports_a_key_and_takes_an_instance_by_hand():
         env=environment,
     ) as cluster:
         assert cluster.stdout is not None
-        said = []
+        lines = []
         for line in cluster.stdout:
-            said.append(line.strip())
+            lines.append(line.strip())
             if line.startswith("stop with"):
                 break
-        url = next(line.split()[-1] for line in said if "cluster is ready" in line)
-        command = next(line for line in said if line.startswith("headwater serve"))
+        url = next(line.split()[-1] for line in lines if "cluster is ready" in line)
+        command = next(line for line in lines if line.startswith("headwater serve"))
         by_hand = subprocess.Popen(
             [sys.executable, "-m", *shlex.split(command)],
             stdout=subprocess.DEVNULL,

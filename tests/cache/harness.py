@@ -115,8 +115,8 @@ class CacheHarness:
         self.sequences.remove(sequence)
         if save:
             self.cache.save(sequence.lease)
-        said = len(sequence.path.tokens), len(self.sequences), session, hint
-        finished = None if save else FinishedRequest(*said)
+        details = len(sequence.path.tokens), len(self.sequences), session, hint
+        finished = None if save else FinishedRequest(*details)
         self.cache.release(
             sequence.lease, now=self.now, slots=sequence.unpublished, finished=finished
         )
@@ -161,12 +161,12 @@ class CacheHarness:
             assert isinstance(plan, LoadJob)
             assert 0 < plan.num_blocks <= limit
             self.jobs.append(plan)
-            # Lesson 26: others who want the same blocks share this load.
+            # Others who want the same blocks share this load.
             again = self.cache.match(path)
             assert again.loading is plan
             assert self.cache.plan_load(again, limit_blocks=limit, now=self.now) is None
 
-    def land(self, plan, wanted):
+    def finish_copy(self, plan, wanted):
         """A transfer ends after `wanted` blocks; the rest of its target is half written."""
         self.jobs.remove(plan)
         copied = self.copy(plan, wanted)
@@ -184,14 +184,14 @@ class CacheHarness:
         """Executors that do their work: everything wanted is copied, in order."""
         self.add_jobs(self.cache.plan_offloads(limit_blocks=limit, now=self.now))
         for plan in list(self.jobs):
-            self.land(plan, plan.num_blocks)
+            self.finish_copy(plan, plan.num_blocks)
 
     def time_out(self, plan):
         """Nobody waits for it any more, but its executor has not returned."""
         self.jobs.remove(plan)
         self.zombies.append(plan)
-        landing = self.tell(JobOutcome(job=plan.job, status=JobStatus.TIMED_OUT))
-        assert landing is JobEffect.QUARANTINED
+        effect = self.tell(JobOutcome(job=plan.job, status=JobStatus.TIMED_OUT))
+        assert effect is JobEffect.QUARANTINED
 
     def quiet(self, plan, ending):
         """The executor returns at last; even if it says it is done, it is too late."""

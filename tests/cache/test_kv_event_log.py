@@ -49,7 +49,7 @@ def test_an_eviction_is_one_fact():
 
 
 def test_a_salt_keeps_tokens_private():
-    """Lesson 67: events of a salted namespace have keys that only its owner can make, and no
+    """Events of a salted namespace have keys that only its owner can make, and no
     token ids; the salt itself is nowhere."""
     cache = make_cache(record_events=True)
     serve(cache, make_path(1, 2, namespace=Namespace(salt="tenant")))
@@ -61,7 +61,7 @@ def test_a_salt_keeps_tokens_private():
     assert plain.tokens != b""
     assert not set(salted.keys) & set(plain.keys)
     assert "tenant" not in repr(salted)
-    assert {fact.tokens == b"" for fact in cache.snapshot_events()} == {True, False}
+    assert {change.tokens == b"" for change in cache.snapshot_events()} == {True, False}
 
 
 def test_a_reset_is_one_fact():

@@ -120,9 +120,9 @@ class TierMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.harness.jobs)
     @rule(data=st.data())
-    def land(self, data):
+    def finish_copy(self, data):
         plan = data.draw(st.sampled_from(self.harness.jobs))
-        self.harness.land(plan, data.draw(st.integers(0, plan.num_blocks)))
+        self.harness.finish_copy(plan, data.draw(st.integers(0, plan.num_blocks)))
 
     @rule(limit=st.integers(1, 20))
     def work_off(self, limit):
@@ -233,9 +233,10 @@ STEPS = [
     with_one("asked", lambda harness, rng, path: harness.plan_load(path, 6)),
     with_one("asked", lambda harness, rng, path: harness.look_up(path)),
     with_one(
-        "jobs", lambda harness, rng, plan: harness.land(plan, rng.randint(0, plan.num_blocks))
+        "jobs",
+        lambda harness, rng, plan: harness.finish_copy(plan, rng.randint(0, plan.num_blocks)),
     ),
-    with_one("jobs", lambda harness, rng, plan: harness.land(plan, plan.num_blocks)),
+    with_one("jobs", lambda harness, rng, plan: harness.finish_copy(plan, plan.num_blocks)),
     with_one("jobs", lambda harness, rng, plan: harness.time_out(plan)),
     with_one("zombies", lambda harness, rng, plan: harness.scribble(plan)),
     with_one("zombies", lambda harness, rng, plan: harness.quiet(plan, rng.choice(LATE))),

@@ -61,7 +61,7 @@ def test_a_file_becomes_command_lines(path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("roles: {}", "no instance"),
         ("roles: {prefill: {count: 1}}", "need decode"),
@@ -76,13 +76,13 @@ def test_a_file_becomes_command_lines(path):
         ("- a list", "Expected `object`"),
     ],
 )
-def test_mistakes_name_the_field(tmp_path, text, said):
+def test_mistakes_name_the_field(tmp_path, text, message):
     """A sentence that says what is wrong and where."""
     path = tmp_path / "cluster.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"cluster|instances|gpus") as error:
         read_spec(path)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_a_dry_run_prints_every_command_line_and_refuses_unknown_flags(path, capsys):

@@ -82,13 +82,13 @@ class Cluster:
             "restart": RestartSpec(max_restarts=2),
         } | changes
         self.host, self.clock = PaperHost(), ManualClock()
-        self.said: list[str] = []
+        self.lines: list[str] = []
         self.supervisor = ClusterSupervisor(
             ClusterSpec(**settings),
             clock=self.clock,
             routers=self.host,
             instances=self.host,
-            say=self.said.append,
+            say=self.lines.append,
         )
         self.ready = threading.Event()
         self.error = None
@@ -96,7 +96,7 @@ class Cluster:
 
     def start(self):
         self.thread.start()
-        assert self.ready.wait(10), self.said
+        assert self.ready.wait(10), self.lines
         return self
 
     def _run(self):
@@ -118,7 +118,7 @@ class Cluster:
         for _ in range(500):
             if self.states().get(name) == state:
                 return
-        raise AssertionError((name, state, self.states(), self.said))
+        raise AssertionError((name, state, self.states(), self.lines))
 
     def stop(self):
         self.supervisor.stop()
@@ -154,7 +154,7 @@ def test_a_process_that_dies_is_started_again_later_each_time_and_then_stays_dow
     cluster.host.runs("decode-1")[-1].end()
     cluster.until("decode-1", "failed")
 
-    assert "stays down" in " ".join(cluster.said)
+    assert "stays down" in " ".join(cluster.lines)
     cluster.ask("restart", names=["decode-1"])
     cluster.until("decode-1", "ready")
 
@@ -215,7 +215,7 @@ def test_a_process_that_ignores_the_drain_is_killed():
     assert cluster.states()["decode-1"] == "draining"
     cluster.clock.now_s += 100
     cluster.until("decode-1", "stopped")
-    assert "killed" in " ".join(cluster.said)
+    assert "killed" in " ".join(cluster.lines)
     cluster.host.ignores_stop = False
     cluster.stop()
 

@@ -45,7 +45,7 @@ def test_it_is_made_once_and_kept(tmp_path: Path) -> None:
 
 
 def test_a_broken_draft_leaves_nothing(tmp_path: Path) -> None:
-    """A crash half-way is a model not made, never half a model (lesson 61)."""
+    """A crash half-way is a model not made, never half a model."""
     target = tmp_path / "model"
 
     def crash(draft: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_broken_draft_leaves_nothing(tmp_path: Path) -> None:
 def test_a_broken_generation_config_is_a_sentence(
     tmp_path: Path, content: str, sentence: str
 ) -> None:
-    """Lesson 61: the file that is at fault is named, and nothing half loaded is left."""
+    """The file that is at fault is named, and nothing half loaded is left."""
     folder = make_llama(tmp_path / "model", SMALL, seed=0)
     (folder / "generation_config.json").write_text(content)
 
@@ -185,5 +185,5 @@ def test_loading_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     """No progress bar of transformers on the engine's standard error."""
     load(None)
 
-    said = capfd.readouterr()
-    assert said.out == said.err == ""
+    printed = capfd.readouterr()
+    assert printed.out == printed.err == ""

@@ -32,7 +32,7 @@ class Shape:
         self.dtype = dtype
 
 
-class Rig:
+class CopierHarness:
     def __init__(self, dtype: torch.dtype) -> None:
         model: Any = Shape(dtype)
         self.pool = KVPool(model, num_blocks=12, block_tokens=4)
@@ -56,47 +56,47 @@ class Rig:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_blocks_come_back_as_they_were(dtype):
-    """Lesson 22: each block where the plan says, in any order of slots; nothing else changes."""
-    rig = Rig(dtype)
-    rig.pool.data.copy_(torch.randn(rig.pool.data.shape).to(dtype))
-    before = rig.pool.data.clone()
+    """Each block where the plan says, in any order of slots; nothing else changes."""
+    harness = CopierHarness(dtype)
+    harness.pool.data.copy_(torch.randn(harness.pool.data.shape).to(dtype))
+    before = harness.pool.data.clone()
     sources, on_host, back = [3, 4, 5, 9, 0], [7, 8, 9, 2, 15], [10, 11, 1, 2, 6]
 
-    rig.copy(OffloadJob, sources, on_host)
-    rig.copy(LoadJob, on_host, back)
-    rig.mover.close()
+    harness.copy(OffloadJob, sources, on_host)
+    harness.copy(LoadJob, on_host, back)
+    harness.mover.close()
 
     for source, target in zip(sources, back, strict=True):
-        assert torch.equal(rig.pool.data[target], before[source])
+        assert torch.equal(harness.pool.data[target], before[source])
     rest = [slot for slot in range(12) if slot not in back]
-    assert torch.equal(rig.pool.data[rest], before[rest])
+    assert torch.equal(harness.pool.data[rest], before[rest])
 
 
 def test_a_promotion_marks_what_it_writes():
-    """Lesson 21: copies of a slot's old KV elsewhere (buffers) are stale from then on."""
-    rig = Rig(torch.float32)
-    before = rig.pool.writes.copy()
+    """Copies of a slot's old KV elsewhere (buffers) are stale from then on."""
+    harness = CopierHarness(torch.float32)
+    before = harness.pool.writes.copy()
 
-    rig.copy(LoadJob, [0, 1], [4, 6])
-    rig.copy(OffloadJob, [4, 6], [0, 1])
-    rig.mover.close()
+    harness.copy(LoadJob, [0, 1], [4, 6])
+    harness.copy(OffloadJob, [4, 6], [0, 1])
+    harness.mover.close()
 
-    assert np.flatnonzero(rig.pool.writes - before).tolist() == [4, 6]
+    assert np.flatnonzero(harness.pool.writes - before).tolist() == [4, 6]
 
 
 def test_the_host_has_the_same_bytes_in_the_same_order():
     """One copy moves one block: no tier repacks anything."""
-    rig = Rig(torch.float32)
-    rig.pool.data.copy_(torch.randn(rig.pool.data.shape))
+    harness = CopierHarness(torch.float32)
+    harness.pool.data.copy_(torch.randn(harness.pool.data.shape))
 
-    rig.copy(OffloadJob, [5], [3])
-    rig.mover.close()
+    harness.copy(OffloadJob, [5], [3])
+    harness.mover.close()
 
-    assert bytes(rig.slab.view(3)) == rig.pool.data[5].numpy().tobytes()
+    assert bytes(harness.slab.view(3)) == harness.pool.data[5].numpy().tobytes()
 
 
 def test_a_copy_lets_go_of_the_interpreter():
-    """Lesson 13: the loop has its turns while a whole block is moved."""
+    """The loop has its turns while a whole block is moved."""
     model: Any = Shape(torch.float32)
     model.num_layers, model.head_dim = 64, 1024
     pool = KVPool(model, num_blocks=1, block_tokens=64)

@@ -92,18 +92,20 @@ def run(
     core: EngineCore, requests: Sequence[Request]
 ) -> dict[str, tuple[list[int], list[float]]]:
     """Tokens of each request, and how far the chosen one was ahead of the next, all at once."""
-    said: dict[str, tuple[list[int], list[float]]] = {r.request_id: ([], []) for r in requests}
+    outputs: dict[str, tuple[list[int], list[float]]] = {
+        r.request_id: ([], []) for r in requests
+    }
     for request in requests:
         core.add(request)
     while core.has_work:
         for output in core.step():
-            tokens, gaps = said[output.request_id]
+            tokens, gaps = outputs[output.request_id]
             tokens += output.tokens
             for entry in output.logprobs:
                 assert entry is not None, "asked for"
                 gaps.append(entry.top_values[0] - entry.top_values[1])
         core.check()
-    return said
+    return outputs
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -197,20 +197,20 @@ def run_core(
     sources = {"host": 0, "storage": 0}
     for number, tokens in enumerate(prompts):
         engine.add(make_real_request(str(number), tokens.tolist(), seed=1))
-        said: list[int] = []
+        generated: list[int] = []
         while True:
             if not engine.has_work:
                 engine.completions.wait(0.001)
             done = False
             for output in engine.step():
-                said += output.tokens
+                generated += output.tokens
                 if output.usage is not None:
                     for tier in sources:
                         sources[tier] += output.usage.by_tier.get(tier, 0)
                 done |= output.finish_reason is not None
             if done:
                 break
-        out.append(said)
+        out.append(generated)
         while engine.has_work:  # writes to lower tiers
             engine.step()
     engine.close()

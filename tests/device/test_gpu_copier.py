@@ -42,7 +42,7 @@ class Shape:
     share = None
 
 
-class Rig:
+class GpuCopierHarness:
     def __init__(self, folder: Path | None = None, *, host_slots: int = 64) -> None:
         model: Any = Shape()
         self.clock = clock = SystemClock()
@@ -96,24 +96,24 @@ DOWN, UP = (Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DEVICE)
 
 def test_a_block_survives_every_tier_bit_for_bit(tmp_path: Path) -> None:
     """Device, host, file, host, device: the same bytes, NaN payloads and all."""
-    rig = Rig(tmp_path)
-    rig.pool.data.view(torch.int16).random_(-(1 << 15), (1 << 15) - 1)
-    before = rig.pool.data.view(torch.int16).clone()
+    harness = GpuCopierHarness(tmp_path)
+    harness.pool.data.view(torch.int16).random_(-(1 << 15), (1 << 15) - 1)
+    before = harness.pool.data.view(torch.int16).clone()
     device, host = [3, 4, 9, 0, 40, 17], [7, 8, 2, 15, 60, 33]
 
-    rig.start(OffloadJob, device, host, DOWN)
-    rig.end()
-    rig.start(OffloadJob, host, [], (Tier.HOST, Tier.STORAGE))
-    rig.end()
-    rig.slab.rows[:] = 0
+    harness.start(OffloadJob, device, host, DOWN)
+    harness.end()
+    harness.start(OffloadJob, host, [], (Tier.HOST, Tier.STORAGE))
+    harness.end()
+    harness.slab.rows[:] = 0
     other, back = [20, 21, 5, 6, 50, 51], [30, 1, 31, 2, 32, 41]
-    rig.start(LoadJob, [], other, (Tier.STORAGE, Tier.HOST))
-    rig.end()
-    rig.start(LoadJob, other, back, UP)
-    rig.end()
-    rig.mover.close()
+    harness.start(LoadJob, [], other, (Tier.STORAGE, Tier.HOST))
+    harness.end()
+    harness.start(LoadJob, other, back, UP)
+    harness.end()
+    harness.mover.close()
 
-    now = rig.pool.data.view(torch.int16)
+    now = harness.pool.data.view(torch.int16)
     for source, target in zip(device, back, strict=True):
         assert torch.equal(now[target], before[source])
     rest = [slot for slot in range(NUM_BLOCKS) if slot not in back]
@@ -124,33 +124,33 @@ def test_a_block_survives_every_tier_bit_for_bit(tmp_path: Path) -> None:
 def test_a_demotion_follows_the_write_it_copies(
     ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lesson 21: a block written by work that is queued and not done is copied after it. With
+    """A block written by work that is queued and not done is copied after it. With
     the edge taken out the old bytes are copied, so this test sees the edge."""
-    rig = Rig()
+    harness = GpuCopierHarness()
     if not ordered:
         monkeypatch.setattr(torch.cuda.Stream, "wait_event", lambda self, event: None)
     stale = 0
     slots = list(range(8))
-    rig.start(OffloadJob, slots, slots, DOWN)
-    rig.end()
+    harness.start(OffloadJob, slots, slots, DOWN)
+    harness.end()
     for turn in range(1, 31):
         torch.cuda._sleep(2_000_000)  # a millisecond or so in front of the write
-        rig.pool.data[:8] = float(turn)
-        rig.start(OffloadJob, slots, slots, DOWN)
-        rig.end()
+        harness.pool.data[:8] = float(turn)
+        harness.start(OffloadJob, slots, slots, DOWN)
+        harness.end()
         torch.cuda.synchronize()
-        read = torch.from_numpy(rig.slab.rows[:8].copy()).view(torch.bfloat16)
+        read = torch.from_numpy(harness.slab.rows[:8].copy()).view(torch.bfloat16)
         stale += int(not bool((read == float(turn)).all()))
-    rig.mover.close()
+    harness.mover.close()
 
     assert stale == 0 if ordered else stale > 0
 
 
 def test_many_jobs_both_ways_beside_the_model() -> None:
     """Blocks go around through the host while the device computes; every one comes back."""
-    rig = Rig()
-    rig.pool.data.normal_()
-    before = rig.pool.data[:16].clone()
+    harness = GpuCopierHarness()
+    harness.pool.data.normal_()
+    before = harness.pool.data[:16].clone()
     noise = torch.randn(4096, 4096, device="cuda")
     at = list(range(16))
     for turn in range(12):
@@ -158,15 +158,15 @@ def test_many_jobs_both_ways_beside_the_model() -> None:
         for _ in range(4):
             noise = torch.tanh(noise @ noise)
         for half in (slice(0, 8), slice(8, 16)):
-            rig.start(OffloadJob, at[half], hosts[half], DOWN)
-        rig.end(2)
+            harness.start(OffloadJob, at[half], hosts[half], DOWN)
+        harness.end(2)
         at = [16 + (turn % 2) * 16 + i for i in range(16)]
         for half in (slice(0, 8), slice(8, 16)):
-            rig.start(LoadJob, hosts[half], at[half], UP)
-        rig.end(2)
-    rig.mover.close()
+            harness.start(LoadJob, hosts[half], at[half], UP)
+        harness.end(2)
+    harness.mover.close()
 
-    assert torch.equal(rig.pool.data[at], before)
+    assert torch.equal(harness.pool.data[at], before)
 
 
 def test_neighbours_are_one_copy_within_a_piece() -> None:
@@ -181,13 +181,13 @@ def test_neighbours_are_one_copy_within_a_piece() -> None:
 
 def test_copies_begin_before_the_slab_is_pinned() -> None:
     """A slab of several pieces: the last slot is asked for first and is served at once."""
-    rig = Rig(host_slots=1024)
-    rig.pool.data.normal_()
+    harness = GpuCopierHarness(host_slots=1024)
+    harness.pool.data.normal_()
 
-    rig.start(OffloadJob, [1, 2], [1023, 0], DOWN)
-    rig.end()
+    harness.start(OffloadJob, [1, 2], [1023, 0], DOWN)
+    harness.end()
 
-    read = torch.from_numpy(rig.slab.rows[1023].copy()).view(torch.bfloat16)
-    assert torch.equal(read, rig.pool.data[1].flatten().cpu())
-    rig.mover.close()
-    rig.mover.close()
+    read = torch.from_numpy(harness.slab.rows[1023].copy()).view(torch.bfloat16)
+    assert torch.equal(read, harness.pool.data[1].flatten().cpu())
+    harness.mover.close()
+    harness.mover.close()

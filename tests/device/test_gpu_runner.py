@@ -95,10 +95,10 @@ def test_two_steps_in_flight_equal_one(on_gpu: LoadedModel, num_rows: int) -> No
         carried.reverse()
     two.collect()
 
-    def said(rows: list[Running]) -> dict[str, list[int]]:
+    def tokens_of(rows: list[Running]) -> dict[str, list[int]]:
         return {row.name: row.output for row in rows}
 
-    assert said(carried) == said(plain)
+    assert tokens_of(carried) == tokens_of(plain)
 
 
 WAYS = [

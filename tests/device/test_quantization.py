@@ -42,13 +42,13 @@ def test_a_format_stands_for_the_weights_it_was_made_from(
         assert torch.equal(ours[part], weight), part
     assert sum("dequantised at load" in line for line in caplog.messages) == 1
     assert model.fingerprint != expected.fingerprint
-    said = []
+    outputs = []
     for each in (model, expected):
         driver = Driver(each)
         sequence = driver.add(prompt(21))
         driver.finish(sequence, count=8)
-        said.append(sequence.output)
-    assert said[0] == said[1]
+        outputs.append(sequence.output)
+    assert outputs[0] == outputs[1]
 
 
 @pytest.mark.parametrize("has_zeros", [False, True])

@@ -1,7 +1,7 @@
 """Any order of messages, blocks, fences, deaths and time: no wrong token, no lost slot, an end.
 
 Whole engines on a virtual clock, joined by a fabric. The search chooses what arrives next, twice,
-late or never. Lessons 46, 50 to 54, 56, 58.
+late or never.
 """
 
 from dataclasses import replace
@@ -74,16 +74,16 @@ class Interleavings(RuleBasedStateMachine):
         token."""
         if self.broken:
             name = data.draw(sampled_from(sorted(self.broken)))
-            request, said = self.broken.pop(name)
-            if request.num_resumed_tokens + len(said) == request.params.max_tokens:
+            request, sent = self.broken.pop(name)
+            if request.num_resumed_tokens + len(sent) == request.params.max_tokens:
                 return  # only the report of its end was lost
-            tokens = np.concatenate((request.tokens, np.array(said, dtype=np.int32)))
+            tokens = np.concatenate((request.tokens, np.array(sent, dtype=np.int32)))
             again = replace(
                 request,
                 request_id=RequestId(self._name()),
                 tokens=tokens,
                 prefill="p" if handed_off else "",
-                num_resumed_tokens=request.num_resumed_tokens + len(said),
+                num_resumed_tokens=request.num_resumed_tokens + len(sent),
             )
             self._add("d", again)
 
@@ -225,7 +225,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @invariant()
     def pushes_end_before_the_lease(self):
-        """Lesson 50: P's term is never longer than D's."""
+        """P's term is never longer than D's."""
         if "d" in self.dead:
             return
         for transfer in self.pair.fabric.transfers:
@@ -301,7 +301,7 @@ class Interleavings(RuleBasedStateMachine):
                 self.ended[name] = tokens
 
     def _check_leases(self, name: str) -> None:
-        """Lesson 50: no lease outlives its term, once D has looked at the clock."""
+        """No lease outlives its term, once D has looked at the clock."""
         works = {} if name in self.dead else self._peer(name).handoffs.decode_side._entries
         for work in works.values():
             end_s = work.machine.lease_end_s

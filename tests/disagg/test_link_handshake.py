@@ -78,7 +78,7 @@ def test_both_ends_get_one_key_and_the_grant():
     ],
 )
 def test_a_mismatch_is_refused_with_a_reason(change, sentence):
-    """And the receiver ends the connection (lesson 66)."""
+    """And the receiver ends the connection."""
     near, far = meet(OURS._replace(**change), OURS)
 
     assert isinstance(near, LinkBroken)
@@ -108,9 +108,9 @@ def test_a_sender_of_the_first_version_is_refused():
 
     with pytest.raises(Malformed, match="version"):
         ServerHandshake(far, OURS, check_wait)
-    said = handshake._take(near, handshake._CHALLENGE.size, check_wait)
+    challenge = handshake._take(near, handshake._CHALLENGE.size, check_wait)
     result = handshake._take(near, handshake._WELCOME.size, check_wait)
-    assert said.startswith(handshake._MAGIC)
+    assert challenge.startswith(handshake._MAGIC)
     assert handshake._WELCOME.unpack(result)[0] == HandshakeResult.VERSION
     near.close()
     far.close()
@@ -147,7 +147,7 @@ def test_a_wrong_token_fails_the_push_and_no_other(link):
 
 
 def test_strangers_that_say_nothing_are_dropped():
-    """They are closed after the handshake timeout, and a sender still connects (lesson 68)."""
+    """They are closed after the handshake timeout, and a sender still connects."""
     with open_harness(MakeLinks("tcp"), "tcp", 4096) as harness:
         host, _, port = harness.receiver.address.removeprefix("tcp://").rpartition(":")
         unauthenticated = [socket.create_connection((host, int(port)), 5.0) for _ in range(40)]
@@ -178,7 +178,7 @@ def test_a_stranger_that_keeps_many_connections_open_keeps_no_sender_out(monkeyp
 
 
 def test_mistakes_of_the_operator_are_told_at_once():
-    """No token, an unknown link, an invalid address, a port in use (lessons 60, 61)."""
+    """No token, an unknown link, an invalid address, a port in use."""
     memory, log = BlockArray(1, 64), EventLog()
     links = Links(CONFIG, memory, log)
     with pytest.raises(ConfigError, match="token"):

@@ -31,7 +31,7 @@ class LiveServer:
             stderr=subprocess.PIPE,
             text=True,
         )
-        self.said: list[str] = []
+        self.lines: list[str] = []
         self.errors: list[str] = []
         self.url = ""
         self.engine_pid = 0
@@ -52,14 +52,14 @@ class LiveServer:
         """Read the banner; raises with what the server said where there is none."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self.said.append(line)
+            self.lines.append(line)
             if found := _READY.search(line):
                 self.url = found.group(1)
             if found := _ENGINE.search(line):
                 self.engine_pid = int(found.group(1))
             if line.startswith("stop with"):
                 return self
-        raise AssertionError(f"no server: {self.said} {self.errors}")
+        raise AssertionError(f"no server: {self.lines} {self.errors}")
 
     def _read_errors(self) -> None:
         assert self.process.stderr is not None
@@ -75,7 +75,7 @@ class LiveServer:
         """The exit code, once there is one."""
         code = self.process.wait(timeout=60)
         assert self.process.stdout is not None
-        self.said.extend(self.process.stdout)
+        self.lines.extend(self.process.stdout)
         self.process.stdout.close()
         self._reader.join()
         return code

@@ -104,7 +104,7 @@ def expected(server):
 
 
 def test_pause_holds_traffic_and_resume_lets_it_go_on(server, traffic):
-    """Lesson 58: nobody is refused, nobody is admitted, and nothing is lost."""
+    """Nobody is refused, nobody is admitted, and nothing is lost."""
     assert server.post("/v1/pause").status_code == 200
     try:
         # Everybody waits, so nobody's answer is still on its way.
@@ -146,7 +146,7 @@ def test_abort_ends_one_request_and_leaves_the_others(server, traffic):
 
 
 def test_abort_all_under_load_returns_every_slot(server, traffic):
-    """Lesson 58: whatever each request was doing."""
+    """Whatever each request was doing."""
     server.post("/v1/abort_requests", {"abort_all": True})
     traffic.wait_for(3)
     answers = traffic.stop()
@@ -156,7 +156,7 @@ def test_abort_all_under_load_returns_every_slot(server, traffic):
 
 
 def test_reset_under_load_changes_no_token(server, traffic):
-    """Lesson 59: again and again while requests run; each keeps the blocks it has."""
+    """Again and again while requests run; each keeps the blocks it has."""
     for _ in range(5):
         assert server.post("/reset_prefix_cache").status_code == 200
         traffic.wait_for(1)
@@ -167,7 +167,7 @@ def test_reset_under_load_changes_no_token(server, traffic):
 
 
 def test_other_weights_under_load_serve_everyone_and_mix_nothing(server, models, traffic):
-    """Lesson 39: every answer is of the one or of the other model whole, none of a block of one
+    """Every answer is of the one or of the other model whole, none of a block of one
     in the other; nobody is refused; the old weights' blocks are found again when they return,
     from storage, and not before."""
     old = server.get("/server_info").json()["engine"]["fingerprint"]
@@ -201,14 +201,14 @@ def test_other_weights_under_load_serve_everyone_and_mix_nothing(server, models,
 def test_a_reload_that_cannot_be_changes_nothing(server, models, traffic):
     """Another shape, no model, a folder elsewhere: a sentence, and traffic goes on."""
     before = server.get("/server_info").json()["engine"]["fingerprint"]
-    for model, said in (
+    for model, message in (
         (models / "wide", "another shape: num_layers"),
         (models / "empty", "no config.json"),
         (models.parent, "beside the one"),
     ):
         answer = server.post("/v1/reload_weights", {"model": str(model)})
         assert answer.status_code == 400
-        assert said in answer.json()["error"]["message"]
+        assert message in answer.json()["error"]["message"]
     traffic.wait_for(3)
 
     assert all(answer.status_code == 200 for _, answer in traffic.stop())

@@ -163,7 +163,7 @@ def test_a_hand_off_between_processes_yields_the_tokens_of_one(cluster):
     assert complete(cluster.decode, prompt, headers).status_code == 403
     headers = {"x-headwater-prefill": "no address", "x-headwater-peer-token": TOKEN}
     assert complete(cluster.decode, prompt, headers).status_code == 400
-    for secret in (cluster.decode.get("/server_info").text, "".join(cluster.decode.said)):
+    for secret in (cluster.decode.get("/server_info").text, "".join(cluster.decode.lines)):
         assert TOKEN not in secret
 
 
@@ -229,7 +229,7 @@ def test_a_stopped_p_is_given_up_after_a_term_and_back_later(cluster):
 
 
 def test_a_p_that_is_told_to_stop_ends_what_others_wait_for(cluster):
-    """Lesson 59: SIGTERM in the middle of a hand-off: it goes on to its end, and then P ends."""
+    """SIGTERM in the middle of a hand-off: it goes on to its end, and then P ends."""
     prompt, prefill = cluster.prompt(), cluster.prefill
     before = failures(cluster.decode)
     with closing(cluster.proxy("grant")) as proxy:

@@ -39,13 +39,13 @@ def until_agreed(server, consumer):
     while True:
         consumer.ask()
         tiers = server.get("/cache").json()["tiers"]
-        said = (len(consumer.blocks["GPU"]), len(consumer.blocks["CPU"]))
-        if said == (tiers["device"]["cached"], tiers["host"]["cached"]) and min(said) > 0:
+        counts = (len(consumer.blocks["GPU"]), len(consumer.blocks["CPU"]))
+        if counts == (tiers["device"]["cached"], tiers["host"]["cached"]) and min(counts) > 0:
             return
 
 
 def test_a_real_server_is_followed_through_all_tiers_and_a_restart(tmp_path):
-    """Lesson 71: an idle engine answers with a snapshot, evictions and writes are all told, a
+    """An idle engine answers with a snapshot, evictions and writes are all told, a
     reset clears, and another life has another epoch and begins with nothing."""
     server = start(tmp_path)
     consumer, epoch = follow(server)

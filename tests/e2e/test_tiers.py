@@ -47,7 +47,7 @@ def until_written(server: LiveServer, link: str) -> dict[str, Any]:
 
 
 def test_a_prompt_that_the_device_evicted_comes_back_from_the_host():
-    """Lessons 14, 64: the start says what fills the tier, the usage where the hit was."""
+    """The start says what fills the tier, the usage where the hit was."""
     server = LiveServer("--swap-space", "0.25", blocks=24).wait_ready()
     first, _ = ask(server, 1)
     again, on_device = ask(server, 1)
@@ -77,7 +77,7 @@ def test_a_prompt_that_the_device_evicted_comes_back_from_the_host():
     assert state["ledger"]["found_tokens"]["host"] == cache["host"]
     assert 'headwater:transfer_bytes_total{link="host_to_device"}' in scraped
     assert 'headwater:tier_blocks{state="cached",tier="host"}' in scraped
-    assert any("is written to it before it leaves the device" in line for line in server.said)
+    assert any("is written to it before it leaves the device" in line for line in server.lines)
     assert code == 0, server.errors
 
 
@@ -110,7 +110,7 @@ def test_a_split_is_seen_by_the_client_and_in_the_ledger():
 
 
 def test_an_idle_server_with_tiers_sleeps(tmp_path):
-    """Lesson 15: no thread of the engine wakes to look whether a copy is done."""
+    """No thread of the engine wakes to look whether a copy is done."""
     server = LiveServer(
         *("--swap-space", "0.25", "--write-policy", "write_through"),
         *("--kvcache-storage-backend", "file", "--kvcache-storage-config"),
@@ -163,11 +163,11 @@ def test_a_restarted_server_hits_on_its_first_request(tmp_path):
     assert before == after
     assert warm["storage"] > 0
     assert warm["miss_reason"] is None
-    assert any("storage file" in line for line in restarted.said)
+    assert any("storage file" in line for line in restarted.lines)
 
 
 def test_tiers_are_forgotten_while_requests_run(tmp_path):
-    """Lesson 59: memory, then storage too; streams that run meanwhile end with their own tokens."""
+    """Memory, then storage too; streams that run meanwhile end with their own tokens."""
     server = LiveServer(
         *("--swap-space", "0.25", "--write-policy", "write_through", "--load-policy", "wait"),
         *("--kvcache-storage-backend", "file", "--kvcache-storage-config"),
@@ -202,7 +202,7 @@ def test_tiers_are_forgotten_while_requests_run(tmp_path):
 
 
 def test_a_server_whose_storage_is_dead_serves():
-    """Lesson 38: a store that refuses every connection costs hits; no request fails."""
+    """A store that refuses every connection costs hits; no request fails."""
     server = LiveServer(
         *("--swap-space", "0.25", "--write-policy", "write_through"),
         *("--kvcache-storage-backend", "tests.e2e.dead:DeadStorage"),

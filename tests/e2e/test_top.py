@@ -42,11 +42,11 @@ def killed_at_the_end(process):
         process.kill()
 
 
-def read_until(terminal, wanted, *, said=""):
+def read_until(terminal, wanted, *, shown=""):
     """What the terminal showed, up to all of `wanted`; pytest's limit ends a wait for ever."""
-    while not all(word in said for word in wanted):
-        said += os.read(terminal, 65536).decode(errors="replace")
-    return said
+    while not all(word in shown for word in wanted):
+        shown += os.read(terminal, 65536).decode(errors="replace")
+    return shown
 
 
 def drain(terminal):
@@ -115,12 +115,12 @@ def test_live_in_a_terminal_it_updates_until_interrupted(server):
         os.close(theirs)
         read_until(ours, ["headwater-tiny", "live", "tiers", "running and waiting"])
         server.complete(prompt="a request to be seen", max_tokens=4, request_id="seen-in-top")
-        said = read_until(ours, ["seen-in-top"])
+        shown = read_until(ours, ["seen-in-top"])
         process.send_signal(signal.SIGINT)
         drain(ours)
         assert process.wait(timeout=20) == 130
     os.close(ours)
-    assert "Traceback" not in said
+    assert "Traceback" not in shown
 
 
 def test_q_leaves(server):

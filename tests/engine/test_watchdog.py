@@ -29,11 +29,11 @@ class SteppedEvent(threading.Event):
 
 def watch(*looks, loop, clock):
     """Run the watch over a script of looks, in this thread; what it said."""
-    said: list[str] = []
-    watchdog = StepWatchdog(loop, 10.0, said.append, clock)
+    reasons: list[str] = []
+    watchdog = StepWatchdog(loop, 10.0, reasons.append, clock)
     watchdog._stopped = SteppedEvent(looks)
     watchdog._watch()
-    return said
+    return reasons
 
 
 def test_a_loop_that_sleeps_or_ends_its_steps_in_time_is_left_alone():
@@ -58,9 +58,9 @@ def test_a_step_that_does_not_end_is_reported_once():
         loop.device_since = loop.device_since or (clock.now(), 7)
         clock.advance(4.0)
 
-    (said,) = watch(hang, hang, hang, hang, hang, loop=loop, clock=clock)
+    (reasons,) = watch(hang, hang, hang, hang, hang, loop=loop, clock=clock)
 
-    assert said.startswith("step 7 did not end within 10 s")
+    assert reasons.startswith("step 7 did not end within 10 s")
 
 
 def test_a_step_that_goes_on_although_a_rank_is_lost_ends_long_before_the_timeout():

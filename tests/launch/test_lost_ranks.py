@@ -53,8 +53,8 @@ def test_a_rank_may_be_lost_in_every_phase_of_a_step(
     core, (child,) = engine.core, rank_pids(engine)
     runner: Any = core._runner
     engine.generate(make_prompts(20, 20), make_params()[:1])
-    said: list[str] = []
-    StepWatchdog(core, 1.0, said.append, SystemClock()).start()
+    reasons: list[str] = []
+    StepWatchdog(core, 1.0, reasons.append, SystemClock()).start()
 
     def losing(call: Callable[..., Any]) -> Callable[..., Any]:
         """The same call; the rank is lost at its end."""
@@ -87,7 +87,7 @@ def test_a_rank_may_be_lost_in_every_phase_of_a_step(
     asking = threading.Thread(target=ask)
     asking.start()
     if number == signal.SIGSTOP:
-        wait_until(lambda: bool(said))
+        wait_until(lambda: bool(reasons))
         os.kill(child, signal.SIGKILL)
     asking.join(30.0)
     engine.core.close()

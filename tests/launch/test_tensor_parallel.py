@@ -85,11 +85,11 @@ def test_a_rank_that_hangs_is_found_by_the_watchdog_and_one_that_dies_at_once(
     """Stopped, the step waits until the watchdog says so. Killed, the step ends with a sentence
     that names the rank. The last test of this module: it uses the ranks up."""
     core = two_ranks.core
-    said: list[str] = []
+    reasons: list[str] = []
     error: list[str] = []
     (child,) = rank_pids(two_ranks)
     os.kill(child, signal.SIGSTOP)
-    watchdog = StepWatchdog(core, 1.0, said.append, SystemClock())
+    watchdog = StepWatchdog(core, 1.0, reasons.append, SystemClock())
     watchdog.start()
 
     def ask() -> None:
@@ -100,8 +100,8 @@ def test_a_rank_that_hangs_is_found_by_the_watchdog_and_one_that_dies_at_once(
 
     asking = threading.Thread(target=ask)
     asking.start()
-    wait_until(lambda: bool(said))
-    assert "did not end within 1 s" in said[0]
+    wait_until(lambda: bool(reasons))
+    assert "did not end within 1 s" in reasons[0]
     assert asking.is_alive()
 
     os.kill(child, signal.SIGKILL)

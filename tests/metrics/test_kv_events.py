@@ -145,7 +145,7 @@ def test_messages_are_exactly_in_the_format(instance, consumer):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_consumer_knows_every_block_of_every_medium(instance, consumer, seed):
-    """Lesson 71: gaps within the buffer, gaps beyond it and resets all end in the exact truth."""
+    """Gaps within the buffer, gaps beyond it and resets all end in the exact truth."""
     chance = random.Random(seed)
     for lost in (0, 1, 5, 20):
         consumer.hear()
@@ -167,7 +167,7 @@ def test_a_consumer_knows_every_block_of_every_medium(instance, consumer, seed):
 
 
 def test_a_restart_is_a_new_life(instance, consumer):
-    """Lesson 71: a consumer of the life before asks with a number of that life, and is told
+    """A consumer of the life before asks with a number of that life, and is told
     all there is in this one, not the rest of another's story."""
     instance.live(random.Random(1), 6)
     consumer.hear()
@@ -184,7 +184,7 @@ def test_a_restart_is_a_new_life(instance, consumer):
 
 
 def test_salted_prompts_are_not_told(instance, consumer):
-    """Lesson 67: a salted prompt's blocks are counted, its tokens are in no message."""
+    """A salted prompt's blocks are counted, its tokens are in no message."""
     consumer.hear()
     serve(instance.cache, make_path(1, 2, namespace=Namespace(salt="tenant")))
     instance.turn()
@@ -215,10 +215,10 @@ def test_what_waits_for_a_slow_thread_is_bounded():
     gate = threading.Event()
 
     class Slow(KvPublisher):
-        def _payload(self, facts):
+        def _payload(self, changes):
             if threading.current_thread().name == "kv-events":
                 gate.wait()
-            return super()._payload(facts)
+            return super()._payload(changes)
 
     publisher = Slow(
         KvEventsConfig(),
@@ -229,19 +229,19 @@ def test_what_waits_for_a_slow_thread_is_bounded():
         max_queued=8,
     )
     woken, num_snapshots = threading.Event(), 0
-    facts = [BlocksRemoved(tier=Tier.DEVICE, keys=[BlockKey(bytes(32))])]
+    changes = [BlocksRemoved(tier=Tier.DEVICE, keys=[BlockKey(bytes(32))])]
 
     for _ in range(200):
-        publisher.publish(facts)
+        publisher.publish(changes)
         assert not publisher.snapshot_wanted
         assert publisher._queue.qsize() <= 8
     gate.set()
     assert woken.wait(10)
     for _ in range(200):
-        publisher.publish(facts)
+        publisher.publish(changes)
         if publisher.snapshot_wanted:
             num_snapshots += 1
-            publisher.publish_snapshot(facts)
+            publisher.publish_snapshot(changes)
         assert publisher._queue.qsize() <= 8 + 2
 
     publisher.close()
@@ -252,14 +252,14 @@ def test_a_long_batch_says_the_same_as_a_short_one():
     """Events of bounded size, parents in a chain: a reader ends with the same blocks and tokens."""
     keys = [BlockKey(hashlib.sha256(bytes([n % 256, n // 256])).digest()) for n in range(1000)]
     tokens = np.arange(1000 * BLOCK, dtype="<i4").tobytes()
-    facts: list[CacheEvent] = [
+    changes: list[CacheEvent] = [
         BlocksCleared(),
         BlocksStored(tier=Tier.DEVICE, keys=keys, parent=None, tokens=tokens),
         BlocksStored(tier=Tier.HOST, keys=keys[5:], parent=keys[4], tokens=b""),
         BlocksRemoved(tier=Tier.HOST, keys=keys[7:9]),
     ]
-    short = decode_batch(encode_batch(3.5, facts, BLOCK))
-    long = decode_batch(encode_snapshot(3.5, facts, BLOCK))
+    short = decode_batch(encode_batch(3.5, changes, BLOCK))
+    long = decode_batch(encode_snapshot(3.5, changes, BLOCK))
 
     assert (long.ts, long.dp_rank) == (short.ts, short.dp_rank)
     runs = [e for e in long.events if isinstance(e, BlockStored)]
@@ -291,6 +291,6 @@ def test_nonsense_is_ignored(instance, consumer):
 
 
 def test_a_taken_port_is_a_sentence(instance):
-    """Lesson 60: said at start, with the address."""
+    """Said at start, with the address."""
     with pytest.raises(ConfigError, match="cannot bind"):
         Instance(instance.publisher.endpoint)

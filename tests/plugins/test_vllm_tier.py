@@ -44,7 +44,7 @@ def make_spec(model, **changes):
     return SimpleNamespace(config=config)
 
 
-class Rig:
+class TierHarness:
     """A tier over memory of its own, stepped as vLLM's scheduler would."""
 
     def __init__(self, spec, **settings):
@@ -111,33 +111,33 @@ def model(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def make_rig(model):
-    rigs = []
+def make_harness(model):
+    harnesses = []
     SHARED.clear()
 
     def make(spec=None, **settings):
         settings.setdefault("backend", "tests.plugins.backends:SharedMemory")
         settings.setdefault("config", {"name": "store"})
-        rigs.append(Rig(spec or make_spec(model), **settings))
-        return rigs[-1]
+        harnesses.append(TierHarness(spec or make_spec(model), **settings))
+        return harnesses[-1]
 
     yield make
     for store in SHARED.values():
         if store.hang is not None:
             store.hang.set()
-    for rig in rigs:
-        rig.tier.shutdown()
+    for harness in harnesses:
+        harness.tier.shutdown()
 
 
-def fill(rig, count=40, seed=0):
+def fill(harness, count=40, seed=0):
     rng = np.random.default_rng(seed)
-    rig.memory[:count] = rng.integers(0, 256, (count, BYTES), dtype=np.uint8)
-    return rig.memory[:count].copy()
+    harness.memory[:count] = rng.integers(0, 256, (count, BYTES), dtype=np.uint8)
+    return harness.memory[:count].copy()
 
 
-def test_another_instance_finds_and_loads_what_one_has_stored(make_rig):
+def test_another_instance_finds_and_loads_what_one_has_stored(make_harness):
     """More blocks than one storage call takes; the bytes are the same."""
-    first, second = make_rig(), make_rig()
+    first, second = make_harness(), make_harness()
     written, keys = fill(first), make_offload_keys(40)
 
     stored = first.run(keys, range(40), load=False)
@@ -159,9 +159,9 @@ def test_another_instance_finds_and_loads_what_one_has_stored(make_rig):
         ("canonical_layout", True),
     ],
 )
-def test_a_deployment_that_differs_finds_nothing(make_rig, model, name, value):
+def test_a_deployment_that_differs_finds_nothing(make_harness, model, name, value):
     """Element type, layout, parallel sizes and block size are part of every key."""
-    first, other = make_rig(), make_rig(make_spec(model, **{name: value}))
+    first, other = make_harness(), make_harness(make_spec(model, **{name: value}))
     fill(first)
     keys = make_offload_keys(4)
     first.run(keys, range(4), load=False)
@@ -169,17 +169,17 @@ def test_a_deployment_that_differs_finds_nothing(make_rig, model, name, value):
     assert other.lookup(keys) == [False] * 4
 
 
-def test_another_hash_seed_or_other_weights_find_nothing(make_rig, model, monkeypatch):
+def test_another_hash_seed_or_other_weights_find_nothing(make_harness, model, monkeypatch):
     """vLLM's seed is part of every key, and so is the content of the weights."""
-    first = make_rig()
+    first = make_harness()
     fill(first)
     keys = make_offload_keys(4)
     first.run(keys, range(4), load=False)
     monkeypatch.setenv("PYTHONHASHSEED", "7")
-    seeded = make_rig()
+    seeded = make_harness()
     monkeypatch.delenv("PYTHONHASHSEED")
     (model / "model.safetensors").write_bytes(b"other weights")
-    changed = make_rig()
+    changed = make_harness()
 
     assert seeded.lookup(keys) == changed.lookup(keys) == [False] * 4
 
@@ -191,110 +191,114 @@ def test_another_hash_seed_or_other_weights_find_nothing(make_rig, model, monkey
         ({"kv_cache_layout": None, "model__dtype": "auto"}, "dtype is unknown"),
     ],
 )
-def test_an_incomplete_identity_is_refused_at_the_start(make_rig, model, change, message):
+def test_an_incomplete_identity_is_refused_at_the_start(make_harness, model, change, message):
     """The message says what to set."""
     with pytest.raises(ConfigError, match=message):
-        make_rig(make_spec(model, **change))
+        make_harness(make_spec(model, **change))
 
 
-def test_an_unknown_setting_is_an_error_with_a_suggestion(make_rig):
+def test_an_unknown_setting_is_an_error_with_a_suggestion(make_harness):
     """A typo does not silently leave a default in place."""
     with pytest.raises(ConfigError, match="did you mean 'read_timeout_s'"):
-        make_rig(read_timeout=1.0)
+        make_harness(read_timeout=1.0)
 
 
-def test_a_flipped_bit_is_a_failed_block_and_a_miss_afterwards(make_rig):
+def test_a_flipped_bit_is_a_failed_block_and_a_miss_afterwards(make_harness):
     """Blocks before it are kept; the request does not ask for the rest again."""
-    rig = make_rig()
-    written, keys = fill(rig, 4), make_offload_keys(4)
-    rig.run(keys, range(4), load=False)
+    harness = make_harness()
+    written, keys = fill(harness, 4), make_offload_keys(4)
+    harness.run(keys, range(4), load=False)
     third = list(SHARED["store"].values.values())
     damaged = next(v for v in third if bytes(v[160:]) == written[2].tobytes())
     damaged[160 + 100] ^= 1
     context = ReqContext("request")
-    assert all(rig.lookup(keys, context))
+    assert all(harness.lookup(keys, context))
 
-    result = rig.run(keys, range(10, 14), load=True)
+    result = harness.run(keys, range(10, 14), load=True)
 
     assert not result.success
     assert list(result.successful_keys) == keys[:2]
-    np.testing.assert_array_equal(rig.memory[10:12], written[:2])
-    assert not rig.memory[12].any()
-    assert rig.lookup(keys, context) == [True, True, False, False]
+    np.testing.assert_array_equal(harness.memory[10:12], written[:2])
+    assert not harness.memory[12].any()
+    assert harness.lookup(keys, context) == [True, True, False, False]
 
 
-def test_storage_that_never_answers_costs_a_miss_not_a_request(make_rig):
+def test_storage_that_never_answers_costs_a_miss_not_a_request(make_harness):
     """A lookup ends at its deadline, a load fails, and memory is not touched later."""
-    rig = make_rig(lookup_timeout_s=0.05, read_timeout_s=0.1)
-    fill(rig, 4)
+    harness = make_harness(lookup_timeout_s=0.05, read_timeout_s=0.1)
+    fill(harness, 4)
     keys = make_offload_keys(4)
-    rig.run(keys, range(4), load=False)
+    harness.run(keys, range(4), load=False)
     store = SHARED["store"]
     store.hang = Event()
 
-    assert rig.lookup(keys) == [False] * 4
-    result = rig.run(keys, range(10, 14), load=True)
+    assert harness.lookup(keys) == [False] * 4
+    result = harness.run(keys, range(10, 14), load=True)
     store.hang.set()
 
     assert not result.success
     assert result.successful_keys is None
-    wait_until(lambda: not rig.tier.has_pending_work())
-    assert not rig.memory[10:14].any()
+    wait_until(lambda: not harness.tier.has_pending_work())
+    assert not harness.memory[10:14].any()
 
 
-def test_a_store_that_hangs_keeps_its_chunks_until_it_returns(make_rig):
+def test_a_store_that_hangs_keeps_its_chunks_until_it_returns(make_harness):
     """vLLM may not reuse memory that a write still reads, so the job is open until then."""
-    rig = make_rig(write_timeout_s=0.05)
-    fill(rig, 4)
-    rig.tier.on_schedule_end(STEP)
+    harness = make_harness(write_timeout_s=0.05)
+    fill(harness, 4)
+    harness.tier.on_schedule_end(STEP)
     store = SHARED["store"]
     store.hang = Event()
     job = TransferJob(1, make_offload_keys(4), np.arange(4), False, ReqContext("request"))
-    rig.tier.submit_store(job)
+    harness.tier.submit_store(job)
     wait_until(
-        lambda: rig.tier.get_finished_jobs() or "timeout" in str(rig.tier.get_stats().data)
+        lambda: (
+            harness.tier.get_finished_jobs() or "timeout" in str(harness.tier.get_stats().data)
+        )
     )
 
-    assert rig.tier.has_pending_work()
+    assert harness.tier.has_pending_work()
     store.hang.set()
-    assert not rig.wait().success
+    assert not harness.wait().success
 
 
-def test_broken_storage_fails_stores_and_later_serves_again(make_rig):
+def test_broken_storage_fails_stores_and_later_serves_again(make_harness):
     """Stores fail at once while the breaker is open, and nothing waits."""
-    rig = make_rig()
-    fill(rig, 4)
+    harness = make_harness()
+    fill(harness, 4)
     store = SHARED["store"]
     store.broken = True
 
-    results = [rig.run(make_offload_keys(1, f"r{n}"), [n], load=False) for n in range(4)]
+    results = [harness.run(make_offload_keys(1, f"r{n}"), [n], load=False) for n in range(4)]
 
     assert [result.success for result in results] == [False] * 4
-    data = rig.tier.get_stats().data
+    data = harness.tier.get_stats().data
     assert "headwater:storage_write_breaker_open" in str(data)
 
 
-def test_short_hashes_are_never_stored_or_found(make_rig):
+def test_short_hashes_are_never_stored_or_found(make_harness):
     """xxhash is not collision resistant: two prompts with one hash can be made on purpose."""
-    rig = make_rig()
-    fill(rig, 1)
+    harness = make_harness()
+    fill(harness, 1)
     short = [make_offload_key(b"x" * 16, 0)]
 
-    assert not rig.run(short, [0], load=False).success
-    assert rig.lookup(short) == [False]
+    assert not harness.run(short, [0], load=False).success
+    assert harness.lookup(short) == [False]
 
 
-def test_draining_ends_every_job(make_rig):
+def test_draining_ends_every_job(make_harness):
     """After a reset of vLLM's cache no call touches its memory."""
-    rig = make_rig()
-    fill(rig)
+    harness = make_harness()
+    fill(harness)
     keys = make_offload_keys(40)
     for n in range(4):
         part = slice(n * 10, (n + 1) * 10)
         chunks = np.arange(40)[part]
-        rig.tier.submit_store(TransferJob(n, keys[part], chunks, False, ReqContext("request")))
+        harness.tier.submit_store(
+            TransferJob(n, keys[part], chunks, False, ReqContext("request"))
+        )
 
-    rig.tier.drain_jobs()
+    harness.tier.drain_jobs()
 
-    assert sorted(result.job_id for result in rig.tier.get_finished_jobs()) == [0, 1, 2, 3]
-    assert not rig.tier.has_pending_work()
+    assert sorted(result.job_id for result in harness.tier.get_finished_jobs()) == [0, 1, 2, 3]
+    assert not harness.tier.has_pending_work()

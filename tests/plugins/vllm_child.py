@@ -23,9 +23,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from vllm import LLM, SamplingParams
 
 
-def say(**facts: Any) -> None:
+def say(**fields: Any) -> None:
     """Tell the test, in one line."""
-    sys.stdout.write(json.dumps(facts) + "\n")
+    sys.stdout.write(json.dumps(fields) + "\n")
     sys.stdout.flush()
 
 

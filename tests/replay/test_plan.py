@@ -85,10 +85,10 @@ def test_the_verdict_without_an_slo_is_the_cheapest_that_is_nearly_as_fast_as_th
     chosen = choose(points)
 
     assert chosen == 1
-    said = verdict(points, chosen)
-    assert said.startswith("size 2 is enough: compared with size 1")
-    assert "(-48 %)" in said
-    assert "size 4 at 2.00 times the price changes the first-token p99 by -4 %" in said
+    message = verdict(points, chosen)
+    assert message.startswith("size 2 is enough: compared with size 1")
+    assert "(-48 %)" in message
+    assert "size 4 at 2.00 times the price changes the first-token p99 by -4 %" in message
 
 
 def test_a_deployment_that_refuses_requests_is_not_recommended():
@@ -119,9 +119,9 @@ def test_the_verdict_says_when_nothing_meets_the_slo_and_memory_does_not_help():
         point["slo"]["met"] = False
 
     assert choose(points) is None
-    said = verdict(points, None)
-    assert "No deployment that was tried meets the SLO" in said
-    assert "More memory does not help" in said
+    message = verdict(points, None)
+    assert "No deployment that was tried meets the SLO" in message
+    assert "More memory does not help" in message
 
 
 def test_one_more_tib_is_by_the_memory_of_all_instances():
@@ -193,7 +193,7 @@ def test_a_plan_of_a_small_trace(trace, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--host-gib", "much"], "is a list"),
         (["--eviction", "mru"], "must be one of"),
@@ -202,7 +202,7 @@ def test_a_plan_of_a_small_trace(trace, tmp_path, capsys):
         (["--limit", "0"], "--limit"),
     ],
 )
-def test_mistakes_are_sentences(trace, flags, said, capsys):
+def test_mistakes_are_sentences(trace, flags, message, capsys):
     """Before any process starts."""
     assert main(["plan", trace, *flags]) == 1
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -101,7 +101,7 @@ def write(path, requests, *, block_tokens=BLOCK):
 
 
 def test_equal_blocks_have_equal_ids_and_tenants_share_none(tmp_path):
-    """A key stands for its block and all before it; another salt is another key (lesson 67)."""
+    """A key stands for its block and all before it; another salt is another key."""
     prompt = list(range(40))
     same, longer, other, tenant = write(
         tmp_path / "r.jsonl",
@@ -155,7 +155,7 @@ def test_damaged_recordings_are_explained(tmp_path):
     """The line, and what is wrong with it."""
     path = tmp_path / "r.jsonl"
     head = '{"headwater_recording": 1, "block_tokens": 16}\n'
-    for text, said in (
+    for text, message in (
         ('{"headwater_recording": 2, "block_tokens": 16}\n', "version 2"),
         ('{"headwater_recording": 1}\n', "first line"),
         ('{"headwater_recording": 1, "block_tokens": 0}\n', "first line"),
@@ -166,6 +166,6 @@ def test_damaged_recordings_are_explained(tmp_path):
         ),
     ):
         path.write_text(text)
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             read_recording(path)
     assert not is_recording(tmp_path / "absent")

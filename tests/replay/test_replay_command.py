@@ -104,7 +104,7 @@ def test_without_matplotlib_it_is_said_what_to_install(trace, tmp_path, capsys, 
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--limit", "0"], "--limit"),
         (["--speed", "0"], "--speed"),
@@ -118,12 +118,12 @@ def test_without_matplotlib_it_is_said_what_to_install(trace, tmp_path, capsys, 
         (["--calibrate", "absent.json"], "cannot read"),
     ],
 )
-def test_mistakes_are_sentences(trace, flags, said, capsys):
+def test_mistakes_are_sentences(trace, flags, message, capsys):
     """One line on standard error, exit code 1."""
     assert main(["replay", trace, *flags]) == 1
     printed = capsys.readouterr()
 
-    assert said in printed.err
+    assert message in printed.err
     assert printed.err.count("\n") == 1
 
 
@@ -244,7 +244,7 @@ def test_calibration_takes_the_result_of_a_gpu(tmp_path):
 def test_calibration_refuses_what_it_cannot_use(trace, tmp_path, capsys):
     """Something else's JSON, no JSON, and figures that are none."""
     path = tmp_path / "result.json"
-    for text, said in (
+    for text, message in (
         ("{}", "has nothing"),
         ("[]", "not one JSON object"),
         ("{", "is not JSON"),
@@ -252,7 +252,7 @@ def test_calibration_refuses_what_it_cannot_use(trace, tmp_path, capsys):
     ):
         path.write_text(text)
         assert main(["replay", trace, "--calibrate", str(path)]) == 1
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))

@@ -209,7 +209,7 @@ def test_a_router_that_knows_caches_finds_more():
 
 
 def test_prefill_and_decode_find_what_one_instance_finds():
-    """Lesson 48: the same prompts, handed over by the real protocol; nothing fails, and blocks
+    """The same prompts, handed over by the real protocol; nothing fails, and blocks
     that the decode instance has already are not sent again."""
     requests = [
         replace(request, arrival_s=10.0 * number)
@@ -242,7 +242,7 @@ def test_prompts_computed_elsewhere_do_not_hold_up_decoding():
 
 
 def test_a_prefill_instance_that_cannot_keep_up_is_helped():
-    """Lessons 49, 56 and 57: prompts come twice as fast as one P computes them; none is refused,
+    """Prompts come twice as fast as one P computes them; none is refused,
     computed twice or left waiting, and one and three are about as fast as four alike."""
     requests = [
         make_request(range(24 * at, 24 * at + 24), at_s=0.16 * at, output=200)
@@ -262,7 +262,7 @@ def test_a_prefill_instance_that_cannot_keep_up_is_helped():
 
 def test_impossible_deployments_are_refused():
     """With a sentence each."""
-    for changes, said in (
+    for changes, message in (
         ({"num_instances": 0}, "serve nothing"),
         ({"storage_gib": 1.0}, "needs a host tier"),
         ({"host_gib": -1.0}, "is a size"),
@@ -270,7 +270,7 @@ def test_impossible_deployments_are_refused():
         ({"router": "nearest"}, "unknown policy"),
         ({"num_instances": 2, "num_prefill": 2}, "cannot be for prompts"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             Simulator(make_config(**changes), [])
     with pytest.raises(ConfigError, match="no figures for"):
         Simulator(make_config(machine=make_machine(links={}), **TIERS), [])

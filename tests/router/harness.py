@@ -203,7 +203,7 @@ def blocks(known):
     return sum(entry["known_blocks"] for entry in known.values())
 
 
-def said(found):
+def text_of(found):
     """Of each choice: the text, who speaks, how it ended, and its log-probabilities."""
     answers: dict[int, list[Any]] = {}
     for event in found:

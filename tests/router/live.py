@@ -26,7 +26,7 @@ class LiveCommand:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        self.said: list[str] = []
+        self.lines: list[str] = []
         self.url = ""
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -37,7 +37,7 @@ class LiveCommand:
         assert self.process.stdout is not None
         with self.process.stdout as lines:
             for line in lines:
-                self.said.append(line)
+                self.lines.append(line)
                 if found := _READY.search(line):
                     self.url = found.group(1)
 
@@ -45,11 +45,11 @@ class LiveCommand:
         """Wait for a line with `text` in it; the line."""
         deadline = time.monotonic() + within_s
         while True:
-            found = next((line for line in list(self.said) if text in line), None)
+            found = next((line for line in list(self.lines) if text in line), None)
             if found is not None:
                 return found
-            assert self.process.poll() is None, self.said
-            assert time.monotonic() < deadline, self.said
+            assert self.process.poll() is None, self.lines
+            assert time.monotonic() < deadline, self.lines
             self._reader.join(0.02)
 
     def stop(self, number: int = signal.SIGTERM) -> int:
@@ -60,7 +60,7 @@ class LiveCommand:
         return code
 
 
-class Asked:
+class RouterClient:
     """Whoever has the `url` of a router can be asked what it knows."""
 
     url: str
@@ -79,7 +79,7 @@ class Asked:
             assert time.monotonic() < deadline, known
 
 
-class LiveRouter(Asked, LiveCommand):
+class LiveRouter(RouterClient, LiveCommand):
     """`headwater route`, ready."""
 
     def __init__(self, *flags: str, port: int = 0) -> None:

@@ -8,7 +8,7 @@ from headwater.clock import VirtualClock
 from headwater.server.router.config import RouterConfig
 from headwater.server.router.protocol import VERSION, Registration
 from headwater.server.router.registry import Registry, RegistryObserver
-from tests.router.harness import HangingEngine, events, run, said
+from tests.router.harness import HangingEngine, events, run, text_of
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +34,7 @@ def test_a_dead_instance_is_not_noticed_by_clients():
 
 
 def test_an_instance_that_hangs_loses_its_requests():
-    """Lesson 52: one that does not respond blocks nobody. No heartbeat for too long, and what
+    """One that does not respond blocks nobody. No heartbeat for too long, and what
     waits there is computed elsewhere, within a bound."""
 
     async def scenario(harness):
@@ -56,7 +56,7 @@ def test_an_instance_that_hangs_loses_its_requests():
 
 
 def test_an_instance_whose_engine_hangs_says_nothing_for_it():
-    """Lesson 52: its HTTP lives on, but that is no sign of life; a stream goes on elsewhere, and
+    """Its HTTP lives on, but that is no sign of life; a stream goes on elsewhere, and
     it is back when the engine is."""
 
     async def scenario(harness):
@@ -74,13 +74,13 @@ def test_an_instance_whose_engine_hangs_says_nothing_for_it():
         await harness.ready(one)
         whole = await harness.client.post("/v1/completions", json=body)
 
-        assert said(events(text)) == said(events(whole.text))
+        assert text_of(events(text)) == text_of(events(whole.text))
 
     run(scenario)
 
 
 def test_a_draining_instance_gets_nothing_new():
-    """Lesson 59: it ends what it has; heartbeats do not bring it back; a new life does."""
+    """It ends what it has; heartbeats do not bring it back; a new life does."""
 
     async def scenario(harness):
         one, two = harness.add(), harness.add()
@@ -101,7 +101,7 @@ def test_a_draining_instance_gets_nothing_new():
 
 
 def test_a_router_that_comes_late_hears_who_drains():
-    """Lesson 59: an instance that is stopping registers at it, for what it still has, as such."""
+    """An instance that is stopping registers at it, for what it still has, as such."""
 
     async def scenario(harness):
         one, two = harness.add(), harness.add()
@@ -117,7 +117,7 @@ def test_a_router_that_comes_late_hears_who_drains():
 
 
 def test_a_restarted_instance_is_another():
-    """Lesson 71: with a new epoch nothing is left of what was believed."""
+    """With a new epoch nothing is left of what was believed."""
 
     async def scenario(harness):
         one = harness.add()

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.e2e.live import Stream
-from tests.router.live import Asked, LiveCommand
+from tests.router.live import LiveCommand, RouterClient
 
 pytestmark = pytest.mark.slow
 
@@ -16,7 +16,7 @@ NAME = "x-headwater-instance"
 LONG = "the water of a mountain spring, "
 
 
-class Pairs(Asked):
+class Pairs(RouterClient):
     """A cluster that one command started: a router, one prefill and two decode instances."""
 
     def __init__(self):
@@ -24,7 +24,7 @@ class Pairs(Asked):
         roles = ["--prefill", "1", "--decode", "2"]
         self.command = LiveCommand("up", *roles, "--no-restart", "--port", "0", "--", *flags)
         self.command.until_said("stop with")
-        lines = [line.split() for line in self.command.said if " pid " in line]
+        lines = [line.split() for line in self.command.lines if " pid " in line]
         self.urls = {words[0]: words[1] for words in lines}
         self.pids = {words[0]: int(words[3]) for words in lines}
         self.url = self.urls["router"]
@@ -53,7 +53,7 @@ def pairs():
     assert set(pairs.pids) == {"router", "prefill-1", "decode-1", "decode-2"}
     yield pairs
     # One Ctrl-C, and nothing is left: neither the processes nor the port.
-    assert pairs.command.stop(signal.SIGINT) == 0, pairs.command.said
+    assert pairs.command.stop(signal.SIGINT) == 0, pairs.command.lines
     assert not [pid for pid in pairs.pids.values() if os.path.exists(f"/proc/{pid}")]
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{pairs.url}/health")
@@ -84,7 +84,7 @@ def test_a_long_prompt_is_prefilled_apart_and_a_short_rest_is_not(pairs):
 
 
 def test_prompts_spread_over_decode_instances(pairs):
-    """Lesson 70: a prefix that all share does not send everything to one of them."""
+    """A prefix that all share does not send everything to one of them."""
     homes = [pairs.ask(LONG * 12 + f"question {n}: " * 30).headers[NAME] for n in range(8)]
 
     assert len(set(homes)) == 2
@@ -111,8 +111,8 @@ def test_a_killed_decode_instance_is_not_noticed(pairs):
     pieces += stream.rest()
 
     stream.close()
-    said = "".join(piece["choices"][0]["text"] for piece in pieces)
-    assert said == text(pairs.ask(prompt, max_tokens=300))
+    streamed = "".join(piece["choices"][0]["text"] for piece in pieces)
+    assert streamed == text(pairs.ask(prompt, max_tokens=300))
     assert pieces[-1]["choices"][0]["finish_reason"] == "length"
 
 

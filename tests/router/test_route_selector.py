@@ -17,7 +17,7 @@ from headwater.server.router.route_selector import RouteSelector
 LONG = PromptPath(num_tokens=1000)
 
 
-class Known:
+class KnownInstances:
     """A registry, and the choice over it."""
 
     def __init__(self, **roles: str) -> None:
@@ -55,7 +55,7 @@ class Known:
 
 def test_a_long_prompt_gets_a_pair_and_a_short_one_does_not():
     """Conditional disaggregation, by what the decode instance has not cached."""
-    known = Known(p="prefill", d="decode")
+    known = KnownInstances(p="prefill", d="decode")
 
     assert known.pair() == ("d", "p")
     assert known.pair(PromptPath(num_tokens=256)) == ("d", "")
@@ -63,8 +63,8 @@ def test_a_long_prompt_gets_a_pair_and_a_short_one_does_not():
 
 
 def test_a_swamped_prefill_instance_is_helped_by_who_has_less_to_do():
-    """Lesson 56: it keeps what it has, and gets more when it has caught up."""
-    known = Known(p="prefill", d="decode")
+    """It keeps what it has, and gets more when it has caught up."""
+    known = KnownInstances(p="prefill", d="decode")
     known.entries["p"].outstanding_tokens = BACKLOG_TOKENS + 1
 
     assert known.pair() == ("d", "")
@@ -74,7 +74,7 @@ def test_a_swamped_prefill_instance_is_helped_by_who_has_less_to_do():
 
 def test_another_prefill_instance_comes_before_help():
     """The one with less to do is asked first."""
-    known = Known(p="prefill", q="prefill", d="decode")
+    known = KnownInstances(p="prefill", q="prefill", d="decode")
     known.entries["p"].outstanding_tokens = BACKLOG_TOKENS + 1
 
     assert known.pair() == ("d", "q")
@@ -82,7 +82,7 @@ def test_another_prefill_instance_comes_before_help():
 
 def test_who_is_tried_draining_or_silent_is_passed_over():
     """Of either role; without anybody who serves there is no route."""
-    known = Known(p="prefill", q="prefill", d="decode", e="decode")
+    known = KnownInstances(p="prefill", q="prefill", d="decode", e="decode")
     known.registry.drain("p")
 
     assert known.pair(tried=[known.entries["d"]]) == ("e", "q")
@@ -93,8 +93,8 @@ def test_who_is_tried_draining_or_silent_is_passed_over():
 
 
 def test_the_last_prefill_instance_may_be_replaced():
-    """Lesson 56: where it refuses, nobody else is left to ask."""
-    known = Known(p="prefill", q="prefill", d="decode")
+    """Where it refuses, nobody else is left to ask."""
+    known = KnownInstances(p="prefill", q="prefill", d="decode")
     both = known.chooser.choose(known.paths(LONG), ())
     last = known.chooser.choose(known.paths(LONG), [known.entries["p"]])
 
@@ -106,7 +106,7 @@ def test_the_last_prefill_instance_may_be_replaced():
 
 def test_a_prefill_instance_of_another_group_is_never_asked():
     """KV of other weights is of no use to the decode instance."""
-    known = Known(d="decode")
+    known = KnownInstances(d="decode")
     other = known.add("q", "prefill", fingerprint="other weights")
 
     assert known.pair() == ("d", "")
@@ -117,7 +117,7 @@ def test_a_prefill_instance_of_another_group_is_never_asked():
 
 def test_instances_of_another_program_version_are_another_group():
     """The protocol between two versions may differ, so they hand nothing to each other."""
-    known = Known(d="decode")
+    known = KnownInstances(d="decode")
     known.add("q", "prefill", software="9.9.9")
 
     assert known.pair() == ("d", "")
@@ -125,7 +125,7 @@ def test_instances_of_another_program_version_are_another_group():
 
 def test_each_group_is_matched_with_its_own_hashes():
     """A prompt has other block hashes in another group; nothing is believed across groups."""
-    known = Known(old="mixed")
+    known = KnownInstances(old="mixed")
     new = known.add("new", "mixed", fingerprint="other weights")
     old = known.entries["old"]
     for entry, first in ((old, 1), (new, 101)):
@@ -153,7 +153,7 @@ def test_each_group_is_matched_with_its_own_hashes():
 
 def test_a_stream_that_has_begun_stays_in_its_group():
     """Other weights would continue it with another text."""
-    known = Known(old="mixed")
+    known = KnownInstances(old="mixed")
     known.add("new", "mixed", fingerprint="other weights")
     old = known.entries["old"]
 
@@ -163,7 +163,7 @@ def test_a_stream_that_has_begun_stays_in_its_group():
 
 def test_a_request_goes_to_the_group_that_serves_its_model():
     """While two names are served; a name that no instance has goes anywhere and gets its 404."""
-    known = Known(old="mixed")
+    known = KnownInstances(old="mixed")
     new = known.add("new", "mixed", model="m-2", fingerprint="other weights")
 
     for name, wanted in (("m", {"old"}), ("m-2", {"new"}), ("m-3", {"old", "new"})):

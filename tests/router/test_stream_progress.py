@@ -33,14 +33,14 @@ def event(text: str) -> bytes:
 def answers(draw):
     """The tokens of some choices, and the order in which an instance says them."""
     tokens = draw(st.lists(st.lists(st.integers(0, 99), min_size=1), min_size=1, max_size=3))
-    turns = [index for index, said in enumerate(tokens) for _ in said]
+    turns = [index for index, sent in enumerate(tokens) for _ in sent]
     return tokens, draw(st.permutations(turns))
 
 
 def said_by_instance(tokens: list[list[int]], turns: list[int], known: list[int]) -> bytes:
     """A stream that goes on after the first `known` tokens of each choice."""
     places, parts = list(known), []
-    left = [len(said) - at for said, at in zip(tokens, known, strict=True)]
+    left = [len(sent) - at for sent, at in zip(tokens, known, strict=True)]
     for index in turns:
         if left[index]:
             left[index] -= 1
@@ -81,8 +81,8 @@ def test_however_often_a_stream_breaks_its_client_has_every_token_once(answer, b
     assert progress.is_whole
     events = got.removesuffix(b"data: [DONE]\n\n").split(b"\n\n")[:-1]
     heard = [json.loads(e.removeprefix(b"data: "))["text"] for e in events]
-    for index, said in enumerate(tokens):
-        assert [t for t in heard if t.startswith(f"{index}:")] == [f"{index}:{t}" for t in said]
+    for index, sent in enumerate(tokens):
+        assert [t for t in heard if t.startswith(f"{index}:")] == [f"{index}:{t}" for t in sent]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from headwater.server.app import create_app
 from headwater.server.continuation import RETURNED, mark_line
-from tests.router.harness import blocks, events, run, said
+from tests.router.harness import blocks, events, run, text_of
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +61,7 @@ def test_a_stream_that_breaks_goes_on_elsewhere(path, extra, how):
         whole = await harness.client.post(path, json=body)
 
         assert ": headwater" not in text
-        assert said(events(text)) == said(events(whole.text))
+        assert text_of(events(text)) == text_of(events(whole.text))
         assert len({e["id"] for e in events(text)}) == 1
 
     run(scenario)
@@ -96,7 +96,7 @@ def test_many_streams_go_on_at_once():
             texts = ["".join([piece async for piece in answer]) for answer in answers]
         for seed, text in enumerate(texts):
             whole = await harness.client.post("/v1/completions", json=body | {"seed": seed})
-            assert said(events(text)) == said(events(whole.text))
+            assert text_of(events(text)) == text_of(events(whole.text))
         metrics = (await harness.client.get("/metrics")).text
         taken_up = re.search(r'router_failures_total{.*reason="broken"} (\d+)', metrics)
         assert taken_up is not None
@@ -106,7 +106,7 @@ def test_many_streams_go_on_at_once():
 
 
 def test_a_stream_that_nobody_can_take_up_ends_with_a_typed_error():
-    """Lesson 53: tokens were streamed and nobody is left to go on; the client is told in the
+    """Tokens were streamed and nobody is left to go on; the client is told in the
     stream, once."""
 
     async def scenario(harness):
@@ -147,7 +147,7 @@ class GivingBack:
 
 @pytest.mark.parametrize(("times", "num_instances"), [(1, 2), (7, 1)])
 def test_what_is_given_back_goes_on(times, num_instances):
-    """Lesson 55: elsewhere, or there again where there is no other, as often as it got further;
+    """Elsewhere, or there again where there is no other, as often as it got further;
     the instance has not failed, and gets others meanwhile."""
 
     async def scenario(harness):
@@ -161,7 +161,7 @@ def test_what_is_given_back_goes_on(times, num_instances):
 
         answer = await harness.client.post("/v1/completions", json=body)
 
-        assert said(events(answer.text)) == said(events(whole.text))
+        assert text_of(events(answer.text)) == text_of(events(whole.text))
         assert (await harness.known())[home.name]["state"] == "ready"
         metrics = (await harness.client.get("/metrics")).text
         assert f'reason="returned"}} {float(times)}' in metrics
@@ -191,7 +191,7 @@ def test_events_are_passed_on_as_they_come():
 
 
 def test_a_client_that_leaves_ends_its_request_at_the_instance():
-    """Lesson 58: nobody generates for nobody."""
+    """Nobody generates for nobody."""
 
     async def scenario(harness):
         one = harness.add()

@@ -72,7 +72,7 @@ def test_what_cannot_work_is_a_sentence(asked, sentence):
     ],
 )
 def test_a_value_of_another_kind_is_named(name, value):
-    """Lesson 68: not a TypeError from somewhere inside, but a sentence with the field in it."""
+    """Not a TypeError from somewhere inside, but a sentence with the field in it."""
     asked: dict[str, Any] = {name: value}
     with pytest.raises(RequestError, match=f"^{name} must be "):
         SamplingParams(**asked)
@@ -95,7 +95,7 @@ def test_nearly_greedy_is_greedy():
     assert not SamplingParams(temperature=LEAST_TEMPERATURE).is_greedy
 
 
-def said(num_resumed_tokens, *, num_tokens=8, max_tokens=10):
+def resumed_request(num_resumed_tokens, *, num_tokens=8, max_tokens=10):
     return Request(
         request_id=RequestId("r"),
         tokens=np.arange(num_tokens, dtype=np.int32),
@@ -109,10 +109,12 @@ def said(num_resumed_tokens, *, num_tokens=8, max_tokens=10):
 def test_no_more_can_be_said_than_there_is_or_may_be(num_resumed_tokens, max_tokens):
     """Of tokens that exist already; the rest has at least one token."""
     with pytest.raises(RequestError, match="output"):
-        length_end(said(num_resumed_tokens, num_tokens=3, max_tokens=max_tokens), 100)
+        length_end(
+            resumed_request(num_resumed_tokens, num_tokens=3, max_tokens=max_tokens), 100
+        )
 
 
 def test_what_was_said_counts_towards_the_length():
     """Three of ten tokens exist: seven more."""
-    assert length_end(said(3), 100) == 15
-    assert length_end(said(3), 12) == 12
+    assert length_end(resumed_request(3), 100) == 15
+    assert length_end(resumed_request(3), 12) == 12

@@ -196,7 +196,7 @@ def test_a_cluster_hands_over_in_mutual_tls(folder):
     small = ("--threads", "1", "--num-gpu-blocks-override", "64", "--max-model-len", "2048")
     command = LiveCommand("up", "--port", "0", *documented(folder, "headwater up "), *small)
     command.until_said("stop with", within_s=240)
-    urls = dict(line.split()[:2] for line in command.said if " pid " in line)
+    urls = dict(line.split()[:2] for line in command.lines if " pid " in line)
     with httpx.Client(verify=trusting(folder), timeout=60) as client:
         until_registered(client, urls["router"], len(urls) - 1)
         prompt = "the water of a mountain spring, " * 20
@@ -216,7 +216,7 @@ def test_a_cluster_hands_over_in_mutual_tls(folder):
         for place in others:
             with contextlib.suppress(OSError):
                 greeted.append(first_bytes(place, member))
-    assert command.stop() == 0, command.said
+    assert command.stop() == 0, command.lines
 
     assert answer.status_code == 200, answer.text
     assert all(url.startswith("https://") for url in urls.values())

@@ -52,7 +52,7 @@ def make_guarded(
 
 
 def test_an_open_breaker_answers_at_once() -> None:
-    """The backend is not called, and what is refused is told apart from a miss (lesson 45)."""
+    """The backend is not called, and what is refused is told apart from a miss."""
     guarded, _, _ = make_guarded({"read": [Fault.ERROR, Fault.TIMEOUT, Fault.ERROR]})
     write_run(guarded, KEYS, BLOCK_BYTES)
     for error in (StorageError, StorageTimeout, StorageError):
@@ -134,7 +134,7 @@ def call_in_thread(call: Callable[[], object]) -> None:
 
 @pytest.mark.parametrize("name", ["contains", "read", "write", "remove"])
 def test_calls_that_never_end_open_the_breaker(name: str) -> None:
-    """Lessons 75, 76: the breaker counts calls that are past their deadline, though they have
+    """The breaker counts calls that are past their deadline, though they have
     not returned. Later calls are refused at once."""
     clock, backend = VirtualClock(), Hanging(name)
     guarded = GuardedStorage(backend, CONFIG, clock, spawn=Probes())
@@ -316,10 +316,10 @@ def test_full_storage_opens_the_write_breaker_and_is_logged(
         clock.advance(CONFIG.max_recovery_s)
         write_run(guarded, KEYS, BLOCK_BYTES)
 
-    said = [record.getMessage() for record in caplog.records]
-    assert [line.partition(":")[0] for line in said] == [
+    logged = [record.getMessage() for record in caplog.records]
+    assert [line.partition(":")[0] for line in logged] == [
         "storage is full and refuses writes; what it has is still read",
         "storage breaker opened",
         "storage breaker closed, storage answers again",
     ]
-    assert "calls=writes reason=full" in said[1]
+    assert "calls=writes reason=full" in logged[1]

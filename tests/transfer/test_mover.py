@@ -52,7 +52,7 @@ def make_lookup(job: int) -> Lookup:
     return Lookup(job=JobId(job), questions=((TokenPath([1, 2, 3, 4] * 2), 2),), scheme=SCHEME)
 
 
-class Rig:
+class MoverHarness:
     """A mover whose executors wait to be told."""
 
     def __init__(self) -> None:
@@ -74,130 +74,130 @@ class Rig:
 
 
 def test_each_job_has_one_outcome():
-    """Lesson 20: started is not done; done is told once, and counted once."""
-    rig = Rig()
-    rig.start(make_promotion(1), make_promotion(2))
-    assert rig.take() == []
-    assert rig.mover.num_in_flight == 2
+    """Started is not done; done is told once, and counted once."""
+    harness = MoverHarness()
+    harness.start(make_promotion(1), make_promotion(2))
+    assert harness.take() == []
+    assert harness.mover.num_in_flight == 2
 
-    rig.copier.finish(JobId(2))
-    assert rig.mover.has_news(0.0)
-    assert rig.take() == [(2, JobStatus.DONE)]
-    assert rig.take() == []
-    rig.copier.finish(JobId(1))
-    assert rig.take() == [(1, JobStatus.DONE)]
+    harness.copier.finish(JobId(2))
+    assert harness.mover.has_news(0.0)
+    assert harness.take() == [(2, JobStatus.DONE)]
+    assert harness.take() == []
+    harness.copier.finish(JobId(1))
+    assert harness.take() == [(1, JobStatus.DONE)]
 
-    totals = rig.mover.links["host_to_device"]
+    totals = harness.mover.links["host_to_device"]
     assert (totals.num_jobs, totals.num_blocks, totals.in_flight) == (2, 4, 0)
-    assert rig.mover.wake_s is None
+    assert harness.mover.wake_s is None
 
 
 def test_a_deadline_then_quiet():
-    """Lesson 50: after TIMED_OUT the job's slots wait for QUIET, whatever it says by then."""
-    rig = Rig()
-    rig.start(make_promotion(1))
-    assert [rig.mover.wake_s] == [1.0]
-    rig.clock.advance(0.9)
-    assert not rig.mover.has_news(rig.clock.now())
-    rig.clock.advance(0.1)
+    """After TIMED_OUT the job's slots wait for QUIET, whatever it says by then."""
+    harness = MoverHarness()
+    harness.start(make_promotion(1))
+    assert [harness.mover.wake_s] == [1.0]
+    harness.clock.advance(0.9)
+    assert not harness.mover.has_news(harness.clock.now())
+    harness.clock.advance(0.1)
 
-    assert rig.mover.has_news(rig.clock.now())
-    assert rig.take() == [(1, JobStatus.TIMED_OUT)]
-    assert rig.take() == []
-    assert rig.mover.wake_s is None
-    rig.copier.finish(JobId(1))
-    assert rig.take() == [(1, JobStatus.QUIET)]
-    assert rig.mover.links["host_to_device"].failures == {"timeout": 1}
+    assert harness.mover.has_news(harness.clock.now())
+    assert harness.take() == [(1, JobStatus.TIMED_OUT)]
+    assert harness.take() == []
+    assert harness.mover.wake_s is None
+    harness.copier.finish(JobId(1))
+    assert harness.take() == [(1, JobStatus.QUIET)]
+    assert harness.mover.links["host_to_device"].failures == {"timeout": 1}
 
 
 def test_a_task_that_no_thread_began_is_quiet_at_once():
-    """Lesson 17: nobody waits for a worker that will not answer, and it never begins."""
-    rig = Rig()
-    rig.start(make_write(1))
-    rig.clock.advance(2.0)
+    """Nobody waits for a worker that will not answer, and it never begins."""
+    harness = MoverHarness()
+    harness.start(make_write(1))
+    harness.clock.advance(2.0)
 
-    assert rig.take() == [(1, JobStatus.TIMED_OUT), (1, JobStatus.QUIET)]
-    rig.workers.work_off()
+    assert harness.take() == [(1, JobStatus.TIMED_OUT), (1, JobStatus.QUIET)]
+    harness.workers.work_off()
 
-    assert rig.take() == []
-    assert rig.storage.stats().num_blocks == 0
+    assert harness.take() == []
+    assert harness.storage.stats().num_blocks == 0
 
 
 def test_a_begun_write_is_quiet_when_it_returns():
     """Its source stays pinned until then, or another block would be stored under its key."""
-    rig = Rig()
-    rig.start(make_write(1))
-    (task,) = rig.workers.tasks
+    harness = MoverHarness()
+    harness.start(make_write(1))
+    (task,) = harness.workers.tasks
     assert task.claim()
-    rig.clock.advance(2.0)
-    assert rig.take() == [(1, JobStatus.TIMED_OUT)]
+    harness.clock.advance(2.0)
+    assert harness.take() == [(1, JobStatus.TIMED_OUT)]
 
-    rig.workers.run(task)
+    harness.workers.run(task)
 
-    assert rig.take() == [(1, JobStatus.QUIET)]
+    assert harness.take() == [(1, JobStatus.QUIET)]
 
 
 def test_a_lookup_is_answered_or_given_up():
     """It holds nothing, so a late answer is nobody's."""
-    rig = Rig()
+    harness = MoverHarness()
     first, late = make_lookup(1), make_lookup(2)
     (keys,) = first.runs()
-    rig.storage.write(
+    harness.storage.write(
         keys[:1], [memoryview(bytes(32))], parents=[BlockKey(bytes(32))], timeout_s=1
     )
-    rig.start(first)
-    rig.workers.work_off()
-    assert rig.mover.take(now=0.0) == [
+    harness.start(first)
+    harness.workers.work_off()
+    assert harness.mover.take(now=0.0) == [
         JobOutcome(job=JobId(1), status=JobStatus.DONE, found=(1,))
     ]
 
-    rig.start(late)
-    (task,) = rig.workers.tasks
+    harness.start(late)
+    (task,) = harness.workers.tasks
     assert task.claim()
-    rig.clock.advance(0.5)
-    assert rig.take() == [(2, JobStatus.TIMED_OUT)]
-    rig.workers.run(task)
+    harness.clock.advance(0.5)
+    assert harness.take() == [(2, JobStatus.TIMED_OUT)]
+    harness.workers.run(task)
 
-    assert rig.take() == []
-    assert rig.mover.num_in_flight == 0
+    assert harness.take() == []
+    assert harness.mover.num_in_flight == 0
 
 
 def test_one_failed_job_does_not_poison_the_next():
-    """Lesson 24."""
-    rig = Rig()
-    rig.start(make_promotion(1), make_promotion(2))
+    """A failed copy ends its own job only; the next job is copied."""
+    harness = MoverHarness()
+    harness.start(make_promotion(1), make_promotion(2))
 
-    rig.copier.finish(JobId(1), num_blocks=0)
-    rig.copier.finish(JobId(2))
+    harness.copier.finish(JobId(1), num_blocks=0)
+    harness.copier.finish(JobId(2))
 
-    assert rig.take() == [(1, JobStatus.FAILED), (2, JobStatus.DONE)]
-    assert rig.mover.links["host_to_device"].failures == {"error": 1}
+    assert harness.take() == [(1, JobStatus.FAILED), (2, JobStatus.DONE)]
+    assert harness.mover.links["host_to_device"].failures == {"error": 1}
 
 
 def test_a_completion_of_nothing_is_ignored():
-    """Lesson 17: late and duplicate completions change nothing."""
-    rig = Rig()
-    rig.start(make_promotion(1))
-    rig.copier.finish(JobId(1))
+    """Late and duplicate completions change nothing."""
+    harness = MoverHarness()
+    harness.start(make_promotion(1))
+    harness.copier.finish(JobId(1))
 
-    rig.mover.completions.put(JobCompletion(JobId(1), JobStatus.DONE, 2))
-    rig.mover.completions.put(JobCompletion(JobId(99), JobStatus.FAILED))
+    harness.mover.completions.put(JobCompletion(JobId(1), JobStatus.DONE, 2))
+    harness.mover.completions.put(JobCompletion(JobId(99), JobStatus.FAILED))
 
-    assert rig.take() == [(1, JobStatus.DONE)]
+    assert harness.take() == [(1, JobStatus.DONE)]
 
 
 def test_an_executor_may_time_out_by_itself():
     """A backend that gave up waiting says so before it is quiet; told once."""
-    rig = Rig()
-    rig.start(make_promotion(1))
-    rig.mover.completions.put(JobCompletion(JobId(1), JobStatus.TIMED_OUT))
-    rig.mover.completions.put(JobCompletion(JobId(1), JobStatus.TIMED_OUT))
+    harness = MoverHarness()
+    harness.start(make_promotion(1))
+    harness.mover.completions.put(JobCompletion(JobId(1), JobStatus.TIMED_OUT))
+    harness.mover.completions.put(JobCompletion(JobId(1), JobStatus.TIMED_OUT))
 
-    assert rig.take() == [(1, JobStatus.TIMED_OUT)]
-    rig.clock.advance(5.0)
-    assert rig.take() == []
-    rig.copier.finish(JobId(1))
-    assert rig.take() == [(1, JobStatus.QUIET)]
+    assert harness.take() == [(1, JobStatus.TIMED_OUT)]
+    harness.clock.advance(5.0)
+    assert harness.take() == []
+    harness.copier.finish(JobId(1))
+    assert harness.take() == [(1, JobStatus.QUIET)]
 
 
 def test_without_tiers_no_plan_may_need_them():
@@ -210,25 +210,25 @@ def test_without_tiers_no_plan_may_need_them():
 
 def test_a_rate_comes_from_jobs_that_ended_well():
     """What failed says nothing about speed."""
-    rig = Rig()
-    rig.start(make_promotion(1))
-    report = rig.copier.pending.pop(JobId(1))[1]
+    harness = MoverHarness()
+    harness.start(make_promotion(1))
+    report = harness.copier.pending.pop(JobId(1))[1]
     report(JobCompletion(JobId(1), JobStatus.DONE, 2, busy_s=0.5))
-    rig.take()
+    harness.take()
 
-    assert rig.mover.rate("host_to_device", now=0.0) == (0.0, 0.25)
-    assert rig.mover.rate("storage_to_host", now=0.0) is None
+    assert harness.mover.rate("host_to_device", now=0.0) == (0.0, 0.25)
+    assert harness.mover.rate("storage_to_host", now=0.0) is None
 
 
 def test_closing_twice_is_safe():
     """Nothing is waited for."""
-    rig = Rig()
-    rig.start(make_promotion(1))
+    harness = MoverHarness()
+    harness.start(make_promotion(1))
 
-    rig.mover.close()
-    rig.mover.close()
+    harness.mover.close()
+    harness.mover.close()
 
-    assert rig.copier.closed
+    assert harness.copier.closed
 
 
 def test_a_timeout_of_nothing_is_refused():

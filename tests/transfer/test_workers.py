@@ -68,7 +68,7 @@ class Blocking(MemoryStorage):
         return super().write(keys, blocks, parents=parents, timeout_s=timeout_s)
 
 
-class Rig:
+class WorkersHarness:
     def __init__(self) -> None:
         self.storage = Blocking()
         self.slab = HostSlab(8, 64)
@@ -86,11 +86,11 @@ class Rig:
 
 
 @pytest.fixture
-def rig():
-    rig = Rig()
-    yield rig
-    rig.storage.gate.set()
-    rig.mover.close()
+def harness():
+    harness = WorkersHarness()
+    yield harness
+    harness.storage.gate.set()
+    harness.mover.close()
 
 
 def make_lookup(job: int, *paths: list[int]) -> Lookup:
@@ -100,8 +100,8 @@ def make_lookup(job: int, *paths: list[int]) -> Lookup:
 
 
 @pytest.mark.parametrize("error", [None, StorageError("gone"), StorageTimeout("late")])
-def test_a_lookup_is_one_call(rig, error):
-    """Lesson 25: one call and one end, of however many paths, also when the call fails."""
+def test_a_lookup_is_one_call(harness, error):
+    """One call and one end, of however many paths, also when the call fails."""
     asked = []
 
     def contains(runs, *, timeout_s):
@@ -110,71 +110,71 @@ def test_a_lookup_is_one_call(rig, error):
             raise error
         return [min(len(run), 2) for run in runs]
 
-    rig.storage.contains = contains
+    harness.storage.contains = contains
 
-    rig.mover.start([make_lookup(1, *(list(range(2 * n)) for n in (1, 2, 3)))], now=0.0)
+    harness.mover.start([make_lookup(1, *(list(range(2 * n)) for n in (1, 2, 3)))], now=0.0)
 
-    rig.mover.completions.wait(10)
-    (ended,) = rig.mover.take(now=0.0)
+    harness.mover.completions.wait(10)
+    (ended,) = harness.mover.take(now=0.0)
     assert asked == [[1, 2, 3]]
     assert (ended.status, ended.found) == (
         (JobStatus.DONE, (1, 2, 2)) if error is None else (JobStatus.FAILED, ())
     )
 
 
-def test_blocks_go_there_and_come_back(rig):
-    """Straight from one slot into another, nothing repacked; twice moves nothing (lesson 40)."""
-    rig.storage.gate.set()
+def test_blocks_go_there_and_come_back(harness):
+    """Straight from one slot into another, nothing repacked; twice moves nothing."""
+    harness.storage.gate.set()
     for slot in range(3):
-        rig.slab.rows[slot] = slot + 1
-    rig.mover.start([make_write(1, [0, 1, 2])], now=0.0)
-    assert rig.outcomes(1) == {1: (JobStatus.DONE, 3)}
-    rig.mover.start([make_write(2, [0, 1, 2])], now=0.0)
-    assert rig.outcomes(1) == {2: (JobStatus.DONE, 3)}
+        harness.slab.rows[slot] = slot + 1
+    harness.mover.start([make_write(1, [0, 1, 2])], now=0.0)
+    assert harness.outcomes(1) == {1: (JobStatus.DONE, 3)}
+    harness.mover.start([make_write(2, [0, 1, 2])], now=0.0)
+    assert harness.outcomes(1) == {2: (JobStatus.DONE, 3)}
 
-    rig.mover.start([make_read(3, [5, 6, 7])], now=0.0)
+    harness.mover.start([make_read(3, [5, 6, 7])], now=0.0)
 
-    assert rig.outcomes(1) == {3: (JobStatus.DONE, 3)}
-    assert [set(rig.slab.rows[slot].tolist()) for slot in (5, 6, 7)] == [{1}, {2}, {3}]
-    assert rig.storage.stats().blocks_written == 3
-    parents = [decode_header(rig.storage.values[key]).parent for key in make_keys(3)]
+    assert harness.outcomes(1) == {3: (JobStatus.DONE, 3)}
+    assert [set(harness.slab.rows[slot].tolist()) for slot in (5, 6, 7)] == [{1}, {2}, {3}]
+    assert harness.storage.stats().blocks_written == 3
+    parents = [decode_header(harness.storage.values[key]).parent for key in make_keys(3)]
     assert parents == [ROOT, *make_keys(2)], "each says which block it follows"
 
 
-def test_a_write_that_blocks_delays_no_read(rig):
-    """Lesson 13: the loop goes on, and so do the other kinds of calls."""
-    rig.mover.start([make_write(n, [0]) for n in range(10)], now=0.0)
-    rig.storage.begun.wait()
+def test_a_write_that_blocks_delays_no_read(harness):
+    """The loop goes on, and so do the other kinds of calls."""
+    harness.mover.start([make_write(n, [0]) for n in range(10)], now=0.0)
+    harness.storage.begun.wait()
 
-    rig.mover.start([make_read(20, [1])], now=0.0)
+    harness.mover.start([make_read(20, [1])], now=0.0)
 
-    assert rig.outcomes(1) == {20: (JobStatus.ABSENT, 0)}
-    rig.storage.gate.set()
-    assert all(ending is JobStatus.DONE for ending, _ in rig.outcomes(10).values())
+    assert harness.outcomes(1) == {20: (JobStatus.ABSENT, 0)}
+    harness.storage.gate.set()
+    assert all(ending is JobStatus.DONE for ending, _ in harness.outcomes(10).values())
 
 
-def test_a_damaged_block_shortens_the_hit(rig):
-    """Lesson 44: the leading whole blocks count, and what is wrong is named."""
-    rig.storage.gate.set()
-    rig.mover.start([make_write(1, [0, 1, 2])], now=0.0)
-    rig.outcomes(1)
+def test_a_damaged_block_shortens_the_hit(harness):
+    """The leading whole blocks count, and what is wrong is named."""
+    harness.storage.gate.set()
+    harness.mover.start([make_write(1, [0, 1, 2])], now=0.0)
+    harness.outcomes(1)
     key = make_keys(3)[1]
-    rig.storage.values[key] = rig.storage.values[key][:-1] + b"?"
+    harness.storage.values[key] = harness.storage.values[key][:-1] + b"?"
 
-    rig.mover.start([make_read(2, [5, 6, 7])], now=0.0)
+    harness.mover.start([make_read(2, [5, 6, 7])], now=0.0)
 
-    assert rig.outcomes(1) == {2: (JobStatus.DAMAGED, 1)}
-    assert rig.mover.links["storage_to_host"].failures == {"damaged": 1}
+    assert harness.outcomes(1) == {2: (JobStatus.DAMAGED, 1)}
+    assert harness.mover.links["storage_to_host"].failures == {"damaged": 1}
 
 
-def test_a_refused_write_counts_what_was_stored(rig):
-    """Lesson 43: a full store is a shorter write, not an error."""
-    rig.storage.gate.set()
-    rig.storage.results = [BlockWrite.WRITTEN, BlockWrite.PRESENT, BlockWrite.REFUSED]
+def test_a_refused_write_counts_what_was_stored(harness):
+    """A full store is a shorter write, not an error."""
+    harness.storage.gate.set()
+    harness.storage.results = [BlockWrite.WRITTEN, BlockWrite.PRESENT, BlockWrite.REFUSED]
 
-    rig.mover.start([make_write(1, [0, 1, 2])], now=0.0)
+    harness.mover.start([make_write(1, [0, 1, 2])], now=0.0)
 
-    assert rig.outcomes(1) == {1: (JobStatus.PARTIAL, 2)}
+    assert harness.outcomes(1) == {1: (JobStatus.PARTIAL, 2)}
 
 
 @pytest.mark.parametrize(
@@ -186,32 +186,32 @@ def test_a_refused_write_counts_what_was_stored(rig):
         (KeyError(), "bug"),
     ],
 )
-def test_whatever_a_backend_raises_ends_one_job(rig, error, reason):
-    """Lesson 24: counted by its reason; the thread lives on and takes the next."""
-    rig.storage.gate.set()
-    rig.storage.error = error
-    rig.mover.start([make_write(1, [0])], now=0.0)
-    assert rig.outcomes(1) == {1: (JobStatus.FAILED, 0)}
-    assert rig.mover.links["host_to_storage"].failures == {reason: 1}
+def test_whatever_a_backend_raises_ends_one_job(harness, error, reason):
+    """Counted by its reason; the thread lives on and takes the next."""
+    harness.storage.gate.set()
+    harness.storage.error = error
+    harness.mover.start([make_write(1, [0])], now=0.0)
+    assert harness.outcomes(1) == {1: (JobStatus.FAILED, 0)}
+    assert harness.mover.links["host_to_storage"].failures == {reason: 1}
 
-    rig.storage.error = None
-    rig.mover.start([make_write(2, [0])], now=0.0)
+    harness.storage.error = None
+    harness.mover.start([make_write(2, [0])], now=0.0)
 
-    assert rig.outcomes(1) == {2: (JobStatus.DONE, 1)}
+    assert harness.outcomes(1) == {2: (JobStatus.DONE, 1)}
 
 
-def test_a_backend_that_is_not_quiet_keeps_the_slots(rig):
-    """Lesson 50: TIMED_OUT first; QUIET only when nothing of it can touch the slots any more."""
+def test_a_backend_that_is_not_quiet_keeps_the_slots(harness):
+    """TIMED_OUT first; QUIET only when nothing of it can touch the slots any more."""
     quiet = threading.Event()
-    rig.storage.gate.set()
-    rig.storage.error = StorageTimeout("late", quiet=quiet)
+    harness.storage.gate.set()
+    harness.storage.error = StorageTimeout("late", quiet=quiet)
 
-    rig.mover.start([make_write(1, [0])], now=0.0)
+    harness.mover.start([make_write(1, [0])], now=0.0)
 
-    assert rig.outcomes(1) == {1: (JobStatus.TIMED_OUT, 0)}
-    assert rig.mover.num_in_flight == 1
+    assert harness.outcomes(1) == {1: (JobStatus.TIMED_OUT, 0)}
+    assert harness.mover.num_in_flight == 1
     quiet.set()
-    assert rig.outcomes(1) == {1: (JobStatus.QUIET, 0)}
+    assert harness.outcomes(1) == {1: (JobStatus.QUIET, 0)}
 
 
 WRONG_ANSWERS = [
@@ -221,29 +221,29 @@ WRONG_ANSWERS = [
 
 
 @pytest.mark.parametrize(("method", "answer"), WRONG_ANSWERS)
-def test_a_wrong_answer_of_a_plug_in_is_a_miss(rig, method, answer):
+def test_a_wrong_answer_of_a_plug_in_is_a_miss(harness, method, answer):
     """Whatever a backend returns, the loop gets a job that failed, and the reason is counted."""
-    setattr(rig.storage, method, lambda *_, **__: answer)
+    setattr(harness.storage, method, lambda *_, **__: answer)
     plan = make_lookup(1, [1, 2]) if method == "contains" else make_read(1, [0])
 
-    rig.mover.start([plan], now=0.0)
+    harness.mover.start([plan], now=0.0)
 
-    assert rig.outcomes(1) == {1: (JobStatus.FAILED, 0)}
+    assert harness.outcomes(1) == {1: (JobStatus.FAILED, 0)}
     link = "lookup" if method == "contains" else "storage_to_host"
-    assert rig.mover.links[link].failures == {"error": 1}
+    assert harness.mover.links[link].failures == {"error": 1}
 
 
 @pytest.mark.parametrize("answer", [[], [BlockWrite.WRITTEN] * 2, [0], ["written"], None])
-def test_a_wrong_answer_of_a_write_is_a_failed_write(rig, answer):
+def test_a_wrong_answer_of_a_write_is_a_failed_write(harness, answer):
     """No block counts as stored that the backend did not clearly report."""
-    rig.storage.write = lambda *_, **__: answer
+    harness.storage.write = lambda *_, **__: answer
 
-    rig.mover.start([make_write(1, [0])], now=0.0)
+    harness.mover.start([make_write(1, [0])], now=0.0)
 
-    assert rig.outcomes(1) == {1: (JobStatus.FAILED, 0)}
+    assert harness.outcomes(1) == {1: (JobStatus.FAILED, 0)}
 
 
-def hang_lookups(rig) -> threading.Event:
+def hang_lookups(harness) -> threading.Event:
     """Make every lookup wait for an event."""
     gate = threading.Event()
 
@@ -251,52 +251,52 @@ def hang_lookups(rig) -> threading.Event:
         gate.wait()
         return [len(run) for run in runs]
 
-    rig.storage.contains = contains
+    harness.storage.contains = contains
     return gate
 
 
-def test_lost_threads_are_replaced_up_to_a_bound(rig):
-    """Lesson 75: calls that never return cost threads, not lookups. At the bound, later lookups
+def test_lost_threads_are_replaced_up_to_a_bound(harness):
+    """Calls that never return cost threads, not lookups. At the bound, later lookups
     fail at once instead of waiting in a queue that no thread serves."""
-    gate = hang_lookups(rig)
+    gate = hang_lookups(harness)
     bound = 2 + MAX_LOST
     for number in range(bound):
-        rig.mover.start([make_lookup(number, [1, 2])], now=0.0)
-        while rig.workers._queues["lookup"].qsize():
+        harness.mover.start([make_lookup(number, [1, 2])], now=0.0)
+        while harness.workers._queues["lookup"].qsize():
             pass
-        rig.mover.take(now=6.0)  # past its deadline
+        harness.mover.take(now=6.0)  # past its deadline
 
-    assert rig.workers.stats().threads_lost == bound
-    rig.mover.start([make_lookup(99, [1, 2])], now=0.0)
-    assert rig.outcomes(1) == {99: (JobStatus.FAILED, 0)}
-    assert rig.mover.links["lookup"].failures["threads_lost"] == 1
+    assert harness.workers.stats().threads_lost == bound
+    harness.mover.start([make_lookup(99, [1, 2])], now=0.0)
+    assert harness.outcomes(1) == {99: (JobStatus.FAILED, 0)}
+    assert harness.mover.links["lookup"].failures["threads_lost"] == 1
 
     gate.set()
-    while rig.workers.stats().threads_lost:
+    while harness.workers.stats().threads_lost:
         pass
-    rig.mover.start([make_lookup(100, [1, 2])], now=0.0)
-    assert rig.outcomes(1) == {100: (JobStatus.DONE, 0)}
+    harness.mover.start([make_lookup(100, [1, 2])], now=0.0)
+    assert harness.outcomes(1) == {100: (JobStatus.DONE, 0)}
 
 
-def test_a_thread_that_ends_at_its_deadline_is_not_lost(rig):
+def test_a_thread_that_ends_at_its_deadline_is_not_lost(harness):
     """Its task has ended: giving it up afterwards changes no count."""
-    rig.mover.start([make_lookup(1, [1, 2])], now=0.0)
-    task = rig.mover._running[JobId(1)].task
-    rig.outcomes(1)
+    harness.mover.start([make_lookup(1, [1, 2])], now=0.0)
+    task = harness.mover._running[JobId(1)].task
+    harness.outcomes(1)
     while not task.has_ended:
         pass
 
-    rig.workers.give_up(task)
+    harness.workers.give_up(task)
 
-    assert rig.workers.stats().threads_lost == 0
+    assert harness.workers.stats().threads_lost == 0
 
 
-def test_threads_never_keep_a_process_from_ending(rig):
-    """Lesson 17: they are daemons, and closing waits for none of them."""
-    rig.mover.start([make_write(1, [0])], now=0.0)
-    rig.storage.begun.wait()
+def test_threads_never_keep_a_process_from_ending(harness):
+    """They are daemons, and closing waits for none of them."""
+    harness.mover.start([make_write(1, [0])], now=0.0)
+    harness.storage.begun.wait()
 
-    rig.mover.close()
+    harness.mover.close()
 
     storage_threads = [t for t in threading.enumerate() if t.name.startswith("storage-")]
     assert storage_threads

@@ -69,8 +69,8 @@ class RoutedCache:
     def _tell(self) -> None:
         """What the cache gained and lost, as an event batch; the tokens are of no use here."""
         bare = [
-            replace(fact, tokens=b"") if isinstance(fact, BlocksStored) else fact
-            for fact in self._cache.cache.take_events()
+            replace(change, tokens=b"") if isinstance(change, BlocksStored) else change
+            for change in self._cache.cache.take_events()
         ]
         batch = EventBatch(ts=0.0, events=events_of(bare, TRACE_BLOCK))
         if self.view.apply(self.view.next, batch) is not EventBatchResult.APPLIED:

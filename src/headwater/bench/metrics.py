@@ -86,7 +86,7 @@ def snapshot_holds_ms(num_tokens: int, *, block_tokens: int) -> list[float]:
         BlockKey(number.to_bytes(32, "big")) for number in range(num_tokens // block_tokens)
     ]
     tokens = np.arange(num_tokens, dtype="<i4").tobytes()
-    fact = BlocksStored(tier=Tier.DEVICE, keys=keys, parent=None, tokens=tokens)
+    stored = BlocksStored(tier=Tier.DEVICE, keys=keys, parent=None, tokens=tokens)
     holds: list[float] = []
 
     class Timed(Pacer):
@@ -99,7 +99,7 @@ def snapshot_holds_ms(num_tokens: int, *, block_tokens: int) -> list[float]:
             super()._yield()
             self._held_s = time.thread_time()
 
-    encode_snapshot(0.0, [BlocksCleared(), fact], block_tokens, Timed())
+    encode_snapshot(0.0, [BlocksCleared(), stored], block_tokens, Timed())
     return holds
 
 

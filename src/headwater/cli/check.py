@@ -225,11 +225,11 @@ def _free_gpu_bytes(device: str) -> int:
     number = device.partition(":")[2] or "0"
     query = ["nvidia-smi", f"--id={number}", "--query-gpu=memory.free"]
     try:
-        said = subprocess.run(
+        output = subprocess.run(
             [*query, "--format=csv,noheader,nounits"],
             capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=True,
         ).stdout  # fmt: skip
-        return int(said.split()[0]) << 20
+        return int(output.split()[0]) << 20
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as exc:
         raise ConfigError(
             f"the free memory of {device} is not known here (nvidia-smi: {exc}); give --device-gib"

@@ -254,12 +254,12 @@ def check_process(process: "ProcessSpec") -> None:
 
     from headwater.cli.parser import build_parser
 
-    said = io.StringIO()
+    errors = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(errors):
             _, unknown = build_parser().parse_known_args(list(process.arguments))
     except SystemExit:
-        unknown = [said.getvalue().strip().rpartition("error: ")[2]]
+        unknown = [errors.getvalue().strip().rpartition("error: ")[2]]
     if unknown:
         raise ConfigError(f"{process.name}: {' '.join(unknown)} is not a flag or value of it")
 

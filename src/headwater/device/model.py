@@ -135,11 +135,11 @@ def load(
         name = hashing.submit(fingerprint if is_named else _unnamed, folder)
         loaded = _load_module(folder, raw, _torch_dtype(dtype), kept_on)
     module: nn.Module = loaded
-    facts = _facts(loaded.config)
+    sizes = _sizes(loaded.config)
     if share is not None:
         split(module, share)
-        start, end = share.kv_heads(facts["total_kv_heads"])
-        facts["kv_heads"] = end - start
+        start, end = share.kv_heads(sizes["total_kv_heads"])
+        sizes["kv_heads"] = end - start
     use_latents(module)
     _move(module, target)
     module.eval()
@@ -154,7 +154,7 @@ def load(
         eos_token_ids=_config_ends(loaded.config, folder) if ends is None else ends,
         has_fp8_kv=has_fp8_kv,
         share=share,
-        **facts,
+        **sizes,
     )
 
 
@@ -266,7 +266,7 @@ def _check_complete(folder: Path, found: Mapping[str, Any]) -> None:
             raise ModelError(f"{folder}: {count} weights are {what}, the first is {first}")
 
 
-def _facts(config: PretrainedConfig) -> dict[str, Any]:
+def _sizes(config: PretrainedConfig) -> dict[str, Any]:
     rope = getattr(config, "rope_parameters", None) or {}
     positions = max_positions(config.to_dict(), rope)
     if positions < config.max_position_embeddings:

@@ -36,15 +36,15 @@ def penalise(
     """
     rows = list(histories)
     vocab = logits.shape[1]
-    said = _counted([histories[row][0] for row in rows], rows, vocab)
+    seen = _counted([histories[row][0] for row in rows], rows, vocab)
     output = _counted([h[0][h[1] :] for h in histories.values()], rows, vocab)
     repetition = np.array([p.repetition_penalty for p in params], dtype=np.float32)
     presence = np.array([p.presence_penalty for p in params], dtype=np.float32)
     frequency = np.array([p.frequency_penalty for p in params], dtype=np.float32)
     flat = logits.view(-1)
-    at = _tensor(said[0], logits)
+    at = _tensor(seen[0], logits)
     values = flat[at]
-    factor = _tensor(repetition[said[0] // vocab], logits)
+    factor = _tensor(repetition[seen[0] // vocab], logits)
     flat[at] = torch.where(values > 0, values / factor, values * factor)
     by_row = output[0] // vocab
     flat[_tensor(output[0], logits)] -= _tensor(

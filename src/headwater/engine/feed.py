@@ -13,10 +13,10 @@ class Feed(Protocol):
     def snapshot_wanted(self) -> bool:
         """Whether a subscriber asked for a snapshot of everything cached."""
 
-    def publish(self, facts: Sequence[CacheEvent]) -> None:
+    def publish(self, changes: Sequence[CacheEvent]) -> None:
         """Publish what changed, in order."""
 
-    def publish_snapshot(self, facts: Sequence[CacheEvent]) -> None:
+    def publish_snapshot(self, changes: Sequence[CacheEvent]) -> None:
         """Publish all that is cached, after every change published before."""
 
     def close(self) -> None:

@@ -197,7 +197,7 @@ class OfflineEngine:
                 self.core.wait()
             for output in self.core.step():
                 entry = pending.get(output.request_id)
-                if entry is not None and entry.land(output):
+                if entry is not None and entry.append_output(output):
                     del pending[output.request_id]
                     progress.advance()
                     if output.finish_reason is None:  # a stop string ended it, not the engine
@@ -229,7 +229,7 @@ class _Pending:
             min_tokens=params.min_tokens,
         )
 
-    def land(self, output: SequenceOutput) -> bool:
+    def append_output(self, output: SequenceOutput) -> bool:
         """Add one output; whether the answer is complete. Raises RequestError where its grammar
         cannot be followed."""
         if output.finish_reason == "failed":

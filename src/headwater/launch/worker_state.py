@@ -69,7 +69,7 @@ class WorkerSession:
         """Whether the worker serves requests."""
         self.connecting: asyncio.Task[None] | None = None
         self._keys: Counter[str] = Counter()
-        self._tickets: dict[int, asyncio.Task[None]] = {}
+        self._entries: dict[int, asyncio.Task[None]] = {}
         self._last = WorkerSnapshot(counts=RecorderSnapshot())
         self.calls: dict[str, CallHandler] = {
             "start_key": self._start_key,
@@ -105,9 +105,9 @@ class WorkerSession:
         for name in self._keys.elements():
             self._state.key_limits.end(name)
         self._keys.clear()
-        for task in self._tickets.values():
+        for task in self._entries.values():
             task.cancel()
-        self._tickets.clear()
+        self._entries.clear()
         counts = [entry.counts for entry in (*self._state.past, self._last)]
         self._state.past = [WorkerSnapshot(counts=Recorder.join(counts).snapshot())]
 
@@ -139,11 +139,11 @@ class WorkerSession:
         self._state.key_limits.end(name)
 
     async def _enter_engine(
-        self, ticket: int, key: str, share: float, num_sequences: int
+        self, entry: int, key: str, share: float, num_sequences: int
     ) -> None:
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         task = asyncio.create_task(self._hold(granted, key, share, num_sequences))
-        self._tickets[ticket] = task
+        self._entries[entry] = task
         await asyncio.wait({granted, task}, return_when=asyncio.FIRST_COMPLETED)
 
     async def _hold(
@@ -156,8 +156,8 @@ class WorkerSession:
             granted.set_result(None)
             await asyncio.Event().wait()
 
-    def _leave_engine(self, ticket: int) -> None:
-        task = self._tickets.pop(ticket, None)
+    def _leave_engine(self, entry: int) -> None:
+        task = self._entries.pop(entry, None)
         if task is not None:
             task.cancel()
 
@@ -204,7 +204,7 @@ class RemoteState:
 
     def __init__(self, channel: Callable[[], ProcessChannel]) -> None:
         self._channel = channel
-        self._tickets = itertools.count()
+        self._entries = itertools.count()
 
     async def snapshots(self) -> list[WorkerSnapshot]:
         answer = await self._call("snapshots")
@@ -224,12 +224,12 @@ class RemoteState:
     async def enter_engine(
         self, key: str, share: float, num_sequences: int
     ) -> AsyncIterator[None]:
-        ticket = next(self._tickets)
+        entry = next(self._entries)
         try:
-            await self._call("enter_engine", ticket, key, share, num_sequences)
+            await self._call("enter_engine", entry, key, share, num_sequences)
             yield
         finally:
-            self._channel().tell("leave_engine", ticket)
+            self._channel().tell("leave_engine", entry)
 
     @asynccontextmanager
     async def use(self, key: ApiKey) -> AsyncIterator[None]:

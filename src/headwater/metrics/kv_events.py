@@ -100,25 +100,25 @@ def block_hash(key: BlockKey) -> int:
     return int.from_bytes(key[-8:], "big")
 
 
-def events_of(facts: Iterable[CacheEvent], block_tokens: int) -> list[KvEvent]:
+def events_of(changes: Iterable[CacheEvent], block_tokens: int) -> list[KvEvent]:
     """Facts as the events that routers read."""
-    return [_event(fact, block_tokens) for fact in facts]
+    return [_event(change, block_tokens) for change in changes]
 
 
-def encode_batch(ts: float, facts: Sequence[CacheEvent], block_tokens: int) -> bytes:
+def encode_batch(ts: float, changes: Sequence[CacheEvent], block_tokens: int) -> bytes:
     """The payload of the changes `facts` at `ts` seconds since 1970."""
-    return _encode(EventBatch(ts=ts, events=events_of(facts, block_tokens)))
+    return _encode(EventBatch(ts=ts, events=events_of(changes, block_tokens)))
 
 
 def encode_snapshot(
-    ts: float, facts: Iterable[CacheEvent], block_tokens: int, pacer: "Pacer | None" = None
+    ts: float, changes: Iterable[CacheEvent], block_tokens: int, pacer: "Pacer | None" = None
 ) -> memoryview:
     """The same for any amount: in events of bounded size, and with pauses in which other threads
     get the interpreter lock. A snapshot of a million tokens would otherwise hold it for 0.1 s."""
     pacer = pacer or Pacer()
     pieces = [b""]
-    for fact in facts:
-        for part in _split(fact, block_tokens):
+    for change in changes:
+        for part in _split(change, block_tokens):
             pieces.append(_encode(_event(part, block_tokens)))
             pacer.pause()
     # An array of three: time, events, rank. The events are an array with a 32-bit length.
@@ -151,46 +151,46 @@ class Pacer:
         self._never.wait(1e-5)
 
 
-def _split(fact: CacheEvent, block_tokens: int) -> Iterator[CacheEvent]:
+def _split(change: CacheEvent, block_tokens: int) -> Iterator[CacheEvent]:
     """The same change as facts of few blocks each."""
-    if not isinstance(fact, BlocksStored):
-        yield fact
+    if not isinstance(change, BlocksStored):
+        yield change
         return
     size = max(1, min(_PIECE_BLOCKS, _PIECE_TOKENS // block_tokens))
-    stride = 4 * block_tokens if fact.tokens else 0
-    for start in range(0, len(fact.keys), size):
+    stride = 4 * block_tokens if change.tokens else 0
+    for start in range(0, len(change.keys), size):
         end = start + size
         yield replace(
-            fact,
-            keys=fact.keys[start:end],
-            parent=fact.keys[start - 1] if start else fact.parent,
-            tokens=fact.tokens[start * stride : end * stride],
+            change,
+            keys=change.keys[start:end],
+            parent=change.keys[start - 1] if start else change.parent,
+            tokens=change.tokens[start * stride : end * stride],
         )
 
 
-def _event(fact: CacheEvent, block_tokens: int) -> KvEvent:
-    match fact:
+def _event(change: CacheEvent, block_tokens: int) -> KvEvent:
+    match change:
         case BlocksStored():
             return BlockStored(
-                block_hashes=_hashes(fact.keys),
-                parent_block_hash=None if fact.parent is None else block_hash(fact.parent),
-                token_ids=np.frombuffer(fact.tokens, dtype="<i4").tolist(),
+                block_hashes=_hashes(change.keys),
+                parent_block_hash=None if change.parent is None else block_hash(change.parent),
+                token_ids=np.frombuffer(change.tokens, dtype="<i4").tolist(),
                 block_size=block_tokens,
-                lora_name=fact.adapter or None,
-                medium=MEDIUM[fact.tier],
-                extra_keys=_extra_keys(fact),
+                lora_name=change.adapter or None,
+                medium=MEDIUM[change.tier],
+                extra_keys=_extra_keys(change),
             )
         case BlocksRemoved():
-            return BlockRemoved(block_hashes=_hashes(fact.keys), medium=MEDIUM[fact.tier])
+            return BlockRemoved(block_hashes=_hashes(change.keys), medium=MEDIUM[change.tier])
         case BlocksCleared():
             return AllBlocksCleared()
         case _:
-            assert_never(fact)
+            assert_never(change)
 
 
-def _extra_keys(fact: BlocksStored) -> list[list[str] | None] | None:
-    identity = [part for part in (fact.adapter, fact.salt_id) if part]
-    return [identity] * len(fact.keys) if identity else None
+def _extra_keys(change: BlocksStored) -> list[list[str] | None] | None:
+    identity = [part for part in (change.adapter, change.salt_id) if part]
+    return [identity] * len(change.keys) if identity else None
 
 
 def _hashes(keys: Sequence[BlockKey]) -> list[int]:

@@ -1,9 +1,9 @@
 """Publishes KV events: a PUB socket for what happens, a ROUTER socket for what was missed.
 
-    the loop ── publish(facts) ──▶ queue ──▶ thread ──▶ PUB      to all subscribers
+    the loop ── publish(changes) ──▶ queue ──▶ thread ──▶ PUB      to all subscribers
     the loop ◀── snapshot_wanted ────────── thread ◀──▶ ROUTER   (empty, start) ▶ (…, batches, end)
 
-The loop only puts facts into a queue; encoding and sockets are the thread's. A replay from
+The loop only puts changes into a queue; the thread encodes them and owns the sockets. A replay from
 before the buffer, or from a life before this one, is answered with one batch that says all:
 `AllBlocksCleared`, then everything that is stored, with the number of the last batch in it.
 """
@@ -90,24 +90,24 @@ class KvPublisher:
         """Where the ROUTER socket is bound."""
         return self._replay_endpoint
 
-    def publish(self, facts: Sequence[CacheEvent]) -> None:
+    def publish(self, changes: Sequence[CacheEvent]) -> None:
         """Send `facts` to subscribers, soon. While the thread is behind they are dropped; when it
         has caught up it asks for a snapshot, so that at most one is ever queued."""
-        if self._overrun or not facts:
+        if self._overrun or not changes:
             return
         if self._queue.qsize() >= self._max_queued:
             self._overrun = True
             os.eventfd_write(self._signal, 1)
             return
-        self._put(False, facts)
+        self._put(False, changes)
 
-    def publish_snapshot(self, facts: Sequence[CacheEvent]) -> None:
+    def publish_snapshot(self, changes: Sequence[CacheEvent]) -> None:
         """All that is cached now; every fact before it was given to `publish`."""
         self.snapshot_wanted = False
         if self._overrun:
             self._overrun = False
-            self._put(False, [BlocksCleared(), *facts])
-        self._put(True, facts)
+            self._put(False, [BlocksCleared(), *changes])
+        self._put(True, changes)
 
     def close(self) -> None:
         """Send what is queued and end the thread. Safe to call twice."""
@@ -120,8 +120,8 @@ class KvPublisher:
                 self._authenticator.stop()
             self._context.destroy(linger=200)
 
-    def _put(self, is_snapshot: bool, facts: Sequence[CacheEvent]) -> None:
-        self._queue.put((is_snapshot, facts))
+    def _put(self, is_snapshot: bool, changes: Sequence[CacheEvent]) -> None:
+        self._queue.put((is_snapshot, changes))
         os.eventfd_write(self._signal, 1)
 
     def _open_sockets(self) -> None:
@@ -165,35 +165,36 @@ class KvPublisher:
         """Send all that is queued."""
         while True:
             try:
-                is_snapshot, facts = self._queue.get_nowait()
+                is_snapshot, changes = self._queue.get_nowait()
             except Empty:
                 break
             if is_snapshot:
-                self._answer_askers(facts)
+                self._answer_askers(changes)
             else:
-                self._send_batch(facts)
+                self._send_batch(changes)
         if self._overrun:
             self.snapshot_wanted = True
             self._wake()
 
-    def _send_batch(self, facts: Sequence[CacheEvent]) -> None:
-        payload = self._payload(facts)
+    def _send_batch(self, changes: Sequence[CacheEvent]) -> None:
+        payload = self._payload(changes)
         self._buffer.append((self._next, payload))
         self._pub.send_multipart([self._topic, pack_sequence(self._next), payload], copy=False)
         self._next += 1
 
-    def _payload(self, facts: Sequence[CacheEvent]) -> bytes | memoryview:
+    def _payload(self, changes: Sequence[CacheEvent]) -> bytes | memoryview:
         now = self._epoch_s + self._clock.now()
         if not self._config.token_ids:  # they are prompts, and hashes are enough for routers
-            facts = [
-                replace(fact, tokens=b"") if isinstance(fact, BlocksStored) else fact
-                for fact in facts
+            changes = [
+                replace(change, tokens=b"") if isinstance(change, BlocksStored) else change
+                for change in changes
             ]
-        is_long = len(facts) > _LONG_BATCH or any(
-            isinstance(fact, BlocksStored) and len(fact.keys) > _LONG_BATCH for fact in facts
+        is_long = len(changes) > _LONG_BATCH or any(
+            isinstance(change, BlocksStored) and len(change.keys) > _LONG_BATCH
+            for change in changes
         )
         encode = encode_snapshot if is_long else encode_batch
-        return encode(now, facts, self._block_tokens)
+        return encode(now, changes, self._block_tokens)
 
     def _answer(self, frames: list[bytes]) -> None:
         """A replay request; what is not one is ignored."""
@@ -211,10 +212,10 @@ class KvPublisher:
             self.snapshot_wanted = True
             self._wake()
 
-    def _answer_askers(self, facts: Sequence[CacheEvent]) -> None:
+    def _answer_askers(self, changes: Sequence[CacheEvent]) -> None:
         askers, self._askers = self._askers, []
         if askers:
-            payload = self._payload([BlocksCleared(), *facts])
+            payload = self._payload([BlocksCleared(), *changes])
             for who in askers:
                 self._reply(who, [(self._next - 1, payload)])
 

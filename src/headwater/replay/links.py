@@ -44,7 +44,7 @@ class SharedLink:
         self._moving: list[tuple[float, int, float, Arrive]] = []
         """A heap by the value of `_served` at which each is through."""
         self._line: deque[tuple[int, Arrive]] = deque()
-        self._landing: deque[tuple[float, float, Arrive]] = deque()
+        self._arriving: deque[tuple[float, float, Arrive]] = deque()
         """Through, and not there before the latency has passed. In order of time."""
         self._num_begun = 0
 
@@ -65,16 +65,16 @@ class SharedLink:
 
     def next_s(self) -> float:
         """When the next copy ends if no other starts; infinity when there is none."""
-        landing = self._landing[0][0] if self._landing else inf
+        arrival_s = self._arriving[0][0] if self._arriving else inf
         if not self._moving:
-            return landing
-        return min(landing, self._through_s() + self.cost.latency_s)
+            return arrival_s
+        return min(arrival_s, self._through_s() + self.cost.latency_s)
 
     def deliver(self, now: float) -> None:
         """Tell of every copy that arrived by `now`, in order of time."""
         self._advance(now)
-        while self._landing and self._landing[0][0] <= now:
-            end_s, began_s, arrive = self._landing.popleft()
+        while self._arriving and self._arriving[0][0] <= now:
+            end_s, began_s, arrive = self._arriving.popleft()
             arrive(Delivery(end_s, end_s - began_s))
 
     def _begin(self, num_bytes: int, arrive: Arrive) -> None:
@@ -93,7 +93,7 @@ class SharedLink:
             self.busy_s += through_s - self._now_s
             self._now_s, self._served = through_s, end
             self.busy_until_s = through_s
-            self._landing.append((through_s + self.cost.latency_s, began_s, arrive))
+            self._arriving.append((through_s + self.cost.latency_s, began_s, arrive))
             if self._line:
                 self._begin(*self._line.popleft())
         if self._moving:

@@ -47,7 +47,7 @@ class PrefixUse:
         """Where it is in the log of samples."""
 
 
-Known: TypeAlias = list[tuple[int, int, PrefixUse]]
+KnownRuns: TypeAlias = list[tuple[int, int, PrefixUse]]
 """The known part of a path: runs [start, end) of pieces with one past each."""
 
 
@@ -103,9 +103,9 @@ class History:
         runs = self._replace(prefixes, before, asked, traits, partial)
         return RequestHistory(runs, returned, prefixes[min(first, count - 1)], prefixes)
 
-    def _past(self, prefixes: list[int]) -> Known:
+    def _past(self, prefixes: list[int]) -> KnownRuns:
         """The known part of a path."""
-        runs: Known = []
+        runs: KnownRuns = []
         at, count = 0, len(prefixes)
         young, old, find = self._young.get, self._old.get, self._find
         while at < count:
@@ -128,7 +128,7 @@ class History:
         return runs
 
     def _relate(
-        self, count: int, before: Known, first: int, finished: FinishedRequest
+        self, count: int, before: KnownRuns, first: int, finished: FinishedRequest
     ) -> tuple[PastRequest, Traits]:
         """This request, and what all its runs have in common."""
         output, hint = finished.output_tokens, finished.hint
@@ -146,7 +146,7 @@ class History:
     def _replace(
         self,
         prefixes: list[int],
-        before: Known,
+        before: KnownRuns,
         asked: PastRequest,
         traits: Traits,
         partial: bool,
@@ -185,7 +185,7 @@ class History:
         self._since = now
 
 
-def _use_counts(before: Known, count: int, partial: bool) -> list[tuple[int, int, int]]:
+def _use_counts(before: KnownRuns, count: int, partial: bool) -> list[tuple[int, int, int]]:
     """The runs [start, end) that a request makes of `count` pieces, with their use counts.
 
     Neighbours with equal counts are one run; a partial last piece is one of its own.

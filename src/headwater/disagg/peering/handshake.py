@@ -94,9 +94,9 @@ def client_handshake(
         raise LinkBroken(
             f"the peer does not speak protocol version {VERSION}", PushFailure.REFUSED
         )
-    said = _answer(mine, secrets.token_bytes(32), b"")
-    proof = _prove(mine.token, b"sender", challenge, said)
-    answer = said[:-_PROOF_BYTES] + proof
+    unsigned = _answer(mine, secrets.token_bytes(32), b"")
+    proof = _prove(mine.token, b"sender", challenge, unsigned)
+    answer = unsigned[:-_PROOF_BYTES] + proof
     stream.send([answer], check_wait)
     code, grant_bytes, theirs = _WELCOME.unpack(_take(stream, _WELCOME.size, check_wait))
     if code != HandshakeResult.WELCOME:
@@ -147,8 +147,8 @@ class ServerHandshake:
             raise Malformed("not a handshake of this protocol")
         if version != VERSION:
             return HandshakeResult.VERSION
-        said = self._answer[:-_PROOF_BYTES] + bytes(_PROOF_BYTES)
-        expected = _prove(self._mine.token, b"sender", self._challenge, said)
+        unsigned = self._answer[:-_PROOF_BYTES] + bytes(_PROOF_BYTES)
+        expected = _prove(self._mine.token, b"sender", self._challenge, unsigned)
         if not hmac.compare_digest(proof, expected):
             return HandshakeResult.TOKEN
         if link != _short(self._mine.link):
@@ -166,9 +166,9 @@ def _short(link: str) -> bytes:
     return link.encode()[:6].ljust(6, b"\0")
 
 
-def _prove(token: bytes, role: bytes, *said: bytes) -> bytes:
+def _prove(token: bytes, role: bytes, *unsigned: bytes) -> bytes:
     return hmac.digest(
-        token, b"headwater link, " + role + b"\0" + b"".join(said), hashlib.sha256
+        token, b"headwater link, " + role + b"\0" + b"".join(unsigned), hashlib.sha256
     )
 
 
