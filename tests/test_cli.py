@@ -181,7 +181,7 @@ def test_values_that_ask_for_nothing_are_accepted():
     ],
 )
 def test_a_flag_that_does_nothing_says_so(flags, settings, word):
-    """At start, with the reason; and only where it was given."""
+    """Lesson 34: at start, with the reason; and only where it was given."""
     config = EngineConfig(**settings)
 
     (sentence,) = idle_settings(config, frozenset(flags))
@@ -225,7 +225,7 @@ def test_impossible_settings_are_refused_by_their_flag(flags, sentence, capsys):
     ],
 )
 def test_loopback_is_recognised(host, expected):
-    """The default binds to loopback, and anything else is known as open."""
+    """Lesson 66: the default binds to loopback, and anything else is known as open."""
     assert ServerConfig(host=host).is_loopback is expected
     assert ServerConfig().is_loopback
 

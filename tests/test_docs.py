@@ -102,6 +102,25 @@ def test_the_list_of_decisions_has_every_record():
 
 
 @pytest.mark.slow
+def test_every_lesson_is_named_by_a_test():
+    """The numbers on the page are those that tests name, but for lessons kept by review."""
+    page = (ROOT / "docs" / "lessons.md").read_text(encoding="utf-8")
+    listed = {int(number) for number in re.findall(r"^(\d+)\. ", page, re.MULTILINE)}
+    items = re.split(r"^(?=\d+\. )", page, flags=re.MULTILINE)
+    reviewed = {int(item.split(".")[0]) for item in items if "(Kept by review.)" in item}
+    named: set[int] = set()
+    for path in (ROOT / "tests").rglob("*.py"):
+        for numbers in re.findall(
+            r"\blessons? (\d+(?:(?:, | to | and )\d+)*)",
+            path.read_text(encoding="utf-8"),
+            re.IGNORECASE,
+        ):
+            named |= {int(number) for number in re.findall(r"\d+", numbers)}
+    assert listed == set(range(1, 91))
+    assert named <= listed
+    assert named | reviewed == listed
+
+
 def test_the_site_is_built_with_strict_links(tmp_path):
     """`scripts/docs` builds it with the same configuration; nothing is loaded from other hosts."""
     pytest.importorskip("material", reason="pip install 'headwater[docs]'")

@@ -24,7 +24,7 @@ def test_the_engine_part_prints_its_figures(capsys):
 
 
 def test_a_pair_finds_on_a_trace_what_a_mixed_instance_finds(capsys):
-    """Prompt tokens served from cache, with P as large as the mixed instance."""
+    """Lesson 48: prompt tokens served from cache, with P as large as the mixed instance."""
     assert main(["--quick", "--json", "--parts", "hits"]) == 0
 
     hits = json.loads(capsys.readouterr().out)["pd_hits"]

@@ -9,7 +9,7 @@ from headwater.cli import main
 
 
 def test_a_short_soak_ends_well(capsys):
-    """No wrong token, every slot back, whatever failed."""
+    """Lessons 20, 24, 44, 50: no wrong token, every slot back, whatever failed."""
     assert main(["bench", "soak", "--minutes", "0", "--json"]) == 0
 
     result = json.loads(capsys.readouterr().out)

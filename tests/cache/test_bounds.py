@@ -54,7 +54,7 @@ def end(cache, plan, status):
 
 
 def test_a_write_to_storage_holds_nothing_on_the_device():
-    """Storage may be slow, so every device block stays available while it is written."""
+    """Lesson 74: storage may be slow, so every device block stays available while it is written."""
     cache = make_stored()
 
     plan = plan_storage_write(cache, 1, 2)
@@ -140,7 +140,7 @@ def test_a_write_to_storage_that_never_returns_holds_only_its_host_slots():
 
 
 def test_nodes_known_only_from_storage_are_bounded():
-    """Writing and evicting many prompts keeps at most the configured number of nodes."""
+    """Lesson 77: writing and evicting many prompts keeps at most the configured number of nodes."""
     cache = make_stored(8, max_stored_nodes=10)
     for number in range(200):
         serve(cache, make_path(number, number + 1000))

@@ -40,7 +40,7 @@ def load(cache, path):
 
 
 def test_auto_is_the_default_policy():
-    """A host tier is filled without any flag."""
+    """Lesson 73: a host tier is filled without any flag."""
     assert CacheConfig(device_blocks=8, host_blocks=8).write_policy is WritePolicy.AUTO
 
 
@@ -56,7 +56,7 @@ def test_a_block_reaches_the_host_before_the_device_evicts_it_without_a_hit():
 
 
 def test_device_and_host_hold_different_blocks_when_both_are_full():
-    """Eight requests of one block fill four device and four host slots, and none is lost."""
+    """Lesson 87: eight requests of one block fill four device and four host slots, and none is lost."""
     cache = make_auto(write_ahead_blocks=1)
 
     for number in range(8):

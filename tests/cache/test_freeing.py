@@ -1,4 +1,4 @@
-"""Freeing and eviction: one test for each way it went wrong elsewhere."""
+"""Freeing and eviction: one test for each way it went wrong elsewhere (lessons 1 to 12)."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from tests.cache.make import begin, blocks_by_tier, make_cache, make_path, serve
 
 
 def test_eviction_frees_one_batch_per_take():
-    """However many leaves go, the pool is told once."""
+    """Lesson 1: however many leaves go, the pool is told once."""
     cache = make_cache(8)
     for leaf in range(8):
         serve(cache, make_path(leaf))
@@ -29,7 +29,7 @@ def test_eviction_frees_one_batch_per_take():
 
 
 def test_an_evicted_node_owns_nothing():
-    """Slots are moved out of the node, so no second path can free them again."""
+    """Lesson 2: slots are moved out of the node, so no second path can free them again."""
     cache = make_cache(4)
     serve(cache, make_path(1, 2))
     node = cache.match(make_path(1, 2)).nodes[0]
@@ -40,7 +40,7 @@ def test_an_evicted_node_owns_nothing():
 
 
 def test_slots_held_for_output_are_freed_once():
-    """Blocks reserved for decode go back with the release, and only there."""
+    """Lesson 2: blocks reserved for decode go back with the release, and only there."""
     cache = make_cache(4)
     lease, held = begin(cache, make_path(1, 2, 3))
     cache.commit(lease, make_path(1, 2, 3), held[:2], now=0.0)
@@ -53,7 +53,7 @@ def test_slots_held_for_output_are_freed_once():
 
 
 def test_an_evicted_node_is_terminal_at_once():
-    """Whoever still holds a reference can see that the node is gone."""
+    """Lesson 3: whoever still holds a reference can see that the node is gone."""
     cache = make_cache(2, host_blocks=4, write_policy=WritePolicy.NONE)
     serve(cache, make_path(1, 2))
     match = cache.match(make_path(1, 2))
@@ -66,7 +66,7 @@ def test_an_evicted_node_is_terminal_at_once():
 
 
 def test_a_parent_is_evicted_only_after_its_child():
-    """The child is detached first; then the parent is a leaf, in the same batch."""
+    """Lesson 4: the child is detached first; then the parent is a leaf, in the same batch."""
     cache = make_cache(6)
     serve(cache, make_path(1, 2))
     serve(cache, make_path(1, 3))
@@ -81,7 +81,7 @@ def test_a_parent_is_evicted_only_after_its_child():
 
 
 def test_a_node_cannot_enter_the_order_twice():
-    """Being in the order already is an error, never a warning."""
+    """Lesson 5: being in the order already is an error, never a warning."""
     cache = make_cache(4)
     serve(cache, make_path(1))
     node = cache.match(make_path(1)).nodes[0]
@@ -91,7 +91,7 @@ def test_a_node_cannot_enter_the_order_twice():
 
 
 def test_an_evicted_node_never_comes_back_into_the_order():
-    """The same prompt afterwards is another node."""
+    """Lesson 5: the same prompt afterwards is another node."""
     cache = make_cache(2)
     serve(cache, make_path(1))
     gone = cache.match(make_path(1)).nodes[0]
@@ -106,7 +106,7 @@ def test_an_evicted_node_never_comes_back_into_the_order():
 @pytest.mark.parametrize("count", range(9))
 @pytest.mark.parametrize("shape", ["chain", "leaves", "shared"])
 def test_exactly_as_many_as_asked(count, shape):
-    """Chains, single leaves, shared parents: neither one less nor one more."""
+    """Lesson 6: chains, single leaves, shared parents: neither one less nor one more."""
     cache = make_cache(8)
     prompts = {
         "chain": ["12345678"],
@@ -126,7 +126,7 @@ def test_exactly_as_many_as_asked(count, shape):
 
 
 def test_a_double_free_fails_before_it_does_harm():
-    """It is an exception, not a log line, and nothing has changed."""
+    """Lesson 7: it is an exception, not a log line, and nothing has changed."""
     cache = make_cache(4)
     slots = cache.take(3, now=0.0)
     cache.free(slots[:1])
@@ -139,7 +139,7 @@ def test_a_double_free_fails_before_it_does_harm():
 
 @pytest.mark.parametrize("count", [-1, -7])
 def test_negative_counts_change_nothing(count):
-    """A negative count is a typed error."""
+    """Lesson 8: a negative count is a typed error."""
     cache = make_cache(4)
     before = cache.stats()
 
@@ -155,7 +155,7 @@ def test_negative_counts_change_nothing(count):
 
 
 def test_two_sequences_with_the_same_blocks_free_each_slot_once():
-    """Duplicates; the first published stays, the other's slots are surplus."""
+    """Lesson 8: duplicates; the first published stays, the other's slots are surplus."""
     cache = make_cache(8)
     path = make_path(1, 2)
     first, held_first = begin(cache, path, "a")
@@ -173,7 +173,7 @@ def test_two_sequences_with_the_same_blocks_free_each_slot_once():
 
 
 def test_the_tail_goes_before_the_head():
-    """Releasing a path never makes its root the oldest block."""
+    """Lesson 9: releasing a path never makes its root the oldest block."""
     cache = make_cache(4)
     serve(cache, make_path(1, 2, 3, 4))
 
@@ -183,7 +183,7 @@ def test_the_tail_goes_before_the_head():
 
 
 def test_a_shared_head_outlives_what_was_used_before_it():
-    """Using a prefix keeps it; an older branch goes first."""
+    """Lesson 9: using a prefix keeps it; an older branch goes first."""
     cache = make_cache(5)
     serve(cache, make_path(1, 2))
     serve(cache, make_path(7, 8))
@@ -196,7 +196,7 @@ def test_a_shared_head_outlives_what_was_used_before_it():
 
 
 def test_host_copies_of_device_blocks_are_reclaimable():
-    """Hot device blocks, leased ones too, do not pin host capacity."""
+    """Lesson 10: hot device blocks, leased ones too, do not pin host capacity."""
     cache = make_cache(8, host_blocks=2, write_policy=WritePolicy.WRITE_THROUGH)
     serve(cache, make_path(1, 2))
     write_down(cache)
@@ -214,7 +214,7 @@ def test_host_copies_of_device_blocks_are_reclaimable():
 
 @pytest.mark.parametrize("leaves", [10, 1000])
 def test_eviction_looks_only_at_what_it_evicts(leaves):
-    """The cost of one eviction does not depend on how many leaves there are."""
+    """Lesson 11: the cost of one eviction does not depend on how many leaves there are."""
     cache = make_cache(leaves)
     for leaf in range(leaves):
         serve(cache, make_path(leaf))
@@ -234,7 +234,7 @@ def test_eviction_looks_only_at_what_it_evicts(leaves):
 
 
 def test_probes_do_not_pin():
-    """A match alone keeps nothing."""
+    """Lesson 12: a match alone keeps nothing."""
     cache = make_cache(2)
     serve(cache, make_path(1, 2))
     cache.match(make_path(1, 2))
@@ -243,7 +243,7 @@ def test_probes_do_not_pin():
 
 
 def test_pins_have_an_owner_and_an_expiry():
-    """A lease that nobody renews ends by itself."""
+    """Lesson 12: a lease that nobody renews ends by itself."""
     cache = make_cache(2)
     serve(cache, make_path(1, 2))
     cache.lease(cache.match(make_path(1, 2)), owner="peer", now=0.0, expires_s=5.0)
@@ -256,7 +256,7 @@ def test_pins_have_an_owner_and_an_expiry():
 
 
 def test_there_is_a_victim_whenever_nothing_is_leased():
-    """The count of available blocks is exact, so taking is all or nothing."""
+    """Lesson 12: the count of available blocks is exact, so taking is all or nothing."""
     cache = make_cache(6, host_blocks=6, write_policy=WritePolicy.WRITE_THROUGH)
     serve(cache, make_path(1, 2, 3))
     serve(cache, make_path(1, 2, 4))

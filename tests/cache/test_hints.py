@@ -69,7 +69,7 @@ def test_what_others_use_stays_when_a_session_is_closed():
 
 
 def test_nobody_closes_the_session_of_another_tenant():
-    """A session belongs to the namespace of its requests."""
+    """Lesson 67: a session belongs to the namespace of its requests."""
     cache = make_cache(device_blocks=8)
     theirs = Namespace(salt="theirs")
     serve(cache, make_path(1, 2, namespace=theirs), "s")
@@ -95,7 +95,7 @@ def test_a_closed_session_that_comes_back_is_only_a_miss():
 
 
 def test_a_session_in_use_is_not_touched_by_closing_it():
-    """What is leased stays; closing changes the order of what is not."""
+    """Lesson 12: what is leased stays; closing changes the order of what is not."""
     cache = make_cache(device_blocks=8)
     serve(cache, make_path(1, 2), "s")
     lease, held = begin(cache, make_path(1, 2, 3))
@@ -206,7 +206,7 @@ def test_expected_sessions_come_in_the_order_of_their_time():
 
 
 def test_a_reset_forgets_sessions():
-    """Nothing of the time before a reset is left."""
+    """Lesson 59: nothing of the time before a reset is left."""
     cache = make_cache(device_blocks=8)
     serve(cache, make_path(1), "s", PENDING)
     cache.reset()

@@ -19,7 +19,7 @@ def chain(scheme, tokens, media=None):
 
 
 def test_encoding_is_fixed():
-    """Keys are a documented binary encoding; this one must never change silently."""
+    """Lesson 42: keys are a documented binary encoding; this one must never change silently."""
     fields = (
         b"f" + struct.pack("<I", 7) + b"weights"
         + b"k" + struct.pack("<I", 6) + b"fp16/1"
@@ -45,14 +45,14 @@ def test_encoding_is_fixed():
     ],
 )
 def test_deployments_that_differ_share_no_key(other):
-    """Model, dtype, layout, shard and block size are all part of a key."""
+    """Lesson 39: model, dtype, layout, shard and block size are all part of a key."""
     tokens = list(range(8))
 
     assert not set(chain(SCHEME, tokens)) & set(chain(other, tokens))
 
 
 def test_salt_and_adapter_cannot_be_confused():
-    """Fields are tagged and length-prefixed, so no two namespaces collide."""
+    """Lesson 67: fields are tagged and length-prefixed, so no two namespaces collide."""
     names = [("ab", ""), ("a", "b"), ("", "ab"), ("b", "a"), ("", ""), ("a\x00", "b")]
     roots = {SCHEME.root(Namespace(salt, adapter)) for salt, adapter in names}
 

@@ -49,7 +49,7 @@ def test_an_eviction_is_one_fact():
 
 
 def test_a_salt_keeps_tokens_private():
-    """Events of a salted namespace have keys that only its owner can make, and no
+    """Lesson 67: events of a salted namespace have keys that only its owner can make, and no
     token ids; the salt itself is nowhere."""
     cache = make_cache(record_events=True)
     serve(cache, make_path(1, 2, namespace=Namespace(salt="tenant")))

@@ -23,7 +23,7 @@ X = RequestId("x")
 
 
 def test_a_block_is_findable_only_after_commit():
-    """Held blocks are in flight, and match nothing."""
+    """Lesson 46: held blocks are in flight, and match nothing."""
     cache = make_cache()
     path = make_path(1, 2, 3)
     lease, held = begin(cache, path, "x")
@@ -67,7 +67,7 @@ def test_a_lease_survives_splits():
 
 
 def test_a_stale_match_is_made_again():
-    """A lease never covers blocks that went since the match."""
+    """Lesson 23: a lease never covers blocks that went since the match."""
     cache = make_cache(4)
     serve(cache, make_path(1, 2, 3))
     match = cache.match(make_path(1, 2, 3))
@@ -81,7 +81,7 @@ def test_a_stale_match_is_made_again():
 
 
 def test_a_request_that_does_not_fit_rolls_back():
-    """Nothing is left behind by an admission that failed half-way."""
+    """Lesson 23: nothing is left behind by an admission that failed half-way."""
     cache = make_cache(4)
     serve(cache, make_path(1, 2))
     before = cache.stats()
@@ -145,7 +145,7 @@ def test_commits_that_cannot_be_are_refused():
 
 
 def test_a_slot_named_twice_is_not_committed():
-    """One slot cannot become two blocks; nothing has changed when it is refused."""
+    """Lesson 7: one slot cannot become two blocks; nothing has changed when it is refused."""
     cache = make_cache(16)
     path = make_path(*range(12))
     lease, held = begin(cache, path)
@@ -171,7 +171,7 @@ def test_a_match_of_another_cache_is_made_again():
 
 
 def test_only_full_blocks_are_committed():
-    """Tokens without KV, in a block that is not full, cannot be published."""
+    """Lesson 41: tokens without KV, in a block that is not full, cannot be published."""
     cache = make_cache()
     path = make_path(1, 2)
     path.tokens = path.tokens[:-1]
@@ -185,7 +185,7 @@ def test_only_full_blocks_are_committed():
 
 
 def test_the_ledger_counts_a_request_once():
-    """Probes and resumed sequences are not counted again."""
+    """Lesson 62: probes and resumed sequences are not counted again."""
     cache = make_cache()
     serve(cache, make_path(1, 2))
     cache.match(make_path(1, 2))

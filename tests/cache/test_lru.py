@@ -75,7 +75,7 @@ class LruMachine(RuleBasedStateMachine):
 
     @rule(tokens=prompts, limit=st.integers(0, 8))
     def probe(self, tokens, limit):
-        """Probes do not pin, and see exactly what is there."""
+        """Lesson 12: probes do not pin, and see exactly what is there."""
         match = self.cache.match(TokenPath(tokens), limit)
         assert match.num_blocks == self.model.match(tokens, limit)
 

@@ -43,7 +43,7 @@ def test_a_full_hit_leaves_the_last_token_to_compute():
 
 
 def test_each_block_counts_for_the_highest_tier_that_has_it():
-    """Device blocks lead, host blocks follow, then storage blocks."""
+    """Lesson 22: device blocks lead, host blocks follow, then storage blocks."""
     cache = make_cache(4, host_blocks=8, storage=True, write_policy=WritePolicy.WRITE_THROUGH)
     serve(cache, make_path(1, 2, 3))
     write_down(cache)
@@ -58,7 +58,7 @@ def test_each_block_counts_for_the_highest_tier_that_has_it():
 
 
 def test_reasons_for_a_miss():
-    """Every miss has a reason."""
+    """Lesson 63: every miss has a reason."""
     cache = make_cache(4)
     serve(cache, make_path(1, 2, 3))
     lease, _ = begin(cache, make_path(7), "x")
@@ -75,7 +75,7 @@ def test_reasons_for_a_miss():
 
 
 def test_a_reason_tells_nothing_about_another_tenant():
-    """What one tenant had and lost is never seen by the next."""
+    """Lesson 63: what one tenant had and lost is never seen by the next."""
     cache = make_cache(2)
     mine = make_path(1, 2, namespace=Namespace(salt="a"))
     serve(cache, mine)
@@ -125,7 +125,7 @@ def test_media_are_compared_in_the_tree():
 
 
 def test_namespaces_share_nothing():
-    """Another salt or another adapter finds nothing, on any tier."""
+    """Lesson 67: another salt or another adapter finds nothing, on any tier."""
     cache = make_cache(host_blocks=8, write_policy=WritePolicy.WRITE_THROUGH)
     serve(cache, make_path(1, 2, namespace=Namespace(salt="a")))
     write_down(cache)

@@ -44,7 +44,7 @@ def test_runs_have_their_sizes_parents_and_ages(cache):
 
 
 def test_salted_tenants_are_a_sum_and_nothing_else(cache):
-    """Neither their prefixes nor how these branch can be seen, only how much it is."""
+    """Lesson 67: neither their prefixes nor how these branch can be seen, only how much it is."""
     fill(cache, [1] * 8, salt="alice")
     fill(cache, [1] * 8 + [2] * 4, salt="bob")
 

@@ -48,7 +48,7 @@ def test_taken_slots_are_distinct_and_held():
 
 @pytest.mark.parametrize("count", [-1, -100])
 def test_negative_counts_are_refused(count):
-    """A negative count is the caller's error, and changes nothing."""
+    """Lesson 8: a negative count is the caller's error, and changes nothing."""
     pool = SlotPool(4)
 
     with pytest.raises(CacheUseError):
@@ -57,7 +57,7 @@ def test_negative_counts_are_refused(count):
 
 
 def test_zero_is_a_count():
-    """Taking and freeing nothing is allowed and does nothing."""
+    """Lesson 8: taking and freeing nothing is allowed and does nothing."""
     pool = SlotPool(0)
 
     pool.free(taken(pool, 0), HELD)
@@ -67,7 +67,7 @@ def test_zero_is_a_count():
 
 
 def test_freeing_a_free_slot_is_found():
-    """A double free is an invariant violation, found before anything changes."""
+    """Lesson 7: a double free is an invariant violation, found before anything changes."""
     pool = SlotPool(4)
     slots = taken(pool, 2)
     pool.free(slots, HELD)
@@ -80,7 +80,7 @@ def test_freeing_a_free_slot_is_found():
 
 @pytest.mark.parametrize("times", [1, 5, 40])
 def test_one_batch_naming_a_slot_twice_is_found(times: int):
-    """A duplicate inside one batch is a double free too, however long the batch."""
+    """Lesson 7: a duplicate inside one batch is a double free too, however long the batch."""
     pool = SlotPool(32)
     slots = taken(pool, 12)
     batch = np.concatenate((slots[:2], np.repeat(slots[:1], times), slots[2:]))
@@ -119,7 +119,7 @@ def test_a_slot_outside_the_pool_is_found(slot):
 
 
 def test_freeing_many_is_one_batch():
-    """Freeing 100,000 slots is one call, and they can all be taken again."""
+    """Lesson 1: freeing 100,000 slots is one call, and they can all be taken again."""
     pool = SlotPool(100_000)
     slots = taken(pool, 100_000)
 

@@ -38,7 +38,7 @@ def test_reset_forgets_and_bumps_the_generation():
 
 
 def test_reset_under_load():
-    """A running sequence keeps its blocks, publishes nothing, and frees them once."""
+    """Lesson 59: a running sequence keeps its blocks, publishes nothing, and frees them once."""
     cache = make_cache()
     path = make_path(1, 2, 3)
     serve(cache, make_path(1))
@@ -57,7 +57,7 @@ def test_reset_under_load():
 
 
 def test_late_results_of_an_older_generation_only_release():
-    """A transfer that lands after a reset attaches nothing."""
+    """Lesson 17: a transfer that lands after a reset attaches nothing."""
     cache = make_demoted()
     plan = cache.plan_load(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
     cache.reset()
@@ -82,7 +82,7 @@ def test_late_results_of_an_older_generation_only_release():
     ],
 )
 def test_impossible_settings_are_refused(settings):
-    """What cannot work is an error when it is made."""
+    """Lesson 28 and 61: what cannot work is an error when it is made."""
     with pytest.raises(ConfigError):
         CacheConfig(**{"device_blocks": 4, **settings})
 

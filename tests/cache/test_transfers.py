@@ -31,7 +31,7 @@ from tests.cache.make import (
     ],
 )
 def test_write_policies(policy, after_first, after_hit, after_eviction):
-    """Each policy is an explicit setting that does what it says."""
+    """Lesson 14: each policy is an explicit setting that does what it says."""
     cache = make_cache(4, host_blocks=8, write_policy=policy, write_ahead_blocks=2)
     path = make_path(1, 2)
     serve(cache, path)
@@ -65,7 +65,7 @@ def test_selective_writes_wait_for_the_nth_hit():
 
 
 def test_the_second_write_moves_nothing():
-    """A block that is there already is not written again."""
+    """Lesson 40: a block that is there already is not written again."""
     cache = make_cache(host_blocks=8, storage=True, write_policy=WritePolicy.WRITE_THROUGH)
     serve(cache, make_path(1, 2))
     write_down(cache)
@@ -78,7 +78,7 @@ def test_the_second_write_moves_nothing():
 
 
 def test_saving_writes_whatever_the_policy():
-    """A preempted sequence's blocks are kept, and pinned until they are."""
+    """Lesson 29: a preempted sequence's blocks are kept, and pinned until they are."""
     cache = make_cache(2, host_blocks=4, write_policy=WritePolicy.NONE)
     path = make_path(1, 2)
     lease, held = begin(cache, path)
@@ -94,7 +94,7 @@ def test_saving_writes_whatever_the_policy():
 
 
 def test_a_promotion_is_findable_when_it_has_landed():
-    """Submitted is not done."""
+    """Lesson 20: submitted is not done."""
     cache = make_demoted()
     plan = cache.plan_load(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
 
@@ -106,7 +106,7 @@ def test_a_promotion_is_findable_when_it_has_landed():
 
 
 def test_source_and_target_are_pinned_until_the_end():
-    """Neither the host copy nor the new slots can be taken by anybody else."""
+    """Lesson 21: neither the host copy nor the new slots can be taken by anybody else."""
     cache = make_demoted()
     plan = cache.plan_load(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
 
@@ -118,7 +118,7 @@ def test_source_and_target_are_pinned_until_the_end():
 
 
 def test_a_partial_promotion_keeps_its_leading_blocks():
-    """A short copy is a shorter hit, never a failure."""
+    """Lesson 44: a short copy is a shorter hit, never a failure."""
     cache = make_demoted((1, 2, 3))
     plan = cache.plan_load(cache.match(make_path(1, 2, 3)), limit_blocks=9, now=0.0)
     effect = cache.finish_job(
@@ -132,7 +132,7 @@ def test_a_partial_promotion_keeps_its_leading_blocks():
 
 
 def test_a_failed_job_does_not_poison_the_next():
-    """After a failure the same blocks can be promoted again."""
+    """Lesson 24: after a failure the same blocks can be promoted again."""
     cache = make_demoted()
     first = cache.plan_load(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
     assert (
@@ -146,7 +146,7 @@ def test_a_failed_job_does_not_poison_the_next():
 
 
 def test_one_load_serves_everyone():
-    """A second request for the same prefix waits for the same job."""
+    """Lesson 26: a second request for the same prefix waits for the same job."""
     cache = make_demoted()
     plan = cache.plan_load(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
 
@@ -171,7 +171,7 @@ def test_computing_overtakes_a_load():
 
 
 def test_a_promotion_without_room_changes_nothing():
-    """No room is a miss, not a wait, and leaves nothing behind."""
+    """Lessons 23, 38: no room is a miss, not a wait, and leaves nothing behind."""
     cache = make_demoted()
     cache.take(3, now=0.0)
     before = cache.stats()
@@ -182,7 +182,7 @@ def test_a_promotion_without_room_changes_nothing():
 
 
 def test_slots_of_a_timed_out_job_wait_until_it_is_quiet():
-    """A late write can never land in a slot that somebody else has."""
+    """Lesson 50: a late write can never land in a slot that somebody else has."""
     cache = make_demoted()
     plan = cache.plan_load(cache.match(make_path(1, 2)), limit_blocks=9, now=0.0)
     late = JobOutcome(job=plan.job, status=JobStatus.TIMED_OUT)
@@ -201,7 +201,7 @@ def test_slots_of_a_timed_out_job_wait_until_it_is_quiet():
 
 
 def test_a_timed_out_write_to_storage_keeps_its_source():
-    """Until its executor is quiet the bytes stay as they are, or another block would be
+    """Lesson 50: until its executor is quiet the bytes stay as they are, or another block would be
     stored under this key; a quarantine of targets would not help."""
     cache = make_demoted(storage=True)
     (plan,) = cache.plan_offloads(limit_blocks=9, now=0.0)
@@ -234,7 +234,7 @@ def test_storage_is_read_through_the_host():
 
 
 def test_a_damaged_block_is_not_asked_for_again():
-    """What is before it is used, and the miss says why it ended there."""
+    """Lesson 44: what is before it is used, and the miss says why it ended there."""
     cache = make_cache(4, host_blocks=4, storage=True)
     path = make_path(1, 2, 3)
     cache.learn_stored(path, 3, now=0.0)

@@ -45,7 +45,7 @@ def test_it_is_made_once_and_kept(tmp_path: Path) -> None:
 
 
 def test_a_broken_draft_leaves_nothing(tmp_path: Path) -> None:
-    """A crash half-way is a model not made, never half a model."""
+    """A crash half-way is a model not made, never half a model (lesson 61)."""
     target = tmp_path / "model"
 
     def crash(draft: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_broken_draft_leaves_nothing(tmp_path: Path) -> None:
 def test_a_broken_generation_config_is_a_sentence(
     tmp_path: Path, content: str, sentence: str
 ) -> None:
-    """The file that is at fault is named, and nothing half loaded is left."""
+    """Lesson 61: the file that is at fault is named, and nothing half loaded is left."""
     folder = make_llama(tmp_path / "model", SMALL, seed=0)
     (folder / "generation_config.json").write_text(content)
 

@@ -35,7 +35,7 @@ def pool_keys(pool: KVPool, slots: list[int], count: int) -> torch.Tensor:
 
 
 def test_a_new_buffer_is_a_copy_of_the_pool(pool: KVPool, buffers: ContiguousKV) -> None:
-    """All layers and heads of the tokens before this step, in position order."""
+    """All layers and heads of the tokens before this step, in position order (lesson 22)."""
     tables = np.array([[5, 2], [7, 0]])
 
     placed, end = buffers.place(NAMES, tables, np.array([7, 5]))

@@ -56,7 +56,7 @@ class CopierHarness:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_blocks_come_back_as_they_were(dtype):
-    """Each block where the plan says, in any order of slots; nothing else changes."""
+    """Lesson 22: each block where the plan says, in any order of slots; nothing else changes."""
     harness = CopierHarness(dtype)
     harness.pool.data.copy_(torch.randn(harness.pool.data.shape).to(dtype))
     before = harness.pool.data.clone()
@@ -73,7 +73,7 @@ def test_blocks_come_back_as_they_were(dtype):
 
 
 def test_a_promotion_marks_what_it_writes():
-    """Copies of a slot's old KV elsewhere (buffers) are stale from then on."""
+    """Lesson 21: copies of a slot's old KV elsewhere (buffers) are stale from then on."""
     harness = CopierHarness(torch.float32)
     before = harness.pool.writes.copy()
 
@@ -96,7 +96,7 @@ def test_the_host_has_the_same_bytes_in_the_same_order():
 
 
 def test_a_copy_lets_go_of_the_interpreter():
-    """The loop has its turns while a whole block is moved."""
+    """Lesson 13: the loop has its turns while a whole block is moved."""
     model: Any = Shape(torch.float32)
     model.num_layers, model.head_dim = 64, 1024
     pool = KVPool(model, num_blocks=1, block_tokens=64)

@@ -86,7 +86,7 @@ def test_a_prefix_written_by_another_row_equals_a_computed_one(
 def test_decoded_blocks_are_a_prefix_too(
     llama: LoadedModel, llama_reference: Reference
 ) -> None:
-    """What buffers computed is in the pool: a later row reads it there."""
+    """What buffers computed is in the pool: a later row reads it there (lesson 41)."""
     driver = Driver(llama, block_tokens=4)
     first = driver.add(prompt(5), name="first")
     driver.finish(first, count=20)

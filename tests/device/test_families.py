@@ -167,7 +167,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["missing", "reshaped", "cut"])
 def test_weights_that_are_not_whole_are_refused(damage: str, tmp_path: Path) -> None:
-    """A weight the folder lacks is an error: transformers would make it up."""
+    """A weight the folder lacks is an error: transformers would make it up (lesson 61)."""
     shape = LlamaShape(layers=1, hidden=16, ffn=24, heads=2, kv_heads=1, head_dim=8)
     path = make_llama(tmp_path, shape) / "model.safetensors"
     weights = load_file(path)

@@ -25,7 +25,7 @@ def flip(path: Path, at: int) -> None:
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 def test_one_changed_byte_is_another_model(folder: Path, name: str) -> None:
-    """Weights and config both count."""
+    """Weights and config both count (lesson 39)."""
     before = fingerprint(folder)
     flip(folder / name, -3)
 

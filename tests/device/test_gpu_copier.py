@@ -124,7 +124,7 @@ def test_a_block_survives_every_tier_bit_for_bit(tmp_path: Path) -> None:
 def test_a_demotion_follows_the_write_it_copies(
     ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A block written by work that is queued and not done is copied after it. With
+    """Lesson 21: a block written by work that is queued and not done is copied after it. With
     the edge taken out the old bytes are copied, so this test sees the edge."""
     harness = GpuCopierHarness()
     if not ordered:

@@ -60,7 +60,7 @@ def serve_again(model: LoadedModel, turns: int) -> tuple[list[list[int]], list[l
 
 
 def test_overlapping_a_load_equals_computing(model: LoadedModel) -> None:
-    """Every layer is attended after it has arrived; the tokens are the same."""
+    """Lesson 21: every layer is attended after it has arrived; the tokens are the same."""
     first, again = serve_again(model, turns=4)
 
     assert again == first

@@ -80,7 +80,7 @@ def test_what_is_waited_for_comes_next(slab: HostSlab) -> None:
 
 
 def test_memory_that_cannot_be_pinned_is_told_to_the_copy(slab: HostSlab) -> None:
-    """A failed copy reaches the request; no copy waits for ever."""
+    """Lesson 20: a failed copy reaches the request; no copy waits for ever."""
     driver = Driver(fails=True)
     driver.go_on.set()
     whole = PinnedSlab(slab, driver)  # type: ignore[arg-type]

@@ -78,7 +78,7 @@ def finish(engine: GpuEngine, name: RequestId) -> None:
 
 
 def test_loaded_blocks_stay_what_they_are(model: LoadedModel) -> None:
-    """What an aborted request's last step still writes, it writes to its own."""
+    """Lesson 21: what an aborted request's last step still writes, it writes to its own."""
     assert load_into_reused_slots(model, turns=3) == 0
 
 

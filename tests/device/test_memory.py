@@ -66,13 +66,13 @@ def test_an_override_is_honoured(llama: LoadedModel) -> None:
 def test_what_cannot_work_is_said_before_serving(
     llama: LoadedModel, asked: dict[str, int], why: str
 ) -> None:
-    """A ConfigError with a sentence, at start."""
+    """A ConfigError with a sentence, at start (lesson 61)."""
     with pytest.raises(ConfigError, match=why):
         num_blocks_that_fit(llama, **{"block_tokens": 16, **asked})
 
 
 def test_more_blocks_than_there_is_memory_for_are_a_sentence(llama: LoadedModel) -> None:
-    """A ConfigError that says how much was asked for, not the allocator's own words."""
+    """A ConfigError that says how much was asked for, not the allocator's own words (lesson 61)."""
     with pytest.raises(ConfigError, match=r"blocks of KV take .* GiB"):
         KVPool(llama, num_blocks=1 << 40, block_tokens=16)
 
@@ -82,7 +82,7 @@ def test_more_blocks_than_there_is_memory_for_are_a_sentence(llama: LoadedModel)
     [("banana", "cannot be used"), ("cuda:99", "cannot be used"), ("meta", "is not served")],
 )
 def test_a_device_that_is_not_there_is_a_sentence(device: str, why: str) -> None:
-    """Known before a model is read; the sentence names the device."""
+    """Known before a model is read; the sentence names the device (lesson 61)."""
     with pytest.raises(ConfigError, match=f"device '{device}' {why}"):
         load("/no/such/model", device=device)
 

@@ -35,7 +35,7 @@ def serve(pair: EchoPair, name: str, tokens: list[int], *, fail_reads: bool) -> 
 
 
 def test_a_failed_read_is_reported_at_once():
-    """No clock moves: P does not wait for its own timeout."""
+    """No clock moves: P does not wait for its own timeout (lesson 53)."""
     pair = EchoPair()
     tokens = warm(pair, 0)
 

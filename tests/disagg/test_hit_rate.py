@@ -1,4 +1,4 @@
-"""A pair of instances finds as much of its prompts as one mixed instance."""
+"""Lesson 48: a pair of instances finds as much of its prompts as one mixed instance."""
 
 import random
 

@@ -1,7 +1,7 @@
 """Any order of messages, blocks, fences, deaths and time: no wrong token, no lost slot, an end.
 
 Whole engines on a virtual clock, joined by a fabric. The search chooses what arrives next, twice,
-late or never.
+late or never. Lessons 46, 50 to 54, 56, 58.
 """
 
 from dataclasses import replace
@@ -225,7 +225,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @invariant()
     def pushes_end_before_the_lease(self):
-        """P's term is never longer than D's."""
+        """Lesson 50: P's term is never longer than D's."""
         if "d" in self.dead:
             return
         for transfer in self.pair.fabric.transfers:
@@ -301,7 +301,7 @@ class Interleavings(RuleBasedStateMachine):
                 self.ended[name] = tokens
 
     def _check_leases(self, name: str) -> None:
-        """No lease outlives its term, once D has looked at the clock."""
+        """Lesson 50: no lease outlives its term, once D has looked at the clock."""
         works = {} if name in self.dead else self._peer(name).handoffs.decode_side._entries
         for work in works.values():
             end_s = work.machine.lease_end_s

@@ -11,7 +11,7 @@ PROMPT = make_prompt(30)
 
 
 def test_an_expired_lease_is_freed_once_and_only_when_it_is_closed():
-    """P is silent and its bytes are late; the slots stay quarantined until then."""
+    """Lesson 50: P is silent and its bytes are late; the slots stay quarantined until then."""
     pair = EchoPair(num_blocks=10)
     request = make_handoff("a", PROMPT)
     pair.decode.add(request)
@@ -34,7 +34,7 @@ def test_an_expired_lease_is_freed_once_and_only_when_it_is_closed():
 
 
 def test_p_stops_pushing_before_its_term_ends():
-    """Without confirmed heartbeats P gives up first."""
+    """Lesson 50: without confirmed heartbeats P gives up first."""
     pair = EchoPair()
     pair.decode.add(make_handoff("a", PROMPT))
     until(pair, lambda: len(pair.fabric.transfers) > 0, blocks=False)
@@ -52,7 +52,7 @@ def test_p_stops_pushing_before_its_term_ends():
 
 
 def test_heartbeats_begin_when_the_request_is_queued():
-    """A hand-off that waits long on P, behind others, does not expire on D."""
+    """Lesson 50: a hand-off that waits long on P, behind others, does not expire on D."""
     pair = EchoPair(p_num_blocks=10, config=HandoffConfig(handoff_timeout_s=500.0))
     blocker = make_echo_request("long", make_prompt(20, family=1), max_tokens=18)
     pair.prefill.add(blocker)
@@ -67,7 +67,7 @@ def test_heartbeats_begin_when_the_request_is_queued():
 
 
 def test_repeated_asks_get_the_same_answer_and_take_nothing_more():
-    """The same lease, the same slots."""
+    """Lesson 51: the same lease, the same slots."""
     pair = EchoPair()
     pair.decode.add(make_handoff("a", PROMPT))
     until(pair, lambda: any(isinstance(p.message, Ask) for p in pair.fabric.packets))
@@ -87,7 +87,7 @@ def test_repeated_asks_get_the_same_answer_and_take_nothing_more():
 
 
 def test_a_restarted_peer_sees_nothing_that_was_said_to_the_one_before():
-    """Messages to a dead instance are not delivered to the next one."""
+    """Lesson 51: messages to a dead instance are not delivered to the next one."""
     pair = EchoPair()
     pair.decode.add(make_handoff("a", PROMPT))
     assert pair.fabric.packets
@@ -100,7 +100,7 @@ def test_a_restarted_peer_sees_nothing_that_was_said_to_the_one_before():
 
 
 def test_a_late_grant_is_returned():
-    """P has given up when the Grant arrives; D is told and frees the slots."""
+    """Lesson 51: P has given up when the Grant arrives; D is told and frees the slots."""
     pair = EchoPair()
     pair.decode.add(make_handoff("a", PROMPT))
     is_granted = lambda: any(isinstance(p.message, Grant) for p in pair.fabric.packets)  # noqa: E731

@@ -15,21 +15,21 @@ SIZES = (4096 * 3 + 40, 3 << 20)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("link", LINKS)
 def test_every_link_keeps_the_contract(link, check, block_bytes):
-    """Order, one outcome a push, fences that hold, on real sockets and memory."""
+    """Order, one outcome a push, fences that hold, on real sockets and memory (lesson 50)."""
     with open_harness(MakeLinks(link), link, block_bytes) as harness:
         check(harness)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_the_held_fabric_keeps_the_contract(check):
-    """The searches over interleavings use links that keep the contract."""
+    """The searches over interleavings use links that keep the contract (lesson 49)."""
     driver = Driver()
     with driver.running(), open_harness(driver.links, "held", 4096) as harness:
         check(harness)
 
 
 def test_the_double_keeps_the_contract():
-    """The local double keeps the contract as well."""
+    """The local double keeps the contract as well (lesson 49)."""
     network = LocalNetwork()
     with network.pump():
         check_link(network.links, "local", block_bytes=4096)

@@ -61,7 +61,8 @@ def line_of(process: subprocess.Popen[str], begins: str) -> str:
 
 @pytest.mark.parametrize("link", LINKS)
 def test_a_sender_killed_in_the_middle_leaves_an_exact_byte_count(link, start):
-    """kill -9 during a push: received blocks are complete, the others are missing."""
+    """kill -9 during a push: received blocks are complete, the others are missing (lessons 53,
+    54)."""
     target, log = BlockArray(far.NUM_SLOTS, far.BLOCK_BYTES), EventLog()
     given = engine("receiver") if link == "mooncake" else None
     receiver = Links(far.CONFIG, target, log, engine=given).listen(link)
@@ -88,7 +89,7 @@ def test_a_sender_killed_in_the_middle_leaves_an_exact_byte_count(link, start):
 
 @pytest.mark.parametrize("link", LINKS)
 def test_a_receiver_that_is_killed_fails_every_push_at_once(link, start):
-    """Long before their deadlines."""
+    """Long before their deadlines (lesson 53)."""
     log, clock = EventLog(), SystemClock()
     receiver = start("receive", link)
     address = line_of(receiver, link)
@@ -148,7 +149,7 @@ def test_a_lying_receiver_costs_its_connection():
 
 
 def test_a_stalled_connection_does_not_hold_up_other_receivers():
-    """Each peer has its own sender, so a hanging peer blocks no other one."""
+    """Each peer has its own sender, so a hanging peer blocks no other one (lesson 52)."""
     with _liar(None) as address, open_harness(MakeLinks("tcp"), "tcp", 4096) as harness:
         harness.receiver.open(1, [0])
         log = EventLog()
@@ -162,7 +163,7 @@ def test_a_stalled_connection_does_not_hold_up_other_receivers():
 
 
 def test_a_receiver_that_takes_little_at_a_time_costs_a_push_its_deadline():
-    """Bytes move all the time, and the push still fails at its deadline."""
+    """Bytes move all the time, and the push still fails at its deadline (lesson 52)."""
     with _sipper(None) as address:
         log, clock = EventLog(), SystemClock()
         sender = Links(far.CONFIG, BlockArray(1, 4096, seed=1), log).connect(address)

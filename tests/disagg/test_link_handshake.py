@@ -78,7 +78,7 @@ def test_both_ends_get_one_key_and_the_grant():
     ],
 )
 def test_a_mismatch_is_refused_with_a_reason(change, sentence):
-    """And the receiver ends the connection."""
+    """And the receiver ends the connection (lesson 66)."""
     near, far = meet(OURS._replace(**change), OURS)
 
     assert isinstance(near, LinkBroken)
@@ -147,7 +147,7 @@ def test_a_wrong_token_fails_the_push_and_no_other(link):
 
 
 def test_strangers_that_say_nothing_are_dropped():
-    """They are closed after the handshake timeout, and a sender still connects."""
+    """They are closed after the handshake timeout, and a sender still connects (lesson 68)."""
     with open_harness(MakeLinks("tcp"), "tcp", 4096) as harness:
         host, _, port = harness.receiver.address.removeprefix("tcp://").rpartition(":")
         unauthenticated = [socket.create_connection((host, int(port)), 5.0) for _ in range(40)]
@@ -178,7 +178,7 @@ def test_a_stranger_that_keeps_many_connections_open_keeps_no_sender_out(monkeyp
 
 
 def test_mistakes_of_the_operator_are_told_at_once():
-    """No token, an unknown link, an invalid address, a port in use."""
+    """No token, an unknown link, an invalid address, a port in use (lessons 60, 61)."""
     memory, log = BlockArray(1, 64), EventLog()
     links = Links(CONFIG, memory, log)
     with pytest.raises(ConfigError, match="token"):

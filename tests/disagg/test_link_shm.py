@@ -178,7 +178,7 @@ def offered(kind: str) -> tuple[bytes, list[int]]:
     "kind", ["nothing", "unsealed", "too short", "a pipe", "unsealed pledges"]
 )
 def test_memory_that_could_go_away_costs_the_connection(harness, kind):
-    """Memory that can shrink would kill the receiver's process during a copy."""
+    """Memory that can shrink would kill the receiver's process during a copy (lesson 66)."""
     harness.receiver.open(1, [0])
     raw, files = offered(kind)
     connected = socket.socket(socket.AF_UNIX)
@@ -219,7 +219,7 @@ def held(monkeypatch):
 
 
 def test_slots_reused_after_a_deadline_are_not_received(harness, held):
-    """P gave up during a copy and has reused the slots."""
+    """P gave up during a copy and has reused the slots (lesson 50)."""
     harness.receiver.open(1, [3, 4])
     sender = harness.sender()
     sender.push(harness.push(1, 1, [0, 1], wait_s=0.2))
@@ -284,7 +284,7 @@ def test_two_threads_share_a_large_frame(harness):
 
 
 def test_a_lease_is_not_closed_while_one_of_two_threads_still_copies(harness, monkeypatch):
-    """The other thread has failed already."""
+    """The other thread has failed already (lesson 50)."""
     begun, let, copy = Event(), Event(), ArrivingBlocks.copy
 
     def fails_or_waits(arriving, at, source):
@@ -313,7 +313,7 @@ def test_a_lease_is_not_closed_while_one_of_two_threads_still_copies(harness, mo
 
 
 def test_private_blocks_are_refused_at_once():
-    """An operator who starts only one of two peers with the link is told."""
+    """An operator who starts only one of two peers with the link is told (lesson 61)."""
     links = Links(CONFIG, private_blocks(4, BLOCK_BYTES), EventLog())
 
     with pytest.raises(ConfigError, match="not in shared memory"):

@@ -57,7 +57,7 @@ def is_dropped(peer):
 
 
 def test_a_block_with_a_flipped_bit_is_not_received_and_may_be_sent_again(harness, peer):
-    """One bit of one block of a frame; the other blocks are received."""
+    """One bit of one block of a frame; the other blocks are received (lesson 54)."""
     if harness.receiver.address.startswith("shm"):
         pytest.skip("nothing travels that could be damaged on its way")
     blocks = {0: block(harness, 0), 1: block(harness, 1)}
@@ -91,7 +91,7 @@ def test_a_truncated_frame_is_not_received(harness, peer):
 
 
 def test_a_fence_holds_in_the_middle_of_a_block(harness, peer):
-    """Half a block, a fence, closed although the peer stalls; then the other half."""
+    """Half a block, a fence, closed although the peer stalls; then the other half (lesson 50)."""
     raw = peer.frame(0, 1, {0: block(harness, 0)})
     peer.send(raw[: len(raw) // 2])
     harness.receiver.fence(1)
@@ -108,7 +108,7 @@ def test_a_fence_holds_in_the_middle_of_a_block(harness, peer):
 
 
 def test_a_bug_costs_a_connection_and_the_lease_still_ends(harness, monkeypatch):
-    """The memory raises: the push is lost, and a fence still ends."""
+    """The memory raises: the push is lost, and a fence still ends (lesson 50)."""
 
     def fail(slot):
         raise RuntimeError("no such slot")
@@ -149,7 +149,7 @@ def test_a_late_write_to_shared_memory_reaches_no_slot(harness, peer):
     ],
 )
 def test_a_frame_beyond_the_limits_costs_the_connection(harness, peer, number, cell, pieces):
-    """Sizes are checked although the MAC is right."""
+    """Sizes are checked although the MAC is right (lesson 66)."""
     if cell and harness.receiver.address.startswith("tcp"):
         pytest.skip("what follows a tcp frame is nowhere else")
     sent = tuple(SentPiece(at, cell, num_bytes, bytes(16)) for at, num_bytes in pieces)
@@ -252,7 +252,7 @@ class _Unauthenticated(RawSender):
 
 
 def test_the_sender_takes_no_more_room_than_it_was_given(harness, peer):
-    """A receiver refuses senders beyond its limit, with a reason."""
+    """A receiver refuses senders beyond its limit, with a reason (lesson 57)."""
     others = [
         RawSender(harness.receiver.address, BLOCK_BYTES) for _ in range(CONFIG.max_senders - 1)
     ]

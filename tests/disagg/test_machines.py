@@ -66,7 +66,7 @@ def make_first(num_blocks: int) -> First:
 
 
 def test_d_computes_from_the_first_block_that_was_not_kept():
-    """P thinks that it succeeded, so D tells it."""
+    """P thinks that it succeeded, so D tells it (lesson 53)."""
     machine = make_receiving(HandoffConfig())
     for index in (0, 1, 3):
         machine.block_received(index, BLOCK_BYTES, 0.0)
@@ -77,7 +77,7 @@ def test_d_computes_from_the_first_block_that_was_not_kept():
 
 
 def test_a_failing_hand_off_sleeps_until_its_fence_has_ended():
-    """Its lease has expired, and that deadline is not waited for again."""
+    """Its lease has expired, and that deadline is not waited for again (lesson 78)."""
     config = HandoffConfig()
     machine = make_receiving(config)
     expired_s = config.term_s + 0.5
@@ -88,7 +88,7 @@ def test_a_failing_hand_off_sleeps_until_its_fence_has_ended():
 
 
 def test_a_closing_hand_off_sleeps_until_its_fence_has_ended():
-    """Its blocks are complete; no other deadline makes the loop turn."""
+    """Its blocks are complete; no other deadline makes the loop turn (lesson 78)."""
     config = HandoffConfig()
     machine = make_receiving(config)
     for index in range(4):

@@ -12,7 +12,7 @@ PROMPT = make_prompt(30)
 
 
 def test_one_unresponsive_d_blocks_no_other():
-    """P serves others, its own clients included, while one D does not answer."""
+    """Lesson 52: P serves others, its own clients included, while one D does not answer."""
     pair = EchoPair()
     pair.decode.add(make_handoff("stuck", PROMPT))
     pair.turn()
@@ -31,7 +31,7 @@ def test_one_unresponsive_d_blocks_no_other():
 
 
 def test_a_silent_p_makes_one_request_wait_and_not_all():
-    """P is connected and silent. The first request waits for a term, the next ones
+    """Lesson 52: P is connected and silent. The first request waits for a term, the next ones
     are computed at once, and when P answers again they are handed off again."""
     pair = EchoPair()
     waits = {}
@@ -55,7 +55,7 @@ def test_a_silent_p_makes_one_request_wait_and_not_all():
 
 
 def test_a_push_that_fails_is_told_at_once():
-    """P tells D, which computes the missing blocks without waiting for a timeout."""
+    """Lesson 53: P tells D, which computes the missing blocks without waiting for a timeout."""
     pair = EchoPair()
     request = make_handoff("a", PROMPT)
     pair.decode.add(request)
@@ -77,7 +77,7 @@ def test_a_push_that_fails_is_told_at_once():
 
 @pytest.mark.parametrize("when", range(8))
 def test_an_abort_is_told_to_p_at_once_and_returns_every_slot(when):
-    """At any step of the hand-off."""
+    """Lessons 53 and 58: at any step of the hand-off."""
     pair = EchoPair()
     request = make_handoff("a", PROMPT)
     pair.decode.add(request)
@@ -94,7 +94,7 @@ def test_an_abort_is_told_to_p_at_once_and_returns_every_slot(when):
 
 
 def test_a_block_that_arrived_short_is_not_ready():
-    """Bytes are counted; blocks that are not exact are computed."""
+    """Lesson 54: bytes are counted; blocks that are not exact are computed."""
     pair = EchoPair()
     request = make_handoff("a", PROMPT)
     pair.decode.add(request)
@@ -112,7 +112,7 @@ def test_a_block_that_arrived_short_is_not_ready():
 
 @pytest.mark.parametrize("message", [Renew(5, 1.0), Ask(5), Accepted(5, 1.0)])
 def test_p_hears_that_d_knows_nothing_of_its_hand_off(message):
-    """Each message of P about a hand-off that is over is answered with its outcome."""
+    """Lesson 53: each message of P about a hand-off that is over is answered with its outcome."""
     pair = EchoPair()
     run(pair, make_handoff("a", PROMPT))
     pair.decode.handoffs.decode_side.receive("p", 1, message, 0.0)
@@ -121,7 +121,7 @@ def test_p_hears_that_d_knows_nothing_of_its_hand_off(message):
 
 
 def test_a_first_token_that_is_repeated_is_answered_with_done():
-    """D has committed it, and repeats Done."""
+    """Lesson 51: D has committed it, and repeats Done."""
     pair = EchoPair()
     pair.decode.add(make_handoff("a", PROMPT))
     seen: list[HandoffDone] = []

@@ -157,7 +157,7 @@ def test_an_address_where_nothing_listens_is_lost_at_once(address):
 
 
 def test_both_ends_learn_that_a_connection_ended_and_the_next_one_is_another():
-    """Messages of the old connection are not delivered on the new one."""
+    """Lesson 51: messages of the old connection are not delivered on the new one."""
     with closing(Instance()) as d:
         with closing(Instance()) as p:
             address = p.service.address

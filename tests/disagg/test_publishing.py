@@ -13,7 +13,7 @@ PROMPT = make_prompt(30)
 
 
 def test_a_block_is_not_matchable_before_it_is_written():
-    """While the push is held up, the same prompt comes again and finds nothing."""
+    """Lesson 46: while the push is held up, the same prompt comes again and finds nothing."""
     pair = EchoPair(settings={"prefix_wait_min_blocks": 100})
     first, second = make_handoff("a", PROMPT), make_echo_request("b", PROMPT, max_tokens=6)
     pair.decode.add(first)
@@ -31,7 +31,7 @@ def test_a_block_is_not_matchable_before_it_is_written():
 
 
 def test_a_newcomer_waits_for_what_is_being_received_instead_of_receiving_it_twice():
-    """It waits for the hand-off in flight, and finds the blocks once committed."""
+    """Lesson 46: it waits for the hand-off in flight, and finds the blocks once committed."""
     pair = EchoPair()
     pair.decode.add(make_handoff("a", PROMPT))
     until(pair, lambda: len(pair.fabric.transfers) > 0, blocks=False)
@@ -45,7 +45,7 @@ def test_a_newcomer_waits_for_what_is_being_received_instead_of_receiving_it_twi
 
 
 def test_each_role_publishes_once_what_it_has():
-    """P what it computed; D what it received, and then what it generated."""
+    """Lesson 47: P what it computed; D what it received, and then what it generated."""
     pair = EchoPair()
     request = make_handoff("a", PROMPT, max_tokens=11)
     run(pair, request)
@@ -59,7 +59,7 @@ def test_each_role_publishes_once_what_it_has():
 
 
 def test_hits_are_measured_on_both_sides():
-    """Each side's counts are of its own tree, partial hits included."""
+    """Lesson 48: each side's counts are of its own tree, partial hits included."""
     pair = EchoPair()
     run(pair, make_handoff("a", PROMPT), make_handoff("b", PROMPT[:18] + [49] * 8))
     p_stats, d_stats = pair.prefill.core.stats(), pair.decode.core.stats()
@@ -73,7 +73,7 @@ def test_hits_are_measured_on_both_sides():
 
 
 def test_the_whole_protocol_runs_without_a_device_or_a_second_process():
-    """Engines, state machines and messages on a virtual clock, without torch."""
+    """Lesson 49: engines, state machines and messages on a virtual clock, without torch."""
     script = (
         "import sys\n"
         "from headwater.testing.peers import EchoPair\n"
@@ -90,7 +90,7 @@ def test_the_whole_protocol_runs_without_a_device_or_a_second_process():
 
 
 def test_the_next_turn_finds_in_shared_storage_what_d_generated():
-    """D commits its output, and with shared storage P need not read it from D."""
+    """Lesson 55: D commits its output, and with shared storage P need not read it from D."""
     pair = EchoPair(
         host_blocks=64,
         storage=make_storage(),

@@ -92,7 +92,7 @@ def test_an_answer_that_is_taken_up_keeps_its_penalties(handed_off):
 
 
 def test_the_second_turn_moves_only_what_is_new():
-    """In bytes: D has the first turn and its answer."""
+    """Lesson 55: in bytes: D has the first turn and its answer."""
     with RealPair() as pair:
         prompt = [(at * 37) % 256 for at in range(10 * BLOCK_TOKENS)]
         (answer,) = pair.serve(make_real_request("a", prompt, max_tokens=2 * BLOCK_TOKENS + 1))
@@ -115,7 +115,7 @@ def num_stored(pair):
 
 @pytest.mark.parametrize("tier", ["host", "storage"])
 def test_what_d_has_below_its_device_is_not_sent(tier, tmp_path):
-    """D matches all its tiers, loads what is below the device, and asks for the
+    """Lesson 55: D matches all its tiers, loads what is below the device, and asks for the
     rest."""
     tiers: dict[str, object] = {
         "swap_space_gib": 0.02,

@@ -15,7 +15,7 @@ PROMPT = make_prompt(30)
 
 
 def test_the_second_turn_moves_only_the_new_part():
-    """D keeps what it received and generated, and asks for neither again."""
+    """Lesson 55: D keeps what it received and generated, and asks for neither again."""
     pair = EchoPair()
     first = make_handoff("a", PROMPT, max_tokens=10)
     run(pair, first)
@@ -28,7 +28,7 @@ def test_the_second_turn_moves_only_the_new_part():
 
 
 def test_a_preempted_request_on_d_resumes_from_its_tree():
-    """It is neither dropped nor sent again, and yields the same tokens."""
+    """Lesson 55: it is neither dropped nor sent again, and yields the same tokens."""
     pair = EchoPair(d_num_blocks=12)
     requests = [
         make_handoff(name, make_prompt(17, family=at), max_tokens=20)
@@ -45,7 +45,7 @@ def test_a_preempted_request_on_d_resumes_from_its_tree():
 
 
 def test_a_request_that_cannot_resume_goes_back_to_the_router():
-    """Preempted, and without free blocks for long; its tokens so far are right."""
+    """Lesson 55: preempted, and without free blocks for long; its tokens so far are right."""
     pair = EchoPair(d_num_blocks=12, config=HandoffConfig(return_after_s=5.0))
     requests = [
         replace(make_handoff(name, make_prompt(17, family=at), max_tokens=20), can_return=True)
@@ -65,7 +65,7 @@ def test_a_request_that_cannot_resume_goes_back_to_the_router():
 
 
 def test_a_refusal_is_typed_and_leaves_nothing_behind():
-    """P is full and says so; D declines, and a router can try another pair."""
+    """Lesson 56: P is full and says so; D declines, and a router can try another pair."""
     pair = EchoPair(config=HandoffConfig(max_inflight=1))
     pair.decode.add(make_handoff("a", PROMPT))
     pair.decode.add(make_handoff("b", make_prompt(9, family=1), local_fallback=False))
@@ -79,7 +79,7 @@ def test_a_refusal_is_typed_and_leaves_nothing_behind():
 
 
 def test_a_refused_request_is_computed_where_it_is_if_it_may():
-    """The same refusal, and the client still gets its tokens."""
+    """Lesson 56: the same refusal, and the client still gets its tokens."""
     pair = EchoPair(config=HandoffConfig(max_inflight=1))
     requests = [make_handoff(name, make_prompt(9, family=at)) for at, name in enumerate("ab")]
     for request in requests:
@@ -91,7 +91,7 @@ def test_a_refused_request_is_computed_where_it_is_if_it_may():
 
 
 def test_a_d_that_computes_prompts_of_its_own_takes_in_others_meanwhile():
-    """Receiving needs no tokens of a step, so it waits neither for a long
+    """Lessons 52 and 56: receiving needs no tokens of a step, so it waits neither for a long
     prompt that is being computed nor behind prompts that wait. So nothing that P computed is
     refused for that."""
     pair = EchoPair(d_num_blocks=200, settings={"max_batched_tokens": 8, "max_num_seqs": 8})
@@ -112,7 +112,7 @@ def test_a_d_that_computes_prompts_of_its_own_takes_in_others_meanwhile():
 
 
 def test_what_nothing_may_pass_is_not_passed_by_what_is_received():
-    """A preempted request is next, even before requests that need no computing."""
+    """Lesson 55: a preempted request is next, even before requests that need no computing."""
     pair = EchoPair(d_num_blocks=12, settings={"max_batched_tokens": 4, "max_num_seqs": 4})
     requests = [
         make_handoff(name, make_prompt(17, family=at), max_tokens=20)
@@ -130,7 +130,7 @@ def test_what_nothing_may_pass_is_not_passed_by_what_is_received():
 
 
 def test_p_takes_on_no_more_than_its_limit():
-    """Of six at once, two are computed there at any time."""
+    """Lesson 57: of six at once, two are computed there at any time."""
     pair = EchoPair(config=HandoffConfig(max_inflight=2))
     requests = [make_handoff(f"r{at}", make_prompt(9 + at, family=at % 3)) for at in range(6)]
     for request in requests:
@@ -147,7 +147,7 @@ def test_p_takes_on_no_more_than_its_limit():
 
 
 def test_d_keeps_room_for_what_runs():
-    """A request that would leave no room for growth waits, and is refused in the
+    """Lesson 33: a request that would leave no room for growth waits, and is refused in the
     end."""
     pair = EchoPair(
         d_num_blocks=10,

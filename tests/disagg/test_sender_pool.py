@@ -35,7 +35,7 @@ def test_a_sender_is_made_once(senders):
 
 
 def test_the_senders_of_a_peer_are_limited(senders):
-    """Each sender may take memory; a peer has one receiver."""
+    """Each sender may take memory; a peer has one receiver (lesson 66)."""
     for number in range(4):
         senders.get("d", f"local://{number}")
 

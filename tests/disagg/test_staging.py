@@ -28,7 +28,7 @@ SIZES = (4096 * 3 + 40, 3 << 20)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("link", LINKS)
 def test_staged_links_keep_the_contract(link, check, block_bytes):
-    """Order, one outcome a push, fences that hold."""
+    """Order, one outcome a push, fences that hold (lesson 50)."""
     with open_harness(MakeStaged(link), link, block_bytes) as harness:
         check(harness)
 
@@ -107,7 +107,7 @@ def test_a_push_larger_than_all_buffers_passes_through_them(pair):
 
 
 def test_a_block_has_landed_when_it_is_on_the_device(pair):
-    """Not when it is in a buffer: neither is it said, nor is the lease quiet."""
+    """Not when it is in a buffer: neither is it said, nor is the lease quiet (lesson 46)."""
     pair.receiver.open(1, [5])
     pair.inner.copier.gate.clear()
     pair.push(1, 1, [0])
@@ -123,7 +123,7 @@ def test_a_block_has_landed_when_it_is_on_the_device(pair):
 
 
 def test_a_copy_that_fails_is_not_in_the_account(pair):
-    """What came and is not on the device did not land."""
+    """What came and is not on the device did not land (lesson 54)."""
     pair.receiver.open(1, [5, 6])
     pair.push(1, 1, [0])
     pair.log.await_received(1, 1)
@@ -139,7 +139,7 @@ def test_a_copy_that_fails_is_not_in_the_account(pair):
 
 
 def test_a_copy_that_fails_ends_its_lease(pair):
-    """Its sender believes that all is well; who waits for the block hears of it."""
+    """Its sender believes that all is well; who waits for the block hears of it (lesson 53)."""
     pair.receiver.open(1, [5, 6])
     pair.inner.copier.fails = True
     pair.push(1, 1, [0])
@@ -154,7 +154,7 @@ def test_a_copy_that_fails_ends_its_lease(pair):
 
 
 def test_a_copy_that_fails_fails_its_push_and_no_other(pair):
-    """The sender's device could not be read: nothing of that part is sent."""
+    """The sender's device could not be read: nothing of that part is sent (lesson 53)."""
     pair.receiver.open(1, range(8))
     pair.outer.copier.fails = True
     pair.push(1, 1, [0, 1, 2, 3, 4])
@@ -169,7 +169,7 @@ def test_a_copy_that_fails_fails_its_push_and_no_other(pair):
 
 
 def test_a_copy_that_cannot_begin_has_failed(pair):
-    """On either end: the push and the lease end all the same."""
+    """On either end: the push and the lease end all the same (lesson 53)."""
     pair.receiver.open(1, range(8))
     pair.outer.copier.refuses = True
     pair.push(1, 1, [0])
@@ -185,7 +185,7 @@ def test_a_copy_that_cannot_begin_has_failed(pair):
 
 
 def test_a_push_that_waits_for_its_copy_is_late_in_time(pair):
-    """Its slots are not given up while they are read."""
+    """Its slots are not given up while they are read (lesson 50)."""
     pair.receiver.open(1, range(8))
     pair.outer.copier.gate.clear()
     pair.push(1, 1, [0, 1, 2], wait_s=0.05)
@@ -231,7 +231,7 @@ def test_closing_ends_what_waits_and_what_is_copied(pair):
 
 
 def test_a_push_ends_once_whoever_ends_it(pair):
-    """Here its deadline comes while `cancel` is about to give it up."""
+    """Here its deadline comes while `cancel` is about to give it up (lesson 53)."""
     pair.hold = lambda event: event.job == 2 and pair.log.outcome(3)
     pair.outer.copier.gate.clear()
     pair.push(1, 1, [0])
@@ -282,7 +282,7 @@ def test_blocks_that_arrive_damaged_keep_no_buffer(pair):
 
 
 def test_a_frame_that_finds_no_buffer_costs_its_connection_and_the_lease_ends(pair):
-    """Copies hang: nobody waits for ever, and a fence still holds."""
+    """Copies hang: nobody waits for ever, and a fence still holds (lesson 52)."""
     pair.receiver.open(1, range(8))
     pair.inner.copier.gate.clear()
     pair.push(1, 1, range(6), wait_s=5.0)
@@ -318,7 +318,7 @@ def test_a_fence_does_not_wait_for_buffers(pair, closed):
 
 
 def test_senders_do_not_take_each_others_buffers():
-    """One whose device is slow holds up nobody."""
+    """One whose device is slow holds up nobody (lesson 52)."""
     pair = Pair()
     pair.receiver.open(1, range(8))
     pair.outer.copier.gate.clear()
@@ -364,7 +364,7 @@ def test_a_sender_that_was_closed_keeps_no_memory(link):
 
 @pytest.mark.parametrize("make", ["listen", "connect"])
 def test_a_link_that_is_none_leaves_nothing_behind(make):
-    """As without buffers: a sentence; and the copier is closed."""
+    """As without buffers: a sentence; and the copier is closed (lesson 61)."""
     array, copiers = BlockArray(1, BLOCK_BYTES), []
 
     def open_copier(slab):

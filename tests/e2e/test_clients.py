@@ -61,7 +61,7 @@ def test_chat_streamed_and_whole_are_the_same(client, model):
 
 
 def test_cached_tokens_are_reported(client, model):
-    """The second turn of a conversation says what it reused; salts part tenants."""
+    """Lesson 64: the second turn of a conversation says what it reused; salts part tenants."""
     long = [{"role": "user", "content": "the same long beginning " * 20}]
     options = {"model": model, "messages": long, "max_tokens": 4, "temperature": 0}
 

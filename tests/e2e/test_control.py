@@ -104,7 +104,7 @@ def expected(server):
 
 
 def test_pause_holds_traffic_and_resume_lets_it_go_on(server, traffic):
-    """Nobody is refused, nobody is admitted, and nothing is lost."""
+    """Lesson 58: nobody is refused, nobody is admitted, and nothing is lost."""
     assert server.post("/v1/pause").status_code == 200
     try:
         # Everybody waits, so nobody's answer is still on its way.
@@ -146,7 +146,7 @@ def test_abort_ends_one_request_and_leaves_the_others(server, traffic):
 
 
 def test_abort_all_under_load_returns_every_slot(server, traffic):
-    """Whatever each request was doing."""
+    """Lesson 58: whatever each request was doing."""
     server.post("/v1/abort_requests", {"abort_all": True})
     traffic.wait_for(3)
     answers = traffic.stop()
@@ -156,7 +156,7 @@ def test_abort_all_under_load_returns_every_slot(server, traffic):
 
 
 def test_reset_under_load_changes_no_token(server, traffic):
-    """Again and again while requests run; each keeps the blocks it has."""
+    """Lesson 59: again and again while requests run; each keeps the blocks it has."""
     for _ in range(5):
         assert server.post("/reset_prefix_cache").status_code == 200
         traffic.wait_for(1)
@@ -167,7 +167,7 @@ def test_reset_under_load_changes_no_token(server, traffic):
 
 
 def test_other_weights_under_load_serve_everyone_and_mix_nothing(server, models, traffic):
-    """Every answer is of the one or of the other model whole, none of a block of one
+    """Lesson 39: every answer is of the one or of the other model whole, none of a block of one
     in the other; nobody is refused; the old weights' blocks are found again when they return,
     from storage, and not before."""
     old = server.get("/server_info").json()["engine"]["fingerprint"]

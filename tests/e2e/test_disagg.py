@@ -229,7 +229,7 @@ def test_a_stopped_p_is_given_up_after_a_term_and_back_later(cluster):
 
 
 def test_a_p_that_is_told_to_stop_ends_what_others_wait_for(cluster):
-    """SIGTERM in the middle of a hand-off: it goes on to its end, and then P ends."""
+    """Lesson 59: SIGTERM in the middle of a hand-off: it goes on to its end, and then P ends."""
     prompt, prefill = cluster.prompt(), cluster.prefill
     before = failures(cluster.decode)
     with closing(cluster.proxy("grant")) as proxy:

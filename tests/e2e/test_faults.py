@@ -176,7 +176,7 @@ def meet(
 def test_the_survivor_of_a_torn_write_serves_what_is_whole(
     server: LiveServer, stage: Stage, right: dict[int, list[int]]
 ) -> None:
-    """After kill -9 in the middle of a block, that block is not found; what
+    """Lessons 40, 44: after kill -9 in the middle of a block, that block is not found; what
     was written before is, except in a pool that lost the memory its dead member had lent."""
     torn, cache = ask(server, 1)
     whole, before = ask(server, 2)
@@ -196,7 +196,7 @@ def test_a_call_that_fails_costs_a_hit_at_most(
     fault: str,
     reason: str,
 ) -> None:
-    """No error to the client, the right tokens, counted by its reason."""
+    """Lessons 24, 38, 45: no error to the client, the right tokens, counted by its reason."""
     counted = meet(server, stage, call, fault, right)
 
     assert counted["transfer_failures_total", *sorted((LINKS[call], reason))] >= 1
@@ -206,7 +206,7 @@ def test_a_call_that_fails_costs_a_hit_at_most(
 def test_bytes_that_are_not_the_block_are_not_served(
     server: LiveServer, stage: Stage, right: dict[int, list[int]], fault: str
 ) -> None:
-    """Truncated, flipped, swapped and foreign blocks, found and counted."""
+    """Lesson 44: truncated, flipped, swapped and foreign blocks, found and counted."""
     counted = meet(server, stage, "read", fault, right)
 
     faults = {n[1] for n, count in counted.items() if n[0] == "storage_faults_total" and count}
@@ -218,7 +218,7 @@ def test_bytes_that_are_not_the_block_are_not_served(
 def test_a_hung_read_costs_the_deadline_of_the_request(
     server: LiveServer, stage: Stage, right: dict[int, list[int]]
 ) -> None:
-    """The client waits as long as it said, and nothing that arrives later is
+    """Lessons 38, 50: the client waits as long as it said, and nothing that arrives later is
     taken for anything."""
     salt = store(server, "hang")
     stage.orders.write_text("read HANG")

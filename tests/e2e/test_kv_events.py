@@ -45,7 +45,7 @@ def until_agreed(server, consumer):
 
 
 def test_a_real_server_is_followed_through_all_tiers_and_a_restart(tmp_path):
-    """An idle engine answers with a snapshot, evictions and writes are all told, a
+    """Lesson 71: an idle engine answers with a snapshot, evictions and writes are all told, a
     reset clears, and another life has another epoch and begins with nothing."""
     server = start(tmp_path)
     consumer, epoch = follow(server)

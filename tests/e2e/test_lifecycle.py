@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_sigterm_drains_then_exits_0():
-    """What runs is finished; health and new requests get 503 on the open port; the
+    """Lesson 59: what runs is finished; health and new requests get 503 on the open port; the
     exit code is 0, and the log has the beginning and the end."""
     server = LiveServer("--drain-timeout", "300").wait_ready()
     stream = server.open_stream(max_tokens=2000)
@@ -59,8 +59,8 @@ def test_a_second_signal_stops_at_once():
 
 
 def test_a_drain_is_bounded_and_two_servers_live_side_by_side():
-    """A request that would take for ever is ended, and told so; and
-    Two servers share nothing, so stopping one leaves the other."""
+    """Lesson 59: a request that would take for ever is ended, and told so; and
+    lesson 60: two servers share nothing, so stopping one leaves the other."""
     other, server = LiveServer(), LiveServer("--drain-timeout", "1")
     other.wait_ready()
     server.wait_ready()
@@ -123,7 +123,7 @@ def test_a_server_may_be_told_to_go_with_its_engine():
 
 @pytest.mark.parametrize("command", ["serve", "route"])
 def test_a_taken_port_is_a_clear_message(command):
-    """Known before anything is loaded; names the port; exit code 1."""
+    """Lesson 60: known before anything is loaded; names the port; exit code 1."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -151,7 +151,7 @@ def test_a_taken_port_is_a_clear_message(command):
     ],
 )
 def test_an_address_that_is_not_here_is_a_clear_message(host, sentence, capsys):
-    """The same for a host; nothing is loaded for it."""
+    """Lesson 60: the same for a host; nothing is loaded for it."""
     assert main(["serve", "--host", host, "--port", "0"]) == 1
 
     told = capsys.readouterr()
@@ -160,7 +160,7 @@ def test_an_address_that_is_not_here_is_a_clear_message(host, sentence, capsys):
 
 
 def test_a_model_that_cannot_be_served_is_a_sentence(tmp_path):
-    """The engine's own sentence reaches the operator; exit code 1, no traceback."""
+    """Lesson 61: the engine's own sentence reaches the operator; exit code 1, no traceback."""
     server = LiveServer(str(tmp_path))
 
     assert server.wait() == 1

@@ -49,7 +49,7 @@ def test_offline_equals_served(llm, server):
 
 
 def test_a_conversation_is_reused_turn_by_turn(llm):
-    """The next turn finds the one before, and says how much of it."""
+    """Lesson 64: the next turn finds the one before, and says how much of it."""
     messages = [{"role": "user", "content": "tell me about water " * 10}]
     first = llm.chat(messages, headwater.SamplingParams(max_tokens=4))[0]
     second = llm.chat(
@@ -78,7 +78,7 @@ def test_importing_the_package_does_not_import_torch():
 
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path):
-    """An error with a sentence; no half-built object."""
+    """Lesson 61: an error with a sentence; no half-built object."""
     with pytest.raises(headwater.HeadwaterError, match=r"config\.json"):
         headwater.LLM(str(tmp_path))
 
@@ -105,6 +105,6 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path):
     ],
 )
 def test_a_setting_of_another_type_is_named(settings, sentence):
-    """Refused before a model is loaded, with the name of the setting."""
+    """Lesson 61: refused before a model is loaded, with the name of the setting."""
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         headwater.LLM(**settings)

@@ -52,7 +52,7 @@ def schema(server):
 
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
 def test_no_answer_is_undocumented(schema, method, path):
-    """Whatever is sent, valid or not, the answer is one the document promises."""
+    """Lesson 68: whatever is sent, valid or not, the answer is one the document promises."""
     operation = schema[path][method]
 
     modes = [schemathesis.GenerationMode.POSITIVE]

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_client_that_leaves_frees_its_slots(server):
-    """Closing the connection in mid-stream ends the work; every slot comes back."""
+    """Lesson 58: closing the connection in mid-stream ends the work; every slot comes back."""
     stream = server.open_stream(max_tokens=4000, prompt="a stream nobody reads to its end")
     assert stream.next() is not None
     assert server.get("/cache").json()["num_running"] == 1
@@ -26,7 +26,7 @@ def test_a_client_that_leaves_frees_its_slots(server):
 
 
 def test_reset_under_load_changes_no_token(server):
-    """Forgetting the cache while requests run disturbs none of them."""
+    """Lesson 59: forgetting the cache while requests run disturbs none of them."""
     fields = {"max_tokens": 40, "ignore_eos": True, "return_token_ids": True}
     prompt = "a prompt of a hundred tokens and some more, told while the cache is reset " * 2
 
@@ -43,7 +43,7 @@ def test_reset_under_load_changes_no_token(server):
 
 
 def test_pause_and_resume(server):
-    """Paused, a new request waits while a running one goes on to its end."""
+    """Lesson 58: paused, a new request waits while a running one goes on to its end."""
     running = server.open_stream(max_tokens=600)
     running.next()
     server.post("/v1/pause")
@@ -60,7 +60,7 @@ def test_pause_and_resume(server):
 
 
 def test_abort_by_name(server):
-    """A request can be ended from another connection, and its client is told."""
+    """Lesson 58: a request can be ended from another connection, and its client is told."""
     stream = server.open_stream(max_tokens=4000, request_id="long-one")
     stream.next()
 
@@ -122,12 +122,12 @@ def test_the_key_is_asked_for(small):
 
 
 def test_a_flag_that_does_nothing_was_announced(small):
-    """--write-policy without a host tier says so when the server starts."""
+    """Lesson 34: --write-policy without a host tier says so when the server starts."""
     assert any("--write-policy does nothing here" in line for line in small.lines)
 
 
 def test_a_long_body_is_a_413(small):
-    """More than the limit is refused, whole or in pieces."""
+    """Lesson 68: more than the limit is refused, whole or in pieces."""
     body = {"prompt": "x" * 20_000}
     assert small.post("/v1/completions", body, headers=KEY).status_code == 413
 

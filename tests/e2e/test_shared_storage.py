@@ -31,7 +31,7 @@ def master() -> Iterator[MooncakeMaster]:
 
 def test_two_servers_on_one_mooncake_pool_hit_each_others_prefixes(master: MooncakeMaster):
     """How a deployment outgrows one machine: what either computed, the other loads, with the
-    same tokens, and writes no second time."""
+    same tokens, and writes no second time (lesson 40)."""
     settings = {"master": master.address, "segment_bytes": "64MiB"}
     servers = [start("mooncake", settings) for _ in range(2)]
     first, second = (server.wait_ready() for server in servers)

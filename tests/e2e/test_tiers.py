@@ -47,7 +47,7 @@ def until_written(server: LiveServer, link: str) -> dict[str, Any]:
 
 
 def test_a_prompt_that_the_device_evicted_comes_back_from_the_host():
-    """The start says what fills the tier, the usage where the hit was."""
+    """Lessons 14, 64: the start says what fills the tier, the usage where the hit was."""
     server = LiveServer("--swap-space", "0.25", blocks=24).wait_ready()
     first, _ = ask(server, 1)
     again, on_device = ask(server, 1)
@@ -110,7 +110,7 @@ def test_a_split_is_seen_by_the_client_and_in_the_ledger():
 
 
 def test_an_idle_server_with_tiers_sleeps(tmp_path):
-    """No thread of the engine wakes to look whether a copy is done."""
+    """Lesson 15: no thread of the engine wakes to look whether a copy is done."""
     server = LiveServer(
         *("--swap-space", "0.25", "--write-policy", "write_through"),
         *("--kvcache-storage-backend", "file", "--kvcache-storage-config"),
@@ -167,7 +167,7 @@ def test_a_restarted_server_hits_on_its_first_request(tmp_path):
 
 
 def test_tiers_are_forgotten_while_requests_run(tmp_path):
-    """Memory, then storage too; streams that run meanwhile end with their own tokens."""
+    """Lesson 59: memory, then storage too; streams that run meanwhile end with their own tokens."""
     server = LiveServer(
         *("--swap-space", "0.25", "--write-policy", "write_through", "--load-policy", "wait"),
         *("--kvcache-storage-backend", "file", "--kvcache-storage-config"),
@@ -202,7 +202,7 @@ def test_tiers_are_forgotten_while_requests_run(tmp_path):
 
 
 def test_a_server_whose_storage_is_dead_serves():
-    """A store that refuses every connection costs hits; no request fails."""
+    """Lesson 38: a store that refuses every connection costs hits; no request fails."""
     server = LiveServer(
         *("--swap-space", "0.25", "--write-policy", "write_through"),
         *("--kvcache-storage-backend", "tests.e2e.dead:DeadStorage"),

@@ -1,4 +1,4 @@
-"""Storage calls that never return, for every kind of call and every backend.
+"""Storage calls that never return, for every kind of call and every backend (lesson 75).
 
 Whatever storage does, every request ends with the tokens of an uncached run, the breaker opens,
 and every slot comes back when the lost calls end. Device slots are never held by them.

@@ -76,7 +76,7 @@ def test_without_a_fault_every_backend_hits(bench: Bench, backend: StorageBacken
 def test_a_call_that_fails(
     bench: Bench, backend: StorageBackend, fault: Fault, call: str
 ) -> None:
-    """An error, a timeout or a hang of any call costs a hit at most; a
+    """Lessons 24, 38, 45, 50: an error, a timeout or a hang of any call costs a hit at most; a
     hung one that returns after its deadline writes to slots that are nobody's meanwhile."""
     salt = f"{fault.name} {call}"
     stored(bench, backend, salt)
@@ -101,7 +101,7 @@ def test_a_call_that_fails(
 def test_a_hung_read_writes_late_where_nobody_reads(
     bench: Bench, backend: StorageBackend
 ) -> None:
-    """Others have filled what they could have when the read returns at last. Its bytes
+    """Lesson 50: others have filled what they could have when the read returns at last. Its bytes
     arrive in the slots that were kept from all, and in no others."""
     stored(bench, backend, "late")
     double = FaultyStorage(backend, {"read": [Fault.HANG]})
@@ -127,7 +127,7 @@ def test_a_hung_read_writes_late_where_nobody_reads(
 def test_a_hung_write_stores_late_what_it_was_given(
     bench: Bench, backend: StorageBackend
 ) -> None:
-    """Others want the slots that it reads from; it goes on reading the same bytes, and
+    """Lesson 50: others want the slots that it reads from; it goes on reading the same bytes, and
     whoever finds them has the right tokens."""
     double = FaultyStorage(backend, {"write": [Fault.HANG]})
     engine = bench.engine(double, host_blocks=8)
@@ -150,7 +150,7 @@ def test_a_hung_write_stores_late_what_it_was_given(
 def test_bytes_that_are_not_the_block(
     bench: Bench, backend: StorageBackend, fault: Fault
 ) -> None:
-    """Truncated, flipped, swapped and foreign blocks are never served."""
+    """Lesson 44: truncated, flipped, swapped and foreign blocks are never served."""
     salt = fault.name
     stored(bench, backend, salt)
     before = backend.stats().reasons
@@ -173,7 +173,7 @@ def test_bytes_that_are_not_the_block(
 
 
 def test_a_full_medium(bench: Bench, backend: StorageBackend) -> None:
-    """What does not fit is not written, and not tried again in a circle."""
+    """Lesson 24: what does not fit is not written, and not tried again in a circle."""
     double = FaultyStorage(backend, {"write": [Fault.REFUSED] * 50})
     engine = bench.engine(double)
 
@@ -187,7 +187,7 @@ def test_a_full_medium(bench: Bench, backend: StorageBackend) -> None:
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    """The same with a disk that has no byte to give."""
+    """Lesson 24: the same with a disk that has no byte to give."""
     settings = {"path": str(tmp_path), "slab_bytes": 8 << 20, "reserve_bytes": 1 << 60}
     bench = Bench("file", settings, lambda: None)
     backend = bench.open()
@@ -202,7 +202,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_a_full_server(tmp_path: Path) -> None:
-    """The same with a Redis server that may not evict and has no memory left."""
+    """Lessons 24, 43: the same with a Redis server that may not evict and has no memory left."""
     server = RedisServer(tmp_path, "--maxmemory", "100kb", "--maxmemory-policy", "noeviction")
     bench = Bench("redis", {"url": server.url}, server.stop)
     backend = bench.open()
@@ -228,7 +228,7 @@ def test_a_full_server(tmp_path: Path) -> None:
     ],
 )
 def test_a_server_that_is_killed(name: str, call: str, tmp_path: Path) -> None:
-    """Before it is asked or between the answer and the read: only the hit is
+    """Lessons 38, 45: before it is asked or between the answer and the read: only the hit is
     lost, in bounded time."""
     for bench in open_bench(name, tmp_path):
         backend = bench.open()
@@ -244,7 +244,7 @@ def test_a_server_that_is_killed(name: str, call: str, tmp_path: Path) -> None:
 
 
 def test_a_server_that_stands_still(tmp_path: Path) -> None:
-    """Connections stay open and nothing answers: calls end with their deadline,
+    """Lessons 38, 45: connections stay open and nothing answers: calls end with their deadline,
     the request with its own tokens; when it goes on, it is used again."""
     server = RedisServer(tmp_path)
     bench = Bench("redis", {"url": server.url}, server.stop)
@@ -270,7 +270,7 @@ def test_a_server_that_stands_still(tmp_path: Path) -> None:
 
 
 def test_a_server_that_comes_back_is_found_again(tmp_path: Path) -> None:
-    """While it is gone it is not asked, after three failures; when it is back, one
+    """Lesson 45: while it is gone it is not asked, after three failures; when it is back, one
     call finds out, that is counted, and the next engine hits what was written since."""
     server = RedisServer(tmp_path)
     bench = Bench("redis", {"url": server.url}, server.stop)
@@ -304,7 +304,7 @@ def test_a_server_that_comes_back_is_found_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", BACKENDS[1:])
 def test_an_engine_that_is_killed_while_it_writes(name: str, tmp_path: Path) -> None:
-    """After kill -9 the survivors find whole blocks or none, and right tokens."""
+    """Lesson 44: after kill -9 the survivors find whole blocks or none, and right tokens."""
     for bench in open_bench(name, tmp_path):
         for num_lines in (1, 3):
             kill_victim(bench, num_lines)

@@ -96,7 +96,7 @@ def test_requests_run_side_by_side_and_the_engine_ends_cleanly():
 
 
 def test_closing_the_iterator_aborts():
-    """A client that leaves frees its slots; the loop goes on for the others."""
+    """Lesson 58: a client that leaves frees its slots; the loop goes on for the others."""
 
     async def scenario():
         async with running_engine() as engine:
@@ -116,7 +116,7 @@ def test_closing_the_iterator_aborts():
 
 
 def test_abort_tells_the_client_and_is_idempotent():
-    """An abort from outside ends the request with reason `abort`, at once."""
+    """Lesson 58: an abort from outside ends the request with reason `abort`, at once."""
 
     async def scenario():
         async with running_engine() as engine:
@@ -136,7 +136,7 @@ async def collect(engine, request):
 
 
 def test_pause_stops_admission_and_nothing_else():
-    """A paused engine answers, aborts and resets; it only admits nobody."""
+    """Lesson 58: a paused engine answers, aborts and resets; it only admits nobody."""
 
     async def scenario():
         async with running_engine() as engine:
@@ -207,7 +207,7 @@ def test_a_killed_engine_is_told_to_everyone_at_once():
 
 
 def test_a_double_free_is_counted_and_ends_the_engine():
-    """In production too: clients are told, and `/metrics` has a count of it."""
+    """Lesson 7: in production too: clients are told, and `/metrics` has a count of it."""
 
     async def scenario():
         engine = await OwnedEngine(command=["tests.engine.careless"]).start()
@@ -233,7 +233,7 @@ def test_a_double_free_is_counted_and_ends_the_engine():
     ],
 )
 def test_a_failed_start_raises_the_real_sentence_and_leaves_nothing(settings, error, sentence):
-    """No half-built engine: the error, an exit code of 1, no process, no socket."""
+    """Lesson 61: no half-built engine: the error, an exit code of 1, no process, no socket."""
 
     async def scenario():
         engine = OwnedEngine(settings)
@@ -246,7 +246,7 @@ def test_a_failed_start_raises_the_real_sentence_and_leaves_nothing(settings, er
 
 
 def test_an_engine_that_does_not_start_in_time_is_ended():
-    """A start that takes too long is an error, and its process does not stay."""
+    """Lesson 61: a start that takes too long is an error, and its process does not stay."""
 
     async def scenario():
         engine = OwnedEngine()
@@ -258,7 +258,7 @@ def test_an_engine_that_does_not_start_in_time_is_ended():
 
 
 def test_processes_are_started_from_the_main_thread_only():
-    """Starting one from another thread is refused before anything is made."""
+    """Lesson 16: starting one from another thread is refused before anything is made."""
     caught = []
 
     def start():
@@ -300,7 +300,7 @@ def test_an_engine_does_not_outlive_its_server():
 
 
 def test_socket_folders_are_private_and_unique(tmp_path):
-    """Each has its own name, and no other user can look into it."""
+    """Lesson 60: each has its own name, and no other user can look into it."""
     first, second = RunDir(tmp_path), RunDir(tmp_path)
 
     assert first.path != second.path
@@ -311,7 +311,7 @@ def test_socket_folders_are_private_and_unique(tmp_path):
 
 
 def test_folders_of_the_dead_are_swept_and_of_the_living_are_not(tmp_path):
-    """What a crash left behind is removed at the next start."""
+    """Lesson 60: what a crash left behind is removed at the next start."""
     living = RunDir(tmp_path)
     dead = tmp_path / "headwater-dead"
     dead.mkdir()

@@ -54,7 +54,7 @@ def finish_all(harness: Harness) -> None:
 
 @DEPTHS
 def test_the_chunk_starts_with_the_promotion(depth: int) -> None:
-    """The step that starts the copy has the first chunk too, for what the host has
+    """Lesson 45: the step that starts the copy has the first chunk too, for what the host has
     not; and it says what it reads."""
     harness = make_harness(depth)
 
@@ -96,7 +96,7 @@ def test_nothing_is_told_or_committed_before_it_lands(depth: int) -> None:
 @DEPTHS
 @pytest.mark.parametrize("num_blocks", [0, 3])
 def test_a_promotion_that_fails_never_was(depth: int, num_blocks: int) -> None:
-    """Failed or cut short, what was computed over it is discarded, and computed
+    """Lessons 20, 22: failed or cut short, what was computed over it is discarded, and computed
     again from the first missing block."""
     harness = make_harness(depth)
     harness.copier.dooms = lambda transfer: isinstance(transfer, LoadJob)
@@ -119,7 +119,7 @@ def test_a_promotion_that_fails_never_was(depth: int, num_blocks: int) -> None:
 
 @DEPTHS
 def test_an_executor_that_is_late_writes_where_nobody_reads(depth: int) -> None:
-    """After the deadline it is computed elsewhere; the targets wait until it is quiet."""
+    """Lesson 50: after the deadline it is computed elsewhere; the targets wait until it is quiet."""
     harness = make_harness(depth, timeouts={"copy_timeout_s": 0.2})
     harness.copier.dooms = lambda transfer: isinstance(transfer, LoadJob)
     plan = begin(harness)
@@ -141,7 +141,7 @@ def test_an_executor_that_is_late_writes_where_nobody_reads(depth: int) -> None:
 @DEPTHS
 @pytest.mark.parametrize("num_steps", [0, 3])
 def test_an_abort_returns_every_slot(depth: int, num_steps: int) -> None:
-    """With the chunk in flight or collected; the copy lands, and is there for others."""
+    """Lesson 58: with the chunk in flight or collected; the copy lands, and is there for others."""
     harness = make_harness(depth)
     plan = begin(harness)
     harness.steps(num_steps)
@@ -161,7 +161,7 @@ def test_an_abort_returns_every_slot(depth: int, num_steps: int) -> None:
 
 @DEPTHS
 def test_a_reset_meanwhile_discards_it(depth: int) -> None:
-    """What lands after a reset is of an older generation; the chunk is computed again."""
+    """Lesson 17: what lands after a reset is of an older generation; the chunk is computed again."""
     harness = make_harness(depth)
     plan = begin(harness)
     harness.steps(2)
@@ -177,7 +177,7 @@ def test_a_reset_meanwhile_discards_it(depth: int) -> None:
 
 @DEPTHS
 def test_others_wait_for_the_same_promotion_and_run_meanwhile(depth: int) -> None:
-    """One copy; who comes later for the same prefix waits for it, others do not."""
+    """Lesson 26: one copy; who comes later for the same prefix waits for it, others do not."""
     harness = make_harness(depth)
     plan = begin(harness)
     same = make_request("same", PROMPT[:33], max_tokens=2)
@@ -211,7 +211,7 @@ def test_a_long_prompt_goes_on_in_chunks_after_the_landing(depth: int) -> None:
 
 @DEPTHS
 def test_a_loop_whose_requests_only_ride_sleeps(depth: int) -> None:
-    """Nothing to compute before the copy ends is no work."""
+    """Lesson 15: nothing to compute before the copy ends is no work."""
     harness = make_harness(depth)
     plan = begin(harness)
     while harness.scheduler.num_in_flight:

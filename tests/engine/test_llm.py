@@ -64,7 +64,7 @@ def test_token_ids_are_prompts_too(llm):
     [[VOCAB_SIZE], [-1], [1 << 40], [1 << 70], [1.5], [None], [[[1]]], [[1, [2]]], ["a", [-1]]],
 )
 def test_what_is_no_token_of_the_model_is_refused(llm, prompt):
-    """An id beyond the vocabulary is the caller's error, and not the engine's end."""
+    """Lesson 68: an id beyond the vocabulary is the caller's error, and not the engine's end."""
     with pytest.raises(RequestError, match="token id"):
         llm.generate(prompt)
 
@@ -72,7 +72,7 @@ def test_what_is_no_token_of_the_model_is_refused(llm, prompt):
 
 
 def test_a_repeated_prompt_is_found_in_the_cache(llm):
-    """`cached_tokens` says what was not computed again; salts keep tenants apart."""
+    """Lesson 64: `cached_tokens` says what was not computed again; salts keep tenants apart."""
     prompt = list(range(100))
 
     params = SamplingParams(seed=1)
@@ -187,7 +187,7 @@ def test_a_prompt_may_get_several_answers(llm):
     ],
 )
 def test_an_argument_of_another_type_is_named(llm, arguments, field):
-    """The caller's mistake is a RequestError that says which argument it is."""
+    """Lesson 68: the caller's mistake is a RequestError that says which argument it is."""
     with pytest.raises(RequestError, match=field):
         llm.generate(**{"prompts": [[1, 2]], **arguments})
 
@@ -240,7 +240,7 @@ def ctrl_c() -> Iterator[None]:
 @pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_ctrl_c_inside_any_step_leaves_nothing_behind(tmp_path, depth):
-    """Wherever it strikes, every slot is back and the engine answers as before."""
+    """Lesson 58: wherever it strikes, every slot is back and the engine answers as before."""
     prompts = [[number, *range(9)] for number in range(6)]
     params = SamplingParams(max_tokens=6)
     llm, runner, cache = make_interrupted(tmp_path, depth)

@@ -24,7 +24,7 @@ from tests.scheduler.harness import expected_tokens, make_prompt, make_request, 
 
 
 def test_a_hit_below_the_device_counts_for_the_tier_it_was_found_in() -> None:
-    """The usage says host, the ledger says host, and why it was loaded."""
+    """Lesson 64: the usage says host, the ledger says host, and why it was loaded."""
     harness = make_warm()
     before = harness.runner.num_tokens
 
@@ -43,7 +43,7 @@ def test_a_hit_below_the_device_counts_for_the_tier_it_was_found_in() -> None:
 
 
 def test_a_storage_hit_counts_for_storage() -> None:
-    """Another engine on the same storage finds what this one wrote; Writing it
+    """Another engine on the same storage finds what this one wrote; lesson 40: writing it
     again moves nothing."""
     storage = make_storage()
     first = make_through(storage)
@@ -61,7 +61,7 @@ def test_a_storage_hit_counts_for_storage() -> None:
 
 
 def test_fifty_requests_for_one_stored_prefix_share_one_load() -> None:
-    """No convoy: one read, one copy, and everybody hits."""
+    """Lesson 26: no convoy: one read, one copy, and everybody hits."""
     storage = make_storage()
     make_through(storage).run(make_request("a", PROMPT, max_tokens=1))
     harness = make_through(storage, num_blocks=80, settings={"max_num_seqs": 64})
@@ -89,7 +89,7 @@ class CountingStorage(MemoryStorage):
 
 
 def test_what_one_step_asks_of_storage_is_one_call() -> None:
-    """Eight prompts that come together are one question, answered each on its own."""
+    """Lesson 25: eight prompts that come together are one question, answered each on its own."""
     form = BlockFormat(fingerprint=bytes(32), block_bytes=32)
     storage = CountingStorage(MemoryConfig(), form)
     prompts = [make_prompt(20 + n, family=n) for n in range(8)]
@@ -108,7 +108,7 @@ def test_what_one_step_asks_of_storage_is_one_call() -> None:
 
 
 def test_while_a_load_is_in_flight_others_run_and_nothing_is_held() -> None:
-    """The step does not wait for a copy; the sequence that does has no slots."""
+    """Lessons 13, 45: the step does not wait for a copy; the sequence that does has no slots."""
     harness = make_warm()
     harness.copier.held = True
     harness.add(make_request("loads", PROMPT, max_tokens=1))
@@ -126,7 +126,7 @@ def test_while_a_load_is_in_flight_others_run_and_nothing_is_held() -> None:
 
 
 def test_only_copies_in_flight_is_no_work() -> None:
-    """A loop whose requests all wait for copies sleeps until one is done."""
+    """Lesson 15: a loop whose requests all wait for copies sleeps until one is done."""
     harness = make_warm()
     harness.copier.held = True
     harness.add(make_request("loads", PROMPT, max_tokens=1))
@@ -143,7 +143,7 @@ def test_only_copies_in_flight_is_no_work() -> None:
 
 
 def test_a_deadline_ends_the_wait_and_not_the_job() -> None:
-    """The request computes; the late copy lands in its own slots, for others."""
+    """Lessons 38, 50: the request computes; the late copy lands in its own slots, for others."""
     harness = make_warm(settings={"load_timeout_s": 0.5})
     harness.copier.held = True
     harness.add(make_request("late", PROMPT, max_tokens=1))
@@ -164,7 +164,7 @@ def test_a_deadline_ends_the_wait_and_not_the_job() -> None:
 
 
 def test_a_timed_out_copy_that_writes_late_touches_no_reused_slot() -> None:
-    """Its slots are quarantined until it is quiet, then they are free again."""
+    """Lesson 50: its slots are quarantined until it is quiet, then they are free again."""
     harness = make_warm(timeouts={"copy_timeout_s": 0.2})
     harness.copier.held = True
     harness.add(make_request("late", PROMPT, max_tokens=1))
@@ -195,7 +195,7 @@ def test_a_timed_out_copy_that_writes_late_touches_no_reused_slot() -> None:
 
 @pytest.mark.parametrize("num_blocks", [0, 3])
 def test_a_failed_or_partial_load_is_computed_instead(num_blocks: int) -> None:
-    """What arrived is used, from the first missing block on it is computed."""
+    """Lessons 20, 22: what arrived is used, from the first missing block on it is computed."""
     harness = make_warm()
     harness.copier.held = True
     harness.add(make_request("again", PROMPT, max_tokens=1))
@@ -214,7 +214,7 @@ def test_a_failed_or_partial_load_is_computed_instead(num_blocks: int) -> None:
 
 @pytest.mark.parametrize("fault", ["error", "damaged", "lost", "hung"])
 def test_a_storage_fault_costs_the_hit_and_nothing_else(fault: str) -> None:
-    """The request is computed, and its usage says why."""
+    """Lessons 38, 44, 45, 63: the request is computed, and its usage says why."""
     storage = make_faulty(never)
     make_through(storage).run(make_request("a", PROMPT, max_tokens=1))
     harness = make_through(storage, held=fault == "hung")
@@ -242,7 +242,7 @@ def test_a_storage_fault_costs_the_hit_and_nothing_else(fault: str) -> None:
 
 
 def test_a_hung_storage_read_holds_up_nobody() -> None:
-    """A read that never returns costs its own host slots; whoever needs the
+    """Lessons 17, 38: a read that never returns costs its own host slots; whoever needs the
     whole device gets it."""
     storage = make_storage()
     make_through(storage).run(make_request("a", PROMPT, max_tokens=1))
@@ -273,7 +273,7 @@ def test_a_hung_storage_read_holds_up_nobody() -> None:
 
 
 def test_a_reset_with_copies_in_flight_forgets_and_releases() -> None:
-    """A reset waits for no worker; a copy of before only gives back what it has."""
+    """Lesson 17: a reset waits for no worker; a copy of before only gives back what it has."""
     harness = make_warm()
     harness.copier.held = True
     harness.add(make_request("a", PROMPT, max_tokens=1))
@@ -289,7 +289,7 @@ def test_a_reset_with_copies_in_flight_forgets_and_releases() -> None:
 
 
 def test_an_abort_while_loading_returns_every_slot() -> None:
-    """The load goes on and lands for others; nothing is kept for the aborted one."""
+    """Lesson 58: the load goes on and lands for others; nothing is kept for the aborted one."""
     harness = make_warm()
     harness.copier.held = True
     request = make_request("a", PROMPT, max_tokens=1)

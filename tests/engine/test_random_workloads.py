@@ -166,7 +166,7 @@ def test_tiers_change_no_token(workload: RandomWorkload) -> None:
 @search(examples=200)
 @given(workload=workloads(faults=True))
 def test_no_fault_changes_a_token_or_keeps_a_slot(workload: RandomWorkload) -> None:
-    """Failed, partial and late copies, storage calls that return
+    """Lessons 20, 24, 38, 44, 50, 75: failed, partial and late copies, storage calls that return
     late or not before every request has ended, lost and damaged blocks, resets: every request
     ends with its own tokens, every slot comes back."""
     workload.run()

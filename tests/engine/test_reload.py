@@ -59,7 +59,7 @@ class Reloading:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_running_requests_get_every_token_before_weights_are_read(depth: int) -> None:
-    """The loop goes on while it drains; a waiting request starts with the new weights."""
+    """Lesson 79: the loop goes on while it drains; a waiting request starts with the new weights."""
     engine = Reloading(depth=depth, settings={"max_num_seqs": 1})
     running = make_request("running", make_prompt(9), max_tokens=12)
     waiting = make_request("waiting", make_prompt(9, family=2), max_tokens=4)

@@ -64,7 +64,7 @@ def found(harness: Harness, name: str) -> dict[str, int]:
     ],
 )
 def test_only_what_was_named_is_forgotten(tiers, removed, left):
-    """Each tier by itself; the next request finds what the others have."""
+    """Lesson 59: each tier by itself; the next request finds what the others have."""
     harness = make_harness()
 
     reports = reset(harness, *tiers)
@@ -78,7 +78,7 @@ def test_only_what_was_named_is_forgotten(tiers, removed, left):
 
 
 def test_storage_is_forgotten_after_the_writes_that_began_before():
-    """A write in flight would put back what was to go; so it is waited for."""
+    """Lessons 17, 59: a write in flight would put back what was to go; so it is waited for."""
     harness = make_harness()
     begin_write(harness)
     reports = reset(harness, *EVERYTHING)
@@ -101,7 +101,7 @@ def test_storage_is_forgotten_after_the_writes_that_began_before():
 
 
 def test_a_write_that_never_ends_refuses_the_reset():
-    """Nobody waits for a worker that does not answer; the reason is told."""
+    """Lesson 17: nobody waits for a worker that does not answer; the reason is told."""
     harness = make_harness()
     task = begin_write(harness)
     assert task.claim()
@@ -188,7 +188,7 @@ def test_what_cannot_be_is_refused_with_a_reason(tiers, stored, why):
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("tiers", [("device",), ("host",), ("device", "host"), EVERYTHING])
 def test_running_requests_go_on_with_what_they_have(tiers, depth):
-    """Again and again under traffic, and not one wrong token."""
+    """Lesson 59: again and again under traffic, and not one wrong token."""
     harness = make_harness(depth=depth, num_blocks=40)
     requests = [
         make_request(f"r{n}", make_prompt(20 + n, family=n % 3), max_tokens=12)

@@ -50,7 +50,7 @@ def test_host_hits_equal_recomputing(depth: int, policy: WritePolicy) -> None:
 
 
 def test_a_broken_tier_does_not_keep_the_loop_busy() -> None:
-    """A write that failed is not tried again at once: the engine goes idle."""
+    """Lesson 24: a write that failed is not tried again at once: the engine goes idle."""
     storage = make_faulty(always)
     harness = make_through(storage)
 
@@ -62,7 +62,7 @@ def test_a_broken_tier_does_not_keep_the_loop_busy() -> None:
 
 
 def test_preemption_saves_and_resumes_from_the_host() -> None:
-    """What a victim computed comes back by a hit; the request is unchanged."""
+    """Lessons 29, 30, 37: what a victim computed comes back by a hit; the request is unchanged."""
     requests = [
         make_request(f"r{n}", make_prompt(8, family=n), max_tokens=40) for n in range(4)
     ]
@@ -80,7 +80,7 @@ def test_preemption_saves_and_resumes_from_the_host() -> None:
 
 
 def test_preemption_saves_to_storage_too() -> None:
-    """Prompt and output of a victim, whatever the write policy: another engine finds
+    """Lesson 29: prompt and output of a victim, whatever the write policy: another engine finds
     there more than any prompt had. Turned off, nothing is written anywhere."""
     requests = [
         make_request(f"r{n}", make_prompt(8, family=n), max_tokens=40) for n in range(4)
@@ -117,7 +117,7 @@ def whole_path(harness: Harness, request: Request) -> TokenPath:
 
 
 def test_two_tenants_share_nothing_in_storage() -> None:
-    """Another salt is another key, below the process too."""
+    """Lesson 67: another salt is another key, below the process too."""
     storage = make_storage()
     make_through(storage).run(make_request("a", PROMPT, cache_salt="x"))
     harness = make_through(storage)
@@ -129,7 +129,7 @@ def test_two_tenants_share_nothing_in_storage() -> None:
 
 
 def test_without_a_host_tier_nothing_is_copied() -> None:
-    """A capacity of 0 is no tier, and no special case."""
+    """Lesson 28: a capacity of 0 is no tier, and no special case."""
     harness = Harness(num_blocks=16)
 
     harness.run(*(make_request(f"r{n}", make_prompt(30, family=n)) for n in range(4)))
@@ -139,7 +139,7 @@ def test_without_a_host_tier_nothing_is_copied() -> None:
 
 
 def test_a_drain_ends_what_is_being_written_and_is_bounded() -> None:
-    """Writes in flight land before the end; one that hangs is waited for so long."""
+    """Lesson 59: writes in flight land before the end; one that hangs is waited for so long."""
     harness = Harness(
         num_blocks=64, host_blocks=64, write_policy=WritePolicy.WRITE_THROUGH, held=True
     )
@@ -164,7 +164,7 @@ def test_a_drain_ends_what_is_being_written_and_is_bounded() -> None:
 def test_a_host_tier_smaller_than_what_wants_in_comes_to_rest(
     policy: WritePolicy, host_blocks: int
 ) -> None:
-    """Blocks that displace each other are written once a use; then the loop sleeps."""
+    """Lesson 19: blocks that displace each other are written once a use; then the loop sleeps."""
     harness = Harness(num_blocks=16, host_blocks=host_blocks, write_policy=policy)
 
     for family in range(4):

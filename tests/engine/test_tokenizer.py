@@ -27,7 +27,7 @@ def test_encode_gives_int32_and_decode_undoes_it(tokenizer):
 
 
 def test_a_text_that_cannot_fit_is_not_looked_at(tokenizer):
-    """Refused by its length alone, where not even the longest tokens could hold it."""
+    """Lesson 68: refused by its length alone, where not even the longest tokens could hold it."""
     longest = max(map(len, ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>")))
 
     assert len(tokenizer.encode("a" * 2 * longest, max_tokens=2)) == 2 * longest
@@ -137,7 +137,7 @@ def test_no_template_is_a_refused_chat(tmp_path):
     ],
 )
 def test_a_bad_folder_is_refused_with_a_sentence(tmp_path, name, content, sentence):
-    """What cannot be loaded raises at once, and says which file is wrong."""
+    """Lesson 61: what cannot be loaded raises at once, and says which file is wrong."""
     folder = make_tokenizer_folder(tmp_path)
     (folder / name).unlink(missing_ok=True)
     if content is not None:

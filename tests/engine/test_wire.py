@@ -69,7 +69,7 @@ def test_a_request_survives_the_journey():
 
 
 def test_a_request_crosses_as_its_tokens_and_little_more():
-    """Four bytes a token and a few for the rest; nothing of the cache, no KV."""
+    """Lesson 32: four bytes a token and a few for the rest; nothing of the cache, no KV."""
     request = Request(
         request_id=RequestId("r"),
         tokens=np.arange(10_000, dtype=np.int32),
@@ -163,7 +163,7 @@ def test_an_unknown_control_call_raises():
 
 @pytest.mark.parametrize("frame", [b"", b"\x93", b"\x91\xa4evil", wire.encode(["add", 1])])
 def test_a_frame_that_fits_no_type_raises(frame):
-    """A bad message is raised, never guessed at or swallowed."""
+    """Lesson 18: a bad message is raised, never guessed at or swallowed."""
     with pytest.raises(msgspec.DecodeError):
         wire.decode_to_engine(frame)
 
@@ -177,7 +177,7 @@ def test_errors_are_rebuilt_by_name_from_our_tree_only():
 
 
 def test_nothing_in_the_package_imports_pickle():
-    """No pickle on any socket; the surest way is none anywhere."""
+    """Lesson 66: no pickle on any socket; the surest way is none anywhere."""
     folder = Path(headwater.__file__).parent
     banned = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
     for path in folder.rglob("*.py"):

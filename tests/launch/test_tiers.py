@@ -23,7 +23,7 @@ def describe(**settings: Any) -> str:
 
 
 def test_no_more_main_memory_than_there_is():
-    """Said at start with both sizes, not found out when the tier has filled; before
+    """Lesson 61: said at start with both sizes, not found out when the tier has filled; before
     anything is made whose size goes with it."""
     free_gib = free_main_bytes() / (1 << 30)
 
@@ -108,7 +108,7 @@ def test_the_start_says_that_the_host_tier_was_chosen():
     ],
 )
 def test_the_start_says_what_fills_the_host_tier(policy: Any, words: str):
-    """Each policy in its own words, and whether preempted sequences are saved."""
+    """Lesson 14: each policy in its own words, and whether preempted sequences are saved."""
     assert words in describe(write_policy=policy)
     assert "preempted sequences are saved" in describe(write_policy=policy)
     assert "preempted ones are not saved" in describe(save_preempted=False)

@@ -129,7 +129,7 @@ def test_only_a_policy_that_learns_can_save(tmp_path, capsys):
 
 
 def test_flags_that_do_nothing_say_so():
-    """Weights without a policy that begins with any, prefetch without a tier."""
+    """Lesson 34: weights without a policy that begins with any, prefetch without a tier."""
     given = frozenset({"--eviction-weights", "--no-prefetch-sessions"})
     idle = idle_settings(EngineConfig(), given)
 

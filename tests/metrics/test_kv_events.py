@@ -145,7 +145,7 @@ def test_messages_are_exactly_in_the_format(instance, consumer):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_consumer_knows_every_block_of_every_medium(instance, consumer, seed):
-    """Gaps within the buffer, gaps beyond it and resets all end in the exact truth."""
+    """Lesson 71: gaps within the buffer, gaps beyond it and resets all end in the exact truth."""
     chance = random.Random(seed)
     for lost in (0, 1, 5, 20):
         consumer.hear()
@@ -167,7 +167,7 @@ def test_a_consumer_knows_every_block_of_every_medium(instance, consumer, seed):
 
 
 def test_a_restart_is_a_new_life(instance, consumer):
-    """A consumer of the life before asks with a number of that life, and is told
+    """Lesson 71: a consumer of the life before asks with a number of that life, and is told
     all there is in this one, not the rest of another's story."""
     instance.live(random.Random(1), 6)
     consumer.hear()
@@ -184,7 +184,7 @@ def test_a_restart_is_a_new_life(instance, consumer):
 
 
 def test_salted_prompts_are_not_told(instance, consumer):
-    """A salted prompt's blocks are counted, its tokens are in no message."""
+    """Lesson 67: a salted prompt's blocks are counted, its tokens are in no message."""
     consumer.hear()
     serve(instance.cache, make_path(1, 2, namespace=Namespace(salt="tenant")))
     instance.turn()
@@ -291,6 +291,6 @@ def test_nonsense_is_ignored(instance, consumer):
 
 
 def test_a_taken_port_is_a_sentence(instance):
-    """Said at start, with the address."""
+    """Lesson 60: said at start, with the address."""
     with pytest.raises(ConfigError, match="cannot bind"):
         Instance(instance.publisher.endpoint)

@@ -103,7 +103,7 @@ def test_a_ledger_of_a_sequence_that_never_ran_says_so():
 
 
 def test_usage_counts_what_sequences_hold_once():
-    """Cached blocks that nobody leases are room, not use; shared ones count once."""
+    """Lesson 62: cached blocks that nobody leases are room, not use; shared ones count once."""
     tier = TierStats(num_blocks=10, free=2, held=3, cached=5, evictable=4)
     stats = EngineStats(tiers={"device": tier})
 

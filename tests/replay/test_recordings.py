@@ -101,7 +101,7 @@ def write(path, requests, *, block_tokens=BLOCK):
 
 
 def test_equal_blocks_have_equal_ids_and_tenants_share_none(tmp_path):
-    """A key stands for its block and all before it; another salt is another key."""
+    """A key stands for its block and all before it; another salt is another key (lesson 67)."""
     prompt = list(range(40))
     same, longer, other, tenant = write(
         tmp_path / "r.jsonl",

@@ -209,7 +209,7 @@ def test_a_router_that_knows_caches_finds_more():
 
 
 def test_prefill_and_decode_find_what_one_instance_finds():
-    """The same prompts, handed over by the real protocol; nothing fails, and blocks
+    """Lesson 48: the same prompts, handed over by the real protocol; nothing fails, and blocks
     that the decode instance has already are not sent again."""
     requests = [
         replace(request, arrival_s=10.0 * number)
@@ -242,7 +242,7 @@ def test_prompts_computed_elsewhere_do_not_hold_up_decoding():
 
 
 def test_a_prefill_instance_that_cannot_keep_up_is_helped():
-    """Prompts come twice as fast as one P computes them; none is refused,
+    """Lessons 49, 56 and 57: prompts come twice as fast as one P computes them; none is refused,
     computed twice or left waiting, and one and three are about as fast as four alike."""
     requests = [
         make_request(range(24 * at, 24 * at + 24), at_s=0.16 * at, output=200)

@@ -43,7 +43,7 @@ def test_a_match_is_the_leading_run_in_any_medium():
 
 
 def test_nothing_is_believed_before_the_instance_said_it():
-    """A new view knows nothing, and says so."""
+    """Lesson 72: a new view knows nothing, and says so."""
     view = BlockView("life")
 
     assert view.trust is Trust.FALLBACK
@@ -53,7 +53,7 @@ def test_nothing_is_believed_before_the_instance_said_it():
 
 
 def test_a_gap_changes_nothing_but_the_trust():
-    """What came after a gap is not applied until the gap is closed."""
+    """Lesson 71: what came after a gap is not applied until the gap is closed."""
     view = BlockView("life")
     view.apply(0, batch(stored(1)))
 
@@ -66,7 +66,7 @@ def test_a_gap_changes_nothing_but_the_trust():
 
 
 def test_a_snapshot_closes_any_gap():
-    """It begins with a clearing, and then says all."""
+    """Lesson 71: it begins with a clearing, and then says all."""
     view = BlockView("life")
     view.apply(0, batch(stored(1)))
     view.apply(50, batch(stored(7)))
@@ -78,7 +78,7 @@ def test_a_snapshot_closes_any_gap():
 
 
 def test_a_number_from_the_beginning_is_another_life():
-    """What was believed of the last life is in doubt at once."""
+    """Lesson 71: what was believed of the last life is in doubt at once."""
     view = BlockView("life")
     view.apply(0, batch(stored(1)))
 

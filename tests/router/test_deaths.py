@@ -114,7 +114,7 @@ def test_a_router_killed_while_a_stream_goes_through_it(cluster, prompt, num_eve
 
 
 def test_a_request_that_is_given_back_goes_on_elsewhere(cluster, prompt):
-    """Preempted, no room for three terms, given back to the router: another instance
+    """Lesson 55: preempted, no room for three terms, given back to the router: another instance
     goes on after its last token, and its client sees one stream."""
     prompt = prompt[:160]
     home = cluster.home(cluster.ask(prompt=prompt, max_tokens=1).headers[NAME])
@@ -149,7 +149,7 @@ def test_a_router_killed_while_a_stream_is_taken_up_elsewhere(cluster, prompt):
 
 @pytest.mark.nightly
 def test_a_request_that_is_given_back_goes_on_there_where_there_is_no_other(cluster, prompt):
-    """After the one that it gave way to, and without an error."""
+    """Lesson 55: after the one that it gave way to, and without an error."""
     (home,), prompt = cluster.decoding, prompt[:160]
     cluster.ask(prompt=prompt, max_tokens=1)
 

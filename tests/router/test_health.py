@@ -34,7 +34,7 @@ def test_a_dead_instance_is_not_noticed_by_clients():
 
 
 def test_an_instance_that_hangs_loses_its_requests():
-    """One that does not respond blocks nobody. No heartbeat for too long, and what
+    """Lesson 52: one that does not respond blocks nobody. No heartbeat for too long, and what
     waits there is computed elsewhere, within a bound."""
 
     async def scenario(harness):
@@ -56,7 +56,7 @@ def test_an_instance_that_hangs_loses_its_requests():
 
 
 def test_an_instance_whose_engine_hangs_says_nothing_for_it():
-    """Its HTTP lives on, but that is no sign of life; a stream goes on elsewhere, and
+    """Lesson 52: its HTTP lives on, but that is no sign of life; a stream goes on elsewhere, and
     it is back when the engine is."""
 
     async def scenario(harness):
@@ -80,7 +80,7 @@ def test_an_instance_whose_engine_hangs_says_nothing_for_it():
 
 
 def test_a_draining_instance_gets_nothing_new():
-    """It ends what it has; heartbeats do not bring it back; a new life does."""
+    """Lesson 59: it ends what it has; heartbeats do not bring it back; a new life does."""
 
     async def scenario(harness):
         one, two = harness.add(), harness.add()
@@ -101,7 +101,7 @@ def test_a_draining_instance_gets_nothing_new():
 
 
 def test_a_router_that_comes_late_hears_who_drains():
-    """An instance that is stopping registers at it, for what it still has, as such."""
+    """Lesson 59: an instance that is stopping registers at it, for what it still has, as such."""
 
     async def scenario(harness):
         one, two = harness.add(), harness.add()
@@ -117,7 +117,7 @@ def test_a_router_that_comes_late_hears_who_drains():
 
 
 def test_a_restarted_instance_is_another():
-    """With a new epoch nothing is left of what was believed."""
+    """Lesson 71: with a new epoch nothing is left of what was believed."""
 
     async def scenario(harness):
         one = harness.add()

@@ -106,7 +106,7 @@ async def until_heard(publisher, view):
 
 
 def test_a_gap_is_asked_for_and_closed():
-    """What was missed is replayed from the first number missing."""
+    """Lesson 71: what was missed is replayed from the first number missing."""
 
     async def scenario():
         async with followed() as (publisher, instance):
@@ -126,7 +126,7 @@ def test_a_gap_is_asked_for_and_closed():
 
 
 def test_a_gap_beyond_the_buffer_is_a_snapshot():
-    """All that was believed is replaced by all there is, in every medium."""
+    """Lesson 71: all that was believed is replaced by all there is, in every medium."""
 
     async def scenario():
         async with followed() as (publisher, instance):
@@ -146,7 +146,7 @@ def test_a_gap_beyond_the_buffer_is_a_snapshot():
 
 
 def test_nonsense_puts_the_view_in_doubt_and_nothing_else():
-    """A bad message is a gap, not the end of the router."""
+    """Lesson 18: a bad message is a gap, not the end of the router."""
 
     async def scenario():
         async with followed() as (publisher, instance):

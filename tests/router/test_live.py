@@ -130,7 +130,7 @@ def test_the_openai_client_does_not_notice(cluster):
 
 
 def test_conversations_spread_and_stay(cluster):
-    """New ones go to both instances, and come back to their own."""
+    """Lesson 70 and 72: new ones go to both instances, and come back to their own."""
     router = cluster[0]
     prompts = [f"conversation number {n}, " * 30 for n in range(6)]
 
@@ -142,7 +142,7 @@ def test_conversations_spread_and_stay(cluster):
 
 
 def test_a_killed_router_comes_back_knowing_everything(cluster):
-    """Instances register again by themselves; what they have is replayed. What they
+    """Lesson 71: instances register again by themselves; what they have is replayed. What they
     generated for clients of the dead one has ended. This one has the model's tokenizer itself."""
     router = cluster[0]
     stream = Stream(router.url, {"max_tokens": 3000})
@@ -166,7 +166,7 @@ def test_a_killed_router_comes_back_knowing_everything(cluster):
 
 def test_an_instance_killed_while_idle_is_not_noticed(cluster):
     """The request goes elsewhere; a restart at the same address is another life, and nothing is
-    left of what was believed of the one before."""
+    left of what was believed of the one before (lesson 71)."""
     router, *servers = cluster
     home = router.post().headers[NAME]
     victim = next(server for server in servers if name(server) == home)
@@ -290,7 +290,7 @@ def test_an_instance_killed_while_streaming_is_not_noticed(cluster):
 
 
 def test_a_stopped_instance_drains(cluster):
-    """What it has it ends, what is new goes elsewhere; the last one gone is a 503."""
+    """Lesson 59: what it has it ends, what is new goes elsewhere; the last one gone is a 503."""
     router, *servers = cluster
     server = next(server for server in servers if server.process.poll() is None)
     stream = Stream(router.url, {"prompt": "drains", "max_tokens": 300})

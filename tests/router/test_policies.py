@@ -50,7 +50,7 @@ def test_cache_aware_goes_where_the_least_is_left_to_do():
 
 
 def test_a_shared_prefix_does_not_draw_everything():
-    """An instance with much more than its share is not asked, whatever it has."""
+    """Lesson 70: an instance with much more than its share is not asked, whatever it has."""
     home = Candidate(name="home", cached_tokens=999, recent_tokens=4.0 * CAP_SLACK_TOKENS)
     others = [Candidate(name=str(n), recent_tokens=10.0) for n in range(3)]
 
@@ -58,7 +58,7 @@ def test_a_shared_prefix_does_not_draw_everything():
 
 
 def test_a_quiet_cluster_keeps_a_conversation_together():
-    """One user alone is no overload; the next turn goes where the last one was."""
+    """Lesson 70: one user alone is no overload; the next turn goes where the last one was."""
     home = Candidate(name="home", cached_tokens=9_000, recent_tokens=20_000.0)
     others = [Candidate(name=str(n)) for n in range(7)]
 
@@ -83,7 +83,7 @@ def test_a_short_rest_is_prefilled_where_it_is_decoded():
 
 
 def test_a_prefill_instance_that_cannot_keep_up_is_helped():
-    """What waits there beyond a few seconds' work is computed where it is decoded,
+    """Lesson 56: what waits there beyond a few seconds' work is computed where it is decoded,
     unless as much waits there."""
     assert not is_swamped(BACKLOG_TOKENS, 0)
     assert is_swamped(BACKLOG_TOKENS + 1, 0)
@@ -91,7 +91,7 @@ def test_a_prefill_instance_that_cannot_keep_up_is_helped():
 
 
 def test_retries_are_a_share_of_requests():
-    """A few at once, then one for every five requests, and no more saved up."""
+    """Lesson 56: a few at once, then one for every five requests, and no more saved up."""
     budget = RetryBudget(0.2)
 
     assert [budget.withdraw() for _ in range(12)] == [True] * 10 + [False] * 2
@@ -111,7 +111,7 @@ def test_unknown_policies_are_refused():
 
 @pytest.mark.slow
 def test_cache_aware_finds_what_one_pool_would():
-    """Simulated: hits of one shared pool, evenly loaded; affinity alone is not. Two
+    """Lesson 70: simulated: hits of one shared pool, evenly loaded; affinity alone is not. Two
     routers side by side find as much, as evenly."""
     result = measure_router(None, quick=True)
     router = result["router"]

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_retries_have_a_budget():
-    """Refusals are tried elsewhere, and nothing loops for ever."""
+    """Lesson 56: refusals are tried elsewhere, and nothing loops for ever."""
 
     async def scenario(harness):
         instances = [harness.add() for _ in range(3)]
@@ -41,7 +41,7 @@ def test_retries_have_a_budget():
 
 
 def test_an_outage_is_not_answered_with_more_load():
-    """Ten retries at once and one for every five requests, however many instances
+    """Lesson 56: ten retries at once and one for every five requests, however many instances
     there are to try; the rest is told at once that nobody can."""
 
     async def scenario(harness):
@@ -83,7 +83,7 @@ class Refusing:
 
 
 def test_a_prefill_instance_that_refuses_is_passed_over():
-    """Another pair is tried; whoever is the last may be replaced by the decode
+    """Lesson 56: another pair is tried; whoever is the last may be replaced by the decode
     instance itself; a short rest is never handed over."""
 
     async def scenario(harness):
@@ -113,7 +113,7 @@ def test_a_prefill_instance_that_refuses_is_passed_over():
 
 
 def test_a_decode_instance_without_room_is_passed_over():
-    """It is not the prefill instance's fault, which computes it for another."""
+    """Lesson 56: it is not the prefill instance's fault, which computes it for another."""
 
     async def scenario(harness):
         decodes = [harness.add(role="decode") for _ in range(2)]

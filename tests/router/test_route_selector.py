@@ -63,7 +63,7 @@ def test_a_long_prompt_gets_a_pair_and_a_short_one_does_not():
 
 
 def test_a_swamped_prefill_instance_is_helped_by_who_has_less_to_do():
-    """It keeps what it has, and gets more when it has caught up."""
+    """Lesson 56: it keeps what it has, and gets more when it has caught up."""
     known = KnownInstances(p="prefill", d="decode")
     known.entries["p"].outstanding_tokens = BACKLOG_TOKENS + 1
 
@@ -93,7 +93,7 @@ def test_who_is_tried_draining_or_silent_is_passed_over():
 
 
 def test_the_last_prefill_instance_may_be_replaced():
-    """Where it refuses, nobody else is left to ask."""
+    """Lesson 56: where it refuses, nobody else is left to ask."""
     known = KnownInstances(p="prefill", q="prefill", d="decode")
     both = known.chooser.choose(known.paths(LONG), ())
     last = known.chooser.choose(known.paths(LONG), [known.entries["p"]])

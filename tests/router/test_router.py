@@ -45,7 +45,7 @@ def test_an_answer_is_the_instances_own():
 
 @pytest.mark.parametrize("salt", [None, "tenant"])
 def test_a_conversation_stays_where_its_blocks_are(salt):
-    """Known from the instance's own events, salted prompts included."""
+    """Lesson 72: known from the instance's own events, salted prompts included."""
 
     async def scenario(harness):
         instances = [harness.add() for _ in range(3)]
@@ -145,7 +145,7 @@ def test_an_instance_with_another_token_is_refused_with_a_sentence():
 
 
 def test_a_wiped_cache_is_noticed():
-    """A reset reaches the router as any other event."""
+    """Lesson 71: a reset reaches the router as any other event."""
 
     async def scenario(harness):
         one = harness.add()
@@ -162,7 +162,7 @@ def test_a_wiped_cache_is_noticed():
 
 
 def test_a_router_that_comes_late_learns_all():
-    """Beyond the buffer there is a snapshot, so nothing cached is unknown."""
+    """Lesson 71: beyond the buffer there is a snapshot, so nothing cached is unknown."""
 
     async def scenario(harness):
         first = harness.add(buffer_steps=1)
@@ -209,7 +209,7 @@ def test_without_events_load_decides():
 
 
 def test_strangers_are_bounded():
-    """No token no registration; nonsense and too much are 4xx; internal
+    """Lesson 66 and 68: no token no registration; nonsense and too much are 4xx; internal
     headers of clients are not passed on."""
 
     async def scenario(harness):
@@ -251,7 +251,7 @@ def test_strangers_are_bounded():
 
 
 def test_no_more_requests_than_may_be():
-    """Beyond the limit it is a 429, at once."""
+    """Lesson 68: beyond the limit it is a 429, at once."""
 
     async def scenario(harness):
         one = harness.add()

@@ -106,7 +106,7 @@ def test_many_streams_go_on_at_once():
 
 
 def test_a_stream_that_nobody_can_take_up_ends_with_a_typed_error():
-    """Tokens were streamed and nobody is left to go on; the client is told in the
+    """Lesson 53: tokens were streamed and nobody is left to go on; the client is told in the
     stream, once."""
 
     async def scenario(harness):
@@ -147,7 +147,7 @@ class GivingBack:
 
 @pytest.mark.parametrize(("times", "num_instances"), [(1, 2), (7, 1)])
 def test_what_is_given_back_goes_on(times, num_instances):
-    """Elsewhere, or there again where there is no other, as often as it got further;
+    """Lesson 55: elsewhere, or there again where there is no other, as often as it got further;
     the instance has not failed, and gets others meanwhile."""
 
     async def scenario(harness):
@@ -191,7 +191,7 @@ def test_events_are_passed_on_as_they_come():
 
 
 def test_a_client_that_leaves_ends_its_request_at_the_instance():
-    """Nobody generates for nobody."""
+    """Lesson 58: nobody generates for nobody."""
 
     async def scenario(harness):
         one = harness.add()

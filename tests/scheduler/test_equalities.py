@@ -148,7 +148,7 @@ def test_a_late_mask_changes_no_token_and_delays_only_its_row(case: Case) -> Non
 @search(examples=100)
 @given(case=cases(with_aborts=True))
 def test_an_abort_at_any_step_returns_every_slot_and_disturbs_nobody(case: Case) -> None:
-    """Whatever is aborted when, the others' tokens are exact and the pool is whole."""
+    """Lesson 58: whatever is aborted when, the others' tokens are exact and the pool is whole."""
     case.play()
 
     for _, request in case.arrivals:
@@ -195,7 +195,7 @@ def test_chunked_equals_whole(depth: int, max_batched_tokens: int) -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("caching", [True, False])
 def test_preempted_equals_undisturbed(depth: int, caching: bool) -> None:
-    """A resumed sequence continues exactly where it was, and ends once."""
+    """Lesson 37: a resumed sequence continues exactly where it was, and ends once."""
     requests = [
         make_request(f"r{n}", make_prompt(8, family=n), max_tokens=40) for n in range(4)
     ]

@@ -54,7 +54,7 @@ def test_a_fast_link_is_used():
 
 
 def test_a_slow_link_is_not_used():
-    """A request whose load is slower than computing computes, and says why."""
+    """Lesson 45: a request whose load is slower than computing computes, and says why."""
     choice = make_choice(LowerTierMatch(host=8), host=SLOW)
 
     assert (choice.num_blocks, choice.reason) == (0, "recompute_cheaper")

@@ -57,7 +57,7 @@ def make_measured(*, token_s: float, block_s: float, **options: Any) -> Harness:
 
 
 def test_cheaper_to_compute_is_computed_and_said():
-    """Nothing is copied, and the usage says `recompute_cheaper` with prices."""
+    """Lessons 45, 63: nothing is copied, and the usage says `recompute_cheaper` with prices."""
     harness = make_measured(token_s=1e-6, block_s=1.0)
 
     harness.run(make_request("a", PROMPT, max_tokens=1))
@@ -87,7 +87,7 @@ def test_a_split_loads_the_head_and_computes_the_tail():
 
 
 def test_a_priced_wait_ends_with_its_price():
-    """A load that was cheap by what was measured, and then does not end, is waited for
+    """Lesson 38: a load that was cheap by what was measured, and then does not end, is waited for
     twice as long as computing would take, and no longer."""
     harness = make_measured(token_s=0.05, block_s=0.001)
     harness.copier.held = True
@@ -111,7 +111,7 @@ def test_a_priced_wait_ends_with_its_price():
 
 
 def test_a_wait_for_an_answer_ends_with_the_price_of_computing():
-    """Also of the second request ever, whose price only the first one tells: storage
+    """Lesson 38: also of the second request ever, whose price only the first one tells: storage
     that does not answer is not waited for until its own timeout."""
     harness = make_stored()
     harness.runner.token_s = 0.001
@@ -174,7 +174,7 @@ def test_an_impossible_wish_is_refused(field):
 
 
 def test_who_only_waits_for_an_answer_keeps_nobody_busy():
-    """The question goes out in the first turn, the loop sleeps until the answer has
+    """Lesson 45: the question goes out in the first turn, the loop sleeps until the answer has
     come or is late, and an answer of nothing is followed by the step."""
     harness = Harness(num_blocks=17, host_blocks=64, stored=make_storage())
     harness.workers.held = True
@@ -190,7 +190,7 @@ def test_who_only_waits_for_an_answer_keeps_nobody_busy():
 
 
 def test_best_effort_does_not_sleep_over_its_question():
-    """Nothing is waited for, so the loop has work."""
+    """Lesson 45: nothing is waited for, so the loop has work."""
     settings = {"load_policy": "best_effort"}
     harness = Harness(num_blocks=17, host_blocks=64, stored=make_storage(), settings=settings)
     harness.workers.held = True
@@ -254,7 +254,7 @@ def test_deadline_loads_and_gives_up():
 
 
 def test_best_effort_does_not_wait_for_an_answer():
-    """It has computed all before storage says what it has."""
+    """Lesson 45: it has computed all before storage says what it has."""
     harness = make_stored(settings={"load_policy": "best_effort"})
     harness.workers.held = True
 
@@ -269,7 +269,7 @@ def test_best_effort_does_not_wait_for_an_answer():
 
 
 def test_best_effort_does_not_wait_for_a_read():
-    """What is fetched meanwhile comes to the host, and serves the next one."""
+    """Lesson 45: what is fetched meanwhile comes to the host, and serves the next one."""
     settings = {"load_policy": "best_effort", "max_num_seqs": 1}
     harness = make_stored(settings=settings, write_policy=WritePolicy.NONE)
     harness.workers.held = True
@@ -309,7 +309,7 @@ def test_storage_is_asked_while_the_request_queues():
 
 
 def test_without_room_on_the_host_storage_is_a_miss():
-    """Every host block is being written and stays; what storage has is not brought,
+    """Lesson 38: every host block is being written and stays; what storage has is not brought,
     nobody waits for room, and the miss says why."""
     harness = make_stored(host_blocks=2, write_policy=WritePolicy.WRITE_THROUGH)
     harness.workers.held = True
@@ -331,7 +331,7 @@ def test_without_room_on_the_host_storage_is_a_miss():
 
 
 def test_what_memory_has_is_not_asked_for():
-    """A full hit costs storage nothing."""
+    """Lesson 25: a full hit costs storage nothing."""
     harness = make_stored()
     harness.run(make_request("a", PROMPT, max_tokens=1))
     asked = len(harness.workers.started)
@@ -343,7 +343,7 @@ def test_what_memory_has_is_not_asked_for():
 
 
 def test_too_short_a_prompt_asks_nobody():
-    """Less than a block can never be found."""
+    """Lesson 65: less than a block can never be found."""
     harness = make_stored()
 
     harness.run(make_request("a", PROMPT[:4], max_tokens=1))
@@ -353,7 +353,7 @@ def test_too_short_a_prompt_asks_nobody():
 
 
 def test_a_load_takes_device_slots_only_for_whoever_fits():
-    """A blocked head neither loads nor evicts what runs."""
+    """Lessons 31, 36: a blocked head neither loads nor evicts what runs."""
     harness = make_harness()
     harness.add(make_request("long", make_prompt(40, family=2), max_tokens=20))
     harness.step()
@@ -370,7 +370,7 @@ def test_a_load_takes_device_slots_only_for_whoever_fits():
 
 
 def test_resumed_sequences_may_load_and_are_counted_once():
-    """Coming back from the host is a hit, and no second query."""
+    """Lessons 37, 62: coming back from the host is a hit, and no second query."""
     harness = Harness(num_blocks=20, host_blocks=100)
     requests = [
         make_request(f"r{n}", make_prompt(8, family=n), max_tokens=40) for n in range(4)
@@ -387,7 +387,7 @@ def test_resumed_sequences_may_load_and_are_counted_once():
 
 
 def test_writes_in_flight_leave_room_for_sequences():
-    """Writes pin at most half of the device, however many blocks are queued."""
+    """Lesson 25: writes pin at most half of the device, however many blocks are queued."""
     harness = Harness(
         num_blocks=16, host_blocks=64, write_policy=WritePolicy.WRITE_THROUGH, held=True
     )

@@ -77,7 +77,7 @@ def test_removing_takes_exactly_that_sequence() -> None:
 def test_admission_leaves_room_for_growth(
     needed: int, available: int, growth: int, admitted: bool
 ) -> None:
-    """With others running, what they will need is not given away."""
+    """Lesson 36: with others running, what they will need is not given away."""
     assert admitted == admits(
         num_needed=needed, num_available=available, num_growth=growth, num_running=1
     )
@@ -94,14 +94,14 @@ def test_admission_makes_progress_when_nothing_runs(
 
 
 def test_the_victim_is_the_newest() -> None:
-    """By arrival, whatever the order of admission."""
+    """Lesson 36: by arrival, whatever the order of admission."""
     decoding = [make_sequence(arrival) for arrival in (3, 9, 1)]
 
     assert choose_victim(decoding).rank == (0, 9)
 
 
 def test_the_victim_is_the_lowest_priority_before_the_newest() -> None:
-    """A greater number is a lower priority; age decides among equals."""
+    """Lesson 36: a greater number is a lower priority; age decides among equals."""
     decoding = [make_sequence(a, priority=p) for a, p in ((9, 0), (1, 2), (5, 2), (7, 1))]
 
     assert choose_victim(decoding).rank == (2, 5)
@@ -121,7 +121,7 @@ def test_growth_is_learned_from_finished_outputs() -> None:
 
 
 def test_caution_is_raised_by_preemption_and_decays_otherwise() -> None:
-    """Admission backs off after a preemption, and comes back step by step."""
+    """Lesson 36: admission backs off after a preemption, and comes back step by step."""
     growth, sequences = GrowthEstimate(4, 128), [make_sequence(0, most=10_000)]
     calm = growth.num_blocks(sequences)
     growth.raise_caution()

@@ -27,7 +27,7 @@ def step_until_preempted(harness: Harness) -> int:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_the_newest_gives_way_and_the_oldest_is_never_disturbed(depth: int) -> None:
-    """The oldest runs in every step from its first to its last."""
+    """Lesson 36: the oldest runs in every step from its first to its last."""
     harness = Harness(num_blocks=20, depth=depth)
     harness.add(*make_crowd(4))
     step_until_preempted(harness)
@@ -39,7 +39,7 @@ def test_the_newest_gives_way_and_the_oldest_is_never_disturbed(depth: int) -> N
 
 
 def test_the_lowest_priority_gives_way() -> None:
-    """Under the `priority` policy, even if it is the oldest."""
+    """Lesson 36: under the `priority` policy, even if it is the oldest."""
     harness = Harness(num_blocks=20, settings={"policy": "priority"})
     crowd = [
         make_request(f"r{n}", make_prompt(8, family=n), max_tokens=40, priority=3 - n)
@@ -53,7 +53,7 @@ def test_the_lowest_priority_gives_way() -> None:
 
 
 def test_a_prefill_is_never_a_victim() -> None:
-    """The only decoding sequence gives way itself, though it is the oldest, and
+    """Lesson 36: the only decoding sequence gives way itself, though it is the oldest, and
     the prefill that has the blocks goes on without losing a token."""
     harness = Harness(num_blocks=12, settings={"max_num_seqs": 4, "max_batched_tokens": 4})
     harness.add(make_request("old", make_prompt(7), max_tokens=30))
@@ -71,7 +71,7 @@ def test_a_prefill_is_never_a_victim() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_what_a_victim_computed_is_committed_and_found_again(depth: int) -> None:
-    """Prompt and output are an ordinary match; only the tail is computed again."""
+    """Lesson 37: prompt and output are an ordinary match; only the tail is computed again."""
     harness = Harness(num_blocks=20, depth=depth)
     harness.add(*make_crowd(3))
     step_until_preempted(harness)
@@ -85,7 +85,7 @@ def test_what_a_victim_computed_is_committed_and_found_again(depth: int) -> None
 
 
 def test_a_victim_is_saved_to_a_lower_tier() -> None:
-    """Its blocks are planned for offload although no request hit them;
+    """Lesson 29, the decision: its blocks are planned for offload although no request hit them;
     nothing waits for the copy."""
     harness = Harness(num_blocks=20, host_blocks=50)
     harness.add(*make_crowd(3))
@@ -98,7 +98,7 @@ def test_a_victim_is_saved_to_a_lower_tier() -> None:
 
 
 def test_saving_can_be_turned_off() -> None:
-    """Then a victim's blocks are only kept as long as the device can."""
+    """Lesson 29: then a victim's blocks are only kept as long as the device can."""
     harness = Harness(num_blocks=20, host_blocks=50, settings={"save_preempted": False})
 
     harness.run(*make_crowd(3))
@@ -108,7 +108,7 @@ def test_saving_can_be_turned_off() -> None:
 
 
 def test_resumed_sequences_are_not_counted_again() -> None:
-    """One query and one usage a request, however often it was preempted."""
+    """Lesson 62: one query and one usage a request, however often it was preempted."""
     harness = Harness(num_blocks=20)
 
     harness.run(*make_crowd(6))
@@ -122,7 +122,7 @@ def test_resumed_sequences_are_not_counted_again() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_request_that_finishes_after_preemption_is_released_once(depth: int) -> None:
-    """Also when the step in flight, as it leaves, turns out to end it."""
+    """Lesson 37: also when the step in flight, as it leaves, turns out to end it."""
     alone = {r.request_id: expected_tokens(r) for r in make_crowd(4)}
     for at in range(8, 30):
         harness = Harness(num_blocks=20, depth=depth)
@@ -166,7 +166,7 @@ def test_nobody_gives_way_when_a_step_in_flight_makes_room(ends_by: str) -> None
 
 
 def test_nobody_is_admitted_in_the_step_that_preempts() -> None:
-    """No preempt, admit, preempt: the freed blocks are for those who needed them."""
+    """Lesson 36: no preempt, admit, preempt: the freed blocks are for those who needed them."""
     harness = Harness(num_blocks=20)
     harness.add(*make_crowd(6))
 
@@ -179,7 +179,7 @@ def test_nobody_is_admitted_in_the_step_that_preempts() -> None:
 
 
 def test_the_reserve_learns_and_preemption_stops() -> None:
-    """Once lengths were observed, the same load runs almost without victims."""
+    """Lesson 36: once lengths were observed, the same load runs almost without victims."""
     harness = Harness(num_blocks=60)
     harness.run(*make_crowd(12))
     first = harness.scheduler.stats().num_preemptions
@@ -197,7 +197,7 @@ def test_the_reserve_learns_and_preemption_stops() -> None:
 
 
 def test_a_refused_head_leaves_no_trace() -> None:
-    """The last check and the first are one function, and a refusal gives back
+    """Lesson 35: the last check and the first are one function, and a refusal gives back
     what was pinned to find out."""
     harness = Harness(num_blocks=20, settings={"max_passes": 0})
     harness.run(make_request("warm", make_prompt(40), max_tokens=1))
@@ -216,7 +216,7 @@ def test_a_refused_head_leaves_no_trace() -> None:
 
 
 def test_shared_blocks_are_counted_once_at_admission() -> None:
-    """A found block that nobody has leased is not room for other blocks too."""
+    """Lesson 62: a found block that nobody has leased is not room for other blocks too."""
     harness = Harness(num_blocks=20)
     harness.run(make_request("warm", make_prompt(41), max_tokens=1))
     harness.add(make_request("a", make_prompt(20, family=1), max_tokens=8))

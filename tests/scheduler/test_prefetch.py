@@ -164,7 +164,7 @@ def turn_and_copy(engine):
 
 
 def test_a_load_that_fails_leaves_the_session_where_it_is():
-    """Nothing is tried for ever, and the next turn is served all the same."""
+    """Lesson 24: nothing is tried for ever, and the next turn is served all the same."""
     engine = make_engine(held=True)
     engine.core.add(
         replace(

@@ -28,7 +28,7 @@ def test_a_newcomer_waits_for_the_prefix_and_then_finds_it(depth: int) -> None:
 
 
 def test_all_sequences_waiting_for_one_prefix_start_together() -> None:
-    """No convoy: one computes, then all others start in one step."""
+    """Lesson 26: no convoy: one computes, then all others start in one step."""
     harness = Harness(num_blocks=200, settings={"max_num_seqs": 32, "max_batched_tokens": 64})
     harness.add(*(make_request(f"r{n}", [*make_prompt(40), n]) for n in range(20)))
 

@@ -72,7 +72,7 @@ def test_what_cannot_work_is_a_sentence(asked, sentence):
     ],
 )
 def test_a_value_of_another_kind_is_named(name, value):
-    """Not a TypeError from somewhere inside, but a sentence with the field in it."""
+    """Lesson 68: not a TypeError from somewhere inside, but a sentence with the field in it."""
     asked: dict[str, Any] = {name: value}
     with pytest.raises(RequestError, match=f"^{name} must be "):
         SamplingParams(**asked)

@@ -176,7 +176,7 @@ def test_what_can_never_be_served_is_refused_at_once() -> None:
 
 
 def test_the_request_is_never_changed() -> None:
-    """Not by running, nor by being preempted and resumed; its prompt cannot grow."""
+    """Lesson 30: not by running, nor by being preempted and resumed; its prompt cannot grow."""
     requests = [
         make_request(f"r{n}", make_prompt(8, family=n), max_tokens=40) for n in range(4)
     ]
@@ -205,7 +205,7 @@ def test_a_block_is_found_only_after_its_step_was_collected(depth: int) -> None:
 
 @pytest.mark.parametrize("max_tokens", range(1, 10))
 def test_the_token_chosen_last_is_never_published(max_tokens: int) -> None:
-    """Its KV is not written, also when it would fill a block."""
+    """Lesson 41: its KV is not written, also when it would fill a block."""
     harness = Harness()
     harness.run(make_request("a", make_prompt(7), max_tokens=max_tokens))
     tokens = np.array([*make_prompt(7), *harness.outputs["a"]], dtype=np.int32)
@@ -298,7 +298,7 @@ def test_priority_runs_first_and_arrival_decides_among_equals() -> None:
 
 
 def test_pause_admits_nobody_and_aborts_still_work() -> None:
-    """A pause stops admission, not scheduling: the loop goes on, and running requests end."""
+    """Lesson 58: a pause stops admission only; the loop goes on and running requests end."""
     harness = Harness()
     harness.add(make_request("a", make_prompt(5)))
     harness.step()
@@ -339,7 +339,7 @@ def test_preempted_sequences_resume_while_paused(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_reset_under_load_forgets_and_disturbs_nobody(depth: int) -> None:
-    """Running sequences go on with their blocks; nothing old is found afterwards."""
+    """Lesson 59: running sequences go on with their blocks; nothing old is found afterwards."""
     requests = [
         make_request(f"r{n}", make_prompt(20, family=n), max_tokens=20) for n in range(3)
     ]
@@ -359,7 +359,7 @@ def test_reset_under_load_forgets_and_disturbs_nobody(depth: int) -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("step", range(12))
 def test_abort_is_idempotent_and_returns_every_slot(depth: int, step: int) -> None:
-    """Waiting, in a chunk, decoding, with steps in flight, finished, or unknown."""
+    """Lesson 58: waiting, in a chunk, decoding, with steps in flight, finished, or unknown."""
     harness = Harness(depth=depth, settings={"max_batched_tokens": 6, "max_num_seqs": 2})
     request = make_request("a", make_prompt(16), max_tokens=5)
     harness.add(request)

@@ -42,7 +42,7 @@ def test_an_api_key_registers_nothing():
 
 
 def test_a_router_without_a_secret_does_not_start():
-    """On loopback too; --insecure is the explicit exception."""
+    """Lesson 80: on loopback too; --insecure is the explicit exception."""
     with pytest.raises(ConfigError, match="HEADWATER_PEER_TOKEN"):
         RouterConfig()
     assert RouterConfig(is_insecure=True).peer_token is None
@@ -194,8 +194,8 @@ def test_an_instance_believes_the_caller_header_of_its_router_only():
 
 
 def test_a_wrong_answer_after_registration_stops_nothing():
-    """A router that was restarted with another token refuses heartbeats: the instance goes on
-    serving, says so in /health, and is back when the router is."""
+    """Lesson 83: a router that was restarted with another token refuses heartbeats. The instance
+    goes on serving, says so in /health, and is back when the router is."""
 
     async def scenario(harness):
         instance = harness.add()

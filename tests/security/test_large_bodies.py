@@ -40,7 +40,7 @@ async def parse(raw, kind, **settings):
     ids=["token ids", "resumed output", "empty lists"],
 )
 def test_a_body_of_megabytes_does_not_stop_the_event_loop(body, path):
-    """The loop turns while the body is parsed; the body itself is a 400."""
+    """Lesson 81: the loop turns while the body is parsed; the body itself is a 400."""
     turns: list[None] = []
 
     async def turn():

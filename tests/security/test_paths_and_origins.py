@@ -28,7 +28,7 @@ CONTROL = (
     ],
 )
 def test_a_path_through_the_router_reaches_no_other_page(path):
-    """Encoded and plain dot segments never reach the instances' own pages."""
+    """Lesson 82: encoded and plain dot segments never reach the instances' own pages."""
 
     async def scenario(harness):
         instance, seen = harness.add(), []

@@ -21,7 +21,7 @@ def samples(text):
 
 
 def test_health_is_cheap_and_the_deep_check_is_separate():
-    """/health never runs the model; /health_generate does, and fails with it."""
+    """Lesson 69: /health never runs the model; /health_generate does, and fails with it."""
 
     async def scenario(harness):
         assert (await harness.client.get("/health")).json() == {"status": "ok"}
@@ -35,7 +35,7 @@ def test_health_is_cheap_and_the_deep_check_is_separate():
 
 
 def test_health_answers_while_the_engine_is_busy():
-    """An engine in a long step is alive, and /health says so without asking it."""
+    """Lesson 69: an engine in a long step is alive, and /health says so without asking it."""
 
     async def scenario(harness):
         harness.engine.hold()
@@ -62,7 +62,7 @@ def test_models_says_what_is_served_and_how_long_it_may_be():
 
 
 def test_metrics_are_counters_that_only_go_up():
-    """Tokens asked, found and computed; the ratio is the reader's."""
+    """Lesson 62: tokens asked, found and computed; the ratio is the reader's."""
 
     async def scenario(harness):
         prompt = "x" * 100
@@ -114,7 +114,7 @@ def test_every_metric_is_exposed_once_under_its_name():
 
 
 def test_cache_shows_tiers_ledger_and_the_shortest_prefix_that_can_hit():
-    """Zero hits never go unexplained."""
+    """Lesson 65: zero hits never go unexplained."""
 
     async def scenario(harness):
         await harness.complete(prompt="short")
@@ -147,7 +147,7 @@ def test_reset_forgets_what_was_cached(path):
 
 
 def test_a_reset_names_tiers_or_is_refused():
-    """What cannot be forgotten is refused, with the reason."""
+    """Lesson 59: what cannot be forgotten is refused, with the reason."""
 
     async def scenario(harness):
         prompt = "x" * 100
@@ -191,7 +191,7 @@ def test_control_endpoints_refuse_unknown_fields_and_list_the_valid_ones():
 
 
 def test_reset_works_under_load():
-    """Running requests keep their blocks and end with the tokens they would have."""
+    """Lesson 59: running requests keep their blocks and end with the tokens they would have."""
 
     async def scenario(harness):
         fields = {"prompt": "x" * 60, "max_tokens": 60, "return_token_ids": True, "seed": 1}
@@ -208,7 +208,7 @@ def test_reset_works_under_load():
 
 
 def test_pause_holds_new_requests_until_resume():
-    """Paused is not stopped: requests wait, and are served after resume."""
+    """Lesson 58: paused is not stopped: requests wait, and are served after resume."""
 
     async def scenario(harness):
         await harness.post("/v1/pause")

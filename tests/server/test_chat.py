@@ -94,7 +94,7 @@ def test_content_may_be_text_parts():
 
 
 def test_the_next_turn_finds_the_one_before():
-    """Prompt and reply of a turn are cached, and the next turn says so."""
+    """Lesson 64: prompt and reply of a turn are cached, and the next turn says so."""
 
     async def scenario(harness):
         messages = [{"role": "user", "content": "x" * 100}]

@@ -12,7 +12,7 @@ from tests.server.harness import byte_tokenizer, events, run
 
 
 def test_an_answer_has_the_shape_of_openai():
-    """Text, reason and usage; `cached_tokens` always, 0 when none."""
+    """Text, reason and usage; `cached_tokens` always, 0 when none (lesson 64)."""
 
     async def scenario(harness):
         response = await harness.complete(max_tokens=6)
@@ -153,7 +153,7 @@ def test_logprobs_are_parallel_lists():
 
 
 def test_a_repeated_prompt_is_reported_as_cached():
-    """What was reused, from which tier, and why not more."""
+    """Lessons 63 to 65: what was reused, from which tier, and why not more."""
 
     async def scenario(harness):
         prompt = "x" * 100
@@ -183,8 +183,8 @@ def test_a_repeated_prompt_is_reported_as_cached():
 
 
 def test_salts_keep_tenants_apart():
-    """A prompt is found again only by the salt it was computed for; and
-    The reason of a miss says nothing about other tenants."""
+    """Lesson 67: a prompt is found again only by the salt it was computed for; and
+    lesson 63: the reason of a miss says nothing about other tenants."""
 
     async def scenario(harness):
         prompt = "x" * 100

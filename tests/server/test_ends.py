@@ -10,7 +10,7 @@ from tests.server.harness import error, events, run
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_abort_is_told_to_the_client(stream):
-    """By the name the client gave; a 499, or the last chunk of a stream."""
+    """Lesson 58: by the name the client gave; a 499, or the last chunk of a stream."""
 
     async def scenario(harness):
         harness.engine.hold()
@@ -64,7 +64,7 @@ def test_request_ids_are_echoed_and_may_be_used_twice():
 
 @pytest.mark.parametrize("num_streamed", [0, 3])
 def test_a_client_that_leaves_is_aborted(num_streamed):
-    """A closed connection ends the work and returns every slot."""
+    """Lesson 58: a closed connection ends the work and returns every slot."""
 
     async def scenario(harness):
         gone = asyncio.Event()

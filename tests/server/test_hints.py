@@ -98,7 +98,7 @@ async def cached_tokens(harness, prompt):
     ],
 )
 def test_a_hint_that_makes_no_sense_is_a_400(fields, param):
-    """Bounded, typed, and the answer names the field."""
+    """Lesson 68: bounded, typed, and the answer names the field."""
 
     async def scenario(harness):
         assert error(await harness.complete(**fields), 400)["param"] == param
@@ -107,7 +107,7 @@ def test_a_hint_that_makes_no_sense_is_a_400(fields, param):
 
 
 def test_closing_is_bounded_too():
-    """A name that is too long, a body that is not what it should be."""
+    """Lesson 68: a name that is too long, a body that is not what it should be."""
 
     async def scenario(harness):
         error(await harness.client.post("/cache/sessions/" + "s" * 257), 400)

@@ -105,7 +105,7 @@ def test_values_that_ask_for_nothing_special_are_accepted(fields):
     ],
 )
 def test_bad_input_is_a_400_that_names_the_field(fields, param):
-    """Limits on every field, told as an OpenAI error object."""
+    """Lesson 68: limits on every field, told as an OpenAI error object."""
 
     async def scenario(harness):
         assert error(await harness.complete(**fields), 400)["param"] == param
@@ -142,7 +142,7 @@ def test_a_priority_that_nobody_looks_at_is_refused():
     ],
 )
 def test_a_body_that_is_no_request_is_a_400(body, word):
-    """Whatever arrives, the answer is a sentence and not a traceback."""
+    """Lesson 68: whatever arrives, the answer is a sentence and not a traceback."""
 
     async def scenario(harness):
         response = await harness.client.post("/v1/completions", content=body)
@@ -156,7 +156,7 @@ def test_a_body_that_is_no_request_is_a_400(body, word):
     [{"prompt": "x" * 600}, {"prompt": "x" * 512}, {"prompt": "x" * 500, "max_tokens": 13}],
 )
 def test_too_long_a_request_is_a_400_with_openais_code(fields):
-    """Prompt and output have to fit in the model."""
+    """Lesson 68: prompt and output have to fit in the model."""
 
     async def scenario(harness):
         assert error(await harness.complete(**fields), 400)["code"] == "context_length_exceeded"
@@ -166,7 +166,7 @@ def test_too_long_a_request_is_a_400_with_openais_code(fields):
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
 def test_a_text_that_cannot_fit_is_refused_unread(path):
-    """Megabytes of text are not tokenised to find out that they are too long."""
+    """Lesson 68: megabytes of text are not tokenised to find out that they are too long."""
 
     async def scenario(harness):
         text = "long " * 200_000
@@ -180,7 +180,7 @@ def test_a_text_that_cannot_fit_is_refused_unread(path):
 
 
 def test_a_short_prompt_does_not_wait_for_long_ones():
-    """A client with long texts cannot keep the others from being tokenised."""
+    """Lesson 68: a client with long texts cannot keep the others from being tokenised."""
 
     async def scenario(harness):
         block = threading.Event()
@@ -218,7 +218,7 @@ def test_another_model_is_a_404():
 
 
 def test_a_long_body_is_a_413_before_it_is_read():
-    """By its announced length, or as soon as more arrives than is allowed."""
+    """Lesson 68: by its announced length, or as soon as more arrives than is allowed."""
 
     async def scenario(harness):
         error(await harness.complete(prompt="x" * 2000), 413)

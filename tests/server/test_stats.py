@@ -78,7 +78,7 @@ def test_stats_shows_progress_and_what_a_request_waits_for():
 
 
 def test_the_tree_shows_shapes_and_of_salted_tenants_a_sum():
-    """Sizes only; no token, no salt, no text."""
+    """Lesson 67: sizes only; no token, no salt, no text."""
 
     async def scenario(harness):
         await harness.complete(prompt="a" * 64, max_tokens=1)

@@ -70,7 +70,7 @@ def test_one_trial_call_at_a_time() -> None:
 
 
 def test_a_trial_call_that_never_ends_opens_it_again() -> None:
-    """After the trial's own timeout the breaker waits twice as long, and tries again."""
+    """Lesson 76: after the trial's own timeout the breaker waits twice as long, and tries again."""
     clock = VirtualClock()
     breaker = Breaker(CONFIG, clock)
     fail(breaker, 3)

@@ -28,7 +28,7 @@ def make_value(block_bytes: int = 12_288) -> tuple[BlockFormat, bytearray, bytea
 
 @given(payload=st.binary(min_size=1, max_size=20_000))
 def test_a_block_verifies_itself(payload: bytes) -> None:
-    """What was encoded decodes to the same, and verifies (Fixed, binary, versioned)."""
+    """What was encoded decodes to the same, and verifies (lesson 42: fixed, binary, versioned)."""
     form = make_format(block_bytes=len(payload))
     raw = encode_header(form, KEY, PARENT, memoryview(payload))
 
@@ -43,7 +43,7 @@ def test_a_block_verifies_itself(payload: bytes) -> None:
 def test_one_to_three_flipped_bits_are_always_found(
     data: st.DataObject, block_bytes: int
 ) -> None:
-    """In the payload, wherever they are and however close."""
+    """In the payload, wherever they are and however close (lesson 44)."""
     form, header, payload = make_value(block_bytes)
     bits = data.draw(
         st.sets(st.integers(0, 8 * block_bytes - 1), min_size=1, max_size=3), label="bits"
@@ -58,7 +58,7 @@ def test_one_to_three_flipped_bits_are_always_found(
 
 @given(bit=st.integers(0, 8 * 152 - 1))
 def test_a_flipped_bit_in_the_header_is_found(bit: int) -> None:
-    """No field of the header is taken on trust."""
+    """No field of the header is taken on trust (lesson 44)."""
     form, header, payload = make_value()
     header[bit // 8] ^= 1 << bit % 8
 
@@ -86,7 +86,7 @@ def test_moved_bytes_change_the_checksum(data: st.DataObject) -> None:
 
 @given(size=st.integers(0, 12_287))
 def test_a_truncated_block_is_found(size: int) -> None:
-    """A shorter payload, or one whose end is zeros, is not the block."""
+    """A shorter payload, or one whose end is zeros, is not the block (lesson 44)."""
     form, header, payload = make_value()
     with pytest.raises(StorageCorrupt) as caught:
         verify_block(header, memoryview(payload)[:size], form=form, key=KEY)
@@ -98,7 +98,7 @@ def test_a_truncated_block_is_found(size: int) -> None:
 
 
 def test_another_block_and_another_model_are_found() -> None:
-    """A whole block under the wrong key, or of the wrong model, is not used."""
+    """A whole block under the wrong key, or of the wrong model, is not used (lesson 39)."""
     form, header, payload = make_value()
     with pytest.raises(StorageCorrupt) as caught:
         verify_block(header, memoryview(payload), form=form, key=PARENT)
@@ -126,7 +126,7 @@ def test_what_is_no_header_says_so(raw: bytes, reason: str) -> None:
 
 
 def test_a_later_version_is_not_guessed_at() -> None:
-    """A block of a format we do not know is a miss."""
+    """A block of a format we do not know is a miss (lesson 42)."""
     _, header, _ = make_value()
     header[8] = 2
 

@@ -1,4 +1,4 @@
-"""Bytes that went bad below a backend are a miss with a reason, on every backend."""
+"""Bytes that went bad below a backend are a miss with a reason, on every backend (lesson 44)."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -41,7 +41,7 @@ def test_room_is_taken_by_one_process_at_a_time(make_file: MakeFile, tmp_path: P
 
 
 def test_a_full_disk_is_a_refused_write(make_file: MakeFile) -> None:
-    """No exception, a count, and everything written before is still served.
+    """No exception, a count, and everything written before is still served (lesson 43).
 
     The limit on file sizes stands for a disk without room: both end in the same place.
     """
@@ -80,7 +80,7 @@ def test_the_disk_keeps_its_reserve(make_file: MakeFile) -> None:
 def test_a_failed_write_can_never_be_found(
     make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Short writes and disk errors leave an empty slot, here and after a restart."""
+    """Short writes and disk errors leave an empty slot, here and after a restart (lesson 40)."""
     storage = make_file()
     keys = make_keys(2)
     write_run(storage, keys[:1], BLOCK_BYTES)
@@ -110,7 +110,7 @@ def test_a_failed_write_can_never_be_found(
 def test_a_read_that_hangs_is_left_behind(
     make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its caller is told in time, and told when the buffer is out of danger."""
+    """Its caller is told in time, and told when the buffer is out of danger (lesson 50)."""
     storage = make_file()
     [key] = make_keys(1)
     write_run(storage, [key], BLOCK_BYTES)

@@ -79,7 +79,7 @@ def test_a_full_medium_refuses_writes() -> None:
 
 
 def test_memory_evicts_the_tail_of_the_oldest_run() -> None:
-    """The reference is bounded too."""
+    """The reference is bounded too (lesson 43)."""
     form = make_format(block_bytes=BLOCK_BYTES)
     memory = MemoryStorage(MemoryConfig(capacity_bytes=5 * BLOCK_BYTES), form)
     old, new = make_keys(3, run="old"), make_keys(3, run="new")

@@ -24,7 +24,7 @@ def disk_bytes(path: Path) -> int:
 
 
 def test_the_directory_never_exceeds_its_capacity(make_file: MakeFile, tmp_path: Path) -> None:
-    """However much is written; the least recently used blocks go."""
+    """However much is written; the least recently used blocks go (lesson 43)."""
     capacity = 40 * 8272
     storage = make_file(capacity_bytes=capacity)
 
@@ -42,7 +42,7 @@ def test_the_directory_never_exceeds_its_capacity(make_file: MakeFile, tmp_path:
 
 
 def test_eviction_takes_the_tail_of_a_run_first(make_file: MakeFile) -> None:
-    """Also where a run was written in several calls: what is left is a prefix."""
+    """Also where a run was written in several calls: what is left is a prefix (lesson 9)."""
     storage = make_file(capacity_bytes=8 * 8272 + PAGE_BYTES)
     keys = make_keys(6)
     write_run(storage, keys[:3], BLOCK_BYTES)
@@ -75,7 +75,7 @@ def test_reading_keeps_a_block_from_eviction(make_file: MakeFile) -> None:
 def test_the_index_is_rebuilt_without_reading_payloads(
     make_file: MakeFile, tmp_path: Path
 ) -> None:
-    """A restart finds every block, and its order, from the small tables alone."""
+    """A restart finds every block, and its order, from the small tables alone (lesson 43)."""
     storage = make_file(capacity_bytes=8 * 8272 + PAGE_BYTES)
     keys = make_keys(5)
     write_run(storage, keys, BLOCK_BYTES)
@@ -94,7 +94,7 @@ def test_the_index_is_rebuilt_without_reading_payloads(
 
 
 def test_the_second_write_of_a_prefix_moves_nothing(make_file: MakeFile) -> None:
-    """Not in this process, not in the next."""
+    """Not in this process, not in the next (lesson 40)."""
     keys = make_keys(4)
     write_run(make_file(), keys, BLOCK_BYTES)
     other = make_file()
@@ -152,7 +152,7 @@ def test_what_a_killed_process_left_half_made_is_swept(
 
 
 def test_dead_slabs_of_another_model_give_way(make_file: MakeFile, tmp_path: Path) -> None:
-    """Nobody may read them, and the directory is bounded over all models."""
+    """Nobody may read them, and the directory is bounded over all models (lessons 39, 43)."""
     capacity = 2 * (8 * 8272 + PAGE_BYTES)
     other = make_file(form=make_format("old", block_bytes=BLOCK_BYTES), capacity_bytes=capacity)
     for number in range(5):
@@ -244,7 +244,7 @@ def test_capacity_for_less_than_a_block_is_refused(make_file: MakeFile) -> None:
 
 
 def test_a_path_that_cannot_be_a_directory_is_refused(tmp_path: Path) -> None:
-    """At start, with the path in the sentence."""
+    """At start, with the path in the sentence (lesson 61)."""
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be used"):
         FileStorage(FileConfig(path=str(tmp_path / "file" / "x")), FORM, SystemClock())

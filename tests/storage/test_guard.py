@@ -52,7 +52,7 @@ def make_guarded(
 
 
 def test_an_open_breaker_answers_at_once() -> None:
-    """The backend is not called, and what is refused is told apart from a miss."""
+    """The backend is not called, and what is refused is told apart from a miss (lesson 45)."""
     guarded, _, _ = make_guarded({"read": [Fault.ERROR, Fault.TIMEOUT, Fault.ERROR]})
     write_run(guarded, KEYS, BLOCK_BYTES)
     for error in (StorageError, StorageTimeout, StorageError):
@@ -134,7 +134,7 @@ def call_in_thread(call: Callable[[], object]) -> None:
 
 @pytest.mark.parametrize("name", ["contains", "read", "write", "remove"])
 def test_calls_that_never_end_open_the_breaker(name: str) -> None:
-    """The breaker counts calls that are past their deadline, though they have
+    """Lessons 75, 76: the breaker counts calls that are past their deadline, though they have
     not returned. Later calls are refused at once."""
     clock, backend = VirtualClock(), Hanging(name)
     guarded = GuardedStorage(backend, CONFIG, clock, spawn=Probes())
@@ -300,8 +300,8 @@ def test_damaged_and_absent_blocks_do_not_open_it() -> None:
 def test_full_storage_opens_the_write_breaker_and_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A store without room is not sent every block; what it has is still read, and each change
-    has a log line."""
+    """Lesson 89: a store without room is not sent every block; what it has is still read, and
+    each change has a log line."""
     refusals = [None, *[Fault.REFUSED] * CONFIG.max_failures]
     guarded, _, clock = make_guarded({"write": refusals})
     with caplog.at_level("INFO", logger="headwater.storage"):

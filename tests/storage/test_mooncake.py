@@ -62,7 +62,7 @@ def test_two_processes_hit_each_others_blocks(mooncake_master: MooncakeMaster) -
 
 @pytest.mark.slow
 def test_slots_of_the_slab_are_used_in_place(mooncake_master: MooncakeMaster) -> None:
-    """Memory given at opening is registered once; a full pool refuses, counted."""
+    """Memory given at opening is registered once; a full pool refuses, counted (lesson 43)."""
     slab = memoryview(mmap.mmap(-1, 64 * BLOCK_BYTES))
     slots = [slab[at : at + BLOCK_BYTES] for at in range(0, len(slab), BLOCK_BYTES)]
     storage = open_storage(
@@ -87,7 +87,7 @@ def test_slots_of_the_slab_are_used_in_place(mooncake_master: MooncakeMaster) ->
 
 @pytest.mark.slow
 def test_a_dead_master_is_an_error_within_the_timeout() -> None:
-    """Not a hang, and not a miss that looks like an answer; closing is safe."""
+    """Not a hang, and not a miss that looks like an answer; closing is safe (lessons 18, 38)."""
     master = MooncakeMaster()
     orphan = start("tests.storage.orphan", master.address)
     assert orphan.stdout is not None
@@ -105,7 +105,7 @@ def test_a_dead_master_is_an_error_within_the_timeout() -> None:
 
 @pytest.mark.slow
 def test_no_master_is_a_sentence_at_start() -> None:
-    """With its address."""
+    """With its address (lesson 61)."""
     pytest.importorskip("mooncake")
     with pytest.raises(ConfigError, match="is mooncake_master running there"):
         open_storage(

@@ -64,7 +64,7 @@ def disk_bytes(path: Path) -> int:
 
 @pytest.mark.slow
 def test_a_writer_may_be_killed_at_random(tmp_path: Path) -> None:
-    """kill -9 while blocks are written and evicted: what is found afterwards is whole."""
+    """kill -9 while blocks are written and evicted: what is found afterwards is whole (lesson 40)."""
     chance = random.Random(7)
     found = 0
     for _ in range(12 * min(SCALE, 20)):
@@ -93,7 +93,7 @@ def test_a_writer_may_be_killed_in_the_middle_of_any_write(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_processes_that_share_a_directory_share_its_capacity(tmp_path: Path) -> None:
-    """Three that write and evict all the time never take more together; one that is
+    """Three that write and evict all the time never take more together (lesson 43); one that is
     killed leaves its room to the others."""
     writers = [start_writer(tmp_path, "forever") for _ in range(3)]
 
@@ -149,7 +149,7 @@ def test_the_slabs_of_a_dead_owner_are_taken_over(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_slot_reused_under_a_reader_is_a_miss(tmp_path: Path) -> None:
-    """Another process writes over what we read, all the time: never a wrong byte.
+    """Another process writes over what we read, all the time: never a wrong byte (lesson 44).
 
     `read_run` asserts the bytes of whatever counts as read. A block that went away meanwhile
     is absent, not damaged.

@@ -64,7 +64,7 @@ def test_users_and_passwords(own_server: RedisServer) -> None:
 
 
 def test_a_wrong_password_is_a_sentence_at_start(own_server: RedisServer) -> None:
-    """It names the user, and shows no password."""
+    """It names the user, and shows no password (lesson 61)."""
     with pytest.raises(ConfigError, match="refused the password of user 'worker'") as caught:
         open_redis(url_of(own_server, "worker:guess"))
     assert "guess" not in str(caught.value)
@@ -75,7 +75,7 @@ def test_a_wrong_password_is_a_sentence_at_start(own_server: RedisServer) -> Non
 
 
 def test_a_server_that_is_not_there_is_a_sentence_at_start() -> None:
-    """With its address."""
+    """With its address (lesson 61)."""
     with pytest.raises(ConfigError, match=r"redis://127\.0\.0\.1:\d+/0"):
         open_redis(f"redis://127.0.0.1:{free_port()}")
 
@@ -101,7 +101,7 @@ def test_forgetting_everything_leaves_other_models_alone(redis_server: RedisServ
 
 
 def test_a_block_crosses_as_its_header_and_its_bytes(redis_server: RedisServer) -> None:
-    """Under the hash of its tokens, not the tokens; no more than can be verified."""
+    """Lesson 32: under the hash of its tokens, not the tokens; no more than can be verified."""
     storage = open_redis(redis_server.url)
     (key,) = make_keys(1, run="crosses")
     write_run(storage, [key], BLOCK_BYTES)
@@ -155,7 +155,7 @@ def test_a_restarted_server_is_found_again(own_server: RedisServer) -> None:
 
 
 def test_a_full_server_refuses_writes(own_server: RedisServer) -> None:
-    """Counted, no error, and what is there is served."""
+    """Counted, no error, and what is there is served (lesson 43)."""
     storage = open_redis(url_of(own_server, ":open%20sesame"))
     keys = make_keys(400)
 
@@ -170,7 +170,7 @@ def test_a_full_server_refuses_writes(own_server: RedisServer) -> None:
 
 def test_a_server_that_evicts_stays_within_its_memory(tmp_path: Path) -> None:
     """Every write is taken and old blocks go, also between the question and the read: then they
-    are absent, and no error."""
+    are absent, and no error (lesson 43)."""
     server = RedisServer(tmp_path, "--maxmemory", "3mb", "--maxmemory-policy", "allkeys-lru")
     storage = open_redis(server.url)
     runs = [make_keys(20, run=f"{number}") for number in range(20)]
@@ -188,7 +188,7 @@ def test_a_server_that_evicts_stays_within_its_memory(tmp_path: Path) -> None:
 
 
 def test_a_block_lives_for_its_time_after_it_was_last_read(redis_server: RedisServer) -> None:
-    """The server is told to forget it, and reading starts the time anew."""
+    """The server is told to forget it, and reading starts the time anew (lesson 43)."""
     storage = open_redis(redis_server.url, ttl_s=1000.0, key_prefix="ttl:")
     keys = make_keys(2)
     write_run(storage, keys, BLOCK_BYTES)
@@ -221,7 +221,7 @@ def connect(listener: socket.socket) -> RedisStorage:
 
 
 def test_a_server_that_does_not_answer_costs_the_timeout_only() -> None:
-    """And the buffer is quiet: a late answer has nowhere to go."""
+    """And the buffer is quiet: a late answer has nowhere to go (lessons 18, 38)."""
     listener = socket.create_server(("127.0.0.1", 0))
     done = Event()
 
@@ -262,7 +262,7 @@ def test_what_is_no_redis_is_an_error(
     call: Callable[[RedisStorage], object], answers: tuple[bytes, bytes]
 ) -> None:
     """A server that talks otherwise is told apart from a miss, and makes us neither guess nor
-    take memory."""
+    take memory (lesson 18)."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def talk() -> None:

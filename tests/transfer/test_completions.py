@@ -15,7 +15,7 @@ def make_completion(number: int) -> JobCompletion:
 
 
 def test_completions_come_out_in_order_and_once():
-    """A take that finds nothing returns nothing, at once."""
+    """Lesson 18: a take that finds nothing returns nothing, at once."""
     queue = CompletionQueue()
     assert queue.take() == []
 
@@ -28,7 +28,7 @@ def test_completions_come_out_in_order_and_once():
 
 
 def test_a_sleeping_loop_is_woken_by_another_thread():
-    """It sleeps in the system, on a descriptor, not in a loop."""
+    """Lesson 15: it sleeps in the system, on a descriptor, not in a loop."""
     queue = CompletionQueue()
     queue.fileno()
     thread = threading.Thread(target=queue.put, args=(make_completion(7),))

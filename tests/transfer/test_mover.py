@@ -74,7 +74,7 @@ class MoverHarness:
 
 
 def test_each_job_has_one_outcome():
-    """Started is not done; done is told once, and counted once."""
+    """Lesson 20: started is not done; done is told once, and counted once."""
     harness = MoverHarness()
     harness.start(make_promotion(1), make_promotion(2))
     assert harness.take() == []
@@ -93,7 +93,7 @@ def test_each_job_has_one_outcome():
 
 
 def test_a_deadline_then_quiet():
-    """After TIMED_OUT the job's slots wait for QUIET, whatever it says by then."""
+    """Lesson 50: after TIMED_OUT the job's slots wait for QUIET, whatever it says by then."""
     harness = MoverHarness()
     harness.start(make_promotion(1))
     assert [harness.mover.wake_s] == [1.0]
@@ -111,7 +111,7 @@ def test_a_deadline_then_quiet():
 
 
 def test_a_task_that_no_thread_began_is_quiet_at_once():
-    """Nobody waits for a worker that will not answer, and it never begins."""
+    """Lesson 17: nobody waits for a worker that will not answer, and it never begins."""
     harness = MoverHarness()
     harness.start(make_write(1))
     harness.clock.advance(2.0)
@@ -163,7 +163,7 @@ def test_a_lookup_is_answered_or_given_up():
 
 
 def test_one_failed_job_does_not_poison_the_next():
-    """A failed copy ends its own job only; the next job is copied."""
+    """Lesson 24: a failed copy ends its own job only; the next job is copied."""
     harness = MoverHarness()
     harness.start(make_promotion(1), make_promotion(2))
 
@@ -175,7 +175,7 @@ def test_one_failed_job_does_not_poison_the_next():
 
 
 def test_a_completion_of_nothing_is_ignored():
-    """Late and duplicate completions change nothing."""
+    """Lesson 17: late and duplicate completions change nothing."""
     harness = MoverHarness()
     harness.start(make_promotion(1))
     harness.copier.finish(JobId(1))

@@ -20,7 +20,7 @@ def resident_bytes() -> int:
 
 
 def test_a_block_is_all_layers_keys_and_values():
-    """Whatever belongs to a block is counted once, in its layout."""
+    """Lesson 27: whatever belongs to a block is counted once, in its layout."""
     assert LAYOUT.block_bytes == 4 * 2 * 64 * 2 * 16 * 2
     assert replace(LAYOUT, planes=1).block_bytes * 2 == LAYOUT.block_bytes
 
@@ -29,7 +29,7 @@ def test_a_block_is_all_layers_keys_and_values():
     "change", [{"dtype": "float16"}, {"num_layers": 5}, {"kv_heads": 4}, {"planes": 1}]
 )
 def test_another_layout_is_another_format(change):
-    """Two deployments whose bytes differ have no key in common."""
+    """Lesson 39: two deployments whose bytes differ have no key in common."""
     assert replace(LAYOUT, **change).kv_format != LAYOUT.kv_format
 
 
@@ -65,6 +65,6 @@ def test_views_and_rows_are_the_same_memory():
 
 
 def test_more_memory_than_there_is_is_the_operators_mistake():
-    """Said at start, with the size."""
+    """Lesson 61: said at start, with the size."""
     with pytest.raises(ConfigError, match="more memory than there is"):
         HostSlab(1 << 30, 1 << 30)

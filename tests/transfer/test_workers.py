@@ -101,7 +101,7 @@ def make_lookup(job: int, *paths: list[int]) -> Lookup:
 
 @pytest.mark.parametrize("error", [None, StorageError("gone"), StorageTimeout("late")])
 def test_a_lookup_is_one_call(harness, error):
-    """One call and one end, of however many paths, also when the call fails."""
+    """Lesson 25: one call and one end, of however many paths, also when the call fails."""
     asked = []
 
     def contains(runs, *, timeout_s):
@@ -123,7 +123,7 @@ def test_a_lookup_is_one_call(harness, error):
 
 
 def test_blocks_go_there_and_come_back(harness):
-    """Straight from one slot into another, nothing repacked; twice moves nothing."""
+    """Lesson 40: straight from one slot into another, nothing repacked; twice moves nothing."""
     harness.storage.gate.set()
     for slot in range(3):
         harness.slab.rows[slot] = slot + 1
@@ -142,7 +142,7 @@ def test_blocks_go_there_and_come_back(harness):
 
 
 def test_a_write_that_blocks_delays_no_read(harness):
-    """The loop goes on, and so do the other kinds of calls."""
+    """Lesson 13: the loop goes on, and so do the other kinds of calls."""
     harness.mover.start([make_write(n, [0]) for n in range(10)], now=0.0)
     harness.storage.begun.wait()
 
@@ -154,7 +154,7 @@ def test_a_write_that_blocks_delays_no_read(harness):
 
 
 def test_a_damaged_block_shortens_the_hit(harness):
-    """The leading whole blocks count, and what is wrong is named."""
+    """Lesson 44: the leading whole blocks count, and what is wrong is named."""
     harness.storage.gate.set()
     harness.mover.start([make_write(1, [0, 1, 2])], now=0.0)
     harness.outcomes(1)
@@ -168,7 +168,7 @@ def test_a_damaged_block_shortens_the_hit(harness):
 
 
 def test_a_refused_write_counts_what_was_stored(harness):
-    """A full store is a shorter write, not an error."""
+    """Lesson 43: a full store is a shorter write, not an error."""
     harness.storage.gate.set()
     harness.storage.results = [BlockWrite.WRITTEN, BlockWrite.PRESENT, BlockWrite.REFUSED]
 
@@ -187,7 +187,7 @@ def test_a_refused_write_counts_what_was_stored(harness):
     ],
 )
 def test_whatever_a_backend_raises_ends_one_job(harness, error, reason):
-    """Counted by its reason; the thread lives on and takes the next."""
+    """Lesson 24: counted by its reason; the thread lives on and takes the next."""
     harness.storage.gate.set()
     harness.storage.error = error
     harness.mover.start([make_write(1, [0])], now=0.0)
@@ -201,7 +201,7 @@ def test_whatever_a_backend_raises_ends_one_job(harness, error, reason):
 
 
 def test_a_backend_that_is_not_quiet_keeps_the_slots(harness):
-    """TIMED_OUT first; QUIET only when nothing of it can touch the slots any more."""
+    """Lesson 50: TIMED_OUT first; QUIET only when nothing of it can touch the slots any more."""
     quiet = threading.Event()
     harness.storage.gate.set()
     harness.storage.error = StorageTimeout("late", quiet=quiet)
@@ -256,7 +256,7 @@ def hang_lookups(harness) -> threading.Event:
 
 
 def test_lost_threads_are_replaced_up_to_a_bound(harness):
-    """Calls that never return cost threads, not lookups. At the bound, later lookups
+    """Lesson 75: calls that never return cost threads, not lookups. At the bound, later lookups
     fail at once instead of waiting in a queue that no thread serves."""
     gate = hang_lookups(harness)
     bound = 2 + MAX_LOST
@@ -292,7 +292,7 @@ def test_a_thread_that_ends_at_its_deadline_is_not_lost(harness):
 
 
 def test_threads_never_keep_a_process_from_ending(harness):
-    """They are daemons, and closing waits for none of them."""
+    """Lesson 17: they are daemons, and closing waits for none of them."""
     harness.mover.start([make_write(1, [0])], now=0.0)
     harness.storage.begun.wait()
 
