@@ -1,1 +1,2 @@
-"""Moves bytes between tiers: threads, no torch. What to move is decided elsewhere."""
+"""Moves bytes between tiers with threads, without torch. The cache and the scheduler decide
+what to move."""

@@ -1,10 +1,10 @@
-"""The one queue through which every executor says that a job ended, and how it wakes the loop.
+"""The one queue of completions, and the signal that wakes the loop.
 
     executor threads ── put ──▶ queue ── take ──▶ the loop
                           └──── signal ──▶ file descriptor that the loop sleeps on, in C
 
-A completion is queued before the signal is given, and the signal is swallowed before the
-queue is emptied, so none is ever slept through.
+An executor queues a completion before it gives the signal, and the loop clears the signal
+before it empties the queue. So the loop never sleeps while a completion is waiting.
 """
 
 import os
@@ -18,21 +18,22 @@ from headwater.types import JobId
 
 
 class JobCompletion(NamedTuple):
-    """What an executor says of a job, once; after TIMED_OUT once more, when it is quiet."""
+    """The report of an executor about a job: one when the job ends, and after TIMED_OUT a
+    second one when the executor is quiet."""
 
     job: JobId
     status: JobStatus
     num_blocks: int = 0
-    """Leading blocks that arrived whole."""
+    """Leading blocks that were copied completely."""
 
     busy_s: float = 0.0
-    """How long it was worked on, waiting not counted."""
+    """Seconds of work, without waiting."""
 
     reason: str = ""
-    """Why it did not end well: a word for the statistics."""
+    """Why the job failed: one word for the statistics."""
 
     found: tuple[int, ...] = ()
-    """Of a lookup: leading blocks that storage has, by path."""
+    """For a lookup: leading blocks that storage has, for each path."""
 
 
 class CompletionQueue:
@@ -41,23 +42,23 @@ class CompletionQueue:
     def __init__(self) -> None:
         self._queue: SimpleQueue[JobCompletion | object] = SimpleQueue()
         self._posted: list[object] = []
-        """What was found among the completions, and is for others."""
+        """Posted items found among the completions, until `take_posted`."""
         self._signal: int | None = None
-        """Made when somebody first wants to sleep on it."""
+        """Created when the loop first sleeps on it."""
         self._in_use = Lock()
-        """Nobody writes to a descriptor that is closed, and may be another file's by then."""
+        """A write to a closed descriptor could reach another file that got the same number."""
 
     def put(self, completion: JobCompletion) -> None:
-        """A job ended."""
+        """Report that a job ended."""
         self.post(completion)
 
     def post(self, event: object) -> None:
-        """Something else happened, such as a peer's message; for `take_posted`."""
+        """Queue another event, such as a message of a peer, for `take_posted`."""
         self._queue.put(event)
         self.wake()
 
     def wake(self) -> None:
-        """End the loop's sleep, if it sleeps; from any thread."""
+        """Wake the loop if it sleeps. Any thread may call it."""
         with self._in_use:
             if self._signal is not None:
                 os.eventfd_write(self._signal, 1)
@@ -67,10 +68,12 @@ class CompletionQueue:
         return not self._queue.empty() or bool(self._posted)
 
     def take(self) -> list[JobCompletion]:
-        """Those since the last call, in order. Never waits; only empty means empty."""
+        """The completions since the last call, in order. Never waits; an empty result means
+        that the queue is empty."""
         taken: list[JobCompletion] = []
-        # Nobody else takes, so what is not empty now is not empty then; and an exception for
-        # every step without news would be the dearest part of it.
+        # Only this thread takes from the queue, so it cannot become empty between the test and
+        # the call. An exception in every step without completions would be the most expensive
+        # part of the step.
         while not self._queue.empty():
             event = self._queue.get_nowait()
             if isinstance(event, JobCompletion):
@@ -80,12 +83,13 @@ class CompletionQueue:
         return taken
 
     def take_posted(self) -> list[object]:
-        """What was posted before the last `take`, in order, each once."""
+        """The items posted before the last `take`, in order, each once."""
         posted, self._posted = self._posted, []
         return posted
 
     def fileno(self) -> int:
-        """Readable while there may be completions; `clear` it before taking them."""
+        """A descriptor that is readable while there may be completions. `clear` it before
+        taking them."""
         if self._signal is None:
             self._signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             if self.has_any:
@@ -93,7 +97,7 @@ class CompletionQueue:
         return self._signal
 
     def clear(self) -> None:
-        """Swallow the signal, if there is one."""
+        """Clear the signal."""
         if self._signal is not None:
             try:
                 os.eventfd_read(self._signal)
@@ -101,14 +105,14 @@ class CompletionQueue:
                 return
 
     def wait(self, timeout_s: float | None) -> None:
-        """Sleep until there is a signal, at most `timeout_s`; swallow it."""
+        """Sleep until there is a signal, at most `timeout_s`, and clear it."""
         poller = select.poll()
         poller.register(self.fileno(), select.POLLIN)
         poller.poll(None if timeout_s is None else max(timeout_s, 0.0) * 1e3 + 1)
         self.clear()
 
     def close(self) -> None:
-        """Release the descriptor; completions that come later are kept and wake nobody."""
+        """Release the descriptor. Later completions are kept but wake no thread."""
         with self._in_use:
             signal, self._signal = self._signal, None
             if signal is not None:

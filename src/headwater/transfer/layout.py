@@ -1,16 +1,16 @@
-"""What a block's bytes are: arithmetic over the model's shape, and nothing else.
+"""The layout of a block's bytes, calculated from the shape of the model.
 
     block   | layer 0 | layer 1 | …
     layer   | numbers [planes, block_tokens, kv_heads, head_dim] | scales [planes, block_tokens, kv_heads] |
 
-Scales are there only where numbers are stored in fewer bits than the model computes in. They are
-inside their layer's bytes, so a block, or a group of layers of it, is one contiguous piece.
+Scales exist only where numbers are stored with fewer bits than the model computes with. They
+are part of their layer's bytes, so a block, or a group of its layers, is one contiguous piece.
 """
 
 from dataclasses import dataclass
 
 LAYOUT_VERSION = 1
-"""Of the order of bytes inside a block; another order is another format."""
+"""Version of the byte order inside a block. Another order is another format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class KVLayout:
     """Keys and values; a model with one latent has one plane."""
 
     scale_bytes: int = 0
-    """Bytes of the scale of one head's numbers of one token; 0 is no scale."""
+    """Bytes of the scale of one head of one token; 0 means no scales."""
 
     @property
     def numbers_bytes(self) -> int:
@@ -48,6 +48,6 @@ class KVLayout:
 
     @property
     def kv_format(self) -> str:
-        """Goes into every key: blocks of two formats are never mistaken for one another."""
+        """Part of every block key, so that blocks of two formats are never confused."""
         shape = f"{self.num_layers}x{self.planes}x{self.block_tokens}"
         return f"{self.dtype}/{shape}x{self.kv_heads}x{self.head_dim}/{LAYOUT_VERSION}"

@@ -18,15 +18,16 @@ from headwater.transfer.workers import Plan, Report, Task
 from headwater.types import JobId, LinkRate, Tier
 
 _MEMORY = 0.95
-"""Weight that an observation keeps with each later one."""
+"""Weight that remains of an observation after each later one."""
 
 _STALE_S = 60.0
-"""After each such time without a job, a link is taken to be twice as fast: one that was slow once
-is tried again, and the slower it was, the later."""
+"""After each period of this length without a job, the link is assumed to be twice as fast. A
+link that was slow once is tried again; the slower it was, the later."""
 
 
 class LinkMeter:
-    """Estimates how fast a link is: a least-squares line, seconds over blocks, through recent jobs."""
+    """Estimates the speed of a link: a least-squares line, seconds over blocks, through recent
+    jobs."""
 
     def __init__(self) -> None:
         self._count = self._blocks = self._seconds = 0.0
@@ -43,8 +44,8 @@ class LinkMeter:
         self._last_s = now
 
     def rate(self, *, now: float, busy: bool = False) -> LinkRate | None:
-        """The line; None before the first job. While the link is `busy`, a job that will measure it
-        again is on its way, so that it is not tried by others."""
+        """The estimate; None before the first job. While the link is `busy` it is not made more
+        optimistic: a job that will measure the link is already running."""
         if not self._blocks:
             return None
         line = self._line()
@@ -65,42 +66,44 @@ class LinkMeter:
 
 
 class DeviceCopier(Protocol):
-    """Copies whole blocks between the device's pool and the host slab.
+    """Copies whole blocks between the device pool and the host slab.
 
-    `start` returns at once. The blocks of a offload are
-    written by steps that were collected, and nobody reads the targets of a load before
-    it has landed, so an implementation needs no order against compute but its own events; only
-    a `layerwise` runner reads them earlier, and shares an event a layer with its copier.
-    It reports each job once, from any thread, when the bytes are there; submitted is not done.
+    `start` returns at once. The source blocks of an offload were written by steps that are
+    already collected. No step reads the targets of a load before the load has finished, so an
+    implementation needs no synchronisation with compute except its own events. Only a
+    `layerwise` runner reads targets earlier; it shares one event per layer with its copier. The
+    copier reports each job once, from any thread, when the bytes have arrived, not when the
+    copy was submitted.
     """
 
     def start(self, transfer: TransferJob, report: Report) -> None:
-        """Begin to copy `transfer.source_slots` to `transfer.target_slots`."""
+        """Start to copy `transfer.source_slots` to `transfer.target_slots`."""
 
     def close(self) -> None:
-        """End the threads, streams and pinned memory. Twice is safe."""
+        """End the threads, streams and pinned memory. Calling it twice is safe."""
 
 
 class StorageExecutor(Protocol):
-    """Carries out plans that read, write or ask storage: threads, or a simulator's hands."""
+    """Executes plans that read, write or query storage: threads, or a simulation."""
 
     def start(self, tasks: Sequence[Task]) -> None:
-        """Begin with all that one step wants as soon as there are hands free; the `report` of
-        each is told once, at its end."""
+        """Start all plans of one step as soon as threads are free. `report` is called once for
+        each plan, when it ends."""
 
     def give_up(self, task: Task) -> None:
-        """Stop counting on the thread that runs `task`: its call has passed its deadline."""
+        """Do not wait for the thread that runs `task` any more: its call has passed its
+        deadline."""
 
     def stats(self) -> StorageStats:
-        """What storage says of itself."""
+        """Statistics of the storage backend."""
 
     def close(self) -> None:
-        """End without waiting for what has begun. Twice is safe."""
+        """End without waiting for running calls. Calling it twice is safe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferConfig:
-    """How long a job may take before nobody waits for it any more."""
+    """Deadlines of jobs."""
 
     copy_timeout_s: float = 30.0
     """Between device and host."""
@@ -109,10 +112,10 @@ class TransferConfig:
     """From storage."""
 
     write_timeout_s: float = 60.0
-    """To storage; nobody waits for it."""
+    """To storage. No request waits for such a write."""
 
     lookup_timeout_s: float = 5.0
-    """Asking storage what it has."""
+    """A storage lookup."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -122,21 +125,21 @@ class TransferConfig:
 
 @dataclass(slots=True)
 class LinkTotals:
-    """What one link has moved and has in flight."""
+    """Totals of one link, and its jobs in flight."""
 
     num_jobs: int = 0
-    """Ended, well or not."""
+    """Jobs that ended, successfully or not."""
 
     num_blocks: int = 0
     busy_s: float = 0.0
     failures: Counter[str] = field(default_factory=Counter)
-    """Jobs that did not end well, by reason."""
+    """Jobs that failed, by reason."""
 
     fastest_blocks_s: float = 0.0
-    """Blocks a second of the fastest job."""
+    """Blocks per second of the fastest job."""
 
     in_flight: int = 0
-    """Jobs that have not ended, those waited for no longer included."""
+    """Jobs whose executor has not ended, including those that have timed out."""
 
     blocks_in_flight: int = 0
 
@@ -152,9 +155,10 @@ class _Running:
 
 
 class Mover:
-    """Numbered jobs, a deadline each, exactly one outcome each; after TIMED_OUT also QUIET.
+    """Gives each job a deadline and reports exactly one outcome; after TIMED_OUT also QUIET.
 
-    Without a copier or workers there are no such tiers, and no plan may need them.
+    Without a copier or workers the engine has no host tier or no storage, and no plan may need
+    it.
     """
 
     def __init__(
@@ -179,26 +183,27 @@ class Mover:
         }
         self._running: dict[JobId, _Running] = {}
         self._deadlines: list[tuple[float, JobId]] = []
-        """A heap; jobs that ended meanwhile are skipped when their turn comes."""
+        """A heap of deadlines; jobs that have ended are skipped when they come up."""
         self.links: dict[str, LinkTotals] = {}
-        """What each link has moved and has in flight. For reading."""
+        """Totals of each link, for reading."""
         self._meters: dict[str, LinkMeter] = {}
         self.num_observed = 0
-        """Transfers that rates were learned from; as long as it stays, so do they."""
+        """Number of transfers from which rates were learned. Rates change only when it
+        changes."""
 
     @property
     def copier(self) -> DeviceCopier | None:
-        """What copies between device and host, where there is a host tier."""
+        """Copies between device and host; None without a host tier."""
         return self._copier
 
     @property
     def workers(self) -> StorageExecutor | None:
-        """Who calls storage, where there is any."""
+        """Calls storage; None without storage."""
         return self._workers
 
     @property
     def num_in_flight(self) -> int:
-        """Jobs whose executor may still be at work."""
+        """Jobs whose executor may still be working."""
         return len(self._running)
 
     @property
@@ -207,12 +212,12 @@ class Mover:
 
     @property
     def wake_s(self) -> float | None:
-        """When the next deadline is, if nothing happens before."""
+        """The next deadline, as a time of the clock."""
         self._skip_ended()
         return self._deadlines[0][0] if self._deadlines else None
 
     def start(self, plans: Iterable[Plan], *, now: float) -> None:
-        """Have each plan carried out; returns without waiting for any."""
+        """Start each plan. Does not wait."""
         if self.before_start is not None:
             plans = list(plans)
             self.before_start(plans)
@@ -232,16 +237,16 @@ class Mover:
                 running.task = Task(plan, self.completions.put, running.deadline_s)
                 tasks.append(running.task)
             elif self._copier is None:
-                raise InvariantError("a plan needs a host tier, and there is none")
+                raise InvariantError("a plan needs a host tier, but the engine has none")
             else:
                 self._copier.start(plan, self.completions.put)
         if tasks:
             if self._workers is None:
-                raise InvariantError("a plan needs storage, and there is none")
+                raise InvariantError("a plan needs storage, but the engine has none")
             self._workers.start(tasks)
 
     def take(self, *, now: float) -> list[JobOutcome]:
-        """The outcomes since the last call, and those of jobs whose deadline has passed."""
+        """The outcomes since the last call, including jobs whose deadline has passed."""
         outcomes = []
         for completion in self.completions.take():
             outcome = self._end(completion, now)
@@ -259,7 +264,8 @@ class Mover:
         return wake_s is not None and wake_s <= now
 
     def rate(self, link: str, *, now: float) -> LinkRate | None:
-        """How fast `link` was lately; the opposite direction where it carried nothing yet."""
+        """The measured speed of `link`; that of the opposite direction if this one has carried
+        nothing yet."""
         totals = self.links.get(link)
         busy = totals is not None and totals.in_flight > 0
         for name in (link, "_to_".join(reversed(link.split("_to_")))):
@@ -269,11 +275,11 @@ class Mover:
         return None
 
     def storage_stats(self) -> StorageStats | None:
-        """What storage says of itself, where there is any."""
+        """Statistics of storage; None without storage."""
         return None if self._workers is None else self._workers.stats()
 
     def close(self) -> None:
-        """End the executors without waiting for what they have begun. Twice is safe."""
+        """End the executors without waiting for running copies. Calling it twice is safe."""
         if self._copier is not None:
             self._copier.close()
         if self._workers is not None:
@@ -281,7 +287,7 @@ class Mover:
         self.completions.close()
 
     def _end(self, completion: JobCompletion, now: float) -> JobOutcome | None:
-        """What a completion means; None when nobody is to be told."""
+        """The outcome of a completion; None if there is nothing to report."""
         running = self._running.get(completion.job)
         if running is None:
             return None
@@ -290,7 +296,7 @@ class Mover:
         del self._running[completion.job]
         self._count_end(running, completion, now)
         if running.timed_out:
-            # Told before that it took too long: what it brought now is not wanted any more.
+            # The job was reported as timed out before. What it brought now is not used.
             quiet = JobOutcome(job=completion.job, status=JobStatus.QUIET)
             return quiet if isinstance(running.plan, TransferJob) else None
         return JobOutcome(
@@ -307,7 +313,7 @@ class Mover:
             running = self._running[heapq.heappop(self._deadlines)[1]]
             outcomes.append(self._time_out(running))
             if running.task is not None and running.task.claim():
-                # No thread has begun it, and none will: it is quiet at once.
+                # No thread has started the task, and none will: the job is quiet at once.
                 del self._running[running.plan.job]
                 self._leave(running)
                 if isinstance(running.plan, TransferJob):
@@ -344,7 +350,7 @@ class Mover:
         if completion.busy_s > 0:
             totals.fastest_blocks_s = max(totals.fastest_blocks_s, moved / completion.busy_s)
         if not isinstance(running.plan, TransferJob):
-            return  # nothing is priced from it
+            return  # no price is computed from it
         self.num_observed += 1
         if link not in self._meters:
             self._meters[link] = LinkMeter()
@@ -359,7 +365,8 @@ class Mover:
 
 
 def link_of(plan: Plan) -> str:
-    """The name of what `plan` uses: `host_to_device`, `storage_to_host`, …, `lookup`."""
+    """The name of the link that `plan` uses: `host_to_device`, `storage_to_host`, …,
+    `lookup`."""
     if isinstance(plan, Lookup):
         return "lookup"
     if isinstance(plan, Removal):

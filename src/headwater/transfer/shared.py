@@ -1,7 +1,8 @@
-"""Memory that another process may read: a memfd, which has no name and ends with its last user.
+"""Memory that other processes may read: a memfd, which has no name and is freed with its last
+user.
 
-A sealed memfd can neither shrink nor grow, and no process can map it writable any more. A process
-that gets its descriptor can read it and cannot write to it.
+A sealed memfd can neither shrink nor grow, and no process can map it writable any more. A
+process that gets the descriptor can read the memory but cannot write to it.
 """
 
 import fcntl
@@ -12,17 +13,18 @@ import weakref
 from headwater.errors import ConfigError
 
 _SEAL_FUTURE_WRITE = 0x10
-"""As Linux has it since 5.1; Python's fcntl has no name for it before 3.13."""
+"""The value in Linux since 5.1; Python's fcntl has a name for it only since 3.13."""
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""What keeps memory from being taken away under a reader."""
+"""Seals that prevent the memory from being removed while a process reads it."""
 
 
 class SharedPages:
-    """One mapping, writable here; the system gives a page when it is first written."""
+    """One mapping that is writable here. The system allocates a page when it is first
+    written."""
 
     def __init__(self, num_bytes: int, *, sealed: bool = True) -> None:
-        """Unless `sealed`, others may map it writable until `seal` is called."""
+        """Unless `sealed`, other processes may map it writable until `seal` is called."""
         try:
             self.file = os.memfd_create("headwater", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             weakref.finalize(self, os.close, self.file)
@@ -35,22 +37,23 @@ class SharedPages:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.memory = memoryview(self._map)
-        """All of it; as long-lived as this object, however long others keep theirs."""
+        """The whole mapping. It lives as long as this object, whatever other processes keep."""
 
     def seal(self) -> None:
-        """No process can map it writable from now on; existing writable mappings stay."""
+        """Allow no new writable mapping in any process. Existing writable mappings stay."""
         fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, SEALS | _SEAL_FUTURE_WRITE)
 
 
 def map_writable(file: int, num_bytes: int) -> memoryview:
-    """Memory of another process of the same engine, before it is sealed."""
+    """Map memory of another process of the same engine, before it is sealed."""
     return memoryview(mmap.mmap(file, num_bytes))
 
 
 def map_shared(file: int, num_bytes: int) -> memoryview:
-    """Memory of another process, read-only; OSError where it is none that stays as it is."""
+    """Map memory of another process read-only. Raises OSError if the memory could change its
+    size."""
     if fcntl.fcntl(file, fcntl.F_GET_SEALS) & SEALS != SEALS:
-        raise OSError("it could be taken away")
+        raise OSError("its owner could shrink it")
     if os.fstat(file).st_size < num_bytes:
-        raise OSError("it is smaller than it is said to be")
+        raise OSError("it is smaller than the sender announced")
     return memoryview(mmap.mmap(file, num_bytes, prot=mmap.PROT_READ))

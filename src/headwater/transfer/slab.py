@@ -1,6 +1,6 @@
-"""Host memory for blocks: one mapping, cut into slots that start on a page.
+"""Host memory for blocks: one mapping, divided into slots that start on a page.
 
-The system gives a page when it is first written, so a slab of any size opens at once.
+The system allocates a page when it is first written, so a slab of any size opens at once.
 """
 
 import mmap
@@ -16,7 +16,8 @@ PAGE_BYTES = mmap.PAGESIZE
 
 
 class HostSlab:
-    """Bytes of every host block, addressed by slot; who has which slot is decided elsewhere."""
+    """The bytes of all host blocks, addressed by slot. The cache decides which block is in
+    which slot."""
 
     def __init__(
         self,
@@ -28,10 +29,10 @@ class HostSlab:
         memory: memoryview | None = None,
         file: int | None = None,
     ) -> None:
-        """A `shared` one can be handed to peers on this machine; its slots have no gaps between
-        them, so they start on a page only where blocks are whole pages. One `for_ranks` can be
-        mapped by the other ranks of this engine until `seal`. `memory` is used where given;
-        `file` is the descriptor of such memory, for ranks."""
+        """A `shared` slab can be passed to peers on this machine. Its slots have no gaps, so
+        they start on a page only if blocks are whole pages. Other ranks of this engine can map
+        a slab made with `for_ranks`, until `seal`. If `memory` is given, it is used; `file` is
+        its descriptor, for ranks."""
         self.num_slots = num_slots
         self.block_bytes = block_bytes
         self.is_shared = shared
@@ -43,9 +44,9 @@ class HostSlab:
             self._pages = SharedPages(total, sealed=not for_ranks)
             memory = self._pages.memory
         self.file = self._pages.file if self._pages is not None and shared else None
-        """A descriptor of the same bytes, for peers; None where they are private."""
+        """A descriptor of the same bytes, for peers; None if the memory is private."""
         self.memory = _map(total) if memory is None else memory
-        """All of it, for whoever has to register it."""
+        """The whole memory, for libraries that must register it."""
         whole: NDArray[np.uint8] = np.frombuffer(self.memory, dtype=np.uint8)
         slots = whole[: num_slots * self.slot_bytes].reshape(num_slots, self.slot_bytes)
         self.rows = slots[:, :block_bytes]
@@ -55,7 +56,7 @@ class HostSlab:
     def mapped(
         cls, file: int, num_slots: int, block_bytes: int, *, shared: bool = False
     ) -> "HostSlab":
-        """The slab of rank 0 in another rank."""
+        """The slab of rank 0, mapped in another rank."""
         each = block_bytes if shared else slot_bytes(block_bytes)
         memory = map_writable(file, max(num_slots * each, PAGE_BYTES))
         return cls(num_slots, block_bytes, shared=shared, memory=memory)
@@ -70,7 +71,7 @@ class HostSlab:
         return self._pages.file
 
     def seal(self) -> None:
-        """Let no other process map the memory writable any more."""
+        """Prevent other processes from mapping the memory writable."""
         if self._pages is not None:
             self._pages.seal()
 
@@ -80,7 +81,7 @@ class HostSlab:
         return self.memory[start : start + self.block_bytes]
 
     def views(self, slots: Iterable[int]) -> list[memoryview]:
-        """The same for each of `slots`."""
+        """The bytes of each of `slots`, in place."""
         return [self.view(slot) for slot in slots]
 
 
@@ -97,5 +98,5 @@ def _map(num_bytes: int) -> memoryview:
 
 
 def slot_bytes(block_bytes: int) -> int:
-    """Memory that one slot takes: a block, up to the next page."""
+    """Memory of one slot: a block, rounded up to a page."""
     return -(-block_bytes // PAGE_BYTES) * PAGE_BYTES

@@ -1,14 +1,15 @@
-"""What is in each host slot, in memory that outlives the engine: a record for each slot.
+"""One record for each host slot, in memory that outlives the engine.
 
-An engine that dies at any moment leaves the directory true, because of one order:
+The directory is correct whenever the engine dies, because writes have a fixed order:
 
     before a copy into a slot begins      its record is made empty
     after the copy has ended              the record is written, its `is_whole` last
 
-So a record that is whole describes bytes that are whole. Stores of one thread to shared memory
-are kept in their order when a process is killed. The key of a record proves its tokens and
-everything before them; nothing is adopted whose key is not the hash of its parent and tokens.
-Bytes of blocks have no checksum: on a GPU they arrive faster than a CPU can read them.
+So a complete record describes complete bytes. When a process is killed, the stores of one
+thread to shared memory stay in their order. The key of a record proves its tokens and
+everything before them: a record is adopted only if its key is the hash of its parent and
+tokens. The bytes of blocks have no checksum, because a GPU delivers them faster than a CPU can
+read them.
 """
 
 import mmap
@@ -33,7 +34,7 @@ _HEADER = np.dtype(
 
 
 class SlotRecord(NamedTuple):
-    """One whole record."""
+    """One complete record."""
 
     slot: int
     key: BlockKey
@@ -44,10 +45,11 @@ class SlotRecord(NamedTuple):
 
 
 class DirectoryShape(NamedTuple):
-    """What must be equal for one engine to use what another one left."""
+    """What must be equal so that an engine can use the blocks that another one left."""
 
     identity: bytes
-    """The key that all keys of the shared namespace are chained to: model, format, block size."""
+    """The root key of the shared namespace, from which all its keys are chained: model, format,
+    block size."""
 
     num_slots: int
     block_bytes: int
@@ -57,7 +59,7 @@ class SlotDirectory:
     """The records of one host tier. Used by the engine loop's thread only."""
 
     def __init__(self, file: int, shape: DirectoryShape, block_tokens: int) -> None:
-        """Open the directory in `file`. Unless it has this shape already, it is made empty."""
+        """Open the directory in `file`. If it has another shape, it is emptied."""
         self._record = _record_type(block_tokens)
         num_bytes = _HEADER_BYTES + shape.num_slots * self._record.itemsize
         is_known = read_shape(file) == shape and os.fstat(file).st_size == num_bytes
@@ -74,11 +76,11 @@ class SlotDirectory:
         self._shape = shape
 
     def invalidate(self, slots: Slots) -> None:
-        """Bytes of `slots` are about to change."""
+        """The bytes of `slots` are about to change: empty their records."""
         self._records["is_whole"][slots] = 0
 
     def apply(self, changes: Iterable[HostChange], scheme: KeyScheme, *, now: float) -> None:
-        """Record what arrived; `scheme` makes the keys now."""
+        """Write records of blocks that arrived; `scheme` computes their keys."""
         for change in changes:
             if isinstance(change, HostCleared):
                 self._clear(scheme.root(Namespace()))
@@ -86,7 +88,7 @@ class SlotDirectory:
                 self._write(change, now)
 
     def records(self) -> Iterator[SlotRecord]:
-        """Every whole record."""
+        """All complete records."""
         for slot in np.flatnonzero(self._records["is_whole"] == 1).tolist():
             record = self._records[slot]
             salt = record["salt"].tobytes()[: int(record["salt_bytes"])]
@@ -129,7 +131,7 @@ class SlotDirectory:
 
 
 def read_shape(file: int) -> DirectoryShape | None:
-    """The shape of the directory in `file`; None where there is none."""
+    """The shape of the directory in `file`; None if there is no directory."""
     raw = os.pread(file, _HEADER.itemsize, 0)
     if len(raw) < _HEADER.itemsize:
         return None

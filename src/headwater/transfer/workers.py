@@ -1,9 +1,9 @@
-"""The threads that call a storage backend, so that the engine loop never waits for one.
+"""Threads that call a storage backend, so that the engine loop never waits for it.
 
-A call blocks in the system or in C, without the interpreter's lock. The threads are daemons:
-one that hangs in a dead backend delays neither the loop nor the end of the process. A thread
-whose call passes its deadline is lost until that call returns; another takes its place, up to
-a bound.
+A call blocks in the system or in C, without the interpreter lock. The threads are daemons: a
+thread that hangs in a dead backend delays neither the loop nor the end of the process. A thread
+whose call passes its deadline is lost until that call returns; another thread replaces it, up
+to a bound.
 """
 
 import logging
@@ -23,20 +23,21 @@ from headwater.transfer.slab import HostSlab
 log = logging.getLogger(__name__)
 
 Plan = TransferJob | Lookup | Removal
-"""What may be started; a transfer between device and host is another's."""
+"""Plans that can be started here. The device copier does transfers between device and host."""
 
 Report = Callable[[JobCompletion], None]
-"""Told of the end of a job, from any thread."""
+"""Called when a job ends, from any thread."""
 
 _KINDS = ("lookup", "read", "write")
-"""Kinds of calls have threads of their own: slow writes never delay a read."""
+"""Each kind of call has its own threads, so that slow writes never delay a read."""
 
 MAX_LOST = 6
 """Lost threads of one kind that are replaced. Each may keep the host slots of its call."""
 
 
 class Task:
-    """A plan on its way to a thread. Begun by a thread or abandoned by the loop, never both."""
+    """A plan on its way to a thread. Either a thread begins it or the loop abandons it, never
+    both."""
 
     def __init__(self, plan: Plan, report: Report, deadline_s: float) -> None:
         self.plan = plan
@@ -48,15 +49,15 @@ class Task:
         self._unclaimed = [True]
 
     def claim(self) -> bool:
-        """Whether the caller is the first to ask; what it does with the plan is its own."""
+        """True for the first caller only. The first caller decides what happens to the plan."""
         try:
-            return self._unclaimed.pop()  # one operation, so only one thread gets it
+            return self._unclaimed.pop()  # one atomic operation, so only one thread gets it
         except IndexError:
             return False
 
 
 class StorageWorkers:
-    """Carries out plans that read, write or ask a `StorageBackend`; owns the backend."""
+    """Executes plans that read, write or query a `StorageBackend`. Owns the backend."""
 
     def __init__(
         self, backend: StorageBackend, slab: HostSlab, clock: Clock, *, num_threads: int = 2
@@ -77,20 +78,22 @@ class StorageWorkers:
                 self._start_thread(kind)
 
     def start(self, tasks: Sequence[Task]) -> None:
-        """Begin as soon as threads are free; each task's `report` is told once, at its end."""
+        """Start tasks as soon as threads are free. `report` is called once for each task, at
+        its end."""
         for task in tasks:
             kind = _kind(task.plan)
             if self._num_alive[kind]:
                 self._queues[kind].put(task)
             elif task.claim():
-                # Queued tasks would only pile up: no thread will take them.
+                # No thread would take the tasks, and the queue would only grow.
                 task.report(
                     JobCompletion(task.plan.job, JobStatus.FAILED, reason="threads_lost")
                 )
 
     def give_up(self, task: Task) -> None:
-        """Stop counting on the thread that runs `task`: its call has passed its deadline. Another
-        thread takes its place, unless MAX_LOST of this kind are lost already."""
+        """Do not wait for the thread that runs `task` any more: its call has passed its
+        deadline. Another thread replaces it, unless MAX_LOST threads of this kind are lost
+        already."""
         kind = _kind(task.plan)
         with self._lock:
             if task.is_lost or task.has_ended:
@@ -103,31 +106,32 @@ class StorageWorkers:
             self._start_thread(kind)
 
     def replace(self, backend: StorageBackend) -> None:
-        """Call another backend from now on; nothing may be in flight at the old one."""
+        """Use another backend from now on. No call to the old one may be in flight."""
         old, self.backend = self.backend, backend
         old.close()
 
     def stats(self) -> StorageStats:
-        """The backend's statistics, with the threads lost here; never blocks."""
+        """The statistics of the backend and the number of lost threads. Never blocks."""
         stats = self.backend.stats()
         lost = sum(self._num_lost.values())
         return replace(stats, threads_lost=stats.threads_lost + lost) if lost else stats
 
     def close(self) -> None:
-        """Let each thread end after what it is doing, and wait for none. Twice is safe."""
+        """Let each thread end after its current task; wait for none. Calling it twice is
+        safe."""
         for kind, queue in self._queues.items():
             for _ in range(self._num_alive[kind]):
                 queue.put(None)
         self.backend.close()
 
     def run(self, task: Task) -> None:
-        """Carry out a task that the caller has claimed, and report its end."""
+        """Execute a task that the caller has claimed, and report its end."""
         began, job = self._clock.now(), task.plan.job
         try:
             ended = self._call(task.plan, max(task.deadline_s - began, 0.001))
         except StorageTimeout as error:
             if error.quiet is not None and not error.quiet.is_set():
-                # The backend gave up waiting, but its call may still touch the slots.
+                # The backend stopped waiting, but its call may still touch the slots.
                 task.report(JobCompletion(job, JobStatus.TIMED_OUT, reason="timeout"))
                 self.give_up(task)
                 error.quiet.wait()
@@ -154,11 +158,11 @@ class StorageWorkers:
                 self.run(task)
                 if not self._goes_on(task, kind):
                     return
-            del task  # it holds a plan, and the next one may be long in coming
+            del task  # it holds a plan, and the next task may come much later
 
     def _goes_on(self, task: Task, kind: str) -> bool:
-        """Whether the thread that ran `task` takes another. One that was given up goes on only
-        where no thread took its place."""
+        """Whether the thread that ran `task` takes another one. A thread that was given up
+        continues only if no other thread has replaced it."""
         with self._lock:
             task.has_ended = True
             if not task.is_lost:
@@ -211,5 +215,5 @@ def _kind(plan: Plan) -> str:
 
 
 def _leading(results: list[BlockRead] | list[BlockWrite], good: set[object]) -> int:
-    """How many results, from the first on, are good."""
+    """Number of successful results before the first failure."""
     return next((i for i, result in enumerate(results) if result not in good), len(results))

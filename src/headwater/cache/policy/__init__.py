@@ -1,4 +1,4 @@
-"""Which node is evicted first: an order a policy, by name."""
+"""Eviction policies: each is an order of eviction, chosen by name."""
 
 from headwater.cache.policy.base import (
     EvictionPolicy,

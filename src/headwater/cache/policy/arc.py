@@ -1,6 +1,7 @@
-"""ARC over nodes: what was used once and what was used again, and a border that adapts.
+"""ARC over nodes: one list for nodes used once, one for nodes used again, and an adaptive
+border.
 
-A miss on what was evicted from one of the two lists says that this list should be longer.
+A miss on a node that was evicted from one of the two lists makes that list longer.
 """
 
 from collections import OrderedDict
@@ -15,7 +16,8 @@ from headwater.types import Tier
 
 
 class _Recent:
-    """Nodes, least recently used first, with their blocks as they came; and those evicted."""
+    """Nodes, least recently used first, with their number of blocks when added; and evicted
+    nodes."""
 
     def __init__(self, capacity_blocks: int) -> None:
         self.sizes: OrderedDict[Node, int] = OrderedDict()
@@ -33,7 +35,7 @@ class _Recent:
 
 
 class Arc:
-    """Blocks of `once` beyond `border` go first, then those of `again`."""
+    """Evicts blocks of `once` beyond `border` first, then those of `again`."""
 
     def __init__(self, capacity_blocks: int, tier: Tier) -> None:
         self._capacity = capacity_blocks
@@ -100,7 +102,8 @@ class Arc:
         return node in self._once.sizes or node in self._again.sizes
 
     def _move_border(self, num_blocks: int, others: int, own: int) -> None:
-        """In favour of the list that missed `num_blocks`, faster the less it remembers."""
+        """Move the border in favour of the list that missed `num_blocks`; faster if it
+        remembers less."""
         step = num_blocks * max(1.0, others / max(own, 1))
         self._border = min(max(self._border + step, 0.0), float(self._capacity))
 

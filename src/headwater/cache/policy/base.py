@@ -1,9 +1,9 @@
-"""What an eviction policy is: an order over the evictable nodes of one tier.
+"""The interface of an eviction policy: an order over the evictable nodes of one tier.
 
-How much goes is the evictor's business. A node is in the order exactly while it may be
-evicted: it has blocks in this tier and nobody has pinned it. The evictor takes a node only when
-its children are gone from the tier, so a policy may offer a parent before its child; it is
-then passed over until its turn comes.
+The evictor decides how much is evicted. A node is in the order exactly while it may be evicted:
+it has blocks in this tier and no pin. The evictor takes a node only when none of its children
+has blocks in the tier. A policy may therefore offer a parent before its child; the evictor
+skips the parent until its children are gone.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,29 +17,29 @@ if TYPE_CHECKING:
 
 
 class Hint(NamedTuple):
-    """What a client says of its session when a request of it ends. Soft: nothing needs it, and
-    a wrong one costs its own session at most."""
+    """What a client says about its session when a request ends. A hint is optional, and a wrong
+    hint slows down only its own session."""
 
     closed: bool = False
-    """Nothing more of the session will come."""
+    """No more requests of this session will come."""
 
     returns_in_s: float | None = None
-    """Something more will come, about then; None is soon."""
+    """Another request will come at about this time; None means soon."""
 
 
 class FinishedRequest(NamedTuple):
-    """What a request was, once it has ended."""
+    """What a policy learns about a request when it ends."""
 
     prompt_tokens: int
     output_tokens: int
     session: str = ""
-    """Its client's name for the session; empty for none."""
+    """The client's name for the session; empty if it gave none."""
 
     hint: Hint | None = None
 
 
 class MarkedRun(NamedTuple):
-    """Blocks of a path up to `end`, from where the run before ends, share one mark."""
+    """Blocks of a path from the end of the previous run to `end`; they share one mark."""
 
     end: int
     mark: RetentionMark
@@ -48,21 +48,23 @@ class MarkedRun(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What a policy is told of the cache it is for."""
+    """The cache that a policy works for."""
 
     device_blocks: int
     host_blocks: int
     block_tokens: int
     weights: "Weights | None" = None
-    """To begin with, for policies that learn."""
+    """Weights that a learning policy starts with."""
 
 
 class EvictionPolicy(Protocol):
-    """An order over the evictable nodes of one tier. Called by the decider thread only."""
+    """An order over the evictable nodes of one tier. Called by the engine loop's thread
+    only."""
 
     def visit(self, lease: Lease, finished: FinishedRequest, now: float) -> Sequence[MarkedRun]:
-        """A request ends, and its path is about to be added. Returns the runs of the path,
-        whose marks its nodes are to have; none leaves the marks as they are."""
+        """Called when a request ends, before the nodes of its path are added. Returns the runs
+        of the path with the marks that its nodes get; an empty result leaves the marks
+        unchanged."""
 
     def add(self, node: Node, now: float) -> None:
         """`node` became evictable after being used: last in the order."""
@@ -71,24 +73,24 @@ class EvictionPolicy(Protocol):
         """`node` became evictable again without being used: first in the order."""
 
     def close(self, node: Node) -> None:
-        """Nobody will ask for `node` again, it is said: among the first in the order, in which
-        it is already."""
+        """The client said that no request will use `node` again: move it to the front of the
+        order."""
 
     def discard(self, node: Node) -> None:
-        """`node` is pinned, or has no blocks here any more."""
+        """`node` was pinned, or has no blocks in this tier any more."""
 
     def discard_all(self, nodes: Iterable[Node]) -> None:
-        """The same for many: those evicted in one batch."""
+        """Discard the nodes that were evicted in one batch."""
 
     def victims(self) -> Iterator[Node]:
-        """The nodes, first to go first. The order does not change while this is read."""
+        """The nodes, next victim first. The order does not change while it is read."""
 
     def __contains__(self, node: object) -> bool:
-        """Whether `node` is in the order; for checks."""
+        """Whether `node` is in the order. Used by checks."""
 
 
 class Orders(NamedTuple):
-    """The orders of the two local tiers; they may know things in common."""
+    """The orders of the two local tiers. They may share what they learn."""
 
     device: EvictionPolicy
     host: EvictionPolicy

@@ -1,7 +1,8 @@
-"""A number for every prefix of a path: equal prefixes, equal numbers, whatever is cached.
+"""A number for every prefix of a path. Equal prefixes have equal numbers, cached or not.
 
-For remembering, never for matching: where two prefixes share a number by chance, a policy
-guesses worse, and no wrong block is found. All prefixes of a prompt cost one pass over it.
+The numbers serve as memory, never for matching: when two prefixes share a number by chance, a
+policy guesses worse, but no wrong block is found. All prefixes of a prompt cost one pass over
+it.
 """
 
 import zlib
@@ -14,11 +15,11 @@ from headwater.cache.keys import Namespace, TokenPath
 _SEED = 0x48656164
 _NOT_ZERO = np.uint64(0x9E3779B97F4A7C15)
 _MAX_PREFIXES = 1024
-"""Factors are made for this many at first, and doubled when a longer path comes."""
+"""Number of factors that are prepared at first; doubled when a longer path comes."""
 
 
 class Fingerprints:
-    """Numbers of the prefixes that end with each whole piece of `piece_tokens` tokens."""
+    """Numbers of the prefixes that end with each full piece of `piece_tokens` tokens."""
 
     def __init__(self, piece_tokens: int, blocks_per_piece: int) -> None:
         self._piece_tokens = piece_tokens
@@ -29,19 +30,19 @@ class Fingerprints:
         self._starts: dict[Namespace, np.uint64] = {}
 
     def of(self, path: TokenPath, num_pieces: int) -> list[int]:
-        """The number of each of the first `num_pieces` prefixes, shortest first."""
+        """The numbers of the first `num_pieces` prefixes, shortest first."""
         if num_pieces > len(self._places):
             more = self._factors(max(len(self._places), num_pieces - len(self._places)))
             self._places = np.concatenate((self._places, more))
         size = self._piece_tokens
         tokens = path.tokens[: num_pieces * size]
-        # Two tokens at a time where they are even in number: four times as fast.
+        # With an even number of tokens, two at a time are four times as fast.
         pairs = tokens.view(np.uint64) if size % 2 == 0 else tokens.astype(np.uint64)
         pieces = pairs.reshape(num_pieces, -1)
         mixed = pieces.dot(self._inside[: pieces.shape[1]])
         if path.media is not None:
             self._mix_media(mixed, path)
-        # So that nothing but zeros makes a longer prefix too.
+        # Otherwise a prefix of zeros would have the same number at every length.
         mixed += _NOT_ZERO
         mixed *= self._places[:num_pieces]
         mixed[0] ^= self._start(path.namespace)
@@ -55,7 +56,8 @@ class Fingerprints:
                 mixed[piece] ^= np.uint64(zlib.crc32(media, block) << 31)
 
     def _start(self, namespace: Namespace) -> np.uint64:
-        """Tells namespaces apart, so that nobody's past is taken for another tenant's."""
+        """A start value for each namespace, so that the history of one tenant is never used for
+        another."""
         start = self._starts.get(namespace)
         if start is None:
             if len(self._starts) >= _MAX_PREFIXES:

@@ -1,13 +1,14 @@
-"""When blocks come back: a hazard for each age, learned online from what came back before.
+"""Predicts when blocks are used again: a hazard for each age, learned online from past returns.
 
-A run of blocks is in a *class*, made of a few features. The chance that it is used again in
-age bin b, if it was not before, is
+Each run of blocks belongs to a *class*, which is a set of features. The probability that the
+run is used again in age bin b, if it was not used in an earlier bin, is
 
     q = sigmoid(bias[b] + sum over its features f of (weight[f] + weight[f, age group of b]))
 
-From these follows its *hit density* at each age: the best ratio of hits to block-seconds that
-keeping it from now on can give, over all times to give it up. Evicting the least dense first
-is the order that an optimal price for block-seconds would give.
+The hazards give the *hit density* of a run at each age: the best ratio of expected hits to
+block-seconds if the run is kept from now on, over all times at which it could be given up.
+Evicting the lowest density first is the order that an optimal price for block-seconds would
+give.
 """
 
 from collections.abc import Mapping
@@ -23,17 +24,17 @@ EDGES = (
     0, 3, 6, 12, 20, 30, 45, 60, 80, 105, 135, 170, 220,
     280, 360, 460, 600, 800, 1050, 1400, 1900, 2600, 3600,
 )  # fmt: skip
-"""Where age bins begin, in seconds; the last is where nothing is expected any more."""
+"""Start of each age bin in seconds. After the last one, no return is expected."""
 
 NUM_BINS = len(EDGES) - 1
 GROUP_ENDS = (30, 105, 360)
-"""Where age groups end, in seconds; the last has no end."""
+"""End of each age group in seconds; the last group has no end."""
 
 NUM_COLUMNS = len(GROUP_ENDS) + 2
-"""Weights of a feature: one that holds at every age, then one for each age group."""
+"""Weights of one feature: one for all ages, then one for each age group."""
 
 ROW = 32
-"""Places of a class in the table of densities: one a bin, then zeros."""
+"""Entries of one class in the table of densities: one for each bin, then zeros."""
 
 _FIRST_BIAS = -4.0
 _RATE = 0.3
@@ -42,9 +43,9 @@ _LOW, _HIGH = -12.0, 6.0
 
 
 class HazardModel:
-    """Weights, one AdaGrad step a batch of samples, and the table of densities they imply.
+    """Weights, trained with one AdaGrad step per batch of samples, and the table of densities.
 
-    `num_features` features; feature 0 stands for none, and its weight stays 0.
+    There are `num_features` features. Feature 0 means "no feature"; its weight stays 0.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class HazardModel:
         features_per_class: int,
         priors: Mapping[int, Mapping[int, float]] | None = None,
     ) -> None:
-        """`priors` are weights to begin with, by feature and column."""
+        """`priors` are the initial weights, by feature and column."""
         self._edges = np.array(EDGES, dtype=np.float64)
         self._widths = np.diff(self._edges)
         self._group = np.searchsorted(GROUP_ENDS, self._edges[:-1], side="right")
@@ -65,24 +66,24 @@ class HazardModel:
         self._bias_squares = np.ones(NUM_BINS)
         self._squares = np.ones((num_features, NUM_COLUMNS))
         self._features = np.zeros((64, features_per_class), dtype=np.int64)
-        """By class; wider once a class has more of them, for every column costs time."""
+        """Features by class. The array is widened only when a class has more features, because
+        every column costs time."""
         self.num_classes = 0
         self._num_fixed = 0
         self.densities = np.zeros(64 * ROW)
-        """By class * ROW + bin."""
+        """Densities, at index class * ROW + bin."""
 
     def add_fixed(self, density: float) -> int:
-        """A class that always has this density; its number. Before all other classes."""
+        """Add a class that always has this density and return its number. Call before
+        `add_class`."""
         new = self.num_classes
         self.densities[new * ROW : (new + 1) * ROW] = density
         self.num_classes = self._num_fixed = new + 1
         return new
 
     def add_class(self, features: tuple[int, ...], like: int | None) -> int:
-        """A new class with these features; its number.
-
-        Its densities are those of the class `like` until the next `refresh`.
-        """
+        """Add a class with these features and return its number. It has the densities of the
+        class `like` until the next `refresh`."""
         new = self.num_classes
         if new == len(self._features):
             self._features = np.concatenate((self._features, np.zeros_like(self._features)))
@@ -101,14 +102,15 @@ class HazardModel:
         return new
 
     def refresh(self, first: int = 0) -> None:
-        """Make the densities of the classes from `first` on those of the weights now."""
+        """Compute the densities of the classes from `first` on with the current weights."""
         first = max(first, self._num_fixed)
         table = self.densities.reshape(-1, ROW)[first : self.num_classes]
         hazards = self._hazards(self._features[first : self.num_classes])
         table[:, :NUM_BINS] = self._all_densities(hazards)
 
     def learn(self, classes: Ints, bins: Ints, returned: NDArray[np.bool_]) -> None:
-        """One step: in its bin, each sample of a class was used again, or was not."""
+        """One training step. Each sample says whether a run of a class was used again in a
+        bin."""
         features, groups = self._features[classes], self._group[bins] + 1
         weights = self.weights
         logits = self.bias[bins] + weights[features, 0].sum(axis=1)
@@ -141,14 +143,15 @@ class HazardModel:
         return _sigmoid(self.bias + sums[:, :1] + sums[:, 1 + self._group])
 
     def _all_densities(self, hazards: Floats) -> Floats:
-        """Hits over block-seconds, for each class and age, given up at the best later edge."""
+        """Hits per block-second for each class and age, if a run is given up at the best later
+        time."""
         chances = np.ascontiguousarray(hazards.T)
         best = np.empty_like(chances)
         value, cost, ratio = np.zeros((3, *chances.shape))
         spent = self._widths[:, None] * (1 - chances / 2)
         left = 1 - chances
         for b in range(NUM_BINS - 1, -1, -1):
-            # Given up after bin b, or after a later one if it was not used in b.
+            # The run is given up after bin b, or later if it was not used in b.
             value[b:] *= left[b]
             value[b:] += chances[b]
             cost[b:] *= left[b]

@@ -1,7 +1,8 @@
-"""What is known of the past: which prefixes were used, how often, by which turn, and when.
+"""The history of requests: which prefixes were used, how often, by which turn, and when.
 
-Kept for what is cached and what is not: a session that was evicted is still known when it
-returns. Bounded in blocks and in time; the oldest is forgotten first.
+It covers cached and evicted prefixes, so a session is still known when it returns after its
+blocks were evicted. It is bounded in blocks and in time; the oldest entries are forgotten
+first.
 """
 
 from itertools import repeat
@@ -13,14 +14,14 @@ from headwater.cache.policy.fingerprint import Fingerprints
 from headwater.cache.policy.traits import Relation, Traits
 
 TRUNK_CHILDREN = 16
-"""A prefix that this many different ones follow belongs to no session."""
+"""A prefix with this many different continuations belongs to no session."""
 
 _FORGET_S = 3600.0
 _MAX_PREFIXES = 1 << 18
 
 
 class PastRequest(NamedTuple):
-    """One request, as far as later ones of its session want to know."""
+    """What later requests of the same session need to know about a request."""
 
     turn: int
     num_pieces: int
@@ -28,7 +29,8 @@ class PastRequest(NamedTuple):
 
 
 class PrefixUse:
-    """Pieces of a path up to `end`, when they were last used. Taken over from the front."""
+    """The last use of a part of a path, up to piece `end`. A later request takes over pieces
+    from the front."""
 
     __slots__ = ("asked", "end", "middle", "sample", "separate", "traits", "uses")
 
@@ -39,49 +41,51 @@ class PrefixUse:
         self.uses = uses
         self.end = end
         self.middle = (start + end) // 2
-        """Stands for the run when it is learned whether it comes back."""
+        """Identifies the run in the samples that tell whether it is used again."""
         self.traits = traits
         self.separate = False
-        """Whether it is a last piece that is not full."""
+        """Whether the run is a last piece that is not full."""
         self.sample = -1
-        """Where it is in the log of samples."""
+        """Index in the log of samples."""
 
 
 KnownRuns: TypeAlias = list[tuple[int, int, PrefixUse]]
-"""The known part of a path: runs [start, end) of pieces with one past each."""
+"""The known part of a path: runs [start, end) of pieces, each with its last use."""
 
 
 class RequestHistory(NamedTuple):
-    """A request beside its past."""
+    """A request and what was known about its path before."""
 
     runs: list[PrefixUse]
     returned: list[int]
-    """Samples that came back with this request."""
+    """Samples of runs that this request used again."""
 
     session: int
-    """A number that the requests of a session share."""
+    """A number that all requests of a session share."""
 
     prefixes: list[int]
 
 
 class History:
-    """Finds and replaces the past of a path; O(runs + log pieces) and one dict entry a piece."""
+    """Finds and updates the history of a path in O(runs + log pieces), with one dict entry per
+    piece."""
 
     def __init__(self, block_tokens: int, blocks_per_piece: int) -> None:
         self.blocks_per_piece = blocks_per_piece
         self._piece_tokens = blocks_per_piece * block_tokens
         self._fingerprints = Fingerprints(self._piece_tokens, blocks_per_piece)
-        # Two generations each; forgetting the older one is one step.
+        # Two generations each: the older one is forgotten in one step.
         self._young: dict[int, PrefixUse] = {}
         self._old: dict[int, PrefixUse] = {}
         self._children: dict[int, int] = {}
         self._old_children: dict[int, int] = {}
         self._trunks: set[int] = set()
-        """Those with so many children that they belong to no session."""
+        """Prefixes with so many continuations that they belong to no session."""
         self._since = 0.0
 
     def see(self, lease: Lease, finished: FinishedRequest, now: float) -> RequestHistory | None:
-        """Find the past of the path under `lease`, and make this request its latest part."""
+        """Find the history of the path under `lease`, and record this request as its latest
+        use."""
         count = lease.num_blocks // self.blocks_per_piece
         if not count:
             return None
@@ -96,7 +100,8 @@ class History:
         while first < known and prefixes[first] in trunks:
             first += 1
         asked, traits = self._relate(count, before, first, finished)
-        # Only a replay has a last block that is not full: its path is longer than its prompt.
+        # Only a replay has a last block that is not full: there, the path is longer than the
+        # prompt.
         grown = len(lease.path.tokens) - lease.prompt_tokens
         partial = count * self._piece_tokens > finished.prompt_tokens + grown
         returned = [past.sample for start, end, past in before if start <= past.middle < end]
@@ -110,7 +115,8 @@ class History:
         young, old, find = self._young.get, self._old.get, self._find
         while at < count:
             past = young(prefixes[at]) or old(prefixes[at])
-            # One that ends before is another's, which has the same number by chance.
+            # A run that ends before this prefix belongs to another path with the same number by
+            # chance.
             if past is None or past.end <= at:
                 break
             end = min(past.end, count)
@@ -151,7 +157,7 @@ class History:
         traits: Traits,
         partial: bool,
     ) -> list[PrefixUse]:
-        """Make runs of this request and remember them; use counts go on from the past."""
+        """Record the runs of this request; their use counts continue those of the past."""
         count = len(prefixes)
         known = before[-1][1] if before else 0
         runs = []
@@ -186,10 +192,8 @@ class History:
 
 
 def _use_counts(before: KnownRuns, count: int, partial: bool) -> list[tuple[int, int, int]]:
-    """The runs [start, end) that a request makes of `count` pieces, with their use counts.
-
-    Neighbours with equal counts are one run; a partial last piece is one of its own.
-    """
+    """The runs [start, end) of a request's `count` pieces, with their use counts. Neighbours
+    with equal counts form one run; a partial last piece is a run of its own."""
     runs: list[tuple[int, int, int]] = []
     for start, end, past in before:
         uses = past.uses + 1

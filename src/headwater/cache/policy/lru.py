@@ -1,4 +1,4 @@
-"""Least recently used first: the default, and what every other policy is measured against."""
+"""Least recently used first: the default policy, and the baseline for all others."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,7 +10,7 @@ from headwater.errors import InvariantError
 
 
 class Lru:
-    """Least recently used first. Adding and discarding are O(1), whatever the number of nodes.
+    """Least recently used first. Adding and discarding are O(1) for any number of nodes.
 
     A path is added deepest node first, so a node comes before its parent.
     """

@@ -1,4 +1,4 @@
-"""Every eviction policy by the name it has in settings; imported when asked for."""
+"""All eviction policies, by their names in settings. A policy is imported on first use."""
 
 from importlib import import_module
 
@@ -10,10 +10,10 @@ POLICIES = {
     "s3fifo": "headwater.cache.policy.s3fifo",
     "session": "headwater.cache.shadow_comparison",
 }
-"""Where the `make_orders` of each policy is."""
+"""The module whose `make_orders` creates each policy."""
 
 
 def make_orders(name: str, shape: Shape) -> Orders:
-    """The orders of one cache by the policy `name`."""
+    """The orders of one cache under the policy `name`."""
     orders: Orders = import_module(POLICIES[name]).make_orders(shape)
     return orders

@@ -1,4 +1,5 @@
-"""What the session policy knows, shared by the tiers: the past, the hazards, the classes."""
+"""What the orders of the session policy share: the history, the hazard model and the
+classes."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -19,30 +20,30 @@ from headwater.cache.policy.traits import (
 from headwater.cache.policy.weights import Weights
 
 PIECE_TOKENS = 256
-"""Prefixes are told apart in steps of at least this many tokens, in whole blocks."""
+"""Prefixes are distinguished in steps of at least this many tokens, in full blocks."""
 
 _LEARN_EVERY = 32
-"""Requests; what became ready meanwhile is learned in batches."""
+"""Learn once per this many requests, from all samples that became ready since."""
 
 _MIN_BATCH, _MAX_BATCH = 256, 2048
 _REFRESH_SHARE = 0.06
-"""Densities are made anew when this share of all samples is new."""
+"""Densities are computed again when this share of all samples is new."""
 
 _MANY = 100_000
-"""Once this many samples were learned, every other request is enough to learn from."""
+"""After this many samples, only every second request is used for learning."""
 
 _MIN_REFRESH, _MAX_REFRESH = 256, 16_384
 
 
 _TRUST = 0.5
-"""How far what was learned elsewhere is believed at the start: half-way."""
+"""Weight of what was learned elsewhere, at the start: one half."""
 
 
 class Visit(NamedTuple):
-    """One request that ended, in pieces, for whoever watches."""
+    """One request that ended, in pieces, for observers."""
 
     session: int
-    """A number that the requests of a session share."""
+    """A number that all requests of a session share."""
 
     prefixes: list[int]
     runs: list[MarkedRun]
@@ -53,9 +54,9 @@ class Visit(NamedTuple):
 
 
 class Retention:
-    """Turns requests into marked runs, and what comes back into densities.
+    """Turns requests into marked runs, and returns of runs into densities.
 
-    `version` changes when densities do; an order that keeps nodes by density reads it.
+    `version` changes when densities change; an order that sorts nodes by density reads it.
     """
 
     def __init__(
@@ -75,21 +76,23 @@ class Retention:
             self.hazards.bias += _TRUST * (weights.bias - self.hazards.bias)
             self.hazards.weights += _TRUST * (weights.features - self.hazards.weights)
         self.closed = self.hazards.add_fixed(-1.0)
-        """The class of what nobody will ask for again, it is said: below all densities."""
+        """The class of runs that will not be used again, as their client said. Its density is
+        below all others."""
         self.version = 0
         self.now = 0.0
         self.watch: Callable[[Visit], None] | None = None
-        """Told of every request that ended."""
+        """Called with every request that ended."""
         self._visits = 0
         self._learned = 0
         self._unseen = 0
         self._fresh = 0
-        """Classes whose densities are their own, not those of their kind."""
+        """Classes with densities of their own; the other classes use those of their kind."""
         self.unknown = self._class_of(UNKNOWN)
-        """The class of a run that no request has told anything about."""
+        """The class of a run about which no request has said anything."""
 
     def visit(self, lease: Lease, finished: FinishedRequest, now: float) -> Sequence[MarkedRun]:
-        """A request ended: learn from what it used again, and mark the runs of its path."""
+        """A request ended: learn from the runs that it used again, and mark the runs of its
+        path."""
         now = self.now = max(self.now, now)
         self._visits += 1
         if self._visits % _LEARN_EVERY == 0:
@@ -103,7 +106,9 @@ class Retention:
         per, known = self._history.blocks_per_piece, self._classes
         watched = self._learned < _MANY or self._visits & 1
         if finished.hint is not None and finished.hint.closed:
-            watched = False  # that it does not return says nothing about those without a hint
+            # That a session with a hint does not return says nothing about sessions without a
+            # hint.
+            watched = False
         for past in seen.runs:
             run_class = known.get(past.traits)
             if run_class is None:
@@ -120,16 +125,16 @@ class Retention:
         return runs
 
     def learned(self) -> Weights:
-        """What was learned so far, of any traffic."""
+        """What was learned so far, from all traffic."""
         return Weights(bias=self.hazards.bias.copy(), features=self.hazards.weights.copy())
 
     def _class_of(self, traits: int) -> int:
-        """The class with these traits, made when there is none yet."""
+        """The class with these traits; created on first use."""
         known = self._classes.get(traits)
         if known is None:
             features = features_of(traits)
             kind = features[0], features[-1] if len(features) > NUM_UNHINTED else 0
-            # From no weights all classes of a kind are alike at first.
+            # Before learning, all classes of one kind have the same densities.
             like = None if self._is_taught else self._kinds.get(kind)
             known = self._classes[traits] = self.hazards.add_class(features, like)
             self._kinds.setdefault(kind, known)
@@ -137,7 +142,7 @@ class Retention:
 
     def _learn(self) -> None:
         classes, bins, returned = self._samples.ready(self.now)
-        # Steps are small when much has been learned, and many of them are as good as one.
+        # When much has been learned, steps are small, and many steps can be joined into one.
         batch = min(max(_MIN_BATCH, self._learned >> 7), _MAX_BATCH)
         for at in range(0, len(bins), batch):
             end = at + batch

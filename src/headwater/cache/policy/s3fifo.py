@@ -1,8 +1,8 @@
-"""S3-FIFO over nodes: a small queue for the new, a main queue for what was used again there.
+"""S3-FIFO over nodes: a small queue for new nodes, a main queue for nodes that were used again.
 
-Nothing moves on a hit but a counter. What reaches the head of a queue with a count gets on:
-from the small queue to the main one, from the head of the main queue to its end. It does so
-when something behind it is evicted, so that reading the order changes nothing.
+A hit only increases a counter. A used node at the head of a queue advances: from the small
+queue to the main queue, or from the head of the main queue to its end. It advances when a node
+behind it is evicted, so reading the order changes nothing.
 """
 
 from collections import OrderedDict
@@ -19,7 +19,8 @@ _MAX_COUNT = 3
 
 
 class _Queue:
-    """Nodes, first in first out: how often each was used since, and its blocks as it came."""
+    """Nodes, first in first out, with the uses of each since it came and its blocks at that
+    time."""
 
     def __init__(self) -> None:
         self.nodes: OrderedDict[Node, tuple[int, int]] = OrderedDict()
@@ -36,13 +37,13 @@ class _Queue:
 
 
 class S3Fifo:
-    """The small queue has a tenth of the blocks. Pinned nodes keep their place meanwhile."""
+    """The small queue has a tenth of the blocks. A pinned node keeps its place in its queue."""
 
     def __init__(self, capacity_blocks: int) -> None:
         self._small = _Queue()
         self._main = _Queue()
         self._away: set[Node] = set()
-        """Pinned: in a queue, and not in the order."""
+        """Pinned nodes: in a queue, but not in the order."""
         self._evicted = Evicted(capacity_blocks)
 
     def visit(self, lease: Lease, finished: FinishedRequest, now: float) -> Sequence[MarkedRun]:
@@ -111,7 +112,7 @@ class S3Fifo:
         return known and node not in self._away
 
     def _return(self, node: Node) -> _Queue | None:
-        """The queue of a node that was pinned; None for a new one."""
+        """The queue of a node that was pinned; None for a new node."""
         for queue in (self._small, self._main):
             if node in queue.nodes:
                 if node not in self._away:
@@ -121,14 +122,14 @@ class S3Fifo:
         return None
 
     def _forget_gone(self) -> None:
-        """Let go of nodes that left the tree while they were pinned, as they come first."""
+        """Remove nodes at the head that left the tree while they were pinned."""
         for queue in (self._small, self._main):
             while queue.nodes and (node := next(iter(queue.nodes))).gone:
                 queue.remove(node)
                 self._away.discard(node)
 
     def _promote(self) -> None:
-        """What is first and was used gets on: something behind it was evicted."""
+        """Advance used nodes at the head, because a node behind them was evicted."""
         nodes = self._small.nodes
         while nodes and nodes[node := next(iter(nodes))][0]:
             self._small.remove(node)

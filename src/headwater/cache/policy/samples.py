@@ -1,4 +1,5 @@
-"""Which runs came back, and when: samples for learning, each ready when its age bin is over."""
+"""Training samples: which runs were used again, and when. A sample is ready when its age bin is
+over."""
 
 from array import array
 from typing import NamedTuple
@@ -13,7 +14,7 @@ _NEVER = float("inf")
 
 
 class Batch(NamedTuple):
-    """Samples: in its bin, a run of a class returned or did not."""
+    """Samples: whether a run of a class was used again in its bin."""
 
     classes: Ints
     bins: Ints
@@ -21,19 +22,19 @@ class Batch(NamedTuple):
 
 
 class HazardSamples:
-    """A log of runs in time order, and for each bin how far it has been learned from.
+    """A log of runs in time order, and for each bin the position up to which it was learned.
 
-    A run is a sample of a bin once that bin is over and unless it returned before it, so runs
-    that have not returned yet count for exactly as long as they were watched.
+    A run is a sample of a bin when the bin is over, unless the run was used again before that
+    bin. Runs that were not used again yet count for exactly as long as they were watched.
     """
 
     def __init__(self) -> None:
         self._base = 0
         """Number of the first run in the log."""
-        # Not numpy's: one entry at a time, these are three times as fast.
+        # Plain lists: for single entries they are three times as fast as numpy arrays.
         self._born = array("d")
         self._age = array("d")
-        """How old a run was when it returned."""
+        """Age of each run when it was used again."""
         self._class = array("q")
         self._next = np.zeros(NUM_BINS, dtype=np.int64)
         self._low = np.array(EDGES[:-1], dtype=np.float64)
@@ -43,24 +44,24 @@ class HazardSamples:
         return len(self._born)
 
     def add(self, run_class: int, now: float) -> int:
-        """A run was used now; its number."""
+        """Record that a run was used now, and return its number."""
         self._born.append(now)
         self._age.append(_NEVER)
         self._class.append(run_class)
         return self._base + len(self._born) - 1
 
     def came_back(self, number: int, now: float) -> None:
-        """The run was used again, for the first time since."""
+        """The run was used again for the first time."""
         at = number - self._base
         if at >= 0 and self._age[at] == _NEVER:
             self._age[at] = now - self._born[at]
 
     def ready(self, now: float) -> Batch:
-        """The samples that became ready since this was asked last."""
+        """The samples that became ready since the last call."""
         ends = np.searchsorted(np.frombuffer(self._born), now - self._high, side="right")
         counts = np.maximum(ends - self._next, 0)
         bins = np.repeat(np.arange(NUM_BINS), counts)
-        # Position within the samples of its bin, on top of where that bin's begin.
+        # Position among the samples of its bin, plus the start of that bin's samples.
         first = np.cumsum(counts) - counts
         runs = np.arange(len(bins)) + (self._next - first)[bins]
         self._next += counts
@@ -73,7 +74,8 @@ class HazardSamples:
         return batch
 
     def _forget(self) -> None:
-        """Drop what every bin has learned from, and what is too much; not every time."""
+        """Drop runs that every bin has learned from, and runs above the limit; not in every
+        call."""
         drop = max(int(self._next.min()), len(self._born) - _MAX_LOGGED)
         if drop > len(self._born) // 2 or drop > _MAX_LOGGED // 8:
             for log in (self._born, self._age, self._class):

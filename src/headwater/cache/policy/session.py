@@ -1,8 +1,9 @@
-"""The session policy: least hit density first. See docs/eviction.md for what that means.
+"""The session policy: lowest hit density first; docs/eviction.md explains it.
 
 All nodes of one class and age bin have the same density, so they share a queue, oldest first,
-and the order is an order of queues. A node changes queue when it gets older than its bin; when
-densities change, no node is touched. What leaves a queue early stays in it as a stale entry.
+and the order is an order of queues. A node changes its queue when it becomes older than its
+bin. When densities change, no node is touched. A node that leaves a queue early stays in it as
+a stale entry.
 """
 
 from bisect import bisect_right
@@ -24,8 +25,8 @@ _MIN_SWEEP = 1024
 
 
 class _Entry:
-    """A node in a queue. Current while the order has this very entry for the node, and its
-    place is that of the queue; stale from then on."""
+    """A node in a queue. The entry is current while the order has this entry for the node and
+    the entry's place is that of the queue; then it is stale."""
 
     __slots__ = ("node", "place", "used_s")
 
@@ -37,9 +38,9 @@ class _Entry:
 
 
 class SessionPolicy:
-    """Least hit density first, leaves before what they hang on.
+    """Lowest hit density first; children before their parents.
 
-    While `cautious`, which the guard may set, the order is that of an LRU.
+    While `cautious` is set (by the guard), the order is that of an LRU.
     """
 
     def __init__(self, retention: Retention, tier: Tier) -> None:
@@ -49,22 +50,24 @@ class SessionPolicy:
         """Least recently used first; parked nodes have no entry."""
         self._queues: dict[int, deque[_Entry]] = {}
         self._heap: list[tuple[float, int]] = []
-        """Every queue that is not empty, by density; and some that are, or were denser."""
+        """All queues that are not empty, sorted by density. It may also contain empty queues
+        and queues with an old, higher density."""
         self._parked: dict[Node, None] = {}
-        """Nodes with children on the device: not before those, so in no queue, and ageless."""
+        """Nodes with children on the device. They must follow their children, so they are in no
+        queue and do not age."""
         self._timers: list[deque[_Entry]] = [deque() for _ in range(NUM_BINS)]
         """Entries in each bin, oldest first."""
         self._timers.append(deque(maxlen=0))
         self._entered = 0
         """Entries made since the last sweep."""
         self.resident_blocks = 0
-        """Blocks of the nodes in the order when it was last swept: what the tier holds."""
+        """Blocks of all nodes in the order at the last sweep: what the tier holds."""
         self._aged_s = 0.0
         self._version = 0
         self.cautious = False
 
     def learned(self) -> Weights:
-        """What was learned so far, by all tiers together."""
+        """What all tiers together learned so far."""
         return self._retention.learned()
 
     def visit(self, lease: Lease, finished: FinishedRequest, now: float) -> Sequence[MarkedRun]:
@@ -117,7 +120,8 @@ class SessionPolicy:
         return node in self._order
 
     def _least_first(self) -> Iterator[Node]:
-        """Offered entries leave their queue, and are back in it when the reader is done."""
+        """Yield entries in order. They leave their queue meanwhile and return to it when the
+        reader has finished."""
         offered: list[_Entry] = []
         try:
             while (entry := self._pop_least()) is not None:
@@ -131,12 +135,13 @@ class SessionPolicy:
             on_device = self._on_device
             for entry in reversed(offered):
                 node = entry.node
-                # What was evicted is about to be discarded.
+                # Evicted nodes are discarded soon, so their entries do not return.
                 if len(node.device if on_device else node.host):
                     self._enqueue(entry, first=True)
 
     def _pop_least(self) -> _Entry | None:
-        """Take the oldest entry of the least dense queue out of it, parking what is blocked."""
+        """Remove and return the oldest entry of the least dense queue. Nodes with children are
+        parked."""
         heap, queues, order = self._heap, self._queues, self._order
         while heap:
             place = heap[0][1]
@@ -162,7 +167,7 @@ class SessionPolicy:
         self._parked[node] = None
 
     def _unpark(self, node: Node) -> None:
-        """Into its queue, once nothing hangs on it any more."""
+        """Put a node into its queue when it has no more children on the device."""
         if not node.device_children:
             del self._parked[node]
             self._enqueue(self._enter(node, self._retention.now))
@@ -204,7 +209,8 @@ class SessionPolicy:
             while timers and timers[0].used_s <= until:
                 entry = timers.popleft()
                 node = entry.node
-                # A stale entry: its node was used again, or is gone, and has another or none.
+                # A stale entry: the node was used again or has left; it has another entry or
+                # none.
                 if order.get(node) is not entry:
                     continue
                 entry.place += 1
@@ -218,12 +224,13 @@ class SessionPolicy:
         self._entered += moved
 
     def _max_entered(self) -> int:
-        """The first time soon, for the guard wants to know how much there is."""
+        """Entries until the next sweep. The first sweep comes early, because the guard needs
+        the size."""
         least = _MIN_SWEEP if not self.resident_blocks else 4 * _MIN_SWEEP
         return least + 4 * len(self._order)
 
     def _sweep(self) -> None:
-        """Forget stale entries and empty queues, and see how much there is."""
+        """Remove stale entries and empty queues, and measure how many blocks there are."""
         order, queues = self._order, {}
         for place, queue in self._queues.items():
             current = deque(
@@ -239,7 +246,7 @@ class SessionPolicy:
         self._sort()
 
     def _sort(self) -> None:
-        """Sort the queues by their densities now."""
+        """Sort the queues by their current densities."""
         densities = self._retention.hazards.densities
         self._heap = [(densities.item(place), place) for place, q in self._queues.items() if q]
         heapify(self._heap)

@@ -1,6 +1,6 @@
-"""What a run of blocks is like, as far as that tells when it comes back: all in buckets.
+"""Traits of a run of blocks that predict when it is used again, in buckets.
 
-The traits of a run are one number, so that looking up its class is one step.
+The traits of a run are one number, so that its class is found with one lookup.
 """
 
 from bisect import bisect_right
@@ -20,7 +20,7 @@ _HALF_OUTPUTS = _NUM_OUTPUTS // 2 + 1
 _TRUNK, _PARTIAL, _PARTIAL_AGAIN, _FIRST_USE = range(4)
 _NUM_KINDS = _FIRST_USE + len(_USES)
 
-# Feature 0 is none; then one range for each trait, and for kind by growth and by output.
+# Feature 0 means "none". Then one range for each trait, and for kind by growth and by output.
 _TURN = 1 + _NUM_KINDS
 _RELATION = _TURN + len(_TURNS)
 _GROWTH = _RELATION + 3
@@ -32,7 +32,7 @@ _NO_HINT, _PENDING, _FIRST_RETURN = range(3)
 _NUM_HINTS = _FIRST_RETURN + len(GROUP_ENDS) + 1
 NUM_FEATURES = _HINT + _NUM_HINTS - 1
 NUM_UNHINTED = 7
-"""Features of one run, at most, where its client said nothing; a hint is one more."""
+"""Most features of one run without a hint; a hint adds one."""
 
 PRIORS = {
     _HINT: {0: 2.0},
@@ -41,22 +41,23 @@ PRIORS = {
         for k in range(len(GROUP_ENDS) + 1)
     },
 }
-"""Weights that hints begin with, by feature and column: pending is likelier at every age, an
-expected return at the ages it names, and less before. From there on they are learned."""
+"""Initial weights of hints, by feature and column: "pending" makes a return more likely at
+every age; "expected" makes it more likely at the ages it names and less likely before. Then
+they are learned."""
 
 
 class Relation(IntEnum):
-    """How a request follows the last one that used the same prefix."""
+    """How a request continues the previous request that used the same prefix."""
 
     FIRST = 0
     CONTINUES = 1
-    """It has all of that one's prompt."""
+    """It contains the whole prompt of that request."""
 
     BRANCHES = 2
 
 
 class Traits:
-    """What the runs of one request have in common; each then adds its kind."""
+    """What the runs of one request have in common; each run then adds its kind."""
 
     __slots__ = ("_base",)
 
@@ -75,20 +76,20 @@ class Traits:
         self._base = number * _NUM_KINDS
 
     def trunk(self) -> int:
-        """Many sessions begin with it; nothing else about it matters."""
+        """Many sessions begin with this run. Nothing else about it matters."""
         return _TRUNK
 
     def partial(self, *, again: bool) -> int:
-        """A last block that is not full; `again` when the whole prompt came before."""
+        """A last block that is not full; `again` if the whole prompt was used before."""
         return _PARTIAL_AGAIN if again else _PARTIAL
 
     def used(self, times: int) -> int:
-        """Used so many times, this one included."""
+        """Used this many times, including this one."""
         return self._base + _FIRST_USE - 1 + bisect_right(_USES, times)
 
 
 def features_of(traits: int) -> tuple[int, ...]:
-    """The features that are on for a run with these traits."""
+    """The features that are set for a run with these traits."""
     number, kind = divmod(traits, _NUM_KINDS)
     if kind < _FIRST_USE:
         return (1 + kind,)
@@ -111,7 +112,7 @@ def features_of(traits: int) -> tuple[int, ...]:
 
 
 def _hint_number(hint: Hint | None) -> int:
-    """What a hint says about the time of return. A closed session is not classed at all."""
+    """What a hint says about the time of return. Closed sessions have no class."""
     if hint is None or hint.closed:
         return _NO_HINT
     if hint.returns_in_s is None:
@@ -120,4 +121,4 @@ def _hint_number(hint: Hint | None) -> int:
 
 
 UNKNOWN = Traits(1, Relation.FIRST, None, 0).used(1)
-"""Of a run that no request has told anything about."""
+"""Traits of a run about which no request has said anything."""

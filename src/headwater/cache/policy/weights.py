@@ -1,7 +1,7 @@
-"""What a session policy has learned, as a value: to begin with it elsewhere, or again.
+"""What a session policy has learned, as a value that another engine can start with.
 
-It holds no step sizes: whoever begins with it learns from its own traffic as fast as from
-nothing.
+It has no step sizes: an engine that starts with it learns from its own traffic as fast as one
+that starts with nothing.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from headwater.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Weights:
-    """Weights of every feature at every age, and who they were learned from."""
+    """Weights of every feature at every age, and the traces they were learned from."""
 
     bias: Floats
     features: Floats
