@@ -1,4 +1,4 @@
-"""What the tiered cache needs to know, and nothing else."""
+"""Settings of the tiered cache."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,7 +11,7 @@ from headwater.types import WritePolicy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """Settings of one `TieredCache`; checked when made."""
+    """Settings of one `TieredCache`, checked on construction."""
 
     device_blocks: int
     """Blocks in the device pool."""
@@ -20,7 +20,7 @@ class CacheConfig:
     """Tokens in a block: the unit of matching, eviction and transfer."""
 
     host_blocks: int = 0
-    """Blocks in the host pool; 0 is no host tier."""
+    """Blocks in the host pool; 0 means no host tier."""
 
     storage: bool = False
     """Whether there is a storage tier below the host tier."""
@@ -32,27 +32,27 @@ class CacheConfig:
     """With `write_through_selective`: a block is written at its n-th hit."""
 
     write_ahead_blocks: int | None = None
-    """How many of the next victims of the device are kept written to the host, under the
-    policies `auto`, `write_through` and `write_back`; None is an eighth of the device."""
+    """Number of next victims of the device that are kept written to the host, under the
+    policies `auto`, `write_through` and `write_back`; None means an eighth of the device."""
 
     eviction: str = "lru"
     """Name of the eviction policy, for the device and the host tier."""
 
     weights: Weights | None = None
-    """What the `session` policy begins with; None is nothing."""
+    """Initial weights of the `session` policy; None starts without any."""
 
     hint_share: float = 0.5
-    """Share of the device's blocks that the hints of one tenant may ask to be kept."""
+    """Share of the device blocks that the hints of one tenant may keep."""
 
     storage_order: Literal["reuse", "arrival"] = "reuse"
-    """Which blocks are written to storage first: those most likely to return, or first come, first
-    served, to compare with."""
+    """Which blocks are written to storage first: those most likely to be used again or, for
+    comparisons, those that came first."""
 
     max_ghosts: int = 32_768
-    """Runs of evicted blocks that are remembered, to explain misses."""
+    """Number of runs of evicted blocks that are remembered, to explain misses."""
 
     max_stored_nodes: int = 65_536
-    """Runs that are remembered although only storage has them."""
+    """Number of runs that are remembered although only storage has them."""
 
     fingerprint: bytes = b""
     """Content hash of the model's weights and config."""
@@ -61,10 +61,10 @@ class CacheConfig:
     """Element type and layout version of the KV bytes."""
 
     shard: str = ""
-    """Which part of the model's heads or layers this cache is for."""
+    """The part of the model's heads or layers that this cache is for."""
 
     record_events: bool = False
-    """Whether what is gained and lost is recorded, for those who follow the cache."""
+    """Whether KV events are recorded for consumers."""
 
     record_host: bool = False
     """Whether arrivals in host slots are recorded, for a host tier that outlives the engine."""

@@ -43,7 +43,7 @@ class Evictor:
         self.lost = 0
         """Blocks that left their last tier since the start."""
         self.forgotten = 0
-        """Those of them that left storage, which is their last tier, or were damaged there."""
+        """Those of them whose last tier was storage, or that were damaged there."""
 
     def take_device(self, count: int, state: SlotState) -> Slots | None:
         """Take `count` device slots, evicting exactly as many blocks as are missing. If that is
@@ -65,10 +65,8 @@ class Evictor:
         return count
 
     def evict_host(self, count: int, kept: Node | None = None) -> int:
-        """Evict up to `count` host blocks, none of them of `kept`; return how many.
-
-        Fewer are evicted when the others are in use.
-        """
+        """Evict up to `count` host blocks, but none of `kept`; return how many. The result is
+        smaller when the other blocks are in use."""
         host = self._host
         moved: list[Slots] = []
         # A duplicate above other host blocks stays: if the device lost it before it is written
@@ -134,8 +132,8 @@ class Evictor:
         return moved
 
     def _written_victims(self) -> Iterator[Node]:
-        """Nodes of the device order that the host has too. Others are passed over, but no more of
-        them than the eviction window has blocks."""
+        """Nodes of the device order that are also on the host. Other nodes are skipped, but at
+        most as many as the eviction window has blocks."""
         patience = self._writes.window.num_blocks
         for node in self._device.order.victims():
             if len(node.host) >= len(node.device):
@@ -194,7 +192,8 @@ class Evictor:
         return need
 
     def _finish_device_pass(self, evicted: list[Node], leaves: list[Node]) -> None:
-        """`evicted` nodes have left the device; the `leaves` among them are in no tier."""
+        """`evicted` nodes have left the device; `leaves` are those of them that are now in no
+        tier."""
         # A match made before this pass may count evicted blocks: it is not current any more.
         self._tree.version += 1
         if evicted:

@@ -1,4 +1,4 @@
-"""Apply the end of each job to the cache, then tell the owner of the job: one completion path.
+"""Applies the end of each job to the cache, then tells its owner: the only completion path.
 
 A job that timed out keeps only the slots that its executor may still touch, until it is quiet.
 """
@@ -159,7 +159,8 @@ class JobFinisher:
         return attached
 
     def _end(self, record: JobRecord, plan: TransferJob, *, now: float) -> None:
-        """Remove a job from the table; its nodes return to the host order, its pins go."""
+        """Remove a job from the table, return its nodes to the host order, and release its
+        pins."""
         node, pinned = record.node, record.pins_path
         self._jobs.remove(record)
         if plan.target is Tier.STORAGE:

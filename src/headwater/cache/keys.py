@@ -1,9 +1,10 @@
-"""What a block is: its tokens and everything before it, in one namespace of one deployment.
+"""The identity of a block: its tokens and everything before it, in one namespace of one
+deployment.
 
 `TokenPath` is a sequence's identity inside the process, compared byte by byte. `KeyScheme`
-turns the same identity into 32-byte keys for whatever leaves the process: storage, events,
-routing. The encoding is fixed-width, binary and versioned; two deployments that differ in
-anything that changes KV bytes have no key in common.
+turns the same identity into 32-byte keys for use outside the process: storage, events, routing.
+The encoding is fixed-width, binary and versioned; two deployments that differ in anything that
+changes KV bytes have no key in common.
 """
 
 import hashlib
@@ -24,18 +25,20 @@ _INT32 = np.iinfo(np.int32)
 
 
 class Namespace(NamedTuple):
-    """Who may share blocks: the same salt *and* the same adapter. A tuple, to hash fast."""
+    """Requests with the same salt *and* the same adapter share blocks. A tuple, because tuples
+    hash fast."""
 
     salt: str = ""
     adapter: str = ""
 
 
 SHARED = Namespace()
-"""The namespace of requests that name none."""
+"""The namespace of requests without salt and adapter."""
 
 
 class MediaSpan(NamedTuple):
-    """Tokens [start, end) stand for an image, a sound …, known by its digest."""
+    """Tokens [start, end) stand for an image, a sound or other media, identified by its
+    digest."""
 
     start: int
     end: int
@@ -71,10 +74,10 @@ class TokenPath:
 
 
 def media_by_block(spans: Iterable[MediaSpan], block_tokens: int) -> dict[int, bytes]:
-    """What tells blocks with equal placeholder tokens apart, by block index.
+    """Distinguishes blocks with equal placeholder tokens, by block index.
 
-    A span counts in every block it touches, with its start relative to that block: the same
-    image one token further on is another block.
+    A span counts in every block that it touches, with its start relative to that block: the
+    same image one token later is another block.
     """
     media: dict[int, bytes] = {}
     for start, end, digest in sorted(spans):
@@ -88,7 +91,7 @@ def media_by_block(spans: Iterable[MediaSpan], block_tokens: int) -> dict[int, b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyScheme:
-    """Everything outside the tokens that decides what the bytes of a block are."""
+    """Everything except the tokens that determines the bytes of a block."""
 
     block_tokens: int
     fingerprint: bytes = b""
@@ -98,7 +101,7 @@ class KeyScheme:
     """Element type and layout version of the KV bytes."""
 
     shard: str = ""
-    """Which part of the heads or layers this process keeps."""
+    """The part of the heads or layers that this process keeps."""
 
     def root(self, namespace: Namespace) -> BlockKey:
         """The key that the first block of a namespace is chained to."""
@@ -110,7 +113,8 @@ class KeyScheme:
             (b"a", namespace.adapter.encode()),
             (b"s", namespace.salt.encode()),
         )
-        # Tag and length before each field: no salt can be mistaken for an adapter.
+        # Each field has a tag and a length before it, so a salt is never confused with an
+        # adapter.
         encoded = b"".join(tag + struct.pack("<I", len(value)) + value for tag, value in fields)
         return BlockKey(hashlib.sha256(_DOMAIN + encoded).digest())
 

@@ -28,7 +28,7 @@ class RetentionMark(NamedTuple):
     used_s: float
     run_class: int
     uses: int = 1
-    """How often it was used, also before it was evicted and computed again."""
+    """Number of uses, including those before it was evicted and computed again."""
 
 
 class Node:
@@ -85,7 +85,7 @@ class Node:
         self.namespace: Namespace | None = None
         """Only for a root: the namespace of all blocks below it."""
         self.keys: list[BlockKey] | None = None
-        """Block keys of the leading blocks, once they were needed."""
+        """Block keys of the leading blocks, once they have been computed."""
         self.device = self.host = EMPTY
         self.num_stored = 0
         self.device_children = 0

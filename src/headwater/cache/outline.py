@@ -1,7 +1,7 @@
-"""The shape of the prefix tree, for a picture: how much is where, and never what.
+"""The shape of the prefix tree, for a picture: how many blocks are where, never their content.
 
-Tokens and keys do not leave here, and of namespaces that are apart (salted tenants) nothing
-but how much they have. Costs at most `max_nodes` nodes, however large the tree is.
+Tokens and keys are not included. Of salted namespaces (separate tenants) only totals are
+included. The cost is bounded by `max_nodes`, however large the tree is.
 """
 
 from collections import deque
@@ -28,40 +28,40 @@ class OutlineNode:
 
     num_blocks: int
     device: int
-    """Of its blocks, how many lead on the device; likewise below."""
+    """Leading blocks on the device; the next two fields are the same for host and storage."""
 
     host: int
     stored: int
     age: int
-    """How many requests ended since one that used it did; 0 while it is in use."""
+    """Requests that ended since the last one that used the node; 0 while it is in use."""
 
     num_pins: int
     num_children: int
-    """All of them, also those that are not in the outline."""
+    """All children, including those that are not in the outline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaltedBlocks:
-    """What salted tenants have, in one sum."""
+    """Totals of all salted tenants together."""
 
     num_namespaces: int
     device: int
     host: int
     stored: int
     is_whole: bool
-    """False when there was more than could be counted."""
+    """False if there were more blocks than could be counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """Nodes, parents before children; of many siblings those that came last."""
+    """Nodes, parents before children; of many siblings the newest ones."""
 
     nodes: list[OutlineNode]
     num_nodes: int
-    """In the whole tree, whether they are shown or not."""
+    """In the whole tree, including nodes that are not shown."""
 
     num_first: int
-    """Nodes without a parent, shown or not."""
+    """Nodes without a parent, including those that are not shown."""
 
     apart: SaltedBlocks
     generation: int
@@ -90,7 +90,7 @@ def _shared_nodes(root: Node, tick: int, max_depth: int, max_nodes: int) -> list
         if depth == max_depth:
             continue
         room = min(width, max_nodes - len(shown))
-        # Without a look at the others, however many there are.
+        # Takes the newest without reading the others, however many there are.
         for child in islice(reversed(node.children.values()), room):
             shown.append(_shown(child, None if node is root else node.uid, tick))
             pending.append((child, depth + 1))

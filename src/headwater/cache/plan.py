@@ -51,7 +51,7 @@ class Lease:
         """Leading blocks of the owner's path that are leased, or were committed since."""
         self.namespace: Namespace = path.namespace
         self.path = path
-        """The longest path known of its owner: the prompt, later what was committed."""
+        """The longest known path of its owner: the prompt, later also the committed blocks."""
         self.prompt_tokens = len(path.tokens)
         self.since = now
         self.expires_s = expires_s

@@ -290,8 +290,8 @@ class TierPool:
         self.evictable = 0
         """Blocks of the nodes in the order."""
         self.duplicates: dict[Node, None] = {}
-        """Of the host tier: nodes in the order whose host blocks are also on the device and are
-        not evicted there soon. They leave a full host tier first; see `eviction_window`."""
+        """In the host tier: nodes in the order whose host blocks are also on the device and are
+        not evicted there soon. They leave a full host tier first; see `EvictionWindow`."""
         self.evicted = 0
         """Blocks evicted from this tier since the start."""
 

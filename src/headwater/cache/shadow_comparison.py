@@ -1,8 +1,8 @@
-"""The guard of the session policy: two small caches that a sample of sessions goes through.
+"""The guard of the session policy: a sample of sessions is served by two small caches.
 
-One evicts as the session policy does, the other is an LRU; both have the share of the cache
-that the sample has of the traffic. While the LRU finds more, the real order is that of an LRU
-too. The small caches are ordinary ones whose blocks are the numbers of prefixes.
+One of them evicts by the session policy, the other is an LRU. Both have the share of the cache
+that the sample has of the traffic. While the LRU finds more, the real order is that of an LRU.
+The small caches are ordinary caches; their blocks are the numbers of prefixes.
 """
 
 from collections.abc import Sequence
@@ -24,16 +24,17 @@ _SAMPLE_BITS = 4
 """One session of 2 ** 4 is in the sample."""
 
 _LONGEST = 4096
-"""Pieces of a path that the small caches have room for at once; longer ones are cut."""
+"""Longest path, in pieces, that the small caches accept; longer paths are cut."""
 
 _MEMORY = 1 - 1 / 1024
-"""What a count keeps of itself from one request of the sample to the next."""
+"""Factor by which a count decays from one request of the sample to the next."""
 
 _TOLERANCE, _RELIEF = 0.002, 0.0005
-"""Leads, as shares of what was seen, at which the LRU is followed and no longer followed."""
+"""Lead of the LRU, as a share of the counted pieces, at which the real order becomes an LRU;
+and the lead at which it stops being one."""
 
 _SURE = 2.0
-"""And a lead counts from this many standard deviations on: one long prompt proves nothing."""
+"""A lead counts only above this many standard deviations: one long prompt proves nothing."""
 
 _BLOCK_TOKENS = 2
 """A prefix's number is 64 bits: two tokens."""
@@ -62,15 +63,15 @@ class ShadowComparison:
         self._lead = 0.0
         """Pieces of `_seen` that the LRU found and the session policy did not."""
         self._spread = 0.0
-        """Sum of the squares of what each request added to the lead."""
+        """Sum of the squares of each request's contribution to the lead."""
 
     @property
     def share(self) -> float:
-        """Of all pieces, how many belong to the sample."""
+        """Share of all pieces that belong to the sample."""
         return self._sampled / self._pieces if self._pieces else 0.0
 
     def watch(self, visit: Visit) -> None:
-        """A request ended; if its session is in the sample, it goes through both caches."""
+        """A request ended. If its session is in the sample, both small caches serve it."""
         count = len(visit.prefixes)
         self._pieces += count
         if visit.session * 0x9E3779B97F4A7C15 >> (64 - _SAMPLE_BITS) & (
@@ -106,7 +107,7 @@ class ShadowComparison:
 
 
 class _Follower(SessionPolicy):
-    """The session policy over runs that somebody else has marked."""
+    """The session policy over runs that the real policy has marked."""
 
     runs: Sequence[MarkedRun] = ()
 
@@ -115,7 +116,7 @@ class _Follower(SessionPolicy):
 
 
 class _Small:
-    """A cache whose blocks are numbers of prefixes, and that holds as many as it is told."""
+    """A small cache whose blocks are the numbers of prefixes; its size can be changed."""
 
     def __init__(self, size: int, order: Lru | _Follower) -> None:
         self.max_room = size - _LONGEST
@@ -129,7 +130,7 @@ class _Small:
         self._cache = TieredCache(config, Orders(order, Lru()))
 
     def serve(self, visit: Visit, room: int) -> int:
-        """Send a request through; how many of its pieces were found."""
+        """Serve a request and return how many of its pieces were found."""
         cache, now = self._cache, visit.now
         numbers = np.array(visit.prefixes[:_LONGEST], dtype=np.uint64)
         path = TokenPath(numbers.view(np.int32))

@@ -32,21 +32,22 @@ _SHARE = 8
 admissions evicts; a larger one keeps more duplicates."""
 
 _BURSTS = 4
-"""The device is full of running requests when so many bursts of admissions would evict all else:
-those that come while one is being written. With two, sessions that do not fit on the device found
-0.91 of what they could, with four 0.96."""
+"""The device counts as full of running requests when this many bursts of admissions would evict
+everything else. That many bursts can come while one of them is being written. With two,
+sessions that do not fit on the device found 0.91 of what they could; with four, 0.96."""
 
 _BURST_MEMORY = 0.99
-"""What a burst keeps of itself with each later step that takes blocks."""
+"""Factor by which the burst decays with each later step that takes blocks."""
 
 _LOOKS = 16
-"""The window is searched again when one part in this many of it was used up."""
+"""The window is searched again when one part in this many of it has been used."""
 
 _POLICIES = (WritePolicy.AUTO, WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK)
 
 
 class EvictionWindow:
-    """Knows which device blocks are evicted next. Reads the device order, changes nothing in it."""
+    """Knows which device blocks are evicted next. It reads the device order and never changes
+    it."""
 
     def __init__(self, config: CacheConfig, device: TierPool) -> None:
         self.is_enabled = config.host_blocks > 0 and config.write_policy in _POLICIES
@@ -55,10 +56,10 @@ class EvictionWindow:
         self.num_blocks = max(config.device_blocks // _SHARE, 1) if ahead is None else ahead
         self._device = device
         self._burst = 0.0
-        """Blocks that the admissions of one step took lately, at most."""
+        """The largest number of blocks that the admissions of one recent step took."""
         self._used_before = self._used
         self._searched_at: int | None = None
-        """Blocks used up when the window was last searched."""
+        """Value of `_used` when the window was last searched."""
 
     def measure_step(self) -> None:
         """Measure how many blocks were taken since the last call. Called once a step."""
@@ -69,8 +70,8 @@ class EvictionWindow:
 
     @property
     def has_everything(self) -> bool:
-        """Whether every evictable device block may be evicted soon: they are inside the window, or
-        the next bursts of admissions take them."""
+        """Whether every evictable device block may be evicted soon: it is inside the window, or
+        the next bursts of admissions take it."""
         device = self._device
         soon = max(self.num_blocks, _BURSTS * self._burst)
         return device.pool.num_free + device.evictable < soon
@@ -133,12 +134,12 @@ class WriteQueue:
         self.window = window
         self._host = host
         self._to_host: dict[Node, bool] = {}
-        """Each with whether host blocks may be evicted for it."""
+        """For each node, whether host blocks may be evicted for it."""
         self._to_storage = StorageQueue(self.add, by_reuse=config.storage_order == "reuse")
 
     @property
     def may_have_any(self) -> bool:
-        """Whether there may be something to write. O(1); asked once a step."""
+        """Whether there may be something to write. O(1); called once a step."""
         self.window.measure_step()
         return bool(self._to_host) or self._to_storage.may_have_any or self.window.is_due
 
@@ -179,10 +180,8 @@ class WriteQueue:
             at = at.parent
 
     def add_path(self, node: Node) -> None:
-        """Queue the path that ends with `node`, whatever the policy says.
-
-        The root side first: a block on the host is of no use without those before it.
-        """
+        """Queue the path that ends with `node`, whatever the policy says. The root side comes
+        first: a block on the host is of no use without those before it."""
         path: list[Node] = []
         at: Node | None = node
         while at is not None:
@@ -240,7 +239,8 @@ class WriteQueue:
         self._to_storage.divide(head, tail)
 
     def host_candidates(self) -> Iterator[HostWrite]:
-        """Nodes with device blocks to write. Read to the end, nothing of the window is left."""
+        """Nodes with device blocks to write. When it was read to the end, the whole window is
+        written."""
         for node, may_evict in list(self._to_host.items()):
             if len(node.host) >= len(node.device):
                 self._to_host.pop(node, None)

@@ -54,7 +54,8 @@ class _AdmissionResult(Enum):
     """There is no room for it now. A bounded number of later sequences may start before it."""
 
     HELD = auto()
-    """Enough long prompts are being computed. Shorter ones may start before it until it is old."""
+    """Enough long prompts are being computed. Shorter prompts may start before it until it is
+    old."""
 
     LOADING = auto()
     """It waits for blocks that are being loaded from a lower tier."""
@@ -121,7 +122,7 @@ _WAITERS_PER_PLACE = 4
 """Sequences waiting for a load or a prefix that one step skips, per sequence that may run."""
 
 _MAX_HELD = 32
-"""Long prompts that one step looks past."""
+"""Long prompts that one step skips."""
 
 _MAX_OVERLAPPED_BLOCKS = 16
 """Largest load that a step with decodes may wait for: two or three milliseconds on a GPU."""
@@ -151,9 +152,9 @@ class Admission:
         self.recheck_s = inf
         """When a wait times out, so that `admit` may decide differently with the same inputs."""
         self.is_paused = False
-        """Whether only preempted sequences, which are not new, may start: an operator's wish."""
+        """Whether only preempted sequences may start, because an operator paused the engine."""
         self.is_draining = False
-        """The same, for as long as the engine waits to be idle."""
+        """Whether only preempted sequences may start, because the engine is being drained."""
 
     @property
     def has_candidates(self) -> bool:
@@ -177,7 +178,7 @@ class Admission:
         self._last_inputs = None
 
     def admit(self, budget: StepBudget, now: float) -> list[Chunk]:
-        """Start waiting sequences while the step has room; their first chunks.
+        """Start waiting sequences while the step has room, and return their first chunks.
 
         A blocked sequence is skipped, unless it was skipped too often or was preempted: nothing
         starts before such a sequence. The number of sequences examined does not grow with the
@@ -256,7 +257,8 @@ class Admission:
         )
 
     def _patience(self, sequence: Sequence) -> int:
-        """How many more sequences may start before a blocked one; none before a preempted one."""
+        """How many more sequences may start before a blocked one: none before a preempted
+        one."""
         if sequence.num_preemptions:
             return 0
         return self._config.max_passes - sequence.num_passes
@@ -310,8 +312,8 @@ class Admission:
         return _AdmissionResult.ADMITTED
 
     def _is_held(self, sequence: Sequence, num_found: int, budget: StepBudget) -> bool:
-        """Whether `sequence` would be one long prompt too many. A prompt that the step finishes
-        is not long; a preempted sequence was admitted before and is never held."""
+        """Whether `sequence` would exceed the number of long prompts. A prompt that the step
+        finishes is not long. A preempted sequence was admitted before and is never held."""
         if len(self._table.prefilling) < MAX_UNFINISHED or sequence.num_preemptions:
             return False
         num_lacking = sequence.num_tokens - num_found
@@ -322,10 +324,10 @@ class Admission:
     def _start_overlapped(
         self, sequence: Sequence, match: Match, now: float
     ) -> _AdmissionResult:
-        """Start `sequence` while its load is in flight, where the runner supports that; else wait
-        for the load."""
+        """Start `sequence` while its load is in flight, if the runner supports that; otherwise
+        it waits for the load."""
         load = self._loader.overlappable
-        # The step takes as long as the load, and so do the tokens of all its other rows.
+        # The step takes as long as the load, and all its other rows wait for it.
         if load is None or (self._table.decoding and load.num_blocks > _MAX_OVERLAPPED_BLOCKS):
             return _AdmissionResult.LOADING
         if not self._blocks.begin_overlapped(sequence, match, load, now):
@@ -365,7 +367,7 @@ def _wait_end_s(sequence: Sequence, now: float) -> float:
 
 
 def _count_passes(blocked: list[Sequence]) -> int:
-    """A sequence was admitted before these blocked ones; by how much their patience shrinks."""
+    """Count that a sequence was admitted before these blocked ones."""
     for sequence in blocked:
         sequence.num_passes += 1
     return 1 if blocked else 0

@@ -1,15 +1,14 @@
-"""The whole input of one forward pass, and what comes back from it.
+"""The input of one forward pass, and its result.
 
-Both are values in arrays: one entry a sequence or a token, never an object a token.
+Both consist of arrays with one entry per sequence or token; there is never an object per token.
 
     rows         |  decode  |   chunk of a prompt   | decode |     one row a sequence
     tokens       |    t     |  t  t  t  t  t  t  t  |   t    |     packed, no padding
     query_start  0          1                       8        9
 
-
-@@ What one step may still compute.
-
-@@ A step between its scheduling and its collection."""
+Also here: what a step may still compute (`StepBudget`), and a step between its scheduling and its
+collection (`InFlightStep`).
+"""
 
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
@@ -27,8 +26,8 @@ from headwater.types import JobId, RequestId, Slots, Tokens
 IntArray = NDArray[np.int32]
 
 NO_TOKEN = -(1 << 31)
-"""Stands for the token of a row that could not choose one. No other negative number does: traces in
-a simulator use those as tokens that no model has."""
+"""Stands for the token of a row for which no token could be chosen. Other negative numbers are
+tokens in a simulator's traces."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -39,7 +38,7 @@ class ScheduledBatch:
     """Number of this step, counting up from 0 without gaps over the submitted batches."""
 
     request_ids: list[RequestId]
-    """Which sequence each row is."""
+    """The sequence of each row."""
 
     tokens: Tokens
     """Input token ids of all rows, packed. Undefined for a row with a `carry`."""
@@ -67,13 +66,13 @@ class ScheduledBatch:
     Read for penalties, min_tokens, and the position that seeds randomness."""
 
     awaits: dict[int, JobId] = field(default_factory=dict)
-    """Rows that read the targets of a load which has not landed, and its job: layer l of
-    such a row is computed when layer l of the load is there, or has failed. Empty unless
-    the runner is `layerwise`."""
+    """Rows that read the targets of a load in flight, and its job. Layer l of such a row is
+    computed when layer l of the load has arrived or failed. Empty unless the runner is
+    `layerwise`."""
 
     scored: dict[int, tuple[Tokens, int]] = field(default_factory=dict)
-    """Rows whose prompt tokens are wanted with log-probabilities: the token after each of the
-    row's first positions, and how many alternatives are reported beside it."""
+    """Rows that report log-probabilities of prompt tokens: the token after each of the row's
+    first positions, and how many alternatives are reported with it."""
 
     carry: IntArray
     """Per row: the row of the *previous* batch whose sampled token is this row's only input
@@ -98,16 +97,16 @@ class StepResult:
 
     step: int
     tokens: Tokens
-    """NO_TOKEN for a row with a grammar whose mask was late; such a row tries again."""
+    """NO_TOKEN for a row whose grammar mask was late; the row tries again in a later step."""
 
     logprobs: list[TokenLogprobs | None]
-    """Per sampled row; None where none were asked for."""
+    """Per sampled row; None if none were requested."""
 
     scores: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """By row of `scored`."""
 
     failures: dict[int, str] = field(default_factory=dict)
-    """By sampled row: why no token can ever be chosen for it."""
+    """By sampled row: why no token can be chosen for it."""
 
 
 class Chunk(NamedTuple):
@@ -118,7 +117,8 @@ class Chunk(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        """Whether the sequence chooses a token after it. Asked before the step is given."""
+        """Whether the sequence samples a token after this chunk. Call it before the step is
+        scheduled."""
         return self.sequence.num_scheduled + self.num_tokens == self.sequence.num_tokens
 
 
@@ -127,8 +127,8 @@ def build_batch(
 ) -> ScheduledBatch:
     """One row for each of `decodes`, then one for each of `chunks`.
 
-    `carries` says that the previous step is in flight, so that the input token of a decode
-    may still be unknown.
+    `carries` means that the previous step is in flight, so the input token of a decode may
+    still be unknown.
     """
     sequences = [*decodes, *(chunk.sequence for chunk in chunks)]
     sampled = [*decodes, *(chunk.sequence for chunk in chunks if chunk.is_last)]
@@ -199,7 +199,8 @@ def _scored(num_decodes: int, chunks: Listed[Chunk]) -> dict[int, tuple[Tokens, 
 
 
 def _carry(decodes: Listed[Sequence], num_rows: int, *, carries: bool) -> IntArray:
-    """Where a decode's input token comes from: it is unknown while all known are given."""
+    """The row of the previous batch that samples the input token of a decode, or -1 if the
+    token is known."""
     carry = np.full(num_rows, -1, dtype=np.int32)
     if carries and decodes:
         carry[: len(decodes)] = [
@@ -238,15 +239,14 @@ class StepBudget:
         return self.num_tokens > 0 and self.cost > 0
 
     def finishes(self, start: int, num_tokens: int) -> bool:
-        """Whether the step can compute so many tokens after `start` others."""
+        """Whether the step can compute this many tokens after `start` others."""
         fits = num_tokens <= min(self.num_tokens, self._max_chunk)
         return fits and chunk_cost(start, num_tokens) <= self.cost
 
     def hold_for_prefills(self, num_lacking: int) -> int:
-        """Hold room for prefills that lack so many tokens; what is left is for new sequences.
-
-        They leave one part in `NEW_SHARE` of the step. Returns what `release` takes.
-        """
+        """Reserve tokens for prefills that lack this many; the rest is for new sequences. At
+        least one part in `NEW_SHARE` of the step is left for them. Returns the argument of
+        `release`."""
         most = int(min(self.num_tokens, self.cost))
         held = min(num_lacking, most - most // NEW_SHARE)
         self.num_tokens -= held
@@ -254,7 +254,7 @@ class StepBudget:
         return held
 
     def release(self, held: int) -> None:
-        """Give back what is held."""
+        """Give back the reserved tokens."""
         self.num_tokens += held
         self.cost += held
 
@@ -263,7 +263,8 @@ class StepBudget:
         self.num_places -= 1
 
     def spend_chunk(self, sequence: Sequence) -> Chunk:
-        """As much of a prefill as the step has tokens for; at least one must be left."""
+        """The next chunk of a prefill: as many tokens as the step has left, which is at least
+        one."""
         left = sequence.num_tokens - sequence.num_scheduled
         num_tokens = min(left, self.num_tokens, self._max_chunk)
         start = sequence.num_scheduled
@@ -275,13 +276,13 @@ class StepBudget:
 
 
 class InFlightStep(NamedTuple):
-    """Whose rows a scheduled step has, in the order of the batch: decodes, then chunks."""
+    """The sequences of a scheduled step, in the order of the batch: decodes, then chunks."""
 
     step: int
     decodes: list[Sequence]
     chunks: list[Chunk]
     choosing: list[bool]
-    """For each chunk, whether its sequence chooses a token."""
+    """For each chunk, whether its sequence samples a token."""
 
     def has(self, sequence: Sequence) -> bool:
         """Whether `sequence` has a row. O(rows)."""

@@ -62,7 +62,7 @@ class BlockAllocator:
         return self._cache.match(sequence.path(), max_blocks=longest)
 
     def renew(self, sequence: Sequence, match: Match | None) -> Match | None:
-        """`match`, or a new one if the tree has changed since."""
+        """`match`, or a new match if the tree has changed since."""
         if match is None or self._cache.is_current(match):
             return match
         return self.match(sequence)

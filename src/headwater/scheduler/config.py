@@ -1,4 +1,4 @@
-"""What the scheduler needs to know, and nothing else."""
+"""Settings of the scheduler."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,7 +10,7 @@ from headwater.types import LoadPolicy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of a step, the order of waiting, and what may be cached."""
+    """Limits of a step, the order of waiting sequences, and what may be cached."""
 
     max_model_len: int
     """Most tokens of one sequence, prompt and output together."""
@@ -22,14 +22,15 @@ class SchedulerConfig:
     """Most tokens computed in one step; longer prompts are computed in chunks."""
 
     long_prefill_tokens: int | None = None
-    """Most tokens of one prompt computed in one step, so that a long one leaves room for
-    others; None is as many as the step has."""
+    """Most tokens of one prompt computed in one step, so that a long prompt leaves room for
+    others; None means as many as the step has."""
 
     itl: ItlTarget | None = None
-    """Target for the time between tokens while prompts are computed; None is no target."""
+    """Target for the time between tokens while prompts are computed; None means no target."""
 
     policy: Literal["fcfs", "priority"] = "fcfs"
-    """Order of waiting and of victims: by arrival, or by the request's `priority` first."""
+    """Order of waiting sequences and of victims: by arrival, or first by the `priority` of the
+    request."""
 
     prefix_caching: bool = True
     """Whether a prompt may reuse blocks that an earlier request computed."""
@@ -41,36 +42,37 @@ class SchedulerConfig:
     """Tokens that end any output, unless its request ignores them."""
 
     expected_output_tokens: int = 128
-    """Output length that admission reckons with until it has seen some end."""
+    """Output length that admission expects until it has observed some."""
 
     max_passes: int = 16
-    """How many later sequences may be admitted before a blocked one, which is then a wall;
-    0 lets nothing pass, ever."""
+    """How many later sequences may be admitted before a blocked one. Then none may pass it any
+    more; 0 means that none may ever pass."""
 
     lookahead: int = 8
-    """How many blocked sequences are looked past in one step."""
+    """How many blocked sequences are skipped in one step."""
 
     prefix_wait_min_blocks: int = 4
-    """Fewest blocks for which a newcomer waits while a running prefill computes them."""
+    """Fewest blocks for which a new sequence waits while a running prefill computes them."""
 
     prefix_wait_timeout_s: float = 2.0
-    """Longest such wait."""
+    """Longest wait for such a prefix."""
 
     load_policy: LoadPolicy = "priced"
-    """What is done about blocks on the host or in storage, unless a request says otherwise."""
+    """Default for requests: what to do about blocks on the host or in storage."""
 
     load_timeout_s: float = 5.0
-    """Longest wait of a request for lower tiers; `wait` has none but the transfers' own."""
+    """Longest wait of a request for lower tiers. `wait` has no limit except the deadlines of
+    transfers."""
 
     save_preempted: bool = True
     """Whether the blocks of a preempted sequence are written to the host tier, if there is one."""
 
     prefetch_sessions: bool = True
-    """Whether a session that said when it returns is brought up a tier shortly before, where
-    there is a host tier."""
+    """Whether the blocks of a session are loaded one tier up shortly before the return time
+    that its client announced; needs a host tier."""
 
     max_write_blocks: int = 64
-    """Most blocks being written to storage at once."""
+    """Most blocks that are being written to storage at once."""
 
     def __post_init__(self) -> None:
         _at_least(1, "max_write_blocks", self.max_write_blocks)
@@ -96,7 +98,7 @@ class SchedulerConfig:
             raise ConfigError(f"policy is fcfs or priority, got {self.policy!r}")
         if self.max_batched_tokens < self.max_num_seqs:
             raise ConfigError(
-                f"max_batched_tokens {self.max_batched_tokens} cannot carry one token for each "
+                f"max_batched_tokens {self.max_batched_tokens} cannot hold one token for each "
                 f"of max_num_seqs {self.max_num_seqs} sequences"
             )
 

@@ -24,7 +24,7 @@ class DecodeOnly(NamedTuple):
     """Upper bound of the steps that may be applied at once."""
 
     until_s: float = inf
-    """Only steps that begin before this time: then a waiting sequence may time out."""
+    """Only steps that begin before this time: at this time a waiting sequence may time out."""
 
     decoding: Listed[Sequence] = ()
     """The rows of each of these steps."""

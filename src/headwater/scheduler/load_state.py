@@ -1,7 +1,7 @@
 """What one sequence loads from lower tiers: the priced decision and the state of the load.
 
 The price is arithmetic over measured speeds. A prefix may also be split: its head is loaded and
-its tail is recomputed, where the tail lies in a slower tier or would arrive too late.
+its tail is recomputed, if the tail is in a slower tier or would arrive too late.
 
     found     | device |     host     |     storage     |  not cached …
     loaded              |<---- num_blocks ---->|
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRates:
-    """Rates that the engine loop measured lately. None is not measured yet."""
+    """Rates that the engine loop measured recently. None means not measured yet."""
 
     prefill_tokens_s: float | None = None
     """Prompt tokens computed per second."""
@@ -35,7 +35,7 @@ class MeasuredRates:
 
 
 class LowerTierMatch(NamedTuple):
-    """Cached blocks below the device, in position order: first those on the host."""
+    """Cached blocks below the device, in position order: those on the host come first."""
 
     host: int = 0
     storage: int = 0
@@ -46,13 +46,13 @@ class LowerTierMatch(NamedTuple):
 
 
 class QueueAhead(NamedTuple):
-    """What else there is to do when a load is priced."""
+    """The other work at the time when a load is priced."""
 
     backlog_tokens: int = 0
-    """Prompt tokens that are computed before any of this sequence."""
+    """Prompt tokens that are computed before any token of this sequence."""
 
     num_waiting: int = 0
-    """Other sequences that wait."""
+    """Other waiting sequences."""
 
     num_loading: int = 0
     """Those of them that wait for a load."""
@@ -67,14 +67,14 @@ class LoadDecision:
 
     reason: str
     load_s: float | None = None
-    """Expected seconds until they, or all where none is loaded, are on the device; None where
-    nothing was measured."""
+    """Expected seconds until the loaded blocks are on the device (all blocks, if none is
+    loaded); None if nothing was measured."""
 
     recompute_s: float | None = None
     """Expected seconds to compute all of them instead."""
 
     chosen_s: float | None = None
-    """Expected seconds of what was chosen: to load these and to compute the rest."""
+    """Expected seconds of this decision: load these blocks and compute the rest."""
 
 
 def choose(
@@ -86,14 +86,13 @@ def choose(
     max_wait_s: float,
     ahead: QueueAhead,
 ) -> LoadDecision:
-    """The cheapest leading part to load. `queued` are blocks that the links bring before.
+    """The cheapest leading part to load. `queued` are blocks that the links transfer first.
 
-    A load costs nothing while the prompts `ahead` are computed, and computing begins only after
-    them. Each second that this sequence computes also delays those that wait, and each second of
-    its load those that wait for a link. Without that a burst would compute what the link brings
-    ten times faster.
-    Nothing is loaded that is waited for longer than `max_wait_s`. What was never measured is loaded, because
-    that is how it gets measured.
+    A load costs nothing while the prompts `ahead` are computed, because this sequence computes
+    only after them. Each second that this sequence computes also delays all waiting sequences,
+    and each second of its load delays those that wait for a link. Without this rule, a burst of
+    requests would compute what the link loads ten times faster. A load that takes longer than `max_wait_s` is not chosen. A link
+    that was never measured is used, because only a load can measure it.
     """
     total = found.num_blocks
     compute_s = None
@@ -128,8 +127,8 @@ def load_s(
 ) -> float:
     """Expected seconds until the first `count` blocks below the device are on it.
 
-    Those in storage come to the host first, and then all of them to the device. A link that
-    was never measured costs nothing here.
+    Blocks in storage are read to the host first; then all blocks are copied to the device. A
+    link that was never measured costs nothing here.
     """
     if not count:
         return 0.0
@@ -145,7 +144,7 @@ def load_s(
 
 
 def _link_s(count: int, found: LowerTierMatch, rates: MeasuredRates) -> float:
-    """Seconds for which the first `count` blocks below the device use the slowest link."""
+    """Seconds for which the first `count` blocks below the device occupy the slowest link."""
     stored_s = (
         0.0 if rates.storage is None else max(count - found.host, 0) * rates.storage.block_s
     )
@@ -156,7 +155,7 @@ def _link_s(count: int, found: LowerTierMatch, rates: MeasuredRates) -> float:
 def _within(
     max_wait_s: float, found: LowerTierMatch, rates: MeasuredRates, queued: LowerTierMatch
 ) -> int:
-    """The most blocks that are on the device within `max_wait_s`."""
+    """The most blocks that can be on the device within `max_wait_s`."""
     least, most = 0, found.num_blocks
     while least < most:
         middle = (least + most + 1) // 2
@@ -168,12 +167,13 @@ def _within(
 
 
 ANSWER_S = 0.002
-"""So long after storage was asked, its answer is waited for before a sequence is looked at: most
-answers are faster, and looking costs a match."""
+"""How long a sequence waits for storage's answer before it is examined. Most answers are
+faster, and examining a sequence costs a match."""
 
 
 class SequenceLoad:
-    """State of a sequence that loads from a lower tier or asks storage; changed by `KVLoader`."""
+    """State of a sequence that loads from a lower tier or waits for a lookup. Changed by
+    `KVLoader`."""
 
     __slots__ = (
         "asked_s",
@@ -198,27 +198,28 @@ class SequenceLoad:
         self.is_asking = False
         """Whether storage has not answered yet."""
         self.device_blocks = 0
-        """Found on the device when the choice was made; `below` followed them."""
+        """Blocks found on the device when the decision was made; `below` follow them."""
         self.below = LowerTierMatch()
         self.choice: LoadDecision | None = None
         self.job: LoadJob | None = None
-        """The load in flight that it waits for; other sequences may wait for the same."""
+        """The load in flight that it waits for. Other sequences may wait for the same load."""
         self.num_jobs = 0
-        """Started for this sequence."""
+        """Loads started for this sequence."""
         self.began_s: float | None = None
-        """When it began to wait: nothing but the load kept it from being admitted."""
+        """When it began to wait for the load. From then on only the load delayed its
+        admission."""
         self.until_s: float | None = None
-        """When it waits no longer."""
+        """When it stops waiting."""
         self.asked_s: float | None = None
-        """When its question was handed over."""
+        """When its lookup was sent."""
         self.ended: str | None = None
-        """Why nothing more is loaded, whatever there is."""
+        """Why no more is loaded, whatever the lower tiers have."""
         self.shortfall: str | None = None
-        """Why less arrived than was wanted."""
+        """Why fewer blocks arrived than were chosen."""
 
     @property
     def end_s(self) -> float | None:
-        """When its sequence is to be looked at although nothing has landed."""
+        """When its sequence is examined again although its load has not ended."""
         if self.until_s is None and self.is_asking and self.asked_s is not None:
             return self.asked_s + ANSWER_S
         return self.until_s
@@ -226,8 +227,8 @@ class SequenceLoad:
     def by_tier(self, num_blocks: int) -> tuple[int, int, int]:
         """Where the first `num_blocks` of the path were found: device, host, storage.
 
-        Promoted blocks count for the tier they came from. What another request computed
-        meanwhile was found on the device.
+        Loaded blocks count for the tier that they came from. Blocks that another request
+        computed meanwhile count for the device.
         """
         host_start = min(self.device_blocks, num_blocks)
         host = min(num_blocks - host_start, self.below.host)
@@ -235,7 +236,7 @@ class SequenceLoad:
         return num_blocks - host - storage, host, storage
 
     def usage(self, now: float) -> LoadUsage:
-        """The choice and what came of it, for the ledger."""
+        """The decision and its result, for the request's usage."""
         choice = self.choice
         return LoadUsage(
             choice="none" if choice is None else choice.reason,
@@ -251,7 +252,8 @@ class SequenceLoad:
 
 
 class PendingLoad:
-    """A load in flight, as the owner of the cache's job: the sequences that depend on it."""
+    """A load in flight, as the owner of the transfer job, and the sequences that depend on
+    it."""
 
     __slots__ = ("_finish", "expected", "has_ended", "overlapped", "waiting")
 
@@ -268,15 +270,15 @@ class PendingLoad:
         """When the load was planned and how long it was expected to take, if that is known."""
 
     def finish_job(self, job: Job, outcome: JobOutcome, now: float) -> None:
-        """The cache has applied the outcome. Nothing depends on when a timed-out load is
-        quiet, so its second outcome is ignored."""
+        """The cache has applied the outcome. The second outcome of a timed-out load is ignored,
+        because no sequence depends on it."""
         if not self.has_ended and isinstance(job, LoadJob):
             self.has_ended = True
             self._finish(self, job, outcome, now)
 
 
 class OverlappedLoad:
-    """One load in flight, and the chunk that was computed before it was done."""
+    """One load in flight, and the chunk that was computed before the load ended."""
 
     __slots__ = ("load", "logprobs", "num_tokens", "token")
 
@@ -285,7 +287,7 @@ class OverlappedLoad:
         self.num_tokens = 0
         """Tokens that the chunk computed; set when it is collected."""
         self.token: int | None = None
-        """Sampled by that chunk, and not emitted before the load is done."""
+        """The token that the chunk sampled. It is not emitted before the load has ended."""
         self.logprobs: TokenLogprobs | None = None
 
     @property
@@ -295,7 +297,8 @@ class OverlappedLoad:
 
     @property
     def slots(self) -> Slots:
-        """Target slots of the load. The job owns them, and the cache once it is done."""
+        """Target slots of the load. They belong to the job; when it has ended, they belong to
+        the cache."""
         return self.load.target_slots
 
     def hold(self, num_tokens: int, token: int | None, logprobs: TokenLogprobs | None) -> None:
@@ -310,7 +313,7 @@ class PredictionTotals(NamedTuple):
     expected_s: float = 0.0
     actual_s: float = 0.0
     error_s: float = 0.0
-    """Sum of the differences, each without its sign."""
+    """Sum of the absolute differences."""
 
 
 class PredictionLog:
@@ -323,7 +326,7 @@ class PredictionLog:
         self.totals: dict[str, PredictionTotals] = {}
 
     def add(self, kind: str, expected_s: float, actual_s: float) -> None:
-        """Something was expected to take `expected_s` and took `actual_s`."""
+        """An operation was expected to take `expected_s` and took `actual_s`."""
         num, expected, actual, error = self.totals.get(kind, PredictionTotals())
         self.totals[kind] = PredictionTotals(
             num + 1,

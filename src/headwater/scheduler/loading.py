@@ -1,9 +1,9 @@
-"""Waiting for blocks that are on the host or in storage, or computing them instead.
+"""Decides whether sequences wait for blocks on the host or in storage, or compute them.
 
-A sequence that waits for a load holds no slots and no lease: the targets are the job's. When
-the job has landed, an ordinary match finds the blocks on the device. Several sequences wait
-for one job. A deadline ends the wait and not the job, and a failure ends in computing: there
-is no way in which a slow or broken tier costs more than its hits.
+A sequence that waits for a load has no slots and no lease: the job owns the target slots. When
+the job has ended, an ordinary match finds the blocks on the device. Several sequences may wait
+for one job. A deadline ends the wait, not the job, and after a failure the sequence computes
+its blocks. A slow or broken tier therefore costs no more than its hits.
 """
 
 from collections import Counter
@@ -39,13 +39,14 @@ from headwater.types import Tier
 FinishOverlapped = Callable[[Sequence, JobOutcome, float], None]
 
 _MOST_JOBS = 8
-"""Loads that are started for one sequence; what is evicted as often is not worth more."""
+"""Most loads that are started for one sequence. Blocks that are evicted so often are not worth
+another load."""
 
 _MEAN_OF = 32
-"""Sequences that the mean prompt is about."""
+"""Number of recent sequences in the mean prompt length."""
 
 _LEAST_WAIT_S = 0.05
-"""A wait that was chosen by price is not cut shorter than this."""
+"""A wait that was chosen by price is at least this long."""
 
 _LINKS = {Tier.HOST: "host_to_device", Tier.STORAGE: "storage_to_host"}
 """The link of a load, by its source."""
@@ -60,7 +61,8 @@ _SHORTFALL = {
 
 
 class StorageLookup(NamedTuple):
-    """What storage is asked for a sequence: how many of the first blocks of its path it has."""
+    """A question to storage for one sequence: how many of the first blocks of its path it
+    has."""
 
     path: TokenPath
     num_blocks: int
@@ -69,7 +71,8 @@ class StorageLookup(NamedTuple):
 
 
 class PendingLookup:
-    """A lookup in flight, as the owner of the cache's job: the questions of all sequences."""
+    """A lookup in flight, as the owner of the transfer job, with the questions of all
+    sequences."""
 
     def __init__(self, loader: "KVLoader", asked: list[StorageLookup]) -> None:
         self._loader = loader
@@ -89,40 +92,42 @@ class KVLoader:
         self._cache = cache
         self._has_storage = cache.config.storage and config.prefix_caching
         self.rates = MeasuredRates()
-        """What the loop measured lately; it puts a new value here."""
+        """Rates that the loop measured recently. The loop sets a new value here."""
         self.backlog_tokens = 0
-        """Prompt tokens that running sequences have still to compute; set before admission."""
+        """Prompt tokens that running sequences still have to compute; set before admission."""
         self.num_waiting = 0
         """Sequences that wait behind the one being examined; set before admission."""
         self._plans: list[LoadJob] = []
-        """Decided, and not taken yet."""
+        """Loads that are planned but not yet taken by the loop."""
         self._questions: list[StorageLookup] = []
-        """To be asked, all at once."""
+        """Questions for storage, asked together."""
         self._queued = {Tier.HOST: 0, Tier.STORAGE: 0}
         """Blocks of the loads in flight, by source."""
         self._num_loads = 0
         """Loads in flight."""
         self._mean_tokens = 0.0
-        """Mean prompt of the sequences that entered lately."""
+        """Mean prompt length of recent sequences."""
         self.finish_overlapped: FinishOverlapped | None = None
-        """Told when a load ended during which a sequence computed."""
+        """Called when a load ended during which a sequence computed."""
         self.layerwise = False
-        """Whether the runner can compute over a load before it has landed."""
+        """Whether the runner can compute a chunk before the load that it reads has ended."""
         self.overlappable: LoadJob | None = None
-        """What the last call of `waits` began, where the sequence need not wait for its end."""
+        """The load that the last call of `waits` started, if the sequence need not wait for its
+        end."""
         self.predictions = PredictionLog()
         """Expected and actual seconds of loads."""
         self.choices: Counter[str] = Counter()
-        """Priced choices, by reason."""
+        """Priced decisions, by reason."""
 
     @property
     def awaits_end(self) -> bool:
-        """Whether a copy or a lookup is in flight that will end. One that has timed out may not."""
+        """Whether a copy or a lookup is in flight that will certainly end. One that has timed
+        out may never end."""
         return bool(self._cache.num_live_jobs or self._questions)
 
     @property
     def num_questions(self) -> int:
-        """Questions to storage that were not handed over yet."""
+        """Questions to storage that are not sent yet."""
         return len(self._questions)
 
     @property
@@ -131,8 +136,9 @@ class KVLoader:
         return bool(self._plans or self._questions)
 
     def enter(self, sequence: Sequence) -> bool:
-        """A new sequence waits: ask storage for what nothing else has, while it queues. Whether
-        it is not to be looked at before there is an answer, or that is late."""
+        """A new sequence waits: ask storage for the blocks that no other tier has, while it
+        queues. Returns whether the sequence should not be examined before the answer comes or
+        is late."""
         if not self._has_storage or sequence.scores is not None:
             return False
         longest = (sequence.num_tokens - 1) // self._cache.block_tokens
@@ -153,7 +159,8 @@ class KVLoader:
         self._plans.append(plan)
 
     def still_waits(self, sequence: Sequence, now: float) -> bool:
-        """Whether what `sequence` waited for before is still on its way. Costs no match."""
+        """Whether the load or lookup that `sequence` waited for is still in flight. Costs no
+        match."""
         load = sequence.load
         if load is None or load.ended is not None:
             return False
@@ -168,8 +175,8 @@ class KVLoader:
         )
 
     def waits(self, sequence: Sequence, match: Match, *, fits: bool, now: float) -> bool:
-        """Whether `sequence`, which would fit or not, waits for blocks below the device; or
-        rides on `overlappable`."""
+        """Whether `sequence` waits for blocks below the device, or can start during the load
+        `overlappable`. `fits` tells whether it could be admitted now."""
         self.overlappable = None
         load = sequence.load
         below = match.host_blocks + match.storage_blocks
@@ -195,7 +202,8 @@ class KVLoader:
         return self._brings(sequence, load, match, fits=fits, now=now) and fits
 
     def take_plans(self, now: float) -> list[LoadJob | Lookup]:
-        """What is to be brought and asked from now on; each plan once, and all questions in one."""
+        """Loads and lookups to start now; each is returned once. All questions to storage form
+        one lookup."""
         plans: list[LoadJob | Lookup] = [*self._plans]
         self._plans.clear()
         if asked := self._questions:
@@ -210,7 +218,8 @@ class KVLoader:
     def finish_lookup(
         self, asked: list[StorageLookup], outcome: JobOutcome, *, now: float
     ) -> None:
-        """A lookup ended: load what storage has, or let the sequences go on without it."""
+        """A lookup ended: load the blocks that storage has, or let the sequences continue
+        without them."""
         found = outcome.found if outcome.status is JobStatus.DONE else [0] * len(asked)
         late = outcome.status is JobStatus.TIMED_OUT
         for each, num_blocks in zip(asked, found, strict=True):
@@ -223,8 +232,8 @@ class KVLoader:
     def finish_load(
         self, pending: PendingLoad, job: LoadJob, outcome: JobOutcome, now: float
     ) -> None:
-        """A load ended: the sequences that depend on it go on. Also one that timed out no longer
-        delays later loads."""
+        """A load ended: the sequences that depend on it continue. A load that timed out no
+        longer delays later loads either."""
         self._queued[job.source] -= job.num_blocks
         self._num_loads -= 1
         if pending.expected is not None and outcome.status is JobStatus.DONE:
@@ -244,15 +253,16 @@ class KVLoader:
             self.finish_overlapped(pending.overlapped, outcome, now)
 
     def _load_found(self, asked: StorageLookup, now: float) -> None:
-        """Storage has blocks of a sequence: load those that are not on the host either."""
+        """Storage has blocks of a sequence: load those that are not on the host."""
         sequence, load = asked.sequence, asked.load
         if self._queue_tokens > self._cache.config.host_blocks * self._cache.block_tokens / 2:
-            # The queue alone would fill the host: what is loaded so early would be evicted
-            # before its turn. Admission loads it when the sequence is near the head.
+            # A long queue would fill the host, and blocks that are loaded so early would be
+            # evicted before they are used. Admission loads them when the sequence is near the
+            # head of the queue.
             return
         if sequence.state is SequenceState.WAITING and sequence.load is load and not load.ended:
             match = self._cache.match(asked.path, max_blocks=asked.num_blocks)
-            # What is on the host already waits for admission.
+            # Blocks on the host are loaded at admission.
             if (
                 match.storage_blocks
                 and not match.host_blocks
@@ -266,7 +276,7 @@ class KVLoader:
         return self.num_waiting * self._mean_tokens
 
     def _make_load(self, sequence: Sequence) -> SequenceLoad:
-        """By what its request says, or else the settings."""
+        """The load state of a sequence, by its request or else by the settings."""
         request = sequence.request
         timeout_s = request.load_timeout_s
         return SequenceLoad(
@@ -275,8 +285,8 @@ class KVLoader:
         )
 
     def _wants(self, load: SequenceLoad, match: Match, *, ahead: bool = False) -> bool:
-        """Whether more of `match` is to be loaded; the choice is made when it is first asked.
-        `ahead` says that the sequence just entered the queue."""
+        """Whether more of `match` should be loaded. The decision is made at the first call.
+        `ahead` means that the sequence has just entered the queue."""
         if not match.host_blocks and not match.storage_blocks:
             return False
         if load.choice is None:
@@ -297,14 +307,14 @@ class KVLoader:
         return choose(
             found,
             rates=self.rates,
-            # Blocks that are on their way already are not queued before themselves.
+            # The loads of these blocks must not count as queued before themselves.
             queued=LowerTierMatch()
             if match.loading is not None
             else LowerTierMatch(self._queued[Tier.HOST], self._queued[Tier.STORAGE]),
             block_tokens=self._cache.block_tokens,
             max_wait_s=load.timeout_s,
             ahead=QueueAhead(
-                # Those that wait before a new sequence are computed before it too.
+                # Sequences that wait before a new one are also computed before it.
                 self.backlog_tokens + round(self._queue_tokens if ahead else 0),
                 self.num_waiting,
                 min(self._num_loads, self.num_waiting),
@@ -312,8 +322,8 @@ class KVLoader:
         )
 
     def _patience_s(self, sequence: Sequence, load: SequenceLoad, match: Match) -> float:
-        """How long it is worth waiting: by price, twice what computing it all would take, or what
-        the load was expected to take."""
+        """How long a wait is worth: by price, twice the time to compute everything, or the
+        expected time of the load."""
         if load.policy == "wait":
             return inf
         speed = self.rates.prefill_tokens_s
@@ -326,10 +336,8 @@ class KVLoader:
     def _brings(
         self, sequence: Sequence, load: SequenceLoad, match: Match, *, fits: bool, now: float
     ) -> bool:
-        """Have the next part brought one tier up; whether something is on its way to wait for.
-
-        The device's slots are only taken for a sequence that could be admitted.
-        """
+        """Start a load of the next part one tier up. Returns whether a load is in flight to
+        wait for. Device slots are taken only for a sequence that could be admitted."""
         job = match.loading
         if job is None:
             if (match.host_blocks and not fits) or load.num_jobs >= _MOST_JOBS:
@@ -356,7 +364,7 @@ class KVLoader:
         return load.policy != "best_effort" or match.host_blocks > 0
 
     def _expected(self, job: LoadJob, now: float) -> tuple[float, float] | None:
-        """When `job` begins and how long it should take, behind what is on its link."""
+        """When `job` begins and how long it should take, after the other jobs on its link."""
         rate = self.rates.host if job.source is Tier.HOST else self.rates.storage
         if rate is None:
             return None
@@ -364,13 +372,14 @@ class KVLoader:
         return now, rate.latency_s + blocks * rate.block_s
 
     def _carries(self, plan: LoadJob, sequence: Sequence, *, whole: bool) -> bool:
-        """Whether `sequence` may compute over `plan`: it brings all that is to be loaded."""
+        """Whether `sequence` may compute during `plan`: the plan loads everything that is to be
+        loaded."""
         if sequence.receives or sequence.params.grammar:
-            return False  # a late mask would void the chunk that is held back
+            return False  # a late grammar mask would discard the chunk that is held back
         return self.layerwise and whole and plan.source is Tier.HOST
 
 
 def _expects_answer(load: SequenceLoad, now: float) -> bool:
-    """Whether storage was asked so lately that nothing else is worth looking at yet."""
+    """Whether storage was asked so recently that it is too early to examine the sequence."""
     late = load.asked_s is not None and now >= load.asked_s + ANSWER_S
     return load.policy != "best_effort" and not late

@@ -27,15 +27,15 @@ _OFFLOAD_SHARE = 8
 several requests that end in one step, which are otherwise evicted unwritten."""
 
 _OFFLOAD_STEPS = 2
-"""So many may be written at once too: what this many steps compute. Writes are planned once a
-step, so less than one step could not keep up."""
+"""This many blocks may also be written at once: what this many steps compute. Writes are
+planned once a step, so a smaller number could not keep up."""
 
 _MAX_OFFLOAD_SHARE = 2
 """Never more than one device block in this many: sequences need the others."""
 
 
 class OffloadPlanner:
-    """Plans what the write policy and preemptions want, within a bound for each link."""
+    """Plans the writes of the write policy and of preemptions, within a bound for each link."""
 
     def __init__(self, cache: TieredCache, config: SchedulerConfig) -> None:
         self._cache = cache
@@ -45,10 +45,10 @@ class OffloadPlanner:
         spare = max(device_blocks // _OFFLOAD_SHARE, min(of_steps, most), 1)
         self._limits = {Tier.HOST: spare, Tier.STORAGE: config.max_write_blocks}
         self._num_blocks = {Tier.HOST: 0, Tier.STORAGE: 0}
-        """Blocks in flight to each tier; a running sum, because every step needs it."""
+        """Blocks in flight to each tier. A running sum, because every step reads it."""
 
     def plan(self, now: float) -> list[OffloadJob]:
-        """What may be written now. Costs nothing where nothing is wanted."""
+        """The writes to start now. Costs nothing while there is nothing to write."""
         if not self._cache.may_offload:
             return []
         plans = self._cache.plan_offloads(
@@ -72,20 +72,20 @@ class OffloadPlanner:
 
 
 _LEAD_S = 2.0
-"""How long before its time a session is looked at."""
+"""How long before the announced time a session is examined."""
 
 _RETRY_S = 0.25
-"""After how long it is looked at again where there was no room; until its time has come."""
+"""Time until a session is examined again if there was no room, until its announced time."""
 
 _PREFETCH_SHARE = 8
-"""At most one device block in this many is on its way up at once."""
+"""At most one device block in this many is being prefetched at once."""
 
 _MAX_SESSION_JOBS = 16
-"""For one session; what is evicted as often is not worth more."""
+"""Most loads for one session. Blocks that are evicted so often are not worth another load."""
 
 
 class _Trial(NamedTuple):
-    """A session that is to be looked at, at its time, after so many jobs for it."""
+    """A session to examine at a given time, and the number of jobs started for it."""
 
     at_s: float
     entry: SessionEntry
@@ -93,7 +93,7 @@ class _Trial(NamedTuple):
 
 
 class Prefetch:
-    """Plans loads of sessions that are due, and hands them to `KVLoader`."""
+    """Plans loads of sessions that are due, and gives them to `KVLoader`."""
 
     def __init__(
         self,
@@ -114,11 +114,11 @@ class Prefetch:
         self._num_loading = 0
         """Blocks of the loads in flight."""
         self.num_blocks = 0
-        """Blocks that were brought up, ever."""
+        """Blocks prefetched since the start."""
 
     @property
     def wake_s(self) -> float | None:
-        """When there is something to do although nothing landed."""
+        """When a session is due."""
         if not self._enabled:
             return None
         times = [trial.at_s for trial in self._trials]
@@ -128,7 +128,7 @@ class Prefetch:
         return min(times, default=None)
 
     def plan(self, now: float) -> None:
-        """Bring up what is due. Costs nothing while nothing is."""
+        """Prefetch the sessions that are due. Costs nothing while none is."""
         if not self._enabled:
             return
         due_s = self._cache.next_due_s
@@ -148,7 +148,7 @@ class Prefetch:
         outcome: JobOutcome,
         now: float,
     ) -> None:
-        """A load ended: requests may have waited for it too; look at the session again."""
+        """A load ended, for which requests may have waited too: examine the session again."""
         self._num_loading -= job.num_blocks
         if outcome.status is JobStatus.DONE:
             self.num_blocks += job.num_blocks
@@ -160,7 +160,7 @@ class Prefetch:
         if trial.at_s > now:
             self._trials.append(trial)
             return
-        # One that came back, or was closed, is expected no longer.
+        # A session that returned or was closed is not expected any more.
         if entry.due_s is None or trial.num_jobs >= _MAX_SESSION_JOBS:
             return
         match = self._cache.match_session(entry)
@@ -179,7 +179,7 @@ class Prefetch:
             self._trials.append(trial._replace(at_s=now + _RETRY_S))
 
     def _room(self, match: Match) -> int:
-        """Blocks that may be brought up now; 0 while a sequence waits for room."""
+        """Blocks that may be prefetched now; 0 while a sequence waits for room."""
         table = self._table
         if len(table.waiting):
             return 0

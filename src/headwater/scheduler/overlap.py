@@ -3,11 +3,11 @@
     step n      | load starts | layer 0 arrives, is computed | layer 1 …     the first chunk
     later       | load done: the chunk counts | or failed: the chunk is discarded
 
-The sequence has a lease on what the device had, the target slots of the load in its block table,
-and slots of its own behind them. It is given one chunk. Until the load is done, nothing of that
-chunk is emitted or committed, and no further step has a row of the sequence. The outcome is
-applied only when no step in flight reads the target slots. A failed load sends the sequence back
-to the waiting queue, as if it had not started.
+The sequence has a lease on what the device had, the target slots of the load in its block
+table, and slots of its own behind them. It computes one chunk. Until the load has ended,
+nothing of that chunk is emitted or committed, and no further step has a row of the sequence.
+The outcome is applied only when no step in flight reads the target slots. A failed load sends
+the sequence back to the waiting queue, as if it had not started.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from headwater.scheduler.sequence import Sequence, SequenceState
 from headwater.scheduler.stats import Totals
 
 ApplyToken = Callable[[Sequence, int, TokenLogprobs | None, float], SequenceOutput]
-"""Applies a sampled token to its sequence; the output."""
+"""Applies a sampled token to its sequence and returns the output."""
 
 
 class OverlappedLoads:
@@ -67,8 +67,8 @@ class OverlappedLoads:
     def finish(
         self, sequence: Sequence, outcome: JobOutcome, now: float
     ) -> list[SequenceOutput]:
-        """The load of `sequence` ended, and the cache has applied that: the sequence goes on, or
-        starts again. Returns the output that was held back, if there is one."""
+        """The load of `sequence` ended, and the cache has applied the outcome: the sequence
+        continues or starts again. Returns the output that was held back, if there is one."""
         overlap = sequence.overlap
         if sequence.state is not SequenceState.OVERLAPPING or overlap is None:
             return []

@@ -19,40 +19,43 @@ from headwater.errors import ConfigError
 from headwater.scheduler.sequence import Sequence
 
 AGE_FACTOR = 2
-"""A prompt is old when prompts computed this many times the tokens it lacks since it arrived."""
+"""A prompt is old when, since it arrived, other prompts have computed this many times the
+tokens that it lacks."""
 
 NEW_SHARE = 4
 """One part in this many of a step's prompt tokens is for sequences that have not begun yet."""
 
 MAX_UNFINISHED = 4
-"""Prompts that are computed over several steps at once. They hold blocks, so more of them wait,
-and shorter ones pass them."""
+"""Most prompts that are computed over several steps at once. They hold blocks, so further long
+prompts wait, and shorter ones pass them."""
 
 CONTEXT_TOKENS = 32768
-"""Tokens before a token that double its cost, because attention reads them. It is about right for
-models of 1 to 70 billion weights; measuring corrects the rest."""
+"""Number of preceding tokens that doubles the cost of a token, because attention reads them.
+About right for models of 1 to 70 billion weights; measurements correct the rest."""
 
 _MIN_CHUNK = 128
-"""Prompt tokens of a step, whatever the target is: prompts always make progress."""
+"""Fewest prompt tokens of a step, whatever the target is, so that prompts always make
+progress."""
 
 _UNKNOWN_CHUNK = 512
-"""The same while the cost of a token is not measured."""
+"""Prompt tokens of a step while the cost of a token is not measured yet."""
 
 _AIM = 0.95
-"""Share of the target that a step is planned for: steps differ from what is expected."""
+"""Share of the target for which a step is planned, because steps differ from their
+estimates."""
 
 _CHUNK_STEP = 64
 """Budgets are multiples of this: kernels compute tokens in tiles."""
 
 
 class StepCosts(NamedTuple):
-    """What steps took lately, as measured."""
+    """Measured costs of recent steps."""
 
     decode_s: float = 0.0
-    """A step without prompts, with about as many rows as the last one; 0 is not known."""
+    """A step without prompts, with about as many rows as the last one; 0 means unknown."""
 
     token_s: float = 0.0
-    """One more token of a prompt without context; 0 is not known."""
+    """One more prompt token without context; 0 means unknown."""
 
     overhead_s: float = 0.0
     """What steps with decodes and prompts took beyond their prompt tokens."""
@@ -63,15 +66,15 @@ class ItlTarget:
     """How long a step with decodes and prompts should take: the time between tokens."""
 
     min_s: float
-    """The target, or its least value where it follows the decode steps."""
+    """The target, or its smallest value if it follows the decode steps."""
 
     decode_steps: float = 0.0
     """The target is at least this many decode steps. Below a few of them, most of a step would
     be spent on reading the weights, and prompts would be slow."""
 
     prompt_share: float = 0.0
-    """Least share of the target that prompt tokens get, even if a step then takes longer. Where
-    the host needs the whole target to launch a step, more tokens in it cost nothing."""
+    """Smallest share of the target for prompt tokens, even if a step then takes longer. If the
+    host needs the whole target to launch a step, more tokens in it cost nothing."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.min_s < inf:
@@ -80,7 +83,7 @@ class ItlTarget:
             raise ConfigError(f"decode_steps cannot be negative, got {self.decode_steps}")
 
     def seconds(self, costs: StepCosts) -> float:
-        """The target while steps cost this."""
+        """The target at these costs."""
         return max(self.min_s, self.decode_steps * costs.decode_s)
 
     def chunk_tokens(self, costs: StepCosts) -> int:
@@ -94,7 +97,7 @@ class ItlTarget:
 
 
 ADAPTIVE_ITL = ItlTarget(min_s=0.030, decode_steps=3.5, prompt_share=0.6)
-"""The target of a GPU unless told otherwise."""
+"""The default target on a GPU."""
 
 
 def chunk_cost(start: int, num_tokens: int) -> float:
@@ -110,13 +113,14 @@ def affordable_tokens(start: int, cost: float) -> int:
 
 
 def is_old(sequence: Sequence, num_lacking: int, prompt_clock: int) -> bool:
-    """Whether `sequence`, which lacks so many tokens, goes before younger ones. `prompt_clock`
-    counts the prompt tokens of all steps so far."""
+    """Whether `sequence`, which lacks this many tokens, goes before younger ones.
+    `prompt_clock` counts the prompt tokens of all steps so far."""
     return prompt_clock - sequence.entered_at >= AGE_FACTOR * num_lacking
 
 
 def in_prefill_order(sequences: Iterable[Sequence], prompt_clock: int) -> list[Sequence]:
-    """By priority class; within a class old ones by arrival, then those that lack the least."""
+    """Sorted by priority class; within a class first the old ones by arrival, then those that
+    lack the fewest tokens."""
 
     def key(sequence: Sequence) -> tuple[int, bool, int]:
         priority, arrival = sequence.rank

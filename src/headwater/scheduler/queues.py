@@ -23,7 +23,7 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._keys: list[_Key] = []
         self._sequences: list[Sequence | None] = []
-        """In the order of the keys. The first `_head` entries of both lists are removed ones."""
+        """Sorted by key. The first `_head` entries of both lists are already removed."""
         self._head = 0
         self.num_preempted = 0
         self.version = 0
@@ -63,7 +63,7 @@ class WaitingQueue:
         at = bisect_left(self._keys, _key(sequence), lo=head)
         if at == len(self._keys) or self._sequences[at] is not sequence:
             raise ValueError(f"{sequence.request_id} is not in the waiting queue")
-        # Move the few entries before it, not the many behind it.
+        # Move the few entries before it, not the many after it.
         self._keys[head + 1 : at + 1] = self._keys[head:at]
         self._sequences[head + 1 : at + 1] = self._sequences[head:at]
         self._sequences[head] = None
@@ -140,14 +140,14 @@ class SequenceTable:
         )
 
     def note_admitted(self, sequence: Sequence) -> None:
-        """`sequence` got its blocks, and the KV of its cached prefix is in them. Reported where
-        a hand-off takes part in it."""
+        """`sequence` got its blocks, and the KV of its cached prefix is in them. Recorded only
+        for sequences of hand-offs."""
         if sequence.receives or sequence.num_pins:
             self._admitted[sequence.request_id] = sequence
         self.note_computed(sequence)
 
     def note_computed(self, sequence: Sequence) -> None:
-        """More KV of `sequence` is in its blocks. Reported where a hand-off sends them."""
+        """More KV of `sequence` is in its blocks. Recorded only for sequences of hand-offs."""
         if sequence.num_pins:
             self._computed[sequence.request_id] = sequence
 

@@ -116,8 +116,8 @@ class Handoffs:
         self._finish(sequence, "refused", now)
 
     def give_back(self, after_s: float, now: float) -> None:
-        """End preempted sequences that have waited `after_s` to resume, where the caller can have
-        them continued on another instance. The caller has their tokens so far."""
+        """End preempted sequences that have waited `after_s` to resume, if the caller can
+        continue them on another instance. The caller has their tokens so far."""
         for sequence in self._table.waiting.preempted():
             if now - sequence.preempted_s >= after_s and sequence.request.can_return:
                 name = sequence.request_id

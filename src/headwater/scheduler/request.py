@@ -2,7 +2,7 @@
 
 `SamplingParams` and `Request` come in; `SequenceOutput`, with `Usage` and `TokenLogprobs`, goes out.
 
-Values are validated here for callers that no type checker saw, such as library users.
+Values are validated here, because callers such as library users may not use a type checker.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "frequency_penalty": (-2.0, 2.0),
     "logit_bias": (-100.0, 100.0),
 }
-"""Least and most of each number that changes a choice; `top_p` is above its least."""
+"""Smallest and largest value of each number; `top_p` must be larger than its smallest value."""
 
 LEAST_TEMPERATURE = 0.001
 """Lower temperatures are greedy: dividing logits by almost zero overflows."""
@@ -32,7 +32,8 @@ MAX_LOAD_TIMEOUT_S = 3600.0
 """Longest wait for lower tiers that a request may ask for."""
 
 MAX_RETURNS_IN_S = 3600.0
-"""Longest time for which a session can be expected; later is as good as not at all."""
+"""Longest time in which a session can be announced to return; a later return is not worth a
+hint."""
 
 _LEAST_COUNTS = (
     ("max_tokens", 1),
@@ -54,14 +55,14 @@ class SamplingParams:
     """Most tokens to generate."""
 
     min_tokens: int = 0
-    """No end-of-sequence or stop token is chosen before this many."""
+    """No end-of-sequence or stop token is sampled before this many tokens."""
 
     temperature: float = 1.0
-    """0, or nearly, is greedy: the most likely token, always."""
+    """0 or nearly 0 is greedy: the most likely token is always chosen."""
 
     top_p: float = 1.0
     top_k: int = 0
-    """Choose among the k most likely; 0 is all."""
+    """Choose among the k most likely tokens; 0 means all."""
 
     min_p: float = 0.0
     repetition_penalty: float = 1.0
@@ -69,22 +70,22 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int = 0
-    """Randomness is a function of this and the token's position, and of nothing else. The default
-    makes library calls repeatable; the server draws a seed for a request without one."""
+    """Randomness depends only on this seed and the position of the token. The default makes
+    library calls repeatable; the server draws a seed for a request without one."""
 
     logprobs: int | None = None
-    """How many alternatives to report beside the chosen token; None reports nothing."""
+    """Number of alternatives to report for each sampled token; None reports nothing."""
 
     prompt_logprobs: int | None = None
-    """The same for the tokens of the prompt, which is then computed whole; None reports nothing."""
+    """The same for prompt tokens. The whole prompt is then computed; None reports nothing."""
 
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the output; the model's end-of-sequence ids are added unless ignored."""
 
     ignore_eos: bool = False
     grammar: str = ""
-    """What the output must look like, in llguidance's format; empty allows everything. It ends
-    the output where nothing more may follow, whatever `min_tokens` and `ignore_eos` say."""
+    """The grammar of the output, in llguidance's format; empty allows everything. The output
+    ends where the grammar allows nothing more, whatever `min_tokens` and `ignore_eos` say."""
 
     def __post_init__(self) -> None:
         _check_kinds(self)
@@ -107,7 +108,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is taken, rather than one drawn by chance."""
+        """Whether the most likely token is always chosen, instead of a random one."""
         return self.temperature < LEAST_TEMPERATURE
 
 
@@ -120,28 +121,29 @@ class Request:
     params: SamplingParams
     arrival_s: float
     priority: int = 0
-    """Lower runs first, under the `priority` policy."""
+    """Lower values run first, under the `priority` policy."""
 
     cache_salt: str = ""
     """Requests share cached blocks only with requests of the same salt."""
 
     session_id: str = ""
-    """Its client's name for the session it belongs to; empty for none."""
+    """The client's name for its session; empty if it gave none."""
 
     cache_hint: Hint | None = None
-    """What its client says of the session when this request has ended."""
+    """What the client says about the session after this request."""
 
     load_policy: LoadPolicy | None = None
-    """Instead of the server's; None is the server's."""
+    """Overrides the server's load policy; None uses the server's."""
 
     load_timeout_s: float | None = None
-    """Longest wait for lower tiers, instead of the server's."""
+    """Overrides the server's longest wait for lower tiers."""
 
     prefill: str = ""
     """Address of the instance that computes the prompt; empty computes it here."""
 
     local_fallback: bool = True
-    """Whether the prompt is computed here when that instance refuses; else it is declined."""
+    """Whether the prompt is computed here when that instance refuses; otherwise the request is
+    declined."""
 
     can_return: bool = False
     """Whether the caller can continue it on another instance if it waits too long to resume."""
@@ -177,8 +179,8 @@ def _check_hint(hint: Hint, session_id: str) -> None:
 
 
 def length_end(request: Request, max_model_len: int) -> int:
-    """The number of tokens at which `request` has reached its length; RequestError where it
-    cannot have a single token of output."""
+    """The number of tokens at which `request` reaches its length. Raises RequestError if there
+    is no room for one output token."""
     num_tokens = len(request.tokens)
     if num_tokens == 0:
         raise RequestError("the prompt is empty")
@@ -202,13 +204,13 @@ def _check_bounds(name: str, value: float) -> None:
 
 
 def is_whole(value: object) -> bool:
-    """Whether this is an integer of Python's or of numpy's; true and false are none."""
+    """Whether this is an integer of Python or numpy; booleans are not."""
     kind = type(value)
     return kind is int or (kind is not bool and isinstance(value, Integral))
 
 
 def _is_number(value: object) -> bool:
-    """Whether this is a number that can be compared; true and false are none."""
+    """Whether this is a comparable number; booleans are not."""
     kind = type(value)
     return kind is float or kind is int or (kind is not bool and isinstance(value, Real))
 
@@ -260,7 +262,7 @@ _KINDS: Mapping[str, _Kind] = {
 
 
 def _check_kinds(params: object) -> None:
-    """Raise RequestError, naming the field, for the first value of another kind."""
+    """Raise RequestError, naming the field, for the first value of a wrong type."""
     for name, (is_kind, words) in _KINDS.items():
         value = getattr(params, name)
         if not is_kind(value):
@@ -274,12 +276,13 @@ SEED_RANGE = 1 << 63
 
 
 def _seed_of_choice(seed: int, choice: int) -> int:
-    """Choices of one request differ, and differ the same way each time."""
+    """A different seed for each choice of a request, the same one each time."""
     return (seed + choice) % SEED_RANGE
 
 
 def params_of_choice(params: SamplingParams, choice: int) -> SamplingParams:
-    """How the tokens of the `choice`-th answer are chosen; the first's are as asked."""
+    """The sampling parameters of the `choice`-th answer. The first answer uses them
+    unchanged."""
     if choice == 0:
         return params
     return replace(params, seed=_seed_of_choice(params.seed, choice))
@@ -287,41 +290,43 @@ def params_of_choice(params: SamplingParams, choice: int) -> SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadUsage:
-    """What was chosen for blocks found below the device, and what came of it."""
+    """The decision about blocks found below the device, and its result."""
 
     choice: str
     """`load_cheaper`, `split`, `recompute_cheaper`, `unmeasured`, `policy_…`, or `none`."""
 
     host_blocks: int
-    """Found on the host when it was chosen; `storage_blocks` in storage, behind them."""
+    """Blocks on the host when the decision was made; `storage_blocks` follow them in
+    storage."""
 
     storage_blocks: int
     num_blocks: int
-    """Chosen to be loaded, from the first on; 0 is to compute them all."""
+    """Leading blocks to load; 0 computes all of them."""
 
     load_s: float | None
-    """Expected seconds of the load; None where nothing was measured."""
+    """Expected seconds of the load; None if nothing was measured."""
 
     recompute_s: float | None
-    """Expected seconds of computing it all."""
+    """Expected seconds to compute all of them."""
 
     chosen_s: float | None
-    """Expected seconds of what was chosen: of a split, to load its head and compute its tail."""
+    """Expected seconds of the decision; for a split, to load the head and compute the tail."""
 
     waited_s: float
-    """How long the request waited for nothing else."""
+    """How long the request waited for the load alone."""
 
     shortfall: str | None
-    """Why less arrived than was chosen."""
+    """Why fewer blocks arrived than were chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Fixed when a request is first admitted; being preempted later changes nothing in it."""
+    """How much of a prompt was cached. Fixed when the request is first admitted; a later
+    preemption does not change it."""
 
     prompt_tokens: int
     cached_tokens: int
-    """Prompt tokens that were not computed, because their blocks were found."""
+    """Prompt tokens that were not computed, because their blocks were cached."""
 
     by_tier: Mapping[str, int] = field(default_factory=dict)
     """`cached_tokens` by where the blocks were: device, host, storage, peer."""
@@ -330,13 +335,13 @@ class Usage:
     """Prompt tokens that were computed."""
 
     miss_reason: str | None = None
-    """Why the match ended where it did; None when all that can be found was found."""
+    """Why the match ended; None if everything that can be found was found."""
 
     queued_s: float = 0.0
     """From the request's arrival to its admission."""
 
     load: LoadUsage | None = None
-    """Where lower tiers had something, or were asked."""
+    """Set if lower tiers had blocks or were asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,7 +350,7 @@ class TokenLogprobs:
 
     chosen: float
     rank: int
-    """1 is the most likely token."""
+    """1 for the most likely token."""
 
     top_ids: tuple[int, ...]
     top_values: tuple[float, ...]
@@ -361,23 +366,23 @@ class SequenceOutput:
 
     request_id: RequestId
     tokens: list[int]
-    """Sampled since the last output; a stop token is included."""
+    """Sampled since the last output, including a stop token."""
 
     logprobs: list[TokenLogprobs | None]
-    """One entry a token; None where none were asked for."""
+    """One entry per token; None if none were requested."""
 
     finish_reason: str | None = None
     """`stop`, `length`, `abort`, `refused`, `returned` or `failed` on the last output, None
     before."""
 
     stop_token: int | None = None
-    """The token that ended the output, where one did."""
+    """The token that ended the output, if a token did."""
 
     usage: Usage | None = None
-    """On the first output that has tokens, and on no other."""
+    """On the first output with tokens, and on no other."""
 
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """Of the prompt's tokens from the second on; on the first output that has tokens."""
+    """For prompt tokens from the second on; on the first output with tokens."""
 
     detail: str = ""
-    """Where it was refused or failed: the reason."""
+    """The reason, if the request was refused or failed."""

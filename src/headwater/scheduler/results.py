@@ -20,7 +20,7 @@ from headwater.scheduler.stats import Totals
 
 
 class Preemption:
-    """Takes blocks from decoding sequences for those that need one now.
+    """Takes blocks from decoding sequences for sequences that need a block now.
 
     Only decoding sequences are preempted. Their full blocks, prompt and output, are committed, so
     a preempted sequence resumes by an ordinary prefix match. The request object is never changed.
@@ -45,8 +45,8 @@ class Preemption:
     def make_room(self, in_need: Iterable[Sequence], now: float) -> None:
         """Give each of `in_need` one block, and preempt victims until there are enough.
 
-        Stops early where the step in flight will free slots when it is collected: preempting
-        for those would be premature. A sequence in need may be the victim itself.
+        Stops early if the step in flight will free slots when it is collected, because a
+        preemption may then be unnecessary. A sequence in need may be the victim itself.
         """
         for sequence in in_need:
             while sequence.state is SequenceState.DECODE:
@@ -79,11 +79,11 @@ class Preemption:
             self.release(victim, now)
 
 
-# Looking up an enum member takes longer than comparing it; these are read for each row.
+# Looking up an enum member takes longer than comparing it, and these are read for each row.
 _PREEMPTING, _FINISHED = SequenceState.PREEMPTING, SequenceState.FINISHED
 
 _MIN_COMMITS = 32
-"""Output blocks that one step commits at least, where more are due."""
+"""Fewest output blocks that one step commits, if more are due."""
 
 
 class ResultApplier:
@@ -105,9 +105,10 @@ class ResultApplier:
         self._preemption = preemption
         self._cache = cache
         self._due: dict[Sequence, None] = {}
-        """Decoding sequences with a full block to commit, the longest due first."""
+        """Decoding sequences with a full block to commit; the block that is due longest comes
+        first."""
         self._commits_left = 0
-        """Output blocks that the step being applied may still commit."""
+        """Output blocks that the current step may still commit."""
         self.overlaps = OverlappedLoads(table, blocks, totals, cache, self.apply_token)
 
     def apply(
@@ -150,7 +151,7 @@ class ResultApplier:
 
     def _commit_or_postpone(self, sequence: Sequence, now: float) -> None:
         """Commit a full block of a sequence that sampled a token, now or in a later step."""
-        # Whole blocks of the prompt are what others wait for.
+        # Other sequences wait for full blocks of prompts.
         is_prompt = sequence.commit_at <= sequence.prompt_tokens
         if is_prompt or self._commits_left > 0 or sequence.state is _PREEMPTING:
             self._due.pop(sequence, None)
@@ -217,7 +218,8 @@ class ResultApplier:
     def _apply_missing_token(
         self, sequence: Sequence, num_tokens: int, failure: str | None, now: float
     ) -> list[SequenceOutput]:
-        """Its grammar mask was late: it tries again in a later step. With a `failure` it ends."""
+        """The grammar mask was late: the sequence tries again in a later step. With a `failure`
+        the sequence ends."""
         sequence.finish_chunk_without_token(num_tokens)
         if sequence.num_computed >= sequence.commit_at:
             self._blocks.commit(sequence, now)

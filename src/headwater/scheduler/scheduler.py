@@ -57,7 +57,8 @@ class Scheduler:
         self._block_tokens = cache.block_tokens
         pool_tokens = cache.config.device_blocks * cache.block_tokens
         self.max_model_len = min(config.max_model_len, pool_tokens + 1)
-        """Most tokens of one sequence. All but the last, which is never computed, must fit."""
+        """Most tokens of one sequence. All except the last one must fit; the last one is never
+        computed."""
         self._has_lower_tiers = cache.config.host_blocks > 0
         self._totals = Totals()
         self._table = SequenceTable()
@@ -89,8 +90,9 @@ class Scheduler:
         self._is_stalled = self._was_idle = False
         """Whether nothing can be scheduled before a transfer ends or a wait times out."""
         self._recheck_s = inf
-        """When a wait times out of a sequence that the last look at the queue reached. Waits of
-        other sequences wake nothing: the look that follows would not reach them either."""
+        """Earliest timeout of a wait of the sequences that the last pass over the queue
+        reached. Waits of other sequences do not wake the loop, because the next pass would not
+        reach them either."""
         self._costs = StepCosts()
         self._in_flight: deque[InFlightStep] = deque()
         self._outputs: list[SequenceOutput] = []
@@ -113,12 +115,12 @@ class Scheduler:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether a sequence waits, be it only for a transfer."""
+        """Whether a sequence waits, including those that only wait for a transfer."""
         return self._admission.has_candidates
 
     @property
     def has_work(self) -> bool:
-        """Whether another iteration of the engine loop would do something."""
+        """Whether another turn of the engine loop would do something."""
         if self._in_flight or self._outputs or self._table.num_computing:
             return True
         if self._writes or self._loader.has_plans or self.handoffs.outputs:
@@ -127,7 +129,7 @@ class Scheduler:
 
     @property
     def wake_s(self) -> float | None:
-        """When an idle or stalled scheduler has work although no transfer ended."""
+        """When an idle or stalled scheduler has work, if no transfer ends before."""
         prefetch_s = None if self._admission.is_draining else self._prefetch.wake_s
         recheck_s = self._recheck_s if self._is_stalled else inf
         earliest = recheck_s if prefetch_s is None else min(prefetch_s, recheck_s)
@@ -138,7 +140,7 @@ class Scheduler:
         is_idle = self._is_stalled or not self._table.alive
         sequence = self._table.add(request, self.config, self._block_tokens, self.max_model_len)
         sequence.entered_at = self._totals.scheduled_prompt_tokens
-        # Lookups of newcomers would keep an engine under load from ever being idle.
+        # Lookups of new sequences would prevent an engine under load from ever becoming idle.
         may_ask = self._has_lower_tiers and not self._admission.is_draining
         awaits_storage = may_ask and self._loader.enter(sequence)
         self._is_stalled = awaits_storage and is_idle
@@ -177,7 +179,7 @@ class Scheduler:
 
     @property
     def is_drained(self) -> bool:
-        """Whether no sequence has begun without having ended, and nothing is in flight."""
+        """Whether no sequence is unfinished after it started, and nothing is in flight."""
         table = self._table
         return not (
             table.num_running
@@ -233,7 +235,8 @@ class Scheduler:
         chunks: list[Chunk] = []
         self._recheck_s = inf
         if is_grown and budget.has_room and self._admission.has_candidates:
-            # New sequences first, in what prefills leave them: a long prompt takes many steps.
+            # New sequences come first, within what prefills leave them: a long prompt takes
+            # many steps.
             held = budget.hold_for_prefills(
                 sum(s.num_tokens - s.num_scheduled for s in prefilling)
             )
@@ -248,7 +251,8 @@ class Scheduler:
             self._plan_background(now)  # blocks of preempted sequences, before they are evicted
         if not decodes and not chunks:
             idle = not table.num_computing and not self._in_flight
-            # A lost copy never ends: beside it alone, retry once what this turn may have freed.
+            # A lost copy may never end. If only such copies are in flight, retry once: this
+            # turn may have freed blocks.
             awaited = self._loader.awaits_end or self.handoffs.holds_back
             self._is_stalled = idle and (awaited or (self.num_copies > 0 and self._was_idle))
             self._was_idle = idle
@@ -256,7 +260,8 @@ class Scheduler:
         return self._start_step(decodes, chunks)
 
     def advance(self, result: StepResult | None, *, now: float) -> list[SequenceOutput]:
-        """Apply the result of the oldest step in flight, if it was collected; the outputs.
+        """Apply the result of the oldest step in flight, if it was collected, and return the
+        outputs.
 
         Blocks are committed here, because the step that filled them is done. Blocks that a peer
         filled are committed by `handoffs` when they have arrived. No other place commits.
@@ -306,7 +311,8 @@ class Scheduler:
         self._blocks.check(self._table.with_slots(), self.handoffs.quarantined.values())
 
     def _budget(self, num_decodes: int) -> StepBudget:
-        """What the next step may compute beside its decodes, which wait for the whole step."""
+        """What the next step may compute in addition to its decodes, which wait for the whole
+        step."""
         config, cost = self.config, inf
         if num_decodes and config.itl is not None:
             cost = config.itl.chunk_tokens(self._costs)

@@ -120,19 +120,19 @@ class Sequence:
     """Leading tokens that were cached when it was admitted; 0 while it waits."""
 
     num_scheduled: int
-    """Leading tokens whose KV is written, or will be by a step in flight."""
+    """Leading tokens whose KV is written or will be written by a step in flight."""
 
     num_computed: int
     """Leading tokens whose KV is written by collected steps, or was cached."""
 
     schedulable_end: int
-    """`num_scheduled` cannot pass this without another block, or at all."""
+    """Limit of `num_scheduled` without another block."""
 
     num_committed: int
     """Leading blocks that are committed, or equal to committed ones."""
 
     commit_at: int
-    """With this many tokens computed there is a block to commit."""
+    """When this many tokens are computed, there is a block to commit."""
 
     entered_at: int
     """Prompt tokens that the scheduler had given to steps when it arrived."""
@@ -160,8 +160,8 @@ class Sequence:
     """Hand-offs that read its blocks; they keep the blocks even when it has finished."""
 
     scores: list[TokenLogprobs] | None
-    """Log-probabilities of its prompt's tokens so far, from the second on; None where they are
-    not asked for, or were reported."""
+    """Log-probabilities of its prompt tokens so far, from the second on; None if they were not
+    requested, or were already reported."""
 
     _block_buffer: Slots
 
@@ -345,7 +345,8 @@ class Sequence:
         self.last_token = int(tokens[-1])
 
     def drop_blocks(self) -> Slots:
-        """Drop lease and block table; the slots it held alone, which the caller must free."""
+        """Drop its lease and block table. Returns the slots that only it had; the caller must
+        free them."""
         held = self.held_slots()
         self._reset()
         return held

@@ -1,4 +1,4 @@
-"""What the scheduler has and did: total counts, and a view of each sequence."""
+"""Totals of the scheduler, and a view of each sequence."""
 
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,8 @@ _RECENT_LOADS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
-    """Counts now, and totals since the scheduler was made. Ratios are the reader's."""
+    """Current counts, and totals since the scheduler was created. The reader computes
+    ratios."""
 
     num_running: int
     num_waiting: int
@@ -28,34 +29,34 @@ class SchedulerStats:
     num_steps: int
     num_preemptions: int
     num_prefix_waits: int
-    """Newcomers that waited for a running prefill instead of computing the same blocks."""
+    """New sequences that waited for a running prefill instead of computing the same blocks."""
 
     num_admitted: int
-    """Requests that were admitted; once each, however often they were preempted."""
+    """Requests that were admitted. Each counts once, however often it was preempted."""
 
     queue_s: float
-    """Seconds they had waited by then, summed."""
+    """Sum of the seconds that they waited before admission."""
 
     prompt_tokens: int
-    """Their prompts' tokens."""
+    """Tokens of their prompts."""
 
     found_tokens: Mapping[str, int]
-    """Of those, what was not computed, by the tier it was found in."""
+    """Prompt tokens that were not computed, by the tier in which they were found."""
 
     misses: Mapping[str, int]
     """Requests that found less than they could, by the first reason."""
 
     load_choices: Mapping[str, int]
-    """Load or recompute: how often each was chosen, by reason."""
+    """Decisions between loading and computing, by reason."""
 
     rates: MeasuredRates
-    """What those choices are priced from, as measured lately."""
+    """The measured rates behind these decisions."""
 
     predictions: Mapping[str, PredictionTotals]
     """Expected and actual seconds of loads, by link."""
 
     recent_loads: tuple[LoadUsage, ...]
-    """The last choices, oldest first, with their prices and what came of them."""
+    """The latest decisions, oldest first, with their prices and results."""
 
     num_copies: int
     """Transfers and lookups in flight."""
@@ -65,21 +66,22 @@ class SchedulerStats:
     """Requests that ended, by finish reason."""
 
     expected_output_tokens: float
-    """Mean length that admission reckons with."""
+    """Mean output length that admission expects."""
 
     caution: float
-    """Factor on the room admission leaves for growth."""
+    """Factor on the room that admission leaves for growth."""
 
 
 @dataclass(slots=True)
 class Totals:
-    """Counts since the scheduler was made."""
+    """Counts since the scheduler was created."""
 
     num_steps: int = 0
     num_preemptions: int = 0
     num_prefix_waits: int = 0
     scheduled_prompt_tokens: int = 0
-    """Given to steps, recomputed ones included: the clock by which prompts age."""
+    """Prompt tokens that were scheduled, including recomputed ones: the clock by which prompts
+    age."""
 
     generated_tokens: int = 0
     finished: Counter[str] = field(default_factory=Counter)
@@ -112,7 +114,7 @@ def snapshot(
     num_steps_in_flight: int,
     num_copies: int,
 ) -> SchedulerStats:
-    """Every owner's counts as they are now. O(1)."""
+    """The current counts of every part. O(1)."""
     return SchedulerStats(
         num_running=table.num_running,
         num_waiting=len(table.waiting),
@@ -140,24 +142,24 @@ def snapshot(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceView:
-    """One sequence between two steps. Says nothing of its tokens but how many there are."""
+    """One sequence between two steps. It has the number of its tokens, never their content."""
 
     request_id: RequestId
     state: str
     """`waiting`, `remote`, `receiving`, `prefill`, `decode` or `leaving`."""
 
     waits_for: str | None
-    """While it waits: `load`, `prefix` (that another is computing) or `room`."""
+    """While it waits: `load`, `prefix` (another sequence computes it) or `room`."""
 
     age_s: float
     """Since it arrived."""
 
     prompt_tokens: int
     found_tokens: int
-    """Of the prompt, what was found when it was admitted last."""
+    """Prompt tokens that were cached when it was last admitted."""
 
     computed_tokens: int
-    """Of all its tokens, those whose KV is written."""
+    """Tokens whose KV is written."""
 
     output_tokens: int
     max_output_tokens: int
@@ -167,7 +169,7 @@ class SequenceView:
 def view_sequences(
     table: SequenceTable, *, max_sequences: int, now: float
 ) -> list[SequenceView]:
-    """Running ones first, then those that wait, in their order; at most `max_sequences`."""
+    """Running sequences first, then waiting ones, each in order; at most `max_sequences`."""
     everyone: Iterator[Sequence] = chain(table.running(), table.remote, table.waiting)
     return [_view(sequence, now) for sequence in islice(everyone, max_sequences)]
 
