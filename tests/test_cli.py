@@ -199,7 +199,7 @@ def test_a_flag_that_does_nothing_says_so(flags, settings, word):
         (["--max-model-len", "0"], "--max-model-len"),
         (["--threads", "0"], "--threads"),
         (["--gpu-memory-utilization", "1.5"], "share between 0 and 1"),
-        (["--max-num-seqs", "9", "--max-num-batched-tokens", "8"], "cannot carry one token"),
+        (["--max-num-seqs", "9", "--max-num-batched-tokens", "8"], "cannot hold one token"),
         (["--port", "70000"], "--port"),
         (["--api-key", ""], "--api-key is empty"),
         (["--api-key", "a b"], "printable ASCII"),

@@ -1,4 +1,4 @@
-"""Child processes of the supervisor: started as programs, never forked, and watched by event.
+"""Child processes of the supervisor. They are started as programs, never forked.
 
 Each child has one end of a socket pair as its standard input. Messages are lines of JSON. The
 end of the socket tells each side that the other process is gone, however it died.
@@ -23,9 +23,9 @@ _HUGE_PAGES = ":".join(
         "trim_threshold": 1 << 30,
     }.items()
 )
-"""glibc's allocator in huge pages that it keeps: weights are read from end to end in every
-step, a tenth faster so, and a prompt's activations take no page faults. glibc reads this
-before the program begins; others ignore it."""
+"""glibc allocates in huge pages and keeps them. Every step reads all weights, which is then a
+tenth faster, and the activations of a prompt cause no page faults. glibc reads this variable
+before the program begins; other C libraries ignore it."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 _GROUP_END_S = 10.0
@@ -45,8 +45,8 @@ class ChildProcess:
         environment: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        """Run `python -m <command>`; it inherits `pass_fds`. What is set in this process's
-        environment wins over `environment`."""
+        """Run `python -m <command>`; it inherits `pass_fds`. Variables that are set in the
+        environment of this process override `environment`."""
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("processes are started from the main thread only")
         self.socket, theirs = socket.socketpair()
@@ -56,7 +56,7 @@ class ChildProcess:
                 stdin=theirs.fileno(),
                 env={**(environment or {}), **os.environ},
                 pass_fds=tuple(pass_fds),
-                # A terminal's Ctrl-C is for the supervisor, which drains first.
+                # Ctrl-C in a terminal must reach only the supervisor, which drains first.
                 start_new_session=True,
             )
         self._exit: asyncio.Future[int] | None = None
@@ -70,19 +70,20 @@ class ChildProcess:
         return self._process.poll() is not None
 
     async def wait(self) -> int:
-        """The exit code, once there is one; negative for a signal."""
+        """Wait for the end of the process and return its exit code; negative for a signal."""
         if self._exit is None:
             self._exit = asyncio.get_running_loop().create_future()
             self._watch(self._exit)
         return await asyncio.shield(self._exit)
 
     def kill(self) -> None:
-        """End it and the processes it started, at once."""
+        """Kill the process and all processes that it started, at once."""
         if not self.has_ended:
             os.killpg(self.pid, signal.SIGKILL)
 
     async def end(self, timeout_s: float) -> int:
-        """Wait for a child that was told to stop; kill it after `timeout_s`. The exit code."""
+        """Wait for a child that was told to stop, kill it after `timeout_s`, and return its
+        exit code."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await self.wait()
@@ -91,8 +92,9 @@ class ChildProcess:
             return await self.wait()
 
     async def end_group(self) -> None:
-        """End what the process started and left behind, such as other ranks of an engine. They
-        may still write to memory that the next engine uses, so their end is waited for."""
+        """Kill processes that the child started and left behind, such as other ranks of an
+        engine. They may still write to memory that the next engine uses, so this waits for
+        their end."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         with contextlib.suppress(TimeoutError):
@@ -101,7 +103,7 @@ class ChildProcess:
                     await asyncio.sleep(_LOOK_S)
 
     def _has_group(self) -> bool:
-        """Whether processes of its group are left; collects those that have ended."""
+        """Whether processes of its group are left. Reaps those that have ended."""
         try:
             while os.waitpid(-self.pid, os.WNOHANG)[0]:
                 pass
@@ -125,12 +127,12 @@ class ChildProcess:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of processes whose own parent dies, so that their end can be waited
-    for. Linux only; elsewhere nothing happens."""
+    """Become the parent of processes whose own parent dies, so that this process can wait for
+    their end. Does nothing on systems other than Linux."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def describe_exit(code: int) -> str:
-    """An exit code as an operator reads it."""
+    """An exit code in words, for operators."""
     return f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -1,7 +1,8 @@
-"""The seam between servers and engines: `EngineClient`, its control calls, and `EngineInfo`.
+"""The interface between servers and engines: `EngineClient`, its control calls, and
+`EngineInfo`.
 
-Implemented by `AsyncEngine` (a process behind a socket) and by the doubles in
-`headwater.testing`. Needs neither, so a server can be built and tested without a model.
+`AsyncEngine` (a process behind a socket) and the doubles in `headwater.testing` implement it.
+This module imports neither, so a server can be built and tested without a model.
 
 A control call is an operation on a running engine that is not a request for tokens. It is a
 frozen value that names the type of its reply. To add one: define it here, handle it in
@@ -23,7 +24,7 @@ from headwater.types import RequestId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvEventsInfo:
-    """Where an engine's KV events are heard."""
+    """Where consumers connect to an engine's KV events."""
 
     endpoint: str
     replay_endpoint: str
@@ -37,21 +38,21 @@ class KvEventsInfo:
 
 
 SERVER_ID_VARIABLE = "HEADWATER_SERVER_ID"
-"""Tells an engine the id of its server."""
+"""Environment variable that tells an engine the id of its server."""
 
 
 def server_of(epoch: str) -> str:
-    """The id of the server in the epoch of one of its engines."""
+    """The id of the server, from the epoch of one of its engines."""
     return epoch.partition(".")[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What an engine fixed when it started; never changes while it runs."""
+    """Properties of an engine that are fixed when it starts."""
 
     model_name: str
     model_dir: str
-    """Where the tokenizer is found."""
+    """The directory of the tokenizer."""
 
     max_model_len: int
     """Most tokens of prompt and output together."""
@@ -73,30 +74,30 @@ class EngineInfo:
     """KV of one block over all layers."""
 
     limits: str = ""
-    """What a step computes at most, as a sentence for the operator."""
+    """The largest step, as a sentence for the operator."""
 
     tiers: tuple[str, ...] = ()
-    """A line for each tier below the device: what it will do, as it was set up."""
+    """One line for each tier below the device, with its settings."""
 
     role: str = "mixed"
     """`mixed`, `prefill` or `decode`."""
 
     epoch: str = ""
-    """Names this life of the engine: another after every restart. The part before a dot names
-    the server, whose stored responses outlive an engine."""
+    """Identifies this life of the engine; it changes with every restart. The part before the
+    dot identifies the server, whose stored responses outlive an engine."""
 
     kv_format: str = ""
-    """Element type and layout of the KV bytes; with fingerprint and block size, what makes
-    keys of two engines comparable."""
+    """Element type and layout of the KV bytes. Block keys of two engines are comparable if
+    this, the fingerprint and the block size are equal."""
 
     kv_events: KvEventsInfo | None = None
-    """None where nothing is published."""
+    """None if no events are published."""
 
     peer_address: str = ""
-    """Where other instances reach this one, `HOST:PORT`; empty where it takes no peers."""
+    """Address for other instances, `HOST:PORT`; empty if this one accepts no peers."""
 
     warnings: tuple[str, ...] = ()
-    """What may not work as it was set up, for `/health`."""
+    """Problems found at start, for `/health`."""
 
     @property
     def server_id(self) -> str:
@@ -105,14 +106,14 @@ class EngineInfo:
 
     @property
     def min_prefix_tokens(self) -> int:
-        """Shortest beginning that two prompts must share for the second to find it. The last
-        token of a prompt is always computed, so the prompt is at least one longer."""
+        """Shortest common beginning of two prompts for which the second one can have a hit. The
+        last token of a prompt is always computed, so the prompt has at least one token more."""
         return self.block_tokens
 
 
 TIERS = ("device", "host", "storage")
 MEMORY = frozenset(("device", "host"))
-"""What a reset is about unless it is told otherwise."""
+"""The tiers of a reset by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,17 +124,17 @@ class ResetReport:
     """Blocks that were removed, by tier."""
 
     kept: dict[str, int] = field(default_factory=dict)
-    """Blocks of those tiers that requests or copies are using; they go when that ends, or, where
-    one tier alone was to be forgotten, stay."""
+    """Blocks of those tiers that requests or copies were using. They are removed when that use
+    ends; in a reset of one tier alone they stay."""
 
     refusal: str | None = None
-    """Why storage was not emptied, although device and host were."""
+    """Why storage was not emptied although device and host were."""
 
 
 R = TypeVar("R")
 
 Answer = Callable[[Any, RequestError | None], None]
-"""Receives a call's reply, or the error that says why the call was refused. Called once."""
+"""Receives the reply of a call, or the error with which it was refused. Called once."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ class GetView(ControlCall[EngineView]):
 @dataclass(frozen=True)
 class ResetCache(ControlCall[ResetReport]):
     """Remove every cached block of `tiers`. Running sequences keep theirs. The reply may come
-    many steps later; the call is refused where storage cannot be emptied."""
+    many steps later. The call is refused if storage cannot be emptied."""
 
     tiers: frozenset[str] = MEMORY
 
@@ -181,9 +182,12 @@ class CloseSession(ControlCall[bool]):
 
 @dataclass(frozen=True)
 class ReloadWeights(ControlCall[EngineInfo]):
-    """Read the weights of `folder`, or of the current folder again, once nothing runs and nothing
-    is in flight. No request is admitted meanwhile. Refused where that takes longer than
-    `drain_timeout_s`, or where the weights cannot be used; then nothing has changed."""
+    """Read the weights of `folder`, or of the current folder again, when nothing runs and
+    nothing is in flight.
+
+    No request is admitted meanwhile. The call is refused if draining takes longer than
+    `drain_timeout_s` or the weights cannot be used; then nothing has changed.
+    """
 
     folder: str | None = None
     drain_timeout_s: float = 5.0
@@ -192,7 +196,7 @@ class ReloadWeights(ControlCall[EngineInfo]):
 CALLS: dict[str, type[ControlCall[Any]]] = {
     call.__name__: call for call in ControlCall.__subclasses__()
 }
-"""Every call by the name that the wire uses."""
+"""Every call, by its name on the wire."""
 
 
 def reply_type(call: type[ControlCall[R]]) -> Any:  # noqa: ANN401 -- a type, for a decoder
@@ -202,40 +206,39 @@ def reply_type(call: type[ControlCall[R]]) -> Any:  # noqa: ANN401 -- a type, fo
 
 
 class EngineClient(Protocol):
-    """Called by the server from one event loop; every method is cancellation-safe."""
+    """The engine as the server uses it, from one event loop. Every method is
+    cancellation-safe."""
 
     @property
     def info(self) -> EngineInfo: ...
 
     @property
     def dead(self) -> str | None:
-        """Why the engine is gone, or None while it lives."""
+        """Why the engine is dead; None while it lives."""
 
     @property
     def num_violations(self) -> int:
-        """Broken invariants, over all lives of the engine; each ends one."""
+        """Violated invariants over all lives of the engine. Each violation ends one life."""
 
     @property
     def num_restarts(self) -> int:
-        """Engines that were started after the first one."""
+        """Engines started after the first one."""
 
     def check_alive(self) -> None:
         """Raise EngineRestarting or EngineDead while no engine takes requests."""
 
     def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
-        """Outputs until one has a finish reason. Closing the iterator early aborts.
-
-        Raises RequestError where the engine refuses the request, EngineDead where it dies.
-        """
+        """Yields outputs until one has a finish reason. Closing the iterator early aborts the
+        request. Raises RequestError if the engine refuses the request, and EngineDead if it
+        dies."""
 
     async def abort(self, request_ids: Sequence[str] | None) -> int:
-        """End these requests (None: all) with finish reason `abort`; how many were alive."""
+        """End these requests (None: all) with finish reason `abort`; return how many were
+        running."""
 
     async def control(self, call: ControlCall[R]) -> R:
-        """Carry out `call` between two steps; its reply.
-
-        Raises RequestError where the engine refuses it, EngineDead where it is dead.
-        """
+        """Execute `call` between two steps and return its reply. Raises RequestError if the
+        engine refuses it, and EngineDead if the engine is dead."""
 
 
 class Mailbox:
@@ -251,17 +254,18 @@ class Mailbox:
         self._arrived = asyncio.Event()
 
     def put(self, output: SequenceOutput) -> None:
-        """One more output."""
+        """Add an output."""
         self._waiting.append(output)
         self._arrived.set()
 
     def fail(self, error: HeadwaterError) -> None:
-        """Nothing more will come; the reader gets `error` after what is here."""
+        """No more outputs will come. The reader gets `error` after the outputs that are already
+        here."""
         self._error = error
         self._arrived.set()
 
     async def take(self) -> SequenceOutput:
-        """Everything that waits, as one output; waits for the first."""
+        """Wait for at least one output, and return all of them joined into one."""
         await self._arrived.wait()
         if self._waiting:
             joined = _join(self._waiting)
@@ -274,7 +278,7 @@ class Mailbox:
 
 
 def abort_output(request_id: str) -> SequenceOutput:
-    """The last output of a request that was ended from outside."""
+    """The last output of a request that was aborted."""
     return SequenceOutput(RequestId(request_id), tokens=[], logprobs=[], finish_reason="abort")
 
 

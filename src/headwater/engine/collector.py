@@ -1,14 +1,12 @@
-"""Python's cycle collector, told to keep out of the way of a loop that makes no cycles."""
+"""Settings of Python's cycle collector for a loop that creates no reference cycles."""
 
 import gc
 
 
 def settle_collector() -> None:
-    """Take everything that lives now out of the collector's sight, and let it run seldom.
-
-    Nodes, leases and sequences are freed by reference count when they are let go; what the
-    collector costs otherwise is a pause of a step every few hundred requests.
-    """
+    """Exclude all existing objects from the cycle collector, and make it run rarely. Nodes,
+    leases and sequences are freed by reference counting. Without this, the collector would
+    pause a step every few hundred requests."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)

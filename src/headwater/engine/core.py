@@ -43,7 +43,8 @@ from headwater.types import RequestId
 
 
 class Runner(Protocol):
-    """Computes batches in the order they were submitted. Called from the loop's thread only.
+    """Computes batches in the order in which they were submitted. Called from the loop's thread
+    only.
 
     An implementation writes the KV of a batch's tokens to the slots of its block tables before
     any later batch reads them, and honours `carry`. An exception from it ends the engine.
@@ -54,29 +55,29 @@ class Runner(Protocol):
 
     layerwise: bool
     """Whether it honours `awaits`: it computes layer l of a row that reads a load as soon as
-    layer l of that load has arrived or failed, and never waits for a load that has ended. Then a
-    first chunk starts together with its load, and counts when the load is done."""
+    layer l of that load has arrived or failed, and never waits for a load that has ended. Then
+    a first chunk starts together with its load; its result counts when the load has ended."""
 
     def submit(self, batch: ScheduledBatch) -> None:
-        """Start to compute; returns without waiting for the result."""
+        """Start computing a batch. Returns without waiting for the result."""
 
     def collect(self) -> StepResult:
-        """Wait for the oldest batch that is submitted and not collected; its result."""
+        """Wait for the oldest batch in flight and return its result."""
 
     def close(self) -> None:
-        """Release the device. Twice is safe."""
+        """Release the device. Calling it twice is safe."""
 
 
 class EngineCore:
     """Requests in, tokens out, one step at a time."""
 
     step_timeout_s = 600.0
-    """A wait for the device that takes longer never ends: the engine is dead then."""
+    """Longest wait for the device. After that the engine is considered dead."""
 
     def __init__(
         self, scheduler: Scheduler, runner: Runner, clock: Clock, mover: Mover | None = None
     ) -> None:
-        """Without a mover there are no tiers below the device."""
+        """Without a mover the engine has no tiers below the device."""
         self._scheduler = scheduler
         self._cache = scheduler.cache
         self._runner = runner
@@ -91,23 +92,24 @@ class EngineCore:
         self._step_s = 0.0
         self._num_idle_turns = 0
         self.device_since: tuple[float, int] | None = None
-        """Since when the loop waits for the device, and how many steps were scheduled before;
-        None while it does not wait. Read by the watchdog's thread."""
+        """The time at which the loop began to wait for the device, and the number of steps
+        scheduled before; None while it does not wait. Read by the watchdog's thread."""
         self.count_compilations: Callable[[], int] | None = None
-        """Kernels that were compiled or loaded since the engine was ready; None on a CPU."""
+        """Kernels compiled or loaded after the engine was ready; None on a CPU."""
         self._num_received = 0
-        """Outcomes and messages that arrived, ever."""
+        """Outcomes and messages received since the start."""
         self._feed: Feed | None = None
         self.record_host: Callable[[], None] | None = None
-        """Records what arrived on the host, for the next engine."""
+        """Records the blocks that arrive on the host, for the next engine."""
         self._reload = WeightReload(scheduler)
         self._peers: HandoffController | None = None
         self.failure: str | None = None
-        """Why this core cannot go on, where a part of it was lost. Read by the watchdog's thread."""
+        """Why this core cannot continue, if a part of it was lost. Read by the watchdog's
+        thread."""
 
     def fail(self, sentence: str) -> None:
-        """A part of this core is lost, such as a rank: the next step raises EngineDead. From any
-        thread."""
+        """A part of this core is lost, such as a rank: the next step raises EngineDead. Any
+        thread may call it."""
         self.failure = sentence
         self.completions.wake()
 
@@ -129,7 +131,7 @@ class EngineCore:
         return self._mover.completions
 
     def sleep_s(self) -> float | None:
-        """How long the loop may sleep if nothing arrives; None is without limit."""
+        """How long the loop may sleep if nothing arrives; None means without limit."""
         ends = self._wakes()
         return max(min(ends) - self._clock.now(), 0.0) if ends else None
 
@@ -151,7 +153,7 @@ class EngineCore:
             self._peers.add(request, self._clock.now())
 
     def abort(self, request_id: RequestId) -> None:
-        """End a request, whatever its state. Unknown and finished ones are ignored."""
+        """End a request in any state. Unknown and finished requests are ignored."""
         now = self._clock.now()
         if self._peers is not None:
             self._peers.abort(request_id, now)
@@ -166,8 +168,8 @@ class EngineCore:
         self._scheduler.resume()
 
     def reset_cache(self, tiers: Collection[str] = MEMORY, then: Then | None = None) -> None:
-        """Remove all cached blocks of `tiers`; `then` gets the report, at once or some steps
-        later. Running requests keep the blocks they have."""
+        """Remove all cached blocks of `tiers`. `then` gets the report, now or some steps later.
+        Running requests keep their blocks."""
         self._resets.begin(tiers, then or _ignore, now=self._clock.now())
 
     def allow_reload(self, reload: Reload) -> None:
@@ -175,12 +177,12 @@ class EngineCore:
         self._reload.read = reload
 
     def close_session(self, session_id: str, cache_salt: str) -> bool:
-        """End a session; whether it was known."""
+        """End a session. Returns whether it was known."""
         return self._cache.close_session(Namespace(cache_salt), session_id)
 
     def control(self, call: ControlCall[Any], answer: Answer) -> None:
-        """Carry out `call` between two steps. `answer` is called once: at once, or some steps
-        later where the call takes longer."""
+        """Execute `call` between two steps. `answer` is called once: now, or some steps later
+        for a long call."""
 
         def refuse(error: HeadwaterError) -> None:
             answer(None, error if isinstance(error, RequestError) else RequestError(str(error)))
@@ -200,8 +202,8 @@ class EngineCore:
             refuse(exc)
 
     def step(self) -> list[SequenceOutput]:
-        """Run one iteration: finish transfer jobs, schedule and submit a step, collect the oldest
-        step; the outputs."""
+        """Run one turn: finish transfer jobs, schedule and submit a step, collect the oldest
+        step, and return the outputs."""
         if self.failure is not None:
             raise EngineDead(self.failure)
         began = self._clock.now()
@@ -229,7 +231,7 @@ class EngineCore:
         return outputs
 
     def drain(self, within_s: float) -> None:
-        """Step until no transfer is in flight, for at most `within_s`, so that blocks being
+        """Run until no transfer is in flight, for at most `within_s`, so that blocks being
         written are found after a restart."""
         end_s = self._clock.now() + within_s
         while self._scheduler.num_copies and (left_s := end_s - self._clock.now()) > 0:
@@ -239,7 +241,7 @@ class EngineCore:
             self.step()
 
     def note_decode_steps(self, num_rows: int, seconds: Sequence[float]) -> None:
-        """Steps that were applied many at once took so long each; for simulators."""
+        """Note the time of each of several steps that were applied at once. For simulators."""
         for step_s in seconds:
             self._rates.step_costs.note_decode(num_rows, step_s)
         self._scheduler.learn_costs(self._rates.step_costs.costs)
@@ -298,7 +300,7 @@ class EngineCore:
         self._cache.check()
 
     def close(self) -> None:
-        """Stop the executors and release the runner's device. Twice is safe."""
+        """Stop the executors and release the runner's device. Calling it twice is safe."""
         if self._feed is not None:
             self._feed.close()
         if self._peers is not None:
@@ -336,7 +338,7 @@ class EngineCore:
         return [end for end in ends if end is not None]
 
     def _start(self, now: float) -> bool:
-        """Start transfers and notify hand-offs; whether a transfer was started."""
+        """Start transfers and notify hand-offs. Returns whether a transfer was started."""
         copies = self._scheduler.take_copies(now)
         if copies:
             self._mover.start(copies, now=now)
@@ -360,7 +362,7 @@ class EngineCore:
             self._learn(now)
 
     def _finish_jobs(self, now: float) -> None:
-        """Hand every finished transfer job to its owner."""
+        """Pass every finished transfer job to the scheduler."""
         for outcome in self._mover.take(now=now):
             self._num_received += 1
             self._scheduler.finish_job(outcome, now=now)
@@ -372,14 +374,14 @@ class EngineCore:
         peers.receive(messages, now)
 
     def _learn(self, now: float) -> None:
-        """Give the scheduler the rates that were measured lately."""
+        """Give the scheduler the rates that were measured recently."""
         self._scheduler.learn(self._rates.rates(self._mover, now))
 
     def _run(self, batch: ScheduledBatch | None) -> StepResult | None:
         """Submit `batch`; collect the oldest step when the runner's depth is reached.
 
         With nothing to submit, a step in flight is collected, because the scheduler needs its
-        result to go on.
+        result to continue.
         """
         if batch is not None:
             self._runner.submit(batch)

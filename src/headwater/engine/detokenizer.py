@@ -1,4 +1,5 @@
-"""Token ids to text as they arrive: no incomplete character, no part of a stop string.
+"""Turns token ids into text as they arrive, without incomplete characters and without stop
+strings.
 
     tokens    [ 0xE2 ]  [ 0x82 ]  [ 0xAC ]  [ "a" ]
     emitted      ""        ""        "€"       "a"
@@ -16,18 +17,18 @@ from headwater.scheduler.request import SequenceOutput
 _REPLACEMENT = "\ufffd"
 
 _MAX_UNFINISHED = 3
-"""A character is at most four bytes, so at most three of it can be waiting for more."""
+"""A character has at most four bytes, so at most three bytes can be incomplete."""
 
 _CONTEXT_TOKENS = 12
-"""Tokens kept before the new ones: decoders look back for spaces and split characters, and
-three unfinished characters are at most nine bytes, so at most nine tokens."""
+"""Number of earlier tokens kept with the new ones. Decoders look back for spaces and split
+characters; three incomplete characters have at most nine bytes, so at most nine tokens."""
 
 _MAX_WINDOW_TOKENS = 32
-"""The window is cut back to its context beyond this, so that a token costs O(1)."""
+"""The window is cut back to its context above this size, so that a token costs O(1)."""
 
 
 class Detokenizer:
-    """Text of one sequence, piece by piece; the pieces joined are the text of the whole."""
+    """The text of one sequence, in pieces. The joined pieces are the text of all tokens."""
 
     def __init__(
         self,
@@ -36,22 +37,22 @@ class Detokenizer:
         prompt: Sequence[int] = (),
         skip_special_tokens: bool = True,
     ) -> None:
-        """`prompt` is what the text continues: its end decides on a leading space."""
+        """`prompt` is the text before: its end decides whether a leading space is written."""
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._bytes = tokenizer.byte_tokens
         self._held: list[int] = []
-        """Byte tokens that are not a whole character yet; none of them is in the window."""
+        """Byte tokens that do not form a complete character yet. They are not in the window."""
         self._window: list[int] = []
         self._num_emitted = 0
         for token in self._context(prompt):
             self._take(token)
         text = self._text()
-        # Characters of the window's text that were emitted, or belong to the prompt.
+        # Characters of the window's text that were emitted already or belong to the prompt.
         self._num_emitted = len(text) - _num_unfinished(text)
 
     def push(self, tokens: Sequence[int]) -> str:
-        """The text that these tokens made certain."""
+        """The text that is final after these tokens."""
         broken = "".join([self._take(token) for token in tokens])
         text = self._text()
         piece = self._emit(text, len(text) - _num_unfinished(text))
@@ -62,13 +63,14 @@ class Detokenizer:
         return broken + piece
 
     def flush(self) -> str:
-        """What is held back, though it is no whole character: nothing more will come."""
+        """The text that is held back, including an incomplete character: no more tokens will
+        come."""
         broken = self._break() if self._held else ""
         text = self._text()
         return broken + self._emit(text, len(text))
 
     def _take(self, token: int) -> str:
-        """Let `token` into the window, or hold it; all text up to a character it broke."""
+        """Add `token` to the window, or hold it. Returns all text up to a broken character."""
         byte = self._bytes.get(token)
         shown = ""
         if self._held and (byte is None or _state(self._raw() + bytes([byte])) is None):
@@ -86,10 +88,9 @@ class Detokenizer:
         return shown
 
     def _break(self) -> str:
-        """What is held is no character and will be none: all text so far, and a sign for it.
-
-        The window starts afresh, after a letter, because a decoder would spoil the whole run.
-        """
+        """The held bytes can never form a character: return all text so far, with a replacement
+        sign. The window starts again after a letter, because a decoder would spoil the whole
+        run."""
         text = self._text()
         shown = self._emit(text, len(text)) + _REPLACEMENT
         self._held = []
@@ -101,7 +102,7 @@ class Detokenizer:
         return bytes(self._bytes[token] for token in self._held)
 
     def _context(self, tokens: Sequence[int]) -> list[int]:
-        """The last few of `tokens`, none of them within a character of bytes."""
+        """The last few of `tokens`, starting outside a character of bytes."""
         start = max(0, len(tokens) - _CONTEXT_TOKENS)
         while start < len(tokens) and self._bytes.get(tokens[start], 0) & 0xC0 == 0x80:
             start += 1
@@ -119,7 +120,8 @@ class Detokenizer:
 
 
 class StopFilter:
-    """Passes text on until a stop string appears in it, wherever pieces happen to end."""
+    """Passes text on until a stop string appears in it, however the text is divided into
+    pieces."""
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
         self._stops = tuple(stops)
@@ -142,7 +144,7 @@ class StopFilter:
         return shown, None
 
     def flush(self) -> str:
-        """Text that was held in case a stop string followed; none did."""
+        """The text that was held because a stop string might have followed."""
         shown, self._held = self._held, ""
         return shown
 
@@ -156,7 +158,7 @@ class StopFilter:
         return place, stop
 
     def _num_begun(self) -> int:
-        """Length of the longest end of the text that begins a stop string."""
+        """Length of the longest end of the text that is the beginning of a stop string."""
         longest = min(len(self._held), max(len(stop) for stop in self._stops) - 1)
         for count in range(longest, 0, -1):
             tail = self._held[-count:]
@@ -166,7 +168,8 @@ class StopFilter:
 
 
 def _state(raw: bytes) -> bool | None:
-    """Whether these bytes are whole characters; None where no more bytes can make them so."""
+    """Whether these bytes are complete characters; None if more bytes cannot make them
+    complete."""
     try:
         raw.decode()
     except UnicodeDecodeError as error:
@@ -175,7 +178,7 @@ def _state(raw: bytes) -> bool | None:
 
 
 def _num_unfinished(text: str) -> int:
-    """Characters at the end that more tokens may still turn into a real one."""
+    """Characters at the end that more tokens may still complete."""
     count = 0
     while count < _MAX_UNFINISHED and text.endswith(_REPLACEMENT, 0, len(text) - count):
         count += 1
@@ -207,7 +210,8 @@ class TextStream:
         shown_ids: frozenset[int] = frozenset(),
         min_tokens: int = 0,
     ) -> None:
-        """`shown_ids` are special tokens that are part of the text although others are not."""
+        """`shown_ids` are special tokens that are part of the text although other special
+        tokens are not."""
         self.num_tokens = 0
         self._hidden: frozenset[int] = frozenset()
         if skip_special_tokens and shown_ids:

@@ -1,4 +1,4 @@
-"""EngineProcess: one life of the engine, as the supervisor sees it: starts, reports, ends."""
+"""EngineProcess: one life of the engine from the supervisor's side: start, reports, end."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,8 @@ class EngineProcess:
         on_info: Callable[[EngineInfo], None] | None = None,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        """Run `python -m <command> ADDRESS`. `on_info` is called when it serves other weights."""
+        """Run `python -m <command> ADDRESS`. `on_info` is called when it serves other
+        weights."""
         self.address = address
         self._start = start
         self._on_info = on_info
@@ -48,17 +49,17 @@ class EngineProcess:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it has taken requests."""
+        """Whether it has become ready for requests."""
         return self._info.done()
 
     @property
     def has_broken_invariant(self) -> bool:
-        """Whether it ended because its books did not balance."""
+        """Whether it ended because an invariant was violated."""
         return self._failure is not None and self._failure.kind == InvariantError.__name__
 
     async def start(self, *, timeout_s: float) -> EngineInfo:
-        """Wait until it takes requests. Raises what the engine raised, with its own sentence;
-        the process has ended then."""
+        """Wait until it accepts requests. Raises the error that the engine raised; then the
+        process has ended."""
         reader, self._writer = await asyncio.open_connection(
             sock=self._child.socket, limit=_MAX_LINE_BYTES
         )
@@ -83,10 +84,10 @@ class EngineProcess:
                 await self.kill()
 
     async def wait(self) -> str:
-        """Why it ended, once it has."""
+        """Wait for its end and return the reason."""
         code = await self._child.wait()
         if self._reading is not None:
-            await self._reading  # its last message may say why
+            await self._reading  # its last message may contain the reason
         self._close()
         await self._child.end_group()
         if self._failure is not None:
@@ -94,7 +95,8 @@ class EngineProcess:
         return f"the engine process ended with {describe_exit(code)}"
 
     async def is_running(self, within_s: float) -> bool:
-        """Whether the process answers. A long step does not matter; a stopped process does."""
+        """Whether the process answers. A long step does not prevent that; a stopped process
+        does."""
         self._pong.clear()
         self._send(wire.Ping())
         with contextlib.suppress(TimeoutError):
@@ -103,18 +105,18 @@ class EngineProcess:
         return self._pong.is_set()
 
     def tell_gone(self, worker: str) -> None:
-        """Have the requests of a worker that has ended aborted."""
+        """Abort the requests of a worker that has ended."""
         self._send(wire.WorkerGone(worker))
 
     async def stop(self) -> int:
-        """Have it end in order, or end it after some seconds; its exit code."""
+        """Ask it to end, kill it after some seconds, and return its exit code."""
         self._send(wire.Stop())
         code = await self._child.end(_STOP_TIMEOUT_S)
         self._close()
         return code
 
     async def kill(self) -> None:
-        """End it at once."""
+        """Kill it."""
         self._child.kill()
         await self._child.wait()
         self._close()
@@ -130,11 +132,11 @@ class EngineProcess:
             self._child.socket.close()
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Until the process closes its end."""
+        """Read messages until the process closes its end."""
         with contextlib.suppress(ConnectionError):
             while line := await reader.readline():
                 if not line.endswith(b"\n"):
-                    return  # it died while it wrote
+                    return  # it died while writing
                 self._receive(wire.decode_report(line))
 
     def _receive(self, report: wire.Report) -> None:

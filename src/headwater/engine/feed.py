@@ -1,4 +1,4 @@
-"""What the engine loop publishes KV events to."""
+"""The interface through which the engine loop publishes KV events."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -17,7 +17,7 @@ class Feed(Protocol):
         """Publish what changed, in order."""
 
     def publish_snapshot(self, changes: Sequence[CacheEvent]) -> None:
-        """Publish all that is cached, after every change published before."""
+        """Publish all cached blocks, after every change published before."""
 
     def close(self) -> None:
-        """Stop publishing. Twice is safe."""
+        """Stop publishing. Calling it twice is safe."""

@@ -1,8 +1,8 @@
 """AsyncEngine: an `EngineClient` on one event loop, connected to an engine process by a socket.
 
-It keeps only a mailbox per request. The supervisor says when an engine is up and when it is lost.
-When it is lost, every mailbox and every pending control call fails at once; the next life of the
-engine is another connection.
+It keeps only a mailbox per request. The supervisor reports when an engine is ready and when it
+has ended. When it has ended, every mailbox and every pending control call fails at once. The
+next engine has a new connection.
 """
 
 import asyncio
@@ -28,8 +28,7 @@ class AsyncEngine:
     """The engine process as an `EngineClient`."""
 
     def __init__(self, name: str) -> None:
-        """`name` is unique among the clients of an engine; call `attach` before anything
-        else."""
+        """`name` is unique among the clients of an engine. Call `attach` first."""
         self._name = name
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
@@ -41,7 +40,7 @@ class AsyncEngine:
         self._retry_after_s: float | None = None
         self.num_violations = 0
         self.num_restarts = 0
-        """Engines that were started after the first one; told by the supervisor."""
+        """Engines started after the first one, as reported by the supervisor."""
 
     @property
     def info(self) -> EngineInfo:
@@ -53,7 +52,7 @@ class AsyncEngine:
         return self._dead
 
     def attach(self, address: str, info: EngineInfo) -> None:
-        """Connect to an engine that takes requests."""
+        """Connect to an engine that accepts requests."""
         self._disconnect()
         self._loop = asyncio.get_running_loop()
         self._info, self._dead, self._retry_after_s = info, None, None
@@ -76,7 +75,7 @@ class AsyncEngine:
                 future.set_exception(EngineDead(reason))
 
     async def close(self) -> None:
-        """Fail what is still running and disconnect. Safe to call twice."""
+        """Fail all running requests and disconnect. Calling it twice is safe."""
         context, self._context = self._context, None
         if context is not None:
             self.lose("the engine was stopped")
@@ -141,11 +140,12 @@ class AsyncEngine:
         # process has just died, and every waiting caller is about to get EngineDead.
         with contextlib.suppress(zmq.Again):
             self._socket.send(wire.encode(message), zmq.NOBLOCK, copy=False)
-        # A send may swallow the wake-up of a message that arrived meanwhile.
+        # A send may consume the wake-up of a message that arrived meanwhile.
         self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:
-        """Read every message that has arrived; the descriptor wakes us once for all of them."""
+        """Read every message that has arrived. The descriptor becomes readable once for all of
+        them."""
         while (socket := self._socket) is not None:
             try:
                 frame = socket.recv(zmq.NOBLOCK)

@@ -1,7 +1,7 @@
 """The adapter to llguidance: grammars compiled for one vocabulary, cached by content.
 
-Compiling is bounded: the library stops where a grammar needs more states, symbols or work than
-the limits allow, and says so. Safe to call from several threads.
+Compilation is bounded: the library stops with an error if a grammar needs more states, symbols
+or work than the limits allow. Several threads may call this module.
 """
 
 import threading
@@ -22,13 +22,13 @@ _LIMITS = LLParserLimits(
     max_grammar_size=200_000,
     verbose_errors=False,
 )
-"""About 40 ms to build a grammar's lexer and 20 ms for one mask, at most."""
+"""At most about 40 ms to build the lexer of a grammar and 20 ms for one mask."""
 
 _MAX_CACHED = 256
-"""Grammars that are kept compiled."""
+"""Number of compiled grammars that are kept."""
 
 _MAX_SENTENCE = 600
-"""Characters of the library's words that an error quotes."""
+"""Characters of the library's error text that an error quotes."""
 
 
 class GrammarCompiler:
@@ -41,21 +41,22 @@ class GrammarCompiler:
         vocab_size: int,
         eos_token_ids: Sequence[int],
     ) -> None:
-        """`tokenizer_json` is asked once, when the first grammar is compiled."""
+        """`tokenizer_json` is called once, when the first grammar is compiled."""
         self.vocab_size = vocab_size
         self._tokenizer_json = tokenizer_json
         self._eos_token_ids = list(eos_token_ids)
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
-        """Held for the two structures above, never while a grammar is compiled."""
+        """Protects the two structures above. Not held while a grammar is compiled."""
 
     @property
     def num_cached(self) -> int:
         return len(self._compiled)
 
     def check(self, grammar: str) -> None:
-        """Raise RequestError, in the library's words, for a grammar that cannot be used."""
+        """Raise RequestError, with the library's error text, for a grammar that cannot be
+        used."""
         self._prototype(grammar)
 
     def matcher(self, grammar: str) -> LLMatcher:
@@ -89,7 +90,8 @@ class GrammarCompiler:
 
 
 def to_lark(grammar: str) -> str:
-    """A grammar in GBNF as one in Lark's syntax; one in Lark's is left alone."""
+    """A GBNF grammar converted to Lark syntax. A grammar in Lark syntax is returned
+    unchanged."""
     try:
         return any_to_lark(grammar)
     except Exception as exc:

@@ -1,8 +1,7 @@
-"""Ctrl-C between two turns of the loop, never inside one.
+"""Handles Ctrl-C between two turns of the loop, never inside one.
 
-An interrupt may strike between any two instructions; inside a step it would leave a batch
-that was decided and never computed. So it is remembered, and raised where nothing is half
-done.
+An interrupt can come between any two instructions. Inside a step it would leave a batch that
+was scheduled but never computed. So it is remembered, and raised where no work is half done.
 """
 
 import signal
@@ -13,9 +12,9 @@ from types import FrameType
 
 
 class Interrupts:
-    """While it is entered, SIGINT waits for `check`, for the end, or for `open`.
+    """While it is entered, SIGINT waits for `check`, `open` or the end.
 
-    Does nothing outside the main thread, which is the only one that signals interrupt.
+    It does nothing outside the main thread, because Python delivers signals only there.
     """
 
     def __init__(self) -> None:
@@ -36,14 +35,14 @@ class Interrupts:
         self.check()
 
     def check(self) -> None:
-        """Do now what an interrupt that came would have done then."""
+        """Raise the interrupt that arrived, if one did."""
         if self._came:
             self._came = False
             self._deliver(None)
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """For sleeping: interrupts strike at once."""
+        """While entered, interrupts take effect at once. For sleeping."""
         self._is_open = True
         try:
             self.check()

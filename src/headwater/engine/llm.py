@@ -1,6 +1,6 @@
-"""LLM: prompts in, texts out, in this process and without a server.
+"""LLM: generates texts for prompts in this process, without a server.
 
-Turns any `EngineCore`, real or simulated, until every prompt has its answer.
+It runs any `EngineCore`, real or simulated, until every prompt has its answer.
 """
 
 import itertools
@@ -49,13 +49,13 @@ class Completion:
 
     prompt_tokens: Tokens
     index: int = 0
-    """Which of the `n` answers to its prompt."""
+    """Index among the `n` answers to its prompt."""
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """Of the prompt's tokens from the second on, where asked for."""
+    """For the prompt tokens from the second on, if requested."""
 
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -63,7 +63,7 @@ class Completion:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that were not computed again."""
+        """Prompt tokens that were not computed, because they were cached."""
         return 0 if self.usage is None else self.usage.cached_tokens
 
 
@@ -79,7 +79,7 @@ class OfflineEngine:
         vocab_size: int,
         max_model_len: int,
     ) -> None:
-        """`vocab_size` is the model's: a token id beyond it would end the engine."""
+        """`vocab_size` is the model's: a larger token id would end the engine."""
         self._max_model_len = max_model_len
         self.core = core
         self.tokenizer = tokenizer
@@ -98,13 +98,14 @@ class OfflineEngine:
         structured: StructuredOutput | None = None,
         show: bool | None = None,
     ) -> list[Completion]:
-        """Completions in the order of `prompts`: texts, or lists of token ids.
+        """Completions in the order of `prompts`, which are texts or lists of token ids.
 
-        Each prompt gets `n`, one after the other, and they differ by their seeds. `params` is
-        one for all, or one each; None is what the server does without sampling fields: 16
-        tokens and a random seed. `structured` is what every answer must look like. `show` is
-        whether progress is shown; None is when standard error is a terminal. Raises RequestError for what cannot be served, after ending the
-        others; Ctrl-C ends them all too, and the engine is ready for more.
+        Each prompt gets `n` answers, one after the other, with different seeds. `params` is one
+        value for all prompts or one for each; None means the server's default of 16 tokens and
+        a random seed. `structured` constrains every answer. `show` turns the progress display
+        on or off; None shows it if standard error is a terminal. Raises RequestError for a
+        prompt that cannot be served, after the other requests were ended. Ctrl-C also ends them
+        all; then the engine can be used again.
         """
         tokens = [self._encode(prompt) for prompt in read_prompts(prompts)]
         if params is None:
@@ -124,9 +125,7 @@ class OfflineEngine:
         show: bool | None = None,
     ) -> list[Completion]:
         """The next turn of each conversation, `n` times, through the model's chat template.
-
-        Without `params`, as in the server: a random seed, and as many tokens as fit.
-        """
+        Without `params`, as in the server: a random seed, and as many tokens as fit."""
         batch = read_conversations(conversations)
         tokens = [self.tokenizer.encode_chat(messages) for messages in batch]
         if params is None:
@@ -136,7 +135,8 @@ class OfflineEngine:
         return self._run(tokens, all_params, n=n, stop=stop, cache_salt=cache_salt, show=show)
 
     def close(self) -> None:
-        """End writes to lower tiers, within bounds, and release the device. Twice is safe."""
+        """Finish writes to lower tiers, within bounds, and release the device. Calling it twice
+        is safe."""
         self.core.drain(_DRAIN_S)
         self.core.close()
 
@@ -200,11 +200,13 @@ class OfflineEngine:
                 if entry is not None and entry.append_output(output):
                     del pending[output.request_id]
                     progress.advance()
-                    if output.finish_reason is None:  # a stop string ended it, not the engine
+                    # a stop string ended the text; the engine still runs the request
+                    if output.finish_reason is None:
                         self.core.abort(output.request_id)
 
     def _end(self, pending: dict[RequestId, "_Pending"]) -> None:
-        """Leave nothing running: not the rest of a batch, not what a stop string ended."""
+        """Abort everything that still runs: the rest of a batch, and sequences that a stop
+        string ended."""
         for request_id in pending:
             self.core.abort(request_id)
         while self.core.has_work:
@@ -212,7 +214,7 @@ class OfflineEngine:
 
 
 class _Pending:
-    """An answer that is being written."""
+    """An answer that is being generated."""
 
     def __init__(
         self,
@@ -230,8 +232,8 @@ class _Pending:
         )
 
     def append_output(self, output: SequenceOutput) -> bool:
-        """Add one output; whether the answer is complete. Raises RequestError where its grammar
-        cannot be followed."""
+        """Add one output and return whether the answer is complete. Raises RequestError if its
+        grammar cannot be followed."""
         if output.finish_reason == "failed":
             raise RequestError(output.detail)
         answer, piece = self._answer, self._stream.append_output(output)

@@ -61,11 +61,12 @@ class Resets:
 
     @property
     def wake_s(self) -> float | None:
-        """When the next reset has to be refused, if its writes do not end before."""
+        """When the next reset is refused if its writes have not ended."""
         return min((p.until_s for p in self._pending if p.removal is None), default=None)
 
     def begin(self, tiers: Collection[str], then: Then, *, now: float) -> None:
-        """Empty `tiers` and call `then` once, at the end. Raises RequestError where it cannot."""
+        """Empty `tiers`, and call `then` once at the end. Raises RequestError if that is not
+        possible."""
         self._check(tiers)
         report = self._empty_memory(tiers)
         if "storage" not in tiers:
@@ -83,7 +84,7 @@ class Resets:
                 return
 
     def advance(self, now: float) -> None:
-        """Empty storage where no earlier write is left; refuse where one takes too long."""
+        """Empty storage when no earlier write is left; refuse if a write takes too long."""
         for pending in list(self._pending):
             if pending.removal is not None:
                 continue
@@ -145,7 +146,8 @@ class Resets:
 
 
 Reload = Callable[[str | None], EngineInfo]
-"""Reads weights of a folder, or of the current folder again; the engine's new description."""
+"""Reads the weights of a folder, or of the current folder again, and returns the engine's new
+description."""
 
 REFUSALS = (RequestError, ModelError, ConfigError, StorageError)
 """Errors that refuse a control call. Any other error ends the engine."""
@@ -169,7 +171,7 @@ class WeightReload:
         self._scheduler = scheduler
         self._pending: _PendingReload | None = None
         self.read: Reload | None = None
-        """Reads the weights; None where this engine cannot."""
+        """Reads the weights; None if this engine cannot reload."""
 
     @property
     def is_pending(self) -> bool:
@@ -182,7 +184,7 @@ class WeightReload:
 
     @property
     def wake_s(self) -> float | None:
-        """When a pending reload is given up."""
+        """When a pending reload fails."""
         return None if self._pending is None else self._pending.until_s
 
     def begin(
@@ -194,8 +196,9 @@ class WeightReload:
         *,
         now: float,
     ) -> None:
-        """Start to drain. Later `then` gets the new description, or `fail` the error: NotDrained
-        after `drain_s`, or what `read` raised; then nothing has changed."""
+        """Start to drain. Later `then` gets the new description, or `fail` gets the error:
+        NotDrained after `drain_s`, or the error of `read`. After an error nothing has
+        changed."""
         if self.read is None:
             raise RequestError("this engine cannot reload weights; restart it instead")
         if self._pending is not None:
@@ -204,7 +207,7 @@ class WeightReload:
         self._pending = _PendingReload(folder, drain_s, now + drain_s, then, fail)
 
     def advance(self, now: float) -> None:
-        """Read the weights if nothing uses the old ones any more; give up at the deadline."""
+        """Read the weights when nothing uses the old ones any more; fail at the deadline."""
         pending = self._pending
         if pending is None or self.read is None:
             return

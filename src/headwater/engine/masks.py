@@ -1,11 +1,12 @@
-"""Masks of allowed tokens for rows with a grammar, made by threads while a step is computed.
+"""Masks of allowed tokens for rows with a grammar. Threads compute them while a step runs.
 
 The runner calls `begin` when it knows a step's rows, computes the step, and then takes the
-masks that are ready. A row whose mask is late chooses no token in that step; the scheduler
-lets it try again, and no other row waits for it.
+masks that are ready. A row whose mask is late samples no token in that step and tries again in
+a later one; no other row waits for it.
 
-A state is only a shortcut: it is rebuilt from the output tokens whenever they do not continue
-what it has seen, after a preemption, a hand-off or a continuation from elsewhere.
+A mask state is only a cache. It is rebuilt from the output tokens whenever they do not continue
+the tokens that it has consumed: after a preemption, a hand-off or a continuation from another
+instance.
 """
 
 from collections import OrderedDict
@@ -24,34 +25,35 @@ from headwater.errors import RequestError
 from headwater.types import RequestId, Tokens
 
 MaskWords = NDArray[np.int32]
-"""One bit a token, 32 of them in a word, the lowest bit first."""
+"""One bit per token, 32 in a word, lowest bit first."""
 
 _SLOW_S = 0.003
-"""A mask that takes longer is made apart from the others from then on."""
+"""A grammar whose mask takes longer gets its own thread from then on."""
 
 _SLOW_GROUP_S = 0.010
-"""A group that takes longer has a slow mask in it: each is timed alone the next time."""
+"""If a group takes longer, it has a slow mask in it; each mask is timed alone the next time."""
 
 _GRACE_S = 0.002
-"""Longest wait for masks when the step itself is done and other rows wait."""
+"""Longest wait for masks when the step has ended and other rows wait."""
 
 _ALONE_S = 0.050
-"""Longest wait when no row of the step could choose a token."""
+"""Longest wait for masks when no row of the step could choose a token."""
 
 
 class MaskedRow(NamedTuple):
-    """A row that chooses a token by a grammar."""
+    """A row that samples with a grammar."""
 
     row: int
     request_id: RequestId
     grammar: str
     output: Tokens
-    """Output tokens so far; the mask is for the next one."""
+    """Output tokens so far. The mask is for the next token."""
 
 
 @dataclass(slots=True, kw_only=True)
 class StepMasks:
-    """What there is when tokens are chosen. Rows are those of `MaskedRow`."""
+    """The masks that are ready when tokens are sampled. Row numbers are those of
+    `MaskedRow`."""
 
     rows: list[int] = field(default_factory=list)
     words: MaskWords
@@ -59,11 +61,12 @@ class StepMasks:
 
     late: list[int] = field(default_factory=list)
     failed: dict[int, str] = field(default_factory=dict)
-    """Rows whose grammar needs more than its limits allow, and the reason."""
+    """Rows whose grammar exceeded its limits, with the reason."""
 
 
 class MaskState:
-    """Where one request is in its grammar. A worker owns it while its future is pending."""
+    """The position of one request in its grammar. A worker owns it while its future is
+    pending."""
 
     __slots__ = ("error", "future", "grammar", "is_slow", "matcher", "seen", "words")
 
@@ -75,7 +78,7 @@ class MaskState:
         self.words: MaskWords = np.zeros(num_words, dtype=np.int32)
         self.error: str | None = None
         self.is_slow = True
-        """Until it was fast once: compiling may take long."""
+        """True until a mask was fast once, because compilation may take long."""
         self.future: Future[None] | None = None
 
     @property
@@ -83,18 +86,19 @@ class MaskState:
         return self.future is not None and not self.future.done()
 
     def failure(self) -> str | None:
-        """Why there will be no mask. Asked while no worker owns the state."""
+        """Why no mask can be made. Read it only while no worker owns the state."""
         if self.future is not None and (bug := self.future.exception()) is not None:
             return f"the mask could not be made: {bug}"
         return self.error
 
     def continues(self, output: Tokens) -> bool:
-        """Whether `output` begins with what was seen."""
+        """Whether `output` begins with the consumed tokens."""
         seen = self.seen
         return seen is not None and np.array_equal(seen, output[: len(seen)])
 
     def needs_own_thread(self, output: Tokens) -> bool:
-        """Whether its mask is not one more token of a group's."""
+        """Whether its mask takes more than consuming one token, so that it is not made in a
+        group."""
         return self.is_busy or self.is_slow or not self.continues(output)
 
     def is_for(self, output: Tokens) -> bool:
@@ -105,7 +109,7 @@ class MaskState:
 
 
 class MaskWorkers:
-    """Owns the states and the threads. `begin` and `PendingMasks.take` are one thread's."""
+    """Owns the states and the threads. One thread calls `begin` and `PendingMasks.take`."""
 
     def __init__(
         self, compiler: GrammarCompiler, clock: Clock, *, max_states: int, num_threads: int = 2
@@ -124,14 +128,15 @@ class MaskWorkers:
         return len(self._states)
 
     def begin(self, rows: Sequence[MaskedRow]) -> "PendingMasks":
-        """Have the masks of `rows` made."""
+        """Start to make the masks of `rows`."""
         together: list[tuple[MaskedRow, MaskState]] = []
         apart: list[tuple[MaskedRow, MaskState]] = []
         begun: set[Future[None]] = set()
         for row in rows:
             state = self._state(row)
-            # A mask that was late in an earlier step is there by now, and is not made again:
-            # a group that always takes longer than a step waits would never be in time.
+            # A mask that was late in an earlier step may be ready now and is not made again.
+            # Otherwise a group that always takes longer than a step waits would never be in
+            # time.
             if state.needs_own_thread(row.output) or state.is_for(row.output):
                 begun |= self._begin_alone(row, state)
                 apart.append((row, state))
@@ -146,7 +151,7 @@ class MaskWorkers:
         return PendingMasks(together, apart, words, begun)
 
     def close(self) -> None:
-        """End the threads. Twice is safe."""
+        """End the threads. Calling it twice is safe."""
         for threads in (self._group, self._alone):
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -160,14 +165,14 @@ class MaskWorkers:
         return state
 
     def _begin_alone(self, row: MaskedRow, state: MaskState) -> set[Future[None]]:
-        """What was begun: nothing where the mask is there, or is being made."""
+        """Start to make one mask. Returns nothing if the mask exists or is being made."""
         if state.is_busy or state.error is not None or state.is_for(row.output):
             return set()
         state.future = self._alone.submit(self._make_alone, state, row.output)
         return {state.future}
 
     def _make_alone(self, state: MaskState, output: Tokens) -> None:
-        """On a thread: compile or rebuild where it must be, then the mask."""
+        """Runs on a thread: compile or rebuild if necessary, then make the mask."""
         began = self._clock.now()
         is_new = state.matcher is None
         self._consume(state, output)
@@ -180,7 +185,7 @@ class MaskWorkers:
     def _make_group(
         self, rows: Sequence[tuple[MaskedRow, MaskState]], words: MaskWords
     ) -> None:
-        """On a thread: one token consumed and one mask made for each, side by side."""
+        """Runs on a thread: consume one token and make one mask for each state of a group."""
         began = self._clock.now()
         matchers: list[tuple[LLMatcher, int]] = []
         for at, (row, state) in enumerate(rows):
@@ -203,7 +208,7 @@ class MaskWorkers:
                 state.is_slow = True
 
     def _consume(self, state: MaskState, output: Tokens) -> None:
-        """Bring the matcher to the end of `output`, from its beginning where it must be."""
+        """Consume `output` up to its end; start from the beginning if necessary."""
         if not state.continues(output):
             try:
                 state.matcher = self._compiler.matcher(state.grammar)
@@ -211,7 +216,7 @@ class MaskWorkers:
                 state.error = str(exc)
                 return
             state.seen = output[:0]
-        assert state.matcher is not None, "it is made before anything is seen"
+        assert state.matcher is not None, "the matcher is made before tokens are consumed"
         assert state.seen is not None, "it is made before anything is seen"
         fresh = output[len(state.seen) :].tolist()
         if fresh and not state.matcher.consume_tokens(fresh):
@@ -235,14 +240,14 @@ class PendingMasks:
         self._begun = begun
 
     def take(self, *, is_alone: bool, grace_s: float = _GRACE_S) -> StepMasks:
-        """What is ready now, or within `grace_s`; `is_alone` says that every row of the step
-        has a grammar, so that nothing else is delayed by waiting longer."""
+        """The masks that are ready now or within `grace_s`. `is_alone` means that every row of
+        the step has a grammar, so a longer wait delays no other row."""
         if is_alone and not self._together:
             futures = {state.future for _, state in self._apart if state.future is not None}
             wait(futures, timeout=_ALONE_S, return_when=FIRST_COMPLETED)
         else:
-            # Masks that were late in an earlier step are not waited for again. Where every row
-            # has a grammar, waiting delays no other row.
+            # Masks that were late in an earlier step are not waited for again. If every row has
+            # a grammar, waiting delays no other row.
             wait(self._begun, timeout=_ALONE_S if is_alone else grace_s)
         found = StepMasks(words=self._words)
         pieces: list[MaskWords] = []

@@ -20,11 +20,11 @@ class RequestOwners:
         self._workers[request_id] = worker
 
     def remove(self, request_id: str) -> None:
-        """Nothing more is sent for this request. An unknown one is ignored."""
+        """Send nothing more for this request. Unknown requests are ignored."""
         self._workers.pop(request_id, None)
 
     def remove_worker(self, worker: bytes) -> list[str]:
-        """A worker is gone; the requests it had."""
+        """A worker is gone: return the requests that it had."""
         lost = [request_id for request_id, owner in self._workers.items() if owner == worker]
         for request_id in lost:
             del self._workers[request_id]

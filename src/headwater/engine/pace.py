@@ -1,5 +1,5 @@
-"""How fast things went lately: the `MeasuredRates` that prices are made from, and the `StepCosts`
-that the number of prompt tokens of a step is chosen by."""
+"""Measures recent speeds: `MeasuredRates` for pricing loads, and `StepCosts` for choosing the
+prompt tokens of a step."""
 
 from collections import deque
 from typing import NamedTuple
@@ -12,46 +12,46 @@ from headwater.scheduler.pacing import CONTEXT_TOKENS, StepCosts
 from headwater.transfer.mover import Mover
 
 _MEMORY = 0.9
-"""Weight that a step keeps with each later one."""
+"""Weight that remains of a step after each later one."""
 
 _PREFILL_SHARE = 4
-"""A step says how fast prompts are computed when it has this many tokens a row."""
+"""A step with this many tokens per row measures how fast prompts are computed."""
 
 
 _COST_MEMORY = 0.8
-"""Weight that the cost of a step keeps with each later one of its kind."""
+"""Weight that remains of a step's cost after each later step of its kind."""
 
 _MAX_CHANGE = 4.0
-"""A step that took this many times what was expected counts as this many times: a hiccup of the
-machine must not stop prompts."""
+"""A step that took longer than this many times its estimate counts as this many times: one slow
+step of the machine must not stop prompts."""
 
 _LARGE_CHUNK = 1024
-"""Cost of a step without decodes from which on launching it does not count."""
+"""Prompt cost above which the launch time of a step without decodes can be neglected."""
 
 _LEAST_CHUNK_SHARE = 0.25
-"""Least share of a mixed step that its prompt tokens are taken to cost."""
+"""Smallest share of a mixed step that is attributed to its prompt tokens."""
 
 
 class _StepShape(NamedTuple):
-    """What decides how long a step takes."""
+    """What determines how long a step takes."""
 
     num_tokens: int
     num_rows: int
     num_decodes: int
     chunk_cost: float
-    """Of its prompt tokens, in prompt tokens without context."""
+    """Cost of its prompt tokens, in prompt tokens without context."""
 
     is_delayed: bool
     """Whether it waits for a load, so that its time says nothing about computing."""
 
 
 class StepCostEstimator:
-    """Measures what decode steps and prompt tokens cost.
+    """Measures the cost of decode steps and of prompt tokens.
 
-    A decode step is looked up by its number of rows in powers of two. What one more prompt token
-    costs is measured by steps without decodes, which are large. What a mixed step takes beyond
-    that is overhead: decodes, launches, and whatever the cost of a token was wrong by. So the
-    next budget is right even if the cost of a token is not.
+    Decode steps are kept by number of rows, in powers of two. The cost of one more prompt token
+    is measured with steps without decodes, which are large. The rest of the time of a mixed
+    step is overhead: decodes, launches, and the error in the cost of a token. So the next
+    budget is right even if the cost of a token is wrong.
     """
 
     def __init__(self) -> None:
@@ -61,13 +61,13 @@ class StepCostEstimator:
         self.costs = StepCosts()
 
     def note_decode(self, num_rows: int, seconds: float) -> None:
-        """A step decoded so many rows and computed no prompt."""
+        """A step decoded this many rows and computed no prompt."""
         size = num_rows.bit_length()
         self._decode_s[size] = _smoothed(self._decode_s.get(size, 0.0), seconds)
         self._publish(num_rows)
 
     def note_chunks(self, num_decodes: int, chunk_cost: float, seconds: float) -> None:
-        """A step computed prompt tokens of this cost beside so many decodes."""
+        """A step computed prompt tokens of this cost together with this many decodes."""
         if not num_decodes:
             if chunk_cost >= _LARGE_CHUNK:
                 self._prompt_token_s = _smoothed(self._prompt_token_s, seconds / chunk_cost)
@@ -81,7 +81,7 @@ class StepCostEstimator:
 
     @property
     def _token_s(self) -> float:
-        """Of one more prompt token; 0 is not known."""
+        """Seconds of one more prompt token; 0 means unknown."""
         return self._prompt_token_s or self._mixed_token_s
 
     def _publish(self, num_rows: int) -> None:
@@ -92,7 +92,8 @@ class StepCostEstimator:
         )
 
     def _expected_decode_s(self, num_rows: int) -> float:
-        """Of the measured number of rows that is nearest; 0 before the first decode."""
+        """Seconds of a decode step with the nearest measured number of rows; 0 before the first
+        decode."""
         size = num_rows.bit_length()
         nearest = min(self._decode_s, key=lambda known: abs(known - size), default=None)
         return 0.0 if nearest is None else self._decode_s[nearest]
@@ -118,7 +119,7 @@ def _shape(batch: ScheduledBatch) -> _StepShape:
 
 
 class RateEstimator:
-    """Measures steps; asks the mover for the speed of its links."""
+    """Measures steps, and asks the mover for the speed of its links."""
 
     def __init__(self) -> None:
         self.step_costs = StepCostEstimator()
@@ -129,7 +130,7 @@ class RateEstimator:
         self.predictions = PredictionLog()
         """Expected and actual seconds of steps that compute prompts."""
         self._known: tuple[tuple[float, int, int, int], MeasuredRates] | None = None
-        """The last rates, and what they were made from."""
+        """The last rates, and the measurements they were computed from."""
 
     def note(
         self,
@@ -138,14 +139,16 @@ class RateEstimator:
         result: StepResult | None,
         collected_s: float,
     ) -> None:
-        """One turn of the loop: what was submitted, and what was collected, if anything."""
+        """One turn of the loop: the batch that was submitted, and the result that was
+        collected, if any."""
         if batch is not None:
             self._submitted.append((_shape(batch), submitted_s))
         if result is not None:
             self._end_step(collected_s)
 
     def rates(self, mover: Mover, now: float) -> MeasuredRates:
-        """What is known by now. Made again when something was measured, and each second."""
+        """The current rates. They are computed again after a new measurement and once per
+        second."""
         source = (self._tokens, mover.num_observed, mover.num_in_flight, int(now))
         if self._known is None or self._known[0] != source:
             self._known = source, self._make_rates(mover, now)
@@ -159,7 +162,8 @@ class RateEstimator:
         )
 
     def _end_step(self, now: float) -> None:
-        """The oldest step is done. What it waited for the one before is not its own time."""
+        """The oldest step ended. Time in which it waited for the previous step does not
+        count."""
         shape, began_s = self._submitted.popleft()
         seconds = now - max(began_s, self._last_s)
         self._last_s = now

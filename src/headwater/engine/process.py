@@ -1,8 +1,9 @@
-"""The engine process: one inbox, one loop, and a watch on the supervisor that started it.
+"""The engine process: one inbox, one loop, and a connection to the supervisor that started it.
 
-Blocks in C while there is nothing to do. Requests, aborts and control of each HTTP worker arrive
-in the order they were sent and are taken between two steps. The outputs of a step are packed once
-for each worker that has any, so the cost of a step does not grow with the number of workers.
+The loop sleeps in C while there is nothing to do. Requests, aborts and control calls of each
+HTTP worker arrive in the order in which they were sent, and are handled between two steps. The
+outputs of a step are packed once for each worker that has any, so the cost of a step does not
+grow with the number of workers.
 """
 
 import logging
@@ -47,7 +48,7 @@ _CHUNK_BYTES = 1 << 16
 
 
 class Core(Protocol):
-    """What the loop turns; `EngineCore` is the real one."""
+    """The core that the loop runs; `EngineCore` is the real one."""
 
     @property
     def has_work(self) -> bool: ...
@@ -71,11 +72,12 @@ class Core(Protocol):
 
 
 Build = Callable[[wire.EngineStart], tuple[Core, EngineInfo]]
-"""Makes a core from the start line. Raises HeadwaterError with a sentence for the operator."""
+"""Builds a core from the start line. Raises HeadwaterError with a sentence for the operator."""
 
 
 def run_engine(build: Build, address: str) -> int:
-    """Live as an engine process: build, report, serve until told to stop; the exit code."""
+    """The main function of an engine process: build the core, report, serve until told to stop,
+    and return the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the supervisor decides when to stop
     line = SupervisorLine(address)
@@ -119,10 +121,10 @@ def run_engine(build: Build, address: str) -> int:
 
 
 class SupervisorLine:
-    """The socket to the supervisor: orders in, reports out, and the end of it all.
+    """The socket to the supervisor: orders come in, reports go out.
 
-    The supervisor waits for this process before it closes the socket, so an end of the socket
-    means that the supervisor died. This process leaves at once then, whatever it is doing.
+    The supervisor waits for this process before it closes the socket. So an end of the socket
+    means that the supervisor died, and this process ends at once, whatever it is doing.
     """
 
     def __init__(self, address: str) -> None:
@@ -137,13 +139,13 @@ class SupervisorLine:
         return wire.decode_start(self._read_line())
 
     def watch(self) -> None:
-        """Read orders in a thread from now on."""
+        """Start a thread that reads orders."""
         threading.Thread(target=self._watch, name="supervisor", daemon=True).start()
 
     def on_order(self, wake: Callable[[], None]) -> None:
-        """Call `wake` from the reading thread for each order; it ends the loop's sleep."""
+        """Call `wake` from the reading thread for each order; it wakes the loop."""
         self._wake = wake
-        wake()  # for orders that came before
+        wake()  # for orders that came earlier
 
     def take_orders(self) -> list[wire.Order]:
         """The orders since the last call."""
@@ -153,7 +155,7 @@ class SupervisorLine:
         return orders
 
     def send(self, report: wire.Report) -> None:
-        """Report to the supervisor; from any thread."""
+        """Send a report to the supervisor. Any thread may call it."""
         data = wire.encode_line(report)
         with self._writing:
             while data:
@@ -186,7 +188,7 @@ class SupervisorLine:
 
 
 class EngineLoop:
-    """Takes messages of all workers, turns the core, sends what came out."""
+    """Handles messages of all workers, runs the core, and sends its outputs."""
 
     def __init__(
         self,
@@ -197,7 +199,7 @@ class EngineLoop:
         *,
         max_live: int,
     ) -> None:
-        """More than `max_live` sequences at once are refused with QueueFull."""
+        """Refuses sequences above `max_live` with QueueFull."""
         self._core = core
         self._watch = watch
         self._socket = socket
@@ -206,14 +208,14 @@ class EngineLoop:
         self._stopped = False
         self._owners = RequestOwners()
         self._known: set[bytes] = set()
-        """Workers that have sent something, and are not gone."""
+        """Workers that have sent a message and are not gone."""
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(core.completions.fileno(), zmq.POLLIN)
         line.on_order(core.completions.wake)
 
     def run(self) -> None:
-        """Until a `Stop` arrives."""
+        """Run until a `Stop` arrives."""
         while not self._stopped:
             if not self._core.has_work:
                 self._sleep()
@@ -223,9 +225,9 @@ class EngineLoop:
             self._core.publish()
 
     def die(self, sentence: str) -> None:
-        """From the watchdog's thread, while the loop is stuck in a step: say why, and end the
-        process without waiting for any thread."""
-        if self._core.device_since is None:  # the step has just ended after all
+        """Called from the watchdog's thread while the loop is stuck in a step: report why, and
+        end the process without waiting for any thread."""
+        if self._core.device_since is None:  # the step has ended after all
             return
         self._line.send(wire.EngineFailed(EngineDead.__name__, sentence))
         os._exit(1)
@@ -239,9 +241,9 @@ class EngineLoop:
             self._watch.note_host(self._core.stats().tiers["host"])
 
     def _sleep(self) -> None:
-        """In C, until a message or a finished copy arrives, or a deadline comes."""
+        """Sleep in C until a message or a finished copy arrives, or a deadline comes."""
         sleep_s = self._core.sleep_s()
-        # A millisecond more, so that the deadline has passed when this returns.
+        # One millisecond longer, so that the deadline has passed when this returns.
         self._poller.poll(None if sleep_s is None else int(sleep_s * 1e3) + 1)
         self._core.completions.clear()
 
@@ -300,7 +302,7 @@ class EngineLoop:
         refusal: RequestError | None,
     ) -> None:
         if isinstance(result, EngineInfo):
-            # Before the answer, so that the caller finds every worker up to date.
+            # Published before the answer, so that the caller finds every worker up to date.
             self._line.send(wire.Ready(result))
             for other in self._known:
                 self._send(other, wire.InfoChanged(result))
@@ -315,6 +317,6 @@ class EngineLoop:
         self._send_frame(worker, wire.encode(message))
 
     def _send_frame(self, worker: bytes, frame: bytes) -> None:
-        # A message to a worker that has gone is dropped; the supervisor tells of its end.
+        # A message to a worker that has gone is dropped; the supervisor reports its end.
         self._socket.send(worker, zmq.SNDMORE)
         self._socket.send(frame, copy=False)

@@ -1,4 +1,4 @@
-"""How far long work is: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of long work: a bar on a terminal, a line from time to time elsewhere."""
 
 import sys
 from contextlib import AbstractContextManager, ExitStack
@@ -9,19 +9,19 @@ _NUM_LINES = 10
 
 
 class Progress(AbstractContextManager["Progress"], Protocol):
-    """Told of work as it is done."""
+    """Receives reports of finished work."""
 
     def advance(self, done: int = 1) -> None: ...
 
 
 def show_progress(what: str, total: int, *, out: TextIO | None = None) -> Progress:
-    """A bar where `out` (standard error) is a terminal, lines where it is not."""
+    """A bar if `out` (standard error) is a terminal; otherwise lines."""
     out = out or sys.stderr
     return BarProgress(what, total, out) if out.isatty() else LineProgress(what, total, out)
 
 
 class SilentProgress:
-    """Says nothing."""
+    """Prints nothing."""
 
     def __enter__(self) -> "SilentProgress":
         return self
@@ -54,7 +54,7 @@ class LineProgress(SilentProgress):
 
 
 class BarProgress:
-    """A bar with the time that is left."""
+    """A bar with the remaining time."""
 
     def __init__(self, what: str, total: int, out: TextIO) -> None:
         # Imported here: rich is slow to import and only terminals need it.

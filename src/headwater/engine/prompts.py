@@ -1,4 +1,4 @@
-"""What callers of the offline engine hand over, read once and refused where it makes no sense."""
+"""Reads and validates the arguments of the offline engine."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ _NO_CONVERSATION = "a conversation is a list of messages with a role and content
 
 
 def read_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A batch; a single prompt, text or a flat list of ids, is a batch of one."""
+    """A batch of prompts. A single prompt, text or a flat list of ids, is a batch of one."""
     if not isinstance(prompts, Sequence | np.ndarray):
         raise RequestError(f"prompts: {_NO_PROMPT}, or several; got {_kind(prompts)}")
     if isinstance(prompts, str) or (len(prompts) > 0 and _is_single(prompts[0])):
@@ -29,7 +29,8 @@ def read_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def read_ids(prompt: Sequence[int], vocab_size: int) -> Tokens:
-    """Token ids as the array that travels to the tree; raises for what is none of the model's."""
+    """Token ids as the array that the tree uses. Raises RequestError for ids that the model
+    does not have."""
     if len(prompt) == 0:
         return np.empty(0, dtype=np.int32)
     try:
@@ -70,7 +71,7 @@ def read_stops(stop: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def read_salt(cache_salt: str) -> str:
-    """The tenant whose blocks may be found."""
+    """The cache salt: it names the tenant whose blocks may be found."""
     if not isinstance(cache_salt, str):
         raise RequestError(f"cache_salt is a string, got {_kind(cache_salt)}")
     check_text("cache_salt", cache_salt)
@@ -78,7 +79,7 @@ def read_salt(cache_salt: str) -> str:
 
 
 def read_count(n: int) -> int:
-    """How many answers a prompt gets."""
+    """The number of answers to each prompt."""
     if not is_whole(n) or n < 1:
         raise RequestError(f"n is a whole number of at least 1, got {n!r}")
     return n
@@ -89,8 +90,8 @@ def read_params(
     count: int,
     structured: StructuredOutput | None = None,
 ) -> list[SamplingParams]:
-    """One for each of `count` prompts, of one for all or of one each, with the grammar of
-    `structured` where that is given."""
+    """One value for each of `count` prompts, from one for all or one for each, with the grammar
+    of `structured` if given."""
     if structured is not None:
         grammar = structured.to_grammar()
         return [replace(one, grammar=grammar) for one in read_params(params, count)]
@@ -104,7 +105,7 @@ def read_params(
 
 
 def _is_single(entry: object) -> bool:
-    """Whether this is one of a prompt's tokens, rather than a prompt."""
+    """Whether this is one token of a prompt and not a prompt."""
     return not isinstance(entry, str | Sequence | np.ndarray)
 
 
@@ -125,5 +126,5 @@ def _are_params(params: object) -> bool:
 
 
 def _kind(value: object) -> str:
-    """What was given instead, for a sentence."""
+    """A description of the given value, for an error message."""
     return f"{type(value).__name__} {value!r:.40}"

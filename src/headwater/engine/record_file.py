@@ -1,4 +1,5 @@
-"""The file of `headwater serve --record`: made by the supervisor, written by all HTTP workers."""
+"""The file of `headwater serve --record`. The supervisor creates it; all HTTP workers write to
+it."""
 
 import json
 import os
@@ -13,13 +14,14 @@ VERSION = 1
 
 
 class RecordTarget(Struct, frozen=True, kw_only=True):
-    """What a worker needs to write to the file: workers that share it write equal keys."""
+    """What a worker needs to write to the file. Workers that share it write equal keys for
+    equal blocks."""
 
     descriptor: int
-    """Opened for appending: each line is written in one call, so lines never mix."""
+    """Opened for appending. Each line is written with one call, so lines never mix."""
 
     secret: bytes
-    """Salts the keys; it is never written, and lost when the server ends."""
+    """Salt of the keys. It is never written and is lost when the server ends."""
 
     start_s: float
     block_tokens: int
@@ -29,7 +31,7 @@ class RecordFile:
     """Owns the file until `close`."""
 
     def __init__(self, path: Path, *, start_s: float) -> None:
-        """Raises ConfigError where `path` exists or cannot be made."""
+        """Raises ConfigError if `path` exists or cannot be created."""
         self._path = path
         self._start_s = start_s
         self._secret = secrets.token_bytes(32)
@@ -46,7 +48,7 @@ class RecordFile:
             raise ConfigError(f"cannot write --record {path}: {exc.strerror}") from exc
 
     def begin(self, block_tokens: int) -> RecordTarget:
-        """Write the first line, once; what workers need."""
+        """Write the first line, once, and return what workers need."""
         if not self._has_begun:
             self._has_begun = True
             header = {"headwater_recording": VERSION, "block_tokens": block_tokens}
@@ -59,7 +61,7 @@ class RecordFile:
         )
 
     def close(self) -> None:
-        """Close the file; it is removed if nothing was served. Twice is safe."""
+        """Close the file and remove it if nothing was served. Calling it twice is safe."""
         if not self._is_closed:
             self._is_closed = True
             os.close(self.descriptor)

@@ -1,9 +1,9 @@
-"""Records what a served engine is asked, so that `headwater replay` can play it again.
+"""Records the requests of a server, so that `headwater replay` can repeat them.
 
-One JSON object a line: when a request came, how long it was, and a key for each full block of
-its prompt and output. Keys are salted with a secret that is never written and thrown away at
-the end: equal blocks have equal keys in one recording, and nobody can try out what they were.
-No text, no token, no name is in it.
+Each line is one JSON object: when a request came, its lengths, and a key for each full block of
+its prompt and output. Keys are salted with a secret that is never written and is dropped at the
+end. So equal blocks of one recording have equal keys, and a reader cannot test which text a key
+stands for. The file contains no text, tokens or names.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from headwater.scheduler.request import Request, SequenceOutput
 log = logging.getLogger(__name__)
 
 _MAX_PENDING = 256
-"""Requests that wait to be written; more are dropped and counted, and nobody waits."""
+"""Most requests that wait to be written. More are dropped and counted; no request waits."""
 
 _KEY_HEX = 16
 _CLOSE_S = 5.0
@@ -41,10 +41,10 @@ class Recording:
         self._queue: Queue[Entry | None] = Queue(_MAX_PENDING)
         self._thread = Thread(target=self._work, name="recording", daemon=True)
         self.num_dropped = 0
-        """Requests that are not in the recording, because writing was slower than serving."""
+        """Requests missing in the recording, because writing was slower than serving."""
 
     def start(self) -> None:
-        """Begin to write."""
+        """Start to write."""
         self._thread.start()
 
     def note(self, request: Request, output: list[int]) -> None:
@@ -55,14 +55,17 @@ class Recording:
             self.num_dropped += 1
 
     def close(self) -> None:
-        """Write what waits, for a few seconds at most. Twice is safe."""
+        """Write the waiting requests, within a few seconds. Calling it twice is safe."""
         if not self._thread.is_alive():
             return
         with suppress(Full):
             self._queue.put(None, timeout=_CLOSE_S)
         self._thread.join(_CLOSE_S)
         if self.num_dropped:
-            log.warning("the recording lacks %d requests", self.num_dropped)
+            log.warning(
+                "requests missing in the recording, because writing was too slow: count=%d",
+                self.num_dropped,
+            )
 
     def _work(self) -> None:
         target = self._target
@@ -89,7 +92,7 @@ class Recording:
 
 
 class RecordedEngine(AsyncEngine):
-    """An engine whose requests go into a recording as they end."""
+    """An engine whose requests are recorded when they end."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)

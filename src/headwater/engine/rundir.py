@@ -1,7 +1,8 @@
-"""A private folder for one server's sockets: unique, 0700, and gone after a crash.
+"""A private folder for the sockets of one server: unique, mode 0700, removed even after a
+crash.
 
-The owner holds a file lock on its folder. The kernel drops the lock when the owner dies,
-however it dies, so the next start can tell abandoned folders from living ones and sweep them.
+The owner holds a file lock on its folder. The kernel releases the lock when the owner dies,
+however it dies. So the next start can recognise abandoned folders and remove them.
 """
 
 import contextlib
@@ -14,16 +15,17 @@ from pathlib import Path
 _PREFIX = "headwater-"
 _LOCK = "lock"
 _MAX_BASE_BYTES = 60
-"""A socket's path is limited to about 100 bytes; a longer base falls back to /tmp."""
+"""The path of a socket is limited to about 100 bytes; with a longer base, /tmp is used."""
 
 
 class RunDir:
-    """Owns a fresh folder until `close`."""
+    """Owns a new folder until `close`."""
 
     def __init__(self, base: Path | None = None) -> None:
         base = base or _default_base()
         sweep(base)
-        # Renamed only once the lock is held: a sweep never sees it without one.
+        # The folder gets its name only when the lock is held, so a sweep never finds it
+        # unlocked.
         young = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=base))
         self._lock_fd = os.open(young / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
@@ -32,12 +34,12 @@ class RunDir:
         self._closed = False
 
     def address(self, life: int) -> str:
-        """Where workers meet the engine's life `life`. Each life has an address of its own, so
-        no message of one life reaches another."""
+        """The address at which workers connect to the engine's life number `life`. Each life
+        has its own address, so no message of one life reaches another."""
         return f"ipc://{self.path / f'engine-{life}'}"
 
     def close(self) -> None:
-        """Remove the folder. Safe to call twice."""
+        """Remove the folder. Calling it twice is safe."""
         if not self._closed:
             self._closed = True
             shutil.rmtree(self.path, ignore_errors=True)
@@ -45,14 +47,14 @@ class RunDir:
 
 
 def remove_socket_folder(address: str) -> None:
-    """Remove the folder of `address`; for an engine whose supervisor died before it."""
+    """Remove the folder of `address`, for an engine whose supervisor died first."""
     folder = Path(address.removeprefix("ipc://")).parent
     if folder.name.startswith(_PREFIX):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def sweep(base: Path) -> int:
-    """Remove folders in `base` whose owner is dead; how many there were."""
+    """Remove folders in `base` whose owner is dead, and return their number."""
     return sum(_remove_if_abandoned(path) for path in base.glob(f"{_PREFIX}*"))
 
 

@@ -22,7 +22,7 @@ def engine_stats(
     num_idle_turns: int = 0,
     peers: HandoffCounts | None = None,
 ) -> EngineStats:
-    """Every owner's snapshot in one, in plain numbers and names."""
+    """The snapshots of all parts in one value, with plain numbers and names."""
     ledger = cache.ledger
     return EngineStats(
         num_running=scheduler.num_running,

@@ -1,5 +1,7 @@
-"""Log lines about the steps of a real engine: slow ones, and a host tier that is full for the first
-time. A simulated engine has no watch: its seconds are not an operator's."""
+"""Log lines about the steps of a real engine: slow steps, and a host tier that becomes full.
+
+A simulated engine has no watch, because its time is not real.
+"""
 
 import logging
 
@@ -12,17 +14,18 @@ SLOW_S = 1.0
 """Shorter steps are never reported."""
 
 _SLOW_FACTOR = 10.0
-"""How many times the usual step a slow one takes. Steps with long prompts are usual on a CPU."""
+"""A slow step takes this many times the usual one. Steps with long prompts are usual on a
+CPU."""
 
 _AVERAGE_WEIGHT = 0.05
 _QUIET_S = 10.0
-"""Least time between two lines about slow steps."""
+"""Shortest time between two lines about slow steps."""
 
 _LOOK_S = 1.0
 
 
 class StepWatch:
-    """Told of each step by the engine loop; used by its thread only."""
+    """Called by the engine loop for each step, on its thread only."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -52,11 +55,12 @@ class StepWatch:
 
     @property
     def wants_tiers(self) -> bool:
-        """Whether it is time to look at the host tier; at most once a second, until it filled."""
+        """Whether to read the state of the host tier now: at most once a second, until it was
+        full."""
         return not self._host_was_full and self._clock.now() >= self._look_at_s
 
     def note_host(self, host: TierStats) -> None:
-        """The state of the host tier now."""
+        """Note the current state of the host tier."""
         self._look_at_s = self._clock.now() + _LOOK_S
         if host.num_blocks and not host.free:
             self._host_was_full = True

@@ -1,8 +1,8 @@
-"""Structured output: what an answer must look like, as a grammar.
+"""Structured output: a constraint on the answer, as a grammar.
 
-A request asks for JSON, a schema, a pattern, one of some texts, or a grammar. All become one
-text in llguidance's format, which travels with the sampling parameters; it is compiled where
-masks are made. Nothing is compiled here.
+A request asks for JSON, a schema, a pattern, one of several texts, or a grammar. Each becomes
+one text in llguidance's format, which is part of the sampling parameters. It is compiled where
+masks are made, not here.
 """
 
 import json
@@ -14,7 +14,7 @@ from headwater.engine.grammar import to_lark
 from headwater.errors import RequestError
 
 MAX_GRAMMAR_BYTES = 1 << 17
-"""Longest grammar, schemas included."""
+"""Longest grammar, including schemas."""
 
 MAX_SCHEMA_DEPTH = 64
 """Deepest nesting of a schema."""
@@ -22,21 +22,22 @@ MAX_SCHEMA_DEPTH = 64
 MAX_CHOICES = 1024
 
 _WHITESPACE = r"[ \n\r\t]{0,20}"
-"""Between the parts of JSON. Bounded: some models would write white space for ever."""
+"""White space between the parts of JSON. Bounded, because some models would write white space
+for ever."""
 
 _ANY_OBJECT = {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutput:
-    """What an answer must look like: exactly one of the fields.
+    """The constraint on an answer: exactly one of the fields is set.
 
-    Raises RequestError, naming the field, for what cannot become a grammar. Whether a schema
-    or a pattern is supported is known when it is compiled.
+    Raises RequestError, naming the field, if it cannot become a grammar. Whether a schema or a
+    pattern is supported is known only when it is compiled.
     """
 
     json: str | Mapping[str, Any] | bool | None = None
-    """A JSON schema, as an object or as text; `True` is any JSON value."""
+    """A JSON schema, as an object or as text; `True` allows any JSON value."""
 
     json_object: bool = False
     """Any JSON object."""
@@ -44,7 +45,7 @@ class StructuredOutput:
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
-    """In Lark's syntax, or in GBNF."""
+    """In Lark syntax or in GBNF."""
 
     def __post_init__(self) -> None:
         given = [name for name in _FIELDS if getattr(self, name) not in (None, False)]
@@ -85,7 +86,7 @@ def lark_grammar(rules: str) -> str:
 
 
 def with_prefix(grammar: str, prefix: str, rules: str = "") -> str:
-    """`grammar` after `prefix`, which is terms of Lark that may use `rules`."""
+    """`grammar` after `prefix`, which consists of Lark terms that may use `rules`."""
     parts = json.loads(grammar)["grammars"]
     parts[0] = {"name": "answer", **parts[0]}
     lark = f"start: {prefix} @answer\n{rules}"

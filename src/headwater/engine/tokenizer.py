@@ -25,7 +25,7 @@ from headwater.types import Tokens
 
 
 class ChatTemplate:
-    """One compiled template; rendering changes nothing."""
+    """One compiled template. Rendering does not change it."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -44,7 +44,8 @@ class ChatTemplate:
 
     @classmethod
     def find(cls, folder: Path, settings: Mapping[str, Any]) -> "ChatTemplate | None":
-        """The template of a model directory, wherever it is kept, or None."""
+        """The template of a model directory, in any of the usual files; None if there is
+        none."""
         path = folder / "chat_template.jinja"
         if path.is_file():
             return cls(path.read_text(encoding="utf-8"))
@@ -62,7 +63,7 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         settings: Mapping[str, Any],
     ) -> str:
-        """The prompt text; raises RequestError where the template refuses the messages."""
+        """The prompt text. Raises RequestError if the template refuses the messages."""
         names = {
             **settings,
             **special_tokens,
@@ -90,7 +91,7 @@ class _GenerationTag(Extension):
 
 
 def _to_json(value: object, indent: int | None = None) -> str:
-    """Plain JSON: Jinja's own filter escapes for HTML, which a prompt is not."""
+    """Plain JSON. Jinja's own filter escapes for HTML, but a prompt is not HTML."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
@@ -123,16 +124,16 @@ class Tokenizer:
         }
         """Ids of the special tokens by their text."""
         self.byte_tokens = self._find_byte_tokens()
-        """Tokens that stand for one byte each where a vocabulary has no better one. Decoders
-        show a run of them as text only while the whole run is whole characters."""
+        """Tokens that stand for one byte each, for text without better tokens. Decoders show a
+        run of them as text only if the run consists of complete characters."""
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> Tokens:
-        """Token ids of `text`, as the int32 array that travels to the tree.
+        """Token ids of `text`, as the int32 array that the tree uses.
 
-        Raises PromptTooLong, without having looked, for a text that `max_tokens` of the
-        longest tokens there are could not hold.
+        Raises PromptTooLong, without encoding, for a text that cannot fit into `max_tokens`
+        even with the longest tokens.
         """
         if max_tokens is not None and len(text) > max_tokens * self._longest:
             raise PromptTooLong(
@@ -142,26 +143,26 @@ class Tokenizer:
         try:
             ids = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:
-            check_text("the prompt", text)  # the tokenizer calls such a string no string
+            check_text("the prompt", text)  # the tokenizer does not accept such a string
             raise
         return np.array(ids, dtype=np.int32)
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `tokens`; ids outside the vocabulary have none."""
+        """Text of `tokens`. Ids outside the vocabulary have no text."""
         text: str = self._fast.decode(tokens, skip_special_tokens=skip_special_tokens)
         return text
 
     @property
     def template_source(self) -> str:
-        """The text of the chat template; empty where the model has none."""
+        """The text of the chat template; empty if the model has none."""
         return "" if self._template is None else self._template.source
 
     def to_json(self) -> str:
-        """The vocabulary as `tokenizer.json` has it."""
+        """The vocabulary in the format of `tokenizer.json`."""
         return str(self._fast.to_str())
 
     def _find_byte_tokens(self) -> dict[int, int]:
-        """By token, the byte; empty where `<0xE2>` is text like any other, or not there."""
+        """The byte of each byte token; empty if `<0xE2>` is an ordinary text or missing."""
         named = {byte: self._fast.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
         found = {token: byte for byte, token in named.items() if token is not None}
         probe = named[0xE2]
@@ -170,7 +171,7 @@ class Tokenizer:
         return found
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes this one token stands for, which may be part of a character."""
+        """The bytes of this token, which may be a part of a character."""
         text = self.decode([token], skip_special_tokens=False)
         if "\ufffd" not in text:
             return text.encode()
@@ -182,7 +183,7 @@ class Tokenizer:
         return text.encode()
 
     def token_text(self, token: int) -> str:
-        """A printable name of one token: its text, or its bytes where they are no text."""
+        """A printable name of one token: its text, or its bytes if they are not text."""
         raw = self.token_bytes(token)
         try:
             return raw.decode()
@@ -190,7 +191,7 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def token_piece(self, token: int) -> str:
-        """The vocabulary's own spelling of a token."""
+        """The spelling of a token in the vocabulary."""
         return self._fast.id_to_token(token) or ""
 
     def chat_text(
@@ -201,7 +202,7 @@ class Tokenizer:
         settings: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The prompt that the model's own template makes of a conversation."""
+        """The prompt of a conversation, by the model's own template."""
         if self._template is None:
             raise RequestError("this model has no chat template; use /v1/completions")
         return self._template.render(
@@ -220,7 +221,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         max_tokens: int | None = None,
     ) -> Tokens:
-        """Token ids of a conversation; the template writes its special tokens itself."""
+        """Token ids of a conversation. The template writes its special tokens itself."""
         text = self.chat_text(
             messages,
             add_generation_prompt=add_generation_prompt,
@@ -237,7 +238,7 @@ def check_text(field: str, text: str) -> None:
     except UnicodeEncodeError as exc:
         raise RequestError(
             f"{field} has a lone surrogate, U+{ord(text[exc.start]):04X}, at character "
-            f"{exc.start}, which is no text; replace it, for example with U+FFFD"
+            f"{exc.start}, which is not valid text; replace it, for example with U+FFFD"
         ) from exc
 
 
@@ -248,7 +249,7 @@ def _load_fast(path: Path) -> FastTokenizer:
         fast = FastTokenizer.from_file(str(path))
     except Exception as exc:
         raise ModelError(f"{path} is not a tokenizer: {exc}") from exc
-    # Stored settings for training would cut or pad what clients send.
+    # Stored settings for training would truncate or pad the texts of clients.
     fast.no_truncation()
     fast.no_padding()
     return fast
@@ -274,7 +275,7 @@ def _token_text(value: object) -> str | None:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The printable character that byte-level vocabularies write for each byte."""
+    """The printable character that byte-level vocabularies use for each byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     hidden = [byte for byte in range(256) if byte not in set(printable)]

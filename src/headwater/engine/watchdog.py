@@ -1,8 +1,10 @@
-"""Ends an engine process whose device does not finish a step: a kernel that hangs, a lost rank.
+"""Ends an engine process whose device does not finish a step, because a kernel hangs or a rank
+is lost.
 
-The loop's thread is inside the runner then and cannot speak. So a thread looks at it, tells the
-clients why the engine is dead, and ends the process at once: nothing that the device may still
-write to is used again. It needs the interpreter lock, which runners release while they wait.
+The loop's thread is then inside the runner and cannot react. So another thread checks it, tells
+the clients why the engine is dead, and ends the process at once: memory that the device may
+still write to is not used again. This thread needs the interpreter lock, which runners release
+while they wait.
 """
 
 import logging
@@ -16,29 +18,29 @@ log = logging.getLogger(__name__)
 
 _LOOKS = 20
 _MAX_LOOK_S = 1.0
-"""Looks per timeout: a step is found at most a twentieth of the timeout late. And the longest time
-between two: a lost rank is noticed soon."""
+"""Checks per timeout: a hanging step is detected at most a twentieth of the timeout late. The
+second number is the longest time between two checks, so that a lost rank is noticed soon."""
 
 _NOTICE_S = 5.0
 """Collectives between CPUs fail at once when a rank is gone; those between GPUs wait for ever."""
 
 
 class SteppingCore(Protocol):
-    """What is watched. Read from another thread."""
+    """The core that is watched. Read from another thread."""
 
     @property
     def device_since(self) -> tuple[float, int] | None:
-        """Since when the loop waits for the device, and how many steps were scheduled before;
-        None while it does not wait."""
+        """The time at which the loop began to wait for the device, and the number of steps
+        scheduled before; None while it does not wait."""
 
     @property
     def failure(self) -> str | None:
-        """Why the core cannot go on; None while it can."""
+        """Why the core cannot continue; None while it can."""
 
 
 class StepWatchdog:
-    """Calls `die` once, from its own thread, when one wait for the device exceeds `timeout_s`, or
-    goes on although a part of the core is lost."""
+    """Calls `die` once, from its own thread, when one wait for the device exceeds `timeout_s`,
+    or continues although a part of the core is lost."""
 
     def __init__(
         self,
@@ -58,7 +60,7 @@ class StepWatchdog:
         threading.Thread(target=self._watch, name="step-watchdog", daemon=True).start()
 
     def stop(self) -> None:
-        """Watch no longer. Twice is safe."""
+        """Stop watching. Calling it twice is safe."""
         self._stopped.set()
 
     def _watch(self) -> None:
@@ -80,5 +82,5 @@ class StepWatchdog:
             return
 
     def _is_stuck(self, since_s: float) -> bool:
-        """Whether a step has had time to notice by itself that a part is lost."""
+        """Whether a step has had enough time to notice by itself that a part is lost."""
         return self._clock.now() - since_s > _NOTICE_S

@@ -1,8 +1,8 @@
 """Messages of the engine process: msgpack to and from HTTP workers, JSON lines to and from the
-supervisor. Typed, never pickle.
+supervisor.
 
-Token ids travel as little-endian int32 bytes. A message that does not fit its type raises
-at the receiver; nothing is guessed.
+Messages are typed and never pickled. Token ids are little-endian int32 bytes. A message that does
+not fit its type raises an error at the receiver.
 """
 
 from typing import Any
@@ -46,13 +46,13 @@ class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
-    """End these requests, wherever they are."""
+    """End these requests, in any state."""
 
     request_ids: list[str]
 
 
 class PackedCall(msgspec.Struct, tag="call", array_like=True, frozen=True):
-    """A `ControlCall`; it is answered with a `Reply` of the same number."""
+    """A `ControlCall`. A `Reply` with the same number answers it."""
 
     number: int
     name: str
@@ -60,20 +60,21 @@ class PackedCall(msgspec.Struct, tag="call", array_like=True, frozen=True):
 
 
 class EngineStart(msgspec.Struct, frozen=True):
-    """The first line that an engine process reads: its settings, and what it inherits."""
+    """The first line that an engine process reads: its settings, and the descriptors that it
+    inherits."""
 
     settings: msgspec.Raw
-    """For the function that builds the core."""
+    """Settings for the function that builds the core."""
 
     max_queued: int = 1 << 30
-    """Most sequences that wait in addition to those running, over all workers."""
+    """Most waiting sequences in addition to the running ones, over all workers."""
 
     is_paused: bool = False
     """Whether an operator had paused the engine before."""
 
     host_memory: tuple[int, int] | None = None
-    """Descriptors of the host tier's memory, which outlives this engine: blocks, and what is in
-    each slot. None where the engine has memory of its own."""
+    """Descriptors of the host tier's memory, which outlives this engine: the blocks, and the
+    slot records. None if the engine has its own memory."""
 
 
 class Stop(msgspec.Struct, tag="stop", frozen=True):
@@ -97,24 +98,24 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
 
 
 class EngineFailed(msgspec.Struct, tag="failure", frozen=True):
-    """Engine to supervisor: it could not start, or its loop ended; its last message."""
+    """Engine to supervisor: the engine could not start, or its loop ended. Its last message."""
 
     kind: str
     sentence: str
 
 
 class Pong(msgspec.Struct, tag="pong", frozen=True):
-    """Engine to supervisor: the process runs."""
+    """Engine to supervisor: the process is running."""
 
 
 class InfoChanged(msgspec.Struct, tag="info", array_like=True, frozen=True):
-    """Other weights are served from now on."""
+    """Engine to supervisor: other weights are served from now on."""
 
     info: EngineInfo
 
 
 class Output(msgspec.Struct, array_like=True, frozen=True):
-    """One sequence's part of a step."""
+    """The part of one sequence in a step."""
 
     request_id: str
     tokens: bytes
@@ -127,13 +128,13 @@ class Output(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Outputs(msgspec.Struct, tag="outputs", array_like=True, frozen=True):
-    """Everything one step produced, in one message."""
+    """All outputs of one step, in one message."""
 
     outputs: list[Output]
 
 
 class Refusal(msgspec.Struct, tag="refusal", array_like=True, frozen=True):
-    """A request the engine will not run."""
+    """A request that the engine refuses."""
 
     request_id: str
     kind: str
@@ -147,7 +148,7 @@ class Reply(msgspec.Struct, tag="reply", array_like=True, frozen=True):
     result: msgspec.Raw
     refusal: str | None
     kind: str = ""
-    """Class of the error, where it is refused."""
+    """Class of the error, if the call was refused."""
 
 
 ToEngine = Add | Abort | PackedCall
@@ -164,12 +165,13 @@ decode_report = msgspec.json.Decoder(Report).decode
 
 
 def encode_line(message: msgspec.Struct) -> bytes:
-    """A message between supervisor and engine, or supervisor and worker: one line of JSON."""
+    """A message between supervisor and engine, or supervisor and worker, as one line of
+    JSON."""
     return msgspec.json.encode(message) + b"\n"
 
 
 def pack_request(request: Request) -> Add:
-    """A request as it travels."""
+    """A request as a message."""
     return Add(
         request_id=request.request_id,
         tokens=request.tokens.astype(_TOKEN_TYPE, copy=False).tobytes(),
@@ -189,7 +191,7 @@ def pack_request(request: Request) -> Add:
 
 
 def unpack_request(message: Add) -> Request:
-    """The request again; its tokens are a read-only view of the message."""
+    """The request of a message. Its tokens are a read-only view of the message."""
     return Request(
         request_id=RequestId(message.request_id),
         tokens=np.frombuffer(message.tokens, dtype=_TOKEN_TYPE),
@@ -209,9 +211,9 @@ def unpack_request(message: Add) -> Request:
 
 
 def pack_output(output: SequenceOutput) -> Output:
-    """An output as it travels."""
+    """An output as a message."""
     tokens = output.tokens
-    # Nearly every output is one token; numpy takes eight times as long for it.
+    # Nearly every output has one token; numpy takes eight times as long for it.
     if len(tokens) == 1:
         packed = tokens[0].to_bytes(4, "little", signed=True)
     else:
@@ -229,7 +231,7 @@ def pack_output(output: SequenceOutput) -> Output:
 
 
 def unpack_output(message: Output) -> SequenceOutput:
-    """The output again."""
+    """The output of a message."""
     return SequenceOutput(
         request_id=RequestId(message.request_id),
         tokens=np.frombuffer(message.tokens, dtype=_TOKEN_TYPE).tolist(),
@@ -243,12 +245,12 @@ def unpack_output(message: Output) -> SequenceOutput:
 
 
 def pack_call(number: int, call: ControlCall[Any]) -> PackedCall:
-    """A control call as it travels."""
+    """A control call as a message."""
     return PackedCall(number, type(call).__name__, msgspec.Raw(encode(call)))
 
 
 def unpack_call(message: PackedCall) -> ControlCall[Any]:
-    """The control call again; raises where its name or its arguments are unknown."""
+    """The control call of a message. Raises an error if its name or arguments are unknown."""
     if message.name not in CALLS:
         raise msgspec.ValidationError(f"unknown control call {message.name!r}")
     call: ControlCall[Any] = msgspec.msgpack.decode(message.arguments, type=CALLS[message.name])
@@ -256,14 +258,14 @@ def unpack_call(message: PackedCall) -> ControlCall[Any]:
 
 
 def pack_reply(number: int, result: Any, refusal: RequestError | None) -> Reply:  # noqa: ANN401 -- by call
-    """The end of a control call as it travels."""
+    """The end of a control call as a message."""
     if refusal is not None:
         return Reply(number, msgspec.Raw(encode(None)), str(refusal), type(refusal).__name__)
     return Reply(number, msgspec.Raw(encode(result)), None)
 
 
 def unpack_reply(call: ControlCall[R], reply: Reply) -> R:
-    """The result of `call`; raises the engine's RequestError where it was refused."""
+    """The result of `call`. Raises the engine's RequestError if it was refused."""
     if reply.refusal is not None:
         raise rebuild_error(reply.kind, reply.refusal)
     result: R = msgspec.msgpack.decode(reply.result, type=reply_type(type(call)))
@@ -271,7 +273,7 @@ def unpack_reply(call: ControlCall[R], reply: Reply) -> R:
 
 
 def rebuild_error(kind: str, sentence: str) -> HeadwaterError:
-    """The error of that name in our tree; an unknown name is an engine that died."""
+    """The error class of this name; an unknown name becomes EngineDead."""
     found = getattr(errors, kind, None)
     if isinstance(found, type) and issubclass(found, HeadwaterError):
         return found(sentence)
