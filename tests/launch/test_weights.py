@@ -129,7 +129,7 @@ def test_only_a_policy_that_learns_can_save(tmp_path, capsys):
 
 
 def test_flags_that_do_nothing_say_so():
-    """Lesson 34: weights without a policy that begins with any, prefetch without a tier."""
+    """Weights without a policy that uses them, and prefetch without a host tier, are noted."""
     given = frozenset({"--eviction-weights", "--no-prefetch-sessions"})
     idle = idle_settings(EngineConfig(), given)
 

@@ -1,6 +1,7 @@
-"""The `headwater` command: parses, imports what the command needs, calls it.
+"""The `headwater` command: parses the command line, imports what the command needs, and calls
+it.
 
-Nothing heavier than the parser is imported before a command is known.
+Only the parser is imported before a command is known.
 """
 
 import ast
@@ -43,7 +44,8 @@ _COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code. 1 is a failure with a sentence, 2 a usage error."""
+    """Run one command and return the exit code: 1 for a failure with a message, 2 for a usage
+    error."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and not arguments[0].startswith("-") and arguments[0] not in _COMMANDS:
         return _fail(
@@ -75,14 +77,14 @@ def _run(options: Namespace, given: frozenset[str]) -> int:
         from headwater.cli.cluster import run_cluster
 
         return run_cluster(options)
-    # Every other command is `run_NAME` of the module with its name.
+    # Every other command is `run_NAME` in the module of its name.
     module = importlib.import_module(f"headwater.cli.{options.command}")
     run: Callable[..., int] = getattr(module, f"run_{options.command}")
     return run() if options.command in ("demo", "doctor") else run(options)
 
 
 def _bench(arguments: list[str]) -> int:
-    """`headwater bench NAME …` is the `main` of `headwater.bench.NAME`."""
+    """`headwater bench NAME …` calls the `main` of `headwater.bench.NAME`."""
     package = importlib.import_module("headwater.bench")
     known = sorted(
         entry.name
@@ -102,7 +104,8 @@ def _bench(arguments: list[str]) -> int:
 
 
 def _bench_help(known: Sequence[str]) -> str:
-    """One line for each benchmark: the first sentence of its module, read without running it."""
+    """One line for each benchmark: the first sentence of its module, read without importing
+    it."""
     lines = ["usage: headwater bench NAME [flags]; NAME --help has the flags", ""]
     for name in known:
         found = importlib.util.find_spec(f"headwater.bench.{name}")
@@ -115,13 +118,14 @@ def _bench_help(known: Sequence[str]) -> str:
 
 
 def _guard(run: Callable[[], int]) -> int:
-    """Errors we raise on purpose are a sentence, not a traceback."""
+    """Errors of our own classes are printed as a sentence, without a traceback."""
     try:
         code = run()
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # The reader, such as `head`, has what it wants. Python flushes once more at exit.
+        # The reader of the pipe, such as `head`, has closed it. Python flushes once more at
+        # exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except HeadwaterError as error:

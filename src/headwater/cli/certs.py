@@ -53,7 +53,7 @@ def add_certs(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public 
 
 
 def run_certs(options: Namespace) -> int:
-    """Make the files; the exit code."""
+    """Write the files and return the exit code."""
     if options.days < 1:
         raise ConfigError(f"--days must be at least 1, got {options.days}")
     for name in options.names:
@@ -71,7 +71,7 @@ def run_certs(options: Namespace) -> int:
 
 
 class _Authority:
-    """The CA of one folder: read, or made when there is none."""
+    """The CA of one folder: read from its files, or created."""
 
     def __init__(self, folder: Path, days: int) -> None:
         self._folder = folder

@@ -1,6 +1,7 @@
 """`headwater check`: whether and how a model would be served, and what fits in each tier.
 
-Reads config.json and the headers of the weights. No weights are loaded, and torch is not imported.
+Reads config.json and the headers of the weights. No weights are loaded, and torch is not
+imported.
 """
 
 import json
@@ -27,14 +28,14 @@ _COMMAND_TIMEOUT_S = 10.0
 _ENGINE = EngineConfig()
 
 _ABOUT = """\
-Say whether and how a model would be served, how much memory its weights and one token of KV take,
+Report whether and how a model would be served, how much memory its weights and one token of KV take,
 and how many tokens each tier would hold. Nothing is loaded; it takes a second.
 
   headwater check ./Qwen3-8B
   headwater check Qwen/Qwen3-8B             # downloads a few small files, no weights
   headwater check ./Qwen3-8B --device cuda --device-gib 80 --swap-space 256 --storage-gib 4096
 
-Exits with 0 where the model would be served, and with 1 and the reason where not.
+Exits with 0 if the model would be served; otherwise with 1 and the reason.
 """
 
 _HOW = {
@@ -114,7 +115,7 @@ def add_check(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public 
 
 
 def run_check(options: Namespace) -> int:
-    """Print the report; 0 where the model would be served, else 1."""
+    """Print the report. Returns 0 if the model would be served, otherwise 1."""
     _check_sizes(options)
     try:
         report = make_report(options)
@@ -128,7 +129,7 @@ def run_check(options: Namespace) -> int:
 
 
 def make_report(options: Namespace) -> dict[str, Any]:
-    """What the command says, as one value."""
+    """The report as one value."""
     found = replace(_survey(options), has_fp8_kv=options.kv_cache_dtype == "fp8")
     device = options.device or _likely_device(options)
     if device.partition(":")[0] not in ("cpu", "cuda"):
@@ -173,7 +174,8 @@ def make_report(options: Namespace) -> dict[str, Any]:
 
 
 def _survey(options: Namespace) -> ModelSurvey:
-    """Of a folder, or of a name: from the cache, or from headers that the hub sends."""
+    """The survey of a folder, or of a model name: from the local cache, or from headers that
+    the hub sends."""
     if not is_hub_name(options.model):
         return survey(Path(options.model), options.dtype)
     if (folder := cached_folder(options.model, options.revision)) is not None:
@@ -199,7 +201,7 @@ def _likely_device(options: Namespace) -> str:
 def _device_tier(
     options: Namespace, found: ModelSurvey, layout: KVLayout, device: str
 ) -> dict[str, Any]:
-    """Blocks beside the weights, or the reason why there are none."""
+    """Blocks that fit beside the weights, or the reason why none fits."""
     if options.device_gib is not None:
         free = int(options.device_gib * _GIB)
     else:
@@ -221,7 +223,7 @@ def _device_tier(
 
 
 def _free_gpu_bytes(device: str) -> int:
-    """Free memory of a GPU, as nvidia-smi says it."""
+    """Free memory of a GPU, from nvidia-smi."""
     number = device.partition(":")[2] or "0"
     query = ["nvidia-smi", f"--id={number}", "--query-gpu=memory.free"]
     try:

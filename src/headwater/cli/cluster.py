@@ -41,7 +41,7 @@ def add_cluster_commands(commands: "_SubParsersAction[ArgumentParser]") -> None:
 def _add(commands: "_SubParsersAction[ArgumentParser]", verb: str) -> ArgumentParser:
     about = {
         "status": "List the processes of a running cluster.",
-        "scale": "Start or drain instances until there are so many of a role.",
+        "scale": "Start or drain instances until a role has the given number.",
         "drain": "Let an instance finish its requests and end. It stays down.",
         "restart": "Restart instances one after the other; running requests finish first.",
         "logs": "Print the log of a process of a cluster.",
@@ -55,7 +55,7 @@ def _add(commands: "_SubParsersAction[ArgumentParser]", verb: str) -> ArgumentPa
 
 
 def run_cluster(options: Namespace) -> int:
-    """Ask the running cluster; the exit code."""
+    """Send the command to the running cluster and return the exit code."""
     from headwater.cluster.control import ask_cluster
 
     if options.command == "logs":

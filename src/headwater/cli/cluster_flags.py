@@ -9,7 +9,7 @@ _PEERS = PeersConfig()
 
 
 def add_cluster_flags(parser: ArgumentParser) -> None:
-    """Add the flags of an instance among others."""
+    """Add the flags of an instance that works with others."""
     group = parser.add_argument_group("among other instances")
     group.add_argument(
         "--splitwise-role",
@@ -83,7 +83,7 @@ def add_cluster_flags(parser: ArgumentParser) -> None:
 
 
 def _add_address(group: _ArgumentGroup, prefix: str, what: str, default: str) -> None:
-    """Two flags for an address that peers are given."""
+    """Two flags for an address that is told to peers."""
     text = f"address that peers are given for {what}, behind NAT (default: {default})"
     group.add_argument(f"{prefix}-host", metavar="ADDRESS", help=text)
     group.add_argument(f"{prefix}-port", metavar="PORT", type=int, help=f"its port for {what}")

@@ -1,7 +1,9 @@
-"""`headwater demo`: a conversation over HTTP, each turn asked twice, with and without a past.
+"""`headwater demo`: a conversation over HTTP; each turn is sent twice, with and without cached
+history.
 
-The warm requests of a conversation share a `cache_salt`, so each turn finds the one before.
-The cold twin of each turn has a salt of its own and finds nothing: the same work, uncached.
+The warm requests of a conversation share a `cache_salt`, so each turn finds the blocks of the
+turn before. The cold twin of each turn has its own salt and finds nothing: the same work,
+uncached.
 """
 
 import http.client
@@ -39,7 +41,7 @@ _READY = re.compile(r"is ready at (http://\S+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoTurn:
-    """What one request cost."""
+    """The cost of one request."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -48,7 +50,8 @@ class DemoTurn:
 
 
 def run_demo(clock: Clock | None = None) -> int:
-    """Start a server, talk to it, show the table, stop it; the exit code."""
+    """Start a server, hold the conversation, print the table, stop the server, and return the
+    exit code."""
     clock = clock or SystemClock()
     console = Console()
     with _server(console) as url:
@@ -63,7 +66,7 @@ def run_demo(clock: Clock | None = None) -> int:
 
 
 def _converse(url: str, clock: Clock) -> list[tuple[DemoTurn, DemoTurn]]:
-    """Each turn twice: with the conversation's salt, then with one of its own."""
+    """Each turn twice: with the salt of the conversation, then with a salt of its own."""
     messages = [{"role": "system", "content": _SYSTEM}]
     _ask(url, [{"role": "user", "content": "warm up"}], "demo-warm-up", clock)
     pairs = []
@@ -106,7 +109,8 @@ def _turn(usage: dict[str, Any], first_token_s: float, text: str) -> DemoTurn:
         prompt_tokens=usage["prompt_tokens"],
         cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
         first_token_s=first_token_s,
-        # The built-in model's words are noise; what is not text would not survive the journey.
+        # The built-in model generates noise, and characters that are not valid text would be
+        # lost in JSON.
         text=text.encode("ascii", "ignore").decode() or "...",
     )
 
@@ -150,7 +154,8 @@ def _summary(pairs: list[tuple[DemoTurn, DemoTurn]]) -> str:
 
 @contextmanager
 def _server(console: Console) -> Iterator[str]:
-    """The address of a server on the built-in model, stopped when the block is left."""
+    """The address of a server with the built-in model. The server is stopped when the block is
+    left."""
     command = [sys.executable, "-m", "headwater", "serve", "--port", "0"]
     process = subprocess.Popen(
         [*command, "--num-gpu-blocks-override", "512"], stdout=subprocess.PIPE, text=True

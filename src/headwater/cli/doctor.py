@@ -43,7 +43,7 @@ Verdict = Literal["ok", "note", "slow", "missing"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorFinding:
-    """One thing that was looked at."""
+    """One finding about the machine."""
 
     verdict: Verdict
     """`missing`: a command cannot run. `slow`: it runs slower than it could. `note`: only an
@@ -59,7 +59,7 @@ class DoctorFinding:
 
 
 def run_doctor() -> int:
-    """Print what was found; 1 where the server cannot run, else 0."""
+    """Print the findings. Returns 1 if the server cannot run, otherwise 0."""
     findings = [finding for look in LOOKS for finding in look()]
     sys.stdout.write("".join(f"{finding}\n" for finding in findings))
     missing = sum(finding.verdict == "missing" for finding in findings)
@@ -205,7 +205,7 @@ LOOKS: tuple[Callable[[], Iterable[DoctorFinding]], ...] = (
 
 
 def _memory_bytes(field: str) -> int:
-    """A field of /proc/meminfo in bytes; 0 where it cannot be read."""
+    """A field of /proc/meminfo in bytes; 0 if it cannot be read."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:

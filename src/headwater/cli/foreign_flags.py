@@ -1,6 +1,6 @@
-"""Flags of vLLM, SGLang and FastDeploy that `serve` does not have: one sentence each.
+"""Flags of vLLM, SGLang and FastDeploy that `serve` does not have, with one sentence each.
 
-A similar name would be a bad suggestion for these: the user typed what was meant.
+For these flags a suggestion of a similar name would be wrong: the user meant this flag.
 """
 
 FOREIGN_FLAGS: dict[str, str] = {
@@ -74,9 +74,9 @@ FOREIGN_FLAGS: dict[str, str] = {
     "--engine-worker-queue-port": "the engine process uses a private socket; leave the flag out",
     "--cache-queue-port": "the engine process uses a private socket; leave the flag out",
 }
-"""For each flag, why it is not here and what to do instead."""
+"""For each flag, why it does not exist here and what to do instead."""
 
 
 def explain(flag: str) -> str | None:
-    """The sentence for a flag of another server; None where there is none."""
+    """The sentence for a flag of another server; None if there is none."""
     return FOREIGN_FLAGS.get(flag.replace("_", "-").partition("=")[0])

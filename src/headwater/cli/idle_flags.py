@@ -26,7 +26,7 @@ def idle_settings(engine: EngineConfig, given: frozenset[str]) -> list[str]:
         sentences.append("--enable-output-caching does nothing here: prefix caching is off")
     if "--eviction-weights" in given and engine.eviction != "session":
         sentences.append(
-            "--eviction-weights does nothing here: only --eviction session begins with any"
+            "--eviction-weights does nothing here: only --eviction session uses weights"
         )
     sentences += _idle_tiers(engine, given)
     if engine.peers is None:

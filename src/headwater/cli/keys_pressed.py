@@ -11,8 +11,8 @@ from typing import Self
 
 
 class PressedKeys:
-    """While open, a terminal on standard input gives each key at once. Without a terminal there
-    are no keys, and `wait` only waits."""
+    """While it is open, a terminal on standard input delivers each key at once. Without a
+    terminal, `wait` only waits."""
 
     def __init__(self) -> None:
         self._pause = Event().wait
@@ -36,7 +36,7 @@ class PressedKeys:
             termios.tcsetattr(self._file, termios.TCSADRAIN, self._before)
 
     def wait(self, seconds: float) -> str:
-        """The key pressed within `seconds`; empty without one."""
+        """The key pressed within `seconds`; empty if none was."""
         if self._file is None:
             self._pause(seconds)
             return ""

@@ -1,4 +1,5 @@
-"""Flags of `replay` and `plan` that say what steps and copies take, and the deployment they make."""
+"""Flags of `replay` and `plan` for the cost of steps and copies, and the deployment that they
+describe."""
 
 from argparse import Namespace, _ArgumentGroup
 from pathlib import Path
@@ -20,7 +21,7 @@ PRESET_NAMES = (
 
 
 def add_machine(group: _ArgumentGroup) -> None:
-    """What steps and copies take."""
+    """Add the flags for the cost of steps and copies."""
     group.add_argument(
         "--preset",
         choices=PRESET_NAMES,
@@ -72,7 +73,7 @@ def add_machine(group: _ArgumentGroup) -> None:
 
 
 def sim_config(options: Namespace, **changes: Any) -> "SimConfig":  # noqa: ANN401 -- typed by SimConfig
-    """The deployment that the flags ask for."""
+    """The deployment that the flags describe."""
     from headwater.replay.presets import preset
     from headwater.replay.settings import SimConfig
 
@@ -97,7 +98,7 @@ def sim_config(options: Namespace, **changes: Any) -> "SimConfig":  # noqa: ANN4
 
 
 def _collective_link(text: str) -> "LinkCost":
-    """`300:10`: GB/s of one device, and microseconds of one sum."""
+    """Parses `300:10`: GB/s of one device, and microseconds of one sum."""
     from headwater.replay.cost import LinkCost
 
     bandwidth, _, latency = text.partition(":")

@@ -1,4 +1,4 @@
-"""What `headwater top` draws: panes of text and bars from one look at a server."""
+"""What `headwater top` draws: panes of text and bars, from one answer of a server."""
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ _TICKS = "▁▂▃▄▅▆▇█"
 _BAR = 12
 _NONE = "-"
 _WIDE = 100
-"""Columns from which request ids are shown whole."""
+"""Number of columns from which request ids are shown completely."""
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
@@ -90,7 +90,7 @@ def _tiles(
 
 
 def _sources(rates: ServerRates | None) -> Text:
-    """Where prompt tokens came from, as one bar."""
+    """The sources of prompt tokens, as one bar."""
     bar, total = Text(), sum(rates.by_source.values()) if rates else 0
     if rates and total > 0:
         for name in SOURCES:
@@ -181,7 +181,8 @@ def _recent(records: Iterable[Mapping[str, Any]]) -> RenderableType:
 
 
 class ShortId:
-    """A request id, whole in a wide terminal, its first and last characters in a narrow one."""
+    """A request id: complete in a wide terminal, shortened to its first and last characters in
+    a narrow one."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -213,7 +214,7 @@ def _table(*headers: str) -> Table:
 
 
 def _bar(full: float, faint: float, most: float, colour: str, *, width: int = 16) -> Text:
-    """Two parts of `most`; the second is lighter in shape too, not in colour only."""
+    """Two parts of `most`. The second has a lighter shape, not only another colour."""
     first = round(width * full / most)
     second = min(round(width * (full + faint) / most), width) - first
     return Text.assemble(
@@ -224,7 +225,7 @@ def _bar(full: float, faint: float, most: float, colour: str, *, width: int = 16
 
 
 def spark(values: list[float]) -> str:
-    """A line of little bars, the highest of them full."""
+    """A line of small bars; the highest one is full."""
     most = max(values, default=0.0)
     if most <= 0:
         return ""
@@ -238,12 +239,12 @@ def _latency(found: Quantiles | None) -> tuple[str, str]:
 
 
 def percent(share: float | None) -> str:
-    """A share in hundredths."""
+    """A share in per cent."""
     return _NONE if share is None else f"{100 * share:.0f} %"
 
 
 def duration(seconds: float | None) -> str:
-    """In the unit that reads best."""
+    """A time in the most readable unit."""
     if seconds is None:
         return _NONE
     if seconds < 1:
@@ -254,7 +255,7 @@ def duration(seconds: float | None) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Decimal, as rates of hardware are given."""
+    """Bytes in decimal units, like the rates of hardware."""
     for unit in _UNITS:
         if num_bytes < 999.5 or unit == _UNITS[-1]:
             break

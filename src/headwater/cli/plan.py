@@ -1,4 +1,4 @@
-"""`headwater plan`: how much memory of which kind a recorded trace is worth."""
+"""`headwater plan`: how much memory of which tier is worth it for a recorded trace."""
 
 import json
 import os
@@ -16,8 +16,8 @@ from headwater.errors import ConfigError
 
 _ABOUT = """\
 Replay a trace on every combination of tier sizes, policies and instance counts, on all cores, and
-compare: what one more TiB of each tier buys in hits, time to the first token and throughput, and
-which deployments nothing cheaper beats. The last line is the verdict in one sentence.
+compare: what one more TiB of each tier gains in hits, time to the first token and throughput, and
+which deployments no cheaper one beats. The last line is the verdict in one sentence.
 
   headwater plan trace.jsonl --slo ttft_p99=2s --device-gib 60,120 --host-gib 0,256,1024
   headwater plan trace.jsonl --instances 8 --pd 2:6,3:5,4:4 --slo ttft_p99=2s,itl_p99=50ms
@@ -26,7 +26,7 @@ which deployments nothing cheaper beats. The last line is the verdict in one sen
 
 Lists are tried in all combinations; storage without a host tier is left out. Try a part of a
 long trace first: --limit 2000, or --scale 0.25 on a quarter of the instances.
-docs/sizing.md explains the answer, and says what it does not know.
+docs/sizing.md explains the result and its limits.
 """
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ def add_plan(commands: "_SubParsersAction[ArgumentParser]") -> None:
 
 
 def run_plan(options: Namespace) -> int:
-    """Sweep and print; the exit code."""
+    """Run all combinations, print the result, and return the exit code."""
     from headwater.engine.progress import SilentProgress, show_progress
     from headwater.replay.plan import Grid, make_plan
     from headwater.replay.plan_charts import draw_plan
@@ -82,7 +82,7 @@ def run_plan(options: Namespace) -> int:
     configs = grid.configs(sim_config(options, router=options.router))
     bounds, prices = parse_slo(options.slo), parse_prices(options.price)
     load = load_of(options)
-    load.requests()  # a trace that cannot be read is said once, and not by every process
+    load.requests()  # reports an unreadable trace once, instead of in every process
     num_jobs = options.jobs or len(os.sched_getaffinity(0))
     start = time.perf_counter()
     show = show_progress if sys.stderr.isatty() else lambda *_: SilentProgress()
@@ -99,7 +99,7 @@ def run_plan(options: Namespace) -> int:
 
 
 def _listed(flag: str, text: str | None, kind: Callable[[str], T]) -> list[T]:
-    """The values of a flag, each once, in the order given."""
+    """The values of a flag, each once, in the given order."""
     if text is None:
         return []
     try:
@@ -110,7 +110,7 @@ def _listed(flag: str, text: str | None, kind: Callable[[str], T]) -> list[T]:
 
 
 def _clusters(options: Namespace) -> list[tuple[int, int]]:
-    """Instances alike, and pairs of roles."""
+    """Clusters of equal instances, and clusters of two roles."""
     texts = _listed("--instances", options.instances, str) + _listed("--pd", options.pd, str)
     made = [cluster(text) for text in texts or ["1"]]
     return [(one["num_instances"], one["num_prefill"]) for one in made]
@@ -125,7 +125,7 @@ def _names(flag: str, text: str, valid: Sequence[str]) -> list[str]:
 
 
 def _add_sweep(parser: ArgumentParser) -> None:
-    group = parser.add_argument_group("what is tried (lists, in all combinations)")
+    group = parser.add_argument_group("values to try (lists, in all combinations)")
     group.add_argument(
         "--device-gib", metavar="GIB,GIB", help="device memory for KV (the preset's)"
     )
@@ -142,10 +142,12 @@ def _add_sweep(parser: ArgumentParser) -> None:
         help="storage that all instances share (default: %(default)s)",
     )
     group.add_argument(
-        "--instances", metavar="N,N", help="engines alike (default: 1, without --pd)"
+        "--instances",
+        metavar="N,N",
+        help="number of equal instances (default: 1, without --pd)",
     )
     group.add_argument(
-        "--pd", metavar="P:D,P:D", help="instances that compute prompts, and that decode"
+        "--pd", metavar="P:D,P:D", help="numbers of prefill and decode instances"
     )
     group.add_argument(
         "--eviction",

@@ -1,4 +1,4 @@
-"""`headwater replay`: a recorded trace, served by the real engine on a clock that only pretends."""
+"""`headwater replay`: serves a recorded trace with the real engine on a virtual clock."""
 
 import json
 import sys
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from headwater.replay.workload import TraceLoad
 
 _ABOUT = """\
-Play the requests of a trace to the real scheduler, cache and transfer decisions on a virtual
-clock: steps and copies take what a cost model says, and nothing is computed. An hour of traffic
-takes seconds, needs no GPU, and gives the same bytes each time.
+Send the requests of a trace to the real scheduler, cache and transfer decisions on a virtual
+clock: a cost model says how long steps and copies take, and nothing is computed. An hour of traffic
+takes seconds, needs no GPU, and gives the same result each time.
 
 TRACE is JSON lines in the Mooncake format (timestamp in ms, input_length, output_length,
 hash_ids of 512 tokens each), or what `headwater serve --record FILE` wrote.
@@ -35,7 +35,7 @@ hash_ids of 512 tokens each), or what `headwater serve --record FILE` wrote.
   headwater replay trace.jsonl --picture out/
   headwater replay trace.jsonl --cache-only --capacity-blocks 10000 --eviction opt
 
-docs/replay.md says what is modelled and what is not.
+docs/replay.md explains what is modelled and what is not.
 """
 
 ROUTERS = ("cache_aware", "least_load", "round_robin")
@@ -64,8 +64,8 @@ def add_replay(commands: "_SubParsersAction[ArgumentParser]") -> None:
 
 
 def add_load(group: _ArgumentGroup) -> None:
-    """Which requests, and how fast they come."""
-    group.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
+    """Add the flags for the requests and their speed."""
+    group.add_argument("--limit", type=int, metavar="N", help="use only the first N requests")
     group.add_argument(
         "--speed",
         type=float,
@@ -81,12 +81,12 @@ def add_load(group: _ArgumentGroup) -> None:
         help="X times the sessions: a part of them, or copies (default: %(default)g)",
     )
     group.add_argument(
-        "--seed", type=int, default=1, help="of what --scale draws by chance (default: 1)"
+        "--seed", type=int, default=1, help="seed of the random choice of --scale (default: 1)"
     )
 
 
 def add_policies(group: _ArgumentGroup) -> None:
-    """What decides."""
+    """Add the flags for policies."""
     group.add_argument(
         "--write-policy",
         choices=WRITE_POLICIES,
@@ -102,7 +102,7 @@ def add_policies(group: _ArgumentGroup) -> None:
 
 
 def add_slo(group: _ArgumentGroup) -> None:
-    """What requests are promised."""
+    """Add the flag for the promised latencies."""
     group.add_argument(
         "--slo",
         default="",
@@ -112,7 +112,7 @@ def add_slo(group: _ArgumentGroup) -> None:
 
 
 def load_of(options: Namespace) -> "TraceLoad":
-    """The requests that the flags of `add_load` ask for."""
+    """The requests that the flags of `add_load` select."""
     from headwater.replay.workload import TraceLoad
 
     return TraceLoad(
@@ -125,7 +125,7 @@ def load_of(options: Namespace) -> "TraceLoad":
 
 
 def cluster(text: str) -> dict[str, int]:
-    """`4`, instances alike, or `1:3`, so many for prompts and so many that decode."""
+    """Parses `4` (equal instances) or `1:3` (prefill and decode instances)."""
     first, colon, second = text.partition(":")
     try:
         prefill, others = (int(first), int(second)) if colon else (0, int(first))
@@ -137,7 +137,7 @@ def cluster(text: str) -> dict[str, int]:
 
 
 def run_replay(options: Namespace) -> int:
-    """Replay and print; the exit code."""
+    """Run the replay, print the report, and return the exit code."""
     if options.cache_only:
         return _run_cache_only(options)
     if options.eviction == "opt":
@@ -197,7 +197,9 @@ def _run_cache_only(options: Namespace) -> int:
 
     weights = load_weights(options.weights)
     if options.save_weights is not None and options.eviction != "session":
-        raise ConfigError("--save-weights needs --eviction session: no other policy learns any")
+        raise ConfigError(
+            "--save-weights needs --eviction session: no other policy learns weights"
+        )
     requests = load_of(options).requests()
     if requests[0].block_tokens != TRACE_BLOCK:
         raise ConfigError("--cache-only is for traces in the Mooncake format, not recordings")
@@ -253,14 +255,14 @@ def _add_tiers(group: _ArgumentGroup) -> None:
     group.add_argument(
         "--pd",
         metavar="P:D",
-        help="P instances that compute prompts and D that decode, instead of --instances",
+        help="P prefill and D decode instances, instead of --instances",
     )
     group.add_argument(
         "--prefill-threshold",
         type=int,
         metavar="TOKENS",
         default=256,
-        help="with --pd: shorter rests of prompts are computed where they are decoded "
+        help="with --pd: shorter uncached ends of prompts are computed on the decode instance "
         "(default: %(default)s)",
     )
     group.add_argument(
@@ -273,22 +275,22 @@ def _add_tiers(group: _ArgumentGroup) -> None:
         "--eviction",
         choices=(*EVICTIONS, "opt"),
         default="lru",
-        help="which blocks go first; opt knows the future, for --cache-only "
+        help="which blocks are evicted first; opt knows the future, for --cache-only "
         "(default: %(default)s)",
     )
     group.add_argument(
         "--storage-order",
         choices=("reuse", "arrival"),
         default="reuse",
-        help="write to storage first what is most likely to return, or what came first "
+        help="write first to storage the blocks most likely to be used again, or those that came first "
         "(default: %(default)s)",
     )
     group.add_argument(
         "--hints",
         choices=("none", "perfect"),
         default="none",
-        help="what clients say of their sessions: nothing, or with each request whether its "
-        "session goes on (default: %(default)s)",
+        help="hints of clients: none, or with each request whether its session continues "
+        "(default: %(default)s)",
     )
 
 
@@ -296,26 +298,26 @@ def _add_cache_only(group: _ArgumentGroup) -> None:
     group.add_argument(
         "--cache-only",
         action="store_true",
-        help="one request after the other through the cache: no time, no engine, every hash id "
-        "one whole block, no output",
+        help="simulate only the cache, one request after the other: no time, no engine, each "
+        "hash id is one block, no output",
     )
     group.add_argument(
         "--capacity-blocks",
         type=int,
         metavar="N",
-        help="blocks of the trace that it holds (default: as many as there are)",
+        help="size of the cache in blocks of the trace (default: no limit)",
     )
     group.add_argument(
         "--weights",
         metavar="none|shipped|FILE",
         default="none",
-        help="what --eviction session begins with (default: %(default)s)",
+        help="initial weights of --eviction session (default: %(default)s)",
     )
     group.add_argument(
         "--save-weights",
         type=Path,
         metavar="FILE",
-        help="write what --eviction session has learned at the end",
+        help="file for the weights that --eviction session has learned",
     )
 
 
@@ -330,5 +332,5 @@ def _add_output(group: _ArgumentGroup) -> None:
     group.add_argument(
         "--step-by-step",
         action="store_true",
-        help="turn the loop for each step, also where nothing is decided: slower, same result",
+        help="run every step, including those that decide nothing: slower, same result",
     )

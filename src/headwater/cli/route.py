@@ -80,7 +80,7 @@ def add_route(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public 
 
 
 def run_route(options: Namespace) -> int:
-    """Route until stopped; the exit code."""
+    """Route until stopped; return the exit code."""
     from headwater.launch.parent_watch import watch_parent
     from headwater.launch.router import route
     from headwater.launch.signals import StopSignals
@@ -108,7 +108,7 @@ def run_route(options: Namespace) -> int:
 
 
 def banner(url: str, policy: str) -> str:
-    """Where clients and instances come, and a line to try."""
+    """The addresses for clients and instances, and a command to try."""
     return f"""\
 Headwater router is ready at {url}
   policy  {policy}

@@ -1,4 +1,4 @@
-"""What `headwater top` draws of a router: one row for each instance."""
+"""What `headwater top` draws for a router: one row for each instance."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,7 @@ _STATES = {"ready": "green", "draining": "yellow", "lost": "red"}
 def router_screen(
     answer: Mapping[str, Any], rates: Mapping[str, ServerRates | None], url: str, state: str
 ) -> RenderableType:
-    """The whole view. `rates` has an entry for each instance that answered by itself."""
+    """The whole view. `rates` has an entry for each instance that could be asked directly."""
     instances = answer["instances"]
     ready = sum(entry["state"] == "ready" for entry in instances)
     head = Text.assemble(

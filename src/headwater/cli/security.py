@@ -59,12 +59,12 @@ def add_tls_flags(parser: ArgumentParser | _ArgumentGroup) -> None:
 
 
 def api_key_of(options: Namespace) -> str | None:
-    """The key of the flag, or of the environment."""
+    """The key from the flag or the environment."""
     return options.api_key if options.api_key is not None else api_key_from_environment()
 
 
 def peer_token_of(options: Namespace) -> str | None:
-    """The token of the flag, of the file, or of the environment."""
+    """The token from the flag, the file or the environment."""
     if options.peer_token is not None:
         return str(options.peer_token)
     path = options.peer_token_file
@@ -86,7 +86,8 @@ def allowed_hosts_of(options: Namespace) -> tuple[str, ...]:
 
 
 def tls_of(options: Namespace) -> TlsConfig | None:
-    """The TLS settings; None without a certificate. Raises ConfigError for half of them."""
+    """The TLS settings; None without a certificate. Raises ConfigError if only a part is
+    given."""
     certificate, key, ca = options.ssl_certfile, options.ssl_keyfile, options.ssl_ca_certs
     if certificate is None and key is None:
         if ca is not None:

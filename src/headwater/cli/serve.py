@@ -1,4 +1,4 @@
-"""`headwater serve`: flags to settings, refusals, and the banner that says what to try next."""
+"""`headwater serve`: converts flags to settings, refuses wrong ones, and prints the banner."""
 
 import json
 import os
@@ -39,7 +39,7 @@ _MAX_DEFAULT_WORKERS = 8
 
 
 def run_serve(options: Namespace, given: frozenset[str]) -> int:
-    """Serve until stopped; the exit code. `given` is which flags were on the command line."""
+    """Serve until stopped; return the exit code. `given` are the flags on the command line."""
     set_up_logs(options.log_format)
     watch_parent(os.environ)
     server = server_config(options)
@@ -100,7 +100,7 @@ def engine_config(options: Namespace) -> EngineConfig:
         storage_backend=options.kvcache_storage_backend,
         peers=_peers(options),
         storage_config=_settings("--kvcache-storage-config", options.kvcache_storage_config),
-        # A router that knows what is cached is why one registers.
+        # An instance registers at a router so that the router knows what it has cached.
         kv_events=_kv_events(options.kv_events_config or ("{}" if options.router else None)),
     )
 
@@ -136,8 +136,8 @@ def server_config(options: Namespace) -> ServerConfig:
 
 
 def _api_workers(options: Namespace) -> int:
-    """HTTP workers. An engine on the CPU needs the cores itself, and is slower than one
-    worker."""
+    """Number of HTTP workers. An engine on the CPU needs the cores itself, and one worker is
+    fast enough for it."""
     if options.api_workers is not None:
         return int(options.api_workers)
     if options.device == "cpu":
@@ -146,7 +146,7 @@ def _api_workers(options: Namespace) -> int:
 
 
 def _peers(options: Namespace) -> PeersConfig | None:
-    """Hand-offs, where a role is named."""
+    """Settings of hand-offs, if a role is given."""
     if options.splitwise_role is None:
         return None
     return PeersConfig(
@@ -167,13 +167,13 @@ def _peers(options: Namespace) -> PeersConfig | None:
 
 
 def _peer_tls(options: Namespace) -> dict[str, str]:
-    """Files of mutual TLS with peers. Without a CA there is nothing to check peers with."""
+    """Files of mutual TLS with peers. Without a CA, peers could not be verified."""
     files = {name: getattr(options, name) for name in TLS_FLAGS}
     return {name: path for name, path in files.items() if path and files["ssl_ca_certs"]}
 
 
 def _kv_events(text: str | None) -> KvEventsConfig | None:
-    """How KV events are published; None where the flag was not given."""
+    """How KV events are published; None without the flag."""
     if text is None:
         return None
     settings = _settings("--kv-events-config", text)
@@ -188,7 +188,7 @@ def _kv_events(text: str | None) -> KvEventsConfig | None:
 
 
 def _settings(flag: str, text: str | None) -> dict[str, Any]:
-    """Settings that a flag gives as JSON; none without it."""
+    """Settings that a flag gives as JSON; empty without the flag."""
     if text is None:
         return {}
     try:
@@ -201,7 +201,7 @@ def _settings(flag: str, text: str | None) -> dict[str, Any]:
 
 
 def banner(serving: Serving, engine: EngineConfig) -> str:
-    """What is served, where, how much the cache holds, and a line to try."""
+    """What is served, where, how much the cache holds, and a command to try."""
     info = serving.info
     num_tokens = info.num_device_blocks * info.block_tokens
     body = json.dumps(

@@ -1,4 +1,4 @@
-"""`headwater storage`: what a directory of the file backend holds, whether it is whole, less of it."""
+"""`headwater storage`: lists, verifies and prunes a directory of the file backend."""
 
 import dataclasses
 import json
@@ -60,7 +60,7 @@ def add_storage(commands: "_SubParsersAction[ArgumentParser]") -> None:
 
 
 def run_storage(options: Namespace) -> int:
-    """Run one action; the exit code."""
+    """Run one action and return the exit code."""
     from headwater.storage.file.inspector import StorageInspector
 
     inspector = StorageInspector(options.directory)
@@ -81,7 +81,9 @@ def _add_prune(parser: ArgumentParser) -> None:
         "--model", metavar="HEX", help="only slabs whose model begins with this"
     )
     parser.add_argument("--all", action="store_true", help="every slab without an owner")
-    parser.add_argument("--dry-run", action="store_true", help="only say what would go")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="only list what would be deleted"
+    )
 
 
 def _list(inspector: "StorageInspector", options: Namespace) -> int:

@@ -36,7 +36,7 @@ _HISTORY = 240
 
 
 class Unreachable(HeadwaterError):
-    """The server does not answer, or not with what a server says."""
+    """The server does not answer, or its answer is not that of a Headwater server."""
 
     def __init__(self, sentence: str, *, status: int | None = None) -> None:
         super().__init__(sentence)
@@ -57,13 +57,13 @@ def add_top(commands: "_SubParsersAction[ArgumentParser]") -> None:
         nargs="?",
         default="http://127.0.0.1:8000",
         metavar="URL",
-        help="of the server or router",
+        help="URL of the server or router",
     )
     parser.add_argument("--api-key", metavar="KEY", help="its key (or HEADWATER_API_KEY)")
     parser.add_argument(
         "--interval", type=float, default=1.0, metavar="S", help="seconds (default: 1)"
     )
-    parser.add_argument("--once", action="store_true", help="print one look and leave")
+    parser.add_argument("--once", action="store_true", help="print the view once and exit")
     parser.add_argument(
         "--json",
         action="store_true",
@@ -74,7 +74,7 @@ def add_top(commands: "_SubParsersAction[ArgumentParser]") -> None:
 
 
 def run_top(options: Namespace) -> int:
-    """Watch until `q` or Ctrl-C; the exit code."""
+    """Watch until `q` or Ctrl-C; return the exit code."""
     if not 0.1 <= options.interval <= 3600:
         raise ConfigError(f"--interval is from 0.1 to 3600 seconds, got {options.interval:g}")
     if not options.url.startswith(("http://", "https://")):
@@ -86,7 +86,7 @@ def run_top(options: Namespace) -> int:
 
 
 class StatusClient:
-    """Asks a server what it is doing."""
+    """Asks a server for its status."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         self.url = url.rstrip("/")
@@ -94,15 +94,15 @@ class StatusClient:
         self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
 
     def stats(self) -> dict[str, Any]:
-        """The answer of GET /stats, or Unreachable with a sentence."""
+        """The answer of GET /stats. Raises Unreachable."""
         return self._get("/stats", _TIMEOUT_S)
 
     def instances(self) -> dict[str, Any]:
-        """The answer of a router's GET /instances, or Unreachable."""
+        """The answer of a router's GET /instances. Raises Unreachable."""
         return self._get("/instances", _TIMEOUT_S)
 
     def is_router(self) -> bool:
-        """Whether a router answers. Raises Unreachable where nothing does."""
+        """Whether a router answers. Raises Unreachable if nothing answers."""
         try:
             self.stats()
         except Unreachable as exc:
@@ -113,7 +113,7 @@ class StatusClient:
         return False
 
     def stats_of(self, url: str) -> dict[str, Any] | None:
-        """GET /stats of an instance; None where it cannot be reached from here."""
+        """GET /stats of an instance; None if it cannot be reached from here."""
         try:
             return StatusClient(url, self._api_key)._get("/stats", _INSTANCE_TIMEOUT_S)
         except Unreachable:
@@ -136,7 +136,7 @@ class StatusClient:
 
 
 class Watcher:
-    """Answers one after the other, and what happened between them."""
+    """Successive answers, and the changes between them."""
 
     def __init__(self) -> None:
         self.now: dict[str, Any] | None = None
@@ -144,7 +144,7 @@ class Watcher:
         self.history: deque[ServerRates] = deque(maxlen=_HISTORY)
 
     def take(self, answer: dict[str, Any]) -> None:
-        """The next answer. A server that was restarted begins anew."""
+        """Add the next answer. After a restart of the server it starts again."""
         before, self.now = self.now, answer
         if before is None or is_restart(before, answer):
             self.rates = None
@@ -154,7 +154,7 @@ class Watcher:
 
 
 class RouterWatcher:
-    """The instances of a router, each watched by its own answers where it can be reached."""
+    """The instances of a router. Each is also asked directly, if it can be reached."""
 
     def __init__(self, client: StatusClient) -> None:
         self._client = client
@@ -185,7 +185,7 @@ class ServerWatcher:
         self._watcher = Watcher()
 
     def look(self) -> None:
-        """Ask it once."""
+        """Ask the server once."""
         self._watcher.take(self._client.stats())
 
     def screen(self, state: str) -> "RenderableType":

@@ -1,4 +1,4 @@
-"""`headwater up`: a router and its instances, started, watched and stopped together.
+"""`headwater up`: starts, watches and stops a router and its instances together.
 
 The cluster comes from a file (`-f`) or from flags. Every process is a `headwater serve` or
 `headwater route`. A process that dies is started again with back-off. When this command itself
@@ -108,7 +108,7 @@ def add_up(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public typ
 
 
 def run_up(options: Namespace) -> int:
-    """Run the cluster until stopped; the exit code."""
+    """Run the cluster until stopped; return the exit code."""
     from headwater.cluster.spec import read_spec, schema
 
     if options.schema:
@@ -177,7 +177,8 @@ def _free_name(wanted: str) -> str:
 
 
 def _share_token(spec: "ClusterSpec", path: Path) -> None:
-    """Children get the secret by the environment; the file is for instances started by hand."""
+    """Children get the secret through the environment. The file is for instances that are
+    started by hand."""
     if spec.peer_token_file is None:
         os.environ.setdefault("HEADWATER_PEER_TOKEN", secrets.token_hex(16))
         path.touch(mode=0o600)
@@ -200,7 +201,7 @@ def _spec_of_flags(options: Namespace) -> "ClusterSpec":
     roles: dict[Role, int] = {role: getattr(options, role) for role in ROLES}
     num_instances = sum(roles.values())
     _check(roles)
-    tls_of(options)  # half of the files, or wrong ones, are reported before anything starts
+    tls_of(options)  # wrong or missing TLS files are reported before anything starts
     gpus = _gpus(options, num_instances)
     _ports(options, num_instances)
     files = {name.removeprefix("ssl_"): getattr(options, name) for name in TLS_FLAGS}
@@ -216,7 +217,7 @@ def _spec_of_flags(options: Namespace) -> "ClusterSpec":
 
 
 def _extra_flags(options: Namespace) -> "Callable[[int], list[str]]":
-    """Words after all others for the instance that is started as the n-th, from 0."""
+    """Further command line arguments of the n-th instance, from 0."""
     total = options.mixed + options.prefill + options.decode
     ports = _ports(options, total)
 
@@ -248,7 +249,7 @@ def _dry_run(spec: "ClusterSpec", options: Namespace) -> int:
 
 
 def check_process(process: "ProcessSpec") -> None:
-    """Raise ConfigError when a flag of `process` does not exist or has a wrong value."""
+    """Raise ConfigError if a flag of `process` does not exist or has a wrong value."""
     import contextlib
     import io
 
@@ -274,7 +275,7 @@ def _check(roles: "dict[Role, int]") -> None:
 
 
 def _gpus(options: Namespace, num_instances: int) -> list[int]:
-    """The GPUs of the instances; none where none are named."""
+    """The GPUs of the instances; empty if none are given."""
     if options.gpus is None:
         return []
     gpus = options.gpus.split(",")

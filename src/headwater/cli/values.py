@@ -1,4 +1,4 @@
-"""How the command line reads numbers and writes help texts."""
+"""Parsing of numbers and formatting of help texts."""
 
 import math
 from argparse import ArgumentTypeError

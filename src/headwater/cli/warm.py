@@ -49,7 +49,7 @@ def add_warm(commands: Any) -> None:  # noqa: ANN401 -- argparse has no public t
 
 
 def run_warm(options: Namespace) -> int:
-    """Prepare and exit; the exit code."""
+    """Prepare everything and return the exit code."""
     # Nothing heavier than the parser is imported before a command is known.
     from headwater.clock import SystemClock
     from headwater.launch.core import build_core

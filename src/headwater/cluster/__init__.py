@@ -1,5 +1,6 @@
-"""A cluster of processes from one file: what runs, where, and what happens when one dies.
+"""A cluster of processes, described by one file.
 
-`spec` is the file, `processes` turns it into command lines, `supervisor` keeps them running on any
-`host` (this machine, or nodes of a Ray cluster), and `control` lets other commands talk to it.
+`spec` reads the file, `processes` turns it into command lines, `supervisor` keeps the processes
+running on any `host` (this machine, or nodes of a Ray cluster), and `control` lets other
+commands talk to the supervisor.
 """

@@ -1,6 +1,7 @@
-"""The control socket of a running cluster: one JSON line asks, one answers.
+"""The control socket of a running cluster: a request is one line of JSON, and so is the answer.
 
-A Unix socket in a folder that only its user may enter; the file system is the authentication.
+It is a Unix socket in a folder that only its user may enter; the file system is the
+authentication.
 """
 
 import os
@@ -21,13 +22,13 @@ _ANSWER_S = 30.0
 
 
 class ClusterFolder:
-    """Where a cluster of this name keeps its socket, its token and its logs."""
+    """The folder in which a cluster keeps its socket, its token and its logs."""
 
     def __init__(self, name: str) -> None:
         self.path = state_folder() / name
 
     def make(self) -> None:
-        """Create it, for this user only."""
+        """Create the folder, for this user only."""
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.path.chmod(0o700)
 
@@ -56,7 +57,7 @@ class ControlServer:
     """Accepts commands for a supervisor."""
 
     def __init__(self, path: Path, ask: Callable[[Command], None]) -> None:
-        """Raises ConfigError when a cluster of that name is already running."""
+        """Raises ConfigError if a cluster of that name is already running."""
         self._path, self._ask = path, ask
         if is_answered(path):
             raise ConfigError(
@@ -77,7 +78,7 @@ class ControlServer:
         threading.Thread(target=self._accept, name="control", daemon=True).start()
 
     def close(self) -> None:
-        """Accept nothing more."""
+        """Stop accepting commands."""
         self._socket.close()
         self._path.unlink(missing_ok=True)
 
@@ -105,11 +106,12 @@ class ControlServer:
             try:
                 connection.sendall(msgspec.json.encode(answer) + b"\n")
             except OSError:
-                return  # the asker has left
+                return  # the client has left
 
 
 def ask_cluster(name: str, verb: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Send one command to the cluster of that name. Raises ConfigError with its message."""
+    """Send one command to the cluster of that name. Raises ConfigError with the message of the
+    cluster."""
     path = ClusterFolder(name).socket
     connection = socket.socket(socket.AF_UNIX)
     with connection:

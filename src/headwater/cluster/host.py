@@ -1,4 +1,4 @@
-"""Where processes of a cluster run: the interface, and this machine."""
+"""Where processes of a cluster run: the interface, and its implementation for this machine."""
 
 import os
 import re
@@ -19,51 +19,52 @@ _MAX_LOG_BYTES = 64 << 20
 
 
 class ProcessEvent(NamedTuple):
-    """What happened to a process. Exactly one event of a process has `is_exit`."""
+    """What happened to a process. The last event of a process has `is_exit`."""
 
     name: str
     run: int
-    """Which start of the process it was, from 1."""
+    """Number of the start, from 1."""
 
     url: str = ""
-    """It is ready, and reachable there."""
+    """The process is ready at this URL."""
 
     line: str = ""
-    """It logged a warning or an error."""
+    """A warning or an error that it logged."""
 
     is_exit: bool = False
     exit_text: str = ""
-    """How it ended, for people."""
+    """How it ended, as a text for operators."""
 
 
 Tell = Callable[[ProcessEvent], None]
-"""Takes events from any thread."""
+"""Receives events. Any thread may call it."""
 
 
 class RunningProcess(Protocol):
     """A process that was started."""
 
     place: str
-    """Process id and node, for people."""
+    """Process id and node, as a text for operators."""
 
     def stop(self) -> None:
         """Ask it to finish its requests and end. Returns at once."""
 
     def kill(self) -> None:
-        """End it now. Returns at once."""
+        """Kill it. Returns at once."""
 
 
 class ProcessHost(Protocol):
     """Starts processes."""
 
     assigns_gpus: bool
-    """It chooses the GPUs of a process itself."""
+    """Whether the host chooses the GPUs of a process itself."""
 
     def start(self, process: ProcessSpec, run: int, tell: Tell) -> RunningProcess:
-        """Start `process` for the `run`-th time. Returns at once; `tell` hears the rest."""
+        """Start `process` for the `run`-th time. Returns at once; `tell` receives its
+        events."""
 
     def close(self) -> None:
-        """Release what is held. All processes have ended or are killed."""
+        """Release resources. All processes have ended or were killed."""
 
 
 class LogFile:
@@ -76,7 +77,7 @@ class LogFile:
         self._lock = threading.Lock()
 
     def write(self, line: str) -> None:
-        """Append a line. A file that became too long is moved aside first."""
+        """Append a line. A file that is too long is renamed first."""
         with self._lock:
             if self._file.tell() > _MAX_LOG_BYTES:
                 self._file.close()
@@ -87,7 +88,7 @@ class LogFile:
 
 
 def read_events(name: str, run: int, line: str) -> ProcessEvent | None:
-    """The event that a line of a process's output is, if it is one."""
+    """The event in a line of a process's output, if there is one."""
     if found := _READY.search(line):
         return ProcessEvent(name, run, url=found.group(1))
     if any(word in line for word in _COMPLAINTS):
@@ -146,7 +147,8 @@ class LocalHost:
     def __init__(self, logs: Path) -> None:
         self._logs = logs
         self.assigns_gpus = False
-        # Never written to. When this process dies its end closes, and the children see that.
+        # This process never writes to it. When this process dies, its end is closed, and the
+        # children notice.
         self._lifeline, self._held = os.pipe()
 
     def start(self, process: ProcessSpec, run: int, tell: Tell) -> RunningProcess:

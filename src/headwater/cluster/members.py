@@ -11,7 +11,7 @@ from headwater.cluster.spec import RestartSpec
 
 
 class MemberState(Enum):
-    """What a member is doing."""
+    """The state of a member."""
 
     STARTING = "starting"
     READY = "ready"
@@ -19,7 +19,7 @@ class MemberState(Enum):
     """It was asked to finish its requests and end."""
 
     RESTARTING = "restarting"
-    """It died, and waits until it is started again."""
+    """It died and will be started again later."""
 
     STOPPED = "stopped"
     """It was drained by an operator and stays down."""
@@ -30,31 +30,31 @@ class MemberState(Enum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Member:
-    """A router or an instance by name."""
+    """A router or an instance, by name."""
 
     process: ProcessSpec
     state: MemberState = MemberState.STARTING
     running: RunningProcess | None = None
     run: int = 0
-    """How often it was started."""
+    """Number of starts."""
 
     url: str = ""
     was_ready: bool = False
     gpus: tuple[int, ...] = ()
     extra: tuple[str, ...] = ()
-    """Further words of its command line."""
+    """Further command line arguments."""
 
     due_s: float | None = None
     """When it is started again."""
 
     kill_s: float | None = None
-    """When it is killed if it has not ended."""
+    """When it is killed if it has not ended by then."""
 
     leaves: bool = False
     """It is removed from the cluster when it has ended."""
 
     starts_again: bool = False
-    """It is started again as soon as it has ended, without counting as a death."""
+    """It is started again as soon as it has ended; this does not count as a death."""
 
     last_exit: str = ""
     deaths: deque[float] = field(default_factory=deque)
@@ -64,7 +64,8 @@ class Member:
         return self.process.name
 
     def next_delay_s(self, policy: RestartSpec, now: float) -> float | None:
-        """Count a death at `now`; seconds until the next start, or None when it died too often."""
+        """Count a death at `now`. Returns the seconds until the next start, or None if it died
+        too often."""
         while self.deaths and self.deaths[0] < now - policy.within_s:
             self.deaths.popleft()
         self.deaths.append(now)
@@ -73,7 +74,7 @@ class Member:
         return min(policy.first_delay_s * (1 << (len(self.deaths) - 1)), policy.max_delay_s)
 
     def describe(self) -> dict[str, Any]:
-        """For `headwater status`."""
+        """A row of `headwater status`."""
         return {
             "name": self.name,
             "role": self.process.role,

@@ -1,4 +1,4 @@
-"""From a cluster file to command lines. Pure."""
+"""Turns a cluster file into command lines. Pure."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -59,10 +59,10 @@ def instance_process(
     gpus: Sequence[int] = (),
     extra: Sequence[str] = (),
 ) -> ProcessSpec:
-    """The instance `number`, from 1, of `role`.
+    """The instance `number`, from 1, of `role`. `routers` are the URLs to register at.
 
-    `routers` are the URLs to register at. `gpus` are the only GPUs that it sees; empty where
-    another system, such as Ray, assigns them. `extra` are words after all others.
+    `gpus` are the only GPUs that it sees; empty if another system, such as Ray, assigns them.
+    `extra` are further command line arguments.
     """
     name = f"{role}-{number}"
     flags: dict[str, FlagValue] = {
@@ -98,7 +98,7 @@ def instance_names(spec: ClusterSpec) -> list[tuple[Role, int]]:
 
 
 def flag_words(flags: Mapping[str, FlagValue]) -> list[str]:
-    """`{"max-model-len": 8192, "save-preempted": False}` as words of a command line."""
+    """`{"max-model-len": 8192, "save-preempted": False}` as command line arguments."""
     words: list[str] = []
     for name, value in flags.items():
         flag = "--" + name.removeprefix("--").replace("_", "-")
@@ -129,7 +129,7 @@ def _security(spec: ClusterSpec) -> dict[str, FlagValue]:
 
 
 def with_port(process: ProcessSpec, url: str) -> ProcessSpec:
-    """`process` on the port of `url`: a router that is started again keeps its address."""
+    """`process` on the port of `url`. A router that is started again keeps its address."""
     words = list(process.arguments)
     words[words.index("--port") + 1] = str(urlsplit(url).port)
     return replace(process, arguments=tuple(words))

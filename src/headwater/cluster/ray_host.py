@@ -1,7 +1,9 @@
-"""Nodes of a Ray cluster: one actor for each instance, which runs `headwater serve` as its child.
+"""Runs instances on nodes of a Ray cluster: one actor for each instance, with `headwater serve`
+as its child.
 
-Ray only places and watches. Tokens and KV blocks never pass through it. When a node is lost, its
-actors are gone; the supervisor then starts their instances again, and Ray places them elsewhere.
+Ray only places and watches. Tokens and KV blocks never pass through it. When a node is lost,
+its actors are gone; the supervisor then starts their instances again, and Ray places them on
+other nodes.
 """
 
 import importlib
@@ -31,12 +33,12 @@ from headwater.errors import ConfigError
 from headwater.launch.parent_watch import VARIABLE
 
 Actor: TypeAlias = Any
-"""A handle of Ray's."""
+"""A handle of a Ray actor."""
 
 _POLL_S = 0.5
 _MAX_LINES = 10_000
 _SHARED = ("HEADWATER_PEER_TOKEN", "HEADWATER_API_KEY", "OMP_NUM_THREADS", "PYTHONPATH")
-"""Variables of this process that instances get too."""
+"""Environment variables that instances get from this process."""
 
 
 def _ray() -> Any:  # noqa: ANN401 -- a module that may be missing
@@ -74,7 +76,8 @@ class NodeProcess:
         return f"pid {self._child.pid} on {socket.gethostname()}"
 
     def poll(self) -> tuple[list[str], int | None]:
-        """Lines since the last call, and the exit code when it has ended and all was read."""
+        """Lines since the last call, and the exit code when the process has ended and
+        everything was read."""
         code = self._child.poll()
         if code is not None:
             self._reader.join(5.0)
@@ -96,7 +99,8 @@ class NodeProcess:
 
 
 def _listen_words(arguments: Sequence[str], address: str) -> list[str]:
-    """Listen where other nodes reach it, unless the cluster file says where."""
+    """Flags that make an instance listen where other nodes can reach it, unless the cluster
+    file has an address."""
     flags = {"--host": address, "--peer-host": address, "--link-host": address}
     if "--splitwise-role" not in arguments:
         del flags["--peer-host"], flags["--link-host"]
@@ -104,7 +108,7 @@ def _listen_words(arguments: Sequence[str], address: str) -> list[str]:
 
 
 class RayProcess:
-    """An instance on some node, seen from here."""
+    """An instance on some node, seen from the supervisor."""
 
     def __init__(
         self, process: ProcessSpec, run: int, tell: Tell, actor: Actor, log: LogFile
@@ -124,7 +128,7 @@ class RayProcess:
         ray.kill(self._actor)
 
     def _watch(self) -> None:
-        """Until the process, its actor or its node has ended."""
+        """Watch until the process, its actor or its node has ended."""
         ray = _ray()
         how = "the loss of its node"
         try:

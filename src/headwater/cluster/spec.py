@@ -1,4 +1,4 @@
-"""The cluster file: read, checked, and described by a JSON schema."""
+"""The cluster file: reading, validation and its JSON schema."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -23,11 +23,11 @@ class RoleSpec(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
 
     count: Count
     flags: dict[str, FlagValue] = {}
-    """Flags of `headwater serve` for this role, over those of the cluster."""
+    """Flags of `headwater serve` for this role. They override those of the cluster."""
 
 
 class RouterSpec(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Routers side by side; the second one listens on the next port, and so on."""
+    """Several equal routers; each further one listens on the next port."""
 
     count: Annotated[int, Meta(ge=1, le=16)] = 1
     host: str = "127.0.0.1"
@@ -56,11 +56,11 @@ class RestartSpec(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
     """When a process that died is started again."""
 
     max_restarts: Count = 10
-    """Within `within_s`; a process that dies more often stays down."""
+    """Most deaths within `within_s`; a process that dies more often stays down."""
 
     within_s: Seconds = 600.0
     first_delay_s: Seconds = 1.0
-    """Doubled with each further death, up to `max_delay_s`."""
+    """First delay; doubled with each further death, up to `max_delay_s`."""
 
     max_delay_s: Seconds = 30.0
 
@@ -69,11 +69,11 @@ class RaySpec(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=T
     """Placement on a Ray cluster."""
 
     address: str | None = None
-    """None is the cluster of the environment (`RAY_ADDRESS`) or of this machine."""
+    """None means the cluster of the environment (`RAY_ADDRESS`) or of this machine."""
 
     cpus_per_instance: Annotated[float, Meta(gt=0, le=1024)] = 1.0
     strategy: Literal["SPREAD", "PACK"] = "SPREAD"
-    """Of instances over nodes. The ranks of one instance are always on one node."""
+    """Placement of instances on nodes. The ranks of one instance are always on one node."""
 
 
 class ClusterSpec(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -81,17 +81,17 @@ class ClusterSpec(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
 
     name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")] = "default"
     model: str | None = None
-    """Model directory or Hugging Face name; None is the built-in model."""
+    """Model directory or Hugging Face name; None means the built-in model."""
 
     roles: dict[Role, RoleSpec]
     flags: dict[str, FlagValue] = {}
     """Flags of `headwater serve` for every instance, without the dashes."""
 
     gpus_per_instance: Annotated[int, Meta(ge=0, le=64)] = 0
-    """0 runs on the CPU, unless flags say otherwise."""
+    """0 runs on the CPU, unless flags set another device."""
 
     gpus: list[int] = []
-    """GPUs of this machine that may be used, in order; empty is 0, 1, 2, …"""
+    """GPUs of this machine that may be used, in order; empty means 0, 1, 2, …"""
 
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
     link: Literal["shm", "tcp", "mooncake"] | None = None
@@ -99,14 +99,14 @@ class ClusterSpec(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
     routers: RouterSpec = RouterSpec()
     api_keys_file: str | None = None
     peer_token_file: str | None = None
-    """The secret of the cluster; None makes one."""
+    """The secret of the cluster; None creates one."""
 
     tls: TlsSpec | None = None
     restart: RestartSpec = RestartSpec()
     ray: RaySpec = RaySpec()
 
     def check(self) -> None:
-        """Raise ConfigError for combinations that make no sense."""
+        """Raise ConfigError for contradictory settings."""
         counts = {role: self.count(role) for role in ROLES}
         if not sum(counts.values()):
             raise ConfigError(
@@ -129,7 +129,7 @@ class ClusterSpec(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
             )
 
     def with_roles(self, roles: dict[Role, RoleSpec]) -> "ClusterSpec":
-        """The same cluster with other instances."""
+        """The same cluster with other numbers of instances."""
         return msgspec.structs.replace(self, roles=roles)
 
     def free_gpus(self, taken: Collection[int]) -> tuple[int, ...]:
@@ -147,7 +147,7 @@ class ClusterSpec(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
 
 
 def read_spec(path: Path) -> ClusterSpec:
-    """The checked content of a cluster file. Raises ConfigError that names the field."""
+    """The validated content of a cluster file. Raises ConfigError that names the field."""
     import yaml
 
     try:

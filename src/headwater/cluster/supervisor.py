@@ -1,7 +1,7 @@
 """Keeps the processes of a cluster running: starts, restarts with back-off, drains, scales, stops.
 
-One thread decides. Process events and commands arrive in one queue; `run` takes one after the
-other, and looks at what is due when nothing arrives.
+One thread decides. Process events and commands arrive in one queue. `run` handles one after the
+other, and starts or kills what is due when nothing arrives.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,8 @@ from headwater.cluster.spec import ROLES, ClusterSpec, Role, RoleSpec
 from headwater.errors import ConfigError, EngineDead, RequestError
 
 _STOP_S = 75.0
-"""Longest time a process has to drain before it is killed: the drain timeout and some seconds."""
+"""Longest time for a process to drain before it is killed: the drain timeout and some
+seconds."""
 
 _MAX_WAIT_S = 1.0
 
@@ -30,7 +31,7 @@ Answer = Callable[[dict[str, Any]], None]
 
 
 class Command(NamedTuple):
-    """What another process asked for."""
+    """A command of another process."""
 
     verb: str
     arguments: Mapping[str, Any]
@@ -38,7 +39,7 @@ class Command(NamedTuple):
 
 
 _NOTHING = Command("", {}, lambda answer: None)
-"""Nothing arrived in time."""
+"""Returned when nothing arrived in time."""
 
 
 class ClusterSupervisor:
@@ -54,8 +55,8 @@ class ClusterSupervisor:
         say: Callable[[str], None],
         extra_flags: Callable[[int], Sequence[str]] = lambda number: (),
     ) -> None:
-        """`say` prints a line for the operator. `extra_flags` has further words of the command
-        line of the instance that is added as the n-th, from 0."""
+        """`say` prints a line for the operator. `extra_flags` returns further command line
+        arguments of the instance that is added as the n-th, from 0."""
         self._spec = spec
         self._clock = clock
         self._hosts = {"router": routers} | dict.fromkeys(ROLES, instances)
@@ -65,20 +66,20 @@ class ClusterSupervisor:
         self._queue: SimpleQueue[ProcessEvent | Command | None] = SimpleQueue()
         self._members: dict[str, Member] = {}
         self._rolling: list[str] = []
-        """Members that a rolling restart has still to restart."""
+        """Members that a rolling restart has not restarted yet."""
         self._is_stopping = False
         self._has_started = False
 
     def tell(self, event: ProcessEvent) -> None:
-        """A process says something."""
+        """Queue an event of a process."""
         self._queue.put(event)
 
     def ask(self, command: Command) -> None:
-        """Another process asks for something; `command.answer` gets the result."""
+        """Queue a command of another process; `command.answer` gets the result."""
         self._queue.put(command)
 
     def stop(self) -> None:
-        """Stop all members and end `run`. Safe in a signal handler."""
+        """Stop all members and end `run`. May be called in a signal handler."""
         self._queue.put(None)
 
     @property
@@ -88,8 +89,8 @@ class ClusterSupervisor:
     def run(self, on_ready: Callable[[Sequence[Member]], None]) -> None:
         """Start everything and keep it running until `stop`.
 
-        `on_ready` is called once, when all members are ready. Raises EngineDead when a process
-        dies before it was ever ready; everything else that was started is stopped then.
+        `on_ready` is called once, when all members are ready. Raises EngineDead if a process
+        dies before it was ever ready; then all other processes are stopped.
         """
         try:
             for process in router_processes(self._spec):
@@ -113,7 +114,7 @@ class ClusterSupervisor:
             self._turn()
 
     def _turn(self) -> None:
-        """Take one event or command, or what is due."""
+        """Handle one event or command, or what is due."""
         try:
             item = self._queue.get(timeout=self._wait_s())
         except Empty:
@@ -150,7 +151,7 @@ class ClusterSupervisor:
         return member
 
     def _free_gpus(self) -> tuple[int, ...]:
-        """GPUs for one more instance; none where Ray assigns them."""
+        """GPUs for one more instance; empty if Ray assigns them."""
         if self._hosts["mixed"].assigns_gpus:
             return ()
         return self._spec.free_gpus(
@@ -180,7 +181,7 @@ class ClusterSupervisor:
     def _on_event(self, event: ProcessEvent) -> None:
         member = self._members.get(event.name)
         if member is None or event.run != member.run:
-            return  # of an earlier start
+            return  # an event of an earlier start
         if event.line:
             self._say(f"{member.name}: {event.line}")
         if event.url and member.state is MemberState.STARTING:
@@ -241,7 +242,7 @@ class ClusterSupervisor:
                     member.running.kill()
 
     def _roll(self) -> None:
-        """Restart the next member when every other one is up."""
+        """Restart the next member when all others are ready."""
         busy = (MemberState.STARTING, MemberState.DRAINING, MemberState.RESTARTING)
         if not self._rolling or any(m.state in busy for m in self._members.values()):
             return
@@ -276,7 +277,7 @@ class ClusterSupervisor:
         return {"name": self._spec.name, "members": members, "rolling": list(self._rolling)}
 
     def _scale(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """`{"decode": 4}`: start or drain instances until there are so many."""
+        """`{"decode": 4}`: start or drain instances until each role has its number."""
         wanted = dict(arguments.get("roles", {}))
         roles = dict(self._spec.roles)
         for role, count in wanted.items():
@@ -356,7 +357,7 @@ class ClusterSupervisor:
     # End
 
     def _stop_all(self) -> None:
-        """Instances first, so that routers see them leave; then routers."""
+        """Stop instances first, so that routers notice them leave; then stop routers."""
         self._is_stopping = True
         if self._has_started:
             self._say("stopping")
