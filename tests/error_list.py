@@ -101,7 +101,7 @@ def _name(node: ast.expr) -> str:
 
 
 def _text(node: ast.expr) -> str:
-    """A message with `{…}` for its values; empty where it is made elsewhere."""
+    """A message with `{…}` for its values; empty if it is made elsewhere."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):

@@ -67,7 +67,7 @@ def test_it_says_how_and_what_fits(folder: Path, capsys: pytest.CaptureFixture[s
 def test_the_text_has_a_line_for_each_part(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Readable without knowing the JSON; exit code 0 where the model would be served."""
+    """Readable without knowing the JSON; exit code 0 if the model would be served."""
     code = main(["check", str(folder), "--device", "cpu", "--swap-space", "1"])
 
     printed = capsys.readouterr().out

@@ -72,7 +72,7 @@ class StorageTimeout(StorageError):
     def __init__(self, message: str, *, quiet: Event | None = None) -> None:
         super().__init__(message)
         self.quiet = quiet
-        """Set once the call touches its buffers no more; None where that is so already."""
+        """Set once the call touches its buffers no more; None if that is so already."""
 
 
 class StorageCorrupt(StorageError):

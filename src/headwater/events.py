@@ -16,10 +16,10 @@ class BlocksStored:
     tier: Tier
     keys: list[BlockKey]
     parent: BlockKey | None
-    """Key of the block before the run; None where the run begins a path."""
+    """Key of the block before the run; None if the run begins a path."""
 
     tokens: bytes
-    """Token ids of the run, int32 little-endian; empty where a salt keeps them private."""
+    """Token ids of the run, int32 little-endian; empty if a salt keeps them private."""
 
     adapter: str = ""
     salt_id: str = ""

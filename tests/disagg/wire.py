@@ -126,7 +126,7 @@ class RawSender:
         self.stream.send([raw], self._wait_check)
 
     def answer(self) -> tuple[int, PushFailure | None]:
-        """The next answer; LinkBroken where the connection is dropped."""
+        """The next answer; LinkBroken if the connection is dropped."""
         raw = memoryview(bytearray(ANSWER_BYTES))
         self.stream.fill(raw, self._wait_check)
         return decode_answers(raw)[0]

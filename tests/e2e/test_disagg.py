@@ -102,7 +102,7 @@ class Asking:
             return
 
     def end(self, within_s: float) -> httpx.Response | None:
-        """The answer; None where the server died. AssertionError where it hangs."""
+        """The answer; None if the server died. AssertionError if it hangs."""
         self._thread.join(within_s)
         assert not self._thread.is_alive(), "a request hangs"
         return self.answer

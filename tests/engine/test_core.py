@@ -115,7 +115,7 @@ def test_the_snapshot_has_every_owner_in_plain_numbers() -> None:
 
 
 def test_closing_closes_the_runner() -> None:
-    """Twice is safe."""
+    """Calling it twice is safe."""
     harness = Harness()
 
     harness.core.close()

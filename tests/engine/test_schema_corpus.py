@@ -38,7 +38,7 @@ def compiler() -> GrammarCompiler:
 
 
 def answer(compiler: GrammarCompiler, schema: Any, seed: int, most: int = 1500) -> str | None:
-    """A random answer; None where it was cut. Raises RequestError for an unsupported schema."""
+    """A random answer; None if it was cut. Raises RequestError for an unsupported schema."""
     matcher = compiler.matcher(StructuredOutput(json=schema).to_grammar())
     chance = random.Random(seed)
     output = bytearray()

@@ -66,7 +66,7 @@ def until(reached, within_s: float = 20.0) -> None:
 
 
 def count(url: str, series: str) -> float:
-    """One series of /metrics; 0 where it is not there yet."""
+    """One series of /metrics; 0 if it is not there yet."""
     lines = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
     found = [line for line in lines if line.startswith(f"headwater:{series} ")]
     return float(found[0].rpartition(" ")[2]) if found else 0.0

@@ -41,7 +41,7 @@ _POLL_S = 0.02
 
 
 def require_gpu() -> None:
-    """A ConfigError where there is none."""
+    """A ConfigError if there is none."""
     if not torch.cuda.is_available():
         raise ConfigError("this benchmark needs an NVIDIA GPU, and torch finds none")
 

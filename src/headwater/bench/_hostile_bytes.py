@@ -1,6 +1,6 @@
 """What a hostile client sends: malformed, truncated, reordered and slow bytes for each listener.
 
-Everything comes from a seed. An attack returns the status that it got, or None where the protocol
+Everything comes from a seed. An attack returns the status that it got, or None if the protocol
 has none or the server closed the connection.
 """
 

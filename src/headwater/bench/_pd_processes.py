@@ -54,7 +54,7 @@ class PDInstance:
             return text
 
     def value(self, name: str, labels: str = "") -> float:
-        """One number of its metrics; 0 where there is none yet."""
+        """One number of its metrics; 0 if there is none yet."""
         found = re.search(
             rf"^headwater:{name}{re.escape(labels)} (\S+)$", self.get("/metrics"), re.M
         )

@@ -65,7 +65,7 @@ class EchoRound:
     def run(self) -> Counter[str]:
         """Serve everything, let every executor return, and balance the books; the counts.
 
-        Raises InvariantError where a book does not balance or a request is stuck.
+        Raises InvariantError if a book does not balance or a request is stuck.
         """
         pending = list(self._requests)
         for turn in range(_MAX_TURNS):

@@ -122,7 +122,7 @@ def _measure(
 def _gap_closed(
     hits: dict[str, float], lru: dict[str, float], optimum: dict[str, float]
 ) -> dict[str, float | None]:
-    """(policy - LRU) / (optimum - LRU); None where the LRU is the optimum."""
+    """(policy - LRU) / (optimum - LRU); None if the LRU is the optimum."""
     return {
         at: (hit - lru[at]) / (optimum[at] - lru[at]) if optimum[at] > lru[at] else None
         for at, hit in hits.items()

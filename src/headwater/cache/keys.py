@@ -141,7 +141,7 @@ class KeyScheme:
 
 
 def _as_int32(array: NDArray[Any]) -> Tokens:
-    """A contiguous int32 copy, or CacheUseError where a token does not fit."""
+    """A contiguous int32 copy, or CacheUseError if a token does not fit."""
     if array.ndim != 1:
         raise CacheUseError(f"tokens must be one-dimensional, not of shape {array.shape}")
     if array.dtype == object:

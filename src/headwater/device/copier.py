@@ -59,7 +59,7 @@ class CpuCopier:
         self._queues[0 if up else 1].put((transfer, report))
 
     def close(self) -> None:
-        """Let the threads end after what they are doing. Twice is safe."""
+        """Let the threads end after what they are doing. Calling it twice is safe."""
         for queue in self._queues:
             queue.put(None)
 

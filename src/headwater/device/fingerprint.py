@@ -33,7 +33,7 @@ def fingerprint(model_dir: Path) -> bytes:
 
 
 def identity_files(model_dir: Path) -> list[Path]:
-    """The files that make a model what it is; a ModelError where they are not there."""
+    """The files that make a model what it is; a ModelError if they are not there."""
     weights = sorted(model_dir.glob("*.safetensors"))
     config = model_dir / "config.json"
     if not config.is_file():

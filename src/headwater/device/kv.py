@@ -36,7 +36,7 @@ class BlockPart(NamedTuple):
 
 
 def block_part(model: LoadedModel, block_tokens: int) -> BlockPart | None:
-    """The part of `model`'s rank; None where there is one rank."""
+    """The part of `model`'s rank; None if there is one rank."""
     share = model.share
     if share is None or share.size == 1:
         return None

@@ -67,7 +67,7 @@ class LoadedModel:
     """Keys and values; 1 where a latent is stored for both (MLA)."""
 
     value_dim: int | None = None
-    """Leading numbers of a stored latent that are the value; None where all of a head are."""
+    """Leading numbers of a stored latent that are the value; None if all of a head are."""
 
     has_fp8_kv: bool = False
     """Whether KV is stored in 8 bits, with a scale for each token and head."""

@@ -89,7 +89,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def stored_tensors(path: Path) -> Iterator[StoredTensor]:
-    """The tensors of one file. A ModelError where it is damaged or cut short."""
+    """The tensors of one file. A ModelError if it is damaged or cut short."""
     size = path.stat().st_size
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")

@@ -113,7 +113,7 @@ def _buffers(spans: SpanLengths, held: Tensor, scores: Tensor) -> _Lanes:
 
 
 def load() -> NativeOps | None:
-    """The compiled operations, compiled now if need be; None where that does not work."""
+    """The compiled operations, compiled now if need be; None if that does not work."""
     try:
         return NativeOps(ctypes.CDLL(str(compile_library(_SOURCE, _FLAGS))))
     except (OSError, subprocess.SubprocessError) as exc:

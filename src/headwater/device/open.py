@@ -136,7 +136,7 @@ def open_follower(
 def prepare_device(runner: Runner, copier: DeviceCopier | None) -> Callable[[], int] | None:
     """Do all that would make the first requests slow: compile and load kernels, capture graphs,
     pin the host tier. Returns a count of kernels that were compiled or loaded afterwards, which
-    should stay 0; None where nothing is ever compiled. Nothing was computed or copied before."""
+    should stay 0; None if nothing is ever compiled. Nothing was computed or copied before."""
     if isinstance(runner, TorchRunner):
         return None
     from headwater.device.gpu.copier import CudaCopier

@@ -13,7 +13,7 @@ _MUST_AGREE = (
 
 
 def load_like(model: LoadedModel, folder: Path) -> LoadedModel:
-    """The model in `folder`, beside `model` in memory; a ModelError where it has another shape.
+    """The model in `folder`, beside `model` in memory; a ModelError if it has another shape.
 
     What is served now is not touched, so a folder that cannot be used changes nothing.
     """

@@ -159,7 +159,7 @@ def is_masked(batch: ScheduledBatch) -> bool:
 def begin_masks(
     masks: MaskWorkers | None, batch: ScheduledBatch, carried: dict[int, int]
 ) -> PendingMasks | None:
-    """Have masks made for the rows with a grammar; None where there are none.
+    """Have masks made for the rows with a grammar; None if there are none.
 
     A row that continues from a token which was not chosen gets none.
     """

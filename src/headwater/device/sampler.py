@@ -45,7 +45,7 @@ class SampledRows:
     """Of the penalised rows."""
 
     masks: StepMasks | None = None
-    """Of the rows with a grammar; None where there are none."""
+    """Of the rows with a grammar; None if there are none."""
 
 
 class Sampler:
@@ -135,7 +135,7 @@ class LogprobTable:
         self._found = [fetch(part) for part in (picked[:, 0], ranks, top.values, top.indices)]
 
     def read(self) -> list[TokenLogprobs | None]:
-        """Per row; None where none were asked for. The device must be done with the step."""
+        """Per row; None if none were asked for. The device must be done with the step."""
         found: list[TokenLogprobs | None] = [None] * self._num_rows
         if not self._wanted:
             return found

@@ -1,9 +1,9 @@
-"""Which instance a request goes to: pure policies over what is known of each candidate.
+"""Routing policies: each chooses an instance for a request. Pure.
 
-`cache_aware` is load-capped affinity by uncached work: the cost of an instance is the work it
-would have to do before the first token, plus a little for the work it got lately; one that
-got much more than its share is not asked at all. Affinity alone would send everything to
-the instance that has the system prompt.
+`cache_aware` is load-capped affinity by uncached work. The cost of an instance is the work
+before the first token, plus a small part of the work that it got recently. An instance that got
+much more than its share is not chosen. Affinity alone would send everything to the instance
+that has the system prompt.
 """
 
 import math
@@ -18,60 +18,63 @@ RECENT_S = 60.0
 """Work counts as recent for about this long; see `RecentWork`."""
 
 RECENT_WEIGHT = 0.02
-"""Tokens of this prompt that one token of recent work is worth."""
+"""One token of recent work costs as much as this many prompt tokens."""
 
 CAP = 1.5
-"""An instance with more recent work than this many times the mean is left alone …"""
+"""An instance with more recent work than this many times the mean is not chosen …"""
 
 CAP_SLACK_TOKENS = 65_536
-"""… unless it is less than this above the mean: a quiet cluster has no overload to avoid."""
+"""… unless it is less than this above the mean: a cluster with little load has no overload to
+avoid."""
 
 
 BACKLOG_TOKENS = 65_536
-"""Prompt tokens that wait on a prefill instance before decode instances compute theirs: two or
-three seconds of a large one's work, beyond which handing over is not worth the wait."""
+"""Prompt tokens waiting on a prefill instance above which decode instances compute prompts
+themselves. It is two or three seconds of work of a large instance; a longer wait is not worth a
+hand-off."""
 
 
 class Trust(Enum):
-    """How far what is known of an instance's cache can be relied on."""
+    """How reliable the router's knowledge of an instance's cache is."""
 
     EXACT = "exact"
     """Every event up to now was applied."""
 
     DEGRADED = "degraded"
-    """What it said is known, but something since then is missing or late."""
+    """The reported blocks are known, but later events are missing or late."""
 
     FALLBACK = "fallback"
-    """Nothing is known; it is chosen by load alone."""
+    """Nothing is known; the instance is chosen by load alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """What a policy may know of an instance, for one prompt."""
+    """What a policy knows about one instance, for one prompt."""
 
     name: str
     cached_tokens: int = 0
-    """Leading tokens of the prompt that the instance said it has; 0 where it said nothing."""
+    """Leading tokens of the prompt that the instance reported as cached; 0 if it reported
+    none."""
 
     outstanding_tokens: int = 0
-    """Prompt tokens sent to it that it has still to compute."""
+    """Prompt tokens sent to it that it has not computed yet."""
 
     recent_tokens: float = 0.0
-    """Work it got lately; see `RecentWork`."""
+    """Work that it got recently; see `RecentWork`."""
 
     num_alive: int = 0
-    """Requests it has."""
+    """Requests on the instance."""
 
 
 class Policy(Protocol):
-    """Chooses; remembers at most whose turn it is."""
+    """Chooses an instance. Remembers at most the position of a rotation."""
 
     def choose(self, prompt_tokens: int, candidates: Sequence[Candidate]) -> Candidate:
-        """One of `candidates`, of which there is at least one."""
+        """One of `candidates`, which is not empty."""
 
 
 class RoundRobin:
-    """Each in turn, whatever it has and does."""
+    """One after the other, regardless of cache and load."""
 
     def __init__(self) -> None:
         self._turn = -1
@@ -82,14 +85,15 @@ class RoundRobin:
 
 
 class LeastLoad:
-    """The one with the fewest requests; of those, with the least recent work."""
+    """The instance with the fewest requests; among equals, the one with the least recent
+    work."""
 
     def choose(self, prompt_tokens: int, candidates: Sequence[Candidate]) -> Candidate:
         return min(candidates, key=lambda c: (c.num_alive, c.recent_tokens))
 
 
 class CacheAware:
-    """The one with the least to do before the first token, within its share of the load."""
+    """The instance with the least work before the first token, within its share of the load."""
 
     def choose(self, prompt_tokens: int, candidates: Sequence[Candidate]) -> Candidate:
         mean = sum(c.recent_tokens for c in candidates) / len(candidates)
@@ -120,19 +124,19 @@ def make_policy(name: str) -> Policy:
 
 
 def prefills_itself(uncached_tokens: int, threshold_tokens: int) -> bool:
-    """Whether a decode instance should compute the rest of a prompt itself: what is left is
-    less than handing it over is worth."""
+    """Whether a decode instance should compute the rest of a prompt itself, because the rest is
+    too small for a hand-off."""
     return uncached_tokens <= threshold_tokens
 
 
 def is_swamped(prefill_tokens: int, decode_tokens: int) -> bool:
-    """Whether a prefill instance has so much more to compute than the decode instance that this
-    one had better help itself, and let its other sequences wait a little for it."""
+    """Whether a prefill instance has so much more to compute that the decode instance should
+    compute the prompt itself, although its other sequences then wait a little."""
     return prefill_tokens > decode_tokens + BACKLOG_TOKENS
 
 
 class RecentWork:
-    """Tokens assigned to one instance, each forgotten with a mean life of `RECENT_S`."""
+    """Tokens assigned to one instance; each is forgotten after a mean time of `RECENT_S`."""
 
     __slots__ = ("_at_s", "_tokens")
 
@@ -146,7 +150,7 @@ class RecentWork:
         self._at_s = now
 
     def tokens(self, *, now: float) -> float:
-        """What counts now."""
+        """The amount that counts now."""
         return self._tokens * math.exp(-max(now - self._at_s, 0.0) / RECENT_S)
 
 

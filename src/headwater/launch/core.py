@@ -153,7 +153,7 @@ def _build(
 def _num_kept(
     config: EngineConfig, model: "LoadedModel", layout: KVLayout, kept: KeptHost | None
 ) -> int:
-    """Blocks of a host tier of this model that an earlier engine left; 0 where there is none."""
+    """Blocks of a host tier of this model that an earlier engine left; 0 if there is none."""
     if kept is None or not config.may_have_host_tier:
         return 0
     scheme = KeyScheme(

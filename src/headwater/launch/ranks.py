@@ -69,7 +69,7 @@ class RankChild:
         return f"ended with code {code}"
 
     def kill(self) -> None:
-        """End it at once, also where it is stopped. Twice is safe."""
+        """End it at once, also where it is stopped. Calling it twice is safe."""
         self._process.kill()
         self._process.wait(_END_TIMEOUT_S)
 
@@ -178,7 +178,7 @@ class RankLauncher:
         return ParallelRunner(own, self.ranks, self.group)
 
     def close(self) -> None:
-        """End the other ranks. Twice is safe."""
+        """End the other ranks. Calling it twice is safe."""
         self.ranks.close()
         self._folder.close()
 

@@ -67,7 +67,7 @@ def trace_digest(path: Path) -> str:
 
 
 def require_unseen(weights: Weights | None, trace: Path) -> None:
-    """Raise ConfigError where `weights` were learned from `trace`: it would prove nothing."""
+    """Raise ConfigError if `weights` were learned from `trace`: it would prove nothing."""
     if weights is not None and trace_digest(trace) in weights.learned_from:
         raise ConfigError(
             f"these weights were learned from {trace}: what they find there is no news"

@@ -110,7 +110,7 @@ class KvPublisher:
         self._put(True, changes)
 
     def close(self) -> None:
-        """Send what is queued and end the thread. Safe to call twice."""
+        """Send what is queued and end the thread. Calling it twice is safe."""
         if not self._closed:
             self._closed = True
             os.eventfd_write(self._signal, 1)

@@ -21,7 +21,7 @@ class RequestRecord:
 
     duration_s: float
     queued_s: float | None
-    """From its arrival to its admission; None where it was never admitted."""
+    """From its arrival to its admission; None if it was never admitted."""
 
     first_token_s: float | None
     """From its arrival to its first token."""

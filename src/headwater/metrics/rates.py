@@ -46,7 +46,7 @@ class ServerRates:
 
     @property
     def hit_share(self) -> float | None:
-        """Of the prompt tokens, how many were found; None where there were none."""
+        """Of the prompt tokens, how many were found; None if there were none."""
         total = sum(self.by_source.values())
         return 1 - self.by_source["computed"] / total if total > 0 else None
 
@@ -57,7 +57,7 @@ def is_restart(before: Answer, now: Answer) -> bool:
 
 
 def rates_between(before: Answer, now: Answer) -> ServerRates | None:
-    """None where no time passed, or another server answered."""
+    """None if no time passed, or another server answered."""
     elapsed_s: float = now["uptime_s"] - before["uptime_s"]
     if is_restart(before, now) or elapsed_s <= 0:
         return None
@@ -100,7 +100,7 @@ def _rise(before: float, now: float) -> float:
 
 
 def quantiles(before: Mapping[str, Any], now: Mapping[str, Any]) -> Quantiles | None:
-    """Of the observations in between; None where there were none."""
+    """Of the observations in between; None if there were none."""
     counts = [new - old for new, old in zip(now["counts"], before["counts"], strict=True)]
     if sum(counts) <= 0:
         return None

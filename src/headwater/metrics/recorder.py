@@ -57,7 +57,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.counts: Counter[tuple[Metric, str]] = Counter()
-        """By metric and the value of its label, empty where it has none."""
+        """By metric and the value of its label, empty if it has none."""
         self.histograms = {
             metric: Histogram(metric.buckets)
             for metric in names.SERVER_METRICS

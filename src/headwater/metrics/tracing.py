@@ -19,7 +19,7 @@ ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 
 def open_spans(environ: Mapping[str, str], *, model: str) -> "SpanExporter | None":
-    """Where spans go, if the environment names an endpoint; None where it does not."""
+    """Where spans go, if the environment names an endpoint; None if it does not."""
     if not environ.get(ENDPOINT):
         return None
     try:

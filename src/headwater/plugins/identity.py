@@ -76,7 +76,7 @@ def identify_weights(
 ) -> str:
     """What names the weights of `model`: what the operator says, a commit, or their content.
 
-    ConfigError where neither is known. A directory is hashed once; the hash is remembered.
+    ConfigError if neither is known. A directory is hashed once; the hash is remembered.
     """
     if given:
         return f"given:{given}"

@@ -53,7 +53,7 @@ class KeyLookups:
         self._asked[job] = list(keys)
 
     def finish(self, job: JobId, found: tuple[int, ...]) -> bool:
-        """`job` ended; `found` is empty where it failed. False where it is no lookup of ours."""
+        """`job` ended; `found` is empty if it failed. False if it is no lookup of ours."""
         keys = self._asked.pop(job, None)
         if keys is None:
             return False

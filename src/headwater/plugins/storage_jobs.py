@@ -126,7 +126,7 @@ class StorageJobs:
         return stats
 
     def close(self) -> None:
-        """End without waiting for calls that have begun. Twice is safe."""
+        """End without waiting for calls that have begun. Calling it twice is safe."""
         self._mover.close()
 
     def _next(self) -> JobId:

@@ -11,7 +11,7 @@ TESTED = {"vllm": ("0.32.0",), "sglang": ("0.5.23",), "ai-dynamo": ("1.6.1",)}
 def require_tested(
     package: str, *, installed: str | None = None, allow_untested: bool = False
 ) -> str:
-    """The installed version of `package`, or ConfigError where no test ran with it.
+    """The installed version of `package`, or ConfigError if no test ran with it.
 
     Interfaces of plug-ins change between releases, and a changed meaning could serve wrong
     blocks without any error. So an unknown version is an error that the operator may overrule.

@@ -45,7 +45,7 @@ def draw_report(report: Report, where: Path) -> list[Path]:
 
 
 def new_figure(*, rows: int, columns: int) -> "Figure":
-    """An empty picture, or ConfigError where matplotlib is missing."""
+    """An empty picture, or ConfigError if matplotlib is missing."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure

@@ -30,7 +30,7 @@ class TraceLoad:
             raise ConfigError(f"--limit is a number of requests, got {self.limit}")
 
     def requests(self) -> list[TraceRequest]:
-        """The requests, in order of time; ConfigError where there are none."""
+        """The requests, in order of time; ConfigError if there are none."""
         read = read_recording if is_recording(self.trace) else read_trace
         requests = read(self.trace, self.limit)
         if not requests:

@@ -271,7 +271,7 @@ class Admission:
         budget: StepBudget | None = None,
     ) -> _AdmissionResult:
         """Admit `sequence` if there is room for it and it has nothing to wait for. `budget` is
-        what it computes its first chunk with; None where another instance computes it."""
+        what it computes its first chunk with; None if another instance computes it."""
         if _still_waits_for_prefix(sequence, now):
             return _AdmissionResult.AWAITING_PREFIX
         load = sequence.load

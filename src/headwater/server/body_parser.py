@@ -100,5 +100,5 @@ class BodyParser:
         return body
 
     def close(self) -> None:
-        """End the workers. Safe to call twice."""
+        """End the workers. Calling it twice is safe."""
         self._workers.close()

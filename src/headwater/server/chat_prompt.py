@@ -111,7 +111,7 @@ class ToolUse:
 
 
 def tool_use(body: ChatRequest) -> ToolUse:
-    """The tools of a chat request. Raises RequestRefused where its fields disagree."""
+    """The tools of a chat request. Raises RequestRefused if its fields disagree."""
     tools = [spec_of(tool.function) for tool in body.tools or ()]
     choice = body.tool_choice
     if isinstance(choice, NamedToolChoice):

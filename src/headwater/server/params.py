@@ -234,9 +234,9 @@ def _as_id(name: str) -> str:
 
 
 def structured_output(body: Sampling) -> StructuredOutput | None:
-    """What the answer must look like; None where anything may be said.
+    """What the answer must look like; None if anything may be said.
 
-    Raises RequestRefused where two fields constrain it, or one makes no sense.
+    Raises RequestRefused if two fields constrain it, or one makes no sense.
     """
     wanted = {
         "response_format": _of_format(body.response_format),

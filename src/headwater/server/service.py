@@ -274,7 +274,7 @@ class Service:
             raise RequestRefused(str(exc), param=param) from exc
 
     def close(self) -> None:
-        """End the threads and processes. Safe to call twice."""
+        """End the threads and processes. Calling it twice is safe."""
         self.parser.close()
         for threads in (self._short, self._long, self._compilers):
             threads.shutdown(wait=False, cancel_futures=True)

@@ -62,7 +62,7 @@ class WorkerPool:
             return result
 
     def close(self) -> None:
-        """End the workers. Safe to call twice."""
+        """End the workers. Calling it twice is safe."""
         for worker in self._all:
             worker.end()
         self._all.clear()

@@ -40,7 +40,7 @@ class StorageStats:
 
     backend: str
     num_blocks: int | None
-    """Blocks it can find now; None where only the server knows."""
+    """Blocks it can find now; None if only the server knows."""
 
     used_bytes: int | None
     capacity_bytes: int | None

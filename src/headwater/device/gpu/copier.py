@@ -112,7 +112,7 @@ class CudaCopier:
         self._queues[1].put(_Entry(transfer, report, after=after))
 
     def close(self) -> None:
-        """End the threads after what they are doing, and unpin the slab. Twice is safe."""
+        """End the threads after what they are doing, and unpin the slab. Calling it twice is safe."""
         for queue in self._queues:
             for _ in range(_THREADS):
                 queue.put(None)

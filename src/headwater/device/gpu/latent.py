@@ -86,7 +86,7 @@ class LatentWeights:
 
 
 def latent_parts(attention: nn.Module) -> list[nn.Linear] | None:
-    """The linear layers of a layer's first projection; None where KV is not latent."""
+    """The linear layers of a layer's first projection; None if KV is not latent."""
     parts: Any = attention
     if not hasattr(attention, "latent"):
         return None

@@ -227,7 +227,7 @@ def _qkv_parts(attention: nn.Module | None) -> list[AnyLinear] | None:
 
 
 def _joined(parts: list[AnyLinear]) -> Weight | None:
-    """One weight of all parts, which become views of it, or are already. None where some are
+    """One weight of all parts, which become views of it, or are already. None if some are
     quantised and others not, or in another way."""
     quantized = [part for part in parts if isinstance(part, QuantizedLinear)]
     if quantized:

@@ -90,7 +90,7 @@ class PinnedSlab:
         return len(self._pinned) == self._num_pieces or self._failed is not None
 
     def close(self) -> None:
-        """Wait for the threads, then unpin. Safe to call twice."""
+        """Wait for the threads, then unpin. Calling it twice is safe."""
         self._closing.set()
         with self._changed:
             self._waiting.clear()

@@ -85,7 +85,7 @@ class QuantizedWeight:
         )  # fmt: skip
 
     def gated(self, x: Tensor, norm: Norm | None, activation: GateActivation) -> Tensor | None:
-        """`activation(gate) * up` of a weight with both in turn; None where `plain` is faster."""
+        """`activation(gate) * up` of a weight with both in turn; None if `plain` is faster."""
         if len(x) == 1:
             return self.one_row(x, norm=norm, gated=True, activation=activation)
         if self.code is Code.FP8_ROW and fits(self.codes, len(x)):

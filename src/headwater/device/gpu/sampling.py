@@ -72,7 +72,7 @@ class PendingLogprobs:
         self._host, self._places, self._num_top = host, places, num_top
 
     def read(self) -> list[TokenLogprobs | None]:
-        """Per sampled row; None where none were asked for. The device must be done."""
+        """Per sampled row; None if none were asked for. The device must be done."""
         ints = self._host.numpy()
         floats = ints.view(np.float32)
         found: list[TokenLogprobs | None] = [None] * len(self._places)

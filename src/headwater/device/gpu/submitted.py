@@ -30,7 +30,7 @@ class SubmittedStep:
     done: torch.cuda.Event
     logprobs: PendingLogprobs | LogprobTable | None
     masks: StepMasks | None
-    """Of the rows with a grammar; None where there are none."""
+    """Of the rows with a grammar; None if there are none."""
 
     scores: PromptScores | None
     """Of the rows whose prompt tokens are wanted with log-probabilities."""

@@ -110,7 +110,7 @@ def _shapes() -> Iterator[tuple[list[_Row], Sequence[SamplingParams], bool]]:
 
 
 def _within(rows: Sequence[_Row], limits: WarmLimits) -> list[_Row]:
-    """The rows, shortened to the limits; empty where nothing of this kind fits."""
+    """The rows, shortened to the limits; empty if nothing of this kind fits."""
     fitting: list[_Row] = []
     left = limits.max_tokens
     for num_new, num_cached in rows[-limits.max_rows :]:

@@ -92,7 +92,7 @@ class RankChannel:
     def send(
         self, kind: RankMessage, payload: bytes | memoryview = b"", files: Sequence[int] = ()
     ) -> None:
-        """Queue a message. Raises OSError where the other end is gone or takes nothing."""
+        """Queue a message. Raises OSError if the other end is gone or takes nothing."""
         header = _HEADER.pack(kind, len(payload))
         beside = []
         if files:
@@ -115,7 +115,7 @@ class RankChannel:
         return RankFrame(RankMessage(number), memoryview(payload), files)
 
     def close(self) -> None:
-        """Close this end; a receiver at the other one is woken. Twice is safe."""
+        """Close this end; a receiver at the other one is woken. Calling it twice is safe."""
         with contextlib.suppress(OSError):  # the other end may be gone
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -138,7 +138,7 @@ class RankChannel:
         return data, tuple(files)
 
     def _receive_soon(self) -> tuple[bytes, list[Any]] | None:
-        """The same while it looks; None where nothing came."""
+        """The same while it looks; None if nothing came."""
         end_s = time.perf_counter() + self._spin_s
         while time.perf_counter() < end_s:
             try:

@@ -133,7 +133,7 @@ class ParallelCopier:
         self._own.start(transfer, partial(self._ended, serial))
 
     def close(self) -> None:
-        """Let every rank's copier end. Twice is safe."""
+        """Let every rank's copier end. Calling it twice is safe."""
         self._own.close()
         if self._is_open:
             self._is_open = False

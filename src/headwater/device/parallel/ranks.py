@@ -31,7 +31,7 @@ class RankProcess(Protocol):
         """How it ended, in a few words; waits a little for it."""
 
     def kill(self) -> None:
-        """End it at once, whatever state it is in. Twice is safe."""
+        """End it at once, whatever state it is in. Calling it twice is safe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class Ranks:
     def tell(
         self, kind: RankMessage, payload: bytes | memoryview = b"", files: Sequence[int] = ()
     ) -> None:
-        """Send the same to every rank. Raises EngineDead where one is lost."""
+        """Send the same to every rank. Raises EngineDead if one is lost."""
         self.tell_each(kind, [payload] * len(self._ranks), files)
 
     def tell_each(
@@ -128,7 +128,7 @@ class Ranks:
         return error if self._failure is None else EngineDead(self._failure)
 
     def close(self) -> None:
-        """End every rank at once: they hold nothing that must be saved. Twice is safe."""
+        """End every rank at once: they hold nothing that must be saved. Calling it twice is safe."""
         self._is_closing = True
         for rank in self._ranks:
             rank.channel.close()

@@ -30,7 +30,7 @@ class RankShare:
         return total * self.rank // self.size, total * (self.rank + 1) // self.size
 
     def heads(self, heads: int) -> Range:
-        """This rank's query heads; raises ConfigError where they cannot be split evenly."""
+        """This rank's query heads; raises ConfigError if they cannot be split evenly."""
         if heads % self.size:
             raise ConfigError(
                 f"--tensor-parallel-size {self.size} does not divide the model's {heads} "

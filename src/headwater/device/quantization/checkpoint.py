@@ -40,7 +40,7 @@ class _Layer:
 
 
 class QuantizedCheckpoint:
-    """The files of a quantised model; a ModelError where they do not fit their configuration."""
+    """The files of a quantised model; a ModelError if they do not fit their configuration."""
 
     def __init__(self, folder: Path, quantization: Quantization) -> None:
         self._file_of: dict[str, Path] = {}

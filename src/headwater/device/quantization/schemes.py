@@ -70,7 +70,7 @@ class Quantization:
     schemes: tuple[Scheme, ...]
 
     def scheme_of(self, module: str, storage: Storage) -> Scheme | None:
-        """The scheme of a layer that is stored in this way; None where the config has none."""
+        """The scheme of a layer that is stored in this way; None if the config has none."""
         for scheme in self.schemes:
             if scheme.storage is storage and scheme.covers(module):
                 return scheme
@@ -83,7 +83,7 @@ def is_mxfp4(config: Mapping[str, Any]) -> bool:
 
 
 def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
-    """The model's quantization; None where its weights are plain. A ModelError names what is
+    """The model's quantization; None if its weights are plain. A ModelError names what is
     not served."""
     method = _method(config)
     if method is None or method == "mxfp4":

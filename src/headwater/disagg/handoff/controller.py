@@ -67,7 +67,7 @@ class HandoffController:
 
     @property
     def wake_s(self) -> float | None:
-        """The next deadline; None where there is none."""
+        """The next deadline; None if there is none."""
         ends = (self.prefill_side.wake_s, self.decode_side.wake_s, self.reads.wake_s)
         return min((end for end in ends if end is not None), default=None)
 

@@ -68,7 +68,8 @@ class DecodeSide:
         self._entries: dict[int, _Entry] = {}
         self._by_request: dict[RequestId, _Entry] = {}
         self._unresponsive_until_s: dict[str, float] = {}
-        """Peers that did not answer in time. Until then, new hand-offs to them fail at once."""
+        """Peers that did not answer in time, each with a time. Before that time, new hand-offs
+        to the peer fail at once."""
         self._ended = Ended()
         self.totals = SideTotals()
 
@@ -79,13 +80,13 @@ class DecodeSide:
 
     @property
     def wake_s(self) -> float | None:
-        """The next deadline of a state machine; None where there is none."""
+        """The next deadline of a state machine; None if there is none."""
         ends = [entry.machine.wake_s for entry in self._entries.values()]
         end = min(ends, default=float("inf"))
         return None if end == float("inf") else end
 
     def add(self, request: Request, now: float) -> None:
-        """Start a hand-off to `request.prefill`. RequestError where the request cannot be
+        """Start a hand-off to `request.prefill`. RequestError if the request cannot be
         served."""
         sequence = self._scheduler.add(request)
         self._scheduler.handoffs.expect(sequence)
@@ -127,7 +128,7 @@ class DecodeSide:
             self._read_server.serve(peer, connection, message, path, now)
         elif (
             entry.peer == peer
-        ):  # only the peer that the hand-off was started with may speak about it
+        ):  # only the peer with which the hand-off was started may send messages about it
             self._do(entry, entry.machine.receive(message, now), now)
 
     def lost(self, peer: str, connection: int, reason: Reason, now: float) -> None:
@@ -159,7 +160,8 @@ class DecodeSide:
                     self._note_unresponsive(entry.peer, now)
 
     def reserved(self, sequence: Sequence, now: float) -> bool:
-        """The scheduler gave `sequence` its slots. False where it is not of a hand-off here."""
+        """The scheduler gave `sequence` its slots. Returns False if it does not belong to a
+        hand-off."""
         entry = self._by_request.get(sequence.request_id)
         if entry is None:
             return False

@@ -85,7 +85,7 @@ class PrefillSide:
 
     @property
     def wake_s(self) -> float | None:
-        """The next deadline of a state machine; None where there is none."""
+        """The next deadline of a state machine; None if there is none."""
         ends = [entry.machine.wake_s for entry in self._entries.values()]
         end = min(ends, default=float("inf"))
         return None if end == float("inf") else end
@@ -94,7 +94,8 @@ class PrefillSide:
         """Process a message of a decode instance."""
         entry = self._entries.get(message.handoff)
         if entry is not None:
-            if entry.peer != peer:  # only the peer that started the hand-off may speak about it
+            # only the peer that started the hand-off may send messages about it
+            if entry.peer != peer:
                 return
             if isinstance(message, Pulled):
                 self._reads.announced(message.handoff, message.num_blocks, now)
@@ -142,7 +143,7 @@ class PrefillSide:
             self._do(entry, entry.machine.computed(tokens, table, now), now)
 
     def take(self, output: SequenceOutput, now: float) -> bool:
-        """Take the first token of a hand-off. False where `output` is for a client."""
+        """Take the first token of a hand-off. False if `output` is for a client."""
         entry = self._by_request.get(output.request_id)
         if entry is None:
             return False

@@ -38,7 +38,8 @@ from headwater.types import RequestId
 
 _FIRST_PAUSE_S = 10.0
 _LONGEST_PAUSE_S = 300.0
-"""After a failed read its peer is not asked for so long; doubled with each further failure."""
+"""After a failed read the peer is not asked again for this long; doubled with each further
+failure."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +58,7 @@ class _Pause:
 
 
 class PeerReadClient:
-    """Reads blocks from the decode instance where that is faster than computing them."""
+    """Reads blocks from the decode instance if that is faster than computing them."""
 
     def __init__(
         self, scheduler: Scheduler, dependencies: HandoffDependencies, config: HandoffConfig
@@ -76,7 +77,7 @@ class PeerReadClient:
 
     @property
     def wake_s(self) -> float | None:
-        """The next deadline of a peer read; None where there is none."""
+        """The next deadline of a peer read; None if there is none."""
         end = min((w.machine.wake_s for w in self._entries.values()), default=float("inf"))
         return None if end == float("inf") else end
 
@@ -259,7 +260,7 @@ class PeerReadServer:
         )
 
     def finish_push(self, event: PushDone | PushFailed, now: float) -> bool:
-        """A push ended. False where it was not a push of a peer read."""
+        """A push ended. False if it was not a push of a peer read."""
         ended = self._jobs.pop(event.job, None)
         if ended is None:
             return False
@@ -278,7 +279,7 @@ class PeerReadServer:
         self._senders.close_all()
 
     def _sender(self, key: str, link: str) -> Sender | None:
-        """The sender to `link`; None where that is not a valid address."""
+        """The sender to `link`; None if that is not a valid address."""
         try:
             return self._senders.get(key, link)
         except ConfigError:

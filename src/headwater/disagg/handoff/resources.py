@@ -16,7 +16,7 @@ from headwater.types import Slots
 
 
 class Memory(Protocol):
-    """Device blocks that a link may write while the runner does not know it."""
+    """Device blocks that a link may write without the runner's knowledge."""
 
     @property
     def block_bytes(self) -> int: ...
@@ -33,7 +33,7 @@ class HandoffDependencies:
     receiver: Receiver
     connect: Callable[[str], Sender]
     """Makes a sender to the receiver at an address, without waiting for a connection. Raises
-    ConfigError where the address is not valid."""
+    ConfigError if the address is not valid."""
 
     memory: Memory
     new_id: Callable[[], int]
@@ -95,7 +95,7 @@ class SenderPool:
         self._senders: dict[str, dict[str, Sender]] = {}
 
     def get(self, peer: str, address: str) -> Sender:
-        """The sender to `address` of `peer`. ConfigError where the address is not valid."""
+        """The sender to `address` of `peer`. ConfigError if the address is not valid."""
         senders = self._senders.setdefault(peer, {})
         if address not in senders:
             if len(senders) == _MAX_ADDRESSES:

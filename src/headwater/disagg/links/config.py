@@ -18,7 +18,7 @@ class LinkConfig:
 
     advertised_host: str | None = None
     advertised_port: int | None = None
-    """Address that senders are given, where it differs from the one to listen on."""
+    """Address that is told to senders, if it differs from the one to listen on."""
 
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
@@ -26,7 +26,7 @@ class LinkConfig:
     """PEM files for mutual TLS on the `tcp` link; without them blocks are not encrypted."""
 
     frame_bytes: int = 4 << 20
-    """Bytes that the Transfer Engine writes at once where blocks are smaller, because small
+    """Bytes that the Transfer Engine writes at once if blocks are smaller, because small
     transfers are slow. The other links have their own sizes."""
 
     num_cells: int = 4

@@ -47,7 +47,7 @@ _OUTCOMES: tuple[PushFailure | None, ...] = (
     PushFailure.TWICE,
     PushFailure.DAMAGED,
 )
-"""Outcomes by their number on the wire; None is success."""
+"""Outcomes by their number on the wire; None means success."""
 
 
 class SentPiece(NamedTuple):
@@ -112,7 +112,7 @@ def table_bytes(head: memoryview | bytes) -> int:
 
 
 def decode_frame(head: bytes, table: bytes, key: bytes, *, block_bytes: int) -> Frame:
-    """The frame. Malformed where its MAC is wrong, which is checked before anything else is
+    """The frame. Malformed if its MAC is wrong, which is checked before anything else is
     used."""
     fields = head[: _FRAME.size]
     if _mac(fields, table, key) != head[_FRAME.size :]:

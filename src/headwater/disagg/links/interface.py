@@ -24,7 +24,7 @@ class BlockMemory(Protocol):
 
     def view(self, slot: int) -> memoryview:
         """The bytes of one slot: writable, contiguous, `block_bytes` long, not a copy. It may
-        wait for them; LinkBroken where that takes too long."""
+        wait for them; LinkBroken if that takes too long."""
 
 
 @runtime_checkable
@@ -37,7 +37,7 @@ class OneMemory(BlockMemory, Protocol):
 
     @property
     def file(self) -> int | None:
-        """Descriptor of the same memory, which a peer may map read-only; None where it is
+        """Descriptor of the same memory, which a peer may map read-only; None if it is
         private."""
 
 
@@ -88,4 +88,4 @@ class LinkMaker(Protocol):
         """A receiver of this kind of link."""
 
     def connect(self, address: str) -> Sender:
-        """A sender to the receiver at `address`. ConfigError where the address is not valid."""
+        """A sender to the receiver at `address`. ConfigError if the address is not valid."""

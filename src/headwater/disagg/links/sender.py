@@ -49,7 +49,7 @@ class Outbound(Protocol):
         reads them, it does so before it answers."""
 
     def answered(self, number: int) -> None:
-        """The peer has answered a frame. LinkBroken where that frame was not sent."""
+        """The peer has answered a frame. LinkBroken if that frame was not sent."""
 
     def withdraw(self, number: int) -> None:
         """The push was given up without an answer. The slots may change at once, and a copy

@@ -79,8 +79,7 @@ class ShmAcceptor:
         return session, ShmInbound(memory, validity, self._block_bytes)
 
     def close(self) -> None:
-        """Copies blocks from the sender's memory into slots. It is the only writer of those
-        slots."""
+        """Releases the listening socket."""
 
 
 class ShmInbound:
@@ -171,7 +170,7 @@ class ShmDialer:
         return ShmOutbound(stream, key, validity)
 
     def close(self) -> None:
-        """There is nothing but connections."""
+        """Nothing to do: only connections hold resources."""
 
 
 class ShmOutbound:
@@ -201,7 +200,7 @@ class ShmOutbound:
         self._validity.invalidate(number)
 
     def close(self) -> None:
-        """The stream is its connection's."""
+        """Nothing to do: the connection owns the stream."""
 
 
 def _check_user(stream: Stream) -> None:

@@ -46,7 +46,7 @@ class FrameCredits:
             yield self._taken.get(frame_number)
 
     def release(self, frame_number: int) -> None:
-        """Free the credit of a frame. Malformed where it has none."""
+        """Free the credit of a frame. Malformed if it has none."""
         with self._changed:
             credit = self._taken.pop(frame_number, None)
             if credit is None:

@@ -62,7 +62,7 @@ class TcpAcceptor:
         return handshake.accept(), TcpInbound(stream, self._max_bytes)
 
     def close(self) -> None:
-        """There is nothing but the listener."""
+        """Closes the listening socket."""
 
 
 class TcpInbound:
@@ -92,7 +92,7 @@ class TcpInbound:
         return frame.payload_bytes + CHECKSUM_BYTES * len(frame.pieces)
 
     def close(self) -> None:
-        """The stream is its connection's."""
+        """Nothing to do: the connection owns the stream."""
 
     def _fill(
         self, views: list[memoryview], arriving: ArrivingBlocks, check_wait: WaitCheck
@@ -131,7 +131,7 @@ class TcpDialer:
             raise
 
     def close(self) -> None:
-        """There is nothing but connections."""
+        """Nothing to do: only connections hold resources."""
 
 
 class TcpOutbound:
@@ -164,11 +164,11 @@ class TcpOutbound:
         """Nothing to do: the bytes have been sent."""
 
     def close(self) -> None:
-        """The stream is its connection's."""
+        """Nothing to do: the connection owns the stream."""
 
 
 def link_address(config: LinkConfig, listener: socket.socket) -> str:
-    """HOST:PORT that senders are given."""
+    """HOST:PORT for senders."""
     return advertised_address(
         listener, config.host, config.advertised_host, config.advertised_port
     )

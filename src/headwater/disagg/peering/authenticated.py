@@ -33,7 +33,7 @@ class AuthenticatedFrames:
         self.stream.send([_HEAD.pack(len(body), mac), body], check_wait)
 
     def receive(self, check_wait: WaitCheck, max_bytes: int) -> bytes:
-        """The body of the next frame. Malformed where it is too long or its MAC is wrong."""
+        """The body of the next frame. Malformed if it is too long or its MAC is wrong."""
         head = bytearray(_HEAD.size)
         self.stream.fill(memoryview(head), check_wait)
         num_bytes, mac = _HEAD.unpack(head)

@@ -116,7 +116,7 @@ class ServerHandshake:
     """The receiver's part, in two steps: verify the sender, then accept or refuse it."""
 
     def __init__(self, stream: Stream, mine: HandshakeTerms, check_wait: WaitCheck) -> None:
-        """Raises Malformed where the sender does not qualify, after telling it why."""
+        """Raises Malformed if the sender does not qualify, after telling it why."""
         self._stream = stream
         self._mine = mine
         self._wait_check = check_wait

@@ -36,7 +36,7 @@ class Network(Protocol):
 
     def send(self, peer: str, message: Message) -> int:
         """Send without waiting. Connects where `peer` is an address without a connection.
-        Returns the number of the connection; 0 where there is none and none can be made."""
+        Returns the number of the connection; 0 if there is none and none can be made."""
 
     def close(self) -> None:
         """End every connection. Calling it twice is safe."""

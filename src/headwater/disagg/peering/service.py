@@ -72,7 +72,7 @@ class PeerConfig:
 
     advertised_host: str | None = None
     advertised_port: int | None = None
-    """Address that peers are given, where it differs from the one to listen on."""
+    """Address that is told to peers, if it differs from the one to listen on."""
 
     max_peers: int = 64
     """Most authenticated connections that other instances made."""
@@ -119,7 +119,7 @@ class PeerService:
         self.address = advertised_address(
             self._listener, config.host, config.advertised_host, config.advertised_port
         )
-        """What peers connect to, HOST:PORT."""
+        """The address for peers, HOST:PORT."""
         Thread(target=self._accept, name="peer-accept", daemon=True).start()
 
     def send(self, peer: str, message: Message) -> int:
@@ -144,7 +144,7 @@ class PeerService:
             connection.shut()
 
     def admit(self, connection: "_Connection") -> bool:
-        """An inbound connection proved the token. False where there are `max_peers` already."""
+        """An inbound connection proved the token. False if there are `max_peers` already."""
         with self._lock:
             self._unauthenticated.pop(connection.number, None)
             inbound = sum(name.startswith(_INBOUND) for name in self._connections)
@@ -181,7 +181,7 @@ class PeerService:
         return timeout_check(self._clock, _STALL_S)
 
     def dial(self, address: str) -> Stream:
-        """Connect to a peer. LinkBroken where nothing listens."""
+        """Connect to a peer. LinkBroken if nothing listens."""
         host, _, port = address.rpartition(":")
         try:
             number = int(port)
@@ -221,7 +221,7 @@ class PeerService:
                 connected, _ = self._listener.accept()
                 stream = Stream(connected)
             except OSError as exc:
-                # Such as no free file descriptor, which lasts: wait instead of spinning.
+                # For example no free file descriptor. That lasts, so wait instead of spinning.
                 if not self._closed.wait(TICK_S):
                     log.warning("cannot accept a peer connection: error=%s", exc)
                 continue

@@ -132,7 +132,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def connect(target: tuple[str, int], timeout_s: float) -> Stream:
-    """A connection without a handshake yet. LinkBroken where nothing listens."""
+    """A connection without a handshake yet. LinkBroken if nothing listens."""
     try:
         return Stream(socket.create_connection(target, timeout_s))
     except OSError as error:
@@ -143,7 +143,8 @@ def connect(target: tuple[str, int], timeout_s: float) -> Stream:
 def advertised_address(
     listener: socket.socket, host: str, advertised_host: str | None, advertised_port: int | None
 ) -> str:
-    """HOST:PORT that peers are given: where `listener` is bound, unless told otherwise."""
+    """HOST:PORT for peers: the address to which `listener` is bound, unless another one is
+    given."""
     host = advertised_host or host
     port: int = advertised_port or listener.getsockname()[1]
     if host in _WILDCARDS:

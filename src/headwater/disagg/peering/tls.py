@@ -16,20 +16,21 @@ from headwater.disagg.protocol.push import PushFailure
 from headwater.errors import ConfigError
 
 _CHUNK_BYTES = 256 << 10
-"""Encrypted or received at once: 16 TLS records, so that Python's own costs stay small."""
+"""Bytes encrypted or received at once: 16 TLS records, so that the cost of Python calls is
+small."""
 
 
 class Tls:
     """Certificates of this instance, for both ends of a connection."""
 
     def __init__(self, certfile: str, keyfile: str, ca_certs: str) -> None:
-        """Paths of PEM files. Raises ConfigError where one of them cannot be used."""
+        """Paths of PEM files. Raises ConfigError if one of them cannot be used."""
         files = (certfile, keyfile, ca_certs)
         self._server = _context(ssl.PROTOCOL_TLS_SERVER, *files)
         self._client = _context(ssl.PROTOCOL_TLS_CLIENT, *files)
 
     def accept(self, stream: Stream, check_wait: WaitCheck) -> Stream:
-        """The encrypted stream over an accepted connection. LinkBroken where the peer has no
+        """The encrypted stream over an accepted connection. LinkBroken if the peer has no
         certificate of the cluster."""
         return _handshake(TlsStream(stream, self._server, is_server=True), check_wait)
 
@@ -39,7 +40,7 @@ class Tls:
 
 
 def open_tls(certfile: str | None, keyfile: str | None, ca_certs: str | None) -> Tls | None:
-    """TLS with these files; None where none of them is given."""
+    """TLS with these files; None if none of them is given."""
     if certfile is None and keyfile is None and ca_certs is None:
         return None
     if certfile is None or keyfile is None or ca_certs is None:
@@ -70,7 +71,7 @@ class TlsStream(Stream):
         self._raw = memoryview(bytearray(_CHUNK_BYTES))
 
     def handshake(self, check_wait: WaitCheck) -> None:
-        """Agree on keys and check certificates. LinkBroken where that fails."""
+        """Agree on keys and check certificates. LinkBroken if that fails."""
         is_done = False
         while not is_done:
             try:
@@ -120,7 +121,7 @@ class TlsStream(Stream):
             super().await_readable()
 
     def _decrypt(self, view: memoryview) -> int:
-        """Fill `view` from bytes that were received; 0 where a whole record is missing."""
+        """Fill `view` from bytes that were received; 0 if a whole record is missing."""
         try:
             with self._lock:
                 return self._tls.read(len(view), view)  # type: ignore[return-value]
@@ -132,7 +133,7 @@ class TlsStream(Stream):
             raise _refused(error) from error
 
     def _pull(self) -> bool:
-        """Receive encrypted bytes; False where none came within a tick."""
+        """Receive encrypted bytes; False if none came within a tick."""
         got = super().receive_some([self._raw], 0)
         self.num_received -= got  # only decrypted bytes count
         with self._lock:

@@ -45,7 +45,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(body: bytes) -> Message:
-    """The message. Raises Malformed where the bytes are not one."""
+    """The message. Raises Malformed if the bytes are not one."""
     if len(body) < _LENGTH.size:
         raise Malformed(f"message of {len(body)} bytes is too short")
     (json_bytes,) = _LENGTH.unpack_from(body)
@@ -66,7 +66,7 @@ def decode(body: bytes) -> Message:
 
 
 def load_object(text: bytes) -> dict[str, Json]:
-    """A JSON object. Raises Malformed where the bytes are not one."""
+    """A JSON object. Raises Malformed if the bytes are not one."""
     try:
         shape = json.loads(text)
     except (ValueError, RecursionError) as exc:

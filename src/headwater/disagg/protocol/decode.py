@@ -111,7 +111,7 @@ class DecodeHandoff:
         self.handoff = start.handoff
         self.state = DecodeState.STARTING
         self.outcome: Reason | None = None
-        """Why it failed; None where it succeeded or has not ended."""
+        """Why it failed; None if it succeeded or has not ended."""
         self.num_bytes = 0
         """Bytes received, by the link's final count."""
         self.began_s = self.accepted_s = self.first_s = self.ended_s = 0.0
@@ -137,7 +137,7 @@ class DecodeHandoff:
 
     @property
     def lease_end_s(self) -> float | None:
-        """When P's lease ends unless it is renewed; None where P has no lease."""
+        """When P's lease ends unless it is renewed; None if P has no lease."""
         return self._expires_s if self.state is DecodeState.RECEIVING else None
 
     @property

@@ -63,7 +63,7 @@ class PrefillHandoff:
         self.start = start
         self.handoff = start.handoff
         self.outcome: Reason | None = None
-        """Why it failed; None where it succeeded or has not ended."""
+        """Why it failed; None if it succeeded or has not ended."""
         self.is_over = False
         self.num_bytes = 0
         """Bytes pushed and confirmed."""
@@ -81,7 +81,7 @@ class PrefillHandoff:
         self._is_admitted = False
         self._began_s = self._admitted_s = self._ask_s = 0.0
         self._ready_s = _NEVER
-        """Since when a block has been ready to be sent."""
+        """Time since which a block has been ready to be sent."""
         self._valid_s = self._end_s = _NEVER
         self._renew_at_s = self._ask_at_s = self._first_at_s = _NEVER
 

@@ -224,7 +224,7 @@ class HostTier:
         self._cache.reset()
 
     def check(self) -> None:
-        """Raise AssertionError where the books do not balance."""
+        """Raise AssertionError if the books do not balance."""
         self._cache.check()
         self.waiting.check()
         assert len(self._stores) <= _MAX_STORES

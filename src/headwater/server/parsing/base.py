@@ -28,7 +28,7 @@ class ToolCall:
     """A JSON object, as text."""
 
     id: str = ""
-    """The model's own name for the call; empty where its format has none."""
+    """The model's own name for the call; empty if its format has none."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class ToolFormat(Protocol):
     ) -> str | None:
         """Lark rules whose `calls` is one call of `tools`, or several where `parallel`.
 
-        None where the format cannot be forced.
+        None if the format cannot be forced.
         """
 
     def answer_prefix(self, terminal: Terminal) -> tuple[str, str]:

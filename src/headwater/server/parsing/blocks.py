@@ -13,7 +13,7 @@ class BlockMarkers:
 
     opening: str
     closing: str = ""
-    """Empty where a block ends with the next one, or with the answer."""
+    """Empty if a block ends with the next one, or with the answer."""
 
     wrapping: tuple[str, ...] = ()
     """Markers around a group of blocks, which mean nothing themselves."""
@@ -32,7 +32,7 @@ class ReadBlock:
 
 
 BlockReader = Callable[[str], ReadBlock | None]
-"""Reads the text of a block; None where it is no call."""
+"""Reads the text of a block; None if it is no call."""
 
 
 class BlockParser:

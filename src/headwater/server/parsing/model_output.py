@@ -61,7 +61,7 @@ class ModelOutput:
     def parser(
         self, tools: Sequence[ToolSpec], *, is_forced: bool, prompt_end: str
     ) -> OutputParser | None:
-        """A parser for one choice; None where the text is the content."""
+        """A parser for one choice; None if the text is the content."""
         made = self._format(is_forced=is_forced) if tools else self.tools
         inner: OutputParser | None = None
         if made is not None and (tools or made.writes_reasoning):
@@ -89,7 +89,7 @@ class ModelOutput:
     def forced_calls(
         self, tools: Sequence[ToolSpec], *, parallel: bool, prompt_end: str
     ) -> str | None:
-        """A grammar of calls, after reasoning where the model reasons; None where the format
+        """A grammar of calls, after reasoning where the model reasons; None if the format
         cannot be forced."""
         made = self._format(is_forced=True)
         assert made is not None, "a forced call always has a format"
@@ -129,7 +129,7 @@ class ModelOutput:
 
 
 def _thinking_prompt(tokenizer: Tokenizer) -> str:
-    """A short prompt that asks for reasoning in the usual way; empty where none can be made."""
+    """A short prompt that asks for reasoning in the usual way; empty if none can be made."""
     try:
         return tokenizer.chat_text(
             [{"role": "user", "content": "?"}], settings={"enable_thinking": True}

@@ -53,7 +53,7 @@ AUTO, NONE = "auto", "none"
 
 
 def tool_format(name: str, template: str) -> ToolFormat | None:
-    """The format called `name`; `auto` is the template's, None where it has no tools."""
+    """The format called `name`; `auto` is the template's, None if it has no tools."""
     if name == AUTO:
         found = detect_format(template)
         return None if found is None else TOOL_FORMATS[found]()
@@ -70,7 +70,7 @@ def tool_format(name: str, template: str) -> ToolFormat | None:
 
 
 def reasoning_tags(name: str, template: str) -> ReasoningTags | None:
-    """The tags called `name`; `auto` is the template's, None where it has none."""
+    """The tags called `name`; `auto` is the template's, None if it has none."""
     if name == AUTO:
         return next((tags for tags in REASONING_TAGS.values() if _speaks(template, tags)), None)
     if name == NONE:

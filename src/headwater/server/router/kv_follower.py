@@ -49,7 +49,7 @@ class KvEventFollower:
             self._task = asyncio.get_running_loop().create_task(self._run(reachable))
 
     def close(self) -> None:
-        """Stop following. Safe to call twice."""
+        """Stop following. Calling it twice is safe."""
         if self._task is not None:
             self._task.cancel()
 

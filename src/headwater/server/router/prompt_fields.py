@@ -25,7 +25,7 @@ GENERATING = frozenset(
 
 
 class PromptFields(msgspec.Struct, array_like=True, kw_only=True, frozen=True):
-    """What a router reads of a request; empty where it could not be parsed."""
+    """What a router reads of a request; empty if it could not be parsed."""
 
     model: str | None = None
     cache_salt: str = ""
@@ -60,7 +60,7 @@ class FieldReader:
         return msgspec.msgpack.decode(result, type=PromptFields)
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Calling it twice is safe."""
         self._workers.close()
 
 

@@ -88,7 +88,7 @@ class PromptReader:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="text")
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Calling it twice is safe."""
         self._fields.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -163,7 +163,7 @@ class PromptReader:
 
 
 def stored_response(path: str, fields: PromptFields) -> str | None:
-    """The stored response that a request is about; None where it names none."""
+    """The stored response that a request is about; None if it names none."""
     prefix = "/v1/responses/"
     if path.startswith(prefix):
         return path.removeprefix(prefix)

@@ -203,7 +203,7 @@ class _LoadCount:
             self.prefilled()
 
     def prefilled(self) -> None:
-        """Remove its prompt tokens from the outstanding work. Safe to call twice."""
+        """Remove its prompt tokens from the outstanding work. Calling it twice is safe."""
         self._route.worker.outstanding_tokens -= self._outstanding
         self._outstanding = 0
 

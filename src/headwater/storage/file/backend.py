@@ -67,7 +67,7 @@ class FileConfig:
             )
 
     def geometry(self, form: BlockFormat) -> Geometry:
-        """Slabs that fit the capacity; ConfigError where not even one block does."""
+        """Slabs that fit the capacity; ConfigError if not even one block does."""
         wanted = min(self.slab_bytes, self.capacity_bytes)
         num_slots = max(1, wanted // Geometry(form, 1).slot_bytes)
         while num_slots > 1 and Geometry(form, num_slots).total_bytes > wanted:

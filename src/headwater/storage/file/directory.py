@@ -55,12 +55,12 @@ class SlabDirectory:
         return sum(_file_bytes(path) for path in self.path.iterdir() if path.suffix in _OURS)
 
     def bytes_of(self, name: str) -> int:
-        """Bytes of one slab and its table; 0 where it is gone."""
+        """Bytes of one slab and its table; 0 if it is gone."""
         path = self.path / f"{name}.table"
         return _file_bytes(path) + _file_bytes(slab_path(path))
 
     def written_at_s(self, name: str) -> float:
-        """When the table of a slab last changed; 0 where it is gone."""
+        """When the table of a slab last changed; 0 if it is gone."""
         try:
             return (self.path / f"{name}.table").stat().st_mtime
         except FileNotFoundError:
@@ -69,7 +69,7 @@ class SlabDirectory:
     def create(
         self, geometry: Geometry, *, capacity_bytes: int, reserve_bytes: int
     ) -> Slab | None:
-        """A new slab of ours, or None where the directory or the disk has no room for it."""
+        """A new slab of ours, or None if the directory or the disk has no room for it."""
         with self._locked():
             self._sweep()
             if not self._make_room(geometry.total_bytes, capacity_bytes):

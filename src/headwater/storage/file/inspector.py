@@ -20,7 +20,7 @@ class SlabSummary:
 
     name: str
     model: str
-    """Fingerprint of the deployment, in hexadecimal; empty where it cannot be read."""
+    """Fingerprint of the deployment, in hexadecimal; empty if it cannot be read."""
 
     block_bytes: int
     num_blocks: int
@@ -63,7 +63,7 @@ class Verification:
 
 
 class StorageInspector:
-    """A directory, opened for looking. ConfigError where it is not a storage directory."""
+    """A directory, opened for looking. ConfigError if it is not a storage directory."""
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
@@ -160,7 +160,7 @@ class StorageInspector:
 
 
 def _fault_of(slab: Slab, entry: Entry) -> str | None:
-    """Why a block is not what the table says; None where it is."""
+    """Why a block is not what the table says; None if it is."""
     try:
         slab.read(entry, memoryview(bytearray(slab.geometry.form.block_bytes)))
     except StorageCorrupt as error:

@@ -45,7 +45,7 @@ class MooncakeStorage:
         clock: Clock,
         memory: memoryview | None = None,
     ) -> None:
-        """Join the pool; ConfigError where that fails."""
+        """Join the pool; ConfigError if that fails."""
         self._config = config
         self._form = form
         self._clock = clock

@@ -76,7 +76,7 @@ class MooncakeConfig:
 
 
 def mooncake_config(settings: Mapping[str, Any], environ: Mapping[str, str]) -> MooncakeConfig:
-    """What applies, from all three places; ConfigError where it cannot work."""
+    """What applies, from all three places; ConfigError if it cannot work."""
     merged = _from_file(environ.get("MOONCAKE_CONFIG_PATH"))
     merged |= {name: environ[var] for var, name in _VARIABLES.items() if environ.get(var)}
     merged |= {_FILE_NAMES.get(name, name): value for name, value in settings.items()}

@@ -49,7 +49,7 @@ class RedisStorage:
     """A client of one server."""
 
     def __init__(self, config: RedisConfig, form: BlockFormat, clock: Clock) -> None:
-        """Connect once, to find mistakes now: ConfigError where that fails."""
+        """Connect once, to find mistakes now: ConfigError if that fails."""
         self._config = config
         self._form = form
         self._clock = clock
@@ -70,7 +70,7 @@ class RedisStorage:
 
     @classmethod
     def open(cls, settings: Mapping[str, Any], opening: Opening) -> Self:
-        """Connect and check the server: ConfigError where it cannot work, a log line for each
+        """Connect and check the server: ConfigError if it cannot work, a log line for each
         thing that limits it."""
         config = read_settings(RedisConfig, settings, "redis")
         storage = cls(config, opening.format, opening.clock)
@@ -333,7 +333,7 @@ class RedisStorage:
 
 
 def _string(link: RespConnection, deadline: Deadline) -> bytes:
-    """A small string; empty where the value is of another type, which is another program's."""
+    """A small string; empty if the value is of another type, which is another program's."""
     try:
         return link.value(deadline)
     except ReplyError as error:

@@ -29,7 +29,7 @@ class RedisConfig:
     """Certificate that rediss:// shows to a server which asks for one, with its chain."""
 
     tls_key_file: str | None = None
-    """Private key of that certificate; None where it is in the same file."""
+    """Private key of that certificate; None if it is in the same file."""
 
     def __post_init__(self) -> None:
         if self.ttl_s is not None and self.ttl_s <= 0:

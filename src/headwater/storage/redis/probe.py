@@ -18,7 +18,7 @@ _SENTENCES = {
 def check_server(
     link: RespConnection, *, prefix: bytes, has_ttl: bool, deadline: Deadline
 ) -> list[str]:
-    """What limits the cache on this server, a sentence each. ConfigError where it cannot work."""
+    """What limits the cache on this server, a sentence each. ConfigError if it cannot work."""
     info = _read_info(link, deadline)
     sentence = _SENTENCES.get(info.get("redis_mode", ""))
     if sentence is not None:
@@ -32,7 +32,7 @@ def check_server(
 
 
 def _read_info(link: RespConnection, deadline: Deadline) -> dict[str, str]:
-    """The server's description of itself; empty where this user may not ask for it."""
+    """The server's description of itself; empty if this user may not ask for it."""
     link.send([command(b"INFO")], deadline)
     try:
         text = link.value(deadline).decode(errors="replace")

@@ -125,7 +125,7 @@ class RespConnection:
             raise _lost(self.address, error) from error
 
     def reply(self, deadline: Deadline, *, ahead: int = _LINE_BYTES) -> bytes:
-        """One reply line, such as b"+OK", b":1" or b"$-1". ReplyError where it is an error.
+        """One reply line, such as b"+OK", b":1" or b"$-1". ReplyError if it is an error.
 
         At most `ahead` bytes are read at once: what is read beyond the line is copied later.
         """
@@ -149,7 +149,7 @@ class RespConnection:
         return self._length(self.reply(deadline), b":*", "a number")
 
     def value(self, deadline: Deadline) -> bytes:
-        """A small value; empty where there is none."""
+        """A small value; empty if there is none."""
         num_bytes = self.bulk(deadline) or 0
         if num_bytes > _MAX_SMALL_BYTES:
             raise StorageError(
@@ -168,7 +168,7 @@ class RespConnection:
         return cursor, [self.value(deadline) for _ in range(self.number(deadline))]
 
     def skip_reply(self, deadline: Deadline) -> None:
-        """One reply of any shape that a command sends; ReplyError where it is an error."""
+        """One reply of any shape that a command sends; ReplyError if it is an error."""
         line = self.reply(deadline)
         if line[:1] == b"$" and line != b"$-1":
             num_bytes = self._length(line, b"$", "a value")

@@ -41,7 +41,7 @@ class Buffers:
         return self._slab.view(buffer)
 
     def take(self, num: int) -> list[int] | None:
-        """`num` buffers; None where fewer are free."""
+        """`num` buffers; None if fewer are free."""
         with self._changed:
             if len(self._free) < num:
                 return None

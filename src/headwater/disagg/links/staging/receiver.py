@@ -51,7 +51,7 @@ class StagingMemory:
         self._buffers.wake()
 
     def take_buffer(self, virtual_slot: int) -> int | None:
-        """Take the buffer of a virtual slot away from it; None where it has none."""
+        """Take the buffer of a virtual slot away from it; None if it has none."""
         self._stopped.discard(virtual_slot)
         return self._buffer_of.pop(virtual_slot, None)
 

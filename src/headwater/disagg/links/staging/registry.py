@@ -88,7 +88,7 @@ class StagedLinks:
 
 @contextmanager
 def _closing_unless_made(buffers: Buffers) -> Iterator[None]:
-    """Free the buffers where making their user failed."""
+    """Free the buffers if creating their user failed."""
     try:
         yield
     except BaseException:

@@ -188,7 +188,8 @@ class StagedSender:
         if failure is None:
             push = _from_buffers(job, part, buffers)
             self._sender.push(push)
-            # The lease may have been extended between making the push and handing it over.
+            # The lease may have been extended after the push was created and before it was
+            # started.
             self._sender.extend(push.lease, part.pending.deadline_s)
         else:
             self._end(part, buffers, failure)
@@ -198,7 +199,7 @@ class StagedSender:
             self._changed.notify_all()
 
     def _obstacle(self, pending: _PendingPush, is_there: bool) -> PushFailure | None:
-        """Why a copied part is not pushed; None where it is."""
+        """Why a copied part is not pushed; None if it is."""
         if pending.failure is not None:
             return pending.failure
         if self._closed:
