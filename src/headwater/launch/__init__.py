@@ -1,4 +1,4 @@
-"""The composition root: the one package that builds the real thing.
+"""The composition root: the only package that chooses and builds implementations.
 
 core      model, cache, scheduler and runner joined to an `EngineCore`
 llm       an engine inside the caller's process

@@ -1,6 +1,6 @@
 """Builds an engine core from settings: the model, its memory, the scheduler, the cache.
 
-torch is imported when a core is built, and by nothing before.
+torch is imported only when a core is built.
 """
 
 import os
@@ -42,7 +42,8 @@ BUILT_IN_NAME = "headwater-tiny"
 def build_core(
     config: EngineConfig, model: "LoadedModel | None" = None, kept: KeptHost | None = None
 ) -> tuple[EngineCore, EngineInfo]:
-    """Load the model, unless it is there already, size the pool, join scheduler, cache, runner.
+    """Load the model, unless it is given, size the pool, and connect scheduler, cache and
+    runner.
 
     With several ranks this process is rank 0, and the others are started here. `kept` is memory
     for the host tier that outlives this engine.
@@ -68,7 +69,7 @@ def _build(
     clock: Clock,
     kept: KeptHost | None,
 ) -> tuple[EngineCore, EngineInfo]:
-    # After the thread limits, which torch reads once.
+    # Imported after the thread limits are set, because torch reads them once.
     from headwater.device.memory import free_bytes, num_blocks_that_fit
     from headwater.device.model import load
     from headwater.device.open import open_runner, prepare_device
@@ -177,7 +178,7 @@ def _describe_device(config: EngineConfig, model: "LoadedModel") -> str:
 
 
 def _describe_limits(limits: StepLimits, itl: ItlTarget | None) -> str:
-    """What a step computes at most, and where that comes from."""
+    """The largest step, and where the limits come from."""
     chosen = " (chosen for this device)" if limits.is_chosen else ""
     text = (
         f"up to {limits.max_num_seqs:,} sequences and {limits.max_batched_tokens:,} tokens per step"
@@ -253,20 +254,21 @@ def _scheduler(
 
 
 def _itl_target(config: EngineConfig, device: str) -> ItlTarget | None:
-    """The target for the time between tokens. On a CPU, prompt tokens cost so much that a target
-    would make first tokens late: there only the operator sets one."""
+    """The target for the time between tokens. On a CPU, prompt tokens are so slow that a target
+    would delay first tokens; there it is used only if the operator sets one."""
     if config.max_itl_ms is not None:
         return ItlTarget(min_s=config.max_itl_ms / 1e3) if config.max_itl_ms else None
     return None if device == "cpu" else ADAPTIVE_ITL
 
 
 def _limit_threads(num_threads: int | None, *, num_ranks: int = 1) -> None:
-    """Fix torch's threads before it is imported; what the operator set in the environment wins."""
+    """Set torch's threads before it is imported. Variables that the operator has set take
+    precedence."""
     cores = len(os.sched_getaffinity(0))
     wanted = num_threads or max(1, (cores - 1) // num_ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(wanted))
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # Weights in huge pages: a fifth less time a small step, and torch asks only once.
+    # Weights in huge pages make a small step a fifth faster. torch reads this only once.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 

@@ -20,7 +20,8 @@ from headwater.metrics.logs import LogFormat, set_up_logs
 
 
 def main(log_format: LogFormat, address: str) -> int:
-    """Serve the process at the other end of `address`; the exit code."""
+    """Run the engine process for the supervisor at the other end of `address`; return the exit
+    code."""
     set_up_logs(log_format, speaker="engine")
     os.environ[LOG_FORMAT_VARIABLE] = log_format
     return run_engine(_build, address)
@@ -37,7 +38,7 @@ def _build(start: EngineStart) -> tuple[EngineCore, EngineInfo]:
 if __name__ == "__main__":
     exit_code = main(cast(LogFormat, sys.argv[1]), sys.argv[2])
     if exit_code:
-        # Everything was said. Threads of collectives with a lost rank would abort the process
-        # when the interpreter ends in order.
+        # The last message has been sent. An orderly end of the interpreter could abort the
+        # process, because threads of collectives wait for a lost rank.
         sys.stderr.flush()
         os._exit(exit_code)

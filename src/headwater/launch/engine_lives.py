@@ -28,8 +28,8 @@ _PAUSES_S = (0.0, 1.0, 2.0, 5.0)
 """Pause before the first, second … restart in the window: a device may need time to recover."""
 
 _SILENT_S = 60.0
-"""A process that does not answer for this time is stopped or hangs. Steps do not matter: a
-thread of its own answers."""
+"""A process that does not answer for this time is stopped or hangs. A long step is no reason: a
+separate thread answers."""
 
 _MAX_RETRY_AFTER_S = 60.0
 
@@ -51,7 +51,7 @@ class EngineLives:
         self._clock = clock
         self._recording = recording
         self._rundir = RunDir()
-        # Without a name, so that nothing is left when the last process that has it is gone.
+        # A memfd has no name, so nothing is left when its last user has ended.
         self._host_memory = (
             os.memfd_create("headwater-blocks"),
             os.memfd_create("headwater-slots"),
@@ -62,9 +62,9 @@ class EngineLives:
         self._load_s = 0.0
         self._num_device_blocks = 0
         self._began: tuple[float, float] | None = None
-        """When the first engine was ready: Unix time, and by the clock."""
+        """When the first engine was ready: Unix time, and time of the clock."""
         self.up: EngineUp | None = None
-        """The engine that takes requests; None while there is none."""
+        """The engine that accepts requests; None while there is none."""
         self.is_stopping = False
         """Whether an engine that ends is not replaced."""
 
@@ -77,15 +77,15 @@ class EngineLives:
     async def run(
         self, on_up: Callable[[EngineUp], None], on_down: Callable[[EngineDown], None]
     ) -> None:
-        """One engine after another. Raises what the first start raises, or EngineDead when no
-        restart is left."""
+        """Run one engine after another. Raises the error of the first start, or EngineDead when
+        no restart is left."""
         budget = RestartBudget(self._config.max_engine_restarts)
         while True:
             try:
                 reason = await self._live(on_up)
             except HeadwaterError as exc:
                 if self._began is None:
-                    raise  # the first start failed: the operator's mistake
+                    raise  # a failed first start is a mistake of the operator
                 reason = f"a new engine could not start: {exc}"
             self.up = None
             if self.is_stopping:
@@ -104,7 +104,7 @@ class EngineLives:
             await engine.kill()
 
     def tell_gone(self, worker: str) -> None:
-        """Have the requests of a worker that has ended aborted."""
+        """Abort the requests of a worker that has ended."""
         if self._engine is not None:
             self._engine.tell_gone(worker)
 
@@ -118,7 +118,7 @@ class EngineLives:
             os.close(descriptor)
 
     async def _live(self, on_up: Callable[[EngineUp], None]) -> str:
-        """One life: start an engine, and wait for its end; why it ended."""
+        """One life: start an engine, wait for its end, and return the reason."""
         began_s = self._clock.now()
         engine = self._engine = EngineProcess(
             ["headwater.launch.engine", self._config.log_format],
@@ -170,8 +170,8 @@ class EngineLives:
     def _note_death(
         self, reason: str, budget: RestartBudget, on_down: Callable[[EngineDown], None]
     ) -> int:
-        """Tell of the end of an engine; how many restarts came before. Raises EngineDead when
-        no restart is left."""
+        """Report the end of an engine and return the number of restarts before it. Raises
+        EngineDead when no restart is left."""
         assert self._engine is not None, "there was one"
         self._num_violations += self._engine.has_broken_invariant
         log.error("engine died: pid=%d reason=%s", self._engine.pid, reason)
@@ -188,7 +188,8 @@ class EngineLives:
         )
 
     def _follow_weights(self, info: EngineInfo) -> None:
-        """Other weights are served now; the next engine and new workers serve them too."""
+        """The engine serves other weights now; the next engine and new workers serve them
+        too."""
         if self.up is not None:
             self.engine_config = replace(self.engine_config, model=info.model_dir)
             self.up = msgspec.structs.replace(self.up, info=info)

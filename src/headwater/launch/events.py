@@ -1,4 +1,4 @@
-"""Opens what tells others about the cache of one engine."""
+"""Opens the publisher of KV events of one engine."""
 
 import logging
 from dataclasses import replace
@@ -16,7 +16,8 @@ log = logging.getLogger(__name__)
 def open_events(
     config: EngineConfig, core: EngineCore, info: EngineInfo, clock: Clock
 ) -> EngineInfo:
-    """Publish KV events of `core` where that is asked for; `info` with where they are heard."""
+    """Publish KV events of `core` if they are configured; return `info` with their
+    endpoints."""
     wanted = config.kv_events
     if wanted is None or not wanted.is_on:
         return info

@@ -1,4 +1,4 @@
-"""Host memory that blocks pass through, and the copiers between it and the device."""
+"""Host memory for blocks, and the copiers between it and the device."""
 
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class HostMemory:
-    """Makes slabs and copiers for one engine, of one rank or several."""
+    """Makes slabs and copiers for an engine with one or several ranks."""
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class HostMemory:
         copies: "RankCopies | None" = None,
         kept: KeptHost | None = None,
     ) -> None:
-        """`copies` are those of the other ranks, where there are some. `kept` is memory of the
+        """`copies` are those of the other ranks, if there are any. `kept` is memory of the
         supervisor."""
         self.kept = kept
         self.pool = pool
@@ -43,15 +43,16 @@ class HostMemory:
         return HostSlab(num_slots, self.block_bytes, for_ranks=self.has_ranks)
 
     def kept_slab(self, num_slots: int) -> HostSlab:
-        """Memory for whole blocks that outlives this engine, where the supervisor gave some."""
+        """Memory for whole blocks that outlives this engine; None if the supervisor gave
+        none."""
         if self.kept is None:
             return self.slab(num_slots)
         return self.kept.open_slab(num_slots, self.block_bytes)
 
     def open_copier(self, slab: HostSlab, *, layerwise: bool = False) -> DeviceCopier:
-        """A copier between the device and `slab`; a `layerwise` one tells the runner of layers
-        that arrive."""
-        # Beside torch, which is imported by the time there is a pool.
+        """A copier between the device and `slab`. A `layerwise` copier tells the runner about
+        each layer that has arrived."""
+        # Imported here: torch is already imported when a pool exists.
         from headwater.device.open import open_copier
 
         own = open_copier(self.pool, slab, self._clock, self._runner if layerwise else None)

@@ -47,7 +47,7 @@ class HttpWorkers:
         clock: Clock,
         inherited: tuple[int, ...] = (),
     ) -> None:
-        """Workers inherit the descriptors `inherited` beside the listener's."""
+        """Workers inherit the descriptors `inherited` in addition to the listener's."""
         self._config = config
         self._listener = listener
         self._state = state
@@ -60,7 +60,7 @@ class HttpWorkers:
         self.on_open: Callable[[], None] = lambda: None
         """Called when a worker begins to serve requests."""
         self.on_fatal: Callable[[HeadwaterError], None] = lambda error: None
-        """Called when a worker says that the server must end."""
+        """Called when a worker reports that the server must end."""
 
     @property
     def is_open(self) -> bool:
@@ -74,8 +74,8 @@ class HttpWorkers:
         return num_open == self._config.api_workers
 
     async def run(self, index: int) -> None:
-        """One worker after another in the place `index`. Raises EngineDead when they die too
-        often."""
+        """Run one worker after another at the place `index`. Raises EngineDead when they die
+        too often."""
         budget = RestartBudget(_MAX_RESTARTS)
         number = 0
         while True:
@@ -93,7 +93,7 @@ class HttpWorkers:
             number += 1
 
     def connect_all(self) -> None:
-        """Connect every worker to the engine that is up."""
+        """Connect every worker to the current engine."""
         for session in self._state.accepting():
             session.connecting = asyncio.create_task(self._connect(session))
 
@@ -103,12 +103,13 @@ class HttpWorkers:
             session.channel.tell("engine_down", down)
 
     def reload_keys(self) -> None:
-        """Have every worker read the file of keys again."""
+        """Let every worker read the file of keys again."""
         for session in self._state.accepting():
             session.channel.tell("reload_keys")
 
     async def ask_all(self, name: str, *values: float) -> int:
-        """Call every worker; the sum of their answers. A worker that dies answers 0."""
+        """Call every worker and return the sum of the answers. A worker that dies counts as
+        0."""
 
         async def ask(session: WorkerSession) -> int:
             try:
@@ -123,7 +124,7 @@ class HttpWorkers:
         await asyncio.gather(*(self._check(session) for session in self._state.accepting()))
 
     async def end(self) -> None:
-        """Stop all workers: at once those that never served."""
+        """Stop all workers; those that never served are killed."""
         self.is_stopping = True
         open_names = {session.name for session in self._state.accepting()}
         for session in self._state.accepting():
@@ -135,7 +136,7 @@ class HttpWorkers:
         await asyncio.gather(*(child.end(_END_S) for _, child in children))
 
     async def _live(self, index: int, name: str, *, is_replacement: bool) -> int:
-        """Start one worker and talk with it until it ends; its exit code."""
+        """Start one worker, serve its calls until it ends, and return its exit code."""
         listener = self._listener.fileno()
         child = self._children[name] = ChildProcess(
             ["headwater.launch.worker"], pass_fds=(listener, *self._inherited)
@@ -176,7 +177,7 @@ class HttpWorkers:
         session.connecting = asyncio.create_task(self._connect(session))
 
     async def _connect(self, session: WorkerSession) -> None:
-        """Connect one worker to the engine, if one is up."""
+        """Connect one worker to the engine, if there is one."""
         if self._engines.up is None:
             return
         try:

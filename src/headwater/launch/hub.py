@@ -1,4 +1,4 @@
-"""Models by their Hugging Face name: found in the local cache, or downloaded into it once.
+"""Finds models by their Hugging Face name, in the local cache or by one download.
 
 Only safetensors and the small text files beside them are downloaded, and no code. The libraries'
 own variables apply: HF_TOKEN, HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE.
@@ -20,30 +20,30 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _SMALL = ["*.json", "*.jinja", "*.txt"]
 _WANTED = [*_SMALL, "*.safetensors"]
 _SUBFOLDERS = ["*/*"]
-"""Never needed: other formats of the same weights."""
+"""Files that are never needed: other formats of the same weights."""
 
 
 def is_hub_name(model: str) -> bool:
-    """Whether `model` is a name such as `Qwen/Qwen3-8B`, and no folder that exists here."""
+    """Whether `model` is a name such as `Qwen/Qwen3-8B` and not an existing folder."""
     return _NAME.fullmatch(model) is not None and not Path(model).exists()
 
 
 class FoundModel(NamedTuple):
-    """Where a model is, and what clients call it."""
+    """The folder of a model, and its name for clients."""
 
     folder: str | None
-    """None is the built-in model."""
+    """None means the built-in model."""
 
     name: str | None
-    """None is the last part of the folder's path."""
+    """None means the last part of the folder's path."""
 
 
 def find_model(model: str | None, revision: str | None = None) -> FoundModel:
-    """The folder of a model, downloaded if need be.
+    """The folder of a model; downloads it if necessary.
 
-    A folder, or None for the built-in model, is used as it is. A name is looked up in the cache,
-    and downloaded if it is not there. A ModelError says why a model cannot be had, before
-    anything large is downloaded where that is known.
+    A folder, or None for the built-in model, is used unchanged. A name is looked up in the
+    cache and downloaded if it is not there. Raises ModelError with the reason if the model is
+    not available, if possible before anything large is downloaded.
     """
     if model is None or not is_hub_name(model):
         if revision is not None:
@@ -59,10 +59,8 @@ def find_model(model: str | None, revision: str | None = None) -> FoundModel:
 
 
 def remote_tensors(model: str, revision: str | None) -> tuple[Path, list[StoredTensor], int]:
-    """The small files of a model, its tensors and the number of their files.
-
-    Of the weights, only headers are downloaded.
-    """
+    """The small files of a model, its tensors and the number of their files. Only the headers
+    of the weights are downloaded."""
     with _Translated(model, revision):
         folder = _download(model, revision, _SMALL)
         found = _api().get_safetensors_metadata(model, revision=folder.name)
@@ -117,7 +115,7 @@ def _api() -> "HfApi":
 
 
 class _Translated:
-    """Errors of the hub as one sentence each that says what to do."""
+    """Turns errors of the hub into one sentence each that says what to do."""
 
     def __init__(self, model: str, revision: str | None) -> None:
         self._what = model if revision is None else f"{model} at revision {revision}"
@@ -139,7 +137,7 @@ class _Translated:
         elif isinstance(error, errors.NotASafetensorsRepoError):
             reason = "it has no .safetensors weights"
         else:
-            # Of many libraries: sockets, HTTP, files of the cache.
+            # Raised by several libraries: sockets, HTTP, files of the cache.
             reason = (
                 f"the hub cannot be asked ({_first_line(error)}); download it where there is a "
                 "network (hf download) and give the folder"

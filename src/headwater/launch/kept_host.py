@@ -1,4 +1,5 @@
-"""A host tier in memory of the supervisor: a new engine adopts what the last one left there."""
+"""A host tier in memory of the supervisor: a new engine adopts the blocks that the last one
+left there."""
 
 import logging
 import mmap
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class KeptHost:
-    """The two files of the supervisor: the bytes of blocks, and what is in each slot."""
+    """The two files of the supervisor: the bytes of blocks, and the slot records."""
 
     def __init__(self, blocks: int, directory: int) -> None:
         """`blocks` and `directory` are descriptors."""
@@ -33,8 +34,8 @@ class KeptHost:
         self._directory = directory
 
     def num_blocks(self, identity: bytes, block_bytes: int) -> int | None:
-        """Size of the tier that is there already. Where there is none, or one of another model
-        or format, its memory is freed, and None is returned."""
+        """Size of the existing tier in blocks. If there is none, or one of another model or
+        format, its memory is freed and None is returned."""
         shape = read_shape(self._directory)
         if shape is not None and (shape.identity, shape.block_bytes) == (identity, block_bytes):
             return shape.num_slots
@@ -58,7 +59,7 @@ class KeptHost:
         return HostSlab(num_slots, block_bytes, memory=memoryview(pages), file=self._blocks)
 
     def adopt(self, cache: TieredCache, block_bytes: int, clock: Clock) -> SlotDirectory:
-        """Make the blocks findable that are whole and of this model; the directory."""
+        """Make the complete blocks of this model findable, and return the directory."""
         scheme = cache.scheme
         shape = DirectoryShape(
             identity=scheme.root(Namespace()),
@@ -79,7 +80,7 @@ class KeptHost:
 
 
 class HostRecorder:
-    """Keeps the directory true while the engine runs. Used by the loop's thread."""
+    """Keeps the directory correct while the engine runs. Used by the loop's thread."""
 
     def __init__(self, cache: TieredCache, directory: SlotDirectory, clock: Clock) -> None:
         self._cache = cache
@@ -87,13 +88,13 @@ class HostRecorder:
         self._clock = clock
 
     def record(self) -> None:
-        """Write down what arrived on the host since the last call."""
+        """Record the blocks that arrived on the host since the last call."""
         changes = self._cache.take_host_changes()
         if changes:
             self._directory.apply(changes, self._cache.scheme, now=self._clock.now())
 
     def before_copies(self, plans: Sequence[Plan]) -> None:
-        """Copies are about to begin. What arrived before is recorded first: a slot may be
+        """Copies are about to begin. Earlier arrivals are recorded first, because a slot may be
         evicted and written again in the same turn."""
         self.record()
         for plan in plans:
@@ -102,9 +103,9 @@ class HostRecorder:
 
 
 def build_runs(records: list[SlotRecord], scheme: KeyScheme) -> list[AdoptedRun]:
-    """The blocks that can be found from the beginning of a path, joined to runs.
+    """The blocks that can be found from the beginning of a path, joined into runs.
 
-    A block is left out when its key does not prove it, or when a block before it is not here:
+    A block is left out if its key does not prove it, or if a block before it is missing because
     it was only on the device.
     """
     children: dict[BlockKey, dict[BlockKey, SlotRecord]] = {}
@@ -139,7 +140,7 @@ def _joined(namespace: Namespace, before: int | None, run: list[SlotRecord]) -> 
 
 
 def _with_ages(runs: list[AdoptedRun]) -> list[AdoptedRun]:
-    """A run is as young as the youngest run after it: it was used with it."""
+    """A run is as young as the youngest run after it, because both were used together."""
     ages = [run.used_s for run in runs]
     for number in range(len(runs) - 1, -1, -1):
         before = runs[number].before

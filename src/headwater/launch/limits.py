@@ -1,4 +1,4 @@
-"""Limits of a step where the operator gives none: chosen from the device and the model."""
+"""Default limits of a step, chosen from the device and the model."""
 
 from typing import NamedTuple
 
@@ -14,27 +14,28 @@ requests that arrive during a step wait for its end."""
 _MAX_GPU_SEQS = 1024
 _MIN_GPU_SEQS = 16
 _TOKENS_PER_SEQ = 512
-"""KV tokens of the pool for each sequence of a step: more sequences than that would not fit."""
+"""KV tokens of the pool per sequence of a step. More sequences would not fit."""
 
 _GPU_STEP_TOKENS = ((24 * _GIB, 8192), (8 * _GIB, 4096), (0, 2048))
-"""Free memory of a GPU, and the tokens of a step that it is enough for. Long prompts are computed
-fastest in large steps; the target for the time between tokens bounds steps with decodes."""
+"""Free memory of a GPU, and the tokens per step that are used with it. Long prompts are
+computed fastest in large steps; the target for the time between tokens bounds steps with
+decodes."""
 
 
 class StepLimits(NamedTuple):
-    """The most that one step computes."""
+    """The largest step."""
 
     max_num_seqs: int
     max_batched_tokens: int
     is_chosen: bool
-    """Whether at least one of them was not given by the operator."""
+    """Whether at least one of them was chosen here and not by the operator."""
 
 
 def choose_limits(
     config: EngineConfig, *, device_type: str, free_bytes: int, token_bytes: int
 ) -> StepLimits:
-    """What the operator gave, else what suits the device. `free_bytes` are left beside the weights,
-    `token_bytes` is the KV of one token."""
+    """The limits that the operator gave, otherwise those that suit the device. `free_bytes` are
+    left beside the weights, `token_bytes` is the KV of one token."""
     is_cpu = device_type == "cpu"
     num_seqs, num_tokens = config.max_num_seqs, config.max_batched_tokens
     if num_seqs is None:
@@ -53,7 +54,7 @@ def choose_limits(
         num_tokens = max(num_tokens, num_seqs)
     if num_tokens < num_seqs:
         raise ConfigError(
-            f"--max-num-batched-tokens {num_tokens} cannot carry one token for each of "
+            f"--max-num-batched-tokens {num_tokens} cannot hold one token for each of "
             f"--max-num-seqs {num_seqs} sequences"
         )
     is_chosen = config.max_num_seqs is None or config.max_batched_tokens is None

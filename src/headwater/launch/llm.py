@@ -19,9 +19,10 @@ from headwater.words import suggest
 class LLM(OfflineEngine):
     """A model in this process: `LLM("path/to/model").generate(["Hello"])`.
 
-    `model` is a folder, or a Hugging Face name, which is downloaded once (at `revision`, else
-    as the cache has it, else the newest). Settings are those of `EngineConfig`. Raises ModelError or ConfigError, with a sentence,
-    for a model that cannot be served or a setting that makes no sense.
+    `model` is a folder or a Hugging Face name. A name is downloaded once: at `revision` if
+    given, otherwise the cached version, otherwise the newest one. Settings are those of
+    `EngineConfig`. Raises ModelError for a model that cannot be served and ConfigError for an
+    invalid setting.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class LLM(OfflineEngine):
         found = find_model(config.model, revision)
         config = replace(config, model=found.folder, model_name=found.name)
         if config.kv_events is not None:
-            raise ConfigError("kv_events: a model without a server has no followers")
+            raise ConfigError("kv_events: a model without a server has no subscribers")
         try:
             core, info = build_core(config)
         except ModuleNotFoundError as error:
@@ -51,12 +52,12 @@ class LLM(OfflineEngine):
 
 
 def _folder(model: str | os.PathLike[str] | None) -> str | None:
-    """The folder's name, whichever way it was given."""
+    """The name of the folder, given as text or as a path."""
     return os.fspath(model) if isinstance(model, os.PathLike) else model
 
 
 def _config(settings: dict[str, Any]) -> EngineConfig:
-    """The settings, after a look at the name and the type of each."""
+    """The settings, after a check of their names and types."""
     types = get_type_hints(EngineConfig)
     for name, value in settings.items():
         if name not in types:

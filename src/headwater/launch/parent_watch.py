@@ -30,7 +30,8 @@ def _watch(descriptor: int) -> None:
     os.set_inheritable(descriptor, False)
     while os.read(descriptor, 1):
         pass
-    # Like an operator who stops the server: once to drain, once more to abort, then the end.
+    # The same signals as from an operator: the first drains, the second aborts, the third
+    # kills.
     os.kill(os.getpid(), signal.SIGTERM)
     ended = threading.Event()
     ended.wait(_ABORT_AFTER_S)

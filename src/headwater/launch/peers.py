@@ -1,4 +1,4 @@
-"""Builds what an instance needs for hand-offs: control connections, links, both roles."""
+"""Builds what an instance needs for hand-offs: control connections, links, and both sides."""
 
 import logging
 import secrets
@@ -26,7 +26,7 @@ from headwater.launch.host_memory import HostMemory
 from headwater.scheduler.scheduler import Scheduler
 
 OpenLinks = Callable[[LinkConfig, Deliver], LinkMaker]
-"""Makes the links of one instance, which deliver their events there."""
+"""Makes the links of one instance; they deliver their events to the given callable."""
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,8 @@ def open_peers(
     info: EngineInfo,
     clock: Clock,
 ) -> EngineInfo:
-    """Let `core` hand off, where that is asked for; `info` with where its peers reach it."""
+    """Let `core` take part in hand-offs if that is configured; return `info` with its address
+    for peers."""
     if config.peers is None or not _hands_off(config.peers):
         return info
     is_in_place = host.pool.device.type == "cpu" and not host.has_ranks
@@ -49,8 +50,8 @@ def open_peers(
 
 
 def _in_place(host: HostMemory, clock: Clock) -> tuple[Memory, OpenLinks]:
-    """Blocks in main memory, which links read and write where they are."""
-    # Beside torch, which is imported by the time there is a pool.
+    """For blocks in main memory, which links read and write in place."""
+    # Imported here: torch is already imported when a pool exists.
     from headwater.device.blocks import PoolBlocks
 
     memory = PoolBlocks(host.pool)
@@ -58,7 +59,7 @@ def _in_place(host: HostMemory, clock: Clock) -> tuple[Memory, OpenLinks]:
 
 
 def _staged(host: HostMemory, clock: Clock) -> tuple[Memory, OpenLinks]:
-    """Blocks on a device or on several ranks, which pass through buffers."""
+    """For blocks on a device or on several ranks, which pass through staging buffers."""
     from headwater.device.blocks import DeviceBlocks
 
     memory: Memory = DeviceBlocks(host.pool)
@@ -77,7 +78,7 @@ def _staged(host: HostMemory, clock: Clock) -> tuple[Memory, OpenLinks]:
 
 
 def shares_blocks(config: EngineConfig) -> bool:
-    """Whether peers on this machine are to read this instance's blocks where they lie."""
+    """Whether peers on this machine read this instance's blocks in place."""
     return config.peers is not None and config.peers.link == "shm" and _hands_off(config.peers)
 
 
@@ -95,12 +96,12 @@ class _Unhurried:
         self.cancel = sender.cancel
 
     def close(self) -> None:
-        """The outcomes of what was pushed still come."""
+        """Close without waiting. The outcomes of pushes still come."""
         Thread(target=self._sender.close, name="sender-close", daemon=True).start()
 
 
 def _handoffs(peers: PeersConfig) -> HandoffConfig:
-    """Everything that is waited for, in proportion to the lease."""
+    """All timeouts of hand-offs, in proportion to the lease."""
     lease_s = peers.lease_s
     return HandoffConfig(
         term_s=lease_s,
@@ -123,7 +124,7 @@ def _join_peers(
     open_links: OpenLinks,
     clock: Clock,
 ) -> tuple[str, tuple[str, ...]]:
-    """Connect `core` to its peers; the address where they reach it, and warnings about it."""
+    """Connect `core` to its peers; return its address for peers, and warnings about it."""
     peers, token = config.peers, peer_token_from_environment()
     if peers is None or token is None:
         raise ConfigError(
@@ -136,7 +137,7 @@ def _join_peers(
         receiver = links.listen(peers.link)
         opened.callback(receiver.close)
         warnings = [check_link(receiver.address, link_config, memory.block_bytes, clock)]
-        # The key that all of a deployment's keys are chained to says what its bytes are.
+        # The root key of a deployment identifies the format of its blocks.
         identity = scheduler.cache.scheme.root(Namespace())
         peer_config = _peer_config(peers, token.encode(), identity, memory.block_bytes)
         network = PeerService(peer_config, core.completions.post, clock)

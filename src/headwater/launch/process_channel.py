@@ -29,14 +29,14 @@ class _Kind(IntEnum):
 class _Frame(msgspec.Struct, array_like=True, frozen=True):
     kind: _Kind
     number: int
-    """Of the call; 0 for an event."""
+    """Number of the call; 0 for an event."""
 
     name: str
     values: list[Any]
 
 
 CallHandler = Callable[..., Awaitable[Any]]
-"""Gets the values of a call; returns the value of the reply, which msgpack can encode."""
+"""Gets the arguments of a call and returns its result, which msgpack must be able to encode."""
 
 EventHandler = Callable[..., None]
 
@@ -68,7 +68,7 @@ class ProcessChannel:
         self._is_closed = False
 
     async def run(self) -> None:
-        """Handle what the other side sends, until it is gone."""
+        """Handle messages of the other side until it is gone."""
         try:
             while True:
                 length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES))
@@ -93,7 +93,7 @@ class ProcessChannel:
             self._waiting.pop(number, None)
 
     def tell(self, name: str, *values: Any) -> None:  # noqa: ANN401 -- by event
-        """Send an event; it is lost when the other side is gone."""
+        """Send an event. It is lost if the other side is gone."""
         if not self._is_closed:
             self._send(_Frame(_Kind.EVENT, 0, name, list(values)))
 

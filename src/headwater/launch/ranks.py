@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from headwater.device.parallel.runner import ParallelRunner
 
 LOG_FORMAT_VARIABLE = "HEADWATER_ENGINE_LOG_FORMAT"
-"""How the ranks of this engine log; set by the engine process."""
+"""Log format of the ranks of this engine; set by the engine process."""
 
 _LOAD_TIMEOUT_S = 3600.0
-"""For every rank to read its weights; a rank that dies is noticed at once."""
+"""Longest time for every rank to read its weights. A rank that dies is noticed at once."""
 
 _OPEN_TIMEOUT_S = 600.0
 _END_TIMEOUT_S = 5.0
@@ -59,7 +59,7 @@ class RankChild:
         return self._process.pid
 
     def describe_end(self) -> str:
-        """How it ended, in a few words; waits a little for it."""
+        """How it ended, in a few words; waits a short time for the end."""
         try:
             code = self._process.wait(_END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -69,7 +69,7 @@ class RankChild:
         return f"ended with code {code}"
 
     def kill(self) -> None:
-        """End it at once, also where it is stopped. Calling it twice is safe."""
+        """Kill it, even while it is stopped. Calling it twice is safe."""
         self._process.kill()
         self._process.wait(_END_TIMEOUT_S)
 
@@ -78,7 +78,7 @@ class RankLauncher:
     """The ranks of one engine, from their start until the runner owns them."""
 
     def __init__(self, config: EngineConfig, clock: Clock) -> None:
-        # Beside torch, which this engine needs in any case.
+        # Imported here: this engine needs torch in any case.
         from headwater.device.parallel.channel import RankChannel
         from headwater.device.parallel.copier import RankCopies
         from headwater.device.parallel.ranks import Rank, Ranks
@@ -96,12 +96,12 @@ class RankLauncher:
         self.ranks = Ranks(started, clock)
         self.copies = RankCopies(self.ranks)
         self._folder = RunDir()
-        """Where the ranks meet."""
+        """The address at which the ranks join their group."""
         self.group: RankGroup | None = None
         self._free_bytes = 0
 
     def load(self) -> "LoadedModel":
-        """This rank's part of the model, once every rank has its own."""
+        """Load this rank's part of the model; returns when every rank has loaded its own."""
         from headwater.device.memory import free_bytes
         from headwater.device.model import load
         from headwater.device.parallel.channel import RankMessage
@@ -132,19 +132,19 @@ class RankLauncher:
         answers = self.ranks.hear(RankMessage.LOADED, timeout_s=_LOAD_TIMEOUT_S)
         free = [msgspec.json.decode(answer, type=Loaded).free_bytes for answer in answers]
         least = min(*free, free_bytes(model))
-        # Ranks in one memory share what is free there.
+        # Ranks in one memory share its free part.
         together = max(self.devices.count(device) for device in self.devices)
         self._free_bytes = least // together
         return model
 
     @property
     def free_bytes(self) -> int:
-        """Memory that every rank may use for KV, once the model is loaded."""
+        """Memory that every rank may use for KV, after the model is loaded."""
         return self._free_bytes
 
     def meet(self, model: "LoadedModel", num_blocks: int, limits: StepLimits) -> None:
-        """Join all ranks to a group and have them open their runners; this rank opens its own
-        meanwhile, because both may need collectives."""
+        """Join all ranks into a group and let them open their runners. This rank opens its own
+        at the same time, because both may need collectives."""
         from headwater.device.parallel.channel import RankMessage
         from headwater.device.parallel.group import RankGroup
         from headwater.device.parallel.messages import MeetRanks, OpenRunner
@@ -168,7 +168,7 @@ class RankLauncher:
         self.ranks.tell(RankMessage.OPEN, msgspec.json.encode(sizes))
 
     def lead(self, own: "LeadingRunner") -> "ParallelRunner":
-        """The engine's runner, once every rank is ready; it owns the ranks from now on."""
+        """The engine's runner, when every rank is ready. It owns the ranks from now on."""
         from headwater.device.parallel.channel import RankMessage
         from headwater.device.parallel.runner import ParallelRunner
 
@@ -193,7 +193,7 @@ def check_ranks(config: EngineConfig) -> None:
 
 
 def rank_devices(device: str, size: int) -> list[str]:
-    """The device of each rank: `cpu` for all, the first GPUs for `cuda`, or one named for each
+    """The device of each rank: `cpu` for all, the first GPUs for `cuda`, or one given for each
     (`cuda:0,cuda:2`)."""
     named = [name.strip() for name in device.split(",")]
     if len(named) == 1:

@@ -1,4 +1,4 @@
-"""Weights that are read again while the engine lives: what has to change with them."""
+"""Loads other weights while the engine lives, and updates the parts that depend on them."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class Parts:
-    """Those of an engine that know what its weights are."""
+    """The parts of an engine that depend on its weights."""
 
     model: "LoadedModel"
     runner: "TorchRunner"
@@ -43,10 +43,11 @@ class Reloader:
         self._clock = clock
 
     def reload(self, folder: str | None) -> EngineInfo:
-        """Serve what is in `folder`, or in the same one as before; what the engine is now.
+        """Serve the weights in `folder`, or those in the same folder again; return the new
+        description.
 
-        With the same content nothing changes, and what is cached stays. Raises ModelError or
-        ConfigError, with a sentence, and goes on with what was.
+        With the same content nothing changes, and cached blocks stay. After a ModelError or
+        ConfigError the engine continues with the old weights.
         """
         from headwater.device.reload import load_like
 

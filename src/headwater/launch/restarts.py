@@ -14,7 +14,8 @@ class RestartBudget:
         self._times: deque[float] = deque()
 
     def take(self, now: float) -> int | None:
-        """Count a restart; how many came before it in the window. None when none is left."""
+        """Count a restart and return how many came before it in the window; None if none is
+        left."""
         while self._times and now - self._times[0] > WINDOW_S:
             self._times.popleft()
         if len(self._times) >= self.max_restarts:

@@ -1,4 +1,4 @@
-"""The router process: binds, serves, follows its instances, drains, ends. No torch."""
+"""The router process: binds a port, serves, follows its instances, drains, ends. No torch."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def route(config: RouterConfig, announce: Callable[[str], None], signals: StopSignals) -> int:
-    """Run a router until one of `signals`; the exit code. `announce` gets the URL.
+    """Run a router until one of `signals`, and return the exit code. `announce` gets the URL.
 
     Raises ConfigError or ModelError when the router cannot start.
     """
@@ -81,7 +81,7 @@ class RouterProcess:
         self._drain: asyncio.Task[None] | None = None
 
     async def run(self, signals: Signals) -> int:
-        """Serve until stopped; the exit code."""
+        """Serve until stopped; return the exit code."""
         config, clock = self._config, self._clock
         self._context = zmq.asyncio.Context()
         registry = Registry(

@@ -13,10 +13,8 @@ def unix_s() -> float:
 
 
 class StopSignals:
-    """Records SIGTERM and SIGINT until a handler is attached.
-
-    A signal during start is neither fatal nor lost.
-    """
+    """Records SIGTERM and SIGINT until a handler is attached. So a signal during start is
+    neither fatal nor lost."""
 
     def __init__(self) -> None:
         self._was_signalled = False

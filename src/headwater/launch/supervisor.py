@@ -1,4 +1,5 @@
-"""The supervisor: the process of `headwater serve`. Small, without torch, and outlives the others.
+"""The supervisor: the process of `headwater serve`. It is small, has no torch, and outlives the
+others.
 
 It owns the listening port, the memory of the host tier, the engine process and the HTTP workers:
 
@@ -6,8 +7,9 @@ It owns the listening port, the memory of the host tier, the engine process and 
                  ├── HTTP worker 0        each with a connection of its own to the engine
                  └── HTTP worker 1 …
 
-When the engine dies, the supervisor says why, keeps port and memory, and starts another one. When a
-worker dies, it is replaced. When the supervisor dies, all of them end. See decision 18.
+When the engine dies, the supervisor logs the reason, keeps port and memory, and starts another
+one. When a worker dies, it is replaced. When the supervisor dies, all of them end. See decision
+18.
 """
 
 import asyncio
@@ -59,8 +61,8 @@ def serve(
     signals: StopSignals,
     record: Path | None = None,
 ) -> int:
-    """Serve on a bound socket until one of `signals`; the exit code. Requests are recorded in
-    the file `record` if one is given.
+    """Serve on a bound socket until one of `signals`, and return the exit code. Requests are
+    recorded in the file `record` if one is given.
 
     Raises ConfigError or ModelError when the server cannot start, EngineDead when its engine
     died too often.
@@ -110,7 +112,7 @@ class Supervisor:
         self._is_hurried = False
 
     async def run(self, signals: StopSignals) -> int:
-        """Serve until stopped; the exit code."""
+        """Serve until stopped; return the exit code."""
         adopt_orphans()
         self._finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         signals.attach(self._stop)
@@ -128,7 +130,7 @@ class Supervisor:
             self._engines.is_stopping = True
             if self._drain is not None:
                 self._drain.cancel()
-            # Workers first, so that their last messages leave.
+            # Workers end first, so that their last messages are sent.
             await self._workers.end()
             await self._engines.end()
             for task in tasks:
@@ -189,8 +191,8 @@ class Supervisor:
             self._finished.set_result(None)
 
     async def _finish_and_stop(self) -> None:
-        """Let running requests and hand-offs end within the drain timeout, abort the rest, and
-        stop listening. Until then health checks and new requests get 503."""
+        """Let running requests and hand-offs end within the drain timeout, abort the others,
+        and stop listening. Until then health checks and new requests get 503."""
         timeout_s, begin_s = self._config.drain_timeout_s, self._clock.now()
         num_running = await self._workers.ask_all("begin_drain")
         log.info("drain begun: running=%d timeout_s=%g", num_running, timeout_s)

@@ -1,4 +1,5 @@
-"""Builds what is below the device: the host slab, the copier, storage; and says what it will do."""
+"""Builds the tiers below the device (host slab, copier, storage), and describes them for the
+operator."""
 
 import os
 
@@ -23,11 +24,11 @@ from headwater.transfer.workers import StorageWorkers
 _GIB = 1 << 30
 
 _MAX_GPU_BYTES = 64 * _GIB
-"""A default host tier is not larger. Its memory is pinned, so nothing else can use it."""
+"""Largest default host tier. Its memory is pinned, so no other process can use it."""
 
 _MAX_CPU_BYTES = 4 * _GIB
 _MIN_BYTES = _GIB
-"""A default host tier is not smaller: there is none where so little memory is free."""
+"""Smallest default host tier: with less free memory there is no host tier."""
 
 _WRITTEN = {
     "write_through": "every computed block is written to it at once",
@@ -49,7 +50,7 @@ def host_blocks(config: EngineConfig, layout: KVLayout) -> int:
     """Number of host blocks; 0 without a host tier. Raises ConfigError when it does not fit."""
     if not config.may_have_host_tier:
         return 0
-    # Beside torch, which is imported by the time there is a layout.
+    # Imported here: torch is already imported when a layout exists.
     from headwater.device.memory import num_machine_gpus
 
     free = free_main_bytes()
@@ -57,7 +58,7 @@ def host_blocks(config: EngineConfig, layout: KVLayout) -> int:
         size = default_host_bytes(config, free_bytes=free, num_gpus=num_machine_gpus())
         return size // slot_bytes(layout.block_bytes)
     if config.swap_space_gib * _GIB > free:
-        # The system would hand the memory out and end the process when the tier has filled.
+        # The system would allocate the memory and kill the process when the tier has filled.
         raise ConfigError(
             f"--swap-space {config.swap_space_gib:g} is more than the {free / _GIB:.1f} GiB of "
             "main memory that are free here"
@@ -72,7 +73,7 @@ def host_blocks(config: EngineConfig, layout: KVLayout) -> int:
 
 
 def default_host_bytes(config: EngineConfig, *, free_bytes: int, num_gpus: int) -> int:
-    """Size of the host tier where `--swap-space` is not given, in whole GiB; 0 is no host tier.
+    """Size of the host tier without `--swap-space`, in whole GiB; 0 means no host tier.
 
     On GPUs it is half of the free main memory, divided by the GPUs of the machine and times those
     that this engine uses, at most 64 GiB for each: engines on all of them may start at the same time
@@ -97,7 +98,7 @@ def default_host_bytes(config: EngineConfig, *, free_bytes: int, num_gpus: int) 
 def open_mover(
     config: EngineConfig, cache: TieredCache, memory: HostMemory, clock: Clock
 ) -> Mover:
-    """The mover of the tiers there are."""
+    """The mover for the existing tiers."""
     num_blocks = cache.config.host_blocks
     if not num_blocks:
         return Mover()
@@ -110,7 +111,7 @@ def open_mover(
 def describe_tiers(
     config: EngineConfig, layout: KVLayout, num_host_blocks: int
 ) -> tuple[str, ...]:
-    """A line for each tier below the device: what fills it, and how it is read."""
+    """One line for each tier below the device: what fills it, and how it is read."""
     if not num_host_blocks:
         no_room = "host    none: too little main memory is free; --swap-space GIB sets a size"
         return (no_room,) if config.may_have_host_tier else ()
@@ -133,7 +134,7 @@ def describe_tiers(
 
 
 def _storage(config: EngineConfig) -> str:
-    """The backend, and where it is if the settings say so; never with a password."""
+    """The backend and its location, if the settings have one; never a password."""
     name, settings = config.storage_backend, config.storage_config
     if name == "redis" and "url" in settings:
         return f"{name}, {Address.parse(str(settings['url']))}"
@@ -152,11 +153,11 @@ def _open_workers(
 def open_backend(
     config: EngineConfig, scheme: KeyScheme, slab: HostSlab, clock: Clock
 ) -> GuardedStorage:
-    """The storage that `config` names, for blocks of `scheme` out of `slab`."""
+    """The storage backend of `config`, for blocks of `scheme` in `slab`."""
     assert config.storage_backend is not None, "asked only where there is storage"
     opening = Opening(
         format=BlockFormat(
-            # The key that all of a deployment's keys are chained to says what its bytes are.
+            # The root key of a deployment identifies the format of its blocks.
             fingerprint=scheme.root(Namespace()),
             block_bytes=slab.block_bytes,
         ),

@@ -1,7 +1,8 @@
-"""Weights of the session policy in files: those that are shipped, and an operator's own.
+"""Weights of the session policy in files: those shipped with Headwater, and those of an
+operator.
 
-A file is JSON that names the traces its weights were learned from, so that no benchmark reports
-what they find on one of those as if it were news.
+A file is JSON. It names the traces from which its weights were learned, so that a benchmark
+never uses one of them to evaluate these weights.
 """
 
 import hashlib
@@ -22,7 +23,7 @@ _DIGITS = 4
 
 
 def load_weights(name: str) -> Weights | None:
-    """`none`, those that are `shipped`, or the ones in the file of that name."""
+    """`none`, the `shipped` weights, or those in the file of that name."""
     if name == "none":
         return None
     try:
@@ -41,7 +42,7 @@ def load_weights(name: str) -> Weights | None:
 
 
 def save_weights(weights: Weights, path: Path) -> None:
-    """Write `weights` where `load_weights` finds them."""
+    """Write `weights` to a file for `load_weights`."""
     saved = {
         "version": _VERSION,
         "learned_from": list(weights.learned_from),
@@ -55,22 +56,23 @@ def save_weights(weights: Weights, path: Path) -> None:
 
 
 def save_learned(weights: Weights, path: Path, *, before: Weights | None, trace: Path) -> None:
-    """Write what was learned from `trace`, and from whatever it began with `before`."""
+    """Write the weights learned from `trace`, starting from `before`."""
     seen = () if before is None else before.learned_from
     save_weights(replace(weights, learned_from=(*seen, trace_digest(trace))), path)
 
 
 def trace_digest(path: Path) -> str:
-    """What a file of weights calls the trace in `path`."""
+    """The name of the trace in `path` in a file of weights."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def require_unseen(weights: Weights | None, trace: Path) -> None:
-    """Raise ConfigError if `weights` were learned from `trace`: it would prove nothing."""
+    """Raise ConfigError if `weights` were learned from `trace`: a result on it would prove
+    nothing."""
     if weights is not None and trace_digest(trace) in weights.learned_from:
         raise ConfigError(
-            f"these weights were learned from {trace}: what they find there is no news"
+            f"these weights were learned from {trace}: a result on it would prove nothing; use another trace"
         )
 
 

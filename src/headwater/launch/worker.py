@@ -83,7 +83,7 @@ class Worker:
         }
 
     async def serve(self) -> None:
-        """Serve until the supervisor says stop."""
+        """Serve until the supervisor sends a stop."""
         try:
             await self._http.serve(sockets=[self._listener])
         finally:
@@ -167,7 +167,7 @@ class Worker:
         return await self._service.abort_here(msgspec.convert(scope, type=AbortScope))
 
     async def _begin_drain(self) -> int:
-        """Refuse new work; requests that are running."""
+        """Refuse new work; return the number of running requests."""
         if self._service is not None:
             self._service.is_stopping = True
         self._readiness.drain()
@@ -176,8 +176,8 @@ class Worker:
         return self._readiness.num_running
 
     async def _finish_drain(self, timeout_s: float) -> int:
-        """Let running requests, and hand-offs of the leader, end; abort the rest. Requests that
-        were aborted."""
+        """Let running requests and, in the first worker, hand-offs end; abort the others and
+        return their number."""
         num_aborted = 0
         if not await self._readiness.wait_idle(timeout_s):
             num_aborted = self._readiness.num_running
@@ -210,7 +210,7 @@ class Worker:
         return sum(side.in_flight for side in sides)
 
     async def _ping(self) -> None:
-        """Answered: the event loop runs."""
+        """An answer shows that the event loop runs."""
 
     def _set_router_health(self, health: dict[str, Any]) -> None:
         if self._service is not None:
@@ -219,7 +219,7 @@ class Worker:
 
 
 async def run_worker() -> int:
-    """Live as a worker; the exit code."""
+    """The main function of a worker; returns the exit code."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the supervisor decides when to stop
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=_SUPERVISOR))
@@ -241,7 +241,7 @@ async def run_worker() -> int:
 
 
 def main() -> int:
-    """Run a worker; the exit code."""
+    """Run a worker; return the exit code."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(run_worker())
 

@@ -1,4 +1,4 @@
-"""What the supervisor tells an HTTP worker about itself and about the engine."""
+"""What the supervisor tells an HTTP worker: its settings, and the state of the engine."""
 
 from msgspec import Struct
 
@@ -10,7 +10,7 @@ from headwater.server.config import ServerConfig
 
 
 class WorkerStart(Struct, frozen=True, kw_only=True):
-    """What the supervisor tells a new worker."""
+    """The settings of a new worker."""
 
     name: str
     listener: int
@@ -19,13 +19,13 @@ class WorkerStart(Struct, frozen=True, kw_only=True):
     engine: EngineConfig
     server: ServerConfig
     is_leader: bool
-    """Whether it registers the server at the router and samples its history."""
+    """Whether it registers the server at the router and samples the server's history."""
 
     is_replacement: bool = False
 
 
 class EngineUp(Struct, frozen=True, kw_only=True):
-    """An engine takes requests."""
+    """An engine accepts requests."""
 
     address: str
     info: EngineInfo

@@ -1,4 +1,5 @@
-"""State that all HTTP workers share. The supervisor keeps it; each worker reaches it by a channel.
+"""State that all HTTP workers share. The supervisor keeps it; each worker uses it through a
+channel.
 
 `WorkerSession` runs in the supervisor. `RemoteState` is a worker's `SharedState` and `KeyLimiter`.
 A worker that dies leaves nothing behind: its session ends what it held.
@@ -31,22 +32,22 @@ from headwater.server.response_store import ResponseStore
 from headwater.server.shared_state import AbortScope, WorkerSnapshot
 
 _GATHER_TIMEOUT_S = 2.0
-"""Longest wait for one worker; a worker that does not answer counts with its last snapshot."""
+"""Longest wait for one worker. For a worker that does not answer, its last snapshot counts."""
 
 
 class WorkersState:
-    """The state itself: limits, shares, stored responses, and what dead workers counted."""
+    """The shared state: limits, shares, stored responses, and the counts of dead workers."""
 
     def __init__(self, responses: ResponseStore, clock: Clock) -> None:
         self.responses = responses
         self.clock = clock
         self.key_limits = KeyLimits(clock)
         self.fair_share: FairShare | None = None
-        """Made when the size of the engine is known."""
+        """Created when the size of the engine is known."""
         self.workers: dict[str, WorkerSession] = {}
         """Connected workers by name."""
         self.past: list[WorkerSnapshot] = []
-        """What workers that died had counted; joined to one entry."""
+        """Counts of workers that died, joined into one entry."""
         self.history = RateHistory()
         self.router_health: dict[str, RouterHealth] = {}
         self.is_paused = False
@@ -100,7 +101,7 @@ class WorkerSession:
         self._state.workers[self.name] = self
 
     def detach(self) -> None:
-        """The worker is gone: end what it held. Its counts stay."""
+        """The worker is gone: end everything that it held. Its counts stay."""
         self._state.workers.pop(self.name, None)
         for name in self._keys.elements():
             self._state.key_limits.end(name)
@@ -112,7 +113,8 @@ class WorkerSession:
         self._state.past = [WorkerSnapshot(counts=Recorder.join(counts).snapshot())]
 
     async def snapshot(self) -> WorkerSnapshot:
-        """What the worker counts and runs; its last answer where it does not answer."""
+        """The counts and running requests of the worker; its last answer if it does not
+        answer."""
         try:
             async with asyncio.timeout(_GATHER_TIMEOUT_S):
                 answer = await self.channel.call("snapshot")
@@ -149,7 +151,7 @@ class WorkerSession:
     async def _hold(
         self, granted: "asyncio.Future[None]", key: str, share: float, num_sequences: int
     ) -> None:
-        """Keep the place in the engine until cancelled."""
+        """Keep the place in the engine until this is cancelled."""
         fair_share = self._state.fair_share
         assert fair_share is not None, "made before workers take requests"
         async with fair_share.enter(key, share, num_sequences):
@@ -170,7 +172,7 @@ class WorkerSession:
         found = responses.get(response_id, cache_salt, now=clock.now())
         if found is None:
             # Another worker may have sent it a moment ago. Each channel keeps its order, so
-            # after an answer of every worker it is here.
+            # after an answer of every worker it has arrived.
             await self._snapshots()
             found = responses.get(response_id, cache_salt, now=clock.now())
         return found

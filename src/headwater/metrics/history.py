@@ -1,4 +1,4 @@
-"""The last minutes of a server: one point every two seconds, of all its HTTP workers together.
+"""The last minutes of a server: one point every two seconds, for all its HTTP workers together.
 
 Points hold sums and percentiles only, so they show nothing of single requests or tenants.
 """
@@ -11,17 +11,17 @@ from headwater.metrics.rates import Quantiles, ServerRates
 
 INTERVAL_S = 2.0
 SPAN_S = 600.0
-"""What the charts show."""
+"""The period that the charts show."""
 
 MINUTE_S = 60.0
-"""Percentiles are of this long before each point."""
+"""Percentiles cover this period before each point."""
 
 _MAX_POINTS = int(SPAN_S / INTERVAL_S) + 30
-"""A bit more than the charts show, so that their left edge is never empty."""
+"""A little more than the charts show, so that their left edge is never empty."""
 
 
 class HistoryPoint(Struct, frozen=True, kw_only=True):
-    """What a server did in one interval, and how it stood at its end."""
+    """The activity of a server in one interval, and its state at the end."""
 
     unix_s: float
     """The end of the interval."""
@@ -29,7 +29,7 @@ class HistoryPoint(Struct, frozen=True, kw_only=True):
     elapsed_s: float
     rates: ServerRates
     minute_ttft: Quantiles | None
-    """Of the last minute: an interval has too few requests for percentiles."""
+    """Over the last minute, because an interval has too few requests for percentiles."""
 
     minute_itl: Quantiles | None
     running: int

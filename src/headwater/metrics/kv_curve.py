@@ -27,7 +27,7 @@ class CurveKeys:
 
     @classmethod
     def of_token(cls, token: str) -> "CurveKeys":
-        """The keys that belong to a peer token."""
+        """The keys for a peer token."""
         server, client = (_secret(token, role) for role in ("server", "client"))
         return cls(
             server_secret=server,
@@ -58,7 +58,8 @@ class CurveKeys:
         return thread
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a client's key is ours; called by the authenticator for each connection."""
+        """Whether a client's key belongs to the cluster. The authenticator calls it for each
+        connection."""
         return hmac.compare_digest(key, self.client_public)
 
 

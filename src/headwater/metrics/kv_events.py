@@ -1,4 +1,4 @@
-"""The format of KV events: facts about the cache as routers read them, msgpack over ZMQ.
+"""The format of KV events: changes of the cache for routers, as msgpack over ZMQ.
 
 A message is three frames: topic, sequence number (8 bytes, big-endian), payload. A payload is
 `[ts, events, dp_rank]`. A block's hash is the last 8 bytes of its key, as a number.
@@ -36,15 +36,15 @@ class BlockStored(msgspec.Struct, kw_only=True, frozen=True, tag_field="type"):
     block_hashes: list[int]
     parent_block_hash: int | None
     token_ids: list[int]
-    """Empty unless they are published, and always for salted blocks."""
+    """Empty unless token ids are published; always empty for salted blocks."""
 
     block_size: int
     lora_id: int | None = None
     lora_name: str | None = None
     medium: Medium
     extra_keys: list[list[str] | None] | None = None
-    """For each block what else its hash depends on: the adapter, and an id of the salt from
-    which the salt cannot be read. None for blocks without either."""
+    """For each block, what else its hash depends on: the adapter, and an id of the salt that
+    does not reveal the salt. None for blocks without either."""
 
 
 class BlockRemoved(msgspec.Struct, kw_only=True, frozen=True, tag_field="type"):
@@ -72,8 +72,8 @@ class EventBatch(msgspec.Struct, array_like=True, frozen=True):
 
 
 _PIECE_BLOCKS = 64
-"""Blocks of one event in a long batch. Encoding an event holds the interpreter lock, about 0.1 ms
-for each thousand token ids."""
+"""Blocks per event in a long batch. Encoding an event holds the interpreter lock for about 0.1
+ms per thousand token ids."""
 
 _PIECE_TOKENS = 2048
 _HOLD_S = 2e-4
@@ -96,25 +96,26 @@ def unpack_sequence(frame: bytes) -> int:
 
 
 def block_hash(key: BlockKey) -> int:
-    """What events and routers call a block: the low 64 bits of its key."""
+    """The name of a block in events and routers: the low 64 bits of its key."""
     return int.from_bytes(key[-8:], "big")
 
 
 def events_of(changes: Iterable[CacheEvent], block_tokens: int) -> list[KvEvent]:
-    """Facts as the events that routers read."""
+    """The changes as events."""
     return [_event(change, block_tokens) for change in changes]
 
 
 def encode_batch(ts: float, changes: Sequence[CacheEvent], block_tokens: int) -> bytes:
-    """The payload of the changes `facts` at `ts` seconds since 1970."""
+    """The payload of `changes` at `ts` seconds since 1970."""
     return _encode(EventBatch(ts=ts, events=events_of(changes, block_tokens)))
 
 
 def encode_snapshot(
     ts: float, changes: Iterable[CacheEvent], block_tokens: int, pacer: "Pacer | None" = None
 ) -> memoryview:
-    """The same for any amount: in events of bounded size, and with pauses in which other threads
-    get the interpreter lock. A snapshot of a million tokens would otherwise hold it for 0.1 s."""
+    """The same for any number of changes: in events of bounded size, with pauses in which other
+    threads get the interpreter lock. A snapshot of a million tokens would otherwise hold it for
+    0.1 s."""
     pacer = pacer or Pacer()
     pieces = [b""]
     for change in changes:
@@ -134,7 +135,7 @@ def encode_snapshot(
 
 
 class Pacer:
-    """Gives the interpreter lock away every so often."""
+    """Releases the interpreter lock from time to time."""
 
     def __init__(self) -> None:
         self._began_s = perf_counter()
@@ -152,7 +153,7 @@ class Pacer:
 
 
 def _split(change: CacheEvent, block_tokens: int) -> Iterator[CacheEvent]:
-    """The same change as facts of few blocks each."""
+    """The same change, split into changes of few blocks each."""
     if not isinstance(change, BlocksStored):
         yield change
         return

@@ -1,11 +1,12 @@
-"""Publishes KV events: a PUB socket for what happens, a ROUTER socket for what was missed.
+"""Publishes KV events: a PUB socket for new events, a ROUTER socket for missed ones.
 
     the loop ── publish(changes) ──▶ queue ──▶ thread ──▶ PUB      to all subscribers
     the loop ◀── snapshot_wanted ────────── thread ◀──▶ ROUTER   (empty, start) ▶ (…, batches, end)
 
-The loop only puts changes into a queue; the thread encodes them and owns the sockets. A replay from
-before the buffer, or from a life before this one, is answered with one batch that says all:
-`AllBlocksCleared`, then everything that is stored, with the number of the last batch in it.
+The loop only puts changes into a queue; the thread encodes them and owns the sockets. A request
+for events that are older than the buffer or than this engine is answered with one batch:
+`AllBlocksCleared`, then everything that is stored. It has the number of the last batch that it
+includes.
 """
 
 import os
@@ -34,11 +35,12 @@ _MAX_ASKERS = 64
 _MAX_REQUEST_BYTES = 4096
 """Longest message to the replay socket; a CURVE handshake has messages of about 400 bytes."""
 _LONG_BATCH = 64
-"""Facts of a batch, or blocks of a fact, above which it is encoded with pauses."""
+"""Changes in a batch, or blocks in a change, above which encoding pauses."""
 
 
 class KvPublisher:
-    """`publish`, `snapshot_wanted` and `publish_snapshot` are the loop's, and never wait."""
+    """Publishes the KV events of one engine. The loop calls `publish`, `snapshot_wanted` and
+    `publish_snapshot`; they never wait."""
 
     def __init__(
         self,
@@ -51,11 +53,13 @@ class KvPublisher:
         max_queued: int = 4096,
         keys: CurveKeys | None = None,
     ) -> None:
-        """Binds, or raises ConfigError. `started_s` is now in seconds since 1970; `wake` makes
-        the loop look at `snapshot_wanted`, and may be called from any thread. When `max_queued`
-        batches wait for the thread, later ones are dropped until it has sent those, and one
-        snapshot takes their place. With `keys`, only processes with the peer token can
-        connect."""
+        """Binds the sockets, or raises ConfigError. `started_s` is the current time since 1970.
+        `wake` makes the loop read `snapshot_wanted`; any thread may call it.
+
+        When `max_queued` batches wait for the thread, later ones are dropped until it has sent
+        those, and one snapshot replaces them. With `keys`, only processes with the peer token
+        can connect.
+        """
         self._config = config
         self._block_tokens = block_tokens
         self._clock = clock
@@ -82,17 +86,17 @@ class KvPublisher:
 
     @property
     def endpoint(self) -> str:
-        """Where the PUB socket is bound."""
+        """The address of the PUB socket."""
         return self._endpoint
 
     @property
     def replay_endpoint(self) -> str:
-        """Where the ROUTER socket is bound."""
+        """The address of the ROUTER socket."""
         return self._replay_endpoint
 
     def publish(self, changes: Sequence[CacheEvent]) -> None:
-        """Send `facts` to subscribers, soon. While the thread is behind they are dropped; when it
-        has caught up it asks for a snapshot, so that at most one is ever queued."""
+        """Queue `changes` for subscribers. While the thread is behind, they are dropped. When
+        it has caught up, it asks for a snapshot, so at most one snapshot is queued."""
         if self._overrun or not changes:
             return
         if self._queue.qsize() >= self._max_queued:
@@ -102,7 +106,7 @@ class KvPublisher:
         self._put(False, changes)
 
     def publish_snapshot(self, changes: Sequence[CacheEvent]) -> None:
-        """All that is cached now; every fact before it was given to `publish`."""
+        """Queue everything that is cached now. All earlier changes were given to `publish`."""
         self.snapshot_wanted = False
         if self._overrun:
             self._overrun = False
@@ -110,7 +114,7 @@ class KvPublisher:
         self._put(True, changes)
 
     def close(self) -> None:
-        """Send what is queued and end the thread. Calling it twice is safe."""
+        """Send everything that is queued and end the thread. Calling it twice is safe."""
         if not self._closed:
             self._closed = True
             os.eventfd_write(self._signal, 1)
@@ -129,7 +133,7 @@ class KvPublisher:
         self._pub.set_hwm(self._config.hwm)
         self._endpoint = self._bind(self._pub, self._config.endpoint)
         self._router = self._context.socket(zmq.ROUTER)
-        # A whole replay fits; for a client that does not read, sending fails instead of waiting.
+        # A whole replay fits. If a client does not read, sending fails instead of waiting.
         self._router.set_hwm(self._config.buffer_steps + 2)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
@@ -162,7 +166,7 @@ class KvPublisher:
                 self._answer(self._router.recv_multipart())
 
     def _work_off(self) -> None:
-        """Send all that is queued."""
+        """Send everything that is queued."""
         while True:
             try:
                 is_snapshot, changes = self._queue.get_nowait()
@@ -184,7 +188,8 @@ class KvPublisher:
 
     def _payload(self, changes: Sequence[CacheEvent]) -> bytes | memoryview:
         now = self._epoch_s + self._clock.now()
-        if not self._config.token_ids:  # they are prompts, and hashes are enough for routers
+        # token ids are prompts, and hashes are enough for routers
+        if not self._config.token_ids:
             changes = [
                 replace(change, tokens=b"") if isinstance(change, BlocksStored) else change
                 for change in changes
@@ -197,7 +202,7 @@ class KvPublisher:
         return encode(now, changes, self._block_tokens)
 
     def _answer(self, frames: list[bytes]) -> None:
-        """A replay request; what is not one is ignored."""
+        """Answer a replay request. Other messages are ignored."""
         try:
             who, empty, start_frame = frames
             start = unpack_sequence(start_frame)
@@ -220,7 +225,7 @@ class KvPublisher:
                 self._reply(who, [(self._next - 1, payload)])
 
     def _reply(self, who: bytes, batches: Sequence[tuple[int, bytes | memoryview]]) -> None:
-        """Batches and the end; a client that is gone or does not read gets less."""
+        """Send batches and the end. A client that is gone or does not read gets fewer."""
         frames = [(pack_sequence(number), payload) for number, payload in batches]
         try:
             for number, payload in [*frames, (END, b"")]:

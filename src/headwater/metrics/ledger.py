@@ -1,6 +1,6 @@
-"""The ledger of one request: where its prompt came from, what it waited for, how it went.
+"""The record of one request: where its prompt came from, what it waited for, how it ended.
 
-Made once, when a sequence ends; the log, the page and the spans are written from it. Holds
+It is made once, when a sequence ends. The log, the dashboard and the spans use it. It contains
 counts and times only: no token, no text, no salt.
 """
 
@@ -33,22 +33,22 @@ class RequestRecord:
     output_tokens: int
     cached_tokens: int
     tokens_by_source: Mapping[str, int]
-    """The prompt's tokens: `device`, `host`, `storage`, `peer`, `computed`."""
+    """Prompt tokens by source: `device`, `host`, `storage`, `peer`, `computed`."""
 
     miss_reason: str | None
-    """Why not more of it was found; None when all that can be found was."""
+    """Why not more of the prompt was found; None if everything that can be found was found."""
 
     loaded_bytes: int
-    """KV that was brought up from lower tiers or peers for it."""
+    """Bytes of KV loaded from lower tiers or peers for it."""
 
     load: LoadUsage | None
-    """Load or compute: what was chosen, at what price, and what came of it."""
+    """The decision between loading and computing, its price and its result."""
 
     finish_reason: str
     traceparent: str | None = None
-    """The caller's span, as its request named it."""
+    """The caller's span, from the request."""
 
     def as_log(self) -> dict[str, Any]:
-        """The fields of a line of the log: those that say something."""
+        """The fields of a log line; fields without a value are left out."""
         fields = asdict(self)
         return {name: value for name, value in fields.items() if value is not None}

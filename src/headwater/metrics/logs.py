@@ -1,6 +1,6 @@
-"""How log lines look: text for people, or one JSON object a line for programs.
+"""The format of log lines: text for people, or one JSON object per line for programs.
 
-With JSON, each sequence that ends is a line too, with its whole ledger.
+In JSON, each sequence that ends also writes a line with its whole record.
 """
 
 import json
@@ -16,7 +16,7 @@ _requests = logging.getLogger("headwater.requests")
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time, level, logger, message, and what else the record carries."""
+    """One object per line: time, level, logger, message, and further fields of the record."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
@@ -38,7 +38,7 @@ def set_up_logs(form: LogFormat, *, speaker: str = "%(name)s") -> None:
     handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(text))
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    # What Headwater itself reports is rare; libraries log their routine at this level.
+    # Headwater logs little at this level; libraries log their routine.
     logging.getLogger("headwater").setLevel(logging.INFO)
     _requests.setLevel(logging.WARNING)
     if form == "json":
@@ -46,5 +46,5 @@ def set_up_logs(form: LogFormat, *, speaker: str = "%(name)s") -> None:
 
 
 def log_record(record: RequestRecord) -> None:
-    """A line for a sequence that ended, where lines are JSON."""
+    """A line for a sequence that ended, if lines are JSON."""
     _requests.info("request ended", extra={"ledger": record.as_log()})

@@ -1,7 +1,7 @@
-"""Every metric once: its name, kind, labels and meaning.
+"""All metrics, each defined once: name, kind, labels and meaning.
 
-Counters only go up; compute ratios in queries. Names follow the field's, so
-that existing dashboards need only the prefix changed.
+Counters only increase; compute ratios in queries. Names follow those of other engines, so that
+existing dashboards need only another prefix.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ PREFIX = "headwater"
 
 
 class Kind(Enum):
-    """What a value may do."""
+    """Kinds of metrics."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -20,7 +20,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Metric:
-    """One line of the scrape. Each exists once, so it is its own identity."""
+    """One metric. Each exists once, so it is its own identity."""
 
     name: str
     """Without the prefix; a counter's ends in `_total`."""
@@ -38,7 +38,7 @@ ENGINE_UP = Metric("engine_up", Kind.GAUGE, "1 while the engine answers, 0 when 
 VIOLATIONS = Metric(
     "invariant_violations_total",
     Kind.COUNTER,
-    "Books that did not balance, such as a slot freed twice; each ends the engine.",
+    "Violated invariants, such as a slot freed twice; each ends the engine.",
 )
 ENGINE_RESTARTS = Metric(
     "engine_restarts_total",
@@ -55,8 +55,8 @@ STEPS = Metric("engine_steps_total", Kind.COUNTER, "Steps computed.")
 IDLE_TURNS = Metric(
     "engine_idle_turns_total",
     Kind.COUNTER,
-    "Turns of the loop without progress: each is a deadline that passed. Thousands a second "
-    "are a defect.",
+    "Turns of the loop without progress, each after a deadline. Thousands per second are a "
+    "defect.",
 )
 COMPILATIONS = Metric(
     "engine_compilations_total",
@@ -100,16 +100,19 @@ LOST_BLOCKS = Metric(
 EXPECTED_SECONDS = Metric(
     "pricing_expected_seconds_total",
     Kind.COUNTER,
-    "Seconds that loads and prompts were expected to take.",
+    "Expected seconds of loads and of computing prompts.",
     ("kind",),
 )
 ACTUAL_SECONDS = Metric(
-    "pricing_actual_seconds_total", Kind.COUNTER, "Seconds that the same took.", ("kind",)
+    "pricing_actual_seconds_total",
+    Kind.COUNTER,
+    "Actual seconds of the same loads and prompts.",
+    ("kind",),
 )
 ERROR_SECONDS = Metric(
     "pricing_error_seconds_total",
     Kind.COUNTER,
-    "Differences of both without their sign; over the actual seconds it is the mean error.",
+    "Absolute differences between expected and actual seconds; divide by the actual seconds for the mean error.",
     ("kind",),
 )
 TRANSFER_BYTES = Metric(
@@ -118,7 +121,7 @@ TRANSFER_BYTES = Metric(
 TRANSFER_SECONDS = Metric(
     "transfer_seconds_total",
     Kind.COUNTER,
-    "Seconds of work that moving or looking them up took, over all threads.",
+    "Seconds of work for transfers and lookups, over all threads.",
     ("link",),
 )
 TRANSFER_JOBS = Metric(
@@ -127,19 +130,19 @@ TRANSFER_JOBS = Metric(
 TRANSFER_FAILURES = Metric(
     "transfer_failures_total",
     Kind.COUNTER,
-    "Transfers and lookups that did not end well.",
+    "Transfers and lookups that failed.",
     ("link", "reason"),
 )
 TRANSFER_CEILING = Metric(
     "transfer_ceiling_bytes_per_second",
     Kind.GAUGE,
-    "The fastest that one transfer of a link went so far.",
+    "Speed of the fastest transfer of a link so far.",
     ("link",),
 )
 TRANSFER_QUEUE = Metric(
     "transfer_jobs_in_flight",
     Kind.GAUGE,
-    "Transfers and lookups that have not ended.",
+    "Transfers and lookups in flight.",
     ("link",),
 )
 LOAD_CHOICES = Metric(
@@ -154,10 +157,8 @@ HINTS = Metric(
     "Hints about sessions: closed, granted, or over the budget of their tenant.",
     ("outcome",),
 )
-PD_IN_FLIGHT = Metric(
-    "pd_handoffs_in_flight", Kind.GAUGE, "Hand-offs that have not ended.", ("side",)
-)
-PD_ASKS = Metric("pd_asks_total", Kind.COUNTER, "Asks for room on a peer.", ("side",))
+PD_IN_FLIGHT = Metric("pd_handoffs_in_flight", Kind.GAUGE, "Hand-offs in flight.", ("side",))
+PD_ASKS = Metric("pd_asks_total", Kind.COUNTER, "Requests for room on a peer.", ("side",))
 PD_HANDOFFS = Metric("pd_handoffs_total", Kind.COUNTER, "Hand-offs that ended well.", ("side",))
 PD_REFUSALS = Metric(
     "pd_refusals_total", Kind.COUNTER, "Hand-offs that did not begin.", ("side", "reason")
@@ -165,7 +166,7 @@ PD_REFUSALS = Metric(
 PD_FAILURES = Metric(
     "pd_failures_total",
     Kind.COUNTER,
-    "Hand-offs that began and did not end well.",
+    "Hand-offs that began and failed.",
     ("side", "reason"),
 )
 PD_EXPIRED = Metric(
@@ -174,13 +175,13 @@ PD_EXPIRED = Metric(
 PD_BYTES = Metric(
     "pd_bytes_total",
     Kind.COUNTER,
-    "Bytes of blocks sent (prefill) or received and accounted for (decode).",
+    "Bytes of blocks sent (prefill) or received and verified (decode).",
     ("side",),
 )
 PD_SECONDS = Metric(
     "pd_handoff_seconds_total",
     Kind.COUNTER,
-    "Seconds of hand-offs that ended well, by part; first_token is the whole.",
+    "Seconds of successful hand-offs, by phase; first_token is the total.",
     ("part",),
 )
 STORAGE_FAULTS = Metric(
@@ -209,7 +210,7 @@ STORAGE_THREADS_LOST = Metric(
 CACHE_CONFIG = Metric(
     "cache_config_info",
     Kind.GAUGE,
-    "Always 1; the labels are the cache's shape.",
+    "Always 1; the labels describe the cache.",
     ("block_size", "num_gpu_blocks", "num_cpu_blocks"),
 )
 
@@ -233,7 +234,7 @@ SUCCESS = Metric(
     "request_success_total", Kind.COUNTER, "Sequences that ended.", ("finished_reason",)
 )
 REFUSED = Metric(
-    "requests_refused_total", Kind.COUNTER, "Requests turned away because the queue was full."
+    "requests_refused_total", Kind.COUNTER, "Requests refused because the queue was full."
 )
 SEQUENCES_BY_KEY = Metric(
     "sequences_by_key_total",
@@ -316,7 +317,7 @@ ENGINE_METRICS = (
     STORAGE_THREADS_LOST,
     CACHE_CONFIG,
 )
-"""Read from the engine's own snapshot."""
+"""Metrics read from the engine's snapshot."""
 
 SERVER_METRICS = (
     PROMPT_TOKENS,
@@ -332,10 +333,10 @@ SERVER_METRICS = (
     E2E,
     QUEUE,
 )
-"""Counted in the HTTP process, where clients feel them."""
+"""Metrics counted in the HTTP workers, where clients experience them."""
 
 ALL = (ENGINE_UP, VIOLATIONS, ENGINE_RESTARTS, *ENGINE_METRICS, *SERVER_METRICS)
-"""Everything a server exposes."""
+"""All metrics of a server."""
 
 SCRAPED_BY_ROUTERS = (RUNNING, WAITING, KV_USAGE, QUERIES, HITS, CACHE_CONFIG)
-"""The handful that can also be had under the `vllm:` prefix."""
+"""Metrics that can also be exposed under the `vllm:` prefix."""

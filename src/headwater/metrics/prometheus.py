@@ -1,6 +1,6 @@
-"""The one module that knows Prometheus: recorder and engine snapshot to a scrape.
+"""The only module that knows Prometheus: turns recorder and engine snapshot into a scrape.
 
-Builds the families afresh for each scrape from numbers that others keep, so there is no
+The families are built for each scrape from numbers that other parts keep, so there is no
 registry and no state here.
 """
 
@@ -23,8 +23,8 @@ from headwater.metrics.stats import EngineStats
 from headwater.storage.base import StorageStats
 
 CONTENT_TYPE: str = CONTENT_TYPE_PLAIN_0_0_4
-"""Plain text, whatever is asked for: the library's OpenMetrics turns the colon of our prefix
-into an underscore, and every query would miss."""
+"""Always plain text: in OpenMetrics, the library replaces the colon of our prefix by an
+underscore, and queries would not find the metrics."""
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 Values = Mapping[tuple[str, ...], float]
@@ -40,7 +40,7 @@ def render(
     num_restarts: int = 0,
     vllm_names: bool = False,
 ) -> bytes:
-    """One scrape. Without `stats` (the engine is dead) only the server's own metrics."""
+    """One scrape. Without `stats` (the engine is dead) it has only the server's own metrics."""
     families = [
         _family(names.ENGINE_UP, {(): float(stats is not None)}),
         _family(names.VIOLATIONS, {(): num_violations}),
@@ -59,7 +59,7 @@ def render(
 
 
 def render_values(values: Mapping[Metric, Values]) -> bytes:
-    """One scrape of metrics that are no histograms."""
+    """One scrape of metrics without histograms."""
     return _scrape([_family(metric, entry) for metric, entry in values.items()])
 
 
@@ -70,7 +70,7 @@ def _scrape(families: list[Family]) -> bytes:
 
 
 class _Fixed(Collector):
-    """A collector of families that exist already."""
+    """A collector of existing families."""
 
     def __init__(self, families: list[Family]) -> None:
         self._families = families

@@ -1,7 +1,7 @@
-"""From two answers of GET /stats to what happened between them: rates, shares, percentiles.
+"""Computes rates, shares and percentiles from two answers of GET /stats.
 
-The counters of an engine start at 0 again when the engine is replaced. A counter that fell is taken
-to have started again in between.
+The counters of an engine start at 0 again when the engine is replaced. A counter that decreased
+is assumed to have started again in between.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ Answer = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantiles:
-    """Of what was observed in between, as exact as the buckets are."""
+    """Quantiles of the observations in between, as exact as the buckets allow."""
 
     p50_s: float
     p95_s: float
@@ -24,7 +24,7 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerRates:
-    """What happened a second between two answers of one server."""
+    """Rates per second between two answers of one server."""
 
     output_tokens: float
     prompt_tokens: float
@@ -36,7 +36,7 @@ class ServerRates:
     """Prompt tokens that the engine looked up: of its own clients, and of hand-offs."""
 
     queried_found: float
-    """Those of them that were found."""
+    """Prompt tokens that were found."""
 
     links: Mapping[str, float]
     """Bytes, by link."""
@@ -46,13 +46,13 @@ class ServerRates:
 
     @property
     def hit_share(self) -> float | None:
-        """Of the prompt tokens, how many were found; None if there were none."""
+        """Share of the prompt tokens that were found; None if there were none."""
         total = sum(self.by_source.values())
         return 1 - self.by_source["computed"] / total if total > 0 else None
 
 
 def is_restart(before: Answer, now: Answer) -> bool:
-    """Whether another server answers than before: its counters began anew."""
+    """Whether another server answered: its counters started again."""
     return bool(before["started_s"] != now["started_s"] or now["uptime_s"] < before["uptime_s"])
 
 
@@ -100,7 +100,7 @@ def _rise(before: float, now: float) -> float:
 
 
 def quantiles(before: Mapping[str, Any], now: Mapping[str, Any]) -> Quantiles | None:
-    """Of the observations in between; None if there were none."""
+    """Quantiles of the observations in between; None if there were none."""
     counts = [new - old for new, old in zip(now["counts"], before["counts"], strict=True)]
     if sum(counts) <= 0:
         return None
@@ -113,7 +113,7 @@ def quantiles(before: Mapping[str, Any], now: Mapping[str, Any]) -> Quantiles | 
 
 
 def _quantile(counts: Sequence[int], bounds: Sequence[float], share: float) -> float:
-    """Within its bucket an observation is taken to be anywhere, evenly."""
+    """Observations are assumed to be evenly distributed within their bucket."""
     left = share * sum(counts)
     for place, count in enumerate(counts):
         if count and left <= count:

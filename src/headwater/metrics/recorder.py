@@ -1,7 +1,5 @@
-"""Outputs in, counts and histograms out. Knows nothing of Prometheus.
-
-Belongs to one event loop, so it needs no lock.
-"""
+"""Counts outputs and collects histograms. Independent of Prometheus. Used in one event loop, so
+it needs no lock."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -19,16 +17,16 @@ from headwater.scheduler.request import SequenceOutput, Usage
 _BY_NAME = {metric.name: metric for metric in names.SERVER_METRICS}
 
 LAST_BLOCK = "last_block"
-"""Reason of computed tokens where every block that can be found was found: the rest of the prompt
-is less than a block, or is computed to get the first token."""
+"""Reason of computed tokens when every block that can be found was found: the rest of the
+prompt is less than a block, or must be computed to get the first token."""
 
 
 class Histogram:
-    """How many observations fell into each bucket, and their sum."""
+    """Number of observations in each bucket, and their sum."""
 
     def __init__(self, buckets: tuple[float, ...]) -> None:
         self.buckets = buckets
-        self.counts = [0] * (len(buckets) + 1)  # the last is everything above
+        self.counts = [0] * (len(buckets) + 1)  # the last bucket has everything above
         self.total = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
@@ -43,7 +41,7 @@ class Histogram:
 
 
 class RecorderSnapshot(Struct, frozen=True, kw_only=True):
-    """The totals of one recorder, by the names of metrics; travels between processes."""
+    """The totals of one recorder, by metric name. It is sent between processes."""
 
     counts: list[tuple[str, str, int]] = []
     """Metric, label, count."""
@@ -57,7 +55,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.counts: Counter[tuple[Metric, str]] = Counter()
-        """By metric and the value of its label, empty if it has none."""
+        """By metric and label value; the value is empty for a metric without labels."""
         self.histograms = {
             metric: Histogram(metric.buckets)
             for metric in names.SERVER_METRICS
@@ -96,12 +94,12 @@ class Recorder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceProgress:
-    """What a timer cannot know of its sequence."""
+    """What a timer needs to know about its sequence."""
 
     request_id: str
     prompt_tokens: int
     unix_s: float
-    """Now, in seconds since 1970."""
+    """The current time, in seconds since 1970."""
 
     token_bytes: int
     """KV of one token."""
@@ -110,11 +108,11 @@ class SequenceProgress:
 
 
 _TOKENS = (names.GENERATION_TOKENS, "")
-"""Looked up for every output, so it is made once; so is the histogram that each goes to."""
+"""Created once, because each output needs it and its histogram."""
 
 
 class RequestTimer:
-    """Reports one sequence's life to the recorder, as its outputs arrive."""
+    """Reports the life of one sequence to the recorder, output by output."""
 
     def __init__(self, recorder: Recorder, clock: Clock) -> None:
         self._recorder = recorder
@@ -146,7 +144,7 @@ class RequestTimer:
         self._last_s = now_s
 
     def end(self, finish_reason: str, *, place: SequenceProgress) -> RequestRecord:
-        """Count the end, whatever it was; what there is to say of it all."""
+        """Count the end, whatever the reason, and return the record of the request."""
         now_s = self._clock.now()
         self._recorder.count(names.SUCCESS, label=finish_reason)
         self._recorder.observe(names.E2E, now_s - self._start_s)

@@ -1,20 +1,20 @@
-"""Every metric of a router once; `names` has those of a server."""
+"""All metrics of a router, each defined once; `names` has those of a server."""
 
 from headwater.metrics.names import Kind, Metric
 
 ROUTER_REQUESTS = Metric(
-    "router_requests_total", Kind.COUNTER, "Requests that ended, by how.", ("outcome",)
+    "router_requests_total", Kind.COUNTER, "Requests that ended, by outcome.", ("outcome",)
 )
 ROUTER_ROUTED = Metric(
     "router_routed_total",
     Kind.COUNTER,
-    "Requests answered, by instance and by how far its cache was known.",
+    "Requests answered, by instance and by trust in the knowledge of its cache.",
     ("instance", "trust"),
 )
 ROUTER_FAILURES = Metric(
     "router_failures_total",
     Kind.COUNTER,
-    "Attempts that gave the client nothing, or not all.",
+    "Attempts that gave the client no answer, or a part of it.",
     ("instance", "reason"),
 )
 ROUTER_PROMPT_TOKENS = Metric(
@@ -26,7 +26,7 @@ ROUTER_PROMPT_TOKENS = Metric(
 ROUTER_CACHED_TOKENS = Metric(
     "router_cached_tokens_total",
     Kind.COUNTER,
-    "Prompt tokens that the chosen instance had said it has, by group.",
+    "Prompt tokens that the chosen instance had reported as cached, by group.",
     ("group",),
 )
 ROUTER_PREFILLS = Metric(
@@ -41,17 +41,23 @@ ROUTER_INSTANCES = Metric(
 ROUTER_TRUST = Metric(
     "router_trust",
     Kind.GAUGE,
-    "How far the cache of an instance is known: exact, degraded, fallback.",
+    "Trust in the knowledge of an instance's cache: exact, degraded, fallback.",
     ("instance", "trust"),
 )
 ROUTER_VIEW_BLOCKS = Metric(
-    "router_view_blocks", Kind.GAUGE, "Blocks an instance said it has.", ("instance",)
+    "router_view_blocks",
+    Kind.GAUGE,
+    "Blocks that an instance reported as cached.",
+    ("instance",),
 )
 ROUTER_IN_FLIGHT = Metric(
     "router_requests_in_flight", Kind.GAUGE, "Requests at an instance.", ("instance",)
 )
 ROUTER_GAPS = Metric(
-    "router_event_gaps_total", Kind.COUNTER, "KV events missed and asked for.", ("instance",)
+    "router_event_gaps_total",
+    Kind.COUNTER,
+    "KV events that were missed and requested again.",
+    ("instance",),
 )
 
 ROUTER_COUNTERS = (
@@ -62,7 +68,7 @@ ROUTER_COUNTERS = (
     ROUTER_CACHED_TOKENS,
     ROUTER_PREFILLS,
 )
-"""Counted by the router; its other metrics are how things stand."""
+"""Counted by the router; its other metrics are current values."""
 
 ROUTER_METRICS = (
     *ROUTER_COUNTERS,
@@ -72,4 +78,4 @@ ROUTER_METRICS = (
     ROUTER_IN_FLIGHT,
     ROUTER_GAPS,
 )
-"""Everything a router exposes."""
+"""All metrics of a router."""

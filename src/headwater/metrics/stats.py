@@ -1,6 +1,6 @@
-"""A snapshot of one engine, in plain numbers: what crosses the wire and what is scraped.
+"""A snapshot of one engine in plain numbers, for the wire and for scrapes.
 
-Counters only go up while the engine lives; ratios are the reader's.
+Counters only increase while the engine lives; the reader computes ratios.
 """
 
 from collections.abc import Mapping
@@ -27,26 +27,26 @@ class TierStats:
     """Cached and not leased."""
 
     evicted: int = 0
-    """Blocks that were evicted from it, ever."""
+    """Blocks evicted from it since the start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkStats:
-    """What moved between two tiers, or was asked of storage, since the engine started."""
+    """Transfers between two tiers, or storage lookups, since the engine started."""
 
     num_jobs: int = 0
     num_blocks: int = 0
-    """Moved, or asked for."""
+    """Blocks moved or looked up."""
 
     num_bytes: int = 0
     busy_s: float = 0.0
     """Seconds of work, over all threads."""
 
     failures: Mapping[str, int] = field(default_factory=dict)
-    """Jobs that did not end well, by reason."""
+    """Failed jobs, by reason."""
 
     fastest_bytes_s: float = 0.0
-    """The fastest that one job of it went; 0 before the first, and where no bytes move."""
+    """Speed of the fastest job; 0 before the first one, and for lookups."""
 
     in_flight: int = 0
     blocks_in_flight: int = 0
@@ -59,24 +59,24 @@ class HandoffStats:
     in_flight: int = 0
     asks: int = 0
     done: int = 0
-    """Ended well."""
+    """Hand-offs that succeeded."""
 
     refusals: Mapping[str, int] = field(default_factory=dict)
-    """Not begun, by reason."""
+    """Hand-offs that did not begin, by reason."""
 
     failures: Mapping[str, int] = field(default_factory=dict)
-    """Begun, and not ended well, by reason; `expired` are leases whose term ran out."""
+    """Hand-offs that began and failed, by reason; `expired` are leases whose term ended."""
 
     num_bytes: int = 0
-    """Sent, or received and accounted for."""
+    """Bytes sent, or received and verified."""
 
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """By part of the hand-off, over those that ended well."""
+    """Seconds of successful hand-offs, by phase."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """What the engine looked like between two steps."""
+    """The state of the engine between two steps."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -87,7 +87,7 @@ class EngineStats:
     """Seconds spent in scheduler and cache."""
 
     step_s: float = 0.0
-    """Seconds spent in steps, deciding included."""
+    """Seconds spent in steps, including scheduling."""
 
     num_idle_turns: int = 0
     """Turns of the loop that received, scheduled, computed and sent nothing."""
@@ -96,7 +96,7 @@ class EngineStats:
     """Kernels that were compiled or loaded after the engine was ready; each delayed requests."""
 
     queue_s: float = 0.0
-    """Seconds that admitted requests had waited, summed."""
+    """Sum of the seconds that admitted requests waited."""
 
     num_admitted: int = 0
     tiers: Mapping[str, TierStats] = field(default_factory=dict)
@@ -106,13 +106,13 @@ class EngineStats:
     """By name: `host_to_device`, `device_to_host`, …, `lookup`."""
 
     storage: StorageStats | None = None
-    """What the storage backend says of itself, where there is one."""
+    """Statistics of the storage backend, if there is one."""
 
     load_choices: Mapping[str, int] = field(default_factory=dict)
-    """Load or recompute: how often each was chosen, by reason."""
+    """Decisions between loading and computing, by reason."""
 
     rates: MeasuredRates = field(default_factory=MeasuredRates)
-    """What those choices are priced from, as measured lately."""
+    """The measured rates behind these decisions."""
 
     predictions: Mapping[str, PredictionTotals] = field(default_factory=dict)
     """Expected and actual seconds of loads and of computing prompts, by kind."""
@@ -130,22 +130,22 @@ class EngineStats:
     """Those of them that left memory without being in storage."""
 
     recent_loads: tuple[LoadUsage, ...] = ()
-    """The last choices, oldest first, with their prices and what came of them."""
+    """The latest decisions, oldest first, with their prices and results."""
 
     handoffs: Mapping[str, HandoffStats] = field(default_factory=dict)
-    """By side, `prefill` and `decode`; empty on an instance that serves alone."""
+    """By side, `prefill` and `decode`; empty on an instance without hand-offs."""
 
     hints: Mapping[str, int] = field(default_factory=dict)
-    """What became of the hints that clients gave, by outcome."""
+    """Hints of clients, by outcome."""
 
     num_sessions: int = 0
-    """Sessions that are known by name."""
+    """Named sessions that are known."""
 
     promised_blocks: int = 0
     """Blocks that are kept for sessions because of a hint."""
 
     queries: int = 0
-    """Requests that asked the prefix cache."""
+    """Requests that looked up the prefix cache."""
 
     query_tokens: int = 0
     """Prompt tokens of those requests."""

@@ -1,8 +1,8 @@
-"""The one module that knows OpenTelemetry: a ledger in, spans out.
+"""The only module that knows OpenTelemetry: turns request records into spans.
 
-A sequence is a span from its arrival to its end, with one below it for each thing it did:
-waiting, being prefilled, decoding. Made when it has ended, so nothing is kept meanwhile, and
-sent by a thread of the exporter's own: no request waits for a collector.
+A sequence is a span from its arrival to its end, with child spans for waiting, prefill and
+decoding. Spans are made when the sequence has ended, so nothing is kept before, and a thread of
+the exporter sends them: no request waits for a collector.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 
 def open_spans(environ: Mapping[str, str], *, model: str) -> "SpanExporter | None":
-    """Where spans go, if the environment names an endpoint; None if it does not."""
+    """The exporter, if the environment names an endpoint; otherwise None."""
     if not environ.get(ENDPOINT):
         return None
     try:
@@ -32,7 +32,7 @@ def open_spans(environ: Mapping[str, str], *, model: str) -> "SpanExporter | Non
 
 
 class SpanExporter:
-    """Sends spans over OTLP/HTTP, as OpenTelemetry's own environment variables say."""
+    """Sends spans over OTLP/HTTP, configured by OpenTelemetry's own environment variables."""
 
     def __init__(self, model: str) -> None:
         # Imported here: it is an extra, and slow to import.
@@ -67,12 +67,12 @@ class SpanExporter:
         whole.end(_ns(start_s + record.duration_s))
 
     def close(self) -> None:
-        """Send what has not been sent; bounded by the exporter's timeout."""
+        """Send the remaining spans; bounded by the exporter's timeout."""
         self._provider.shutdown()
 
 
 def _phases(record: RequestRecord) -> list[tuple[str, float, float]]:
-    """What it did one after the other: name, begin, end, in seconds after its arrival."""
+    """The phases of a sequence in order: name, begin, end, in seconds after its arrival."""
     if record.queued_s is None:
         return [("queue", 0.0, record.duration_s)]
     first_s = record.duration_s if record.first_token_s is None else record.first_token_s
@@ -86,7 +86,7 @@ def _phases(record: RequestRecord) -> list[tuple[str, float, float]]:
 
 
 def _attributes(record: RequestRecord, model: str) -> dict[str, str | int | float]:
-    """Names of OpenTelemetry's conventions where there are any, our own elsewhere."""
+    """Names of OpenTelemetry's conventions if they exist, otherwise our own."""
     found: dict[str, str | int | float | None] = {
         "gen_ai.request.model": model,
         "gen_ai.usage.input_tokens": record.prompt_tokens,

@@ -9,7 +9,7 @@ from headwater.scheduler.stats import SequenceView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViewLimits:
-    """How much of it is wanted; the cost is in what is shown, never in what there is."""
+    """How much of it is requested. The cost depends on what is shown, not on what exists."""
 
     max_sequences: int = 0
     max_nodes: int = 0
@@ -20,7 +20,7 @@ class ViewLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineView:
-    """One look at an engine, between two steps."""
+    """The state of an engine between two steps."""
 
     stats: EngineStats
     sequences: list[SequenceView] = field(default_factory=list)

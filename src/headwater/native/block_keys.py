@@ -32,8 +32,8 @@ class _Chain(Protocol):
 
 
 def prepare() -> bool:
-    """Compile and load the native form; whether it is used from now on. Takes up to a second the
-    first time on a machine, so call it at start and never on the engine loop."""
+    """Compile and load the native form; return whether it is used from now on. The first call
+    on a machine takes up to a second, so call it at start and never on the engine loop."""
     return _native() is not None
 
 

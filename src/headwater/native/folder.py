@@ -1,4 +1,4 @@
-"""The user's cache folder, and how anything is put there: whole, or not at all."""
+"""The user's cache folder. Files and folders appear there complete or not at all."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """`HEADWATER_CACHE`, or `~/.cache/headwater`. Not created by asking."""
+    """`HEADWATER_CACHE`, or `~/.cache/headwater`. This call does not create it."""
     named = os.environ.get("HEADWATER_CACHE")
     return Path(named) if named else Path.home() / ".cache" / "headwater"
 

@@ -1,8 +1,9 @@
-"""What the bytes of another engine's block are: everything that decides them, or a refusal.
+"""The identity of another engine's blocks: everything that determines their bytes, or a
+refusal.
 
-Blocks outlive a process and are shared between machines. Two deployments that differ in weights,
-element type, layout, parallel size, block size or hashing must never find each other's blocks.
-So every field below has to be known; where one is not, the plug-in does not start.
+Blocks outlive a process and are shared between machines. Two deployments that differ in
+weights, element type, layout, parallel size, block size or hashing must never find each other's
+blocks. So every field below must be known; if one is not, the plug-in does not start.
 """
 
 import hashlib
@@ -28,7 +29,7 @@ _KEY_WORDS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockIdentity:
-    """Everything outside the tokens that decides what the bytes of a block are."""
+    """Everything except the tokens that determines the bytes of a block."""
 
     engine: str
     """Name and version of the engine that wrote the bytes."""
@@ -43,10 +44,10 @@ class BlockIdentity:
     """Order of the bytes inside a block: layers, their shapes, the attention's layout."""
 
     shard: str
-    """Which rank of which parallel sizes has written the bytes."""
+    """The rank, and the parallel sizes, that wrote the bytes."""
 
     block_tokens: str
-    """Tokens in a block, and in a hash where that differs."""
+    """Tokens in a block, and in a hash if that differs."""
 
     hashing: str
     """How the engine hashes tokens: algorithm and seed."""
@@ -62,11 +63,12 @@ class BlockIdentity:
                 )
 
     def fingerprint(self) -> bytes:
-        """32 bytes that differ wherever a field differs."""
+        """32 bytes that differ if any field differs."""
         digest = hashlib.sha256(_DOMAIN)
         for field in fields(self):
             value = getattr(self, field.name).encode()
-            # Length before each value: no two lists of fields have the same encoding.
+            # Each value has its length before it, so no two lists of fields have the same
+            # encoding.
             digest.update(struct.pack("<I", len(value)) + value)
         return digest.digest()
 
@@ -74,10 +76,9 @@ class BlockIdentity:
 def identify_weights(
     model: str, revision: str | None, given: str | None, environ: Mapping[str, str] = os.environ
 ) -> str:
-    """What names the weights of `model`: what the operator says, a commit, or their content.
-
-    ConfigError if neither is known. A directory is hashed once; the hash is remembered.
-    """
+    """A name for the weights of `model`: given by the operator, a commit, or a hash of their
+    content. Raises ConfigError if none is known. A directory is hashed once; the hash is
+    remembered."""
     if given:
         return f"given:{given}"
     folder = Path(model)
@@ -115,8 +116,8 @@ def storage_keys(identity: bytes, hashes: Iterable[bytes]) -> list[BlockKey]:
 def key_path(keys: list[BlockKey], block_tokens: int) -> TokenPath:
     """Keys as the path of a prefix tree: the first eight tokens of a block are its key.
 
-    Keys are chained, so equal keys mean equal prefixes. With as many tokens as the real block has,
-    retention policies see true lengths.
+    Keys are chained, so equal keys mean equal prefixes. A path has as many tokens as the real
+    blocks have, so eviction policies see the true lengths.
     """
     if block_tokens < _KEY_WORDS:
         raise ConfigError(

@@ -1,9 +1,9 @@
-"""What storage has of the keys that requests wait for; asked in batches, never waited for.
+"""Storage lookups for the keys that requests need, in batches, without waiting.
 
     ask(key) -> None ── flush ──▶ one lookup job ── finish ──▶ ask(key) -> True or False
 
-An answer holds for as long as one of its requests lives. A key whose block could not be read is
-absent from then on, so that no request asks for it again and again.
+An answer is kept while one of its requests lives. A key whose block could not be read counts as
+absent from then on, so that no request tries it again and again.
 """
 
 from collections.abc import Iterable
@@ -44,16 +44,17 @@ class KeyLookups:
         return answer.present
 
     def take_batch(self) -> dict[bytes, BlockKey]:
-        """The keys that have to be asked for now, with their names in storage."""
+        """The keys to look up now, with their names in storage."""
         batch, self._batch = self._batch, {}
         return batch
 
     def start(self, job: JobId, keys: Iterable[bytes]) -> None:
-        """`job` asks for these keys."""
+        """`job` looks up these keys."""
         self._asked[job] = list(keys)
 
     def finish(self, job: JobId, found: tuple[int, ...]) -> bool:
-        """`job` ended; `found` is empty if it failed. False if it is no lookup of ours."""
+        """`job` ended; `found` is empty if it failed. Returns False if it is not a lookup of
+        this object."""
         keys = self._asked.pop(job, None)
         if keys is None:
             return False
@@ -66,7 +67,7 @@ class KeyLookups:
         return True
 
     def mark_absent(self, keys: Iterable[bytes]) -> None:
-        """These could not be read: nothing is to be read again for the requests that live."""
+        """These blocks could not be read: they are absent for all living requests."""
         for key in keys:
             if key in self._answers:
                 self._answers[key].present = False
@@ -82,6 +83,6 @@ class KeyLookups:
             self._drop_unused(key, answer)
 
     def _drop_unused(self, key: bytes, answer: _Answer) -> None:
-        # One that is in flight stays: a new request may share its answer.
+        # A key in flight stays: a new request may use its answer.
         if not answer.requests and answer.present is not None:
             del self._answers[key]

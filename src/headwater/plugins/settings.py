@@ -1,4 +1,4 @@
-"""Settings that every storage plug-in takes, and the storage they open."""
+"""Settings of all storage plug-ins, and the storage that they open."""
 
 import os
 from collections.abc import Mapping
@@ -30,25 +30,25 @@ class PluginConfig:
     """Settings of the backend; see docs/storage.md."""
 
     weights: str | None = None
-    """A name that changes whenever the weights change, where the plug-in cannot tell."""
+    """A name that changes whenever the weights change, for plug-ins that cannot find out."""
 
     adapters: str | None = None
-    """`named`: the name of a LoRA adapter stands for its weights everywhere in this storage."""
+    """`named`: the name of a LoRA adapter identifies its weights everywhere in this storage."""
 
     allow_untested: bool = False
-    """Run with a version of the engine that no test ran with."""
+    """Allows a version of the engine with which no test ran."""
 
     lookup_timeout_s: float = 1.0
-    """Longest wait to hear what storage has; afterwards it has nothing."""
+    """Longest wait for a lookup; afterwards it counts as a miss."""
 
     read_timeout_s: float = 5.0
     """Longest wait for a read; afterwards the blocks are computed."""
 
     write_timeout_s: float = 60.0
-    """Longest time for a write; nothing waits for it."""
+    """Longest time for a write; no request waits for it."""
 
     max_waiting_writes: int = 4096
-    """Blocks that may wait to be written; the least likely to return are dropped."""
+    """Most blocks that wait to be written; those least likely to be used again are dropped."""
 
     def __post_init__(self) -> None:
         if self.max_waiting_writes < 1:
@@ -68,7 +68,7 @@ class PluginConfig:
         return replace(read_settings(cls, rest, plugin), config=dict(config))
 
     def timeouts(self) -> TransferConfig:
-        """The same times, as the mover takes them."""
+        """The same times, as settings of the mover."""
         return TransferConfig(
             read_timeout_s=self.read_timeout_s,
             write_timeout_s=self.write_timeout_s,
@@ -78,7 +78,8 @@ class PluginConfig:
     def open(
         self, identity: bytes, block_bytes: int, memory: memoryview | None, clock: Clock
     ) -> GuardedStorage:
-        """The storage, behind breakers. ConfigError with what to change where it cannot open."""
+        """Open the storage, with breakers. Raises ConfigError with what to change if it cannot
+        open."""
         opening = Opening(
             format=BlockFormat(fingerprint=identity, block_bytes=block_bytes),
             clock=clock,

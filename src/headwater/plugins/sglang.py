@@ -40,11 +40,12 @@ _NOT_OURS = {
     "prefetch_timeout_base",
     "prefetch_timeout_per_ki_token",
 }
-"""Fields of the same object that SGLang reads."""
+"""Fields of the same object that SGLang itself reads."""
 
 
 class HeadwaterHiCache(HiCacheStorage):
-    """Pages of SGLang's host pool, by hash: bounded, checksummed, with breakers and deadlines."""
+    """Pages of SGLang's host pool in storage, by hash: bounded, checksummed, with breakers and
+    deadlines."""
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:  # noqa: ANN401 - SGLang's
         extra = dict(storage_config.extra_config or {})
@@ -61,10 +62,11 @@ class HeadwaterHiCache(HiCacheStorage):
         self._storage: StagedStorage | None = None
         self._identity = b""
         self._pieces = 1
-        """Contiguous pieces of a page; each is stored as a block."""
+        """Contiguous pieces of a page. Each is stored as a block."""
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:  # noqa: ANN401 - SGLang's
-        """Open the storage: only the host pool knows element type and layout."""
+        """Open the storage. Only now are element type and layout known: the host pool has
+        them."""
         self.mem_pool_host = mem_pool_host
         if self._pieces_in_place:
             first = range(mem_pool_host.page_size)
@@ -82,13 +84,13 @@ class HeadwaterHiCache(HiCacheStorage):
         )
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:  # noqa: ANN401 - SGLang's
-        """Leading pages that are whole in storage."""
+        """Leading pages that are complete in storage."""
         try:
             [found] = self.storage.contains(
                 [self._names(keys)], timeout_s=self._config.lookup_timeout_s
             )
         except StorageError:
-            return 0  # counted and logged where it failed
+            return 0  # counted and logged where the call failed
         return found // self._pieces
 
     def exists(self, key: str) -> bool:
@@ -149,7 +151,7 @@ class HeadwaterHiCache(HiCacheStorage):
         self.storage.remove(None, timeout_s=self._config.write_timeout_s)
 
     def storage_stats(self) -> StorageStats:
-        """What storage says of itself."""
+        """Statistics of the storage backend."""
         return self.storage.stats()
 
     def close(self) -> None:
@@ -158,7 +160,7 @@ class HeadwaterHiCache(HiCacheStorage):
 
     @property
     def storage(self) -> StagedStorage:
-        """The storage; open once SGLang has registered its host pool."""
+        """The storage, which is open after SGLang has registered its host pool."""
         if self._storage is None:
             raise StorageError("SGLang has not registered its host pool yet")
         return self._storage
@@ -208,10 +210,10 @@ class HeadwaterHiCache(HiCacheStorage):
                     names[at:end], views[at:end], timeout_s=self._config.read_timeout_s
                 )
             except StorageError:
-                break  # counted and logged where it failed
+                break  # counted and logged where the call failed
             good += [outcome is BlockRead.READ for outcome in outcomes]
             if not all(good):
-                break  # only leading pages are of use
+                break  # only leading pages are useful
         return self._pages(good, len(keys))
 
     def _write(self, keys: Sequence[str], views: Sequence[memoryview]) -> list[bool]:
@@ -227,28 +229,29 @@ class HeadwaterHiCache(HiCacheStorage):
         return self._pages([one is not BlockWrite.REFUSED for one in outcomes], len(keys))
 
     def _pages(self, good: list[bool], num_pages: int) -> list[bool]:
-        """A page is good when all its pieces are."""
+        """A page is good if all its pieces are."""
         good = good + [False] * (num_pages * self._pieces - len(good))
         per = self._pieces
         return [all(good[page * per : (page + 1) * per]) for page in range(num_pages)]
 
 
 class _Indices(list[int]):
-    """Indices of tokens where SGLang expects a tensor of them."""
+    """Token indices, for code in which SGLang expects a tensor."""
 
     def tolist(self) -> list[int]:
         return list(self)
 
 
 def _wait_until_quiet(error: StorageError) -> None:
-    """SGLang reuses its pages when a write has returned, so they must not be read any more."""
+    """SGLang reuses its pages when a write has returned, so wait until the pages are not read
+    any more."""
     quiet = getattr(error, "quiet", None)
     if quiet is not None:
         quiet.wait()
 
 
 def _view(address: int, size: int) -> memoryview:
-    """Bytes at an address that SGLang keeps mapped."""
+    """The bytes at an address that SGLang keeps mapped."""
     return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
 
 
@@ -257,7 +260,7 @@ def _tensor_view(tensor: Any) -> memoryview:  # noqa: ANN401 - a contiguous CPU 
 
 
 def _pool_memory(pool: Any) -> memoryview | None:  # noqa: ANN401 - SGLang's
-    """All of the host pool, for backends that register memory."""
+    """The whole host pool, for backends that register memory."""
     buffer = getattr(pool, "kv_buffer", None)
     if buffer is None or isinstance(buffer, list):
         return None

@@ -1,9 +1,9 @@
-"""Reads through memory of our own, for engines that cannot wait for a lost call.
+"""Reads through staging memory, for engines that cannot wait for a lost call.
 
-A read that has passed its deadline may still write into its buffer later. Where the buffer belongs
-to another engine, which uses it again at once, that would put one block's bytes in place of
-another's. So bytes are read into staging memory, verified there, and copied when they are whole. A
-call that never returns keeps its staging memory, and nothing else.
+A read that has passed its deadline may still write to its buffer later. If the buffer belonged
+to another engine, which reuses it at once, the late write would replace the bytes of another
+block. So bytes are read into staging memory, verified there, and copied when they are complete.
+A call that never returns keeps only its staging memory.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from headwater.transfer.slab import HostSlab
 from headwater.types import BlockKey
 
 _SHARE = 0.9
-"""Of its time, how much a read may take; the rest is for copying and reporting."""
+"""Share of the time limit for the read; the rest is for copying and reporting."""
 
 
 class StagedStorage:
@@ -41,7 +41,7 @@ class StagedStorage:
     def read(
         self, keys: Sequence[BlockKey], into: Sequence[memoryview], *, timeout_s: float
     ) -> list[BlockRead]:
-        """At most `slice_blocks` blocks: the caller divides longer reads."""
+        """Read at most `slice_blocks` blocks; the caller divides longer reads."""
         number = self._take()
         first = number * self._slice_blocks
         staged = self._slab.views(range(first, first + len(keys)))
@@ -83,7 +83,7 @@ class StagedStorage:
     def _read_whole(
         self, keys: Sequence[BlockKey], staged: Sequence[memoryview], timeout_s: float
     ) -> list[BlockRead]:
-        """Read, and do not end before the staging memory is left alone."""
+        """Read, and return only when the staging memory is not used any more."""
         try:
             return self._backend.read(keys, staged, timeout_s=timeout_s)
         except StorageTimeout as error:
@@ -102,7 +102,7 @@ class StagedStorage:
             self._free.append(number)
 
     def _give_back_later(self, number: int, quiet: Event | None) -> None:
-        """The lost call may still write: wait for its end in a thread of its own."""
+        """The lost call may still write: wait for its end in a separate thread."""
         if quiet is None or quiet.is_set():
             self._give_back(number)
             return

@@ -1,7 +1,8 @@
-"""Numbered storage jobs for another engine's scheduler thread, which must never wait.
+"""Storage jobs for the scheduler thread of another engine, which must never wait.
 
-The same threads, deadlines and breakers as in Headwater's own engine (`headwater.transfer`).
-Keys come from the other engine, so a lookup carries them instead of computing them.
+They use the same threads, deadlines and breakers as Headwater's own engine
+(`headwater.transfer`). Keys come from the other engine, so a lookup contains them instead of
+computing them.
 """
 
 from collections.abc import Sequence
@@ -38,7 +39,7 @@ class KeyLookup(Lookup):
 
 
 class StorageJobs:
-    """Starts lookups, reads and writes without waiting, and says once how each ended.
+    """Starts lookups, reads and writes without waiting, and reports the outcome of each once.
 
     After TIMED_OUT a read or write has a second outcome, QUIET: until then its slots may still
     be touched. Belongs to one thread.
@@ -54,8 +55,8 @@ class StorageJobs:
         root: BlockKey,
         num_threads: int = 2,
     ) -> None:
-        """`root` stands before the first block of every write; `num_threads` for each kind of
-        call."""
+        """`root` is the key before the first block of every write; `num_threads` for each kind
+        of call."""
         self._clock = clock
         self._root = root
         workers = StorageWorkers(backend, slab, clock, num_threads=num_threads)
@@ -69,7 +70,7 @@ class StorageJobs:
 
     @property
     def links(self) -> dict[str, LinkTotals]:
-        """What each link has moved and has in flight. For reading."""
+        """Totals of each link, for reading."""
         return self._mover.links
 
     def lookup(self, runs: Sequence[Sequence[BlockKey]]) -> JobId:
@@ -94,7 +95,7 @@ class StorageJobs:
         return job
 
     def write(self, keys: Sequence[BlockKey], slots: Sequence[int]) -> JobId:
-        """Write blocks from slots of the slab; keys that storage has are left alone."""
+        """Write blocks from slots of the slab; keys that storage has already are skipped."""
         job = self._next()
         plan = OffloadJob(
             job=job,
@@ -109,7 +110,7 @@ class StorageJobs:
         return job
 
     def take(self) -> list[JobOutcome]:
-        """The outcomes since the last call, deadlines included. Never waits."""
+        """The outcomes since the last call, including passed deadlines. Never waits."""
         return self._mover.take(now=self._clock.now())
 
     def wait(self, timeout_s: float) -> None:
@@ -120,13 +121,13 @@ class StorageJobs:
         self._mover.completions.wait(timeout_s)
 
     def stats(self) -> StorageStats:
-        """What storage says of itself; never blocks."""
+        """Statistics of the storage backend. Never blocks."""
         stats = self._mover.storage_stats()
         assert stats is not None, "there is always storage here"
         return stats
 
     def close(self) -> None:
-        """End without waiting for calls that have begun. Calling it twice is safe."""
+        """End without waiting for running calls. Calling it twice is safe."""
         self._mover.close()
 
     def _next(self) -> JobId:

@@ -35,7 +35,7 @@ SECONDS = PluginMetric(
 )
 FAILURES = PluginMetric(
     "headwater:transfer_failures",
-    "Lookups, reads and writes that did not end well.",
+    "Lookups, reads and writes that failed.",
     True,
     ("link", "reason"),
 )
@@ -62,7 +62,7 @@ WAITING = PluginMetric(
 )
 DROPPED = PluginMetric(
     "headwater:storage_writes_dropped",
-    "Blocks not written because too many waited; least likely to return first.",
+    "Blocks not written because too many waited; those least likely to be used again come first.",
     True,
 )
 METRICS = (
@@ -78,7 +78,7 @@ def sample_storage(
     num_waiting: int,
     num_dropped: int,
 ) -> Iterator[Sample]:
-    """Every metric's value now."""
+    """The current value of every metric."""
     for link, totals in links.items():
         if link != "lookup":
             yield Sample(BYTES, totals.num_blocks * block_bytes, (link,))

@@ -14,7 +14,8 @@ def require_tested(
     """The installed version of `package`, or ConfigError if no test ran with it.
 
     Interfaces of plug-ins change between releases, and a changed meaning could serve wrong
-    blocks without any error. So an unknown version is an error that the operator may overrule.
+    blocks without any error. So an unknown version is an error, which the operator may
+    override.
     """
     found = installed or _installed(package)
     plain = found.split("+")[0]

@@ -1,4 +1,4 @@
-"""Which waiting blocks are written to storage first: those most likely to return.
+"""The order of writes to storage: blocks most likely to be used again come first.
 
 Storage often accepts less than an engine computes. Then the order decides what is found later:
 
@@ -6,7 +6,7 @@ Storage often accepts less than an engine computes. Then the order decides what 
 2. among them the start of a prompt before its end: a block is of no use without those before it;
 3. then the newest.
 
-What does not fit into the bound is dropped from the end of this order, and counted.
+Blocks above the bound are dropped from the end of this order and counted.
 """
 
 from bisect import insort
@@ -17,11 +17,12 @@ from typing import Generic, NamedTuple, TypeVar
 T = TypeVar("T")
 
 MAX_SEEN = 1 << 17
-"""Keys whose uses are remembered."""
+"""Number of keys whose uses are remembered."""
 
 
 class _Waiting(NamedTuple):
-    """Some blocks that wait; sorted by its first three fields, least likely to return first."""
+    """Blocks that wait; sorted by the first three fields, least likely to be used again
+    first."""
 
     uses: int
     depth: int
@@ -38,7 +39,7 @@ class WriteOrder(Generic[T]):
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
         self._waiting: list[_Waiting] = []
-        """The first to be written is the last."""
+        """Sorted; the last one is written first."""
         self._items: dict[int, T] = {}
         self._last = 0
         self.num_blocks = 0
@@ -49,8 +50,8 @@ class WriteOrder(Generic[T]):
         return len(self._waiting)
 
     def add(self, item: T, *, count: int, uses: int, position: int) -> list[T]:
-        """`count` blocks wait, the first at block `position` of its prompt, of a prefix that was
-        asked for `uses` times. Returns what is dropped for it, perhaps itself."""
+        """Add `count` waiting blocks. The first is block `position` of its prompt; its prefix
+        was requested `uses` times. Returns the items that are dropped, possibly this one."""
         self._last += 1
         insort(self._waiting, _Waiting(uses, -position, self._last, count))
         self._items[self._last] = item
@@ -67,7 +68,7 @@ class WriteOrder(Generic[T]):
         return self._remove(self._waiting.pop()) if self._waiting else None
 
     def clear(self) -> list[T]:
-        """Take all items out, without an order."""
+        """Remove and return all items, in any order."""
         items = list(self._items.values())
         self._waiting.clear()
         self._items.clear()
@@ -87,7 +88,7 @@ class WriteOrder(Generic[T]):
 
 
 class UseCounts:
-    """How often keys were asked for lately; the oldest are forgotten."""
+    """How often keys were requested recently; the oldest are forgotten."""
 
     def __init__(self, max_keys: int = MAX_SEEN) -> None:
         self._max_keys = max_keys
@@ -97,7 +98,7 @@ class UseCounts:
         return len(self._counts)
 
     def record(self, keys: Iterable[Hashable]) -> None:
-        """A request asked for these keys."""
+        """A request used these keys."""
         counts = self._counts
         for key in keys:
             counts[key] = counts.pop(key, 0) + 1
@@ -105,5 +106,5 @@ class UseCounts:
             counts.popitem(last=False)
 
     def of(self, key: Hashable) -> int:
-        """How often `key` was asked for."""
+        """How often `key` was requested."""
         return self._counts.get(key, 0)

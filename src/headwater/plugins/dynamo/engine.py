@@ -1,4 +1,5 @@
-"""Dynamo's `LLMEngine` over a Headwater server: requests in, tokens, KV events and load out.
+"""Implements Dynamo's `LLMEngine` with a Headwater server: passes on requests, tokens, KV
+events and load.
 
 Dynamo's frontend tokenizes, routes and detokenizes. The worker forwards token ids to its server and
 hands the server's KV events to Dynamo, whose KV router then knows which blocks this worker has.
@@ -120,7 +121,7 @@ class HeadwaterEngine(LLMEngine):
         await self._server.stop()
 
     async def _publish_load(self) -> None:
-        """Tell Dynamo's router how full the device is, for as long as the worker serves."""
+        """Report the use of the device to Dynamo's router while the worker serves."""
         while True:
             await asyncio.sleep(_LOAD_EVERY_S)
             if self._publisher is not None:
@@ -146,12 +147,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _body(request: Any, context: Any) -> dict[str, Any]:  # noqa: ANN401 - Dynamo's
-    """Dynamo's request as one of Headwater's completions API."""
+    """Dynamo's request as a request of Headwater's completions API."""
     sampling = request.get("sampling_options") or {}
     stops = request.get("stop_conditions") or {}
     body = {name: sampling[name] for name in _SAMPLING if sampling.get(name) is not None}
     if body.get("top_k", 0) < 0:
-        del body["top_k"]  # Dynamo's word for no limit
+        del body["top_k"]  # Dynamo's value for "no limit"
     ending = {
         "max_tokens": stops.get("max_tokens"),
         "min_tokens": stops.get("min_tokens"),
@@ -171,7 +172,7 @@ def _body(request: Any, context: Any) -> dict[str, Any]:  # noqa: ANN401 - Dynam
 
 
 def _snapshot(cache: dict[str, Any]) -> ComponentSnapshot:
-    """Occupancy of the device tier, from `GET /cache`."""
+    """Use of the device tier, from `GET /cache`."""
     device = cache["tiers"]["device"]
     total = device["num_blocks"]
     used = total - device["free"]

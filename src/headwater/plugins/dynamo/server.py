@@ -1,4 +1,5 @@
-"""A `headwater serve` of our own: one process, reachable on loopback only, that ends with us."""
+"""A `headwater serve` process of this worker. It listens on loopback only and ends with the
+worker."""
 
 import asyncio
 import json
@@ -19,12 +20,12 @@ _POLL_S = 0.2
 
 
 class OwnServer:
-    """Starts a server for `model`, speaks HTTP with it, and stops it."""
+    """Starts a server for `model`, sends it HTTP requests, and stops it."""
 
     def __init__(self, model: str | None, flags: Sequence[str]) -> None:
         self._model = model
         self._flags = list(flags)
-        # KV events carry prompts. A socket in a folder of mode 0700 is this user's only.
+        # KV events contain prompts. Only this user can reach a socket in a folder of mode 0700.
         self._folder = tempfile.TemporaryDirectory(prefix="headwater-dynamo-")
         self.events_endpoint = f"ipc://{self._folder.name}/kv-events"
         self._port = _free_port()
@@ -32,7 +33,7 @@ class OwnServer:
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> dict[str, Any]:
-        """Returns when it answers: its `/server_info`."""
+        """Start the server and return its `/server_info` when it answers."""
         events = {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
@@ -65,7 +66,7 @@ class OwnServer:
             return await response.json()
 
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """Server-sent events of a request, each decoded."""
+        """Server-sent events of a request, decoded."""
         async with self._http.post(path, json=body) as response:
             if response.status != 200:
                 raise EngineDead(f"the engine refused a request: {await response.text()}")
@@ -74,7 +75,7 @@ class OwnServer:
                     yield json.loads(line[6:])
 
     async def stop(self) -> None:
-        """End the server; twice is safe."""
+        """End the server. Calling it twice is safe."""
         if self._session is not None:
             await self._session.close()
             self._session = None

@@ -5,9 +5,10 @@
       "kv_load_failure_policy": "recompute",
       "kv_connector_extra_config": {"host_bytes": "8GiB", "config": {"path": "/var/lib/kv"}}}'
 
-vLLM makes one connector in its scheduler, which decides (`HostTier`), and one in each worker, which
-moves bytes (`ConnectorWorker`). It also runs on CPU. On GPUs prefer `HeadwaterTier`: vLLM's own
-offloading overlaps copies with compute, this connector copies between steps.
+vLLM makes one connector in its scheduler, which decides (`HostTier`), and one in each worker,
+which moves bytes (`ConnectorWorker`). The connector also works on a CPU. On GPUs prefer
+`HeadwaterTier`: vLLM's own offloading overlaps copies with compute, this connector copies
+between steps.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
 
 
 class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
-    """Blocks that leave vLLM's KV cache are found again, in host memory or in storage."""
+    """Keeps blocks that leave vLLM's KV cache in host memory and storage, and loads them
+    back."""
 
     _cache_hit_source = CacheHitSource.HOST
 
@@ -52,7 +54,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: ConnectorWorker | None = None
         self._live: dict[str, Request] = {}
         self._starts: dict[str, int] = {}
-        """Blocks that vLLM's own cache has of each living request."""
+        """Blocks of each living request that vLLM's own cache has."""
         self._num_slots = self._config.num_slots(self._shape)
         self._failed_blocks: set[int] = set()
         self._totals = StatsDelta()
@@ -86,7 +88,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
             return
         count = num_external_tokens // self._shape.block_tokens
         start = self._starts[request.request_id]
-        # vLLM has the local blocks first, then those to be loaded, then room for the rest.
+        # vLLM's order: local blocks, then blocks to load, then room for the rest.
         block_ids = blocks.get_block_ids()[0][start : start + count]
         hashes = self._hashes(request, start + count)
         self.tier.load(request.request_id, hashes, start, block_ids)
@@ -117,14 +119,14 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
             request.num_prompt_tokens,
             request.num_tokens - request.num_prompt_tokens,
         )
-        return False, None  # what was to be saved has been copied already
+        return False, None  # everything to be saved has been copied already
 
     def has_pending_push_work(self) -> bool:
         return self._tier is not None and self._tier.has_work
 
     def reset_cache(self) -> bool:
-        """Forget the host tier, after new weights for example; storage keeps its blocks, which
-        are found only by servers with the weights they were made with."""
+        """Forget the host tier, for example after new weights. Storage keeps its blocks; only
+        servers with the same weights find them."""
         self.tier.reset()
         return True
 
@@ -139,7 +141,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _save(self, name: str, computed: int, scheduler_output: Any) -> None:  # noqa: ANN401 - vLLM's
         """Save the blocks that are complete after this step. Hashes cover known tokens only, so
-        tokens that are drafted or sampled in this step are in none of them."""
+        tokens that are drafted or sampled in this step are not included."""
         request = self._live.get(name)
         if request is None or self._kv_cache_manager is None:
             return
@@ -168,7 +170,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.start(self._connector_metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads end before vLLM schedules their requests."""
+        """Nothing to do: loads end before vLLM schedules their requests."""
 
     def save_kv_layer(
         self,
@@ -177,7 +179,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: Any,  # noqa: ANN401 - vLLM's
         **kwargs: Any,  # noqa: ANN401 - vLLM's
     ) -> None:
-        """Blocks are saved whole, after the step."""
+        """Nothing to do: whole blocks are saved after the step."""
 
     def wait_for_save(self) -> None:
         if self._worker is not None and isinstance(self._connector_metadata, StepOrders):

@@ -1,4 +1,4 @@
-"""Settings of the connector, and the shape of the KV cache it is for."""
+"""Settings of the connector, and the shape of the KV cache."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ class KVShape:
 
     layer_names: list[str]
     page_bytes: int
-    """Bytes of one block over all layers, as vLLM accounts for them."""
+    """Bytes of one block over all layers, as vLLM calculates them."""
 
     block_tokens: int
     num_blocks: int
@@ -57,7 +57,7 @@ class KVShape:
         )
 
     def require_bytes(self, block_bytes: int) -> None:
-        """Scheduler and workers must agree on the size of a slot."""
+        """Check that scheduler and workers agree on the size of a slot."""
         if block_bytes > self.page_bytes:
             raise ConfigError(
                 f"a KV block has {block_bytes} bytes in the worker, but the scheduler expects at "
@@ -67,7 +67,7 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectorConfig:
-    """`kv_connector_extra_config`, checked."""
+    """The validated `kv_connector_extra_config`."""
 
     version: str
     host_bytes: int
@@ -78,7 +78,7 @@ class ConnectorConfig:
 
     @classmethod
     def read(cls, transfer: Any) -> "ConnectorConfig":  # noqa: ANN401 - vLLM's KVTransferConfig
-        """ConfigError with what to change where something is wrong."""
+        """Read and check the settings. Raises ConfigError with what to change."""
         extra = dict(transfer.kv_connector_extra_config or {})
         own = {name: extra.pop(name) for name in _OWN if name in extra}
         settings = PluginConfig.read(extra, "HeadwaterConnector")
@@ -107,11 +107,12 @@ class ConnectorConfig:
         return count
 
     def host_tier(self, shape: KVShape) -> HostTierConfig:
-        """What the scheduler's side is made with."""
+        """The settings of the scheduler's side."""
         return HostTierConfig(
             num_slots=self.num_slots(shape),
             block_tokens=shape.block_tokens,
-            # Only names blocks inside this process; storage has the ranks' full identities.
+            # These keys are used only inside this process; storage has the full identities of
+            # the ranks.
             identity=b"scheduler",
             num_ranks=shape.num_ranks,
             eviction=self.eviction,
@@ -121,7 +122,7 @@ class ConnectorConfig:
         )
 
     def identify(self, vllm_config: Any, shape: KVShape, pages: str) -> bytes:  # noqa: ANN401 - vLLM's
-        """The identity of this rank's blocks, whose layers are laid out as `pages` says."""
+        """The identity of this rank's blocks, whose layers are laid out as in `pages`."""
         return identify_worker(
             vllm_config,
             shape.layer_names,

@@ -1,4 +1,4 @@
-"""What the connector reports to vLLM's logs and Prometheus, under Headwater's names."""
+"""Metrics of the connector in vLLM's logs and Prometheus, under Headwater's names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from headwater.storage import StorageStats
 from headwater.transfer.mover import LinkTotals
 
 _SEPARATOR = "|"
-"""Between a metric's name and its labels: stats travel as one flat mapping."""
+"""Separates a metric's name and its labels: stats are sent as one flat mapping."""
 
 
 @dataclass
@@ -26,7 +26,7 @@ class ConnectorStats(KVConnectorStats):
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> "ConnectorStats":
-        """Counters of several reports add up; of a gauge the newest value holds."""
+        """Adds up the counters of several reports; for a gauge the newest value counts."""
         for name, value in other.data.items():
             is_counter = name.split(_SEPARATOR)[0] in _COUNTERS
             self.data[name] = self.data.get(name, 0) + value if is_counter else value
@@ -43,7 +43,7 @@ _COUNTERS = {metric.name for metric in METRICS if metric.is_counter}
 
 
 class StatsDelta:
-    """Turns totals into increments; says nothing while nothing changed."""
+    """Turns totals into increments. Reports nothing if nothing changed."""
 
     def __init__(self) -> None:
         self._last: dict[str, float] = {}
@@ -62,7 +62,8 @@ class StatsDelta:
 
 
 class ConnectorPromMetrics(KVConnectorPromMetrics):
-    """Registers Headwater's storage metrics with vLLM's labels and adds up what is reported."""
+    """Registers Headwater's storage metrics with vLLM's labels and adds up the reported
+    values."""
 
     def __init__(
         self,

@@ -1,8 +1,9 @@
-"""The worker's side of the connector: copies blocks and talks to storage, as it is ordered.
+"""The worker's side of the connector: copies blocks and calls storage, as the scheduler's side
+orders.
 
-All methods run on vLLM's worker thread. It copies between KV cache and host slots itself and never
-waits for storage: reads and writes run in other threads, and their ends are noticed at the next
-step. A block reaches the KV cache only after storage has proved it whole.
+All methods run on vLLM's worker thread. It copies between KV cache and host slots itself and
+never waits for storage: reads and writes run in other threads, and their ends are handled at
+the next step. A block is copied to the KV cache only after its checksum was verified.
 """
 
 from typing import NamedTuple
@@ -19,10 +20,10 @@ from headwater.types import BlockKey, JobId
 
 
 class LoadArrivals(NamedTuple):
-    """What became of loads since the last step."""
+    """Results of loads since the last step."""
 
     requests: set[str]
-    """Requests whose loads have ended, well or not."""
+    """Requests whose loads have ended, successfully or not."""
 
     failed_blocks: set[int]
     """KV blocks that were not filled; vLLM computes them."""
@@ -54,13 +55,13 @@ class ConnectorWorker:
         self._stores: dict[JobId, int] = {}
         self._reads: dict[JobId, LoadOrder] = {}
         self._lost: dict[JobId, int] = {}
-        """Orders of reads that took too long, whose slots may still be touched."""
+        """Read orders that took too long; their slots may still be touched."""
         self._report = RankReport()
         self._arrived: set[str] = set()
         self._failed: set[int] = set()
 
     def start(self, orders: StepOrders) -> None:
-        """Begin what does not belong to the forward pass."""
+        """Start everything that does not belong to the forward pass."""
         for load in orders.loads:
             self._start_load(load)
         if self.storage is None:
@@ -93,7 +94,7 @@ class ConnectorWorker:
         return report if report.ended else None
 
     def close(self) -> None:
-        """End without waiting for storage calls that have begun."""
+        """End without waiting for running storage calls."""
         if self.storage is not None:
             self.storage.close()
 
@@ -101,7 +102,7 @@ class ConnectorWorker:
         if load.num_host:
             self._pages.load(load.slots[: load.num_host], load.block_ids[: load.num_host])
         if not load.hashes or self.storage is None:
-            self._land(load, 0)
+            self._finish_read(load, 0)
             return
         keys = storage_keys(self._identity, load.hashes)
         self._reads[self.storage.read(keys, load.slots[load.num_host :])] = load
@@ -125,10 +126,10 @@ class ConnectorWorker:
             self._fail_rest(load, 0)
             return
         done = outcome.status is JobStatus.DONE
-        self._land(load, len(load.hashes) if done else outcome.num_blocks)
+        self._finish_read(load, len(load.hashes) if done else outcome.num_blocks)
 
-    def _land(self, load: LoadOrder, num_read: int) -> None:
-        """Blocks that were read go to the KV cache; vLLM computes the others."""
+    def _finish_read(self, load: LoadOrder, num_read: int) -> None:
+        """Copy the blocks that were read to the KV cache; vLLM computes the others."""
         start, end = load.num_host, load.num_host + num_read
         if num_read:
             self._pages.load(load.slots[start:end], load.block_ids[start:end])

@@ -1,7 +1,7 @@
 """The scheduler's side of the connector: decides what is in the host tier, and what to move.
 
 The host tier is a `TieredCache` whose blocks are vLLM's block hashes (`key_path`), with any of
-Headwater's eviction policies. Pure bookkeeping: it starts no copy and waits for none.
+Headwater's eviction policies. It is pure bookkeeping: it starts no copy and waits for none.
 
 A request holds a lease on its leading blocks in the host tier, from its first step to its end, so
 they stay while it saves what follows. A job (load, write) keeps the slots it uses until every rank
@@ -52,7 +52,7 @@ class HostTierConfig:
 
 @dataclass(slots=True)
 class _Save:
-    """Slots that KV blocks are being copied to, and the path they belong to."""
+    """Slots to which KV blocks are being copied, and the path they belong to."""
 
     path: TokenPath
     slots: Slots
@@ -75,7 +75,7 @@ class _Running:
     loading: int | None = None
     saving: dict[int, _Save] = field(default_factory=dict)
     num_saved: int = 0
-    """Blocks that are in the host tier or on their way there."""
+    """Blocks that are in the host tier or being copied to it."""
 
     finished: FinishedRequest | None = None
 
@@ -85,16 +85,16 @@ class _Load:
     request: _Running
     path: TokenPath
     slots: Slots
-    """Slots that storage is read into."""
+    """Slots for blocks that are read from storage."""
 
     start: int
-    """The block of the path that the first of them is for."""
+    """Index in the path of the first of them."""
 
     has_ended: bool = False
 
 
 class HostTier:
-    """Which blocks the host tier has. One thread calls it: vLLM's scheduler."""
+    """Decides which blocks the host tier has. One thread calls it: vLLM's scheduler."""
 
     def __init__(self, config: HostTierConfig, clock: Clock) -> None:
         self._config = config
@@ -115,7 +115,7 @@ class HostTier:
         self._saves: dict[int, _Running] = {}
         self._stores: dict[int, Lease] = {}
         self._reports: dict[int, list[OrderEnd]] = {}
-        """Of orders that not every rank has reported."""
+        """For orders that not every rank has reported."""
         self._uses = UseCounts()
         self.waiting: WriteOrder[tuple[TokenPath, int, list[bytes]]] = WriteOrder(
             config.max_waiting_writes
@@ -128,7 +128,8 @@ class HostTier:
         return bool(self._loads or self._saves or self._stores or len(self.waiting))
 
     def match(self, name: str, hashes: list[bytes], start: int) -> int | None:
-        """Blocks that can be loaded after the first `start`; None while that is not known."""
+        """Blocks that can be loaded after the first `start`; None while that is not known
+        yet."""
         request = self._request(name)
         if request.saving or request.loading is not None:
             return None
@@ -143,7 +144,8 @@ class HostTier:
             if self._clock.now() - request.asked_s < self._config.lookup_timeout_s:
                 return None
             request.found = 0
-        # Storage was asked from one block on; what came before it may have left the host since.
+        # Storage was asked about blocks from a certain position on; earlier ones may have left
+        # the host.
         end = request.asked_at + request.found if request.asked_at <= base else base
         room = max(self._cache.available_beside(match), 0)
         return max(min(max(end, base), base + room), in_host) - start
@@ -202,13 +204,13 @@ class HostTier:
             self._settle(request)
 
     def take_orders(self) -> StepOrders:
-        """What the workers are to begin with this step."""
+        """The orders that the workers start with this step."""
         self._start_stores()
         orders, self._orders = self._orders, StepOrders()
         return orders
 
     def receive(self, report: RankReport) -> None:
-        """What ended on the ranks."""
+        """Apply the ends that the ranks reported."""
         for number, ends in report.ended.items():
             known = self._reports.setdefault(number, [])
             known += ends
@@ -219,12 +221,12 @@ class HostTier:
                 self._end(number, 0, quiet=False)
 
     def reset(self) -> None:
-        """Forget all blocks of the host tier; storage keeps what it has."""
+        """Forget all blocks of the host tier; storage keeps its blocks."""
         self.waiting.clear()
         self._cache.reset()
 
     def check(self) -> None:
-        """Raise AssertionError if the books do not balance."""
+        """Raise AssertionError if an invariant is violated."""
         self._cache.check()
         self.waiting.check()
         assert len(self._stores) <= _MAX_STORES
@@ -250,7 +252,8 @@ class HostTier:
         self._orders.lookups.append(LookupOrder(request.lookup, hashes[start:]))
 
     def _lease(self, request: _Running, path: TokenPath) -> Lease:
-        """A lease on what the host tier has of `path`; the request's own, if it has one."""
+        """A lease on the blocks of `path` in the host tier; the request's own lease, if it has
+        one."""
         if request.lease is None:
             now, match = self._clock.now(), self._cache.match(path)
             request.lease = self._cache.lease(match, owner=RequestId(request.name), now=now)
@@ -279,7 +282,7 @@ class HostTier:
             load.has_ended = True
             load.request.loading = None
             if num_blocks < len(load.slots):
-                load.request.found = 0  # what could not be read once is not tried again
+                load.request.found = 0  # a block that could not be read is not tried again
             self._commit_loaded(load, num_blocks)
         if quiet:
             del self._loads[number]
@@ -287,7 +290,7 @@ class HostTier:
         self._settle(load.request)
 
     def _commit_loaded(self, load: _Load, num_blocks: int) -> None:
-        """Blocks that were read can be found from now on; the other slots stay with the load."""
+        """Blocks that were read become findable; the load keeps the other slots."""
         lease = load.request.lease
         if not num_blocks or lease is None or lease.num_blocks != load.start:
             return
@@ -322,7 +325,7 @@ class HostTier:
             now, match = self._clock.now(), self._cache.match(path, start + len(hashes))
             lease = self._cache.lease(match, owner=RequestId(""), now=now, counted=False)
             slots = lease.slots[start:].tolist()
-            if not slots:  # evicted before its turn
+            if not slots:  # evicted before it was written
                 self._cache.release(lease, now=now)
                 continue
             number = self._next()
@@ -330,7 +333,7 @@ class HostTier:
             self._orders.stores.append(StoreOrder(number, slots, hashes[: len(slots)]))
 
     def _settle(self, request: _Running) -> None:
-        """Let a finished request go once none of its orders runs."""
+        """Forget a finished request when none of its orders runs."""
         if request.finished is None or request.loading is not None or request.saving:
             return
         self._requests.pop(request.name, None)

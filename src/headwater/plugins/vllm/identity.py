@@ -10,7 +10,8 @@ from headwater.plugins.identity import BlockIdentity, identify_weights
 from headwater.plugins.settings import PluginConfig
 
 HASH_BYTES = 32
-"""Of vLLM's SHA-256. Its xxhash is shorter, and two prompts with one hash can be constructed."""
+"""Length of vLLM's SHA-256. Its xxhash is shorter, and two prompts with the same hash can be
+constructed."""
 
 
 def identify_offload(config: Any, settings: PluginConfig, version: str) -> BlockIdentity:  # noqa: ANN401 - vLLM's OffloadingConfig
@@ -77,12 +78,12 @@ def identify_worker(
 
 
 def hash_seed() -> str:
-    """What vLLM's chain of block hashes begins with."""
+    """The first value of vLLM's chain of block hashes."""
     return os.environ.get("PYTHONHASHSEED") or str(DEFAULT_NONE_HASH_SEED)
 
 
 def _named(model: str, settings: PluginConfig) -> str | None:
-    """What the operator says of the weights; needed where a tier sees only a name."""
+    """The operator's name for the weights; needed if a tier knows only the model's name."""
     if settings.weights is None and not os.path.isdir(model):
         raise ConfigError(
             f"vLLM does not pass the revision of {model!r} to a secondary tier; serve a "

@@ -1,4 +1,5 @@
-"""What the two sides of the connector tell each other: the scheduler decides, the workers move.
+"""Messages between the two sides of the connector: the scheduler decides, the workers move
+bytes.
 
 scheduler ── StepOrders (with every step) ──▶ worker of each rank
 scheduler ◀── RankReport (with every step's output), those of all ranks in one ── worker
@@ -22,8 +23,8 @@ class LookupOrder:
 
 @dataclass(slots=True)
 class LoadOrder:
-    """Fill KV blocks of a request: the first `num_host` from host slots that hold them, the rest
-    from storage through the other slots."""
+    """Fill KV blocks of a request: the first `num_host` from host slots, the others from
+    storage through the remaining slots."""
 
     number: int
     request: str
@@ -31,12 +32,12 @@ class LoadOrder:
     slots: list[int]
     num_host: int
     hashes: list[bytes]
-    """Of the blocks that come from storage."""
+    """Keys of the blocks that come from storage."""
 
 
 @dataclass(slots=True)
 class SaveOrder:
-    """Copy KV blocks, which this step completes, to host slots."""
+    """Copy KV blocks that this step completes to host slots."""
 
     number: int
     block_ids: list[int]
@@ -54,7 +55,7 @@ class StoreOrder:
 
 @dataclass
 class StepOrders(KVConnectorMetadata):
-    """Everything that the workers begin with one step."""
+    """All orders that the workers start with one step."""
 
     lookups: list[LookupOrder] = field(default_factory=list)
     loads: list[LoadOrder] = field(default_factory=list)
@@ -67,10 +68,10 @@ class OrderEnd:
     """How an order ended on one rank."""
 
     num_blocks: int
-    """Leading blocks that are good there."""
+    """Leading blocks that are good on this rank."""
 
     is_quiet: bool = True
-    """Whether the rank can touch its slots no more. After False a second report follows."""
+    """Whether the rank cannot touch the slots any more. After False a second report follows."""
 
 
 @dataclass
@@ -80,7 +81,7 @@ class RankReport(KVConnectorWorkerMetadata):
     ended: dict[int, list[OrderEnd]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "RankReport":
-        """The reports of two ranks as one."""
+        """The reports of two ranks joined into one."""
         assert isinstance(other, RankReport)
         merged = {number: list(ends) for number, ends in self.ended.items()}
         for number, ends in other.ended.items():

@@ -2,7 +2,7 @@
 
     slot   | layer 0 page | layer 1 page | …      in the order of vLLM's layer names
 
-torch is vLLM's: it is imported when the KV cache is registered.
+torch comes from vLLM and is imported when the KV cache is registered.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ class KVPages:
         self._host: list[Any] = []
 
     def bind(self, slab: HostSlab) -> None:
-        """Copy to and from the slots of `slab` from now on."""
+        """Copy from and to the slots of `slab` from now on."""
         whole = self._torch.frombuffer(slab.memory, dtype=self._torch.uint8)
         slots = whole[: slab.num_slots * slab.slot_bytes].view(slab.num_slots, slab.slot_bytes)
         self._host, at = [], 0
@@ -44,15 +44,15 @@ class KVPages:
             at += size
 
     def describe(self) -> str:
-        """Shapes of the pages as they are in memory; part of the identity of a block."""
+        """Shapes of the pages in memory; part of the identity of a block."""
         return " ".join(str(tuple(layer.shape[1:])) for layer in self._layers)
 
     def save(self, block_ids: list[int], slots: list[int]) -> None:
-        """Copy KV blocks to slots. Returns when the bytes are there."""
+        """Copy KV blocks to slots. Returns when the bytes have arrived."""
         for layer, host in zip(self._layers, self._host, strict=True):
             if layer.is_cpu:
                 pages = [layer[block] for block in block_ids]
-            else:  # one gather and one copy over the bus, not one a block
+            else:  # one gather and one copy over the bus, not one per block
                 chosen = self._torch.tensor(block_ids, device=layer.device)
                 pages = layer.index_select(0, chosen).cpu()
             # Row by row is memcpy; an index over rows with gaps copies byte by byte.
@@ -72,7 +72,7 @@ class KVPages:
 
 
 def _as_rows(tensor: Any) -> Any:  # noqa: ANN401 - a tensor
-    """The same bytes with the dimensions of a page in the order they have in memory, so that a
-    page without gaps is one contiguous row."""
+    """The same bytes with the dimensions of a page in memory order, so that a page without gaps
+    is one contiguous row."""
     inner = sorted(range(1, tensor.dim()), key=lambda dim: -tensor.stride(dim))
     return tensor.permute(0, *inner)

@@ -33,7 +33,7 @@ from headwater.plugins.versions import require_tested
 from headwater.types import EMPTY, BlockKey, RequestId
 
 _PRESENT = np.zeros(1, dtype=np.int64)
-"""The device slots of a node whose chunk is in the tier: one, and which one is vLLM's to know."""
+"""The device slots of a node whose chunk is in the tier. It has one slot; vLLM knows which."""
 
 _DEFAULT_CHUNK_TOKENS = 16
 _KEY_BYTES = 32
@@ -46,16 +46,18 @@ class _Entry(NamedTuple):
 
 @dataclass(slots=True)
 class _PromptEnd:
-    """How many tokens of a request had keys when its first chunks were stored: its prompt."""
+    """Number of tokens of a request that had keys when its first chunks were stored: its
+    prompt."""
 
     tokens: int
 
 
 class SessionCachePolicy(CachePolicy):
-    """Learns which prefixes return, and evicts those first that are least worth their place."""
+    """Learns which prefixes are used again, and evicts first those with the lowest hit
+    density."""
 
     clock: ClassVar[Clock] = SystemClock()
-    """Ages are measured with it; a simulation has its own."""
+    """The clock for ages; a simulation has its own."""
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
@@ -89,7 +91,7 @@ class SessionCachePolicy(CachePolicy):
         self._unlink(node)
 
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """Uses count when their request finishes."""
+        """Nothing to do: uses count when their request finishes."""
 
     def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         if req_context.get_state(_PromptEnd) is None:
@@ -137,7 +139,7 @@ class SessionCachePolicy(CachePolicy):
         if len(chosen) < n:
             for node in chosen:
                 self._enter_tier(node)
-        del candidates  # it puts back what was offered and not taken
+        del candidates  # it puts back entries that were offered but not taken
         if len(chosen) < n:
             return None
         self._evictable.discard_all(chosen)
@@ -156,7 +158,7 @@ class SessionCachePolicy(CachePolicy):
 
     @property
     def _evictable(self) -> EvictionPolicy:
-        """The order, made when the number of tokens in a chunk is known or first needed."""
+        """The order; created when the number of tokens in a chunk is known or first needed."""
         if self._order is None:
             self._chunk_tokens = self._chunk_tokens or _DEFAULT_CHUNK_TOKENS
             shape = Shape(self.cache_capacity, 0, self._chunk_tokens)
@@ -166,7 +168,8 @@ class SessionCachePolicy(CachePolicy):
     def _visit(
         self, path: Sequence[OffloadKey], req_context: ReqContext, now: float
     ) -> Sequence[MarkedRun]:
-        """Tell the policy about a finished request; the runs of its path, with their marks."""
+        """Tell the policy about a finished request; return the runs of its path, with their
+        marks."""
         size = self._chunk_tokens or _DEFAULT_CHUNK_TOKENS
         ends = _positions(req_context)
         end = ends.get(path[-1], len(path) * size)
@@ -198,7 +201,7 @@ class SessionCachePolicy(CachePolicy):
             node.parent.device_children += 1
 
     def _unlink(self, node: Node) -> None:
-        """Nothing refers to a node that has left."""
+        """Remove the references to a node that has left."""
         if node.parent is not None:
             node.parent.children.pop(node.first, None)
             node.parent = None
@@ -208,7 +211,7 @@ class SessionCachePolicy(CachePolicy):
 
 
 def _positions(req_context: ReqContext) -> dict[OffloadKey, int]:
-    """End token of every key of the request, stored or not; vLLM's scheduler fills it."""
+    """End token of every key of the request, stored or not; filled by vLLM's scheduler."""
     positions: dict[OffloadKey, int] = getattr(req_context, "_offload_key_positions", {})
     return positions
 
@@ -216,8 +219,8 @@ def _positions(req_context: ReqContext) -> dict[OffloadKey, int]:
 def _paths(
     key_groups: Sequence[Sequence[OffloadKey]], req_context: ReqContext
 ) -> list[list[OffloadKey]]:
-    """The keys of each KV cache group from the start of the prompt, chunks in the GPU's cache
-    included, as far as the request has stored or found any."""
+    """The keys of each KV cache group from the start of the prompt, including chunks in the
+    GPU's cache, as far as the request has stored or found any."""
     ends = _positions(req_context)
     by_group: dict[bytes, list[OffloadKey]] = {}
     for key in sorted(ends, key=ends.__getitem__):

@@ -7,10 +7,10 @@ from headwater.transfer.slab import HostSlab
 
 
 class PrimaryMemory(HostSlab):
-    """A host slab in memory that vLLM owns. `release` ends its use, before vLLM unmaps it."""
+    """A host slab in memory that vLLM owns. Call `release` before vLLM unmaps the memory."""
 
     def __init__(self, view: memoryview) -> None:
-        """`view` has a row for each chunk, as `SecondaryTierManager` is given it."""
+        """`view` has a row for each chunk; `SecondaryTierManager` gets it from vLLM."""
         if view.ndim != 2 or view.shape is None or not view.c_contiguous:
             raise ConfigError(
                 f"vLLM's primary tier is a contiguous view of rows, got shape {view.shape}"
@@ -22,9 +22,9 @@ class PrimaryMemory(HostSlab):
         self.rows = np.frombuffer(self.memory, dtype=np.uint8).reshape(self.num_slots, -1)
 
     def release(self) -> None:
-        """Keep no view; those of calls that hang go with their calls."""
+        """Drop all views; a hanging call keeps its view until it ends."""
         del self.rows
         try:
             self.memory.release()
         except BufferError:
-            return  # a call that never returned still has a part of it
+            return  # a call that never returned still has a view of a part

@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     )
 
 _SLICE_BLOCKS = 16
-"""Blocks of one storage call: large enough to keep the threads of a backend busy."""
+"""Blocks per storage call: enough to keep the threads of a backend busy."""
 
 _NUM_READS = 8
-"""Reads that may run or hang at once; each has staging memory for one slice."""
+"""Reads that may run or hang at the same time; each has staging memory for one slice."""
 
 _NUM_WRITES = 4
 _DRAIN_S = 120.0
@@ -58,7 +58,7 @@ _GROUP_BYTES = 4
 
 @dataclass(slots=True)
 class _Transfer:
-    """One job of vLLM, carried out in slices."""
+    """One job of vLLM, divided into slices."""
 
     job: TransferJob
     keys: list[OffloadKey]
@@ -76,7 +76,8 @@ class _Transfer:
 
 
 class HeadwaterTier(SecondaryTierManager):
-    """Blocks in a Headwater storage backend: bounded, checksummed, with breakers and deadlines."""
+    """Blocks in a Headwater storage backend: bounded, checksummed, with breakers and
+    deadlines."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
 
@@ -173,13 +174,13 @@ class HeadwaterTier(SecondaryTierManager):
         batch = self._lookups.take_batch()
         if batch:
             self._uses.record(batch)
-            # Each key is a run of its own: a sliding window asks for the last blocks only.
+            # Each key is its own run: with a sliding window only the last blocks are needed.
             job = self._storage.lookup([[name] for name in batch.values()])
             self._lookups.start(job, batch)
         self._start_writes()
 
     def drain_jobs(self) -> None:
-        """Drop the writes that wait, then wait for the calls in flight."""
+        """Drop the waiting writes, then wait for the calls in flight."""
         for transfer, _, _ in self._writes.clear():
             transfer.num_waiting -= 1
             transfer.failed = True
@@ -196,7 +197,7 @@ class HeadwaterTier(SecondaryTierManager):
             self._take_outcomes()
 
     def shutdown(self) -> None:
-        """Stop without waiting for storage that hangs."""
+        """Stop without waiting for hanging storage calls."""
         self._storage.close()
         self._memory.release()
 
@@ -264,7 +265,7 @@ class HeadwaterTier(SecondaryTierManager):
         self._settle(transfer)
 
     def _settle(self, transfer: _Transfer) -> None:
-        """Report a job once nothing of it waits or runs."""
+        """Report a job when none of its slices waits or runs."""
         if transfer.slices or transfer.num_waiting:
             return
         keys, good = transfer.keys, transfer.good

@@ -1,4 +1,4 @@
-"""What the tier reports to vLLM's metrics, under Headwater's names."""
+"""Metrics of the tier in vLLM, under Headwater's names."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ from headwater.transfer.mover import LinkTotals
 
 
 class Waiting(Protocol):
-    """Writes that wait, as `WriteOrder` counts them."""
+    """Waiting writes, as `WriteOrder` counts them."""
 
     num_blocks: int
     num_dropped: int
@@ -47,7 +47,7 @@ class TierMetrics:
         block_bytes: int,
         waiting: Waiting,
     ) -> Any:  # noqa: ANN401 - vLLM's OffloadingConnectorStats
-        """What changed since the last call."""
+        """The changes since the last call."""
         report = OffloadingConnectorStats()
         for sample in sample_storage(
             stats, links, block_bytes, waiting.num_blocks, waiting.num_dropped
