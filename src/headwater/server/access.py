@@ -55,7 +55,7 @@ class Access:
 
 
 class HostPolicy:
-    """Which `Host` headers are accepted. This stops DNS rebinding: a web page whose name
+    """Accepts or refuses `Host` headers. This prevents DNS rebinding: a web page whose name
     resolves to this server's address."""
 
     def __init__(self, bound: str, allowed: Iterable[str], *, any_name: bool) -> None:
@@ -100,7 +100,7 @@ class AccessPolicy:
         self._is_insecure = is_insecure
 
     def check(self, scope: AsgiScope) -> Access:
-        """Who sends this request. Raises RequestRefused when it is not allowed."""
+        """The caller of this request. Raises RequestRefused when it is not allowed."""
         headers = _Headers(scope)
         path, method = scope["path"], scope["method"]
         if path == "/health":

@@ -86,7 +86,8 @@ class PromptLogprob(Struct, kw_only=True):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""For each token of the prompt, by token id; null for the first, which nothing predicts."""
+"""By token id, for each token of the prompt; null for the first token, which has no
+prediction."""
 
 
 class CompletionLogprobs(Struct, kw_only=True):
@@ -161,7 +162,7 @@ class ChatMessage(Struct, kw_only=True):
     """The generated message."""
 
     content: str | None
-    """Null where there are calls and nothing else."""
+    """Null if there are only calls."""
 
     role: Literal["assistant"] = "assistant"
     refusal: None = None
@@ -199,7 +200,7 @@ class ChatAnswer(Struct, kw_only=True):
 
 
 class ChatToolCallDelta(ChatToolCall, kw_only=True):
-    """A call in a stream. It comes in one piece, when it is whole."""
+    """A call in a stream. It is sent in one piece when it is complete."""
 
     index: int
 
@@ -216,7 +217,7 @@ class ChatDelta(Struct, kw_only=True, omit_defaults=True):
 
 
 class ChatChunkChoice(Struct, kw_only=True):
-    """One choice's part of a chunk."""
+    """The part of one choice in a chunk."""
 
     index: int
     delta: ChatDelta
@@ -289,7 +290,7 @@ class Health(Struct, kw_only=True):
     """The registration at each router; only on instances with `--router`."""
 
     warnings: list[str] | UnsetType = UNSET
-    """What may not work as it was set up; only where there is something."""
+    """Problems found at start; absent if there are none."""
 
 
 class Version(Struct, kw_only=True):

@@ -24,10 +24,10 @@ from headwater.server.schema import (
 from headwater.server.worker_pool import WorkerPool
 
 MAX_VALUES = 200_000
-"""Most JSON values of a long body beside its token ids."""
+"""Most JSON values in a long body, not counting token ids."""
 
 MAX_IDS = 1 << 21
-"""Most token ids of one list, for servers whose context is longer."""
+"""Most token ids in one list, for servers with a longer context."""
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -81,7 +81,7 @@ class BodyParser:
         self._workers = WorkerPool("headwater.server.body_worker")
 
     async def parse(self, raw: bytes, kind: type[S]) -> S:
-        """The body as `kind`. Raises RequestRefused; never stops the event loop for long."""
+        """The body as `kind`. Raises RequestRefused. Never blocks the event loop for long."""
         if len(raw) <= INLINE_BYTES:
             return decode_json(raw, kind)
         if kind.__name__ not in KINDS:

@@ -17,7 +17,7 @@ from headwater.server.worker_pool import serve_requests
 
 
 def parse(raw: bytes, kind: type[msgspec.Struct], max_ids: int) -> ParsedBody:
-    """One body: validated, its token ids packed, everything else as msgpack."""
+    """Parse one body: validated, token ids packed, everything else as msgpack."""
     try:
         body = decode_json(raw, kind)
         ids = [_pack(entry, max_ids) for entry in token_lists(body)]
@@ -25,7 +25,7 @@ def parse(raw: bytes, kind: type[msgspec.Struct], max_ids: int) -> ParsedBody:
             entry.clear()
         if _num_values(msgspec.to_builtins(body), MAX_VALUES) > MAX_VALUES:
             raise RequestRefused(
-                f"the body has more than {MAX_VALUES} values beside token ids; send a smaller one"
+                f"the body has more than {MAX_VALUES} values in addition to token ids; send a smaller one"
             )
     except RequestRefused as refused:
         return ParsedBody(error=str(refused), param=refused.param, code=refused.code)

@@ -45,7 +45,7 @@ async def chat_completions(request: Request) -> ASGIResponse:
 async def chat_job(
     call: Call[ChatRequest], *, max_tokens: int | None, default_max_tokens: int | None
 ) -> GenerationJob:
-    """The job of a conversation, whichever API it came in by."""
+    """The generation job of a conversation, for any API."""
     body, service = call.body, call.service
     prompt = await prepare(service, conversation_of(body))
     return make_job(
@@ -68,7 +68,7 @@ def _num_logprobs(body: ChatRequest, service: Service) -> int | None:
 
 
 def conversation_of(body: ChatRequest) -> Conversation:
-    """What a chat request says."""
+    """The conversation of a chat request."""
     return Conversation(
         messages=plain_messages(body.messages),
         tools=tool_use(body),

@@ -38,7 +38,7 @@ def num_characters(messages: Sequence[dict[str, Any]]) -> int:
 def plain_call(name: str, arguments: str, call_id: str | None) -> dict[str, Any]:
     """A call in the history. Templates write arguments as JSON, so they are given as values."""
     value: object = arguments
-    with contextlib.suppress(ValueError):  # what is no JSON is shown as it came
+    with contextlib.suppress(ValueError):  # text that is not JSON is shown unchanged
         value = read_json(arguments)
     call: dict[str, Any] = {
         "type": "function",
@@ -85,13 +85,13 @@ ToolMode = Literal["none", "auto", "required"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """What the model may call, and whether it must."""
+    """Which tools the model may call, and whether it must call one."""
 
     offered: Sequence[ToolSpec] = ()
-    """In the prompt, in the client's order: a fixed order keeps the prefix cached."""
+    """Tools in the prompt, in the client's order: a fixed order keeps the prefix cached."""
 
     callable: Sequence[ToolSpec] = ()
-    """Those that the answer may call: one, where the client names it."""
+    """Tools that the answer may call: only one if the client names it."""
 
     mode: ToolMode = "none"
     is_parallel: bool = True
@@ -102,11 +102,11 @@ class ToolUse:
 
     @property
     def is_used(self) -> bool:
-        """Whether the answer may have calls."""
+        """Whether the answer may contain calls."""
         return self.mode != "none"
 
     def for_template(self) -> list[dict[str, Any]] | None:
-        """The tools as chat templates take them."""
+        """The tools in the form of chat templates."""
         return [_template_tool(tool) for tool in self.offered] or None
 
 
@@ -122,7 +122,7 @@ def tool_use(body: ChatRequest) -> ToolUse:
 def use_of(
     tools: Sequence[ToolSpec], mode: ToolMode | None, name: str | None, parallel: bool | None
 ) -> ToolUse:
-    """The use of `tools`; `name` is the one that must be called."""
+    """How `tools` are used; `name` is the tool that must be called."""
     if len({tool.name for tool in tools}) < len(tools):
         raise RequestRefused("two tools have the same name", param="tools")
     if not tools:
@@ -143,7 +143,7 @@ def use_of(
 
 
 def spec_of(function: FunctionFields) -> ToolSpec:
-    """A function of the request as the parsers take it."""
+    """A function of the request in the form of the parsers."""
     return ToolSpec(
         name=function.name,
         description=function.description or "",
@@ -152,7 +152,7 @@ def spec_of(function: FunctionFields) -> ToolSpec:
 
 
 def template_tools(tools: Sequence[ToolFields] | None) -> list[dict[str, Any]] | None:
-    """The tools of a request as chat templates take them."""
+    """The tools of a request in the form of chat templates."""
     return [_template_tool(spec_of(tool.function)) for tool in tools or ()] or None
 
 

@@ -44,7 +44,7 @@ async def completions(request: Request) -> ASGIResponse:
 
 
 def _num_prompt_logprobs(body: CompletionRequest, service: Service) -> int | None:
-    """With `echo`, the log-probabilities are those of the prompt too."""
+    """With `echo`, log-probabilities of the prompt are also reported."""
     wanted = body.prompt_logprobs
     if wanted is None and body.echo:
         wanted = body.logprobs
@@ -184,7 +184,7 @@ class _CompletionFormat:
             choice.prompt_token_ids = prompt.tokens.tolist() if is_first else UNSET
 
     def _add_prompt_logprobs(self, choice: CompletionChoice, part: Delta | Transcript) -> None:
-        """Beside the first token: what the model thought of the prompt."""
+        """Add the log-probabilities of the prompt to those of the first token."""
         if part.prompt_logprobs is None:
             return
         tokens = self._job.prompt_of(choice.index).tokens.tolist()
@@ -195,7 +195,7 @@ class _CompletionFormat:
             choice.logprobs = with_prompt(tokens, entries, choice.logprobs, tokenizer)
 
     def _echo(self, index: int) -> str:
-        """The prompt's own text, where the client wants it back."""
+        """The text of the prompt, if the client wants it in the answer."""
         if not self._has_echo:
             return ""
         tokens = self._job.prompt_of(index).tokens.tolist()

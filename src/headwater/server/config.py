@@ -73,7 +73,7 @@ class LimitsConfig:
     """Most entries of `logit_bias`."""
 
     max_queued: int = 1024
-    """Most sequences that wait in addition to those running; more get a 429."""
+    """Most waiting sequences in addition to the running ones; further ones get a 429."""
 
     max_stored_responses: int = 1024
     """Most responses kept for `previous_response_id`; 0 keeps none."""
@@ -111,10 +111,10 @@ class ServerConfig:
     """Address to bind; loopback by default."""
 
     port: int = 8000
-    """Port to bind; 0 is any free one."""
+    """Port to bind; 0 takes a free one."""
 
     served_model_name: str | None = None
-    """Model name for clients; None is the last part of the model's path."""
+    """Model name for clients; None means the last part of the model's path."""
 
     api_key: str | None = None
     """Key with all scopes that every request but `GET /health` must carry."""
@@ -123,7 +123,8 @@ class ServerConfig:
     """File with several keys, their scopes and limits; see `keys`."""
 
     allowed_hosts: tuple[str, ...] = ()
-    """Further names in the `Host` header, beside loopback names and the bound address."""
+    """Further names in the `Host` header, in addition to loopback names and the bound
+    address."""
 
     tls: TlsConfig | None = None
     """Serve HTTPS; None serves HTTP."""
@@ -147,10 +148,10 @@ class ServerConfig:
     """Count requests and tokens by the name of their key."""
 
     routers: tuple[str, ...] = ()
-    """URLs of the routers to register at, side by side."""
+    """URLs of the routers to register at."""
 
     instance_name: str | None = None
-    """Name at the router; None is the host and port."""
+    """Name at the router; None means host and port."""
 
     peer_token: str | None = None
     """Secret shared by the router and the instances of one cluster."""

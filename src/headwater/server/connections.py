@@ -28,7 +28,7 @@ _RESERVED_FILES = 128
 
 class _Phase(Enum):
     IDLE = auto()
-    """Between two requests; uvicorn's keep-alive timeout ends it."""
+    """Between two requests. uvicorn's keep-alive timeout ends it."""
     HEADERS = auto()
     BODY = auto()
     RESPONSE = auto()
@@ -104,9 +104,9 @@ class GuardedProtocol(HttpToolsProtocol):
         self._num_header_bytes = 0
         self._num_body_bytes = 0
         self._since_s = guard.clock.now()
-        """Since when it is in this phase."""
+        """When this phase began."""
         self._progress_s = self._since_s
-        """When bytes of a body came last."""
+        """When the last bytes of a body arrived."""
         self._is_refused = False
         self.address = ""
 
@@ -144,7 +144,8 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._phase is _Phase.HEADERS:
             self._num_header_bytes += len(data)
         super().data_received(data)
-        # Checked after parsing: the bytes may contain the end of the headers and a body.
+        # Checked after parsing, because the bytes may contain the end of the headers and a
+        # body.
         limit = self._guard.limits.max_header_bytes
         if self._phase is _Phase.HEADERS and self._num_header_bytes > limit:
             self.refuse(431, f"the headers are longer than {limit} bytes")

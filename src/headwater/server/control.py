@@ -62,10 +62,10 @@ class ReloadRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/reload_weights."""
 
     model: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
-    """A folder beside the one given at start; null reads the same one again."""
+    """A folder beside the one given at start; null reads the same folder again."""
 
     drain_timeout_s: Annotated[float, Meta(ge=0, le=3600)] | None = None
-    """Longest wait for running requests; null is the server's `--drain-timeout`."""
+    """Longest wait for running requests; null means the server's `--drain-timeout`."""
 
 
 class ControlDone(Struct, kw_only=True):
@@ -117,7 +117,7 @@ class ControlRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlVerb:
-    """One operation: where it is, what it takes, what it returns."""
+    """One operation: its path, its body and its response."""
 
     paths: tuple[str, ...]
     summary: str
@@ -176,7 +176,7 @@ async def _resume(call: ControlRequest, body: NoFields) -> ControlDone:
 
 
 async def _abort(call: ControlRequest, body: AbortRequest) -> Aborted:
-    """An admin aborts any request, another caller its own ones."""
+    """An admin may abort any request, other callers only their own."""
     service = call.service
     if body.request_ids is None and not body.abort_all:
         raise RequestRefused("send request_ids or abort_all: true", param="request_ids")

@@ -35,7 +35,7 @@ async def read_control_body(
 
 
 def valid_fields(kind: type[msgspec.Struct]) -> str:
-    """The fields of a body, with their values where those are a fixed set."""
+    """The fields of a body, with the values of fields that have a fixed set."""
     found = inspect.type_info(kind)
     assert isinstance(found, inspect.StructType), "bodies are structs"
     if not found.fields:

@@ -1,4 +1,4 @@
-"""From a conversation to a prompt: the chat template, the grammar and the parser of its answer.
+"""Turns a conversation into a prompt, with the grammar and the parser of its answer.
 
 Shared by the three APIs that take conversations: chat completions, responses and messages.
 """
@@ -17,15 +17,16 @@ from headwater.server.service import Service
 from headwater.types import Tokens
 
 _PROMPT_END_CHARS = 64
-"""Characters of a prompt's end that decide whether it ends inside the reasoning."""
+"""Number of characters at the end of a prompt that show whether it ends inside the
+reasoning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """What one request says, in no API's own words."""
+    """The content of one request, independent of its API."""
 
     messages: Sequence[dict[str, Any]]
-    """As the chat template takes them."""
+    """In the form of the chat template."""
 
     tools: ToolUse = field(default_factory=ToolUse)
     structured: StructuredOutput | None = None
@@ -40,7 +41,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationPrompt:
-    """What the engine is given, and how its answer is read."""
+    """The input of the engine, and how its answer is parsed."""
 
     tokens: Tokens
     grammar: str = ""

@@ -1,4 +1,4 @@
-"""What the generating endpoints share: check the request, build the job, send the result.
+"""Shared by the generating endpoints: checks the request, builds the job, sends the result.
 
 begin(request, ChatRequest) → prompt tokens → make_job(...) → respond(request, reply)
 """
@@ -66,19 +66,19 @@ class ReplyFormat(Protocol):
     """How one endpoint writes its output. Called on the event loop."""
 
     style: EventStyle
-    """How a stream of it is written."""
+    """The format of its events in a stream."""
 
     reports_usage: bool
-    """Whether its first and last events have the usage."""
+    """Whether its first and last events contain the usage."""
 
     def whole(self, transcripts: Sequence[Transcript], usage: UsageAnswer) -> Struct:
         """The body of a response that is not streamed."""
 
     def events(self, delta: Delta, usage: UsageAnswer | None) -> list[Struct]:
-        """The events of one delta; none where it adds nothing that is shown.
+        """The events of one delta; empty if the delta adds nothing visible.
 
-        When a stream is continued here, it is called for the output that exists already, and
-        what it returns is dropped: it only brings the format to where the stream is.
+        When a stream is continued here, it is also called for the existing output, and its
+        result is dropped: the call only updates the state of the format.
         """
 
     def usage_event(self, usage: UsageAnswer) -> Struct:
@@ -219,10 +219,10 @@ def _streamed(
 
 
 def _with_prefill(request: Request, service: Service, job: GenerationJob) -> GenerationJob:
-    """`job`, prefilled by the instance that the router names in its headers."""
+    """`job`, with the prefill instance that the router names in its headers."""
     address = request.headers.get(PREFILL_HEADER)
     if address is None or job.wants_prompt_logprobs:
-        return job  # log-probabilities of a prompt come from where it is computed
+        return job  # log-probabilities of a prompt come from the instance that computes it
     if not service.engine.info.peer_address:
         raise RequestRefused(
             f"{PREFILL_HEADER} names a prefill instance, but this instance takes no hand-offs; "

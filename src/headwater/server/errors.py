@@ -37,7 +37,7 @@ RETRY_AFTER_S = 1
 
 
 class RequestRefused(RequestError):
-    """A request the HTTP server refuses, with the field or the status that tells why."""
+    """A request that the HTTP server refuses, with the field or the status that explains it."""
 
     def __init__(
         self,

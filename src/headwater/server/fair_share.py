@@ -1,8 +1,8 @@
 """Shares the engine between API keys: a key with many requests does not starve one with few.
 
 At most `max_sequences` sequences are in the engine, a little more than it computes in one step.
-The others wait here, and the key with the least running work in proportion to its share is next.
-Requests without a named key do not pass here.
+The others wait here, and the key with the least running work in proportion to its share is
+next. Requests without a named key are not held here.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ class FairShare:
             self._waiting.pop(key, None)
 
     def _forget_idle(self, key: str) -> None:
-        """Keys come and go with their file; those without requests leave nothing behind."""
+        """Forget keys without requests: keys come and go with their file."""
         if not self._running[key] and key not in self._waiting:
             del self._running[key]
             self._shares.pop(key, None)

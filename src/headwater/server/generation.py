@@ -68,7 +68,7 @@ class GenerationJob:
     """Everything one HTTP request asks the engine to generate."""
 
     name: str
-    """The request id the client knows."""
+    """The request id that the client knows."""
 
     prompts: Sequence[GenerationPrompt]
     num_choices: int
@@ -125,8 +125,8 @@ class GenerationJob:
 
 @dataclass(slots=True, kw_only=True)
 class Delta:
-    """What one engine output added to one choice. Not modified after it is built; frozen
-    dataclasses cost too much per token."""
+    """The part of one choice that one engine output added. Not modified after it is built;
+    frozen dataclasses cost too much per token."""
 
     index: int
     is_first: bool
@@ -139,14 +139,14 @@ class Delta:
     """The same text as content, reasoning and calls."""
 
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """Of the prompt's tokens from the second on, where asked for; with the first delta."""
+    """For the prompt tokens from the second on, if requested; in the first delta."""
 
     num_malformed: int = 0
-    """Calls of the choice so far that could not be read; their text is content."""
+    """Calls of the choice so far that could not be parsed; their text is content."""
 
 
 _CONTEXT_TOKENS = 16
-"""Last prompt tokens given to the detokenizer; it looks back on fewer."""
+"""Number of last prompt tokens for the detokenizer, which looks back on fewer."""
 
 Emit = Callable[[Delta], Awaitable[None]]
 
@@ -284,10 +284,8 @@ class Generation:
         return [delta for choice in self._choices for delta in choice.replayed]
 
     async def collect(self) -> list[Transcript]:
-        """Run to the end; the whole output of every choice.
-
-        Raises RequestRefused when a choice was aborted or given back by the engine.
-        """
+        """Run to the end and return the whole output of every choice. Raises RequestRefused if
+        a choice was aborted or given back by the engine."""
         transcripts = [Transcript() for _ in self._choices]
 
         async def emit(delta: Delta) -> None:
@@ -379,7 +377,8 @@ class Generation:
         )
 
     def _usages(self) -> list[Usage]:
-        """The first known usage of each prompt; other choices of a prompt hit the same blocks."""
+        """The first known usage of each prompt; the other choices of a prompt hit the same
+        blocks."""
         many = self._job.num_choices
         groups = [self._choices[at : at + many] for at in range(0, len(self._choices), many)]
         known = [[choice.usage for choice in group if choice.usage] for group in groups]

@@ -11,7 +11,8 @@ from headwater.server.errors import RequestRefused
 from headwater.server.keys import ApiKey
 
 _MAX_IDLE_KEYS = 4096
-"""Names that may be remembered beside those in use: keys come and go with their file."""
+"""Names that may be remembered in addition to those in use: keys come and go with their
+file."""
 
 _REFILL_S = 60.0
 """After this time without requests a key may send its whole burst again."""
@@ -25,14 +26,14 @@ class KeyRefusal(Struct, frozen=True, kw_only=True):
     retry_after_s: float | None = None
 
     def error(self) -> RequestRefused:
-        """As a 429."""
+        """The refusal as a 429."""
         return RequestRefused(
             self.sentence, status=429, code=self.code, retry_after_s=self.retry_after_s
         )
 
 
 class KeyLimiter(Protocol):
-    """Applies the limits of keys; `KeyLimits`, or a worker's connection to the supervisor."""
+    """Applies the limits of keys: `KeyLimits`, or a worker's connection to the supervisor."""
 
     def use(self, key: ApiKey) -> AbstractAsyncContextManager[None]:
         """Count one request of `key` while the block runs. Raises RequestRefused (429)."""
@@ -47,7 +48,7 @@ class _Usage:
         self.filled_s = now
 
     def start_delay_s(self, requests_per_minute: float | None, now: float) -> float:
-        """0 when a request may start, after which it is counted; else seconds to wait."""
+        """Returns 0 and counts the request if it may start; otherwise the seconds to wait."""
         if requests_per_minute is None:
             self.filled_s = now
             return 0.0
@@ -69,7 +70,7 @@ class KeyLimits:
         self._usage: dict[str, _Usage] = {}
 
     def start(self, key: ApiKey) -> KeyRefusal | None:
-        """Count a request of `key` until `end`, or say why it may not start."""
+        """Count a request of `key` until `end`, or return why it may not start."""
         now = self._clock.now()
         usage = self._usage.get(key.name)
         if usage is None:

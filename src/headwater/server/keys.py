@@ -43,10 +43,10 @@ class ApiKey(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     key_sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")] | None = None
     scopes: Annotated[tuple[Scope, ...], Meta(min_length=1)] = ("client",)
     requests_per_minute: Annotated[float, Meta(gt=0)] | None = None
-    """Average rate; a burst of one minute's requests is allowed. None is no limit."""
+    """Average rate; a burst of one minute's requests is allowed. None means no limit."""
 
     max_concurrency: Annotated[int, Meta(ge=1)] | None = None
-    """Most requests in flight; None is no limit."""
+    """Most requests in flight; None means no limit."""
 
     share: Annotated[float, Meta(gt=0)] = 1.0
     """Weight of this key when keys compete for the engine."""
@@ -67,7 +67,7 @@ class _KeyFile(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Caller(Struct, kw_only=True, frozen=True):
-    """Whose request this is; set by the access check, or by the router for its clients."""
+    """The sender of a request; set by the access check, or by the router for its clients."""
 
     name: str = ""
     """Name of the key; empty without keys."""
@@ -82,7 +82,7 @@ class Caller(Struct, kw_only=True, frozen=True):
 
     @property
     def tenant(self) -> str:
-        """Identifies what this caller has stored; empty on a server without named keys."""
+        """Identifies the stored data of this caller; empty on a server without named keys."""
         return f"key {self.name}" if self.name else ""
 
 
@@ -114,7 +114,7 @@ class KeyRing:
 
     @property
     def is_open(self) -> bool:
-        """Whether the server asks for no key."""
+        """Whether the server requires no key."""
         return not self._single and self._path is None
 
     def find(self, given: bytes) -> ApiKey | None:
@@ -147,7 +147,7 @@ class KeyRing:
         try:
             changed = _stamp(self._path) != self._stamp
         except ConfigError:
-            return  # a file that is being replaced; the next check sees it
+            return  # the file is being replaced; the next check reads it
         if changed:
             self.reload()
 

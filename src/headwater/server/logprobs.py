@@ -1,4 +1,4 @@
-"""Log-probabilities in the two shapes of the API."""
+"""Log-probabilities in the two formats of the API."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -15,7 +15,7 @@ from headwater.server.answers import (
 )
 
 _LOWEST = -9999.0
-"""Written for probability 0: JSON has no infinity."""
+"""Written for probability 0, because JSON has no infinity."""
 
 Entries = Sequence[TokenLogprobs | None]
 
@@ -23,7 +23,7 @@ Entries = Sequence[TokenLogprobs | None]
 def completion_logprobs(
     tokens: Sequence[int], entries: Entries, tokenizer: Tokenizer, *, offset: int
 ) -> CompletionLogprobs:
-    """Parallel lists; `offset` is where the first token's text begins in its choice."""
+    """Parallel lists; `offset` is the position of the first token's text in its choice."""
     names = [tokenizer.token_text(token) for token in tokens]
     lengths = [num_characters(tokenizer.token_bytes(token)) for token in tokens]
     offsets = list(accumulate(lengths, initial=offset))
@@ -39,7 +39,7 @@ def completion_logprobs(
 def chat_logprobs(
     tokens: Sequence[int], entries: Entries, tokenizer: Tokenizer
 ) -> ChatLogprobs:
-    """One object a token."""
+    """One object per token."""
     content = [
         TokenLogprob(
             token=tokenizer.token_text(token),
@@ -56,7 +56,7 @@ def chat_logprobs(
 def prompt_logprobs(
     tokens: Sequence[int], entries: Sequence[TokenLogprobs], tokenizer: Tokenizer
 ) -> PromptLogprobs:
-    """One object a token of the prompt, and null for the first."""
+    """One object per prompt token, and null for the first."""
     found: PromptLogprobs = [None]
     for token, entry in zip(tokens[1:], entries, strict=True):
         pairs = zip(entry.top_ids, entry.top_values, strict=True)
@@ -95,7 +95,8 @@ def _prompt_logprob(token: int, value: float, rank: int, tokenizer: Tokenizer) -
 
 
 def num_characters(raw: bytes) -> int:
-    """Characters that begin in these bytes: every byte but UTF-8's continuations begins one."""
+    """Number of characters that begin in these bytes: every byte except UTF-8 continuation
+    bytes begins one."""
     return sum(byte & 0xC0 != 0x80 for byte in raw)
 
 

@@ -52,7 +52,7 @@ _TYPES = {
 
 
 def messages_error(error: HeadwaterError) -> MessagesError:
-    """An error in Anthropic's shape."""
+    """An error in Anthropic's format."""
     kind = _TYPES.get(status_of(error), "invalid_request_error")
     message = error_answer(error).error.message
     return MessagesError(error=MessagesErrorObject(type=kind, message=message))
@@ -63,7 +63,8 @@ async def messages(request: Request) -> ASGIResponse:
     try:
         body = await _read(request, MessagesRequest)
         call = await accept(request, chat_request(body))
-        # Clients send the model's limit whatever the prompt's length: no more than fits.
+        # Clients send the model's limit as max_tokens, whatever the length of the prompt: use
+        # what fits.
         job = await chat_job(call, max_tokens=None, default_max_tokens=body.max_tokens)
         return await respond(call, job, _MessagesFormat(call, job))
     except HeadwaterError as error:
@@ -184,7 +185,7 @@ class _MessagesFormat:
     def _usage(self, usage: UsageAnswer) -> MessagesUsage:
         block_tokens = self._service.engine.info.block_tokens
         found = usage.prompt_tokens_details.cached_tokens
-        # Whole blocks are kept; the rest of the prompt is not found again.
+        # Only full blocks are cached; the rest of the prompt is computed again.
         created = max(usage.prompt_tokens // block_tokens * block_tokens - found, 0)
         return MessagesUsage(
             input_tokens=usage.prompt_tokens - found - created,

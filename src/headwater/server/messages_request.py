@@ -1,4 +1,4 @@
-"""A request in Anthropic's format as a chat request, so that one path serves both."""
+"""Converts a request in Anthropic's format to a chat request, so that one path serves both."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
@@ -32,15 +32,16 @@ from headwater.server.schema import (
 T = TypeVar("T")
 
 _HOUR = ReturnsIn(returns_in_s=(3600.0 - 30.0) / 2)
-"""Blocks of a session that is expected are kept for twice the time and 30 s: an hour."""
+"""A session that is expected is kept for twice the announced time and 30 s: an hour."""
 
 _BILLING = "x-anthropic-billing-header:"
-"""Claude Code begins its system prompt with a block that changes with every request. It is no
-part of the prompt, and nothing behind it would ever be found in the cache."""
+"""Claude Code begins its system prompt with a block that changes with every request. The block
+is left out of the prompt; otherwise nothing after it would ever hit the cache."""
 
 
 def chat_request(body: CountTokensRequest) -> ChatRequest:
-    """The same request for the chat endpoint. Raises RequestRefused for what is not served."""
+    """The same request for the chat endpoint. Raises RequestRefused for content that is not
+    supported."""
     chat = ChatRequest(
         model=body.model,
         messages=[*_system(body.system), *_messages(body.messages)],
@@ -69,8 +70,8 @@ def _add_sampling(chat: ChatRequest, body: MessagesRequest) -> None:
     chat.cache_hint = body.cache_hint
     controls = list(_cache_controls(body))
     if controls and chat.cache_hint is None:
-        # The client will send this prefix again: within an hour, or, as a pending session's
-        # blocks are kept, within five minutes.
+        # The client will send this prefix again: within an hour or, without a time, within the
+        # five minutes for which a pending session is kept.
         is_long = any(control.ttl == "1h" for control in controls)
         chat.session_id = session_name(chat) or conversation_start(chat.messages)
         chat.cache_hint = _HOUR if is_long else "pending"
@@ -112,7 +113,7 @@ def _messages(messages: Sequence[MessageParam]) -> list[Message]:
 
 
 def _message(message: MessageParam) -> list[Message]:
-    """One message, or a tool message for each result and what stands between them."""
+    """One message, or one tool message for each result and one for the text between them."""
     if isinstance(message.content, str):
         return [Message(role=message.role, content=message.content)]
     if message.role == "assistant":

@@ -25,7 +25,7 @@ class CacheControl(Struct, kw_only=True):
 
 
 class ContentBlock(Struct, kw_only=True):
-    """One block of a message's content; which fields it has depends on its type."""
+    """One block of a message's content; its fields depend on its type."""
 
     type: str
     text: str | None = None
@@ -133,7 +133,7 @@ class MessagesUsage(Struct, kw_only=True):
     output_tokens: int
     cache_read_input_tokens: int
     cache_creation_input_tokens: int
-    """Computed now, and found by the next request that begins so."""
+    """Tokens computed now; the next request with this beginning finds them."""
 
 
 class AnswerBlock(Struct, kw_only=True, omit_defaults=True):
@@ -168,7 +168,7 @@ class CountTokensAnswer(Struct, kw_only=True):
 
 
 class MessagesErrorObject(Struct, kw_only=True):
-    """What Anthropic's clients show their user."""
+    """The part of an error that Anthropic's clients show to their user."""
 
     type: str
     message: str
@@ -193,7 +193,7 @@ class BlockStart(Struct, kw_only=True):
 
 
 class BlockDelta(Struct, kw_only=True, omit_defaults=True):
-    """What a block gains."""
+    """What is added to a block."""
 
     type: Literal["text_delta", "thinking_delta", "input_json_delta", "signature_delta"]
     text: str | UnsetType = UNSET

@@ -18,8 +18,8 @@ _PATHS_WHILE_DRAINING = ("/instances", "/v1/abort_requests")
 
 
 class ReadinessMiddleware:
-    """Answers 503 before `open`, forwards to the application after it, and refuses new work after
-    `drain`, while running requests finish."""
+    """Answers 503 before `open`, forwards to the application after it, and refuses new work
+    after `drain` while running requests finish."""
 
     def __init__(self, policy: AccessPolicy) -> None:
         self._policy = policy
@@ -89,8 +89,8 @@ class ReadinessMiddleware:
 
 
 def _is_new_work(scope: Scope) -> bool:
-    """Whether a draining server refuses this. Instances keep their heartbeats at a draining
-    router, because its running streams still need them."""
+    """Whether a draining server refuses this request. Instances still send heartbeats to a
+    draining router, because its running streams need them."""
     path: str = scope["path"]
     if path in _HEALTH_PATHS:
         return True

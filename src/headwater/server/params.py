@@ -204,10 +204,11 @@ _SESSION_ID = re.compile(SESSION_ID)
 
 
 def session_name(body: Sampling) -> str:
-    """The session: `session_id`, else what `conversation`, `prompt_cache_key` or `user` tell.
+    """The session of a request: its `session_id`, otherwise `conversation`, `prompt_cache_key`
+    or `user`.
 
-    One user has many conversations, so `user` counts together with how a chat begins. Empty
-    where a request says nothing; it is then recognised by its prefix alone.
+    One user has many conversations, so `user` is combined with the beginning of the chat. Empty
+    if the request has none of these fields; then it is recognised by its prefix alone.
     """
     for name in (body.session_id, body.conversation, body.prompt_cache_key):
         if name:
@@ -218,7 +219,7 @@ def session_name(body: Sampling) -> str:
 
 
 def conversation_start(messages: Sequence[Message]) -> str:
-    """A name for the conversation that begins so; the same for each of its turns."""
+    """A name for a conversation, from its beginning; the same for each of its turns."""
     digest = sha256()
     for message in messages:
         digest.update(repr((message.role, message.content)).encode(errors="replace"))
@@ -234,9 +235,9 @@ def _as_id(name: str) -> str:
 
 
 def structured_output(body: Sampling) -> StructuredOutput | None:
-    """What the answer must look like; None if anything may be said.
+    """The constraint on the answer; None if there is none.
 
-    Raises RequestRefused if two fields constrain it, or one makes no sense.
+    Raises RequestRefused if two fields constrain the answer, or if one is invalid.
     """
     wanted = {
         "response_format": _of_format(body.response_format),

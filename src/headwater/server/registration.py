@@ -1,10 +1,10 @@
 """Keeps an instance registered at its routers: registers, sends heartbeats, and leaves.
 
-Heartbeats are sent while the engine answers. Each router has a task of its own, so one that
-hangs does not delay the heartbeats of the others. A router that cannot be reached is retried.
+Heartbeats are sent while the engine answers. Each router has its own task, so a router that
+hangs does not delay the heartbeats to the others. A router that cannot be reached is retried.
 When every router refuses the first registration, the instance ends with the message, because a
-setting is wrong. Any other refusal is retried with back-off while serving goes on: that router
-was restarted with other settings, or is not ours.
+setting is wrong. Any other refusal is retried with back-off while the instance serves: that
+router was restarted with other settings, or belongs to another cluster.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ class Memberships:
         silent_s: float = _SILENT_S,
     ) -> None:
         """`url` is the address of this instance's HTTP server on this machine. `was_accepted`
-        says that an earlier worker of this server was registered already."""
+        means that an earlier worker of this server was registered already."""
         self._registrars = [
             Registrar(service, router=router, url=url, cluster=cluster, silent_s=silent_s)
             for router in service.config.routers
@@ -86,7 +86,7 @@ class Memberships:
         await asyncio.gather(*(registrar.leave() for registrar in self._registrars))
 
     def _check_refusal(self, error: str) -> None:
-        """Raise ConfigError when no router is left that accepted or might accept."""
+        """Raise ConfigError when every router has refused."""
         if all(registrar.was_refused for registrar in self._registrars):
             raise ConfigError(error)
 
@@ -141,8 +141,8 @@ class Registrar:
                 await session.delete(self._router + path, headers=headers)
 
     async def _is_alive(self) -> bool:
-        """Whether the engine has answered recently. A long step is not waited for; an engine
-        that hangs sends no heartbeats, so that its requests move to other instances."""
+        """Whether the engine has answered recently. A long step does not matter. An engine that
+        hangs sends no heartbeats, so its requests move to other instances."""
         now = self._service.clock.now()
         if self._service.engine.dead is not None:
             return False  # the next engine has another epoch, and registers
@@ -157,7 +157,7 @@ class Registrar:
         return now - self._answered_s <= self._silent_s
 
     async def _send(self, session: aiohttp.ClientSession) -> float:
-        """Send one registration or heartbeat; seconds until the next."""
+        """Send one registration or heartbeat; return the seconds until the next."""
         body = msgspec.json.encode(self._registration())
         headers = {"content-type": "application/json"}
         try:
@@ -241,7 +241,7 @@ def _load_of(stats: EngineStats) -> InstanceLoad:
 
 
 def _report_of(stats: EngineStats, minute: ServerRates | None, role: str) -> InstanceReport:
-    """What the router's page shows of this instance; `minute` has its rates."""
+    """Figures of this instance for the router's page; `minute` has its rates."""
     none = HandoffStats()
     sent, received = stats.handoffs.get("prefill", none), stats.handoffs.get("decode", none)
     handoffs = InstanceReport(
@@ -255,7 +255,8 @@ def _report_of(stats: EngineStats, minute: ServerRates | None, role: str) -> Ins
         return handoffs
     prompts, share, ttft, itl = minute.prompt_tokens, minute.hit_share, minute.ttft, minute.itl
     if role == "prefill" and minute.queried_tokens > 0:
-        # Its prompts come from decode instances, so its HTTP server does not count them.
+        # Prompts of a prefill instance come from decode instances, so its HTTP server does not
+        # count them.
         prompts, share = (
             minute.queried_tokens,
             min(minute.queried_found / minute.queried_tokens, 1.0),
@@ -291,8 +292,8 @@ def _message(body: bytes) -> str:
 
 
 def _external_url(url: str, config: ServerConfig, router: str) -> str:
-    """`url` as the router can reach it: a wildcard listener is named by the address that faces
-    the router."""
+    """`url` as the router can reach it: a wildcard address is replaced by the address that
+    faces the router."""
     if config.host not in ("0.0.0.0", "::"):
         return url
     place = urlsplit(router)

@@ -1,4 +1,4 @@
-"""The output items of a response, whole and as they grow in a stream."""
+"""The output items of a response, complete and as they grow in a stream."""
 
 from typing import Any
 
@@ -135,7 +135,8 @@ def _call_item(item_id: str, call: ToolCall) -> FunctionCallItem:
 
 
 def _copy(item: MessageItem | ReasoningItem) -> MessageItem | ReasoningItem:
-    """As it is now: the item itself is completed later, when this event has been sent."""
+    """A copy of the current state, because the item itself changes after this event was
+    sent."""
     if isinstance(item, MessageItem):
         return MessageItem(id=item.id, content=[], status=item.status)
     return ReasoningItem(id=item.id, content=[])

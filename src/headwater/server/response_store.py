@@ -1,8 +1,9 @@
-"""Responses that later ones may continue: bounded in number, bytes and time, in memory.
+"""Stored responses that later requests may continue: in memory, bounded in number, bytes and
+time.
 
-Nothing is written to disk. A response belongs to the tenant (`cache_salt`) that made it: to any
-other it does not exist. The store keeps encoded responses, because it may be in another process
-than the HTTP worker that made them.
+Nothing is written to disk. A response belongs to the tenant (`cache_salt`) that created it;
+other tenants cannot find it. The store keeps encoded responses, because it may be in another
+process than the HTTP worker that made them.
 """
 
 from collections import OrderedDict
@@ -23,24 +24,24 @@ class StoredResponse(Struct, frozen=True, kw_only=True):
     session_id: str
 
     def encode(self) -> bytes:
-        """As the store keeps it."""
+        """The encoded form that the store keeps."""
         return msgspec.msgpack.encode(self)
 
     @staticmethod
     def decode(data: bytes) -> "StoredResponse":
-        """What `encode` encoded."""
+        """The response from its encoded form."""
         return msgspec.msgpack.decode(data, type=StoredResponse)
 
 
 class ResponseStore:
-    """Keeps the newest responses; one thread."""
+    """Keeps the newest responses. Used by one thread."""
 
     def __init__(self, *, max_responses: int, max_bytes: int, lifetime_s: float) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._lifetime_s = lifetime_s
         self._entries: OrderedDict[str, tuple[float, str, bytes]] = OrderedDict()
-        """By id: when its time is over, its tenant, its bytes; oldest first."""
+        """By id: expiry time, tenant and bytes; oldest first."""
         self._num_bytes = 0
 
     def __len__(self) -> int:
@@ -51,7 +52,8 @@ class ResponseStore:
         return self._num_bytes
 
     def put(self, response_id: str, cache_salt: str, data: bytes, *, now: float) -> None:
-        """Keep a response; the oldest ones make room. One that is too large is not kept."""
+        """Keep a response; the oldest ones are dropped for it. A response that is too large is
+        not kept."""
         self.remove(response_id)
         if not self._max_responses or len(data) > self._max_bytes:
             return
@@ -62,7 +64,7 @@ class ResponseStore:
             self._pop_oldest()
 
     def get(self, response_id: str, cache_salt: str, *, now: float) -> bytes | None:
-        """A response of this tenant whose time is not over."""
+        """A response of this tenant that has not expired."""
         self._expire(now)
         entry = self._entries.get(response_id)
         if entry is None or entry[1] != cache_salt:

@@ -47,7 +47,7 @@ async def responses(request: Request) -> ASGIResponse:
     call = await accept(request, chat)
     response_id = service.new_response_id(call.request_id, tenant)
     if chat.session_id is None:
-        # A stored conversation is one session, whichever of its turns comes next.
+        # A stored conversation is one session, whichever turn is continued.
         known = before.session_id if before else session_name(chat)
         chat.session_id = known or (response_id if body.store is not False else None)
     job = await chat_job(call, max_tokens=None, default_max_tokens=body.max_output_tokens)
@@ -57,7 +57,7 @@ async def responses(request: Request) -> ASGIResponse:
 
 
 async def stored_response(request: Request) -> ASGIResponse:
-    """A stored response: GET reads it, DELETE forgets it."""
+    """A stored response: GET reads it, DELETE removes it."""
     service: Service = request.app.state.service
     response_id = request.path_params["response_id"]
     found = await _stored(
@@ -70,7 +70,7 @@ async def stored_response(request: Request) -> ASGIResponse:
 
 
 def _tenant(request: Request, cache_salt: str | None) -> str:
-    """Whose stored responses a request may use: those of its salt, else of its API key."""
+    """The tenant whose stored responses a request may use: its salt, otherwise its API key."""
     caller = access_of(request).caller
     return cache_salt or caller.cache_salt or caller.tenant
 
@@ -102,7 +102,7 @@ def _error_event(error: HeadwaterError) -> Struct:
 
 
 class _ResponsesFormat:
-    """Writes output as a response, and stores it when it is whole."""
+    """Writes output as a response, and stores it when it is complete."""
 
     style = EventStyle(is_named=True, last=b"", error=_error_event)
     reports_usage = True

@@ -1,4 +1,4 @@
-"""A request of the Responses API as a chat request, so that one path serves both."""
+"""Converts a request of the Responses API to a chat request, so that one path serves both."""
 
 from collections.abc import Sequence
 
@@ -30,10 +30,8 @@ _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_t
 
 
 def chat_request(body: ResponsesRequest, before: Sequence[Message] = ()) -> ChatRequest:
-    """The same request for the chat endpoint, after the messages `before`.
-
-    Raises RequestRefused for what is not served.
-    """
+    """The same request for the chat endpoint, after the messages `before`. Raises
+    RequestRefused for content that is not supported."""
     if body.background:
         raise RequestRefused("'background' is not supported; leave it out", param="background")
     messages = [*_instructions(body), *before, *input_messages(body.input)]
@@ -71,7 +69,7 @@ def chat_request(body: ResponsesRequest, before: Sequence[Message] = ()) -> Chat
 
 
 def input_messages(given: str | Sequence[InputItem]) -> list[Message]:
-    """The input as chat messages. Calls that follow one another are one message's."""
+    """The input as chat messages. Consecutive calls form one message."""
     if isinstance(given, str):
         return [Message(role="user", content=given)]
     messages: list[Message] = []
@@ -81,7 +79,7 @@ def input_messages(given: str | Sequence[InputItem]) -> list[Message]:
 
 
 def _instructions(body: ResponsesRequest) -> list[Message]:
-    """Instructions hold for one response only, so they are not part of what is stored."""
+    """Instructions apply to one response only, so they are not stored."""
     return [Message(role="system", content=body.instructions)] if body.instructions else []
 
 
@@ -100,7 +98,7 @@ def _add_item(messages: list[Message], item: InputItem) -> None:
             content = _text(item.output)
             messages.append(Message(role="tool", content=content, tool_call_id=item.call_id))
         case "reasoning":
-            return  # chat templates take the answer's reasoning out of the history
+            return  # chat templates remove the reasoning of answers from the history
         case _:
             raise RequestRefused(
                 f"an input item has the type {item.type[:40]!r}, which is not supported",

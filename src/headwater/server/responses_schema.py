@@ -29,10 +29,10 @@ class InputPart(Struct, kw_only=True):
 
 
 class InputItem(Struct, kw_only=True):
-    """One item of the input; which fields it has depends on its type."""
+    """One item of the input; its fields depend on its type."""
 
     type: str | None = None
-    """None is a message."""
+    """None means a message."""
 
     role: Name | None = None
     content: str | list[InputPart] | None = None
@@ -151,7 +151,7 @@ class MessageItem(Struct, kw_only=True, tag_field="type", tag="message"):
 
 
 class ReasoningItem(Struct, kw_only=True, tag_field="type", tag="reasoning"):
-    """What the model thought."""
+    """The reasoning of the model."""
 
     id: str
     content: list[ReasoningText]
@@ -229,7 +229,7 @@ class ResponseDeleted(Struct, kw_only=True):
 
 
 class ResponseEvent(Struct, kw_only=True, omit_defaults=True):
-    """One event of a stream; which fields it has depends on its type."""
+    """One event of a stream; its fields depend on its type."""
 
     type: str
     sequence_number: int

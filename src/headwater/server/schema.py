@@ -86,7 +86,7 @@ class StructuredFields(Struct, kw_only=True):
 class RefusedSampling(Struct, kw_only=True):
     """Sampling fields of vLLM, SGLang and FastDeploy that this server refuses when they are set.
 
-    `unsupported` has the values without effect, which are accepted."""
+    `body.NEUTRAL` has the values without effect, which are accepted."""
 
     allowed_token_ids: Any = None
     bad_words: Any = None
@@ -121,7 +121,8 @@ class RefusedSampling(Struct, kw_only=True):
 
 
 class Sampling(RefusedSampling, kw_only=True):
-    """Fields shared by completions and chat. Fields of type Any are listed in `unsupported`."""
+    """Fields shared by completions and chat. Fields of type Any are listed in
+    `body.NEUTRAL`."""
 
     model: Name | None = None
     max_tokens: Count | None = None
@@ -146,7 +147,7 @@ class Sampling(RefusedSampling, kw_only=True):
     user: str | None = None
     prompt_cache_key: str | None = None
     conversation: str | None = None
-    """With `prompt_cache_key` and `user`: names the session where `session_id` does not."""
+    """With `prompt_cache_key` and `user`: names the session if `session_id` is missing."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredFields | None = None
@@ -156,7 +157,7 @@ class Sampling(RefusedSampling, kw_only=True):
     guided_grammar: str | None = None
     best_of: Any = None
     prompt_logprobs: SmallCount | None = None
-    """Alternatives to report beside each token of the prompt, which is then computed whole."""
+    """Number of alternatives for each prompt token; the whole prompt is then computed."""
     use_beam_search: Any = None
 
     cache_salt: Salt | None = None
@@ -266,7 +267,7 @@ class ChatRequest(Sampling, kw_only=True):
     """Passed to the chat template."""
 
     include_reasoning: bool | None = None
-    """Whether the answer has `reasoning_content`; the default is yes."""
+    """Whether the answer has `reasoning_content`; true by default."""
 
     functions: Any = None
     function_call: Any = None

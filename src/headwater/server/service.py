@@ -46,8 +46,8 @@ MAX_RECENT = 64
 """Finished sequences that `/stats` still shows."""
 
 _SHORT_CHARS = 1 << 16
-"""A text up to this length takes milliseconds to tokenize and has threads of its own, so it
-never waits for a text that takes seconds."""
+"""A text up to this length takes milliseconds to tokenize. Such texts have separate threads, so
+they never wait for a text that takes seconds."""
 
 
 class LiveRequests:
@@ -164,7 +164,7 @@ class Service:
         self.reloading = asyncio.Lock()
         """Held while weights are reloaded."""
         self.recent: deque[tuple[str, RequestRecord]] = deque(maxlen=MAX_RECENT)
-        """Finished sequences with the key they belong to, newest first."""
+        """Finished sequences with their keys, newest first."""
         seats = engine.info.max_num_seqs
         self.shared: SharedState = LocalState(
             self, make_fair_share(seats), make_response_store(config), clock
@@ -184,12 +184,12 @@ class Service:
         self.model_output = ModelOutput.choose(
             config.tool_call_parser, config.reasoning_parser, tokenizer
         )
-        """How the model writes tool calls and reasoning."""
+        """The formats of the model's tool calls and reasoning."""
         self._created_s = created_s
         self._start_s = clock.now()
 
     def join(self, shared: SharedState, *, started_s: float) -> None:
-        """Be one worker of several, whose server began to serve at `started_s`."""
+        """Become one worker of several; the server began to serve at `started_s`."""
         self.shared = shared
         self._start_s = started_s
 
@@ -202,7 +202,7 @@ class Service:
         )
 
     async def abort_here(self, scope: AbortScope) -> int:
-        """Abort requests of this worker; how many were alive."""
+        """Abort requests of this worker; return how many were running."""
         if scope.names is None and scope.owner is None:
             return await self.engine.abort(None)
         own = None if scope.owner is None else self.live.sequences_of_owner(scope.owner)
@@ -254,13 +254,13 @@ class Service:
 
     def new_response_id(self, request_id: str, cache_salt: str) -> str:
         """An id that tells a router which instance has the response. It is the same for every
-        attempt at one request, so that a stream that is continued elsewhere keeps it."""
+        attempt at one request, so a stream that is continued on another instance keeps it."""
         digest = sha256(f"{cache_salt}\n{request_id}".encode()).hexdigest()[:24]
         return f"resp_{self.engine.info.server_id or 'local'}_{digest}"
 
     async def check_grammar(self, grammar: str, *, param: str) -> None:
-        """Compile a grammar in a thread. Raises RequestRefused, naming `param`, where it is
-        wrong, unsupported or takes too long."""
+        """Compile a grammar in a thread. Raises RequestRefused, naming `param`, if it is wrong,
+        unsupported or takes too long."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(_COMPILE_TIMEOUT_S):

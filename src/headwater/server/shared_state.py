@@ -1,4 +1,4 @@
-"""What all HTTP workers of one server share, so that each answers for all of them.
+"""State that all HTTP workers of one server share, so that each can answer for all of them.
 
 `LocalState` is the state of a server with one process, such as a test's. In `headwater serve` the
 supervisor keeps the state, and each worker reaches it over its own connection (`launch.worker_state`).
@@ -25,17 +25,17 @@ class WorkerSnapshot(Struct, frozen=True, kw_only=True):
     """The key of each live sequence; empty without named keys."""
 
     recent: list[tuple[str, dict[str, Any]]] = []
-    """Finished sequences with the key they belong to, newest first."""
+    """Finished sequences with their keys, newest first."""
 
 
 class AbortScope(Struct, frozen=True, kw_only=True):
     """Which requests to abort."""
 
     names: list[str] | None = None
-    """Request ids; None is every request."""
+    """Request ids; None means every request."""
 
     owner: str | None = None
-    """Only requests of this key; None is any key."""
+    """Only requests of this key; None means any key."""
 
 
 class SharedState(Protocol):
@@ -45,13 +45,13 @@ class SharedState(Protocol):
         """A snapshot of every worker. What a worker counted before it died is included."""
 
     def add_point(self, point: HistoryPoint) -> None:
-        """Append to the history, which all workers answer from."""
+        """Append to the history, which all workers read."""
 
     async def history(self, after_unix_s: float) -> list[HistoryPoint]:
         """The points that are newer than `after_unix_s`, oldest first."""
 
     async def abort(self, scope: AbortScope) -> int:
-        """Abort requests on every worker; how many were alive."""
+        """Abort requests on every worker; return how many were running."""
 
     def enter_engine(
         self, key: str, share: float, num_sequences: int
@@ -68,10 +68,11 @@ class SharedState(Protocol):
         """Forget a stored response."""
 
     def set_router_health(self, health: RouterHealth) -> None:
-        """Tell all workers how the last heartbeat to a router went."""
+        """Tell all workers the result of the last heartbeat to a router."""
 
     def note_pause(self, *, is_paused: bool) -> None:
-        """An operator paused or resumed the engine; its next life begins the same way."""
+        """An operator paused or resumed the engine; the next engine starts in the same
+        state."""
 
 
 class LocalWorker(Protocol):
@@ -83,7 +84,7 @@ class LocalWorker(Protocol):
         """What this worker counts and runs."""
 
     async def abort_here(self, scope: AbortScope) -> int:
-        """Abort requests of this worker; how many were alive."""
+        """Abort requests of this worker; return how many were running."""
 
 
 class LocalState:
@@ -121,4 +122,4 @@ class LocalState:
         self._worker.router_health[health.url] = health
 
     def note_pause(self, *, is_paused: bool) -> None:
-        """Nothing: the engine of a single process is not restarted."""
+        """Nothing to do: the engine of a single process is not restarted."""

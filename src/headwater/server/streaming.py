@@ -32,16 +32,17 @@ _LINE_BREAKS = {
     "\u2028".encode(): b"\\u2028",
     "\u2029".encode(): b"\\u2029",
 }
-"""Not line breaks for server-sent events, but for clients that split text with `splitlines`."""
+"""Not line breaks in server-sent events, but clients that use `splitlines` would split
+there."""
 
 _encode = msgspec.json.Encoder().encode
 
 
 def encode(value: object) -> bytes:
-    """`value` as JSON in one line, whatever a client takes for the end of a line."""
+    """`value` as JSON in one line, for every definition of a line break."""
     data = _encode(value)
     if b"\xc2\x85" in data or b"\xe2\x80" in data:
-        # In JSON these characters stand only inside strings, where an escape means the same.
+        # In JSON these characters occur only inside strings, where an escape means the same.
         for raw, escaped in _LINE_BREAKS.items():
             data = data.replace(raw, escaped)
     return data
@@ -77,10 +78,10 @@ class EventStyle:
     """Whether an `event:` line repeats the `type` of each event."""
 
     last: bytes = DONE
-    """What ends a stream."""
+    """The end of a stream."""
 
     error: Callable[[HeadwaterError], Any] = error_answer
-    """The event of a failure in the middle of a stream, and the body of one before it."""
+    """The event of a failure inside a stream, and the body of a failure before it."""
 
 
 OPENAI_EVENTS = EventStyle()
@@ -119,7 +120,7 @@ class EventStream:
         await self._write(b"".join(part + event for event in before) + comment + last)
 
     async def end(self) -> None:
-        """Send what ends a stream, and end the response."""
+        """Send the end of a stream, and end the response."""
         await self._write(self._style.last, more=False)
 
     def _event(self, event: msgspec.Struct) -> bytes:
@@ -130,7 +131,7 @@ class EventStream:
         return b"event: " + name.encode() + b"\n" + data
 
     async def fail(self, error: HeadwaterError, receive: Receive) -> None:
-        """Send the error: as an event when the stream has begun, else as a response."""
+        """Send the error: as an event if the stream has begun, otherwise as a response."""
         if self._has_begun:
             comment = b"" if isinstance(error, RequestError) else self._on_failure
             event = self._event(self._style.error(error))

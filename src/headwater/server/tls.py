@@ -35,8 +35,8 @@ class TlsConfig:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         self._load(context)
         if self.ssl_ca_certs is not None:
-            # Membership in the cluster is what counts: addresses of instances change, so names
-            # in certificates are not compared. The CA must sign certificates of it only.
+            # Only membership in the cluster counts. Addresses of instances change, so names in
+            # certificates are not compared. The CA must sign certificates of this cluster only.
             context.check_hostname = False
         return context
 

@@ -24,11 +24,12 @@ _TIMEOUT_S = 30.0
 _MAX_MEMORY_BYTES = 4 << 30
 
 Task = Callable[[str, bytes, int], bytes]
-"""A worker's work: name of the task, body, limit; the result."""
+"""The work of a worker: takes the name of a task, a body and a limit, and returns the
+result."""
 
 
 class WorkerPool:
-    """Asks workers; `close` ends them."""
+    """Sends tasks to workers; `close` ends them."""
 
     def __init__(self, module: str) -> None:
         self._module = module
@@ -47,15 +48,15 @@ class WorkerPool:
                         self._threads, worker.ask, task.encode(), body, limit
                     )
             except BaseException as exc:
-                # Half a result may be in its pipe: it is not used again. A thread waits for its
-                # end, because the memory of a large process takes long to free.
+                # A part of a result may be in its pipe, so it is not used again. A thread waits
+                # for its end, because the memory of a large process takes long to free.
                 self._all.discard(worker)
                 threading.Thread(target=worker.end, name="worker-end", daemon=True).start()
                 if not isinstance(exc, OSError | EOFError | TimeoutError):
                     raise
                 raise RequestRefused(
-                    f"the body could not be parsed within {_TIMEOUT_S:.0f} s and the memory for "
-                    "it; send a smaller one",
+                    f"the body could not be parsed within {_TIMEOUT_S:.0f} s and its memory "
+                    "limit; send a smaller one",
                     status=413,
                 ) from exc
             self._idle.append(worker)
@@ -70,7 +71,7 @@ class WorkerPool:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _start(self) -> "_Worker":
-        """A new worker, started in a thread: the start of a process waits for its exec."""
+        """A new worker, started in a thread, because starting a process waits for its exec."""
         worker = await asyncio.get_running_loop().run_in_executor(
             self._threads, _Worker, self._module
         )
@@ -86,7 +87,8 @@ class _Worker:
             [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # a terminal's Ctrl-C is for the server, which ends it
+            # Ctrl-C in a terminal is for the server, which ends the worker
+            start_new_session=True,
         )
 
     def ask(self, task: bytes, body: bytes, limit: int) -> bytes:
@@ -110,7 +112,7 @@ class _Worker:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                with contextlib.suppress(OSError):  # half a body is left in its buffer
+                with contextlib.suppress(OSError):  # a part of a body is left in its buffer
                     pipe.close()
 
 

@@ -102,7 +102,7 @@ class ConnectorWorker:
         if load.num_host:
             self._pages.load(load.slots[: load.num_host], load.block_ids[: load.num_host])
         if not load.hashes or self.storage is None:
-            self._finish_read(load, 0)
+            self._fill_blocks(load, 0)
             return
         keys = storage_keys(self._identity, load.hashes)
         self._reads[self.storage.read(keys, load.slots[load.num_host :])] = load
@@ -126,9 +126,9 @@ class ConnectorWorker:
             self._fail_rest(load, 0)
             return
         done = outcome.status is JobStatus.DONE
-        self._finish_read(load, len(load.hashes) if done else outcome.num_blocks)
+        self._fill_blocks(load, len(load.hashes) if done else outcome.num_blocks)
 
-    def _finish_read(self, load: LoadOrder, num_read: int) -> None:
+    def _fill_blocks(self, load: LoadOrder, num_read: int) -> None:
         """Copy the blocks that were read to the KV cache; vLLM computes the others."""
         start, end = load.num_host, load.num_host + num_read
         if num_read:

@@ -1,6 +1,6 @@
-"""Model output to structured parts: reasoning, content and tool calls.
+"""Splits model output into reasoning, content and tool calls.
 
-Pure: text in, values out. A parser reads a stream in pieces of any size; how the stream is
-split never changes what comes out. Text that looks like a call and is not one becomes content
-and is counted as malformed; a parser never raises for what a model wrote.
+It is pure. A parser reads a stream in pieces of any size; the division into pieces never
+changes the result. Text that looks like a call but is not one becomes content and is counted as
+malformed. A parser never raises an error for the text of a model.
 """

@@ -1,4 +1,4 @@
-"""The types that every parser and every tool format share."""
+"""Types shared by all parsers and tool formats."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -33,14 +33,14 @@ class ToolCall:
 
 @dataclass(slots=True, kw_only=True)
 class ParsedOutput:
-    """What one piece of the stream added."""
+    """The result of one piece of the stream."""
 
     content: str = ""
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
 
     def add(self, other: "ParsedOutput") -> None:
-        """Append what came later."""
+        """Append a later result."""
         self.content += other.content
         self.reasoning += other.reasoning
         self.calls += other.calls
@@ -51,28 +51,28 @@ class OutputParser(Protocol):
 
     @property
     def num_malformed(self) -> int:
-        """Calls that could not be read and were given out as content."""
+        """Calls that could not be parsed and were emitted as content."""
 
     @property
     def is_reasoning(self) -> bool:
         """Whether the stream is inside the reasoning."""
 
     def feed(self, text: str) -> ParsedOutput:
-        """What is certain after `text`."""
+        """Add `text` and return what is final."""
 
     def end(self) -> ParsedOutput:
-        """What is left when the stream has ended, wherever it ended."""
+        """The rest, when the stream has ended."""
 
 
 class ToolFormat(Protocol):
     """How one family of models writes tool calls."""
 
     markers: Sequence[str]
-    """Texts that must reach the parser although the tokenizer calls them special tokens."""
+    """Special tokens whose text must reach the parser."""
 
     writes_reasoning: bool
-    """Whether every answer is written in this format, with calls or without, and its parser
-    splits off the reasoning too."""
+    """Whether every answer has this format, with or without calls, so that its parser also
+    splits off the reasoning."""
 
     def parser(self, tools: Sequence[ToolSpec]) -> OutputParser:
         """A parser for one choice."""
@@ -80,21 +80,19 @@ class ToolFormat(Protocol):
     def grammar(
         self, tools: Sequence[ToolSpec], *, parallel: bool, terminal: Terminal
     ) -> str | None:
-        """Lark rules whose `calls` is one call of `tools`, or several where `parallel`.
-
-        None if the format cannot be forced.
-        """
+        """Lark rules whose `calls` is one call of `tools`, or several if `parallel`. None if
+        the format cannot be forced."""
 
     def answer_prefix(self, terminal: Terminal) -> tuple[str, str]:
-        """Terms that come before a constrained answer, and the rules they use; asked only where
-        it `writes_reasoning`."""
+        """Terms before a constrained answer, and the rules that they use. Called only if the
+        format `writes_reasoning`."""
 
     def new_id(self, random_hex: str) -> str:
-        """An id for a call whose format has none, made of 32 random hexadecimal digits."""
+        """An id for a call whose format has none, from 32 random hexadecimal digits."""
 
 
 def read_json(text: str) -> Any:  # noqa: ANN401 -- any JSON value
-    """The value of a JSON text. Raises ValueError for anything else, NaN included."""
+    """The value of a JSON text. Raises ValueError for anything else, including NaN."""
     try:
         return json.loads(text, parse_constant=_refuse)
     except RecursionError as exc:
@@ -110,7 +108,7 @@ def write_json(value: object) -> str:
 
 
 def call_of(value: object) -> ToolCall | None:
-    """The call that a JSON object with a name and arguments stands for."""
+    """The call in a JSON object with a name and arguments."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -130,7 +128,7 @@ def call_of(value: object) -> ToolCall | None:
 
 
 def openai_id(random_hex: str) -> str:
-    """The usual shape of a call's id."""
+    """The usual format of a call's id."""
     return "call_" + random_hex[:24]
 
 

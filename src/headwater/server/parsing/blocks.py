@@ -9,14 +9,14 @@ from headwater.server.parsing.scanner import MarkerScanner
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockMarkers:
-    """What a format writes around its calls."""
+    """The markers that a format writes around its calls."""
 
     opening: str
     closing: str = ""
-    """Empty if a block ends with the next one, or with the answer."""
+    """Empty if a block ends with the next block or with the answer."""
 
     wrapping: tuple[str, ...] = ()
-    """Markers around a group of blocks, which mean nothing themselves."""
+    """Markers around a group of blocks; they carry no information."""
 
     opens_at_brace: bool = False
     """Whether an answer that begins with `{` is a block."""
@@ -24,7 +24,7 @@ class BlockMarkers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadBlock:
-    """What a block stands for."""
+    """The content of a block."""
 
     calls: list[ToolCall]
     rest: str = ""
@@ -32,11 +32,11 @@ class ReadBlock:
 
 
 BlockReader = Callable[[str], ReadBlock | None]
-"""Reads the text of a block; None if it is no call."""
+"""Reads the text of a block; None if it is not a call."""
 
 
 class BlockParser:
-    """Content is given out as it comes, a call when its block is whole.
+    """Emits content as it comes, and a call when its block is complete.
 
     White space around calls is dropped; the content of an answer without calls is unchanged.
     """
@@ -47,7 +47,7 @@ class BlockParser:
         every = (markers.opening, markers.closing, *markers.wrapping)
         self._scanner = MarkerScanner([marker for marker in every if marker])
         self._block: list[str] | None = None
-        """Pieces of the open block, its opening marker first; None outside of one."""
+        """Pieces of the open block, starting with its opening marker; None outside a block."""
         self._space = ""
         """White space that is content only if more content follows."""
         self._has_begun = False
@@ -132,12 +132,12 @@ class BlockParser:
 
 
 def one_call(call: ToolCall | None) -> ReadBlock | None:
-    """A block that is one call, or none."""
+    """A block with one call, or None."""
     return None if call is None else ReadBlock(calls=[call])
 
 
 def several_calls(calls: Sequence[ToolCall | None], rest: str = "") -> ReadBlock | None:
-    """A block of several calls; if one of them is none, the block is malformed."""
+    """A block with several calls. If one of them cannot be parsed, the block is malformed."""
     known = [call for call in calls if call is not None]
     if not known or len(known) < len(calls):
         return None

@@ -109,7 +109,7 @@ class MistralFormat:
         return "", ""
 
     def new_id(self, random_hex: str) -> str:
-        return random_hex[:9]  # its chat templates refuse any other length
+        return random_hex[:9]  # the chat templates refuse any other length
 
 
 class DeepSeekFormat:

@@ -70,7 +70,7 @@ def _analysis(terminal: Terminal) -> str:
 
 
 class HarmonyParser:
-    """Reasoning and content are given out as they come, a call when it is whole."""
+    """Emits reasoning and content as they come, and a call when it is complete."""
 
     def __init__(self) -> None:
         self._scanner = MarkerScanner(_MARKERS)
@@ -141,7 +141,7 @@ class HarmonyParser:
             out.content += text
 
     def _give_up_header(self, out: ParsedOutput) -> None:
-        """A header without a message: text of a model that writes no channels."""
+        """A header without a message is text of a model that writes no channels."""
         text = "".join(self._header or ())
         self._header = None
         if text.strip() and text.strip() != "assistant":

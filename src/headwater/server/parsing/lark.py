@@ -23,15 +23,15 @@ def quoted(text: str) -> str:
 
 
 def arguments_rule(name: str, parameters: Mapping[str, Any]) -> str:
-    """A rule that is an arguments object as text."""
+    """A rule for an arguments object as text."""
     schema = {"type": "object", **parameters, "x-guidance": _TEMPLATE_JSON}
     if not schema.get("patternProperties"):
-        schema.setdefault("additionalProperties", False)  # no argument that was not asked for
+        schema.setdefault("additionalProperties", False)  # no argument beyond the schema
     return f"{name}: %json {json.dumps(schema)}"
 
 
 def value_rule(name: str, schema: Any, root: Mapping[str, Any]) -> str:  # noqa: ANN401 -- a schema
-    """A rule that is one value; references in it point into `root`."""
+    """A rule for one value; references in it point into `root`."""
     whole = dict(schema) if isinstance(schema, Mapping) else {}
     for key in ("$defs", "definitions"):
         if key in root:
@@ -47,10 +47,8 @@ def calls_grammar(
     separator: str = "",
     around: tuple[str, str] = ("", ""),
 ) -> str:
-    """`calls`, of one alternative a tool.
-
-    `write` gives the right side of a tool's rule, and the rules it uses.
-    """
+    """The rule `calls`, with one alternative per tool. `write` returns the right side of a
+    tool's rule and the rules that it uses."""
     rules: list[str] = []
     for index, tool in enumerate(tools):
         body, others = write(index, tool)
@@ -92,7 +90,7 @@ def tagged_arguments(
 
 
 def special_or_text(special_ids: Mapping[str, int]) -> Terminal:
-    """Writes a marker as its special token where the vocabulary has one."""
+    """Writes a marker as its special token if the vocabulary has one, otherwise as text."""
 
     def terminal(marker: str) -> str:
         token = special_ids.get(marker)

@@ -36,9 +36,7 @@ class ModelOutput:
         prompt_opens: bool = False,
     ) -> None:
         """`special_ids` are the ids of the vocabulary's special tokens, by their text.
-
-        `prompt_opens` says that reasoning begins in the prompt or not at all.
-        """
+        `prompt_opens` means that reasoning begins in the prompt or not at all."""
         self.tools = tools
         self.tags = tags
         self._special_ids = special_ids
@@ -49,7 +47,8 @@ class ModelOutput:
     def choose(
         cls, tool_parser: str, reasoning_parser: str, tokenizer: Tokenizer
     ) -> "ModelOutput":
-        """What the settings name, or the chat template speaks. Raises ConfigError."""
+        """The formats that the settings name, or that the chat template uses. Raises
+        ConfigError."""
         template = tokenizer.template_source
         tools = tool_format(tool_parser, template)
         tags = reasoning_tags(reasoning_parser, template)
@@ -61,7 +60,7 @@ class ModelOutput:
     def parser(
         self, tools: Sequence[ToolSpec], *, is_forced: bool, prompt_end: str
     ) -> OutputParser | None:
-        """A parser for one choice; None if the text is the content."""
+        """A parser for one choice; None if the whole text is content."""
         made = self._format(is_forced=is_forced) if tools else self.tools
         inner: OutputParser | None = None
         if made is not None and (tools or made.writes_reasoning):
@@ -89,8 +88,8 @@ class ModelOutput:
     def forced_calls(
         self, tools: Sequence[ToolSpec], *, parallel: bool, prompt_end: str
     ) -> str | None:
-        """A grammar of calls, after reasoning where the model reasons; None if the format
-        cannot be forced."""
+        """A grammar of calls, after reasoning if the model reasons; None if the format cannot
+        be forced."""
         made = self._format(is_forced=True)
         assert made is not None, "a forced call always has a format"
         rules = made.grammar(tools, parallel=parallel, terminal=self._terminal)
@@ -100,7 +99,7 @@ class ModelOutput:
         return lark_grammar("\n".join([f"start: {prefix} calls", rules, *others]))
 
     def constrained(self, grammar: str, *, prompt_end: str) -> str:
-        """`grammar` for the answer, after reasoning where the model reasons."""
+        """`grammar` for the answer, after reasoning if the model reasons."""
         if self.tools is not None and self.tools.writes_reasoning:
             prefix, rules = self.tools.answer_prefix(self._terminal)
             return with_prefix(grammar, prefix, rules)
@@ -108,7 +107,7 @@ class ModelOutput:
         return with_prefix(grammar, prefix, "\n".join(others)) if prefix else grammar
 
     def _format(self, *, is_forced: bool) -> ToolFormat | None:
-        """A model without a format of its own is made to write one that is easy to read."""
+        """A model without a format of its own uses one that is easy to parse."""
         return HermesFormat() if self.tools is None and is_forced else self.tools
 
     def _reasoning(self, prompt_end: str) -> tuple[str, list[str]]:
@@ -129,7 +128,8 @@ class ModelOutput:
 
 
 def _thinking_prompt(tokenizer: Tokenizer) -> str:
-    """A short prompt that asks for reasoning in the usual way; empty if none can be made."""
+    """A short prompt that asks for reasoning in the usual way; empty if that is not
+    possible."""
     try:
         return tokenizer.chat_text(
             [{"role": "user", "content": "?"}], settings={"enable_thinking": True}
@@ -140,7 +140,7 @@ def _thinking_prompt(tokenizer: Tokenizer) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerParsing:
-    """How the text of an answer is read. The default is that all of it is content."""
+    """How the text of an answer is parsed. By default all of it is content."""
 
     make: Callable[[], OutputParser] | None = None
     shown_ids: frozenset[int] = frozenset()
@@ -160,8 +160,8 @@ class AnswerReader:
     """Splits the growing text of one choice into content, reasoning and tool calls, and counts."""
 
     def __init__(self, parsing: AnswerParsing, name: str) -> None:
-        """`name` is the choice's own: ids of calls are made from it, so that an instance that
-        continues a stream gives the same ones."""
+        """`name` identifies the choice. Ids of calls are made from it, so that an instance that
+        continues a stream creates the same ids."""
         self._parsing = parsing
         self._parser = None if parsing.make is None else parsing.make()
         self._name = name
@@ -173,7 +173,8 @@ class AnswerReader:
         return 0 if self._parser is None else self._parser.num_malformed
 
     def read(self, text: str, num_tokens: int, *, is_end: bool) -> ParsedOutput:
-        """What `text`, of so many tokens, adds; `is_end` says that nothing follows."""
+        """The result of `text`, which has this many tokens; `is_end` means that nothing
+        follows."""
         parser = self._parser
         if parser is None:
             return ParsedOutput(content=text)

@@ -1,4 +1,4 @@
-"""Which formats there are, and which one a model's chat template speaks."""
+"""The known formats, and which of them a model's chat template uses."""
 
 import importlib
 from collections.abc import Callable
@@ -26,7 +26,7 @@ TOOL_FORMATS: dict[str, Callable[[], ToolFormat]] = {
     "mistral": MistralFormat,
     "qwen_coder": QwenCoderFormat,
 }
-"""By the name that `--tool-call-parser` takes."""
+"""By the value of `--tool-call-parser`."""
 
 _SIGNS = (
     ("<|channel|>", "harmony"),
@@ -39,7 +39,7 @@ _SIGNS = (
     ("<|python_tag|>", "llama3"),
     ('"parameters":', "llama3"),
 )
-"""What a template contains, and the format it then speaks; the first that fits."""
+"""Texts in a template and the format that they indicate; the first match counts."""
 
 REASONING_TAGS: dict[str, ReasoningTags] = {
     "think": ReasoningTags(opening="<think>", closing="</think>"),
@@ -47,13 +47,13 @@ REASONING_TAGS: dict[str, ReasoningTags] = {
     "kimi": ReasoningTags(opening="◁think▷", closing="◁/think▷"),
     "seed": ReasoningTags(opening="<seed:think>", closing="</seed:think>"),
 }
-"""By the name that `--reasoning-parser` takes; harmony's channels are its tool format's."""
+"""By the value of `--reasoning-parser`; harmony's channels are part of its tool format."""
 
 AUTO, NONE = "auto", "none"
 
 
 def tool_format(name: str, template: str) -> ToolFormat | None:
-    """The format called `name`; `auto` is the template's, None if it has no tools."""
+    """The format called `name`; `auto` is that of the template, None if it has no tools."""
     if name == AUTO:
         found = detect_format(template)
         return None if found is None else TOOL_FORMATS[found]()
@@ -70,7 +70,7 @@ def tool_format(name: str, template: str) -> ToolFormat | None:
 
 
 def reasoning_tags(name: str, template: str) -> ReasoningTags | None:
-    """The tags called `name`; `auto` is the template's, None if it has none."""
+    """The tags called `name`; `auto` are those of the template, None if it has none."""
     if name == AUTO:
         return next((tags for tags in REASONING_TAGS.values() if _speaks(template, tags)), None)
     if name == NONE:
@@ -87,7 +87,7 @@ def _speaks(template: str, tags: ReasoningTags) -> bool:
 
 
 def detect_format(template: str) -> str | None:
-    """The name of the format that a chat template speaks; None for a template without tools."""
+    """The name of the format that a chat template uses; None for a template without tools."""
     if "tools" not in template:
         return None
     return next((name for sign, name in _SIGNS if sign in template), None)

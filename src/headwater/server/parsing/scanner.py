@@ -1,4 +1,4 @@
-"""Finds markers in a stream of text, however it is split."""
+"""Finds markers in a stream of text, however the stream is divided."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -6,16 +6,16 @@ from typing import NamedTuple
 
 
 class ScannedText(NamedTuple):
-    """A stretch of text, or one marker."""
+    """A piece of text, or one marker."""
 
     text: str
     is_marker: bool
 
 
 class MarkerScanner:
-    """Gives text out as soon as it cannot be the beginning of a marker.
+    """Emits text as soon as it cannot be the beginning of a marker.
 
-    No marker may be the beginning of another one: then the first match is the only one.
+    No marker may be the beginning of another one; then the first match is the only one.
     """
 
     def __init__(self, markers: Sequence[str]) -> None:
@@ -27,7 +27,7 @@ class MarkerScanner:
         """The end of the stream so far, which may be the beginning of a marker."""
 
     def feed(self, text: str) -> Iterator[ScannedText]:
-        """The stretches that `text` made certain."""
+        """The pieces that are final after `text`."""
         text = self._held + text
         start = 0
         for match in self._pattern.finditer(text):
@@ -46,7 +46,7 @@ class MarkerScanner:
         return held
 
     def _held_from(self, text: str, start: int) -> int:
-        """Where the longest suffix begins that a marker begins with."""
+        """Start of the longest suffix that is the beginning of a marker."""
         for at in range(max(start, len(text) - self._longest + 1), len(text)):
             if text[at] in self._firsts:
                 suffix = text[at:]

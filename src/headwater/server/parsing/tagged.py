@@ -57,7 +57,7 @@ class GlmFormat:
             return f"{opening} {quoted(tool.name + chr(10))} {arguments} {closing}", rules
 
         if any(terminal(marker)[0] != '"' for marker in self.markers[2:]):
-            return None  # tags that are special tokens cannot stand inside quoted text
+            return None  # tags that are special tokens cannot be inside quoted text
         return calls_grammar(tools, write, parallel=parallel, separator='"\\n"')
 
     def answer_prefix(self, terminal: Terminal) -> tuple[str, str]:
@@ -110,7 +110,7 @@ def _read(
     name, body = match.groups()
     pairs = argument.findall(body)
     if argument.sub("", body).strip():
-        return None  # something stands between the arguments
+        return None  # there is text between the arguments
     schemas = _properties(name, tools)
     arguments = {key.strip(): _value(text, schemas.get(key.strip())) for key, text in pairs}
     return one_call(ToolCall(name=name, arguments=write_json(arguments)))
@@ -123,7 +123,7 @@ def _properties(name: str, tools: Iterable[ToolSpec]) -> Mapping[str, Any]:
 
 
 def _value(text: str, schema: object) -> Any:  # noqa: ANN401 -- any JSON value
-    """Text where the schema says so; else the JSON value, or text where it is none."""
+    """Text if the schema says so; otherwise the JSON value, or text if it is not JSON."""
     if isinstance(schema, Mapping) and schema.get("type") == "string":
         return text
     try:

@@ -9,7 +9,7 @@ from headwater.server.parsing.scanner import MarkerScanner
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningTags:
-    """What a family of models writes around its reasoning."""
+    """The tags that a family of models writes around its reasoning."""
 
     opening: str
     closing: str
@@ -19,12 +19,12 @@ class ReasoningTags:
         return (self.opening, self.closing)
 
     def is_open(self, prompt_end: str) -> bool:
-        """Whether a prompt that ends so has begun the reasoning already."""
+        """Whether a prompt with this end has already begun the reasoning."""
         return prompt_end.rstrip().endswith(self.opening)
 
 
 class PlainParser:
-    """Content and nothing else."""
+    """All text is content."""
 
     num_malformed = 0
     is_reasoning = False
@@ -37,22 +37,23 @@ class PlainParser:
 
 
 class ThinkingParser:
-    """Splits off the reasoning; what follows it is the inner parser's.
+    """Splits off the reasoning; the inner parser reads the rest.
 
     Tags count at the beginning only: later ones are text that the model writes about. White
     space at both ends of the reasoning, and before the answer, is dropped.
     """
 
     def __init__(self, tags: ReasoningTags, inner: OutputParser, *, is_open: bool) -> None:
-        """`is_open` says that the prompt ends inside the reasoning."""
+        """`is_open` means that the prompt ends inside the reasoning."""
         self._tags = tags
         self._inner = inner
         self._scanner = MarkerScanner(tags.markers)
         self._is_answer = False
-        """Whether the reasoning has ended, or there was none: no tag counts any more."""
+        """Whether the reasoning has ended, or there was none. Then tags do not count any
+        more."""
         self._is_open = is_open
         self._space = ""
-        """Before the answer, or at the end of the reasoning so far."""
+        """White space before the answer, or at the end of the reasoning so far."""
         self._has_reasoning = False
         self._drops_space = False
 
@@ -83,7 +84,7 @@ class ThinkingParser:
         return out
 
     def _give_held(self, out: ParsedOutput) -> None:
-        """The scanner is asked no more once the answer has begun."""
+        """The text held by the scanner; it is not used after the answer has begun."""
         if self._is_answer:
             self._pass_on(self._scanner.end(), out)
 

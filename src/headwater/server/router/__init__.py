@@ -1,1 +1,1 @@
-"""The router: a front door for many instances, in a process of its own."""
+"""The router: forwards requests to many instances, in its own process."""

@@ -37,7 +37,7 @@ class KvEventFollower:
         keys: CurveKeys | None = None,
         wait_s: float = _WAIT_S,
     ) -> None:
-        """`keys` are those of the cluster; instances that need them say so."""
+        """`keys` are those of the cluster; an instance reports whether it needs them."""
         self._instance = instance
         self._context = context
         self._keys = keys

@@ -25,7 +25,7 @@ GENERATING = frozenset(
 
 
 class PromptFields(msgspec.Struct, array_like=True, kw_only=True, frozen=True):
-    """What a router reads of a request; empty if it could not be parsed."""
+    """The fields of a request that a router reads; empty if it could not be parsed."""
 
     model: str | None = None
     cache_salt: str = ""
@@ -71,7 +71,7 @@ def prompt_fields(path: str, raw: bytes, max_text_bytes: int) -> PromptFields:
     except RequestRefused:
         return NO_FIELDS
     if len(fields.text) > max_text_bytes or len(fields.token_ids) > max_text_bytes // 16:
-        # Longer than any context: an instance will say so, and nothing is hashed for it here.
+        # Longer than any context: the instance will refuse it, and nothing is hashed here.
         return msgspec.structs.replace(fields, text=b"", token_ids=b"")
     return fields
 

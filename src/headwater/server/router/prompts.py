@@ -32,10 +32,11 @@ from headwater.types import Tokens
 _ASK_TIMEOUT_S = 5.0
 _THREADS = 2
 _MAX_BYTES_PER_TOKEN = 64
-"""A prompt with more bytes of JSON per token of the context is not tokenized for routing."""
+"""A prompt with more bytes of JSON than this per token of the context is not tokenized for
+routing."""
 
 _MAX_TEXT_BYTES = 1 << 24
-"""The same where the context of an instance is not known."""
+"""The same limit if the context of an instance is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +94,7 @@ class PromptReader:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def fields(self, path: str, raw: bytes, ready: Sequence[Instance]) -> PromptFields:
-        """The fields that decide where a request goes, to one of `ready`."""
+        """The fields that determine the route of a request to one of `ready`."""
         longest = max((entry.registration.max_model_len for entry in ready), default=0)
         limit = _MAX_BYTES_PER_TOKEN * longest or _MAX_TEXT_BYTES
         return await self._fields.read(path, raw, limit)
@@ -127,7 +128,7 @@ class PromptReader:
             return np.frombuffer(fields.token_ids, dtype=np.int32)
         limit = asked.registration.max_model_len
         if not fields.text or len(fields.text) > _MAX_BYTES_PER_TOKEN * (limit or math.inf):
-            return None  # an instance will say what is wrong
+            return None  # the instance will report what is wrong
         tokenizer = self._tokenizer
         if tokenizer is None:
             return await self._ask(asked, fields.text, headers)
@@ -163,7 +164,7 @@ class PromptReader:
 
 
 def stored_response(path: str, fields: PromptFields) -> str | None:
-    """The stored response that a request is about; None if it names none."""
+    """The stored response that a request names; None if it names none."""
     prefix = "/v1/responses/"
     if path.startswith(prefix):
         return path.removeprefix(prefix)

@@ -27,7 +27,7 @@ Role = Literal["mixed", "prefill", "decode"]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Text = Annotated[str, Meta(max_length=512)]
 Fingerprint = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
-"""SHA-256 in hex: a shorter one could be the beginning of several."""
+"""SHA-256 in hex. A shorter value could match several."""
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 Amount = Annotated[float, Meta(ge=0, le=1e18)]
 Endpoint = Annotated[str, Meta(pattern=r"^tcp://[^\s]{1,256}$", max_length=262)]
@@ -43,8 +43,8 @@ class InstanceLoad(Struct, kw_only=True, frozen=True):
 
 
 class InstanceReport(Struct, kw_only=True, frozen=True):
-    """What an instance did, for the router's page: rates and latencies of the last minute, and
-    hand-offs since its engine started."""
+    """Activity of an instance for the router's page: rates and latencies of the last minute,
+    and hand-offs since its engine started."""
 
     output_tokens_s: Amount = 0.0
     prompt_tokens_s: Amount = 0.0
@@ -56,13 +56,13 @@ class InstanceReport(Struct, kw_only=True, frozen=True):
     itl_p50_s: Amount | None = None
     itl_p99_s: Amount | None = None
     sent_handoffs: Count = 0
-    """Ended well, as the prefill side; `received_handoffs` as the decode side."""
+    """Successful hand-offs on the prefill side; `received_handoffs` on the decode side."""
 
     sent_bytes: Count = 0
     received_handoffs: Count = 0
     received_bytes: Count = 0
     failed_handoffs: Count = 0
-    """Begun and not ended well, on either side."""
+    """Failed hand-offs, on either side."""
 
 
 class EventsAddress(Struct, kw_only=True, frozen=True):
@@ -96,7 +96,7 @@ class Registration(Struct, kw_only=True, frozen=True):
     version: int
     instance_id: Name
     epoch: Name
-    """Changes with every restart; the router then drops what it knew of the cache."""
+    """Changes with every restart; then the router forgets what it knew about the cache."""
 
     role: Role
     url: Annotated[str, Meta(pattern=r"^https?://[^\s/]{1,256}$")]

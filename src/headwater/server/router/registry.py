@@ -56,7 +56,7 @@ class Registry:
 
     @property
     def lost(self) -> list[Instance]:
-        """Instances that were removed lately because they were silent, newest first."""
+        """Instances that were removed recently because they sent no heartbeat, newest first."""
         oldest_s = self._clock.now() - _SHOW_LOST_S
         return [entry for entry in self._lost if entry.seen_s >= oldest_s]
 
@@ -134,7 +134,7 @@ class Registry:
         return expired
 
     def _forgive_own_pause(self) -> None:
-        """A router that was stopped or had no processor could not hear heartbeats: that time
+        """A router that was stopped or had no processor could not receive heartbeats. That time
         does not count as silence of the instances."""
         now = self._clock.now()
         paused_s = now - self._swept_s - self._config.sweep_s
@@ -194,5 +194,5 @@ class Registry:
 
 
 def _is_heartbeat(registration: Registration, known: Instance) -> bool:
-    """Whether it comes from the run of the instance that is registered."""
+    """Whether it comes from the registered run of the instance."""
     return known.registration.epoch == registration.epoch and known.group == registration.group

@@ -69,7 +69,7 @@ class RouteSelector:
             and (group is None or entry.group == group)
         ]
         servers = [entry for entry in servers if entry.registration.model == paths.model] or (
-            servers  # one of them will say that it does not serve this model
+            servers  # one of the instances will answer that it does not serve this model
         )
         if not servers:
             return None

@@ -43,7 +43,7 @@ class InstanceFull(Exception):
 
 @dataclass(slots=True)
 class _Choice:
-    """What the client has received of one choice."""
+    """The part of one choice that the client has received."""
 
     tokens: list[int] = field(default_factory=list)
     seed: int | None = None
@@ -56,7 +56,7 @@ class _Choice:
 
 
 class _Resumed(msgspec.Struct, kw_only=True):
-    """The one field of a request that is read here."""
+    """The only field of a request that is read here."""
 
     continue_choices: list[ResumedChoice] | None = None
 

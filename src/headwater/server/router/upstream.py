@@ -93,8 +93,8 @@ class Attempt:
         self._load = _LoadCount(route)
 
     async def run(self, forwarded: ForwardedRequest) -> AttemptFailure | None:
-        """None when the client has the whole response. Cancelling closes the connection, which
-        aborts the request on the instance."""
+        """Returns None when the client has the whole response. Cancelling closes the
+        connection, which aborts the request on the instance."""
         server = self._route.server
         route, now = self._route, self._clock.now()
         route.worker.recent.add(route.uncached_tokens, now=now)
@@ -142,7 +142,7 @@ class Attempt:
         """Pass on whole events; a stream without its last event is a failure."""
         splitter, is_last = EventSplitter(), False
         async for piece in answer.content.iter_any():
-            self._route.server.seen_s = self._clock.now()  # as good as a heartbeat
+            self._route.server.seen_s = self._clock.now()  # counts as a heartbeat
             whole = splitter.feed(piece)
             events = self._progress.strip(whole) if whole else b""
             if not events:
