@@ -1,4 +1,4 @@
-"""`headwater top` on a router: instances with rates, and those that cannot be reached."""
+"""`headwater top` on a router: instances with the rates that they report, and lost ones."""
 
 import json
 import threading
@@ -11,12 +11,23 @@ INSTANCE = {
     "instance_id": "10.0.0.1:8000",
     "role": "mixed",
     "url": "http://127.0.0.1:9",
-    "state": "lost",
+    "state": "ready",
     "num_alive": 3,
     "known_blocks": 1200,
     "seen_s_ago": 0.4,
     "load": {"running": 2, "waiting": 1},
+    "report": {
+        "output_tokens_s": 12.5,
+        "prompt_tokens_s": 100.0,
+        "hit_share": 0.75,
+        "ttft_p50_s": 0.2,
+        "ttft_p99_s": 1.5,
+        "itl_p50_s": 0.01,
+        "itl_p99_s": 0.05,
+    },
 }
+LOST = {"instance_id": "10.0.0.2:8000", "role": "decode", "url": "", "seen_s_ago": 30.0}
+ANSWER = {"policy": "cache_aware", "instances": [INSTANCE], "lost": [LOST]}
 
 
 class RouterAnswers(BaseHTTPRequestHandler):
@@ -24,7 +35,7 @@ class RouterAnswers(BaseHTTPRequestHandler):
 
     def do_GET(self):
         found = self.path == "/instances"
-        body = json.dumps({"policy": "cache_aware", "instances": [INSTANCE]} if found else {})
+        body = json.dumps(ANSWER if found else {})
         self.send_response(200 if found else 404)
         self.end_headers()
         self.wfile.write(body.encode())
@@ -43,31 +54,40 @@ def router():
         thread.join()
 
 
+def run_top(url, capsys):
+    assert main(["top", url, "--once"]) == 0
+    return capsys.readouterr().out
+
+
 def test_a_router_is_shown_by_its_instances(capsys, monkeypatch):
-    """State, load and known blocks; rates are absent where an instance cannot be reached."""
+    """State, load, and what each instance reports of its last minute; lost instances too."""
     monkeypatch.setenv("COLUMNS", "150")
     with router() as url:
-        assert main(["top", url, "--once", "--interval", "0.1"]) == 0
+        shown = run_top(url, capsys)
 
-    shown = capsys.readouterr().out
-    assert "policy cache_aware, 0 of 1 instances ready" in shown
+    assert "policy cache_aware, 1 of 2 instances ready" in shown
+    assert "prompts 100.0 tokens/s   found 75 %   in flight 3" in shown
+    row, lost = (
+        next(line for line in shown.splitlines() if name in line)
+        for name in ("10.0.0.1:8000", "10.0.0.2:8000")
+    )
+    latencies = "200 ms 1.5 s 10 ms 50 ms"
+    assert " ".join(row.split()) == (
+        f"10.0.0.1:8000 mixed ready 2 1 12.5 75 % {latencies} 1,200 400 ms"
+    )
+    assert lost.split()[:3] == ["10.0.0.2:8000", "decode", "lost"]
+    assert lost.endswith("30.0 s ")
+
+
+def test_a_narrow_terminal_shows_names_whole(capsys, monkeypatch):
+    """In 80 columns there are fewer figures, and no name or figure is cut."""
+    monkeypatch.setenv("COLUMNS", "80")
+    with router() as url:
+        shown = run_top(url, capsys)
+
     row = next(line for line in shown.splitlines() if "10.0.0.1:8000" in line)
-    assert row.split() == [
-        *(
-            "10.0.0.1:8000",
-            "mixed",
-            "lost",
-            "2",
-            "1",
-            "-",
-            "-",
-            "-",
-            "1,200",
-            "400",
-            "ms",
-            "ago",
-        )
-    ]
+    assert " ".join(row.split()) == "10.0.0.1:8000 mixed ready 2 1 12.5 75 % 1.5 s 400 ms"
+    assert "…" not in shown
 
 
 def test_json_of_a_router_is_its_instances(capsys):

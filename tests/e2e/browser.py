@@ -31,9 +31,13 @@ def chromium():
 class Watch:
     """A page, what it asked for and what it complained about."""
 
-    def __init__(self, browser, *, width=1280, height=900, scheme="light"):
+    def __init__(self, browser, *, width=1280, height=900, scheme="light", is_phone=False):
+        """A phone has a touch screen and no mouse."""
         self.context = browser.new_context(
-            viewport={"width": width, "height": height}, color_scheme=scheme
+            viewport={"width": width, "height": height},
+            color_scheme=scheme,
+            has_touch=is_phone,
+            is_mobile=is_phone,
         )
         self.page = self.context.new_page()
         self.asked: set[str] = set()
@@ -72,6 +76,22 @@ class Watch:
 
     def text(self, selector):
         return self.page.inner_text(selector)
+
+    def swipe(self, selector, *, left=0, up=0):
+        """Move a finger over an element, so many pixels."""
+        self.page.locator(selector).scroll_into_view_if_needed()
+        box = self.page.locator(selector).bounding_box()
+        x, y = box["x"] + box["width"] / 2, box["y"] + min(box["height"], 200) / 2
+        finger = self.context.new_cdp_session(self.page)
+
+        def touch(kind, *points):
+            touched = [{"x": at_x, "y": at_y} for at_x, at_y in points]
+            finger.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": touched})
+
+        touch("touchStart", (x, y))
+        for part in range(1, 11):
+            touch("touchMove", (x - left * part / 10, y - up * part / 10))
+        touch("touchEnd")
 
     def picture(self, name):
         OUTPUT.mkdir(exist_ok=True)

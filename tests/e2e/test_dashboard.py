@@ -93,7 +93,7 @@ def test_a_reload_shows_the_same_history(watch, server):
 
 
 def test_failures_and_losses_are_red_and_have_their_reasons(watch):
-    """Failed transfers, a storage that fails, and lost tokens apart from new text."""
+    """Failed transfers, a storage that fails, and tokens after a lost block apart from new text."""
 
     def with_failures(route):
         answer = route.fetch()
@@ -121,7 +121,7 @@ def test_failures_and_losses_are_red_and_have_their_reasons(watch):
     assert watch.text("#links .fault") == "3 failed: timed out 3"
     assert "2 faults: no space 2" in watch.text("#tiers")
     assert "nothing is written for now" in watch.text("#tiers")
-    assert "lost 640" in watch.text("#misses")
+    assert "after a lost block 640" in watch.text("#misses")
     assert "evicted device" in watch.text("#misses")
     assert watch.number("miss.evicted_device") == 5
     watch.picture("dashboard-faults")
@@ -183,6 +183,44 @@ def test_it_fits_wide_and_narrow_light_and_dark(watch, server):
     dark = page.evaluate(card)
     page.emulate_media(color_scheme="light")
     assert page.evaluate(card) != dark
+
+
+def test_it_is_used_by_touch_on_a_phone(browser, server):
+    """Fingers scroll a table in both directions, enter and leave the tree, and open a request.
+    What was scrolled stays there when the page shows the next answer."""
+    watch = Watch(browser, width=390, height=844, is_phone=True).open(server.url, KEY)
+    watch.wait_for("live")
+    page = watch.page
+    page.wait_for_selector("#recent.more-right")
+    assert page.locator("#recent + .hint").is_visible()
+    scrolled = "document.getElementById('recent').scrollLeft"
+
+    watch.swipe("#recent", left=150)
+
+    page.wait_for_function(f"() => {scrolled} > 50")
+    before, age = page.evaluate(scrolled), page.inner_text("#foot")
+    page.wait_for_function(
+        "(age) => document.getElementById('foot').innerText !== age", arg=age
+    )
+    assert page.evaluate(scrolled) == before
+    watch.swipe("#recent", left=2000)
+    page.wait_for_selector("#recent:not(.more-right)")
+    assert not page.locator("#recent + .hint").is_visible()
+    top = page.evaluate("scrollY")
+    watch.swipe("#tiers", up=300)
+    page.wait_for_function("(top) => scrollY !== top", arg=top)
+
+    page.tap("#tree .run.device")
+    assert page.locator("#tree-path button").count() == 2
+    assert "blocks" in watch.text("#tree-detail").lower()
+    page.tap("#tree-path button")
+    assert page.locator("#tree-path button").count() == 0
+    page.tap("#recent tbody tr >> nth=0")
+    page.wait_for_function("() => document.getElementById('recent-detail').textContent.length")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    watch.picture("dashboard-phone")
+    assert watch.complaints == []
+    watch.context.close()
 
 
 def test_a_wrong_key_is_said_and_the_right_one_opens(browser, server):

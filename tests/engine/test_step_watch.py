@@ -5,11 +5,13 @@ from headwater.engine.step_watch import SLOW_S, StepWatch
 from headwater.metrics.stats import TierStats
 
 
-def run_steps(watch: StepWatch, clock: VirtualClock, *seconds: float) -> None:
+def run_steps(
+    watch: StepWatch, clock: VirtualClock, *seconds: float, num_tokens: int = 3
+) -> None:
     for took_s in seconds:
         began = watch.now()
         clock.advance(took_s)
-        watch.note_step(began, 3)
+        watch.note_step(began, num_tokens)
 
 
 def make_tier(free: int) -> TierStats:
@@ -24,7 +26,22 @@ def test_a_step_far_over_the_usual_time_is_logged_once_in_a_while(caplog):
     run_steps(watch, clock, *[0.02] * 50, 5 * SLOW_S, 0.02, 5 * SLOW_S)
 
     assert len(caplog.records) == 1
-    assert "slow step: took_s=5.00 usual_s=0.0200 outputs=3" in caplog.text
+    assert "slow step: took_s=5.00 usual_s=0.0200 tokens=3" in caplog.text
+
+
+def test_a_step_with_a_long_prompt_is_compared_with_others_of_its_size(caplog):
+    """On a CPU it takes a hundred times as long as a step with one token, and that is usual."""
+    clock = VirtualClock()
+    watch = StepWatch(clock)
+
+    for _ in range(3):
+        run_steps(watch, clock, *[0.02] * 50, num_tokens=1)
+        run_steps(watch, clock, 2 * SLOW_S, num_tokens=2048)
+    assert not caplog.records
+
+    run_steps(watch, clock, 0.02, num_tokens=1)
+    run_steps(watch, clock, 0.02, 5 * SLOW_S, num_tokens=1)
+    assert "slow step: took_s=5.00" in caplog.text
 
 
 def test_steps_that_are_always_long_are_not_slow(caplog):

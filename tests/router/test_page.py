@@ -51,6 +51,15 @@ def test_instances_come_and_go_on_the_page(monkeypatch):
         )
         own.picture("dashboard-decode")
         assert own.complaints == []
+        own = Watch(browser).open(servers[0].url)
+        own.wait_for("live")
+        own.page.wait_for_function(
+            "() => document.getElementById('t-hit-all').textContent.startsWith('0 of 1')"
+        )
+        assert own.number("miss.never_seen") == 1
+        assert "were computed here" in own.text("#misses")
+        own.picture("dashboard-prefill")
+        assert own.complaints == []
 
         assert servers[0].stop() == 0, servers[0].errors
 

@@ -43,6 +43,43 @@ def test_an_answer_is_the_instances_own():
     run(scenario)
 
 
+def test_the_models_of_all_groups_are_listed():
+    """Two models behind one router: both are listed, each can be asked for by name, and a
+    request gets the one that it names."""
+
+    async def scenario(harness):
+        one = harness.add()
+        shorter = harness.add(max_model_len=512)
+        other = harness.add(model_name="another", fingerprint="0f" * 32)
+        await harness.ready(one, shorter, other)
+        get = harness.client.get
+
+        cards = {card["id"]: card for card in (await get("/v1/models")).json()["data"]}
+        assert set(cards) == {"echo", "another"}
+        assert cards["echo"]["max_model_len"] == 512, "the limit of the shorter instance"
+        for name, card in cards.items():
+            assert (await get(f"/v1/models/{name}")).json() == card
+            answer = await harness.complete(model=name)
+            assert answer.json()["model"] == name, answer.text
+        refused = await get("/v1/models/third")
+        assert refused.status_code == 404
+        assert "serve 'echo', 'another'" in refused.json()["error"]["message"]
+
+    run(scenario)
+
+
+def test_no_model_is_listed_without_an_instance():
+    """A 503 that says how to start one, as for any other request."""
+
+    async def scenario(harness):
+        for path in ("/v1/models", "/v1/models/echo"):
+            refused = await harness.client.get(path)
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "no_instance"
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("salt", [None, "tenant"])
 def test_a_conversation_stays_where_its_blocks_are(salt):
     """Lesson 72: known from the instance's own events, salted prompts included."""

@@ -15,7 +15,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 from rich.console import Console
@@ -157,21 +158,30 @@ def _server(console: Console) -> Iterator[str]:
     """The address of a server with the built-in model. The server is stopped when the block is
     left."""
     command = [sys.executable, "-m", "headwater", "serve", "--port", "0"]
-    process = subprocess.Popen(
-        [*command, "--num-gpu-blocks-override", "512"], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        with console.status("starting a server on the built-in model"):
-            url = _wait_ready(process)
-        yield url
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(timeout=30)
+    with TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            [*command, "--num-gpu-blocks-override", "512"],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        try:
+            with console.status("starting a server on the built-in model"):
+                url = _wait_ready(process, log)
+            yield url
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(timeout=30)
 
 
-def _wait_ready(process: "subprocess.Popen[str]") -> str:
+def _wait_ready(process: "subprocess.Popen[str]", log: IO[str]) -> str:
+    """Its address. The log is shown only when it does not start."""
     assert process.stdout is not None, "asked for a pipe"
     for line in process.stdout:
         if found := _READY.search(line):
             return found.group(1)
-    raise EngineDead(f"the demo's server ended with exit code {process.wait()}")
+    code = process.wait()
+    log.seek(0)
+    raise EngineDead(
+        f"the demo's server ended with exit code {code}: {log.read()[-2000:].strip()}"
+    )

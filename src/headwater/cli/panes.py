@@ -1,7 +1,7 @@
 """What `headwater top` draws: panes of text and bars, from one answer of a server."""
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -10,10 +10,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from headwater.metrics.rates import SOURCES, Quantiles, ServerRates
-
-if TYPE_CHECKING:
-    from headwater.cli.top import Watcher
+from headwater.metrics.history import INTERVAL_S
+from headwater.metrics.rates import SOURCES, prompt_sources
 
 _COLOURS = {
     "device": "blue",
@@ -25,23 +23,27 @@ _COLOURS = {
 _TICKS = "▁▂▃▄▅▆▇█"
 _BAR = 12
 _NONE = "-"
+_LATELY_POINTS = int(30 / INTERVAL_S)
+"""Points of the last half minute, of which the share of found tokens is."""
 _WIDE = 100
 """Number of columns from which request ids are shown completely."""
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
-def screen(watcher: "Watcher", url: str, state: str) -> RenderableType:
-    """The whole view."""
-    now = watcher.now
-    assert now is not None, "a watcher is shown after its first answer"
+def screen(
+    now: Mapping[str, Any], points: Sequence[Mapping[str, Any]], url: str, state: str
+) -> RenderableType:
+    """The whole view: an answer of GET /stats, and the points of its history."""
     cache = now["cache"]
+    last = points[-1] if points else None
+    rates = last["rates"]["links"] if last else {}
     return Group(
         _head(now, url, "paused" if cache["is_paused"] and state == "live" else state),
-        _tiles(now, watcher.rates, watcher.history),
+        _tiles(now, points),
         Columns(
             [
                 _pane("tiers", _tiers(cache["tiers"], cache["storage"])),
-                _pane("transfers", _links(cache["links"], watcher.rates)),
+                _pane("transfers", _links(cache["links"], rates)),
                 _pane("misses", _misses(cache["ledger"]["misses"])),
             ]
         ),
@@ -60,21 +62,21 @@ def _head(now: Mapping[str, Any], url: str, state: str) -> Text:
     )
 
 
-def _tiles(
-    now: Mapping[str, Any], rates: ServerRates | None, history: Iterable[ServerRates]
-) -> Table:
+def _tiles(now: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) -> Table:
     cache, device = now["cache"], now["cache"]["tiers"]["device"]
     used = device["num_blocks"] - device["free"] - device["evictable"]
-    ttft, itl = (rates.ttft, rates.itl) if rates else (None, None)
-    outputs = [entry.output_tokens for entry in history]
+    last = points[-1] if points else None
+    outputs = [point["rates"]["output_tokens"] for point in points]
+    lately = _lately(points)
+    sources = lately if sum(lately.values()) else prompt_sources(now)
     cells: dict[str, tuple[str, str | Text]] = {
         "tokens/s": (
-            f"{rates.output_tokens:,.0f}" if rates else _NONE,
+            f"{outputs[-1]:,.0f}" if outputs else _NONE,
             Text(spark(outputs[-12:]), style="blue"),
         ),
-        "first token": _latency(ttft),
-        "between": _latency(itl),
-        "found": (percent(rates.hit_share if rates else None), _sources(rates)),
+        "first token": _latency(last and last["minute_ttft"]),
+        "between": _latency(last and last["minute_itl"]),
+        "found": (percent(_found_share(sources)), _sources(sources)),
         "running": (f"{cache['num_running']:,}", f"{cache['num_waiting']:,} waiting"),
         "device": (
             percent(used / device["num_blocks"]),
@@ -89,12 +91,25 @@ def _tiles(
     return table
 
 
-def _sources(rates: ServerRates | None) -> Text:
-    """The sources of prompt tokens, as one bar."""
-    bar, total = Text(), sum(rates.by_source.values()) if rates else 0
-    if rates and total > 0:
+def _lately(points: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Prompt tokens of the last points by source."""
+    sums = dict.fromkeys(SOURCES, 0.0)
+    for point in list(points)[-_LATELY_POINTS:]:
         for name in SOURCES:
-            bar.append("█" * round(_BAR * rates.by_source[name] / total), _COLOURS[name])
+            sums[name] += point["rates"]["by_source"].get(name, 0.0) * point["elapsed_s"]
+    return sums
+
+
+def _found_share(sources: Mapping[str, float]) -> float | None:
+    total = sum(sources.values())
+    return 1 - sources.get("computed", 0) / total if total else None
+
+
+def _sources(sources: Mapping[str, float]) -> Text:
+    """Where prompt tokens came from, as one bar."""
+    bar, total = Text(), sum(sources.values())
+    for name in SOURCES if total else ():
+        bar.append("█" * round(_BAR * sources.get(name, 0) / total), _COLOURS[name])
     return bar
 
 
@@ -120,12 +135,12 @@ def _tiers(tiers: Mapping[str, Any], storage: Mapping[str, Any] | None) -> Table
     return table
 
 
-def _links(links: Mapping[str, Any], rates: ServerRates | None) -> RenderableType:
+def _links(links: Mapping[str, Any], rates: Mapping[str, float]) -> RenderableType:
     table = _table("", "", "now", "fastest", "failed")
     for name, link in links.items():
         if name == "lookup":
             continue
-        rate, most = rates.links.get(name, 0.0) if rates else 0.0, link["fastest_bytes_s"]
+        rate, most = rates.get(name, 0.0), link["fastest_bytes_s"]
         table.add_row(
             name.replace("_to_", " → "),
             _bar(min(rate, most), 0, most or 1, _COLOURS[name.partition("_to_")[0]], width=12),
@@ -232,10 +247,10 @@ def spark(values: list[float]) -> str:
     return "".join(_TICKS[min(int(value / most * 8), 7)] for value in values)
 
 
-def _latency(found: Quantiles | None) -> tuple[str, str]:
+def _latency(found: Mapping[str, float] | None) -> tuple[str, str]:
     if found is None:
         return _NONE, ""
-    return duration(found.p50_s), f"95 %: {duration(found.p95_s)}"
+    return duration(found["p50_s"]), f"p99 {duration(found['p99_s'])}"
 
 
 def percent(share: float | None) -> str:

@@ -1,67 +1,108 @@
 """What `headwater top` draws for a router: one row for each instance."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from headwater.cli.panes import duration, percent
-from headwater.metrics.rates import ServerRates
 
+_WIDE = 130
+"""Columns from which everything is shown."""
+_NARROW = ("run", "wait", "tokens/s", "found", "first p99", "seen ago")
+_COLUMNS = (
+    *(
+        "run",
+        "wait",
+        "tokens/s",
+        "found",
+        "first p50",
+        "first p99",
+        "between p50",
+        "between p99",
+    ),
+    *("blocks", "seen ago"),
+)
 _STATES = {"ready": "green", "draining": "yellow", "lost": "red"}
 
 
-def router_screen(
-    answer: Mapping[str, Any], rates: Mapping[str, ServerRates | None], url: str, state: str
-) -> RenderableType:
-    """The whole view. `rates` has an entry for each instance that could be asked directly."""
-    instances = answer["instances"]
+def router_screen(answer: Mapping[str, Any], url: str, state: str) -> RenderableType:
+    """The whole view of one answer of GET /instances."""
+    instances, lost = answer["instances"], answer["lost"]
     ready = sum(entry["state"] == "ready" for entry in instances)
     head = Text.assemble(
         ("headwater router ", "bold"),
-        f"at {url}, policy {answer['policy']}, {ready} of {len(instances)} instances ready  ",
+        f"at {url}, policy {answer['policy']}, "
+        f"{ready} of {len(instances) + len(lost)} instances ready  ",
         ("●" if state == "live" else "◆", "green" if state == "live" else "red"),
         f" {state}",
     )
-    return Group(head, _totals(instances, rates), _instances(instances, rates))
+    if not instances and not lost:
+        hint = Text("no instance; start one with headwater serve --router URL", "dim")
+        return Group(head, hint)
+    return Group(head, _totals(instances), _Instances(instances, lost))
 
 
-def _totals(instances: list[dict[str, Any]], rates: Mapping[str, ServerRates | None]) -> Text:
-    known = [found for found in rates.values() if found is not None]
-    prompt = sum(sum(found.by_source.values()) for found in known)
-    computed = sum(found.by_source["computed"] for found in known)
+def _totals(instances: list[dict[str, Any]]) -> Text:
+    reports = [entry["report"] for entry in instances]
+    known = [report for report in reports if report["hit_share"] is not None]
+    prompts = sum(report["prompt_tokens_s"] for report in known)
+    found = sum(report["hit_share"] * report["prompt_tokens_s"] for report in known)
     return Text(
-        f"output {sum(found.output_tokens for found in known):,.0f} tokens/s"
-        f"   prompts {prompt:,.0f} tokens/s"
-        f"   found {percent(1 - computed / prompt if prompt else None)}"
-        f"   in flight {sum(entry['num_alive'] for entry in instances):,}"
+        f"output {sum(report['output_tokens_s'] for report in reports):,.1f} tokens/s"
+        f"   prompts {sum(report['prompt_tokens_s'] for report in reports):,.1f} tokens/s"
+        f"   found {percent(found / prompts if prompts else None)}"
+        f"   in flight {sum(entry['num_alive'] for entry in instances):,}   (rates: last minute)"
     )
 
 
-def _instances(
-    instances: list[dict[str, Any]], rates: Mapping[str, ServerRates | None]
-) -> RenderableType:
-    if not instances:
-        return Text("no instance; start one with headwater serve --router URL", "dim")
-    table = Table(box=None, padding=(0, 1), header_style="dim")
-    for name in ("instance", "role", "state"):
-        table.add_column(name, no_wrap=name != "instance", overflow="ellipsis")
-    for name in ("running", "waiting", "tokens/s", "found", "first token", "blocks", "seen"):
-        table.add_column(name, no_wrap=True, justify="right")
-    for entry in instances:
-        found = rates.get(entry["instance_id"])
-        table.add_row(
-            Text(entry["instance_id"], no_wrap=True, overflow="ellipsis"),
-            entry["role"],
-            Text(entry["state"], _STATES.get(entry["state"], "")),
-            f"{entry['load']['running']:,}",
-            f"{entry['load']['waiting']:,}",
-            "-" if found is None else f"{found.output_tokens:,.0f}",
-            percent(None if found is None else found.hit_share),
-            duration(None if found is None or found.ttft is None else found.ttft.p50_s),
-            f"{entry['known_blocks']:,}",
-            f"{duration(entry['seen_s_ago'])} ago",
-        )
-    return table
+class _Instances:
+    """A table with a row for each instance. A narrow terminal has fewer columns, so that names
+    stay whole."""
+
+    def __init__(self, instances: list[dict[str, Any]], lost: list[dict[str, Any]]) -> None:
+        self._instances = instances
+        self._lost = lost
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterable[RenderableType]:
+        columns = _COLUMNS if options.max_width >= _WIDE else _NARROW
+        table = Table(box=None, padding=(0, 1), header_style="dim")
+        for name in ("instance", "role", "state"):
+            table.add_column(name, no_wrap=True, overflow="ellipsis")
+        for name in columns:
+            table.add_column(name, no_wrap=True, justify="right")
+        for entry in self._instances:
+            cells = _cells(entry)
+            table.add_row(*_names(entry, entry["state"]), *(cells[name] for name in columns))
+        for entry in self._lost:
+            absent = dict.fromkeys(columns, "-") | {"seen ago": _seen(entry)}
+            table.add_row(*_names(entry, "lost"), *(absent[name] for name in columns))
+        yield table
+
+
+def _names(entry: Mapping[str, Any], state: str) -> tuple[str, str, Text]:
+    return entry["instance_id"], entry["role"], Text(state, _STATES.get(state, ""))
+
+
+def _cells(entry: Mapping[str, Any]) -> dict[str, str]:
+    report, load = entry["report"], entry["load"]
+    return {
+        "run": f"{load['running']:,}",
+        "wait": f"{load['waiting']:,}",
+        "tokens/s": f"{report['output_tokens_s']:,.1f}",
+        "found": percent(report["hit_share"]),
+        "first p50": duration(report["ttft_p50_s"]),
+        "first p99": duration(report["ttft_p99_s"]),
+        "between p50": duration(report["itl_p50_s"]),
+        "between p99": duration(report["itl_p99_s"]),
+        "blocks": f"{entry['known_blocks']:,}",
+        "seen ago": _seen(entry),
+    }
+
+
+def _seen(entry: Mapping[str, Any]) -> str:
+    return duration(entry["seen_s_ago"])

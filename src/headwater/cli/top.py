@@ -13,15 +13,15 @@ from urllib.request import Request, urlopen
 from headwater.cli.keys_pressed import PressedKeys
 from headwater.config import api_key_from_environment
 from headwater.errors import ConfigError, HeadwaterError
-from headwater.metrics.rates import ServerRates, is_restart, rates_between
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _ABOUT = """\
 Show what a server is doing: throughput, latency, where prompts came from, tiers, transfers,
-misses and requests, once a second. The same as its page at /dashboard. Of a router: each
-instance with its state, load, rate and hits. `q` or Ctrl-C leaves.
+misses and requests, once a second. The same as its page at /dashboard: median and 99th
+percentile are of the last minute, hits of the last half minute. Of a router: each instance with
+its state, load, rate and hits. `q` or Ctrl-C leaves.
 
   headwater top
   headwater top http://127.0.0.1:8000 --once
@@ -31,8 +31,8 @@ instance with its state, load, rate and hits. `q` or Ctrl-C leaves.
 _pause = Event().wait
 
 _TIMEOUT_S = 6.0
-_INSTANCE_TIMEOUT_S = 1.0
-_HISTORY = 240
+_MAX_POINTS = 1000
+"""More than a server keeps."""
 
 
 class Unreachable(HeadwaterError):
@@ -82,7 +82,7 @@ def run_top(options: Namespace) -> int:
     server = StatusClient(options.url, options.api_key or api_key_from_environment())
     if options.json:
         return _print_answers(server, options)
-    return _print_once(server, options) if options.once else _live(server, options)
+    return _print_once(server) if options.once else _live(server, options)
 
 
 class StatusClient:
@@ -90,12 +90,15 @@ class StatusClient:
 
     def __init__(self, url: str, api_key: str | None) -> None:
         self.url = url.rstrip("/")
-        self._api_key = api_key
         self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
 
     def stats(self) -> dict[str, Any]:
         """The answer of GET /stats. Raises Unreachable."""
         return self._get("/stats", _TIMEOUT_S)
+
+    def history(self, after_unix_s: float) -> dict[str, Any]:
+        """The answer of GET /stats/history: points newer than `after_unix_s`."""
+        return self._get(f"/stats/history?after={after_unix_s:.6f}", _TIMEOUT_S)
 
     def instances(self) -> dict[str, Any]:
         """The answer of a router's GET /instances. Raises Unreachable."""
@@ -111,13 +114,6 @@ class StatusClient:
             self.instances()
             return True
         return False
-
-    def stats_of(self, url: str) -> dict[str, Any] | None:
-        """GET /stats of an instance; None if it cannot be reached from here."""
-        try:
-            return StatusClient(url, self._api_key)._get("/stats", _INSTANCE_TIMEOUT_S)
-        except Unreachable:
-            return None
 
     def _get(self, path: str, timeout_s: float) -> dict[str, Any]:
         try:
@@ -135,63 +131,47 @@ class StatusClient:
             raise Unreachable(f"{self.url} does not answer: {exc}") from exc
 
 
-class Watcher:
-    """Successive answers, and the changes between them."""
-
-    def __init__(self) -> None:
-        self.now: dict[str, Any] | None = None
-        self.rates: ServerRates | None = None
-        self.history: deque[ServerRates] = deque(maxlen=_HISTORY)
-
-    def take(self, answer: dict[str, Any]) -> None:
-        """Add the next answer. After a restart of the server it starts again."""
-        before, self.now = self.now, answer
-        if before is None or is_restart(before, answer):
-            self.rates = None
-        elif (found := rates_between(before, answer)) is not None:
-            self.rates = found
-            self.history.append(found)
-
-
 class RouterWatcher:
-    """The instances of a router. Each is also asked directly, if it can be reached."""
+    """The instances of a router, as they report themselves to it."""
 
     def __init__(self, client: StatusClient) -> None:
         self._client = client
-        self._watchers: dict[str, Watcher] = {}
         self._answer: dict[str, Any] = {}
 
     def look(self) -> None:
-        """Ask the router, and then each of its instances."""
+        """Ask the router once."""
         self._answer = self._client.instances()
-        names = {entry["instance_id"]: entry["url"] for entry in self._answer["instances"]}
-        self._watchers = {name: self._watchers.get(name, Watcher()) for name in names}
-        for name, url in names.items():
-            if (answer := self._client.stats_of(url)) is not None:
-                self._watchers[name].take(answer)
 
     def screen(self, state: str) -> "RenderableType":
         from headwater.cli.router_panes import router_screen
 
-        rates = {name: watcher.rates for name, watcher in self._watchers.items()}
-        return router_screen(self._answer, rates, self._client.url, state)
+        return router_screen(self._answer, self._client.url, state)
 
 
 class ServerWatcher:
-    """One server."""
+    """One server: its state now, and the points of its history."""
 
     def __init__(self, client: StatusClient) -> None:
         self._client = client
-        self._watcher = Watcher()
+        self._now: dict[str, Any] = {}
+        self._points: deque[dict[str, Any]] = deque(maxlen=_MAX_POINTS)
 
     def look(self) -> None:
-        """Ask the server once."""
-        self._watcher.take(self._client.stats())
+        """Ask it once. Points that are here already are not asked for again."""
+        self._now = self._client.stats()
+        last_s = self._points[-1]["unix_s"] if self._points else 0.0
+        history = self._client.history(last_s)
+        if history["now_unix_s"] < last_s:  # its clock was set back
+            self._points.clear()
+        self._points.extend(history["points"])
+        oldest_s = history["now_unix_s"] - history["span_s"]
+        while self._points and self._points[0]["unix_s"] < oldest_s:
+            self._points.popleft()
 
     def screen(self, state: str) -> "RenderableType":
         from headwater.cli.panes import screen
 
-        return screen(self._watcher, self._client.url, state)
+        return screen(self._now, list(self._points), self._client.url, state)
 
 
 def _print_answers(server: StatusClient, options: Namespace) -> int:
@@ -210,12 +190,10 @@ def _watch(server: StatusClient) -> RouterWatcher | ServerWatcher:
     return watcher
 
 
-def _print_once(server: StatusClient, options: Namespace) -> int:
+def _print_once(server: StatusClient) -> int:
     from rich.console import Console
 
     watcher = _watch(server)
-    _pause(options.interval)
-    watcher.look()
     Console(file=sys.stdout, highlight=False).print(watcher.screen("live"))
     return 0
 

@@ -94,6 +94,8 @@ class EngineCore:
         self.device_since: tuple[float, int] | None = None
         """The time at which the loop began to wait for the device, and the number of steps
         scheduled before; None while it does not wait. Read by the watchdog's thread."""
+        self.step_tokens = 0
+        """Tokens that the last call of `step` submitted."""
         self.count_compilations: Callable[[], int] | None = None
         """Kernels compiled or loaded after the engine was ready; None on a CPU."""
         self._num_received = 0
@@ -219,6 +221,7 @@ class EngineCore:
         result = self._run(batch)
         self.device_since = None
         collected = self._clock.now()
+        self.step_tokens = 0 if batch is None else len(batch.tokens)
         self._rates.note(batch, decided, result, collected)
         self._scheduler.learn_costs(self._rates.step_costs.costs)
         outputs = self._scheduler.advance(result, now=collected)

@@ -64,6 +64,8 @@ class Core(Protocol):
     @property
     def device_since(self) -> tuple[float, int] | None: ...
     @property
+    def step_tokens(self) -> int: ...
+    @property
     def step_timeout_s(self) -> float: ...
     @property
     def failure(self) -> str | None: ...
@@ -236,7 +238,7 @@ class EngineLoop:
         began_s = self._watch.now()
         outputs = self._core.step()
         self._report(outputs)
-        self._watch.note_step(began_s, len(outputs))
+        self._watch.note_step(began_s, self._core.step_tokens)
         if self._watch.wants_tiers:
             self._watch.note_host(self._core.stats().tiers["host"])
 

@@ -14,8 +14,8 @@ SLOW_S = 1.0
 """Shorter steps are never reported."""
 
 _SLOW_FACTOR = 10.0
-"""A slow step takes this many times the usual one. Steps with long prompts are usual on a
-CPU."""
+"""A slow step takes this many times the usual time of steps with about as many tokens. Steps with
+long prompts take seconds on a CPU."""
 
 _AVERAGE_WEIGHT = 0.05
 _QUIET_S = 10.0
@@ -29,7 +29,9 @@ class StepWatch:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._usual_s: float | None = None
+        self._usual_s: dict[int, float] = {}
+        """Average by size: steps with up to twice as many tokens share an entry."""
+        self._last_tokens = 0
         self._num_slow = 0
         self._silent_until_s = float("-inf")
         self._look_at_s = float("-inf")
@@ -38,20 +40,25 @@ class StepWatch:
     def now(self) -> float:
         return self._clock.now()
 
-    def note_step(self, began_s: float, num_outputs: int) -> None:
-        """A step that began at `began_s` has just ended."""
+    def note_step(self, began_s: float, num_tokens: int) -> None:
+        """A step that began at `began_s` and submitted `num_tokens` has just ended.
+
+        With two steps in flight, it may have waited for the tokens of the step before.
+        """
+        size = max(num_tokens, self._last_tokens).bit_length()
+        self._last_tokens = num_tokens
         now = self._clock.now()
         took_s = now - began_s
-        usual_s = took_s if self._usual_s is None else self._usual_s
+        usual_s = self._usual_s.get(size, took_s)
         if took_s >= SLOW_S and took_s > _SLOW_FACTOR * usual_s:
             self._num_slow += 1
             if now >= self._silent_until_s:
                 log.warning(
-                    "slow step: took_s=%.2f usual_s=%.4f outputs=%d slow_steps=%d",
-                    *(took_s, usual_s, num_outputs, self._num_slow),
+                    "slow step: took_s=%.2f usual_s=%.4f tokens=%d slow_steps=%d",
+                    *(took_s, usual_s, num_tokens, self._num_slow),
                 )
                 self._silent_until_s = now + _QUIET_S
-        self._usual_s = usual_s + _AVERAGE_WEIGHT * (took_s - usual_s)
+        self._usual_s[size] = usual_s + _AVERAGE_WEIGHT * (took_s - usual_s)
 
     @property
     def wants_tiers(self) -> bool:

@@ -132,6 +132,7 @@ class RouterProcess:
             registry=registry,
             forwarder=forwarder,
             recorder=recorder,
+            created_s=int(unix_s()),
         )
 
     def _joined(self, instance: Instance) -> None:

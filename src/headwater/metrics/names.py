@@ -226,7 +226,8 @@ PROMPT_TOKENS_BY_SOURCE = Metric(
 COMPUTED_TOKENS = Metric(
     "prompt_tokens_computed_total",
     Kind.COUNTER,
-    "Prompt tokens that were computed, by the first reason why they were not found.",
+    "Prompt tokens that were computed. All of a request count for one reason: why its first "
+    "missing block was not found.",
     ("reason",),
 )
 GENERATION_TOKENS = Metric("generation_tokens_total", Kind.COUNTER, "Tokens generated.")

@@ -18,7 +18,6 @@ class Quantiles:
     """Quantiles of the observations in between, as exact as the buckets allow."""
 
     p50_s: float
-    p95_s: float
     p99_s: float
 
 
@@ -29,14 +28,11 @@ class ServerRates:
     output_tokens: float
     prompt_tokens: float
     by_source: Mapping[str, float]
+    """Prompt tokens by where their KV came from. The prompts of a prefill instance are those that
+    were handed to it."""
+
     computed_by_reason: Mapping[str, float]
-    """Prompt tokens that were computed, by the reason why they were not found."""
-
-    queried_tokens: float
-    """Prompt tokens that the engine looked up: of its own clients, and of hand-offs."""
-
-    queried_found: float
-    """Prompt tokens that were found."""
+    """Prompt tokens that were computed, by the reason why the first of them was not found."""
 
     links: Mapping[str, float]
     """Bytes, by link."""
@@ -71,21 +67,19 @@ def rates_between(before: Answer, now: Answer) -> ServerRates | None:
             label: _rise(old.get(label, 0), new.get(label, 0)) / elapsed_s for label in labels
         }
 
-    def queried(answer: Answer) -> tuple[float, float]:
-        ledger = answer["cache"]["ledger"]
-        return ledger["query_tokens"], sum(ledger["found_tokens"].values())
-
-    (old_queried, old_found), (new_queried, new_found) = queried(before), queried(now)
+    old_sources, new_sources = prompt_sources(before), prompt_sources(now)
+    by_source = {
+        name: _rise(old_sources.get(name, 0), new_sources.get(name, 0)) / elapsed_s
+        for name in SOURCES
+    }
     old_links: Mapping[str, Any] = before["cache"]["links"]
     return ServerRates(
         output_tokens=total("generation_tokens_total"),
-        prompt_tokens=total("prompt_tokens_total"),
-        by_source=by_label("prompt_tokens_by_source_total", SOURCES),
+        prompt_tokens=sum(by_source.values()),
+        by_source=by_source,
         computed_by_reason=by_label(
             "prompt_tokens_computed_total", now["totals"]["prompt_tokens_computed_total"]
         ),
-        queried_tokens=_rise(old_queried, new_queried) / elapsed_s,
-        queried_found=_rise(old_found, new_found) / elapsed_s,
         links={
             name: _rise(old_links.get(name, link)["num_bytes"], link["num_bytes"]) / elapsed_s
             for name, link in now["cache"]["links"].items()
@@ -93,6 +87,20 @@ def rates_between(before: Answer, now: Answer) -> ServerRates | None:
         ttft=quantiles(before["latencies"]["ttft"], now["latencies"]["ttft"]),
         itl=quantiles(before["latencies"]["itl"], now["latencies"]["itl"]),
     )
+
+
+def prompt_sources(answer: Answer) -> Mapping[str, float]:
+    """Prompt tokens of one answer by source, since the start.
+
+    The prompts of a prefill instance come from decode instances and not over HTTP, so its engine
+    counts them.
+    """
+    if answer["role"] != "prefill":
+        totals: Mapping[str, float] = answer["totals"]["prompt_tokens_by_source_total"]
+        return totals
+    ledger = answer["cache"]["ledger"]
+    found: Mapping[str, float] = ledger["found_tokens"]
+    return {**found, "computed": max(ledger["query_tokens"] - sum(found.values()), 0)}
 
 
 def _rise(before: float, now: float) -> float:
@@ -107,7 +115,6 @@ def quantiles(before: Mapping[str, Any], now: Mapping[str, Any]) -> Quantiles | 
     bounds: Sequence[float] = now["bounds"]
     return Quantiles(
         p50_s=_quantile(counts, bounds, 0.5),
-        p95_s=_quantile(counts, bounds, 0.95),
         p99_s=_quantile(counts, bounds, 0.99),
     )
 

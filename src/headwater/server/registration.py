@@ -218,7 +218,7 @@ class Registrar:
             max_model_len=info.max_model_len,
             kv_events=_events(info),
             load=_load_of(self._last),
-            report=_report_of(self._last, service.last_minute, info.role),
+            report=_report_of(self._last, service.last_minute),
             software=SOFTWARE,
             is_draining=service.is_stopping,
         )
@@ -240,8 +240,8 @@ def _load_of(stats: EngineStats) -> InstanceLoad:
     )
 
 
-def _report_of(stats: EngineStats, minute: ServerRates | None, role: str) -> InstanceReport:
-    """Figures of this instance for the router's page; `minute` has its rates."""
+def _report_of(stats: EngineStats, minute: ServerRates | None) -> InstanceReport:
+    """What the router's page shows of this instance; `minute` has its rates."""
     none = HandoffStats()
     sent, received = stats.handoffs.get("prefill", none), stats.handoffs.get("decode", none)
     handoffs = InstanceReport(
@@ -253,19 +253,12 @@ def _report_of(stats: EngineStats, minute: ServerRates | None, role: str) -> Ins
     )
     if minute is None:
         return handoffs
-    prompts, share, ttft, itl = minute.prompt_tokens, minute.hit_share, minute.ttft, minute.itl
-    if role == "prefill" and minute.queried_tokens > 0:
-        # Prompts of a prefill instance come from decode instances, so its HTTP server does not
-        # count them.
-        prompts, share = (
-            minute.queried_tokens,
-            min(minute.queried_found / minute.queried_tokens, 1.0),
-        )
+    ttft, itl = minute.ttft, minute.itl
     return msgspec.structs.replace(
         handoffs,
         output_tokens_s=minute.output_tokens,
-        prompt_tokens_s=prompts,
-        hit_share=share,
+        prompt_tokens_s=minute.prompt_tokens,
+        hit_share=minute.hit_share,
         ttft_p50_s=None if ttft is None else ttft.p50_s,
         ttft_p99_s=None if ttft is None else ttft.p99_s,
         itl_p50_s=None if itl is None else itl.p50_s,

@@ -83,6 +83,7 @@ def _counters(
         "version": VERSION,
         "model": service.model_name,
         "device": info.device,
+        "role": info.role,
         "block_bytes": info.block_bytes,
         "started_s": service.created,
         "uptime_s": service.uptime_s,

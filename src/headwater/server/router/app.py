@@ -12,7 +12,7 @@ from headwater.clock import Clock
 from headwater.config import VERSION
 from headwater.metrics.prometheus import CONTENT_TYPE
 from headwater.server import dashboard
-from headwater.server.answers import Health, Version
+from headwater.server.answers import Health, ModelCard, ModelList, Version
 from headwater.server.app import EXCEPTION_HANDLERS
 from headwater.server.body import ASGIResponse, JsonResponse, decode_json, read_raw
 from headwater.server.cluster_auth import check_digest
@@ -40,6 +40,8 @@ class Router:
     registry: Registry
     forwarder: Forwarder
     recorder: RouterRecorder
+    created_s: int
+    """Unix time of the start."""
 
 
 async def forward(request: Request) -> ASGIResponse:
@@ -49,13 +51,27 @@ async def forward(request: Request) -> ASGIResponse:
 
 async def health(request: Request) -> Response:
     """Whether at least one instance can serve."""
-    if not _router(request).registry.ready(SERVING):
-        raise RequestRefused(
-            "no instance is ready; start one with headwater serve --router URL",
-            status=503,
-            code="no_instance",
-        )
+    _ready(_router(request))
     return JsonResponse(Health())
+
+
+async def models(request: Request) -> Response:
+    """Every model that a ready instance serves; an upgrade or two groups may have several."""
+    return JsonResponse(ModelList(data=list(_cards(_router(request)).values())))
+
+
+async def model(request: Request) -> Response:
+    """One of the served models, by name."""
+    name, cards = request.path_params["name"], _cards(_router(request))
+    if name not in cards:
+        raise RequestRefused(
+            f"the model {name[:256]!r} does not exist here; the instances of this router serve "
+            f"{', '.join(map(repr, cards))}",
+            param="model",
+            status=404,
+            code="model_not_found",
+        )
+    return JsonResponse(cards[name])
 
 
 async def version(request: Request) -> Response:
@@ -116,8 +132,8 @@ ROUTES = [
     Route("/v1/responses/{response_id}", forward, methods=["GET", "DELETE"], name="response"),
     Route("/v1/messages", forward, methods=["POST"], name="messages"),
     Route("/v1/messages/count_tokens", forward, methods=["POST"], name="count_tokens"),
-    Route("/v1/models", forward, methods=["GET"], name="models"),
-    Route("/v1/models/{name:path}", forward, methods=["GET"], name="model"),
+    Route("/v1/models", models, methods=["GET"]),
+    Route("/v1/models/{name:path}", model, methods=["GET"]),
     Route("/tokenize", forward, methods=["POST"], name="tokenize"),
     Route("/detokenize", forward, methods=["POST"], name="detokenize"),
     Route("/health", health, methods=["GET"]),
@@ -141,6 +157,33 @@ def create_router_app(router: Router) -> Starlette:
 def _router(request: Request) -> Router:
     router: Router = request.app.state.router
     return router
+
+
+def _ready(router: Router) -> list[Instance]:
+    """Instances that may get a request now. Raises RequestRefused when there is none."""
+    ready = router.registry.ready(SERVING)
+    if not ready:
+        raise RequestRefused(
+            "no instance is ready; start one with headwater serve --router URL",
+            status=503,
+            code="no_instance",
+        )
+    return ready
+
+
+def _cards(router: Router) -> dict[str, ModelCard]:
+    """By name. The length of a prompt is limited by the instance with the lowest limit."""
+    cards: dict[str, ModelCard] = {}
+    for entry in _ready(router):
+        name, limit = entry.registration.model, entry.registration.max_model_len
+        known = cards.get(name)
+        cards[name] = ModelCard(
+            id=name,
+            created=router.created_s,
+            root=name,
+            max_model_len=limit if known is None else min(limit, known.max_model_len),
+        )
+    return cards
 
 
 def _described(router: Router, entry: Instance) -> dict[str, object]:

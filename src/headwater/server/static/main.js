@@ -1,7 +1,7 @@
 // Asks the server once a second and shows what it said. A server that goes is waited for.
 
 import { byId, bytes, count, h, seconds, setText, share, whole } from "./dom.js";
-import { SOURCES, addHistory, allPoints, historyPath, hitShare, latelyBySource, newest, sumOf, time } from "./model.js";
+import { SOURCES, addHistory, allPoints, historyPath, hitShare, latelyBySource, newest, promptSources, sumOf, time } from "./model.js";
 import { lines, shares } from "./charts.js";
 import { showLinks, showMisses, showTiers } from "./panels.js";
 import { showHandoffs, showLive, showRecent } from "./requests.js";
@@ -22,13 +22,13 @@ async function look() {
 
 function showAll(now) {
   const { cache } = now, last = newest();
-  setText("model", `${now.model} on ${now.device}`);
+  setText("model", `${now.model} on ${now.device}${now.role === "mixed" ? "" : `, ${now.role} instance`}`);
   setText("foot", `Headwater ${now.version}, up ${seconds(now.uptime_s)}, ${whole(now.engine.num_steps)} steps, ${share(now.engine.step_s ? now.engine.decide_s / now.engine.step_s : 0)} of them deciding. A block is ${cache.block_tokens} tokens, ${bytes(now.block_bytes)}.`);
   showTiles(now, last);
   showCharts();
   showTiers(cache, now.block_bytes);
   showLinks(cache.links, last?.rates.links ?? {});
-  showMisses(now.totals, cache.ledger);
+  showMisses(now);
   showHandoffs(now.handoffs);
   showLive(now);
   showRecent(now.recent);
@@ -36,13 +36,13 @@ function showAll(now) {
 }
 
 function showTiles(now, last) {
-  const { cache } = now, device = cache.tiers.device;
+  const { cache } = now, device = cache.tiers.device, sources = promptSources(now), prompts = sumOf(sources);
   setText("t-out", last ? count(last.rates.output_tokens) : "–");
   setText("t-prompt", last ? `${count(last.rates.prompt_tokens)} prompt tokens/s` : "");
   showLatency("t-ttft", last?.minute_ttft);
   showLatency("t-itl", last?.minute_itl);
-  setText("t-hit", share(hitShare(latelyBySource()) ?? hitShare(now.totals.prompt_tokens_by_source_total)));
-  setText("t-hit-all", `${count(sumOf(cache.ledger.found_tokens))} of ${count(cache.ledger.query_tokens)} tokens`);
+  setText("t-hit", share(hitShare(latelyBySource()) ?? hitShare(sources)));
+  setText("t-hit-all", `${count(prompts - (sources.computed ?? 0))} of ${count(prompts)} tokens in all`);
   setText("t-running", whole(cache.num_running));
   setText("t-waiting", `${whole(cache.num_waiting)} waiting, ${whole(cache.num_preemptions)} preempted`);
   const used = device.num_blocks - device.free - device.evictable;

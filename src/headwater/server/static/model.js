@@ -36,6 +36,13 @@ export function latelyBySource() {
   return sums;
 }
 
+// Prompt tokens since the start by source. The prompts of a prefill instance are handed to it by decode
+// instances, so its engine counts them and not its HTTP server.
+export function promptSources({ role, totals, cache: { ledger } }) {
+  if (role !== "prefill") return totals.prompt_tokens_by_source_total;
+  return { ...ledger.found_tokens, computed: Math.max(0, ledger.query_tokens - sumOf(ledger.found_tokens)) };
+}
+
 export function hitShare(sources) {
   const total = SOURCES.reduce((sum, name) => sum + (sources[name] ?? 0), 0);
   return total > 0 ? 1 - (sources.computed ?? 0) / total : null;

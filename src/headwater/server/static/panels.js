@@ -2,7 +2,7 @@
 
 import { lines } from "./charts.js";
 import { byId, bytes, count, h, whole, words } from "./dom.js";
-import { allPoints, splitReasons, sumOf, time } from "./model.js";
+import { allPoints, promptSources, splitReasons, sumOf, time } from "./model.js";
 
 const FINE = new Set(["closed", "none", undefined]);
 const STORAGE_STATES = { closed: "", none: "", open: "resting after faults", half_open: "being tried again" };
@@ -81,9 +81,14 @@ export function showLinks(links, rates) {
 // Colours of the most frequent losses; further ones share the last.
 const LOSS_KINDS = ["bad", "host", "peer", "storage", "device"];
 
-export function showMisses(totals, ledger) {
+// A request has one reason: that of its first block that was not found. All tokens it computed count for
+// that reason, so "after a lost block" is the most that can have been computed before: new text that
+// follows a lost block in the same prompt is part of it.
+export function showMisses(now) {
+  const { role, totals, cache: { ledger } } = now;
+  if (role === "prefill") { showHandedMisses(ledger, promptSources(now)); return; }
   const { fresh, lost } = splitReasons(totals.prompt_tokens_computed_total);
-  const sources = totals.prompt_tokens_by_source_total;
+  const sources = promptSources(now);
   const found = sumOf(sources) - (sources.computed ?? 0), all = Math.max(1, sumOf(sources));
   const losses = Object.entries(lost).sort((a, b) => b[1] - a[1]);
   const kinds = Object.fromEntries(losses.map(([reason], i) => [reason, LOSS_KINDS[Math.min(i, LOSS_KINDS.length - 1)]]));
@@ -92,11 +97,19 @@ export function showMisses(totals, ledger) {
   byId("misses").replaceChildren(h("div", { class: "bars" },
     h("div", {},
       h("div", { class: "track" }, part("device", found), part("computed", sumOf(fresh)), part("bad", sumOf(lost))),
-      h("p", { class: "numbers" }, total("device", "found", found), total("computed", "new text", sumOf(fresh)), total("bad", "lost", sumOf(lost)))),
+      h("p", { class: "numbers" }, total("device", "found", found), total("computed", "new text", sumOf(fresh)), total("bad", "after a lost block", sumOf(lost)))),
     reasons("New text", fresh, () => "computed", ledger),
-    losses.length ? reasons("Lost: computed again", lost, (reason) => kinds[reason], ledger)
+    losses.length ? reasons("After a lost block: at most this much was computed before", lost, (reason) => kinds[reason], ledger)
       : h("p", { class: "numbers" }, ledger.queries ? "Nothing was lost: only new text is computed." : "No request has asked yet.")));
   showLosses(losses.map(([reason]) => reason), kinds);
+}
+
+// A prefill instance counts requests by reason; their tokens are counted by the decode instances.
+function showHandedMisses(ledger, sources) {
+  const rows = Object.entries(ledger.misses).sort((a, b) => b[1] - a[1]).map(([reason, n]) => h("p", { class: "bar-head" },
+    h("span", {}, words(reason)), h("span", { class: "muted" }, h("b", { "data-value": `miss.${reason}` }, whole(n)), n === 1 ? " request" : " requests")));
+  byId("misses").replaceChildren(h("div", { class: "bars" },
+    h("p", { class: "numbers" }, h("span", {}, h("b", {}, count(sources.computed)), " tokens of prompts that were handed over were computed here")), h("div", {}, ...rows)));
 }
 
 // Reasons of one kind with their tokens, and the requests whose match ended for them.
@@ -113,5 +126,5 @@ function showLosses(names, kinds) {
   byId("c-lost").hidden = !names.length;
   if (!names.length) return;
   const series = names.slice(0, LOSS_KINDS.length).map((reason) => ({ get: (point) => point.rates.computed_by_reason[reason] ?? 0, kind: kinds[reason], label: words(reason) }));
-  lines(byId("c-lost"), { name: "lost, tokens/s", points: allPoints(), series, format: count, time, axis: true });
+  lines(byId("c-lost"), { name: "after a lost block, tokens/s", points: allPoints(), series, format: count, time, axis: true });
 }

@@ -56,9 +56,9 @@ export function showRecent(records) {
 
 function recentRow(record) {
   const parts = SOURCES.map((name) => h("span", { class: `k-${name}`, style: { width: `${(100 * (record.tokens_by_source[name] ?? 0)) / record.prompt_tokens}%` } }));
-  return h("tr", { title: story(record) },
-    h("td", { class: "name" }, h("button", { type: "button", class: "plain", "data-request": record.request_id,
-      onclick: () => { chosen = record.request_id; setText("recent-detail", story(record)); } }, record.request_id)),
+  // The whole row opens it: when a narrow page is scrolled to the right, the name is out of sight.
+  return h("tr", { title: story(record), class: "opens", onclick: () => { chosen = record.request_id; setText("recent-detail", story(record)); } },
+    h("td", { class: "name" }, h("button", { type: "button", class: "plain", "data-request": record.request_id }, record.request_id)),
     h("td", {}, h("div", { class: "track progress" }, ...parts)),
     h("td", { class: "num" }, share(record.cached_tokens / record.prompt_tokens)),
     h("td", { class: "num" }, seconds(record.first_token_s)),
