@@ -11,6 +11,20 @@ from tests.router.live import LiveRouter
 pytestmark = pytest.mark.slow
 
 
+def check_the_page_of_a_prefill_instance(browser, server):
+    """It counts the prompt that was handed to it, although no client asked it."""
+    own = Watch(browser).open(server.url)
+    own.wait_for("live")
+    own.page.wait_for_function(
+        "() => document.getElementById('t-hit-all').textContent.startsWith('0 of 1')"
+    )
+    assert own.number("miss.never_seen") == 1
+    assert "were computed here" in own.text("#misses")
+    assert own.text("#model").endswith("prefill instance")
+    own.picture("dashboard-prefill")
+    assert own.complaints == []
+
+
 def test_instances_come_and_go_on_the_page(monkeypatch):
     """A pair for prefill and decode with rates and a hand-off between them. An instance that
     stops is gone; one that is killed is shown as lost."""
@@ -51,15 +65,7 @@ def test_instances_come_and_go_on_the_page(monkeypatch):
         )
         own.picture("dashboard-decode")
         assert own.complaints == []
-        own = Watch(browser).open(servers[0].url)
-        own.wait_for("live")
-        own.page.wait_for_function(
-            "() => document.getElementById('t-hit-all').textContent.startsWith('0 of 1')"
-        )
-        assert own.number("miss.never_seen") == 1
-        assert "were computed here" in own.text("#misses")
-        own.picture("dashboard-prefill")
-        assert own.complaints == []
+        check_the_page_of_a_prefill_instance(browser, servers[0])
 
         assert servers[0].stop() == 0, servers[0].errors
 
