@@ -88,14 +88,12 @@ class EngineCore:
         self._resets = Resets(self._cache, self._mover)
         self._rates = RateEstimator()
         self._has_tiers = self._cache.config.host_blocks > 0
-        self._decide_s = 0.0
-        self._step_s = 0.0
+        self._decide_s = self._step_s = 0.0
         self._num_idle_turns = 0
         self.device_since: tuple[float, int] | None = None
         """The time at which the loop began to wait for the device, and the number of steps
         scheduled before; None while it does not wait. Read by the watchdog's thread."""
         self.step_tokens = 0
-        """Tokens that the last call of `step` submitted."""
         self.count_compilations: Callable[[], int] | None = None
         """Kernels compiled or loaded after the engine was ready; None on a CPU."""
         self._num_received = 0

@@ -10,7 +10,7 @@ const STORAGE_STATES = { closed: "", none: "", open: "resting after faults", hal
 export function showTiers(cache, blockBytes) {
   const entries = Object.entries(cache.tiers).filter(([, tier]) => tier.num_blocks > 0);
   const rows = entries.map(([name, tier]) => tierRow(name, tier, blockBytes));
-  if (cache.storage) rows.push(storageRow(cache.storage));
+  if (cache.storage) rows.push(storageRow(cache.storage, blockBytes));
   byId("tiers").replaceChildren(legend(), h("div", { class: "bars" }, ...rows, copiesRow(cache)));
 }
 
@@ -39,8 +39,9 @@ function tierRow(name, tier, blockBytes) {
       value("free", tier.free, "free"), value("evicted", tier.evicted, "evicted")));
 }
 
-function storageRow(storage) {
-  const used = storage.used_bytes, room = storage.capacity_bytes;
+function storageRow(storage, blockBytes) {
+  const { used_bytes: reserved, capacity_bytes: room } = storage;
+  const used = storage.num_blocks == null ? reserved : storage.num_blocks * blockBytes;
   const size = used == null ? "" : room ? `${bytes(used)} of ${bytes(room)}` : bytes(used);
   const state = STORAGE_STATES[storage.breaker] ?? storage.breaker;
   const writes = FINE.has(storage.write_breaker) ? "" : "writes fail or there is no room: nothing is written for now";
@@ -48,11 +49,12 @@ function storageRow(storage) {
     head(`storage (${storage.backend})`, [size, state].filter(Boolean).join(", "), "storage"),
     FINE.has(storage.breaker) ? null : h("p", { class: "fault" }, "reads fail: storage is not asked for now"),
     writes ? h("p", { class: "fault" }, writes) : null,
-    h("div", { class: "track" }, h("span", { class: "k-storage faint", style: { width: used != null && room ? `${(100 * used) / room}%` : "0" } })),
+    h("div", { class: "track" }, h("span", { class: "k-storage faint", style: { width: used != null && room ? `${Math.min(100, (100 * used) / room)}%` : "0" } })),
     h("p", { class: "numbers" },
       h("span", {}, h("b", {}, storage.num_blocks == null ? "–" : whole(storage.num_blocks)), " blocks"),
       h("span", {}, h("b", {}, whole(storage.blocks_read)), " read"),
       h("span", {}, h("b", {}, whole(storage.blocks_written)), " written"),
+      reserved == null ? null : h("span", {}, h("b", {}, bytes(reserved)), " reserved"),
       faults("faults", storage.reasons)));
 }
 
