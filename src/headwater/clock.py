@@ -1,24 +1,25 @@
-"""Time as a thing that is passed in, so that the simulator can pass another."""
+"""Clocks. The time is passed in everywhere, so that the simulator can use a virtual clock."""
 
 import time
 from typing import Protocol
 
 
 class Clock(Protocol):
-    """Seconds that never run backwards."""
+    """A clock whose seconds never decrease."""
 
     def now(self) -> float:
-        """Seconds since some fixed moment."""
+        """Seconds since some fixed time."""
 
 
 class SystemClock:
     """The machine's monotonic clock."""
 
-    now = staticmethod(time.monotonic)  # no frame of our own: it is read several times a step
+    # without a Python frame, because it is read several times per step
+    now = staticmethod(time.monotonic)
 
 
 class VirtualClock:
-    """A clock that stands still until told to move."""
+    """A clock that moves only when told to."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s
@@ -27,13 +28,13 @@ class VirtualClock:
         return self._now_s
 
     def advance(self, seconds: float) -> None:
-        """Move forward; a clock never runs backwards."""
+        """Move forward; a negative step is an error."""
         if seconds < 0:
             raise ValueError(f"a clock cannot go back {-seconds} s")
         self._now_s += seconds
 
     def move_to(self, now_s: float) -> None:
-        """Stand at `now_s`, exactly; a clock never runs backwards."""
+        """Move to exactly `now_s`; an earlier time is an error."""
         if now_s < self._now_s:
             raise ValueError(f"a clock cannot go back to {now_s} s from {self._now_s} s")
         self._now_s = now_s

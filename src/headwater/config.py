@@ -1,7 +1,7 @@
-"""What an operator may set, one frozen class a layer, checked once when it is built.
+"""The settings of an operator: one frozen class per layer, validated on construction.
 
-Every default of the command line is here. Units are in the names; a value that cannot work
-raises `ConfigError` with a sentence an operator can act on.
+Every default of the command line is here. Units are in the names. An invalid value raises
+`ConfigError` with a sentence that tells the operator what to change.
 """
 
 import ipaddress
@@ -13,12 +13,12 @@ from headwater.errors import ConfigError
 from headwater.types import LoadPolicy
 
 VERSION = "0.1.0"
-"""Of this program; `headwater.__version__` is the same."""
+"""The version of this program; the same as `headwater.__version__`."""
 
 MIB = 1 << 20
 
 CPU_NUM_SEQS, CPU_STEP_TOKENS = 64, 2048
-"""Sequences and tokens of a step on a CPU, unless the operator says otherwise."""
+"""Default sequences and tokens per step on a CPU."""
 
 LOG_FORMATS = ("text", "json")
 EVICTIONS = ("lru", "s3fifo", "arc", "session")
@@ -29,27 +29,27 @@ ROLES, LINKS = ("mixed", "prefill", "decode"), ("shm", "tcp", "mooncake")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvEventsConfig:
-    """How an instance tells others what it has cached; the names are those of its JSON."""
+    """How an instance publishes what it has cached. The names are those of the JSON."""
 
     enable_kv_cache_events: bool = True
     publisher: Literal["zmq", "null"] = "zmq"
     """`null` publishes nothing, as if events were not enabled."""
 
     endpoint: str = "tcp://127.0.0.1:*"
-    """Where the PUB socket is bound; `*` is any free port."""
+    """Address of the PUB socket; `*` means any free port."""
 
     replay_endpoint: str = "tcp://127.0.0.1:*"
-    """Where what was missed can be asked for."""
+    """Address for requests of missed events."""
 
     advertised_endpoint: str | None = None
     advertised_replay_endpoint: str | None = None
-    """Addresses of both that the router is given, where they differ from the bound ones."""
+    """Both addresses as told to the router, if they differ from the bound ones."""
 
     buffer_steps: int = 10_000
-    """Batches kept for replay; for older ones there is a snapshot."""
+    """Batches kept for replay; older ones are replaced by a snapshot."""
 
     hwm: int = 100_000
-    """Batches kept for a listener that is slow; it misses those beyond."""
+    """Batches kept for a slow subscriber; it misses further ones."""
 
     topic: str = ""
 
@@ -57,7 +57,7 @@ class KvEventsConfig:
     """Publish the token ids of blocks, which are prompts, for consumers that need them."""
 
     insecure: bool = False
-    """Publish without authentication, also beyond loopback or with token ids."""
+    """Publish without authentication, even beyond loopback or with token ids."""
 
     def __post_init__(self) -> None:
         _positive("--kv-events-config buffer_steps", self.buffer_steps)
@@ -71,20 +71,21 @@ class KvEventsConfig:
 
     @property
     def needs_secret(self) -> bool:
-        """Whether publishing without a peer token would show prompts or reach other hosts."""
+        """Whether publishing without a peer token would disclose prompts or reach other
+        hosts."""
         local = all(_is_local(name) for name in (self.endpoint, self.replay_endpoint))
         return (self.token_ids or not local) and not self.insecure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeersConfig:
-    """How an instance takes part in hand-offs; the shared token is in the environment."""
+    """How an instance takes part in hand-offs. The shared token is in the environment."""
 
     role: Literal["mixed", "prefill", "decode"] = "mixed"
-    """Computes prompts for others, decodes what others computed, or both and all by itself."""
+    """Whether the instance prefills for others, decodes, or does both."""
 
     link: Literal["shm", "tcp", "mooncake"] = "tcp"
-    """How blocks come to this instance."""
+    """The link over which blocks come to this instance."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -92,7 +93,7 @@ class PeersConfig:
 
     advertise_host: str | None = None
     advertise_port: int | None = None
-    """Address for control messages that peers are given, where it is another one."""
+    """Address for control messages that is told to peers, if it differs."""
 
     link_host: str | None = None
     link_port: int = 0
@@ -100,7 +101,7 @@ class PeersConfig:
 
     link_advertise_host: str | None = None
     link_advertise_port: int | None = None
-    """Address for blocks that peers are given, where it is another one."""
+    """Address for blocks that is told to peers, if it differs."""
 
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
@@ -109,7 +110,8 @@ class PeersConfig:
 
     max_inflight: int = 64
     lease_s: float = 10.0
-    """Most prompts computed for others at once; how long a lease lives without a heartbeat."""
+    """Most prompts computed for others at once; and how long a lease lives without a
+    heartbeat."""
 
     def __post_init__(self) -> None:
         _one_of("--splitwise-role", self.role, ROLES)
@@ -125,53 +127,55 @@ class PeersConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What the engine process needs to know: the model, its memory, its limits a step."""
+    """Settings of the engine process: the model, its memory, the limits of a step."""
 
     model: str | None = None
-    """Hugging Face model directory; None is the built-in tiny model."""
+    """Hugging Face model directory; None means the built-in tiny model."""
 
     model_name: str | None = None
-    """Name of the model for clients; None is the last part of its path."""
+    """Name of the model for clients; None means the last part of its path."""
 
     dtype: str = "auto"
-    """Type of weights and KV; `auto` is what the model's config says."""
+    """Type of weights and KV; `auto` means that of the model's config."""
 
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    """Type that KV is stored in, on every tier and link; `auto` is that of `dtype`."""
+    """Type of stored KV, on every tier and link; `auto` means that of `dtype`."""
 
     device: str = "cpu"
     """Where the model runs: `cpu`, `cuda`, `cuda:1`; with several ranks also one for each,
     `cuda:0,cuda:2`."""
 
     tensor_parallel_size: int = 1
-    """Ranks that the model is split over: a process and a device each."""
+    """Ranks over which the model is split: one process and one device each."""
 
     block_tokens: int = 64
-    """Tokens in a block; the unit of matching, eviction and transfer."""
+    """Tokens in a block, the unit of matching, eviction and transfer."""
 
     max_model_len: int | None = None
-    """Most tokens of prompt and output together; None is what the model was trained for."""
+    """Most tokens of prompt and output together; None means the length the model was trained
+    for."""
 
     max_num_seqs: int | None = None
-    """Most sequences computed in one step; None is chosen from device and model."""
+    """Most sequences computed in one step; None chooses from device and model."""
 
     max_batched_tokens: int | None = None
-    """Most tokens computed in one step; longer prompts are computed in chunks. None is chosen."""
+    """Most tokens computed in one step; longer prompts are computed in chunks. None chooses a
+    value."""
 
     max_itl_ms: float | None = None
-    """Target in milliseconds for the time between tokens while prompts are computed; None is
-    3.5 decode steps, at least 30 ms, on a GPU, and none on a CPU; 0 is none."""
+    """Target in milliseconds for the time between tokens while prompts are computed. None means
+    3.5 decode steps, at least 30 ms, on a GPU, and no target on a CPU; 0 means no target."""
 
     memory_utilization: float | None = None
-    """Share of the device's free memory, once the model is loaded, that KV blocks may use; None
-    is 0.9 of a GPU's, 0.95 where 64 GiB and more are free, and half of main memory."""
+    """Share of the free device memory for KV blocks, after the model is loaded. None means 0.9
+    on a GPU, 0.95 if 64 GiB or more are free, and half of main memory on a CPU."""
 
     num_blocks_override: int | None = None
-    """Exact number of device blocks, instead of measuring what fits."""
+    """Exact number of device blocks, instead of the number that fits."""
 
     num_threads: int | None = None
-    """Threads that each rank computes with on a CPU; None leaves one core to the server. More
-    threads than free cores make it many times slower."""
+    """Compute threads of each rank on a CPU; None leaves one core to the server. More threads
+    than free cores make it many times slower."""
 
     prefix_caching: bool = True
     """Whether a prompt may reuse blocks that an earlier request computed."""
@@ -180,35 +184,37 @@ class EngineConfig:
     """Whether generated tokens are committed too, for the next turn of a conversation."""
 
     eviction: Literal["lru", "s3fifo", "arc", "session"] = "lru"
-    """Which cached blocks go first when room is needed, on the device and on the host."""
+    """Eviction policy of the device and the host tier."""
 
     eviction_weights: str = "shipped"
-    """What the `session` policy begins with: `none`, `shipped`, or a file of weights."""
+    """Initial weights of the `session` policy: `none`, `shipped`, or a file."""
 
     hint_budget: float = 0.5
-    """Share of the device's blocks that one tenant's hints may ask to be kept."""
+    """Share of the device blocks that the hints of one tenant may keep."""
 
     prefetch_sessions: bool = True
-    """Whether a session that said when it returns is brought up a tier shortly before."""
+    """Whether a session is loaded one tier up shortly before the return time that its client
+    announced."""
 
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    """Order of the waiting line: by arrival, or by the request's `priority` first."""
+    """Order of the waiting queue: by arrival, or first by the request's `priority`."""
 
     swap_space_gib: float | None = None
-    """Main memory of the host tier, to which device blocks are written; 0 is no host tier. None
-    chooses the size at start, on a GPU or above storage (`launch.tiers.default_host_bytes`)."""
+    """Main memory of the host tier; 0 means no host tier. None chooses the size at start, on a
+    GPU or above storage (`launch.tiers.default_host_bytes`)."""
 
     write_policy: Literal[
         "auto", "write_through", "write_through_selective", "write_back", "none"
     ] = "auto"
-    """When a device block is written to the host: when computed, when found again, when about
-    to be evicted, or never."""
+    """When a device block is written to the host: when computed, when found again, before it is
+    evicted, or never."""
 
     save_preempted: bool = True
-    """Whether a preempted sequence's blocks are written to the host, whatever the policy."""
+    """Whether the blocks of a preempted sequence are written to the host, whatever the
+    policy."""
 
     load_policy: LoadPolicy = "priced"
-    """What is done about blocks in lower tiers, unless a request says otherwise."""
+    """Default for requests: what to do about blocks in lower tiers."""
 
     load_timeout_s: float = 5.0
     """Longest wait of a request for lower tiers."""
@@ -220,10 +226,10 @@ class EngineConfig:
     """Settings of the backend."""
 
     kv_events: KvEventsConfig | None = None
-    """How others are told what is cached; None is not at all."""
+    """How KV events are published; None means not at all."""
 
     peers: PeersConfig | None = None
-    """Hand-offs with other instances; None is to serve alone."""
+    """Settings of hand-offs; None means no hand-offs."""
 
     def __post_init__(self) -> None:
         _positive("--block-size", self.block_tokens)
@@ -248,11 +254,11 @@ class EngineConfig:
 
     @property
     def may_have_host_tier(self) -> bool:
-        """Whether a host tier is made, provided that main memory is free for it."""
+        """Whether a host tier is created if enough main memory is free."""
         if self.swap_space_gib is not None:
             return self.swap_space_gib > 0
-        # The KV pool of a CPU is main memory already: a host tier of the same memory only
-        # makes sense above storage, which reads and writes host slots.
+        # The KV pool of a CPU is already main memory. A host tier of the same memory is useful
+        # only above storage, which reads and writes host slots.
         chosen = self.device != "cpu" or self.storage_backend is not None
         filled = self.write_policy != "none" or self.save_preempted
         return chosen and self.prefix_caching and filled
@@ -293,7 +299,7 @@ def is_loopback(host: str) -> bool:
 
 
 def api_key_from_environment() -> str | None:
-    """The key of HEADWATER_API_KEY: unlike a flag, other users of the machine cannot see it."""
+    """The key of HEADWATER_API_KEY. Unlike a flag, other users of the machine cannot see it."""
     return os.environ.get("HEADWATER_API_KEY") or None
 
 
@@ -303,9 +309,9 @@ def peer_token_from_environment() -> str | None:
 
 
 def check_secret(flag: str, value: str | None) -> None:
-    """Raise ConfigError for a secret that no header can carry."""
+    """Raise ConfigError for a secret that cannot be sent in a header."""
     if value == "":
-        raise ConfigError(f"{flag} is empty; leave it out to ask for none")
+        raise ConfigError(f"{flag} is empty; leave it out to use none")
     if value is not None and not _is_header_value(value):
         raise ConfigError(f"{flag} must be printable ASCII without spaces")
 

@@ -31,19 +31,19 @@ class HeadwaterError(Exception):
 
 
 class ConfigError(HeadwaterError):
-    """A setting is unknown, impossible, or contradicts another."""
+    """A setting is unknown, invalid, or contradicts another."""
 
 
 class CacheUseError(HeadwaterError, ValueError):
-    """An argument the cache cannot accept; the cache is unchanged."""
+    """An argument that the cache cannot accept; the cache is unchanged."""
 
 
 class StaleLease(CacheUseError):
-    """A lease that is not held here: released already, or another cache's."""
+    """A lease that is not held here: it was released already, or belongs to another cache."""
 
 
 class RequestError(HeadwaterError, ValueError):
-    """A request that cannot be served as asked."""
+    """A request that cannot be served as it is."""
 
 
 class PromptTooLong(RequestError):
@@ -51,19 +51,19 @@ class PromptTooLong(RequestError):
 
 
 class QueueFull(RequestError):
-    """As many requests wait as may wait; try again later."""
+    """The waiting queue is full; retry later."""
 
 
 class NotDrained(RequestError):
-    """A control call needs an idle engine, and requests or transfers did not end in time."""
+    """A control call needs an idle engine, but requests or transfers did not end in time."""
 
 
 class ModelError(HeadwaterError):
-    """A model directory that is missing, damaged, or of a kind not served."""
+    """A model directory that is missing, damaged, or of an unsupported kind."""
 
 
 class StorageError(HeadwaterError):
-    """A storage backend could not do what it was asked; to a request this is a miss."""
+    """A storage backend failed; for a request this is a miss."""
 
 
 class StorageTimeout(StorageError):
@@ -72,11 +72,12 @@ class StorageTimeout(StorageError):
     def __init__(self, message: str, *, quiet: Event | None = None) -> None:
         super().__init__(message)
         self.quiet = quiet
-        """Set once the call touches its buffers no more; None if that is so already."""
+        """Set when the call does not touch its buffers any more; None if that is already the
+        case."""
 
 
 class StorageCorrupt(StorageError):
-    """Bytes came back that are not the block that was asked for."""
+    """The stored bytes are not the requested block."""
 
     def __init__(self, message: str, *, reason: str) -> None:
         super().__init__(message)
@@ -89,15 +90,15 @@ class StorageBadAnswer(StorageError):
 
 
 class StorageUnavailable(StorageError):
-    """Storage failed several times in a row: it is not called for a while."""
+    """Storage failed several times in a row and is not called for a while."""
 
 
 class DeviceError(HeadwaterError):
-    """The driver refused a call; what was asked for has not happened."""
+    """The driver refused a call; the operation did not happen."""
 
 
 class PeerRefused(HeadwaterError):
-    """The instance that was to compute a prompt does not; nothing was answered yet."""
+    """The instance that should compute a prompt refused; no answer was sent yet."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"the prefill instance does not take this request: {reason}")
@@ -110,7 +111,7 @@ class EngineDead(HeadwaterError):
 
 
 class EngineRestarting(EngineDead):
-    """The engine has ended and the next one is being started: try again."""
+    """The engine has ended and the next one is being started; retry."""
 
     def __init__(self, reason: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(f"restarting: {reason}; a new engine is being started, retry later")
@@ -128,4 +129,4 @@ class PackageMissing(HeadwaterError, ImportError):
 
 
 class InvariantError(AssertionError):
-    """The books do not balance: a bug in Headwater, found before it did harm."""
+    """An invariant of Headwater is violated: a bug, detected before it caused damage."""

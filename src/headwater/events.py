@@ -1,4 +1,5 @@
-"""Facts about the cache, as frozen values: what became findable where, and what went.
+"""Changes of the cache as frozen values: blocks that became findable in a tier, and blocks that
+left.
 
 Recorded by `cache.kv_event_log` when KV events are enabled, and published by `metrics`.
 """
@@ -19,7 +20,8 @@ class BlocksStored:
     """Key of the block before the run; None if the run begins a path."""
 
     tokens: bytes
-    """Token ids of the run, int32 little-endian; empty if a salt keeps them private."""
+    """Token ids of the run, int32 little-endian; empty for salted blocks, whose tokens are
+    private."""
 
     adapter: str = ""
     salt_id: str = ""

@@ -1,4 +1,4 @@
-"""The words every layer shares: a type for each kind of integer, and the tiers in order."""
+"""Types that every layer shares: one for each kind of integer, and the tiers in order."""
 
 from enum import Enum, IntEnum
 from typing import Literal, NamedTuple, NewType, TypeAlias
@@ -7,30 +7,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 BlockKey = NewType("BlockKey", bytes)
-"""Content hash, 32 bytes, of one block *and everything before it*."""
+"""Hash, 32 bytes, of one block *and everything before it*."""
 
 JobId = NewType("JobId", int)
-"""Number of one transfer; never used twice by a cache."""
+"""Number of one transfer job; a cache never uses it twice."""
 
 RequestId = NewType("RequestId", str)
 """Name of one request, unique among those alive on an instance."""
 
 Tokens: TypeAlias = NDArray[np.int32]
-"""Token ids, as they travel from the tokenizer to the tree."""
+"""Token ids, as an array from the tokenizer to the tree."""
 
 Slots: TypeAlias = NDArray[np.int64]
-"""Places of blocks in one tier's pool, in position order. 64-bit, because numpy indexes with
-these five times as fast as with 32-bit ones."""
+"""Slots of blocks in one tier's pool, in position order. 64-bit, because numpy indexes with
+them five times as fast as with 32-bit integers."""
 
 EMPTY: Slots = np.empty(0, dtype=np.int64)
-"""No slots. Shared, so never written to."""
+"""No slots. Shared, so it must not be written to."""
 
 EMPTY.flags.writeable = False
 
 
 LoadPolicy: TypeAlias = Literal["priced", "best_effort", "wait", "deadline"]
-"""Blocks on the host or in storage: load or compute, whatever is cheaper by measurement; the
-same, but never wait for storage; always load all; always load, up to a deadline."""
+"""What to do about blocks on the host or in storage. `priced`: load or compute, whichever is
+measured to be cheaper; `best_effort`: the same, but never wait for storage; `wait`: always load
+everything; `deadline`: always load, up to a deadline."""
 
 
 class LinkRate(NamedTuple):
@@ -58,7 +59,7 @@ class WritePolicy(Enum):
     """As soon as it is committed."""
 
     WRITE_THROUGH_SELECTIVE = "write_through_selective"
-    """When it has been hit often enough to be worth it."""
+    """When it has been hit often enough."""
 
     WRITE_BACK = "write_back"
     """When it is about to be evicted from the device."""

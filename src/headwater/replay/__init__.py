@@ -1,1 +1,1 @@
-"""Traces, and what a cache would have made of them. No torch."""
+"""Replays traces with simulated caches and engines. No torch."""

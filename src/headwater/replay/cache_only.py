@@ -1,8 +1,8 @@
-"""Replays a trace through the cache alone: one request after the other, nothing computed.
+"""Replays a trace through the cache alone: one request after the other, without an engine.
 
-Every hash id is one whole block, the last one of a request too; no output is appended. What a
-request brings is cached when it ends, and then, if the cache holds too much, what the
-eviction policy says goes: a request's own blocks may be the victims.
+Every hash id is one full block, including the last one of a request; no output is appended. The
+blocks of a request are cached when it ends. If the cache then holds too much, the eviction
+policy chooses victims, which may be blocks of the same request.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class CacheReplay:
 
 
 class CacheOnly:
-    """One cache of `capacity_blocks` that requests go through one by one."""
+    """One cache of `capacity_blocks` that serves requests one by one."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class CacheOnly:
         self._capacity = capacity_blocks
         self.cache = TieredCache(
             CacheConfig(
-                # Room for one request beside what is kept: it is trimmed when it ends.
+                # Room for one more request: the cache is trimmed when a request ends.
                 device_blocks=capacity_blocks + longest_blocks,
                 block_tokens=TRACE_BLOCK,
                 write_policy=WritePolicy.NONE,
@@ -72,11 +72,12 @@ class CacheOnly:
         )
 
     def learned(self) -> Weights | None:
-        """What the session policy has learned so far; None for one that learns nothing."""
+        """What the session policy has learned so far; None for a policy that does not learn."""
         return self.cache.learned_weights()
 
     def serve(self, request: TraceRequest, prompt: Tokens, hint: SessionHint = NOTHING) -> int:
-        """Send one request, whose whole blocks are `prompt`; how many of them were found."""
+        """Serve one request, whose full blocks are `prompt`, and return how many of them were
+        found."""
         cache, now = self.cache, request.arrival_s
         path = TokenPath(prompt)
         lease = cache.lease(cache.match(path), owner=RequestId(""), now=now)
@@ -99,7 +100,8 @@ def replay_cache(
     weights: Weights | None = None,
     hints: str = "none",
 ) -> CacheReplay:
-    """Send every request through a fresh cache, in order; None is a cache that never fills."""
+    """Serve every request with a new cache, in order. A capacity of None means a cache that
+    never fills."""
     if capacity_blocks is None:
         capacity_blocks = _num_distinct(requests)
     longest = longest_blocks(requests)
@@ -116,7 +118,7 @@ def replay_cache(
 def replay_optimum(
     requests: Sequence[TraceRequest], capacity_blocks: int | None
 ) -> CacheReplay:
-    """The same for the best eviction there could have been; it knows no reasons."""
+    """The same with the best possible eviction. It reports no miss reasons."""
     if capacity_blocks is None:
         capacity_blocks = _num_distinct(requests)
     return _summed(requests, list(optimal_hits(requests, capacity_blocks)), {})
@@ -134,7 +136,7 @@ def _num_distinct(requests: Sequence[TraceRequest]) -> int:
 def _summed(
     requests: Sequence[TraceRequest], found: Sequence[int], reasons: dict[str, int]
 ) -> CacheReplay:
-    """Totals over requests that found so many blocks each."""
+    """Totals over requests that found the given numbers of blocks."""
     hits = np.array(found, dtype=np.int64)
     lengths = np.array([request.input_length for request in requests], dtype=np.int64)
     return CacheReplay(

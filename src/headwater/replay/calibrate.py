@@ -1,6 +1,6 @@
-"""A machine with the figures of a benchmark's result instead of its own.
+"""Replaces figures of a machine by those of a benchmark result.
 
-What is taken, from the one JSON object that each benchmark prints with `--json`:
+These values are taken from the JSON object that each benchmark prints with `--json`:
 
     bench serve   rows[].itl_p50_ms by .concurrency     launch + weights, row
     bench tiers   recompute_ttft_ms by length           token, pair
@@ -11,7 +11,7 @@ What is taken, from the one JSON object that each benchmark prints with `--json`
                   prefill.LENGTH.tokens_s               token, pair
                   copies.LINK.gb_s and .p50_ratio       host_to_device, device_to_host
 
-What a file does not have stays as it was; a file that has nothing of it is an error.
+Values that a file does not have stay unchanged. A file without any of them is an error.
 """
 
 import json
@@ -26,10 +26,10 @@ from headwater.errors import ConfigError
 from headwater.replay.cost import OWN_LINKS, LinkCost, Machine, StepCost
 
 _CONTEXT = 1024
-"""Tokens that a row of the benchmarks' decoding reads."""
+"""Context length, in tokens, of a row in the decode benchmarks."""
 
 Points = dict[int, float]
-"""Seconds, by a count."""
+"""Seconds by a count."""
 
 
 def calibrated(machine: Machine, path: Path) -> Machine:
@@ -78,14 +78,14 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _decode_points(result: Mapping[str, Any]) -> Points:
-    """Seconds of a decoding step, by rows."""
+    """Seconds of a decode step, by rows."""
     if "decode" in result:
         measured = result["decode"].items()
         return {int(rows): at["step_ms"] / 1e3 for rows, at in measured if rows.isdigit()}
     rows = [row for row in result.get("rows", ()) if row.get("engine") == "headwater"]
     if not rows:
         return {}
-    model = rows[-1]["model"]  # the largest comes last
+    model = rows[-1]["model"]  # the largest count comes last
     times: dict[int, list[float]] = {}
     for row in rows:
         if row["model"] == model and row["cache"]:
@@ -119,13 +119,14 @@ def _bandwidths(result: Mapping[str, Any], kv_token_bytes: int) -> dict[str, flo
 
 
 def _step_share(result: Mapping[str, Any], link: str) -> float | None:
-    """By how much steps get longer beside copies, where that was measured."""
+    """By how much copies lengthen steps, if that was measured."""
     measured = result.get("copies", {}).get(link)
     return None if measured is None else max(measured["p50_ratio"] - 1.0, 0.0)
 
 
 def _context_token_s(result: Mapping[str, Any], machine: Machine) -> float:
-    """Reading the KV of a token, at the speed of the device's memory where that is known."""
+    """Seconds to read the KV of one token, from the speed of the device memory if it is
+    known."""
     memory_gb_s = result.get("ceilings", {}).get("memory_gb_s")
     if memory_gb_s is None:
         return machine.step.context_token_s
@@ -133,7 +134,7 @@ def _context_token_s(result: Mapping[str, Any], machine: Machine) -> float:
 
 
 def _with_decode(step: StepCost, points: Points, context_token_s: float) -> StepCost:
-    """A line through the seconds over the rows, less what they read of contexts of 1 k."""
+    """A line through the seconds by rows, without the time to read contexts of 1 k."""
     start_s, row_s = _line(points)
     launch_s = min(step.launch_s, start_s)
     return replace(
@@ -142,17 +143,17 @@ def _with_decode(step: StepCost, points: Points, context_token_s: float) -> Step
         weights_s=start_s - launch_s,
         row_s=max(row_s - _CONTEXT * context_token_s, 0.0),
         context_token_s=context_token_s,
-        experts_s=0.0,  # a line through steps has no part of its own for experts
+        experts_s=0.0,  # a line through whole steps cannot separate the experts
     )
 
 
 def _with_prefill(step: StepCost, points: Points) -> StepCost:
-    """token × n + pair × n (n + 1) / 2 through the seconds over the tokens."""
+    """Fits token × n + pair × n (n + 1) / 2 to the seconds by tokens."""
     lengths = np.array(sorted(points), dtype=np.float64)
     seconds = np.array([points[int(n)] for n in lengths]) - step.launch_s
     pairs = lengths * (lengths + 1) / 2
     if len(lengths) > 1:
-        # Relative errors count, or the longest prompt would be all that is fitted.
+        # Fit relative errors; otherwise only the longest prompt would count.
         terms = np.stack((lengths, pairs), axis=1) / seconds[:, None]
         token_s, pair_s = np.linalg.lstsq(terms, np.ones(len(lengths)), rcond=None)[0].tolist()
         if token_s >= 0 and pair_s >= 0:
@@ -170,7 +171,7 @@ def _with_bandwidth(
 
 
 def _line(points: Points) -> tuple[float, float]:
-    """Start and slope of the line through `points`, neither below 0."""
+    """Intercept and slope of the line through `points`, neither below 0."""
     if len(points) == 1:
         return next(iter(points.values())), 0.0
     slope, start = np.polyfit(list(points), list(points.values()), 1).tolist()

@@ -8,8 +8,8 @@ from headwater.replay.trace import TraceRequest
 def reusable_tokens(requests: Sequence[TraceRequest], block_tokens: int) -> Iterator[int]:
     """For each request, the leading tokens of its prompt that an earlier request contained.
 
-    A cache without a size limit whose blocks are ready at once finds these. Whole blocks of
-    `block_tokens` count, and the last token of a prompt is always computed.
+    A cache without a size limit, whose blocks are available at once, finds these tokens. Whole
+    blocks of `block_tokens` count, and the last token of a prompt is always computed.
     """
     seen: set[int] = set()
     for request in requests:

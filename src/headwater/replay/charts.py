@@ -1,4 +1,4 @@
-"""Pictures of a report, as PNG and SVG. Only this and `plan_charts` need matplotlib."""
+"""Draws a report as PNG and SVG. Only this module and `plan_charts` need matplotlib."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,7 +28,8 @@ _SAVE: Mapping[str, Any] = {"png": {"dpi": 150}, "svg": {"metadata": {"Date": No
 
 
 def draw_report(report: Report, where: Path) -> list[Path]:
-    """Hits over time, first tokens, tiers and queue, in one picture; the files written."""
+    """Draw hits over time, first tokens, tiers and queue in one picture; return the files
+    written."""
     figure = new_figure(rows=2, columns=2)
     hits, first_tokens, tiers, queue = figure.axes
     _draw_hits(hits, report["hits_over_time"])
@@ -51,7 +52,7 @@ def new_figure(*, rows: int, columns: int) -> "Figure":
         from matplotlib.figure import Figure
     except ModuleNotFoundError as exc:
         raise ConfigError("--picture needs matplotlib: pip install 'headwater[plots]'") from exc
-    # The names inside an SVG are made from this, so that equal pictures are equal bytes.
+    # Ids inside an SVG are made from this, so that equal pictures have equal bytes.
     with rc_context({"svg.hashsalt": "headwater"}):
         figure = Figure(figsize=(6.0 * columns, 4.2 * rows), layout="constrained")
         figure.subplots(rows, columns)
@@ -62,7 +63,7 @@ def new_figure(*, rows: int, columns: int) -> "Figure":
 
 
 def save(figure: "Figure", where: Path, name: str) -> list[Path]:
-    """Write `where`, a .png or .svg file; or both in the folder `where`."""
+    """Write to `where`: a .png or .svg file, or a folder for both."""
     from matplotlib import rc_context
 
     suffix = where.suffix.removeprefix(".").lower()
@@ -89,7 +90,7 @@ def _draw_hits(axes: "Axes", series: Mapping[str, Sequence[float]]) -> None:
     axes.set_ylim(0, 1)
     if not series:
         return
-    # Parts of the time without a first token have no sources.
+    # Intervals without a first token have no sources.
     parts = [at for at, prompt in enumerate(series["prompt"]) if prompt]
     totals = np.array(series["prompt"])[parts]
     shares = {

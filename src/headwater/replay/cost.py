@@ -1,10 +1,11 @@
-"""What a step and a copy take: a few coefficients, and machines whose coefficients are known.
+"""The cost model of steps and copies: a few coefficients for each machine.
 
     step  = launch + max(weights + experts, token × tokens) + pair × pairs + row × rows + context × KV read
     copy  = latency + bytes / bandwidth, the bandwidth shared by the copies of one link
 
-`experts` counts the experts that so many tokens can be expected to touch. `pairs` are (token, token before it) pairs of the prompts being computed: attention grows with
-the square of a prompt. Decoding rows read the KV of all their tokens; `KV read` counts those.
+`experts` is the expected number of experts that these tokens use. `pairs` are (token, token
+before it) pairs of the prompts being computed: attention grows with the square of a prompt.
+Decoding rows read the KV of all their tokens; `KV read` counts those.
 """
 
 from collections.abc import Mapping
@@ -21,42 +22,43 @@ GIB = 1 << 30
 Count = TypeVar("Count", int, NDArray[np.int64])
 
 OWN_LINKS = ("device_to_host", "host_to_device")
-"""Links that each instance has for itself, by the name they have in its statistics."""
+"""Links that each instance has for itself, by their names in its statistics."""
 
 SHARED_LINKS = ("host_to_storage", "storage_to_host", "lookup")
 """Links that all instances share: they lead to the one storage."""
 
 PEER_LINK = "peer"
-"""Over which an instance's blocks leave for other instances; its own, too."""
+"""The link over which an instance sends blocks to other instances; each instance has its
+own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """Seconds that the parts of a step take."""
+    """Seconds of the parts of a step."""
 
     launch_s: float
-    """Every step: deciding, launching kernels, sampling."""
+    """Fixed time of every step: scheduling, kernel launches, sampling."""
 
     weights_s: float
-    """Every step: reading the weights once. Computing tokens hides it, or is hidden by it."""
+    """Time to read the weights once in every step. It overlaps with computing tokens."""
 
     token_s: float
-    """A token through the layers, whether of a prompt or chosen before."""
+    """One token through the layers, in a prompt or in decoding."""
 
     pair_s: float
-    """A pair of tokens of a prompt in attention."""
+    """One pair of prompt tokens in attention."""
 
     row_s: float = 0.0
-    """A decoding row, beyond its token."""
+    """One decode row, in addition to its token."""
 
     context_token_s: float = 0.0
-    """A token whose KV a decoding row reads."""
+    """One token whose KV a decode row reads."""
 
     experts_s: float = 0.0
     """Reading all experts of a mixture of experts once; `weights_s` is then the rest."""
 
     expert_share: float = 0.0
-    """Share of a layer's experts that one token is sent to."""
+    """Share of a layer's experts that one token uses."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -70,8 +72,9 @@ class StepCost:
     def seconds(
         self, *, prompt_tokens: int, pairs: int, rows: int, context: Count
     ) -> "float | NDArray[np.floating[Any]]":
-        """One step, or one a `context`: always the same operations in the same order, so that
-        many steps at once take bit for bit what they take one by one."""
+        """Seconds of one step, or of one step for each `context`. The operations always have
+        the same order, so many steps at once give bit for bit the same result as single
+        steps."""
         tokens = prompt_tokens + rows
         touched = 1.0 - (1.0 - self.expert_share) ** tokens
         weights_s = self.weights_s + self.experts_s * touched
@@ -86,16 +89,16 @@ class LinkCost:
     """One direction between two tiers."""
 
     bytes_s: float
-    """Of all its copies together."""
+    """Bandwidth of all its copies together."""
 
     latency_s: float = 0.0
-    """Of each copy, however small; it takes none of the bandwidth."""
+    """Latency of each copy, whatever its size; it uses no bandwidth."""
 
     max_jobs: int | None = None
-    """Copies at once; more wait in line. None is as many as there are."""
+    """Copies that run at once; more wait. None means no limit."""
 
     step_share: float = 0.0
-    """By how much of itself a step gets longer while a link of the instance's own is busy."""
+    """Share by which a step becomes longer while one of the instance's own links is busy."""
 
     def __post_init__(self) -> None:
         if not self.bytes_s > 0 or self.latency_s < 0:
@@ -109,7 +112,7 @@ class LinkCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A model on a device, with what is around it."""
+    """A model on a device, with its links."""
 
     name: str
     kv_token_bytes: int
@@ -118,11 +121,11 @@ class Machine:
     step: StepCost
     links: Mapping[str, LinkCost] = field(default_factory=dict)
     device_gib: float
-    """Device memory left for KV, unless the command line says otherwise."""
+    """Device memory left for KV, unless the command line sets it."""
 
     num_layers: int = 32
     state_bytes: int = 8192
-    """Hidden state of one token, which ranks sum twice in every layer."""
+    """Bytes of the hidden state of one token, which ranks sum twice in every layer."""
 
     max_num_seqs: int = 256
     max_batched_tokens: int = 8192

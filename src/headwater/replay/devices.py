@@ -21,22 +21,25 @@ from headwater.transfer.workers import Plan, Report, Task
 from headwater.types import BlockKey, RequestId, Tokens
 
 _LOOKUP_BYTES = 32
-"""A key, of each block that storage is asked for."""
+"""Bytes of the key of each block that is looked up in storage."""
 
 
 class Stretch(NamedTuple):
-    """Steps that decode the same rows, one after the other."""
+    """Consecutive steps that decode the same rows."""
 
     end_s: NDArray[np.float64]
     """When each step ends."""
 
     tokens: Tokens
-    """One row a step, one column a sequence."""
+    """One row per step, one column per sequence."""
 
 
 class SimRunner:
-    """A `Runner` whose steps take what the cost model says. Chooses the tokens it was told to
-    expect; others once each, ever, so that no output is a prefix of another."""
+    """A `Runner` whose steps take the time of the cost model.
+
+    It returns the expected tokens of requests whose output is known. Otherwise it returns
+    tokens that are used only once, so that no output is a prefix of another.
+    """
 
     depth = 1
     layerwise = False
@@ -46,13 +49,14 @@ class SimRunner:
     ) -> None:
         self._cost = cost
         self._clock = clock
-        # Only an instance's own links: what others do on shared ones is not known in advance.
+        # Only the instance's own links: the use of shared links by others is not known in
+        # advance.
         own = [links[name] for name in OWN_LINKS if name in links]
         self._dragging = [link for link in own if link.cost.step_share > 0]
         self._submitted: deque[ScheduledBatch] = deque()
         self._num_chosen = 0
         self.expected: dict[RequestId, Tokens] = {}
-        """Outputs that are known in advance, of requests that are alive."""
+        """Known outputs of the living requests."""
 
     def submit(self, batch: ScheduledBatch) -> None:
         """Queue `batch`."""
@@ -63,12 +67,12 @@ class SimRunner:
         batch = self._submitted.popleft()
         counts = np.diff(batch.query_start)
         ends = batch.context_lens.astype(np.int64)
-        # A prompt's last chunk may be a single token: for its time that is a decoding row.
+        # The last chunk of a prompt may be a single token; its cost is that of a decode row.
         decodes = counts == 1
         context = int(ends[decodes].sum())
         rows = int(decodes.sum())
         counts, ends = counts[~decodes].astype(np.int64), ends[~decodes]
-        # A chunk [start, end) has its tokens see all before it and themselves.
+        # Each token of a chunk [start, end) attends to all tokens before it and to itself.
         pairs = int((counts * (ends - counts) + counts * (counts + 1) // 2).sum())
         seconds = self._cost.seconds(
             prompt_tokens=int(counts.sum()), pairs=pairs, rows=rows, context=context
@@ -81,8 +85,8 @@ class SimRunner:
         return StepResult(step=batch.step, tokens=tokens, logprobs=[None] * chosen)
 
     def stretch(self, decoding: Sequence[Decoding], num_steps: int, until_s: float) -> Stretch:
-        """Steps that decode one row for each of `decoding`: at most `num_steps`, and only such
-        as begin before `until_s`. The time passes."""
+        """Run steps that decode one row for each of `decoding`: at most `num_steps`, and only
+        those that begin before `until_s`. The clock advances."""
         rows = len(decoding)
         first = sum(s.num_scheduled for s in decoding) + rows
         context = first + rows * np.arange(num_steps, dtype=np.int64)
@@ -103,7 +107,7 @@ class SimRunner:
         """Nothing to release."""
 
     def _replace_expected(self, batch: ScheduledBatch, tokens: Tokens) -> None:
-        """Put outputs that are known in the place of chosen ones."""
+        """Replace chosen tokens by known outputs."""
         for at, row in enumerate(batch.sampled.tolist()):
             known = self.expected.get(batch.request_ids[row])
             if known is not None:
@@ -132,7 +136,7 @@ class SimCopier:
         self._block_bytes = block_bytes
 
     def start(self, transfer: TransferJob, report: Report) -> None:
-        """Put it on its link."""
+        """Put the copy on its link."""
         blocks = transfer.num_blocks
         link = self._links[link_of(transfer)]
 
@@ -146,7 +150,7 @@ class SimCopier:
 
 
 class SimStore:
-    """Keys that a storage of some size has; the one used longest ago goes first."""
+    """The keys in a storage of limited size; the least recently used key is dropped first."""
 
     def __init__(self, capacity_blocks: int) -> None:
         self.capacity_blocks = capacity_blocks
@@ -160,11 +164,11 @@ class SimStore:
         return len(self._keys)
 
     def leading(self, keys: Sequence[BlockKey]) -> int:
-        """How many keys, from the first on, are there."""
+        """Number of leading keys that are present."""
         return next((i for i, key in enumerate(keys) if key not in self._keys), len(keys))
 
     def read(self, keys: Sequence[BlockKey]) -> int:
-        """The same; those were used just now."""
+        """Number of leading keys that are present; they become the most recently used."""
         found = self.leading(keys)
         for key in reversed(keys[:found]):
             self._keys.move_to_end(key)
@@ -173,7 +177,7 @@ class SimStore:
         return found
 
     def write(self, keys: Sequence[BlockKey]) -> None:
-        """Have these, the first of them as the most recent."""
+        """Add these keys; the first of them becomes the most recently used."""
         for key in reversed(keys):
             self.num_written += key not in self._keys
             self._keys[key] = None
@@ -199,13 +203,13 @@ class SimStorage:
         self._block_bytes = block_bytes
 
     def start(self, tasks: Sequence[Task]) -> None:
-        """Put each on its link; what is there is seen when it arrives."""
+        """Put each job on its link. Which keys are present is decided when it arrives."""
         for task in tasks:
             self._start(task)
 
     def _start(self, task: Task) -> None:
         plan = task.plan
-        task.claim()  # a deadline that comes first ends the wait, as with a thread at work
+        task.claim()  # a deadline that comes first ends the wait, as for a real thread
         size = _LOOKUP_BYTES if isinstance(plan, Lookup) else self._block_bytes
 
         def arrive(delivery: Delivery) -> None:
@@ -217,7 +221,7 @@ class SimStorage:
         """Nothing to do: a simulated call needs no thread."""
 
     def stats(self) -> StorageStats:
-        """What was moved so far."""
+        """Totals so far."""
         store = self._store
         return StorageStats(
             backend="simulated",

@@ -1,4 +1,4 @@
-"""What the clients of a trace would have said of their sessions, had they known the future."""
+"""Hints that the clients of a trace would give if they knew the future."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,10 +23,10 @@ NOTHING = SessionHint()
 
 
 def hints_of(requests: Sequence[TraceRequest], kind: str) -> list[SessionHint]:
-    """What is said with each request: nothing, or whether its session goes on from there.
+    """The hint of each request: none, or whether its session continues.
 
-    It does when most of its full blocks are asked for again, shared beginnings not counted.
-    When that is, and how often, is not said.
+    A session continues when a later request has most of its full blocks; beginnings that
+    sessions share do not count. The hint does not say when or how often.
     """
     if kind == "none":
         return [NOTHING] * len(requests)
@@ -36,7 +36,7 @@ def hints_of(requests: Sequence[TraceRequest], kind: str) -> list[SessionHint]:
 
 
 def with_hints(requests: Sequence[TraceRequest], kind: str) -> list[TraceRequest]:
-    """The same requests, each with what `hints_of` has for it."""
+    """The same requests, each with its hint of `hints_of`."""
     if kind == "none":
         return list(requests)
     hints = hints_of(requests, kind)

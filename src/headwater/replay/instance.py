@@ -25,12 +25,12 @@ from headwater.transfer.mover import Mover
 from headwater.types import RequestId, Tier
 
 _MAX_WAITING = 1024
-"""Requests that wait in the engine's own queue. More wait before it, as in a server's, without
-their tokens: nothing that far back could be admitted."""
+"""Most requests in the engine's own queue. More wait before it, as in a server, without their
+tokens: requests that far back could not be admitted anyway."""
 
 
 class SimInstance:
-    """An engine with a clock of its own, which stands at the end of its last step."""
+    """A simulated engine with its own clock, which shows the end of its last step."""
 
     def __init__(
         self,
@@ -64,14 +64,15 @@ class SimInstance:
             )
             self.core.join(self.handoffs)
         self.served: list[SimRequest] = []
-        """Everything it was given, in that order."""
+        """All requests given to it, in that order."""
         self.samples = TimeSeries(times)
-        """Waiting, running, device blocks in use, of these held by requests, host blocks in use."""
+        """Waiting, running, device blocks in use, device blocks held by requests, host blocks
+        in use."""
         self._fast_forward = config.fast_forward
         self._line: deque[tuple[RequestId, TraceRequest, str]] = deque()
         self._alive: dict[RequestId, SimRequest] = {}
         self.num_turns = 0
-        """Turns of the real loop; steps that were taken many at once are not among them."""
+        """Turns of the real loop, not counting fast-forwarded steps."""
 
     @property
     def num_alive(self) -> int:
@@ -79,12 +80,13 @@ class SimInstance:
         return len(self._alive)
 
     def num_found(self, path: TokenPath) -> int:
-        """Leading tokens of `path` that are here, on the device or the host."""
+        """Leading tokens of `path` that are cached here, on the device or the host."""
         match = self.cache.match(path)
         return (match.device_blocks + match.host_blocks) * self.cache.block_tokens
 
     def give(self, number: int, request: TraceRequest, now: float, served: SimRequest) -> None:
-        """A request arrives at `now`, its prompt is computed by the instance that `served` names."""
+        """A request arrives at `now`. Its prompt is computed by the instance that `served`
+        names."""
         if not self.core.has_work:
             self.wake(now)
         name = RequestId(str(number))
@@ -94,21 +96,21 @@ class SimInstance:
         self._fill()
 
     def wake(self, now: float) -> None:
-        """Something for it came at `now`; an idle engine's clock is set to that."""
+        """An event for it came at `now`; the clock of an idle engine is set to that time."""
         if self.clock.now() < now:
             self.samples.fill(now, self._row)
             self.clock.move_to(now)
 
     def ready_s(self) -> float:
-        """When its next turn begins, if nothing comes before; never is infinite."""
+        """When its next turn begins if no event comes; infinite if never."""
         if self.core.has_work:
             return self.clock.now()
         return max(self._deadline_s(), self.clock.now())
 
     def turn(self, until_s: float) -> int:
-        """Let it do what comes next: one step, or those before `until_s` in which nothing is
-        decided. The number of requests that ended."""
-        if self._fast_forward and self._coast(until_s):
+        """Run the next turn: one step, or all steps before `until_s` that decide nothing.
+        Returns the number of requests that ended."""
+        if self._fast_forward and self._fast_forward(until_s):
             self.samples.fill(self.clock.now(), self._row)
             return 0
         self.num_turns += 1
@@ -121,7 +123,7 @@ class SimInstance:
         return ended
 
     def _take_in(self, outputs: Sequence[SequenceOutput], now: float) -> int:
-        """Note what came of a step; how many requests ended."""
+        """Record the outputs of a step; return how many requests ended."""
         ended = 0
         for output in outputs:
             served = self._alive[output.request_id]
@@ -147,8 +149,9 @@ class SimInstance:
             host.total - host.free,
         )
 
-    def _coast(self, until_s: float) -> int:
-        """Take steps that decide nothing, if the next one is such; how many."""
+    def _fast_forward(self, until_s: float) -> int:
+        """Fast-forward steps that decide nothing, if the next one is such a step; return their
+        number."""
         if self.mover.has_news(self.clock.now()):
             return 0
         num_steps, quiet_s, decoding = self.scheduler.decode_only_steps()
@@ -176,13 +179,13 @@ class SimInstance:
         return len(times)
 
     def _deadline_s(self) -> float:
-        """When a wait for a copy ends although the copy has not."""
+        """When a wait for a copy times out."""
         peers = None if self.handoffs is None else self.handoffs.wake_s
         ends = (self.mover.wake_s, self.scheduler.wake_s, peers)
         return min((end for end in ends if end is not None), default=inf)
 
     def _fill(self) -> None:
-        """Hand waiting requests to the engine while its own queue is short."""
+        """Give waiting requests to the engine while its own queue is short."""
         room = _MAX_WAITING - self.scheduler.stats().num_waiting
         while self._line and room > 0:
             name, request, prefill = self._line.popleft()

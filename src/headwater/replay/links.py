@@ -1,9 +1,10 @@
-"""Links on which copies get in each other's way.
+"""Links whose copies share the bandwidth.
 
-The copies on a link share its bandwidth evenly from moment to moment; one that comes slows
-those that are there, one that ends speeds up the rest. The arithmetic is in bytes per copy:
-`_served` grows by bandwidth / copies each second, and a copy is through when it has grown by the
-copy's bytes since it began. So each event costs a heap operation, whatever is on the link.
+The copies on a link share its bandwidth evenly at every moment: a new copy slows the others,
+and a copy that ends speeds them up. The arithmetic is in bytes per copy: `_served` grows by
+bandwidth / copies each second, and a copy has passed when `_served` has grown by the copy's
+bytes since the copy began. So each event costs one heap operation, however many copies are on
+the link.
 """
 
 from collections import deque
@@ -21,20 +22,20 @@ class Delivery:
 
     end_s: float
     busy_s: float
-    """Since it began to move; waiting in line does not count."""
+    """Seconds since it began to move, without waiting in line."""
 
 
 Arrive = Callable[[Delivery], None]
-"""Told once, when the copy's bytes are there."""
+"""Called once, when the bytes of the copy have arrived."""
 
 
 class SharedLink:
-    """One link. Times given to it never run backwards."""
+    """One link. The times given to it never decrease."""
 
     def __init__(self, cost: LinkCost) -> None:
         self.cost = cost
         self.num_bytes = 0
-        """Carried or being carried since the beginning."""
+        """Bytes carried, or being carried, since the beginning."""
         self.busy_s = 0.0
         """Seconds in which at least one copy was on it."""
         self.busy_until_s = 0.0
@@ -42,10 +43,10 @@ class SharedLink:
         self._now_s = 0.0
         self._served = 0.0
         self._moving: list[tuple[float, int, float, Arrive]] = []
-        """A heap by the value of `_served` at which each is through."""
+        """A heap of copies, by the value of `_served` at which each has passed."""
         self._line: deque[tuple[int, Arrive]] = deque()
         self._arriving: deque[tuple[float, float, Arrive]] = deque()
-        """Through, and not there before the latency has passed. In order of time."""
+        """Copies that have passed and arrive after the latency, in order of time."""
         self._num_begun = 0
 
     @property
@@ -54,7 +55,7 @@ class SharedLink:
         return bool(self._moving)
 
     def start(self, num_bytes: int, arrive: Arrive, *, now: float) -> None:
-        """Begin to copy, or wait in line for it."""
+        """Start to copy, or wait in line."""
         self._advance(now)
         self.num_bytes += num_bytes
         most = self.cost.max_jobs
@@ -64,14 +65,14 @@ class SharedLink:
             self._begin(num_bytes, arrive)
 
     def next_s(self) -> float:
-        """When the next copy ends if no other starts; infinity when there is none."""
+        """When the next copy ends if no other starts; infinite if there is none."""
         arrival_s = self._arriving[0][0] if self._arriving else inf
         if not self._moving:
             return arrival_s
         return min(arrival_s, self._through_s() + self.cost.latency_s)
 
     def deliver(self, now: float) -> None:
-        """Tell of every copy that arrived by `now`, in order of time."""
+        """Report every copy that arrived by `now`, in order of time."""
         self._advance(now)
         while self._arriving and self._arriving[0][0] <= now:
             end_s, began_s, arrive = self._arriving.popleft()
@@ -83,7 +84,7 @@ class SharedLink:
         heappush(self._moving, (end, self._num_begun, self._now_s, arrive))
 
     def _through_s(self) -> float:
-        """When the first of those that move is through, if nothing comes between."""
+        """When the first moving copy has passed, if no other starts or ends."""
         left = max(self._moving[0][0] - self._served, 0.0)
         return self._now_s + left * len(self._moving) / self.cost.bytes_s
 

@@ -1,4 +1,4 @@
-"""Hand-offs between simulated instances: messages that take a moment, blocks that take a link.
+"""Simulates hand-offs between instances: messages have a delay, blocks use a link.
 
 The protocol is the real one, with its leases and heartbeats; only network and links are
 simulated. Nothing is ever lost here.
@@ -31,10 +31,10 @@ from headwater.types import Slots
 Post = Callable[[object], None]
 
 _CONNECTION = 1
-"""Number of every connection: none ever ends."""
+"""Number of every connection: connections never end here."""
 
 MESSAGE_S = 1e-4
-"""How long a message is on its way."""
+"""Delay of a message."""
 
 
 @dataclass(slots=True)
@@ -47,14 +47,14 @@ class _Lease:
 
 @dataclass(slots=True)
 class _Host:
-    """One instance, as others reach it."""
+    """One instance, as other instances reach it."""
 
     post: Post
     leases: dict[int, _Lease] = field(default_factory=dict)
 
 
 class SimFabric:
-    """What all instances are connected by. Times given to it are those of the sender's clock."""
+    """Connects all instances. The times given to it are those of the sender's clock."""
 
     def __init__(self) -> None:
         self._hosts: dict[str, _Host] = {}
@@ -63,7 +63,7 @@ class SimFabric:
         self._num_sent = 0
 
     def enter(self, name: str, post: Post) -> None:
-        """`name` is an instance that takes events with `post`."""
+        """Add the instance `name`, which receives events through `post`."""
         self._hosts[name] = _Host(post)
 
     def next_s(self) -> float:
@@ -71,13 +71,13 @@ class SimFabric:
         return self._messages[0][0] if self._messages else inf
 
     def deliver(self, now: float) -> None:
-        """Hand over every message that has arrived by `now`."""
+        """Deliver every message that has arrived by `now`."""
         while self._messages and self._messages[0][0] <= now:
             _, _, to, message = heappop(self._messages)
             self._hosts[to].post(message)
 
     def send(self, sender: str, to: str, message: Message, now: float) -> None:
-        """Let a message arrive in a moment, after those that were sent before it."""
+        """Send a message. It arrives after a delay, after all messages sent before."""
         self._num_sent += 1
         envelope = PeerMessage(sender, message, _CONNECTION)
         heappush(self._messages, (now + MESSAGE_S, self._num_sent, to, envelope))
@@ -108,13 +108,13 @@ class SimFabric:
 
 @dataclass(frozen=True, slots=True)
 class _Endpoint:
-    """One instance's own end of the fabric."""
+    """One instance's connection to the fabric."""
 
     fabric: SimFabric
     name: str
     clock: VirtualClock
     link: SharedLink
-    """Over which its blocks leave."""
+    """The link over which its blocks leave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class SimSender:
         """Simulated pushes have no deadline."""
 
     def cancel(self, lease: int) -> None:
-        """What has begun arrives, and is refused if its lease is fenced by then."""
+        """A push that has begun arrives; it is refused if its lease is fenced by then."""
 
     def close(self) -> None:
         return None
@@ -180,7 +180,7 @@ class SimReceiver:
 
 @dataclass(frozen=True, slots=True)
 class SimMemory:
-    """Blocks of which nothing is derived."""
+    """Block memory without derived data."""
 
     block_bytes: int
 
@@ -198,7 +198,7 @@ def make_handoffs(
     block_bytes: int,
     accepts: bool,
 ) -> HandoffController:
-    """The hand-offs of the instance `name`, which computes for others if it `accepts`."""
+    """The hand-offs of the instance `name`, which prefills for others if it `accepts`."""
     endpoint = _Endpoint(fabric, name, clock, links["peer"])
     numbers = Random(name)
     dependencies = HandoffDependencies(

@@ -1,8 +1,8 @@
-"""The most that any eviction could find: Belady's rule, knowing the whole trace.
+"""The most hits that any eviction could have: Belady's rule, with knowledge of the whole trace.
 
-When a request has ended and the cache holds too much, the block that is used again last goes
-first, whether it was there before or came just now; what is never used again does not stay at
-all. A block is used whenever one that hangs on it is, so this is leaf-first by itself.
+When a request has ended and the cache holds too much, the block whose next use is latest is
+evicted first, whether it is old or new. A block that is never used again does not stay at all.
+A block is used whenever a block after it is used, so leaves are always evicted first.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,10 +15,11 @@ NEVER = 1 << 62
 
 
 def optimal_hits(requests: Sequence[TraceRequest], capacity_blocks: int) -> Iterator[int]:
-    """Blocks that each request finds in a cache of `capacity_blocks`; their sum is the most."""
+    """Blocks that each request finds in a cache of `capacity_blocks`; their sum is the
+    maximum."""
     paths = [request.hash_ids for request in requests]
     resident: dict[int, int] = {}
-    """When each block in the cache is used next."""
+    """The next use of each block in the cache."""
     latest: list[tuple[int, int, int]] = []
     for path, uses in zip(paths, next_uses(paths), strict=True):
         yield _leading(path, resident)
@@ -27,7 +28,7 @@ def optimal_hits(requests: Sequence[TraceRequest], capacity_blocks: int) -> Iter
                 resident.pop(block, None)
             else:
                 resident[block] = use
-                # Used last first; of those in one request, the deepest.
+                # Latest use first; among blocks of one request, the deepest first.
                 heappush(latest, (-use, -depth, block))
         while len(resident) > capacity_blocks:
             use, _, block = heappop(latest)
@@ -36,7 +37,7 @@ def optimal_hits(requests: Sequence[TraceRequest], capacity_blocks: int) -> Iter
 
 
 def next_uses(paths: Sequence[Sequence[int]]) -> list[list[int]]:
-    """For each block of each path, the number of the next path that has it."""
+    """For each block of each path, the number of the next path that contains it."""
     following: dict[int, int] = {}
     uses: list[list[int]] = []
     for number in range(len(paths) - 1, -1, -1):
@@ -47,7 +48,7 @@ def next_uses(paths: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def _leading(path: Sequence[int], resident: dict[int, int]) -> int:
-    """How many leading blocks of `path` are in the cache."""
+    """Number of leading blocks of `path` in the cache."""
     for found, block in enumerate(path):
         if block not in resident:
             return found

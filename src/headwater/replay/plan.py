@@ -1,4 +1,4 @@
-"""How much memory of which kind: many replays of one trace, and what their differences say."""
+"""Replays one trace with many tier sizes and compares the results."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -24,23 +24,23 @@ _MAX_POINTS = 512
 _POLICIES = ("eviction", "write_policy", "load_policy")
 
 NOT_MODELLED = (
-    "prices of network and power, and what a failed machine costs",
-    "clients that wait for answers before they ask again: arrivals are the trace's",
+    "prices of network and power, and the cost of a failed machine",
+    "clients that wait for an answer before the next request: arrivals come from the trace",
     "growth of traffic: try --speed and --scale",
-    "generated text that comes back, in traces that do not say what was generated",
-    "jitter, and anything else that docs/replay.md says is not modelled",
+    "reuse of generated text, in traces that do not contain the output",
+    "jitter, and everything else that docs/replay.md lists as not modelled",
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """Values to try, for each setting; every combination that makes sense is tried."""
+    """Values to try for each setting; all valid combinations are tried."""
 
     device_gib: Sequence[float | None]
     host_gib: Sequence[float]
     storage_gib: Sequence[float]
     clusters: Sequence[tuple[int, int]]
-    """How many instances, and how many of them only compute prompts."""
+    """Number of instances, and how many of them only prefill."""
 
     eviction: Sequence[str]
     write_policy: Sequence[str]
@@ -91,7 +91,7 @@ def make_plan(
     num_jobs: int,
     advance: Callable[[], object] = lambda: None,
 ) -> Plan:
-    """Replay `load` on each of `configs`, in so many processes, and compare."""
+    """Replay `load` with each of `configs`, in this many processes, and compare."""
     points = _evaluate_all(configs, load, bounds, num_jobs, advance)
     for point, config in zip(points, configs, strict=True):
         point["price"] = prices.of(config)
@@ -115,7 +115,8 @@ def make_plan(
 
 
 def evaluate(config: SimConfig, load: TraceLoad, bounds: Sequence[Bound]) -> Point:
-    """One replay; what a plan keeps of its report. Runs in a process of its own."""
+    """One replay; returns the part of its report that a plan uses. Runs in a separate
+    process."""
     requests = load.requests()
     report = make_report(Simulator(config, requests).run(), bounds)
     kept = (
@@ -141,7 +142,7 @@ def evaluate(config: SimConfig, load: TraceLoad, bounds: Sequence[Bound]) -> Poi
 
 
 def value_of(point: Point) -> float:
-    """What more of is better: goodput where bounds are given, else the inverse of TTFT p99."""
+    """The value to maximise: goodput with an SLO, otherwise the inverse of TTFT p99."""
     slo = point["slo"]
     if slo is not None:
         return float(slo["goodput_requests_per_s"])
@@ -170,7 +171,8 @@ def _evaluate_all(
 
 
 def _mark_pareto(points: Sequence[Point]) -> None:
-    """On the edge: no other is at least as good at no more, and better at one of both."""
+    """Mark the Pareto front: no other deployment is at least as good and as cheap, and better
+    in one."""
     for point in points:
         mine = -point["price"], value_of(point)
         point["pareto"] = not any(
@@ -180,8 +182,8 @@ def _mark_pareto(points: Sequence[Point]) -> None:
 
 
 def _per_tib(points: Sequence[Point], tier: str) -> list[Plan]:
-    """For each step from one size of `tier` to the next, what a TiB more of it brought, on
-    average over everything else that was tried."""
+    """For each step from one size of `tier` to the next, the gain per TiB, averaged over all
+    other settings that were tried."""
     groups: dict[tuple[Any, ...], dict[float, Point]] = {}
     for point in points:
         settings = point["settings"]
@@ -212,14 +214,14 @@ def _gains(pairs: Sequence[tuple[Point, Point]], tier: str) -> Plan:
 
 
 def _tib_between(small: Point, large: Point, tier: str) -> float:
-    """How much more memory there is in all: of every instance, but of storage once."""
+    """Difference in total memory: of every instance, but storage counts once."""
     name = f"{tier}_gib"
     count = 1 if tier == "storage" else large["settings"]["instances"]
     return float((large["settings"][name] - small["settings"][name]) * count / _TIB)
 
 
 def name_of(settings: Point, policies: Sequence[str]) -> str:
-    """A deployment in a few words: sizes, and the policies that the plan varies."""
+    """A deployment in a few words: sizes, and the policies that vary."""
     tiers = " / ".join(size_text(settings[f"{tier}_gib"]) for tier in TIERS)
     cluster = str(settings["instances"])
     if settings["prefill_instances"]:

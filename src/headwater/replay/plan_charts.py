@@ -17,7 +17,7 @@ _OTHERS = "#b9bec4"
 
 
 def draw_plan(plan: Plan, where: Path) -> list[Path]:
-    """One row for each tier whose size was varied; the files written.
+    """Draw one row for each tier whose size was varied; return the files written.
 
     Each line is one choice of all other settings. The line and the point of the recommended
     deployment are marked.
@@ -105,5 +105,5 @@ def _size(point: Point, tier: str) -> float:
 
 
 def _others(point: Point, tier: str) -> tuple[Any, ...]:
-    """All settings but the size of `tier`."""
+    """All settings except the size of `tier`."""
     return tuple(v for k, v in sorted(point["settings"].items()) if k != f"{tier}_gib")

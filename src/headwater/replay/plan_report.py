@@ -1,4 +1,4 @@
-"""A plan as lines for people."""
+"""A plan as lines of text."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,8 @@ _HEAD = ("price", "found", "ttft p50", "ttft p99", "itl p99", "tokens/s", "good"
 
 
 def plan_table(plan: Plan) -> str:
-    """Every deployment by price, the benefit of a TiB more, and the verdict as the last line."""
+    """Every deployment by price, the benefit of one more TiB, and the verdict as the last
+    line."""
     points = sorted(plan["points"], key=lambda point: (point["price"], -value_of(point)))
     width = max(len(point["name"]) for point in points)
     lines = [
@@ -24,7 +25,7 @@ def plan_table(plan: Plan) -> str:
         lines.append(f"  {mark} {point['name']:<{width}}{_row(point)}")
     lines += [
         "",
-        "  * on the Pareto front: nothing that was tried is better for its price",
+        "  * on the Pareto front: no deployment that was tried is better at this price or cheaper",
         (
             f"  ceiling: a cache without a size limit could find "
             f"{100 * plan['token_hit_ceiling']:.2f} % of prompt tokens"

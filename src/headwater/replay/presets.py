@@ -1,4 +1,4 @@
-"""Machines that this project measured, by the name they have on the command line."""
+"""Machines that this project measured, by their names on the command line."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a deployment costs, in whatever unit the prices are."""
+"""The price of a deployment, in the unit of the given prices."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from headwater.replay.settings import SimConfig
 PRICED = ("instance", "device", "host", "storage")
 
 DEFAULT_PRICES = {"instance": 500.0, "device": 12.0, "host": 3.0, "storage": 0.1}
-"""Example prices a month: a server, and a GiB of accelerator memory, of host memory and of disk.
-They only order deployments. Give your own."""
+"""Example prices per month: a server, and a GiB of accelerator memory, host memory and disk.
+They only put deployments in order. Give your own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Of an instance, and of a GiB of each tier."""
+    """Price of an instance, and of a GiB of each tier."""
 
     by_name: Mapping[str, float]
 
@@ -33,7 +33,8 @@ class Prices:
 
 
 def parse_prices(terms: list[str]) -> Prices:
-    """`host=3`, `storage=0.1,instance=1800` … over the defaults; ConfigError otherwise."""
+    """Parses `host=3`, `storage=0.1,instance=1800` …; missing prices are the defaults. Raises
+    ConfigError."""
     prices = dict(DEFAULT_PRICES)
     for term in (part for text in terms for part in text.split(",") if part):
         name, _, number = term.partition("=")

@@ -1,14 +1,16 @@
 """A machine whose model is split over several devices.
 
-Weights, tokens, attention and KV reads are divided by the ranks. What every rank does in full stays:
-launching, and a row's part beyond its token. Each layer sums its results over the ranks twice:
+Weights, tokens, attention and KV reads are divided by the ranks. Work that every rank does in
+full is not divided: launches, and the cost of a row beyond its token. Each layer sums its
+results over the ranks twice:
 
     step   + 2 × layers × latency
     token  + 2 × layers × bytes of a token's state × 2 (ranks - 1) / ranks / bandwidth
 
-The second is a ring: each rank sends and receives nearly twice what is summed. Every rank has its own link to
-host memory. Memory for KV is that of one device times the ranks; the weights, of which each has a part, leave
-more, which is not counted.
+The second term is that of a ring: each rank sends and receives nearly twice the bytes of the
+sum. Every rank has its own link to host memory. Memory for KV is that of one device times the
+ranks. Each device has only a part of the weights and so has more free memory; that is not
+counted.
 """
 
 from dataclasses import replace
@@ -17,12 +19,12 @@ from headwater.errors import ConfigError
 from headwater.replay.cost import OWN_LINKS, LinkCost, Machine
 
 _SUMS = 2
-"""Of each layer: after attention and after the MLP."""
+"""Sums per layer: after attention and after the MLP."""
 
 
 def split_over_ranks(machine: Machine, ranks: int, link: LinkCost) -> Machine:
-    """`machine` with the model on so many devices, joined by `link`: its latency is that of one
-    sum, its bandwidth that of one device."""
+    """`machine` with the model on this many devices, connected by `link`: its latency is that
+    of one sum, its bandwidth that of one device."""
     if ranks < 1:
         raise ConfigError(f"--tensor-parallel-size must be at least 1, got {ranks}")
     if ranks == 1:

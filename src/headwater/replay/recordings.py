@@ -1,8 +1,9 @@
-"""Reads what `headwater serve --record FILE` wrote, as the requests of a trace.
+"""Reads the file of `headwater serve --record FILE` as the requests of a trace.
 
-A first line says what the file is; each other line is a request that ended, with a salted key
-for each full block of its prompt and output. A key stands for its block and all before it, as
-the ids of a trace do; so later prompts find what was generated, as they did when it was recorded.
+The first line identifies the file. Each other line is a request that ended, with a salted key
+for each full block of its prompt and output. A key stands for its block and everything before
+it, like the ids of a trace; so later prompts find generated blocks, as they did in the recorded
+server.
 """
 
 import json
@@ -19,7 +20,7 @@ _MAX_BLOCK = 1 << 16
 
 
 def is_recording(path: Path) -> bool:
-    """Whether the first line says so. A file that cannot be read is none."""
+    """Whether the first line identifies a recording. False for a file that cannot be read."""
     try:
         with path.open(encoding="utf-8") as lines:
             return _MARK in lines.readline(1000)
@@ -28,7 +29,7 @@ def is_recording(path: Path) -> bool:
 
 
 def read_recording(path: Path, limit: int | None = None) -> list[TraceRequest]:
-    """The requests of a recording, the first `limit` in order of arrival."""
+    """The requests of a recording: the first `limit`, in order of arrival."""
     try:
         with path.open(encoding="utf-8") as lines:
             block_tokens = _read_header(next(lines, ""), path)
@@ -58,7 +59,7 @@ def _read_header(line: str, path: Path) -> int:
 
 def _read_lines(lines: Iterable[str], block_tokens: int) -> list[TraceRequest]:
     ids: dict[str, int] = {}
-    """A number for each key; partial blocks, which have none, get numbers of their own."""
+    """A number for each key. Partial blocks have no key and get their own numbers."""
     num_ids, requests = 0, []
     for number, line in enumerate(lines, start=2):
         try:

@@ -1,6 +1,7 @@
-"""What a replay found, as one value that prints, compares and is written as JSON.
+"""The result of a replay as one value, which is printed, compared and written as JSON.
 
-Every number is a function of the trace, the settings and the seed: the same bytes each time.
+Every number depends only on the trace, the settings and the seed, so the bytes are the same
+each time.
 """
 
 from collections import Counter
@@ -23,7 +24,7 @@ Seconds: TypeAlias = NDArray[np.float64]
 Report: TypeAlias = dict[str, Any]
 
 _LEAST_OVERLOAD = 16
-"""Fewer waiting requests are not called an overload."""
+"""With fewer waiting requests there is no overload."""
 
 _TIERS = ("device", "host", "storage")
 _SOURCES = (*_TIERS, "peer")
@@ -32,7 +33,7 @@ _MAX_POINTS = 480
 
 
 def make_report(run: SimulationRun, bounds: Sequence[Bound] = ()) -> Report:
-    """Everything that is reported of `run`."""
+    """The whole report of `run`."""
     served = sorted(
         (one for instance in run.instances for one in instance.served),
         key=lambda one: one.arrival_s,
@@ -73,7 +74,7 @@ def make_report(run: SimulationRun, bounds: Sequence[Bound] = ()) -> Report:
 
 
 def describe(config: SimConfig) -> Report:
-    """The settings that a report is of."""
+    """The settings of a report."""
     cache = config.cache()
     return {
         "machine": config.machine.name,
@@ -91,7 +92,7 @@ def describe(config: SimConfig) -> Report:
 
 
 def size_text(gib: float) -> str:
-    """A number of GiB for people: whole, or three digits where it is small."""
+    """A number of GiB as text: whole, or with three digits if it is small."""
     return f"{gib:,.0f}" if gib >= 10 or not gib else f"{gib:.3g}"
 
 
@@ -139,7 +140,7 @@ def _spread(seconds: Seconds) -> dict[str, float]:
 
 
 def _quantiles(seconds: Seconds) -> list[float]:
-    """101 of them, for a picture of the distribution."""
+    """101 quantiles, for a picture of the distribution."""
     if not len(seconds):
         return []
     values: list[float] = (1e3 * np.percentile(seconds, np.arange(101))).tolist()
@@ -184,7 +185,7 @@ def _engines(run: SimulationRun) -> Report:
 
 
 def _handoffs(run: SimulationRun) -> Report:
-    """What decode instances say of their hand-offs, where there are any."""
+    """The hand-offs of decode instances, if there are any."""
     controllers = [one.handoffs for one in run.instances if one.handoffs is not None]
     if not controllers:
         return {}
@@ -240,11 +241,9 @@ def _queue(
 
 
 def only_grew(waiting: Sequence[float]) -> bool:
-    """Whether a queue only grew while requests arrived.
-
-    The machines cannot serve this traffic then, and latencies depend on the length of the trace.
-    A burst that is worked off is no overload.
-    """
+    """Whether a queue only grew while requests arrived. Then the machines cannot serve this
+    traffic, and latencies depend on the length of the trace. A burst that is worked off is not
+    an overload."""
     most = max(waiting, default=0.0)
     peak = list(waiting).index(most) + 1 if waiting else 0
     if most < _LEAST_OVERLOAD or peak < max(8, len(waiting) // 2):
@@ -255,7 +254,7 @@ def only_grew(waiting: Sequence[float]) -> bool:
 
 
 def _over_time(run: SimulationRun) -> dict[str, list[float]]:
-    """Requests, and GiB of each tier in use; of a long run every n-th sample."""
+    """Requests, and GiB of each tier in use; for a long run every n-th sample."""
     waiting, running, device, held, host = summed([i.samples for i in run.instances], 5)
     (stored,) = summed([run.stored], 1)
     stored += stored[-1:] * (len(waiting) - len(stored))
@@ -273,7 +272,7 @@ def _over_time(run: SimulationRun) -> dict[str, list[float]]:
 
 
 def _hits_over_time(ended: Sequence[SimRequest]) -> dict[str, list[float]]:
-    """Prompt tokens by source, in equal parts of the time of first tokens."""
+    """Prompt tokens by source, in equal intervals of the time of first tokens."""
     if not ended:
         return {}
     firsts = np.array([one.first_s for one in ended], dtype=np.float64)

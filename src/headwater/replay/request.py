@@ -9,7 +9,7 @@ from headwater.scheduler.request import Usage
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """Prompt tokens that an instance was given to compute, as a router reckons."""
+    """Prompt tokens assigned to an instance, as a router counts them."""
 
     recent: RecentWork = field(default_factory=RecentWork)
     outstanding_tokens: int = 0
@@ -17,7 +17,7 @@ class Work:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SimRequest:
-    """One request on its way, and at its end. Times are seconds of the virtual clock."""
+    """One request during the replay and at its end. Times are seconds of the virtual clock."""
 
     arrival_s: float
     prompt_tokens: int
@@ -25,36 +25,36 @@ class SimRequest:
     """Leading prompt tokens that an earlier request of the trace contained."""
 
     prefill: str = ""
-    """Which other instance computes its prompt; empty is none."""
+    """The other instance that computes its prompt; empty if there is none."""
 
     uncached_tokens: int = 0
     """Expected cost for the instance that computes its prompt."""
 
     work: Work | None = None
-    """Where that is counted until its first token."""
+    """The counter that includes it until its first token."""
 
     first_s: float | None = None
-    """Its first token."""
+    """Time of its first token."""
 
     last_s: float = 0.0
-    """Its last token so far."""
+    """Time of its last token so far."""
 
     num_output: int = 0
     gaps_s: "array[float]" = field(default_factory=lambda: array("d"))
-    """Between its tokens."""
+    """Times between its tokens."""
 
     usage: Usage | None = None
     finished: bool = False
     refused: str | None = None
-    """Why it could never be served."""
+    """Why it can never be served."""
 
     @property
     def ttft_s(self) -> float:
-        """From its arrival to its first token; endless without one."""
+        """Time from arrival to first token; infinite without one."""
         return float("inf") if self.first_s is None else self.first_s - self.arrival_s
 
     def note(self, num_tokens: int, now: float) -> None:
-        """Tokens came."""
+        """Record tokens that arrived."""
         if not num_tokens:
             return
         if self.first_s is None:

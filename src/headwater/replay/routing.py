@@ -1,6 +1,7 @@
-"""Which instance a request goes to: the router's own policies, over what instances have now.
+"""Chooses an instance for each request, with the router's own policies and the current caches.
 
-A real router hears of blocks by events, a moment later; here it looks into the caches.
+A real router learns about blocks from events, a moment later; the simulated router reads the
+caches directly.
 """
 
 from collections.abc import Sequence
@@ -14,17 +15,18 @@ from headwater.replay.trace import TraceRequest
 
 @dataclass(frozen=True, slots=True)
 class SimRoute:
-    """The instance that serves a request, and the one that computes its prompt if it is another."""
+    """The instance that serves a request, and the instance that computes its prompt if it is
+    another one."""
 
     server: SimInstance
     prefill: SimInstance | None
     uncached_tokens: int
     moved_tokens: int = 0
-    """What is handed over to `server`, as far as is known."""
+    """Tokens handed off to `server`, as far as known."""
 
     @property
     def worker(self) -> SimInstance:
-        """Who computes the prompt."""
+        """The instance that computes the prompt."""
         return self.prefill or self.server
 
 
@@ -40,7 +42,7 @@ class SimRouter:
     def choose(
         self, request: TraceRequest, instances: Sequence[SimInstance], now: float
     ) -> SimRoute:
-        """Where `request` goes."""
+        """The route of `request`."""
         if len(instances) == 1:
             return SimRoute(instances[0], None, 0)
         path = TokenPath(request.prompt()) if self._looks else None

@@ -1,4 +1,4 @@
-"""What is simulated: a machine, the sizes of its tiers, the policies, how many of it."""
+"""The simulated deployment: a machine, tier sizes, policies and the number of instances."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,32 +13,32 @@ from headwater.types import WritePolicy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimConfig:
-    """One deployment: `num_instances` engines alike, one storage that they share."""
+    """One deployment: `num_instances` equal engines with one shared storage."""
 
     machine: Machine
     device_gib: float | None = None
-    """Of each instance; None is the machine's own."""
+    """Per instance; None means that of the machine."""
 
     host_gib: float = 0.0
-    """Of each instance; 0 is no host tier."""
+    """Per instance; 0 means no host tier."""
 
     storage_gib: float = 0.0
-    """Of all instances together; 0 is no storage."""
+    """For all instances together; 0 means no storage."""
 
     num_instances: int = 1
     num_prefill: int = 0
-    """Of those, so many only compute prompts, for the others, which then only decode. 0 is that
-    all do everything."""
+    """Number of instances that only prefill for the others, which then only decode. 0 means
+    that every instance does both."""
 
     prefill_threshold: int = 256
-    """A prompt of which a decode instance lacks no more tokens than this is not handed over."""
+    """A prompt is not handed off if the decode instance lacks at most this many tokens."""
 
     router: str = "cache_aware"
     block_tokens: int = 64
     max_num_seqs: int | None = None
     max_batched_tokens: int | None = None
     max_itl_ms: float | None = None
-    """Target for the time between tokens while prompts are computed; None is no target."""
+    """Target for the time between tokens while prompts are computed; None means no target."""
 
     max_model_len: int = 1 << 20
     eviction: str = "lru"
@@ -46,7 +46,7 @@ class SimConfig:
     load_policy: str = "priced"
     storage_order: Literal["reuse", "arrival"] = "reuse"
     fast_forward: bool = True
-    """Whether steps that decide nothing are taken many at once. The outcome is the same."""
+    """Whether steps that decide nothing are fast-forwarded. The result is the same."""
 
     def __post_init__(self) -> None:
         if self.num_instances < 1:
@@ -73,7 +73,7 @@ class SimConfig:
         return self.machine.num_blocks(self.storage_gib, self.block_tokens)
 
     def role(self, number: int) -> str:
-        """What the instance `number` is for."""
+        """The role of the instance `number`."""
         if not self.num_prefill:
             return "mixed"
         return "prefill" if number < self.num_prefill else "decode"

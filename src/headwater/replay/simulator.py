@@ -1,8 +1,9 @@
-"""Arrivals, steps and copies of a whole deployment, in the order of virtual time.
+"""Simulates arrivals, steps and copies of a whole deployment, in the order of virtual time.
 
-Each instance's clock stands at the end of its last step, so the next thing to happen is always
-the earliest of: a copy that arrives, a request of the trace, the instance whose clock is
-furthest back. A router sees instances as they are at the end of the step they are in.
+The clock of each instance shows the end of its last step. So the next event is always the
+earliest of: a copy that arrives, a request of the trace, the next turn of the instance whose
+clock is furthest behind. A router sees instances in their state at the end of their current
+step.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,19 +31,19 @@ class SimulationRun:
     config: SimConfig
     instances: Sequence[SimInstance]
     links: Sequence[tuple[str, SharedLink]]
-    """Every link by name; each instance has some of its own."""
+    """All links by name; each instance also has its own."""
 
     store: SimStore | None
     times: Times
     stored: TimeSeries
-    """Blocks in storage, over time."""
+    """Blocks in storage over time."""
 
 
 class Simulator:
     """A deployment that serves a trace, once."""
 
     def __init__(self, config: SimConfig, requests: Sequence[TraceRequest]) -> None:
-        """`requests` are in order of time."""
+        """`requests` are sorted by time."""
         self._config = config
         self._requests = requests
         self._reusable = reusable_tokens(requests, config.block_tokens)
@@ -64,7 +65,7 @@ class Simulator:
         self._router = SimRouter(config.router, config.prefill_threshold)
 
     def run(self, advance: Callable[[int], None] = lambda ended: None) -> SimulationRun:
-        """Serve every request to its end. `advance` is told of requests as they end."""
+        """Serve every request to its end. `advance` is called as requests end."""
         requests, at = self._requests, 0
         while True:
             arrival_s = requests[at].arrival_s if at < len(requests) else inf
@@ -91,7 +92,7 @@ class Simulator:
         return copy_s if self._fabric is None else min(copy_s, self._fabric.next_s())
 
     def _next(self) -> tuple[float, SimInstance]:
-        """When the next turn of an instance begins, and whose it is."""
+        """When the next turn of an instance begins, and which instance it is."""
         if len(self.instances) == 1:
             return self.instances[0].ready_s(), self.instances[0]
         times = [instance.ready_s() for instance in self.instances]
@@ -99,15 +100,14 @@ class Simulator:
         return ready_s, self.instances[times.index(ready_s)]
 
     def _unheard_s(self, instance: SimInstance) -> float:
-        """Before when no instance that it hands off with can say anything that is not on its
-        way already."""
+        """Until this time no instance with which it hands off can send anything new."""
         if self._fabric is None:
             return inf
         others = [other for other in self.instances if other.role != instance.role]
         unheard_s = min(other.ready_s() for other in others)
         if all(other.core.has_work for other in others):
             return unheard_s
-        # An idle one may be woken by another instance of this role.
+        # An idle instance may be woken by another instance of this role.
         alike = (other for other in self.instances if other.role == instance.role)
         return min(
             unheard_s, *(other.ready_s() for other in alike if other is not instance), inf
@@ -159,7 +159,7 @@ class Simulator:
 
 
 def _link_costs(config: SimConfig) -> dict[str, LinkCost]:
-    """The links there are, given the tiers there are."""
+    """The links of this deployment, from its tiers."""
     names: tuple[str, ...] = OWN_LINKS if config.host_gib else ()
     if config.storage_blocks:
         names += SHARED_LINKS

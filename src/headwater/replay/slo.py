@@ -1,4 +1,4 @@
-"""What was promised: bounds on percentiles of latencies, and which requests kept them."""
+"""Service level objectives: bounds on latency percentiles, and which requests meet them."""
 
 import re
 from collections.abc import Sequence
@@ -30,8 +30,8 @@ class Bound:
         return f"{self.metric}_p{self.percentile:g}"
 
     def is_kept_by(self, served: SimRequest) -> bool:
-        """Whether one request was served so. Of its own gaps between tokens, the percentile
-        counts; it has only one first token and one end."""
+        """Whether one request met the bound. For gaps between tokens, the percentile over its
+        own gaps counts; a request has only one first token and one end."""
         if not served.finished:
             return False
         if self.metric == "ttft":
@@ -44,7 +44,7 @@ class Bound:
 
 
 def parse_slo(text: str) -> tuple[Bound, ...]:
-    """`ttft_p99=2s,itl_p99=50ms` as bounds; ConfigError with an example for anything else."""
+    """Parses `ttft_p99=2s,itl_p99=50ms`. Raises ConfigError with an example."""
     bounds = []
     for term in filter(None, text.split(",")):
         match = _TERM.fullmatch(term.strip())
@@ -64,8 +64,8 @@ def attainment(
     latencies_s: dict[str, np.ndarray[Any, Any]],
     duration_s: float,
 ) -> dict[str, Any]:
-    """Whether each bound holds over all requests, and what the requests that kept all of them
-    by themselves amount to a second: the goodput."""
+    """Whether each bound holds over all requests, and the goodput: the rate of requests that
+    met all bounds themselves."""
     good = [one for one in served if all(bound.is_kept_by(one) for bound in bounds)]
     refused_share = sum(not one.finished for one in served) / max(len(served), 1)
     held = {}
@@ -75,7 +75,7 @@ def attainment(
         held[bound.name] = {
             "limit_ms": bound.limit_s * 1e3,
             "actual_ms": actual_s * 1e3,
-            # A request that is never served is later than any bound.
+            # A request that is never served exceeds every bound.
             "met": actual_s <= bound.limit_s and refused_share <= 1 - bound.percentile / 100,
         }
     return {

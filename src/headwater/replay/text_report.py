@@ -1,4 +1,4 @@
-"""A report as lines for people."""
+"""A report as lines of text."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,7 +13,7 @@ _OVERLOADED = (
 
 
 def report_table(report: Report) -> str:
-    """The figures of `report` that matter, and their causes."""
+    """The important figures of `report`, and their causes."""
     settings = report["settings"]
     lines = [
         (

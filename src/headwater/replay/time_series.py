@@ -1,4 +1,4 @@
-"""What an owner of state looked like over time: one row every so often, never more."""
+"""Samples of a state over time, at fixed intervals, bounded in number."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ Row = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """When samples are due: from `start_s` on, every `every_s`."""
+    """The times of samples: from `start_s` on, every `every_s`."""
 
     start_s: float
     every_s: float
 
     @classmethod
     def of_trace(cls, requests: Sequence[TraceRequest]) -> "Times":
-        """As many as a picture needs over the time of `requests`."""
+        """As many samples as a picture needs over the time of `requests`."""
         if not requests:
             return cls(0.0, _LEAST_S)
         start_s = requests[0].arrival_s
@@ -28,8 +28,9 @@ class Times:
 
 
 class TimeSeries:
-    """Rows of one owner. A row that is due is filled in as soon as its time has passed, so its
-    owner says so whenever its state is about to change, or has just changed with the time."""
+    """The samples of one owner of state. A sample is filled as soon as its time has passed, so
+    the owner calls `fill` whenever its state is about to change, or has changed with the
+    time."""
 
     def __init__(self, times: Times) -> None:
         self._times = times
@@ -37,7 +38,7 @@ class TimeSeries:
         self._next_s = times.start_s
 
     def fill(self, now: float, row: Callable[[], Row]) -> None:
-        """`row` is how things are up to `now`."""
+        """`row` is the state until `now`."""
         if now < self._next_s:
             return
         taken = row()

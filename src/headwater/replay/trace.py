@@ -1,4 +1,4 @@
-"""Traces of requests in the Mooncake format, and the prompts they stand for."""
+"""Traces of requests in the Mooncake format, and the prompts that they describe."""
 
 import json
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from headwater.errors import ConfigError
 from headwater.types import Tokens
 
 TRACE_BLOCK = 512
-"""Tokens that one hash id of a trace in the Mooncake format stands for."""
+"""Tokens of one hash id in the Mooncake format."""
 
 MAX_TOKEN = 1 << 31
-"""Tokens are made from ids, and are below this."""
+"""Token ids are made from hash ids and are below this."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One line of a trace: an id stands for a block *and all before it*."""
+    """One line of a trace. An id stands for a block *and everything before it*."""
 
     hash_ids: list[int]
     input_length: int
@@ -28,35 +28,35 @@ class TraceRequest:
     arrival_s: float = 0.0
     block_tokens: int = TRACE_BLOCK
     has_output: bool = False
-    """Whether the ids are those of the output too, which then is the same each time."""
+    """Whether the ids include the output, which is then known."""
 
     session: str = ""
     hint: Hint | None = None
-    """The session of the request, and what its client says of it; see `replay.hints`."""
+    """The session of the request, and its client's hint; see `replay.hints`."""
 
     def prompt(self) -> Tokens:
-        """The ids expanded to tokens: the same id gives the same tokens, always."""
+        """The ids expanded to tokens: equal ids always give equal tokens."""
         return self.whole_blocks()[: self.input_length]
 
     def whole_blocks(self) -> Tokens:
-        """The same with the last block filled up."""
+        """The same with a full last block."""
         ids = np.array(self.hash_ids, dtype=np.int32) * self.block_tokens
         return np.add.outer(ids, np.arange(self.block_tokens, dtype=np.int32)).ravel()
 
     def known_output(self) -> Tokens | None:
-        """What was generated, where the trace says so."""
+        """The output, if the trace contains it."""
         if not self.has_output:
             return None
         return self.whole_blocks()[self.input_length : self.input_length + self.output_length]
 
     def output(self, number: int) -> Tokens:
-        """Tokens that no other request generates; `number` tells requests apart."""
+        """Tokens that no other request generates; `number` identifies the request."""
         start = -1 - number * TRACE_BLOCK
         return np.arange(start, start - self.output_length, -1, dtype=np.int32)
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
-    """The requests of a trace in the Mooncake format, in file order; the first `limit`."""
+    """The first `limit` requests of a trace in the Mooncake format, in file order."""
     try:
         with path.open() as lines:
             return [_parse(line, n) for n, line in enumerate(islice(lines, limit), start=1)]

@@ -1,4 +1,4 @@
-"""Other traces made from a trace, to see whether what holds on one holds on its relatives."""
+"""Variants of a trace, to test whether a result on one trace holds on similar ones."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,13 +18,13 @@ def first_half(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
 
 
 def second_half(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
-    """The second half of the time, with nothing before it."""
+    """The second half of the time, without the first."""
     middle = _middle(requests)
     return [request for request in requests if request.arrival_s >= middle]
 
 
 def half_of_sessions(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
-    """Every other session, by chance; all requests of those that stay."""
+    """A random half of the sessions, with all their requests."""
     shared = trunks(requests)
     rng = np.random.default_rng(_SEED)
     stays: dict[int, bool] = {}
@@ -53,7 +53,7 @@ def twice_as_fast(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
 
 
 def trunks(requests: Sequence[TraceRequest]) -> set[int]:
-    """Ids that many different ones follow: beginnings that sessions share."""
+    """Ids with many different continuations: beginnings that sessions share."""
     followers: dict[int, set[int]] = {}
     for request in requests:
         for parent, child in zip(request.hash_ids, request.hash_ids[1:], strict=False):

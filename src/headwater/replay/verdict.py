@@ -1,4 +1,4 @@
-"""What a plan recommends: one deployment, and one plain sentence that says why."""
+"""The recommendation of a plan: one deployment, and one sentence with the reason."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -11,7 +11,7 @@ _NEAR_BEST = 1.05
 
 
 def choose(points: Sequence[Point]) -> int | None:
-    """The index of the recommended deployment, or None when an SLO is met by no deployment.
+    """The index of the recommended deployment, or None if no deployment meets the SLO.
 
     With an SLO: the cheapest within it. Without: the cheapest whose time to first token (p99) is
     within 5 % of the best.
@@ -28,7 +28,7 @@ def choose(points: Sequence[Point]) -> int | None:
 
 
 def verdict(points: Sequence[Point], chosen: int | None) -> str:
-    """One sentence: which deployment to take, what it gains, and what more money would buy."""
+    """One sentence: the recommended deployment, its gain, and what more money would buy."""
     fewest = min(point["refused"] for point in points)
     points, all_points = [point for point in points if point["refused"] == fewest], points
     cheapest = min(points, key=_cost)
@@ -54,7 +54,7 @@ def verdict(points: Sequence[Point], chosen: int | None) -> str:
 
 def _more(point: Point, best: Point) -> str:
     if best["price"] <= point["price"]:
-        return "nothing that costs more is faster"
+        return "no more expensive deployment is faster"
     return (
         f"{best['name']} at {best['price'] / max(point['price'], 1e-9):.2f} times the price "
         f"changes the first-token p99 by {_change(point, best)}"

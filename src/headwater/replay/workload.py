@@ -1,4 +1,4 @@
-"""More or less load made from a trace: in less time, with fewer sessions, or with more."""
+"""Changes the load of a trace: faster, with fewer sessions, or with more."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,12 +12,12 @@ from headwater.replay.trace import MAX_TOKEN, TraceRequest, read_trace
 from headwater.replay.variants import trunks
 
 _STAGGER_S = 60.0
-"""Copies of a session begin at other moments, within this."""
+"""Copies of a session start at other times, within this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceLoad:
-    """Which requests are replayed, and how fast: enough to make them again in any process."""
+    """The requests to replay and their speed. Small enough to send to another process."""
 
     trace: Path
     limit: int | None = None
@@ -30,7 +30,7 @@ class TraceLoad:
             raise ConfigError(f"--limit is a number of requests, got {self.limit}")
 
     def requests(self) -> list[TraceRequest]:
-        """The requests, in order of time; ConfigError if there are none."""
+        """The requests, sorted by time. Raises ConfigError if there are none."""
         read = read_recording if is_recording(self.trace) else read_trace
         requests = read(self.trace, self.limit)
         if not requests:
@@ -49,7 +49,7 @@ def at_speed(requests: Sequence[TraceRequest], factor: float) -> list[TraceReque
 
 
 def scaled(requests: Sequence[TraceRequest], factor: float, *, seed: int) -> list[TraceRequest]:
-    """`factor` times the sessions: a part of them by chance below 1; above, copies that share
+    """`factor` times the sessions: below 1 a random part of them; above 1 copies, which share
     with the original only the beginnings that sessions share anyway."""
     if not 0 < factor < float("inf"):
         raise ConfigError(f"--scale is a factor such as 2 or 0.5, got {factor}")
@@ -80,7 +80,7 @@ def scaled(requests: Sequence[TraceRequest], factor: float, *, seed: int) -> lis
 def _moved(
     request: TraceRequest, offset: int, delay_s: float, shared: set[int]
 ) -> TraceRequest:
-    """The same request of another session."""
+    """The same request in another session."""
     if not offset:
         return request
     ids = [i if i in shared else i + offset for i in request.hash_ids]

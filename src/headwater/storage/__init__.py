@@ -1,7 +1,7 @@
 """Keeps blocks by key, below the host tier. Blocking I/O, no torch.
 
-Called from transfer threads only. `open_storage` makes a backend by name; `GuardedStorage`
-puts a circuit breaker in front of one. A failure here is a miss, never wrong text.
+Called from transfer threads only. `open_storage` opens a backend by name; `GuardedStorage` adds
+circuit breakers to a backend. A failure here is a miss, never wrong text.
 """
 
 from headwater.storage.base import (

@@ -1,4 +1,4 @@
-"""The seam of storage: six methods that every backend has, and the values they answer with."""
+"""The interface of storage: six methods that every backend implements, and their results."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,36 +11,36 @@ from headwater.types import BlockKey
 
 
 class BlockRead(Enum):
-    """What became of one block of a read."""
+    """The result for one block of a read."""
 
     READ = "read"
-    """The buffer holds the block, and the block has proved what it is."""
+    """The buffer holds the block, and its header and checksum were verified."""
 
     ABSENT = "absent"
-    """It is not there, or was evicted meanwhile. The buffer's bytes mean nothing."""
+    """The block is not there, or was evicted meanwhile. The buffer's bytes are undefined."""
 
     DAMAGED = "damaged"
-    """Something is there that is not this block. The buffer's bytes mean nothing."""
+    """The stored bytes are not this block. The buffer's bytes are undefined."""
 
 
 class BlockWrite(Enum):
-    """What became of one block of a write."""
+    """The result for one block of a write."""
 
     WRITTEN = "written"
     PRESENT = "present"
-    """It was there already, or another thread is writing it now; no bytes were moved."""
+    """The block was there already, or another thread is writing it now; no bytes were moved."""
 
     REFUSED = "refused"
-    """There is no room for it, or the medium failed; nothing of it can be found."""
+    """There is no room, or the medium failed; the block cannot be found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageStats:
-    """What a backend has done since it was opened. Counters only grow."""
+    """Counters of a backend since it was opened. They only grow."""
 
     backend: str
     num_blocks: int | None
-    """Blocks it can find now; None if only the server knows."""
+    """Blocks that it can find now; None if only the server knows."""
 
     used_bytes: int | None
     capacity_bytes: int | None
@@ -49,45 +49,46 @@ class StorageStats:
     blocks_written: int
     bytes_written: int
     blocks_absent: int
-    """Blocks asked for and not there."""
+    """Blocks that were requested but not there."""
 
     blocks_evicted: int
     reasons: Mapping[str, int]
-    """Everything that went wrong, counted by reason: `bad_checksum`, `disk_full`, `timeout` …"""
+    """Failures by reason: `bad_checksum`, `disk_full`, `timeout` …"""
 
     breaker: str = "none"
-    """State of the breaker of reads: `closed`, `open` or `half_open`; `none` without one."""
+    """State of the read breaker: `closed`, `open` or `half_open`; `none` without a breaker."""
 
     write_breaker: str = "none"
-    """State of the breaker of writes."""
+    """State of the write breaker."""
 
     recoveries: int = 0
     """How often a breaker closed again."""
 
     threads_lost: int = 0
-    """Threads that hang in a call which has passed its deadline."""
+    """Threads that hang in a call that has passed its deadline."""
 
 
 class StorageBackend(Protocol):
-    """Keys to blocks of one fixed size. Batch-first; every method but `stats` may block.
+    """Stores blocks of one fixed size by key, in batches. Every method except `stats` may
+    block.
 
     Called from transfer threads only, never from the engine loop. An implementation is
-    thread-safe, raises nothing but `StorageError`, and never hands out a block that it cannot
-    prove whole (`headwater.storage.codec`).
+    thread-safe, raises only `StorageError`, and returns only blocks that it has verified
+    (`headwater.storage.codec`).
 
-    A call ends within `timeout_s`, or raises `StorageTimeout`. When it has returned or raised
-    it touches its buffers no more; only a `StorageTimeout` whose `quiet` is not set yet may
-    still do so, and then the caller keeps those buffers to itself until it is.
+    A call ends within `timeout_s`, or raises `StorageTimeout`. After it has returned or raised,
+    it does not touch its buffers any more. The only exception is a `StorageTimeout` whose
+    `quiet` is not set yet; then the caller does not reuse the buffers until it is set.
     """
 
     def contains(self, runs: Sequence[Sequence[BlockKey]], *, timeout_s: float) -> list[int]:
-        """Of each run of keys, how many *leading* ones are present. A probe: it neither reads
-        nor refreshes. All that one step asks is one call."""
+        """For each run of keys, how many *leading* ones are present. It neither reads blocks
+        nor marks them as used. All lookups of one step are one call."""
 
     def read(
         self, keys: Sequence[BlockKey], into: Sequence[memoryview], *, timeout_s: float
     ) -> list[BlockRead]:
-        """Fill each buffer, straight from the medium, in any order."""
+        """Fill each buffer directly from the medium, in any order."""
 
     def write(
         self,
@@ -97,33 +98,33 @@ class StorageBackend(Protocol):
         parents: Sequence[BlockKey],
         timeout_s: float,
     ) -> list[BlockWrite]:
-        """Store each block, straight from its buffer; a key that is present is left alone.
+        """Store each block directly from its buffer; a key that is present is skipped.
 
-        `parents` are the keys before each block. A block can be found only when it is whole.
+        `parents` are the keys before each block. A block can be found only when it is complete.
         """
 
     def remove(self, keys: Sequence[BlockKey] | None, *, timeout_s: float) -> int:
-        """Forget these blocks, or with None every block of this format that this process may
-        remove; how many there were."""
+        """Remove these blocks; None removes every block of this format that this process may
+        remove. Returns how many there were."""
 
     def stats(self) -> StorageStats:
-        """A snapshot; never blocks on the medium."""
+        """A snapshot. Never waits for the medium."""
 
     def close(self) -> None:
-        """Release connections, files and threads. Safe to call twice; never raises."""
+        """Release connections, files and threads. Calling it twice is safe; it never raises."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """What every backend is given when it is opened, whatever its own settings are."""
+    """What every backend gets when it is opened, in addition to its own settings."""
 
     format: BlockFormat
     clock: Clock = field(default_factory=SystemClock)
     memory: memoryview | None = None
-    """Where buffers will come from (the host slab), for backends that register memory."""
+    """The memory of all buffers (the host slab), for backends that register memory."""
 
     environ: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables that a backend's own ecosystem defines."""
+    """Environment variables, for backends whose own tools define some."""
 
 
 def leading(runs: Sequence[Sequence[BlockKey]], present: Sequence[bool]) -> list[int]:

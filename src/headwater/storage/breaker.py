@@ -59,10 +59,10 @@ class BreakerConfig:
 
 
 class Breaker:
-    """The state machine alone. Thread-safe; time comes from the clock it is given."""
+    """The state machine. Thread-safe; time comes from the given clock."""
 
     def __init__(self, config: BreakerConfig, clock: Clock, name: str = "calls") -> None:
-        """`name` says in log lines which calls this breaker stops."""
+        """`name` tells in log lines which calls this breaker stops."""
         self._config = config
         self._clock = clock
         self._name = name
@@ -82,12 +82,12 @@ class Breaker:
         return self._state
 
     def admits(self, timeout_s: float) -> bool:
-        """Whether a call that may take `timeout_s` can go through: because the breaker is closed,
-        or as the trial call. The caller reports the end with `succeed` or `fail`."""
+        """Whether a call that may take `timeout_s` is allowed: the breaker is closed, or this
+        is the trial call. The caller reports the end with `succeed` or `fail`."""
         return self._state is BreakerState.CLOSED or self.begin_trial(timeout_s)
 
     def begin_trial(self, timeout_s: float) -> bool:
-        """Whether a trial call is due, and the caller is the one to make it."""
+        """Whether a trial call is due and this caller should make it."""
         with self._lock:
             now = self._clock.now()
             if self._state is BreakerState.HALF_OPEN and now >= self._trial_ends_s:
@@ -99,8 +99,8 @@ class Breaker:
             return True
 
     def succeed(self, kind: str = "call") -> None:
-        """A call ended well and in time. Lookups that work do not hide reads that fail, so
-        failures are counted for each `kind` of call."""
+        """A call succeeded in time. Failures are counted for each `kind` of call, so that
+        successful lookups do not hide failing reads."""
         with self._lock:
             del self._failures[kind]
             if self._state is BreakerState.HALF_OPEN:

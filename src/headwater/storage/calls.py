@@ -20,14 +20,15 @@ from headwater.types import BlockKey
 
 
 def address_of(view: memoryview) -> int:
-    """Where the first byte of a contiguous buffer is; the caller keeps the buffer alive."""
+    """The address of the first byte of a contiguous buffer. The caller keeps the buffer
+    alive."""
     address: int = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
     return address
 
 
 def copy_bytes(into: memoryview, source: memoryview) -> None:
-    """Copy between buffers of one size. A slice assignment would keep all other threads waiting
-    for as long as it takes."""
+    """Copy between buffers of equal size without the interpreter lock. A slice assignment would
+    block all other threads meanwhile."""
     np.copyto(np.frombuffer(into, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
 
 
@@ -42,7 +43,7 @@ class Deadline:
         self._what = what
 
     def left_s(self) -> float:
-        """Seconds left, more than none; raises StorageTimeout afterwards."""
+        """The seconds left, more than 0. Raises StorageTimeout afterwards."""
         left = self._end_s - self._clock.now()
         if left <= 0:
             raise self.passed()
@@ -66,19 +67,19 @@ class StorageCounters:
         self._evicted = 0
 
     def count_reads(self, outcomes: list[BlockRead]) -> list[BlockRead]:
-        """Count what became of a read, and hand it on."""
+        """Count the outcomes of a read and return them."""
         with self._lock:
             self._reads.update(outcomes)
         return outcomes
 
     def count_writes(self, outcomes: list[BlockWrite]) -> list[BlockWrite]:
-        """Count what became of a write, and hand it on."""
+        """Count the outcomes of a write and return them."""
         with self._lock:
             self._writes.update(outcomes)
         return outcomes
 
     def count_failure(self, reason: str, count: int = 1) -> None:
-        """Something went wrong, for this reason."""
+        """Count a failure with this reason."""
         with self._lock:
             self._reasons[reason] += count
 
@@ -94,7 +95,7 @@ class StorageCounters:
         capacity_bytes: int | None = None,
         threads_lost: int = 0,
     ) -> StorageStats:
-        """The counters as a value, with what the backend knows of its room."""
+        """The counters as a value, with the backend's own sizes."""
         with self._lock:
             read, written = self._reads[BlockRead.READ], self._writes[BlockWrite.WRITTEN]
             return StorageStats(

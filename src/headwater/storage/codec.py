@@ -1,4 +1,4 @@
-"""The header that makes a block prove what it is, wherever its bytes have been.
+"""The header with which a stored block proves its identity and integrity.
 
     offset  bytes  field
          0      8  magic           "HWBLOCK\\0"
@@ -12,8 +12,8 @@
        136     16  seal            SHA-256, first 16 bytes, of all before it
        152      8  zero
 
-The header and the payload are two buffers, so the payload is used in place: nothing here
-copies it. Headers travel beside it by scatter and gather.
+Header and payload are two buffers, so the payload is used in place and never copied here. Both
+are transferred together by scatter and gather.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from headwater.types import BlockKey
 HEADER_BYTES = 160
 KEY_BYTES = 32
 FINGERPRINT_BYTES = (24, 56)
-"""Offsets of the fingerprint in a header, for readers that need nothing else."""
+"""Offset of the fingerprint in a header, for readers that need only that."""
 
 _MAGIC = b"HWBLOCK\0"
 _VERSION = 1
@@ -68,7 +68,7 @@ class BlockFormat:
 
 
 class Header(NamedTuple):
-    """What a block says about itself."""
+    """The content of a block's header."""
 
     payload_bytes: int
     fingerprint: bytes
@@ -78,7 +78,7 @@ class Header(NamedTuple):
 
 
 def checksum(payload: Buffer) -> bytes:
-    """16 bytes that change when the payload does, by whatever accident.
+    """16 bytes that change when the payload changes by accident.
 
     The payload is seen as pages of 512 words of 64 bits. The sum of each page and the parity
     of each column (the xor of the same word of all pages) go into one SHA-256:
@@ -119,7 +119,7 @@ def encode_header(
 
 
 def decode_header(raw: Buffer) -> Header:
-    """What a header says, or StorageCorrupt where it is not one."""
+    """The content of a header. Raises StorageCorrupt if the bytes are not a header."""
     if len(raw) < HEADER_BYTES:
         raise _corrupt("truncated", f"{len(raw)} bytes are no block header")
     fields = bytes(raw[: _FIELDS.size])

@@ -1,12 +1,12 @@
-"""A backend behind two circuit breakers: a store that fails or hangs costs hits, not time.
+"""Puts a backend behind two circuit breakers: a store that fails or hangs costs hits, not time.
 
 Reads (`contains`, `read`) and writes (`write`, `remove`) have a breaker each, because a store
 may refuse one and serve the other. A call that has not ended by its deadline counts as failed
 when the next call comes; its late end is ignored. While a breaker is open its calls raise
 StorageUnavailable at once.
 
-Requests wait for reads, so no request is used to find out whether reads work again: a probe in
-a thread of its own repeats a call that failed. Nothing waits for a write, so the trial of the
+Requests wait for reads, so no request is used to test whether reads work again: a probe in a
+separate thread repeats a call that failed. No request waits for a write, so the trial of the
 write breaker is an ordinary write.
 """
 
@@ -33,7 +33,7 @@ from headwater.types import BlockKey
 
 T = TypeVar("T")
 Spawn = Callable[[Callable[[], None]], None]
-"""Runs a function somewhere else, without waiting for it."""
+"""Runs a function elsewhere, without waiting for it."""
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ MAX_LOST_PROBES = 4
 """Probe threads that may hang at once. No further probe starts until one of them returns."""
 
 _GRACE_S = 0.2
-"""A backend that keeps its deadlines raises StorageTimeout itself, within this time after one."""
+"""A backend with its own deadlines raises StorageTimeout within this time after a deadline."""
 
 _PROBE_TIMEOUT_S = 5.0
 _PROBE_BLOCKS = 4
@@ -61,12 +61,12 @@ class _Call:
     overdue_s: float
     breaker: Breaker
     probe: Callable[[], object] | None
-    """Repeats a read call, into memory of its own."""
+    """Repeats a read call, with separate memory."""
 
 
 class GuardedStorage:
-    """A `StorageBackend` that raises only StorageError, answers only with values that were
-    checked, and refuses calls while the backend fails."""
+    """A `StorageBackend` that raises only StorageError, returns only checked values, and
+    refuses calls while the backend fails."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class GuardedStorage:
         self._num_calls = 0
         self._num_probing = 0
         self._probe: Callable[[], object] = lambda: None
-        """Repeats the read call that failed last."""
+        """Repeats the last failed read call."""
         self._closing = False
         self._was_full = False
         """Whether the last write was refused for lack of room; only for the log."""
@@ -145,8 +145,8 @@ class GuardedStorage:
         return self._write_call("remove", ask, timeout_s)
 
     def stats(self) -> StorageStats:
-        """The backend's statistics after its last call, with the breakers' states and what was
-        counted here. Never calls the backend, whose `stats` may hang."""
+        """The backend's statistics after its last call, with the states of the breakers and the
+        counts of this object. Never calls the backend, whose `stats` may hang."""
         self._expire_calls()
         stats = self._stats[1]
         with self._lock:
@@ -259,7 +259,7 @@ class GuardedStorage:
             self._was_full = True
             stats = self._stats[1]
             log.warning(
-                "storage is full and refuses writes; what it has is still read: backend=%s "
+                "storage is full and refuses writes; stored blocks are still read: backend=%s "
                 "used_bytes=%s capacity_bytes=%s reasons=%s",
                 *(stats.backend, stats.used_bytes, stats.capacity_bytes, dict(stats.reasons)),
             )
@@ -309,7 +309,7 @@ class GuardedStorage:
 
 
 def _are_all_refused(outcomes: list[BlockWrite]) -> bool:
-    """Whether nothing was stored. Further writes would copy bytes for nothing."""
+    """Whether nothing was stored. Further writes would copy bytes in vain."""
     return bool(outcomes) and all(outcome is BlockWrite.REFUSED for outcome in outcomes)
 
 

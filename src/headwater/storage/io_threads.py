@@ -2,7 +2,7 @@
 
 A call in the kernel or in a C++ library cannot be interrupted. It runs in one of these threads.
 When its deadline passes, the caller gets StorageTimeout with an event that is set when the call
-has returned. Until then its thread is lost, and another takes its place, up to a bound.
+has returned. Until then its thread is lost; another thread replaces it, up to a bound.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,8 +21,8 @@ MAX_LOST = 16
 class IoThreads:
     """Daemon threads: a hung one never keeps the process from exiting.
 
-    `num_threads` of them take calls, as long as no more than MAX_LOST hang in calls that have
-    passed their deadline.
+    `num_threads` of them accept calls, unless more than MAX_LOST hang in calls that have passed
+    their deadline.
     """
 
     def __init__(self, name: str, num_threads: int) -> None:
@@ -31,7 +31,7 @@ class IoThreads:
         self._queue: SimpleQueue[Callable[[], bool] | None] = SimpleQueue()
         self._closed = False
         self._changed = Condition()
-        """Guards the counts; told when a call ends."""
+        """Protects the counts; notified when a call ends."""
         self._num_alive = 0
         self._num_running = 0
         self._num_lost = 0
@@ -42,11 +42,9 @@ class IoThreads:
         return max(self._num_lost, 0)
 
     def run(self, calls: Sequence[Callable[[], T]], *, timeout_s: float) -> list[T]:
-        """The results of all calls, in order; the first error if one failed.
-
-        After `timeout_s`, StorageTimeout: calls not begun yet never begin, and `quiet` is set
-        when those that had begun have ended.
-        """
+        """The results of all calls, in order, or the first error. After `timeout_s` it raises
+        StorageTimeout: calls that have not begun never begin, and `quiet` is set when those
+        that had begun have ended."""
         if not calls:
             return []
         self._start()
@@ -66,7 +64,7 @@ class IoThreads:
             return self._changed.wait_for(lambda: not self._num_running, timeout_s)
 
     def close(self) -> None:
-        """Let every thread end after what it is doing; waits for none."""
+        """Let every thread end after its current call; wait for none."""
         with self._changed:
             if not self._closed:
                 self._closed = True
@@ -82,7 +80,7 @@ class IoThreads:
                 Thread(target=self._work, name=self._name, daemon=True).start()
 
     def _num_wanted(self) -> int:
-        """Threads there should be, lost ones included."""
+        """The number of threads that should exist, including lost ones."""
         return self._num_threads + min(max(self._num_lost, 0), MAX_LOST)
 
     def _lose(self, num_running: int) -> None:
@@ -94,7 +92,7 @@ class IoThreads:
             with self._changed:
                 self._num_running += 1
             was_lost = call()
-            del call  # it holds buffers and files, and the next one may be long in coming
+            del call  # it holds buffers and files, and the next call may come much later
             with self._changed:
                 self._num_running -= 1
                 self._num_lost -= was_lost
@@ -117,7 +115,7 @@ class _Group(Generic[T]):
         self._abandoned = False
 
     def run(self, place: int) -> bool:
-        """Make one call; whether the caller had stopped waiting when it ended."""
+        """Make one call. Returns whether the caller had stopped waiting when it ended."""
         with self._lock:
             if self._abandoned:
                 return False
@@ -133,7 +131,7 @@ class _Group(Generic[T]):
             return self._abandoned
 
     def abandon(self) -> int:
-        """Begin no further call; how many are running."""
+        """Begin no further call; return how many are running."""
         with self._lock:
             self._abandoned = True
             self._waiting = 0

@@ -1,4 +1,4 @@
-"""Blocks in this process's memory: the reference of what a backend does, and a fake for tests."""
+"""Blocks in the memory of this process: the reference implementation, and a fake for tests."""
 
 import mmap
 from collections import OrderedDict
@@ -31,7 +31,7 @@ class MemoryConfig:
     """Settings of the `memory` backend."""
 
     capacity_bytes: int = 1 << 30
-    """Most bytes of payload kept; the least recently used block goes first."""
+    """Most bytes of payload kept; the least recently used block is dropped first."""
 
     def __post_init__(self) -> None:
         if self.capacity_bytes < 1:
@@ -39,15 +39,15 @@ class MemoryConfig:
 
 
 class MemoryStorage:
-    """A dictionary of blocks, each kept as the very bytes that another medium would keep."""
+    """A dictionary of blocks. Each is kept as the bytes that another medium would store."""
 
     def __init__(self, config: MemoryConfig, form: BlockFormat) -> None:
         self._form = form
         self._max_blocks = config.capacity_bytes // form.block_bytes
         self._lock = Lock()
         self.values: OrderedDict[BlockKey, Value] = OrderedDict()
-        """Header and payload of each block, least recently used first; tests damage these."""
-        # Memory that was used before is filled four times as fast as fresh memory.
+        """Header and payload of each block, least recently used first. Tests damage these."""
+        # Reused memory is filled four times as fast as new memory.
         self._spare: list[Value] = []
         self._counters = StorageCounters("memory", form.block_bytes)
 
@@ -103,7 +103,7 @@ class MemoryStorage:
             self._spare.clear()
 
     def _read(self, key: BlockKey, into: memoryview) -> BlockRead:
-        with self._lock:  # a buffer is reused only under the lock
+        with self._lock:  # a buffer is reused only while the lock is held
             value = self.values.get(key)
             if value is None:
                 return BlockRead.ABSENT
@@ -145,8 +145,8 @@ class MemoryStorage:
         return BlockWrite.WRITTEN
 
     def _make_values(self) -> list[Value]:
-        """Memory for more blocks. Large ones come from huge pages, each payload at the start of a
-        page: writing to them is a quarter faster than to what malloc gives."""
+        """Memory for more blocks. Large blocks use huge pages, each payload at the start of a
+        page: writing to them is a quarter faster than to memory of malloc."""
         block_bytes = self._form.block_bytes
         if block_bytes < _LARGE_BYTES:
             return [bytearray(HEADER_BYTES + block_bytes)]

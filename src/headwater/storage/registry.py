@@ -1,7 +1,7 @@
-"""Storage backends by name, imported when asked for.
+"""Storage backends by name, imported on first use.
 
-A backend of your own is "module:Class"; its class has an `open(settings, opening)` that takes
-a mapping of settings and an `Opening`, and returns a `StorageBackend`.
+A plug-in is "module:Class". The class has a method `open(settings, opening)`, which takes a
+mapping of settings and an `Opening` and returns a `StorageBackend`.
 """
 
 import difflib
@@ -26,7 +26,7 @@ OPEN_TIMEOUT_S = 60.0
 
 
 def open_storage(name: str, settings: Mapping[str, Any], opening: Opening) -> StorageBackend:
-    """The backend `name`, ready for use, or ConfigError with what to change."""
+    """Open the backend `name`. Raises ConfigError with what to change."""
     path = _BACKENDS.get(name, name)
     if ":" not in path:
         raise ConfigError(f"unknown storage backend {name!r}; {_suggest(name)}")
@@ -41,7 +41,7 @@ def open_storage(name: str, settings: Mapping[str, Any], opening: Opening) -> St
 
 
 def _open_in_time(name: str, open_backend: Callable[[], StorageBackend]) -> StorageBackend:
-    """Open in a thread that may be left behind: a mount or a server may never answer."""
+    """Open in a thread that can be abandoned, because a mount or a server may never answer."""
     try:
         [backend] = IoThreads(f"storage backend {name!r}", 1).run(
             [open_backend], timeout_s=OPEN_TIMEOUT_S

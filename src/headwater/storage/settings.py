@@ -19,7 +19,7 @@ _UNITS = {
 
 
 def read_settings(kind: type[Settings], given: Mapping[str, Any], backend: str) -> Settings:
-    """`given` as a `kind`, or ConfigError naming the setting that is wrong."""
+    """`given` as a `kind`. Raises ConfigError that names the wrong setting."""
     hints = get_type_hints(kind)
     fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for name in given:
@@ -47,7 +47,9 @@ def parse_bytes(text: str | int | float) -> int:
         return int(text)
     found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", text)
     if found is None or found[2].lower() not in _UNITS:
-        raise ConfigError(f"{text!r} is no number of bytes; write for example 512MiB or 16GiB")
+        raise ConfigError(
+            f"{text!r} is not a number of bytes; write for example 512MiB or 16GiB"
+        )
     return int(float(found[1]) * _UNITS[found[2].lower()])
 
 

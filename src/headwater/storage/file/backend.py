@@ -1,7 +1,7 @@
-"""Blocks in slab files of one directory: the embedded default, with nothing to install.
+"""Blocks in slab files of one directory. It needs no other software.
 
-Each process writes only to slabs that it owns and reads all slabs. What it reads it verifies
-afterwards, because another owner may reuse a slot while it is being read. A process may be
+Each process writes only to slabs that it owns and reads all slabs. It verifies every block
+after reading, because another owner may reuse a slot while it is being read. A process may be
 killed at any instant: a block is found only when it is whole, and the next process that opens
 the directory takes the slabs over. There is no `fsync`: after a power cut a block may be lost
 or damaged, and is then a miss.
@@ -30,7 +30,7 @@ from headwater.types import BlockKey
 T = TypeVar("T")
 
 _RETRY_S = 10.0
-"""How long after the directory was full it is asked again whether it still is."""
+"""How long after the directory was full the backend checks again whether it still is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,16 +44,16 @@ class FileConfig:
     """Most bytes that all slabs in the directory may take together."""
 
     slab_bytes: int = 256 << 20
-    """Bytes of one slab file, taken from the disk at once; smaller where capacity is."""
+    """Bytes of one slab file, allocated at once; smaller if the capacity is smaller."""
 
     reserve_bytes: int = 1 << 30
-    """Bytes of the disk that are left free, whatever the capacity is."""
+    """Bytes of the disk that stay free, whatever the capacity is."""
 
     num_threads: int = 4
     """Reads and writes in flight at once."""
 
     direct: bool = True
-    """Bypass the page cache where the file system can."""
+    """Bypass the page cache if the file system supports it."""
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -67,7 +67,7 @@ class FileConfig:
             )
 
     def geometry(self, form: BlockFormat) -> Geometry:
-        """Slabs that fit the capacity; ConfigError if not even one block does."""
+        """Slabs that fit the capacity. Raises ConfigError if not even one block fits."""
         wanted = min(self.slab_bytes, self.capacity_bytes)
         num_slots = max(1, wanted // Geometry(form, 1).slot_bytes)
         while num_slots > 1 and Geometry(form, num_slots).total_bytes > wanted:
@@ -143,7 +143,7 @@ class FileStorage:
         return self._counters.count_writes(outcomes)
 
     def remove(self, keys: Sequence[BlockKey] | None, *, timeout_s: float) -> int:
-        """Forget blocks of ours. Those in other processes' slabs are theirs to remove."""
+        """Remove blocks in our own slabs. Other processes remove theirs."""
         deadline = self._deadline(timeout_s)
         if keys is None:
             self._run([self._refresh], deadline)
@@ -160,7 +160,7 @@ class FileStorage:
         )
 
     def close(self) -> None:
-        """Stop owning: another process may take the slabs over at once."""
+        """Give up ownership: another process may take the slabs over at once."""
         self._io_threads.close()
         self._index.clear()
         self._theirs.clear()
@@ -180,7 +180,7 @@ class FileStorage:
             raise StorageError(f"{self._directory.path}: {error}") from error
 
     def _look(self, keys: Sequence[BlockKey], deadline: Deadline) -> None:
-        """See what other processes have written, if that could make a difference."""
+        """Learn what other processes have written, if that could change the result."""
         if not self._index.all_ours(keys):
             self._run([self._refresh], deadline)
 
@@ -229,7 +229,7 @@ class FileStorage:
         return BlockWrite.REFUSED
 
     def _store(self, key: BlockKey, block: memoryview, parent: BlockKey) -> str | None:
-        """Write a claimed block; the reason where it was refused."""
+        """Write a claimed block. Returns the reason if it was refused."""
         place = self._take(key, parent)
         if place is None:
             return "no_room"
@@ -243,12 +243,12 @@ class FileStorage:
         return None
 
     def _drop_copy(self, copy: SlotEntry) -> None:
-        """Free a slot whose block is in another slot too."""
+        """Free a slot whose block is also in another slot."""
         copy.slab.table.clear(copy.entry.slot)
         self._index.abandon(copy)
 
     def _take(self, key: BlockKey, parent: BlockKey) -> SlotEntry | None:
-        """A slot: a free one, one of a new slab, or the least recently used."""
+        """Take a slot: a free one, one of a new slab, or the least recently used."""
         place, _ = self._index.take(key, parent, evict=False)
         if place is None and self._grow():
             place, _ = self._index.take(key, parent, evict=False)
@@ -258,7 +258,7 @@ class FileStorage:
         return place
 
     def _grow(self) -> bool:
-        """Add a slab if there is room; True when there may be free slots now."""
+        """Add a slab if there is room; returns True if there may be free slots now."""
         with self._growing:
             if self._index.has_free():
                 return True
@@ -291,7 +291,8 @@ class FileStorage:
         return removed
 
     def _refresh(self) -> None:
-        """Take over new slabs without an owner, and learn what others have written since."""
+        """Take over new slabs without an owner, and learn what other processes have written
+        since."""
         with self._refreshing:
             names = self._directory.names()
             if names != self._names:

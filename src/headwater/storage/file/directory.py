@@ -1,8 +1,8 @@
 """A directory of slabs that several processes share: ownership of slabs, and the limit on their size.
 
 Everything that makes, takes over or deletes a slab happens under an exclusive `flock` on the
-file `lock`, which a process that died no longer holds. What is found half-made under that
-lock was left by a process that was killed, and is swept.
+file `lock`, which a process that died no longer holds. An incomplete slab that is found under
+that lock was left by a process that was killed; it is removed.
 """
 
 import contextlib
@@ -35,7 +35,8 @@ class SlabDirectory:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             mode = stat.S_IMODE(path.stat().st_mode)
             if mode & stat.S_IWOTH:
-                # Blocks carry a checksum, not a signature: a writer could forge them.
+                # Blocks have a checksum, not a signature: any process that can write here could
+                # forge them.
                 raise ConfigError(
                     f"storage directory {path} is writable by all users (mode {mode:o}); run: "
                     f"chmod o-w {path}"
@@ -45,7 +46,7 @@ class SlabDirectory:
             raise ConfigError(f"storage directory {path} cannot be used: {error}") from error
 
     def names(self) -> set[str]:
-        """The slabs there are, living or not."""
+        """All slabs, with or without an owner."""
         return {
             name[: -len(".table")] for name in os.listdir(self.path) if name.endswith(".table")
         }
@@ -154,7 +155,7 @@ class SlabDirectory:
             return None
 
     def _sweep(self) -> None:
-        """Remove what a killed process left half-made or half-deleted."""
+        """Remove slabs that a killed process left incomplete or half-deleted."""
         for path in self.path.glob("*.new"):
             path.unlink(missing_ok=True)
         tables = self.names()

@@ -1,8 +1,8 @@
-"""Where each block of the file backend is: in memory, for all threads, without I/O.
+"""The index of the file backend: where each block is. In memory, thread-safe, without I/O.
 
-A block of ours is found, or being read (leased: its slot is not reused), or being written
-(claimed: not found yet). A slot of ours is free, in a found block, or taken by one writer.
-Blocks in other processes' slabs are only known of.
+A block in our own slabs is findable, being read (leased: its slot is not reused), or being
+written (claimed: not findable yet). A slot of our own slabs is free, in a findable block, or
+taken by one writer. Of blocks in other processes' slabs only the position is known.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -23,7 +23,7 @@ class SlotEntry(NamedTuple):
 
 
 class SlotIndex:
-    """Finds blocks by key, and picks the slot of the next one."""
+    """Finds blocks by key, and chooses the slot of the next block."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -32,7 +32,7 @@ class SlotIndex:
         )  # least recently used first
         self._theirs: dict[BlockKey, SlotEntry] = {}
         self._their_keys: dict[tuple[int, int], BlockKey] = {}
-        # First in, first out, so that the blocks of a run lie one after the other.
+        # First in, first out, so that the blocks of a run are next to each other.
         self._free: deque[tuple[Slab, int]] = deque()
         self._leases: Counter[tuple[int, int]] = Counter()
         self._doomed: set[tuple[int, int]] = set()
@@ -42,7 +42,7 @@ class SlotIndex:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of ours."""
+        """Blocks in our own slabs."""
         return len(self._ours)
 
     def has_free(self) -> bool:
@@ -51,20 +51,22 @@ class SlotIndex:
 
     @property
     def names(self) -> set[str]:
-        """Slabs of ours, by name."""
+        """Our own slabs, by name."""
         return {slab.table.path.stem for slab in self.slabs}
 
     @property
     def slabs(self) -> list[Slab]:
-        """Slabs of ours."""
+        """Our own slabs."""
         return list(self._slabs)
 
     def add_slab(self, slab: Slab) -> list[SlotEntry]:
-        """A slab of ours, made or taken over: its blocks can be found, its room can be used.
+        """Add a slab that was created or taken over: its blocks can be found, its room can be
+        used.
 
-        Another process may have written blocks that we have too. Those copies are returned: the
-        caller clears them in the table, so that they are not found again, and then calls
-        `abandon`. In the other order another thread could write to the slot before it is cleared.
+        Another process may have written blocks that we also have. Those copies are returned.
+        The caller first clears them in the table, so that they are not found again, and then
+        calls `abandon`. In the other order, another thread could write to the slot before it is
+        cleared.
         """
         entries = sorted(slab.table.entries(), key=lambda entry: entry.sequence)
         used = {entry.slot for entry in entries}
@@ -87,7 +89,7 @@ class SlotIndex:
         return copies
 
     def learn(self, slab: Slab, changes: Iterable[tuple[int, Entry | None]]) -> None:
-        """What changed in another process's slab."""
+        """Changes in another process's slab."""
         with self._lock:
             for slot, entry in changes:
                 self._unlearn((id(slab), slot))
@@ -96,28 +98,29 @@ class SlotIndex:
                     self._their_keys[id(slab), slot] = entry.key
 
     def unlearn(self, slab: Slab) -> None:
-        """Another process's slab is gone, or ours now."""
+        """Another process's slab is gone, or belongs to us now."""
         with self._lock:
             for slot in range(slab.geometry.num_slots):
                 self._unlearn((id(slab), slot))
 
     def found(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Of each key, whether it can be found, ours or theirs."""
+        """For each key, whether it can be found in any slab."""
         with self._lock:
             return [key in self._ours or key in self._theirs for key in keys]
 
     def our_keys(self) -> list[BlockKey]:
-        """Blocks of ours, least recently used first."""
+        """Keys in our own slabs, least recently used first."""
         with self._lock:
             return list(self._ours)
 
     def all_ours(self, keys: Sequence[BlockKey]) -> bool:
-        """Whether other processes make no difference to where these are."""
+        """Whether all of these keys are in our own slabs, so that other processes do not
+        matter."""
         with self._lock:
             return all(key in self._ours for key in keys)
 
     def lease(self, key: BlockKey) -> SlotEntry | None:
-        """Where a block is. A slot of ours stays as it is until `release`."""
+        """The position of a block. A slot of our own slabs is not reused until `release`."""
         with self._lock:
             place = self._ours.get(key)
             if place is None:
@@ -138,7 +141,7 @@ class SlotIndex:
                         self._free.append((place.slab, place.entry.slot))
 
     def claim(self, key: BlockKey) -> bool:
-        """Become the one writer of a block, unless it is there or has a writer."""
+        """Become the only writer of a block, unless it exists or has a writer."""
         with self._lock:
             if key in self._ours or key in self._theirs or key in self._claimed:
                 return False
@@ -148,7 +151,7 @@ class SlotIndex:
     def take(
         self, key: BlockKey, parent: BlockKey, *, evict: bool
     ) -> tuple[SlotEntry | None, bool]:
-        """A slot for a claimed block, and whether another block had to go for it."""
+        """A slot for a claimed block, and whether another block was evicted for it."""
         with self._lock:
             evicted = False
             if not self._free and evict:
@@ -160,8 +163,8 @@ class SlotIndex:
             return SlotEntry(slab, Entry(slot, key, parent, self._sequence)), evicted
 
     def commit(self, place: SlotEntry) -> bool:
-        """The slot is whole: the block can be found. False if a slab that was taken over meanwhile
-        brought the same block: then this copy is to be cleared and abandoned."""
+        """The slot is complete: the block can be found. Returns False if a slab that was taken
+        over meanwhile has the same block: then this copy must be cleared and abandoned."""
         with self._lock:
             if place.entry.key in self._ours:
                 return False
@@ -179,7 +182,7 @@ class SlotIndex:
             self._claimed.discard(key)
 
     def forget(self, place: SlotEntry) -> bool:
-        """A block cannot be found any more; its slot is free when no reader is left."""
+        """The block cannot be found any more; its slot becomes free when no reader is left."""
         key, name = place.entry.key, _name(place)
         with self._lock:
             if self._theirs.get(key) == place:
@@ -194,8 +197,8 @@ class SlotIndex:
             return True
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        """A run was used. Its tail becomes recent first and the head, with all before it, last:
-        so that eviction, oldest first, takes leaves before what they hang on."""
+        """A run was used. Its last block becomes recent first, and its first block last, so
+        that eviction takes leaves before their parents."""
         with self._lock:
             for key in reversed(keys):
                 if key in self._ours:
@@ -204,7 +207,7 @@ class SlotIndex:
                 self._touch(keys[0])
 
     def clear(self) -> None:
-        """Know nothing, and let go of every slab."""
+        """Forget all blocks and slabs."""
         with self._lock:
             self._ours.clear()
             self._theirs.clear()

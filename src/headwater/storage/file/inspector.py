@@ -1,7 +1,7 @@
-"""What a storage directory holds, without being a backend: for the command line.
+"""Reads a storage directory without being a backend, for the command line.
 
-Reads every slab of every model, whether a process owns it or not. Only `prune` and a repairing
-`verify` change anything, and only in slabs that no living process owns.
+It reads every slab of every model, with or without an owner. Only `prune` and a repairing
+`verify` change something, and only in slabs without a living owner.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from headwater.storage.file.table import Entry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlabSummary:
-    """One slab, as its table tells it."""
+    """One slab, as described by its table."""
 
     name: str
     model: str
@@ -33,21 +33,21 @@ class SlabSummary:
     """When its table last changed, in seconds since 1970."""
 
     readable: bool = True
-    """Whether table and slab are what they should be; if not, nothing in it is found."""
+    """Whether table and slab are valid; if not, no block in it is found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A slot that is of no use, or a whole slab that cannot be read."""
+    """An unusable slot, or a slab that cannot be read."""
 
     slab: str
     slot: int | None
-    """None, with an empty key, for a slab."""
+    """None, with an empty key, for a whole slab."""
 
     key: str
     reason: str
-    """`unreadable` of a slab; `duplicate` of a block that another slot has too; else why the block
-    is not what the table says."""
+    """`unreadable` for a slab; `duplicate` for a block that another slot has too; otherwise why
+    the block differs from its table entry."""
 
     is_repaired: bool = False
     """Whether the slot was freed."""
@@ -55,7 +55,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What a full read of a directory found."""
+    """The result of a full read of a directory."""
 
     blocks_good: int
     bytes_read: int
@@ -63,7 +63,7 @@ class Verification:
 
 
 class StorageInspector:
-    """A directory, opened for looking. ConfigError if it is not a storage directory."""
+    """A directory, opened for reading. Raises ConfigError if it is not a storage directory."""
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
@@ -77,7 +77,7 @@ class StorageInspector:
         return self._directory.used_bytes()
 
     def slabs(self) -> list[SlabSummary]:
-        """Every slab, oldest first; also those that no process can use any more."""
+        """Every slab, oldest first, including those that no process can use any more."""
         found = [
             self._describe(name, self._directory.peek(name))
             for name in self._directory.names()
@@ -86,7 +86,7 @@ class StorageInspector:
         return sorted(found, key=lambda slab: (slab.written_at_s, slab.name))
 
     def blocks(self) -> Iterator[tuple[str, Slab, Entry]]:
-        """Every block that a table knows, slab by slab, in the order of writing."""
+        """Every block in the tables, slab by slab, in the order of writing."""
         for name, slab in self._open_all():
             for entry in sorted(slab.table.entries(), key=lambda entry: entry.sequence):
                 yield name, slab, entry
@@ -110,7 +110,8 @@ class StorageInspector:
                 seen.add((form.fingerprint, entry.key))
                 good += 1
                 num_bytes += form.block_bytes
-            elif slab.table.at(entry.slot) == entry:  # its owner did not reuse it meanwhile
+            # the owner has not reused the slot meanwhile
+            elif slab.table.at(entry.slot) == entry:
                 freed = repair and self._directory.free_slot(name, entry)
                 found = Finding(
                     slab=name,
@@ -125,8 +126,8 @@ class StorageInspector:
     def prune(
         self, *, to_bytes: int | None = None, model: str | None = None, dry_run: bool = False
     ) -> list[SlabSummary]:
-        """Delete slabs without an owner, oldest first: those of `model`, or of every model, until
-        the directory takes no more than `to_bytes`. What was, or would be, deleted."""
+        """Delete slabs without an owner, oldest first: those of `model`, or of every model,
+        until the directory takes at most `to_bytes`. Returns what was, or would be, deleted."""
         gone: list[SlabSummary] = []
         used = self.used_bytes
         for slab in self.slabs():
@@ -160,7 +161,7 @@ class StorageInspector:
 
 
 def _fault_of(slab: Slab, entry: Entry) -> str | None:
-    """Why a block is not what the table says; None if it is."""
+    """Why a block differs from its table entry; None if it does not."""
     try:
         slab.read(entry, memoryview(bytearray(slab.geometry.form.block_bytes)))
     except StorageCorrupt as error:

@@ -4,8 +4,9 @@
     |header|   payload  |padding| |header|   payload  |padding|  …
     0     4096                    slot_bytes
 
-Direct I/O where the file system allows it. The payload moves straight between the caller's
-buffer and the disk when both are made of whole pages, otherwise through a staging buffer.
+It uses direct I/O if the file system supports it. The payload is transferred directly between
+the caller's buffer and the disk if both consist of whole pages, otherwise through a staging
+buffer.
 """
 
 import errno
@@ -24,7 +25,7 @@ class Slab:
     """An open slab and its table. Any thread may read or write different slots at once."""
 
     def __init__(self, table: Table, *, owned: bool, direct: bool) -> None:
-        """Open the slab beside `table`; StorageCorrupt where it is missing or too short."""
+        """Open the slab beside `table`. Raises StorageCorrupt if it is missing or too short."""
         self.table = table
         self.owned = owned
         self.geometry = table.geometry
@@ -40,7 +41,8 @@ class Slab:
 
     @staticmethod
     def create(table_path: Path, geometry: Geometry, *, direct: bool) -> "Slab":
-        """A new slab with all its room taken from the disk now; OSError if there is too little."""
+        """A new slab, completely allocated on the disk. Raises OSError if there is too little
+        room."""
         path = slab_path(table_path)
         try:
             file = OpenFile(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -52,7 +54,8 @@ class Slab:
         return Slab(table, owned=True, direct=direct)
 
     def read(self, entry: Entry, into: memoryview) -> None:
-        """Fill `into` with a block and verify it; StorageCorrupt unless it is whole."""
+        """Fill `into` with a block and verify it. Raises StorageCorrupt if it is not
+        complete."""
         page, payload, staged = self._buffers(into)
         got = os.preadv(self._file.fd, [page, payload], entry.slot * self.geometry.slot_bytes)
         if got < PAGE_BYTES + len(into):
@@ -62,7 +65,8 @@ class Slab:
         verify_block(page, into, form=self.geometry.form, key=entry.key)
 
     def write(self, entry: Entry, block: memoryview) -> None:
-        """Write a whole slot and let it be found; OSError, and nothing found, if that fails."""
+        """Write a whole slot and make it findable. Raises OSError if that fails; then nothing
+        is findable."""
         self.table.prepare(entry.slot)
         page, payload, staged = self._buffers(block)
         header = encode_header(self.geometry.form, entry.key, entry.parent, block)
@@ -75,8 +79,8 @@ class Slab:
         self.table.put(entry)
 
     def _buffers(self, block: memoryview) -> tuple[memoryview, memoryview, bool]:
-        """This thread's header page, what to move beside it, and whether that is a staging
-        buffer instead of the caller's own."""
+        """The header page of this thread, the buffer for the payload, and whether that is a
+        staging buffer."""
         staging: memoryview | None = getattr(self._staging, "view", None)
         if staging is None:
             staging = memoryview(mmap.mmap(-1, self.geometry.slot_bytes))
@@ -108,7 +112,7 @@ def _open(path: Path, flags: int, direct: bool) -> tuple[OpenFile, bool]:
 
 
 def _direct_works(file: OpenFile) -> bool:
-    """Some file systems accept the flag and then refuse the reads."""
+    """Some file systems accept the flag but then refuse reads."""
     with mmap.mmap(-1, PAGE_BYTES) as page:
         try:
             os.preadv(file.fd, [page], 0)

@@ -62,7 +62,7 @@ _ROW = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What kind of blocks a slab holds, and how many."""
+    """The size and number of the blocks in a slab."""
 
     form: BlockFormat
     num_slots: int
@@ -82,25 +82,25 @@ class Geometry:
 
     @property
     def total_bytes(self) -> int:
-        """What a slab and its table take of the disk."""
+        """Disk space of a slab and its table."""
         return self.slab_bytes + self.table_bytes
 
 
 class Entry(NamedTuple):
-    """A whole block in a slot."""
+    """A complete block in a slot."""
 
     slot: int
     key: BlockKey
     parent: BlockKey
     sequence: int
-    """Order of writing within a directory's life; higher is newer."""
+    """Order of writing in this directory; higher is newer."""
 
 
 class Table:
     """An open table file. One thread at a time changes one slot."""
 
     def __init__(self, path: Path, *, writable: bool) -> None:
-        """Open an existing table; StorageCorrupt where it is not one."""
+        """Open an existing table. Raises StorageCorrupt if it is not one."""
         self.path = path
         self._file = OpenFile(path, os.O_RDWR if writable else os.O_RDONLY)
         self.geometry = _decode_head(os.pread(self._file.fd, _HEAD.size + _CHECK.size, 0))
@@ -109,7 +109,7 @@ class Table:
 
     @classmethod
     def create(cls, path: Path, geometry: Geometry) -> "Table":
-        """A new table, owned, that appears under its name only when it is whole."""
+        """A new, owned table. It gets its name only when it is complete."""
         fresh = path.with_suffix(".new")
         try:
             file = OpenFile(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
@@ -129,23 +129,23 @@ class Table:
         return lock_file(self._file)
 
     def put(self, entry: Entry) -> None:
-        """The slot is whole: let it be found."""
+        """The slot is complete: make it findable."""
         fields = _ENTRY.pack(entry.key, entry.parent, entry.sequence, 0)
         self._write(entry.slot, fields + _CHECK.pack(zlib.crc32(fields)))
         self._tell()
 
     def prepare(self, slot: int) -> None:
-        """The slot is about to be written: from here on nothing is in it. Other processes are
-        not told; what they read there fails its verification."""
+        """The slot is about to be written: from now on it is empty. Other processes are not
+        notified; what they read there fails verification."""
         self._write(slot, _EMPTY)
 
     def clear(self, slot: int) -> None:
-        """The slot is to be forgotten."""
+        """The slot is empty from now on."""
         self._write(slot, _EMPTY)
         self._tell()
 
     def entries(self) -> Iterator[Entry]:
-        """Every whole block that the table knows, slot by slot."""
+        """Every complete block in the table, slot by slot."""
         rows = self._rows()
         for slot in np.flatnonzero(rows["sequence"]):
             entry = _decode_entry(int(slot), rows[slot].tobytes())
@@ -153,12 +153,13 @@ class Table:
                 yield entry
 
     def at(self, slot: int) -> Entry | None:
-        """What the table says of one slot now."""
+        """The current entry of one slot."""
         raw = os.pread(self._file.fd, ENTRY_BYTES, PAGE_BYTES + slot * ENTRY_BYTES)
         return _decode_entry(slot, raw)
 
     def changed(self) -> list[tuple[int, Entry | None]]:
-        """Slots that another process changed since the last call, with what is in them now."""
+        """Slots that another process changed since the last call, with their current
+        entries."""
         changes = self._count()
         if changes == self._changes and len(self._seen):
             return []
@@ -176,7 +177,8 @@ class Table:
         os.pwrite(self._file.fd, raw, PAGE_BYTES + slot * ENTRY_BYTES)
 
     def _tell(self) -> None:
-        # Lost updates do no harm: two threads that write the same count still changed it.
+        # Lost updates are harmless: two threads that write the same count have still changed
+        # it.
         self._changes += 1
         os.pwrite(self._file.fd, self._changes.to_bytes(8, "little"), _CHANGES_AT)
 

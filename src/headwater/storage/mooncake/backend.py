@@ -1,9 +1,10 @@
 """Blocks in a Mooncake pool: the memory of many machines, reached over TCP or RDMA.
 
-Every process that opens it lends a segment of its memory to the pool and finds what all others
-have stored; a `mooncake_master` says where. Payloads move straight between the pool and the
-caller's buffers. The calls are C++ and cannot be interrupted, so they run in I/O threads: a call that
-hangs is left behind, and says when it is out of the caller's buffers.
+Every process that opens it lends a segment of its memory to the pool and can find the blocks of
+all others; a `mooncake_master` knows where they are. Payloads are transferred directly between
+the pool and the caller's buffers. The calls are C++ and cannot be interrupted, so they run in
+I/O threads: the caller stops waiting for a call that hangs, and an event tells when the call
+does not use the buffers any more.
 """
 
 import contextlib
@@ -45,7 +46,7 @@ class MooncakeStorage:
         clock: Clock,
         memory: memoryview | None = None,
     ) -> None:
-        """Join the pool; ConfigError if that fails."""
+        """Join the pool. Raises ConfigError if that fails."""
         self._config = config
         self._form = form
         self._clock = clock
@@ -87,7 +88,8 @@ class MooncakeStorage:
         return self._counters.count_writes(self._in_batches(self._write, work, timeout_s))
 
     def remove(self, keys: Sequence[BlockKey] | None, *, timeout_s: float) -> int:
-        """None removes all that has our prefix: the pool can be asked by name only."""
+        """None removes all blocks with our prefix, because the pool can only be searched by
+        name."""
         work = partial(self._remove, keys) if keys is not None else self._remove_all
         return self._call(work, self._deadline(timeout_s))
 
@@ -95,7 +97,7 @@ class MooncakeStorage:
         return self._counters.stats(threads_lost=self._io_threads.num_lost)
 
     def close(self) -> None:
-        """Leave the pool; what this process lent to it is gone from it."""
+        """Leave the pool. The memory that this process lent is removed from it."""
         if self._closed:
             return
         self._closed = True
@@ -103,8 +105,8 @@ class MooncakeStorage:
             with contextlib.suppress(StorageError):
                 self._io_threads.run([self._store.close], timeout_s=self._config.join_timeout_s)
         else:
-            # Closing the store under a call that hangs would crash the process, and closing or
-            # destroying it without a master stops every thread for seconds: it is left open.
+            # Closing the store during a hanging call would crash the process, and closing or
+            # destroying it without a master stops every thread for seconds. So it is left open.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._store))
         self._io_threads.close()
 
@@ -121,7 +123,7 @@ class MooncakeStorage:
             config.master,
         )
         code: int | str = "no process listens there"
-        if self._master_listens():  # `setup` would try for minutes, and stop every thread
+        if self._master_listens():  # `setup` would try for minutes and block every thread
             try:
                 [code] = self._io_threads.run([join], timeout_s=config.join_timeout_s)
             except StorageTimeout:
@@ -143,7 +145,8 @@ class MooncakeStorage:
     def _master_listens(self) -> bool:
         host, _, port = self._config.master.rpartition(":")
         if not port.isdigit():
-            return True  # an address of another kind, such as etcd://, that only Mooncake knows
+            # another kind of address, such as etcd://, that only Mooncake understands
+            return True
         try:
             address = (host.strip("[]"), int(port))
             socket.create_connection(address, self._config.join_timeout_s).close()
@@ -158,7 +161,7 @@ class MooncakeStorage:
     def _in_batches(
         self, call: Callable[[Sequence[W]], list[T]], work: Sequence[W], timeout_s: float
     ) -> list[T]:
-        """Some blocks are verified or sealed while others are on their way."""
+        """Verify or seal some blocks while others are being transferred."""
         starts = range(0, len(work), _BATCH_BLOCKS)
         calls = [partial(call, work[start : start + _BATCH_BLOCKS]) for start in starts]
         batches = self._run(calls, self._deadline(timeout_s))
@@ -193,7 +196,7 @@ class MooncakeStorage:
             name for name, got in zip(names, outcomes, strict=True) if got is BlockRead.DAMAGED
         ]
         if damaged:
-            # A key is never rewritten, so what is damaged has to go first.
+            # A key is never rewritten, so a damaged block must be removed first.
             self._store.batch_remove(damaged, True)
         return outcomes
 
@@ -212,7 +215,8 @@ class MooncakeStorage:
         return BlockRead.READ
 
     def _failed(self, key: BlockKey) -> BlockRead:
-        """A block that is there and could not be moved: of another size, or on a dead machine."""
+        """A block that exists but could not be moved: it has another size or is on a dead
+        machine."""
         there = self._store.get_size(self._name(key))
         if there >= 0 and there != HEADER_BYTES + self._form.block_bytes:
             self._counters.count_failure("bad_length")
@@ -246,7 +250,8 @@ class MooncakeStorage:
         return [BlockWrite.WRITTEN if code == 0 else BlockWrite.REFUSED for code in codes]
 
     def _remove(self, keys: Sequence[BlockKey]) -> int:
-        # By force: every probe of a block leases it for seconds, and would keep it.
+        # Forced: every lookup of a block leases it for seconds, which would prevent its
+        # removal.
         codes = self._store.batch_remove([self._name(key) for key in keys], True)
         self._raise_if_dead(codes)
         return sum(code == 0 for code in codes)
@@ -260,7 +265,7 @@ class MooncakeStorage:
         return removed
 
     def _raise_if_dead(self, codes: Sequence[int]) -> None:
-        """One block that fails is a miss; when all do, the pool is what fails."""
+        """One failed block is a miss; if all blocks fail, the pool has failed."""
         if codes and all(code < 0 and code not in _ABSENT for code in codes):
             raise StorageError(f"the Mooncake pool of {self._config.master} failed: {codes[0]}")
 
@@ -276,7 +281,7 @@ class MooncakeStorage:
 
     @contextlib.contextmanager
     def _registered(self, views: Sequence[memoryview]) -> Iterator[None]:
-        """Make buffers that are not in the registered slab usable for one call."""
+        """Register buffers outside the slab for one call."""
         start, end = self._memory
         spans = [(address_of(view), len(view)) for view in views]
         strange = [at for at, size in spans if not start <= at <= at + size <= end]

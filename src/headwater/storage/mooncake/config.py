@@ -1,7 +1,8 @@
 """Settings of the `mooncake` backend, under our names and under Mooncake's own.
 
-Three places may give them; the first that does wins: the backend's settings, the environment
-(`MOONCAKE_MASTER` …), and the JSON file that `MOONCAKE_CONFIG_PATH` names.
+They are read from three places, and the first one that has a value wins: the backend's
+settings, the environment (`MOONCAKE_MASTER` …), and the JSON file that `MOONCAKE_CONFIG_PATH`
+names.
 """
 
 import json
@@ -54,13 +55,13 @@ class MooncakeConfig:
     """RDMA devices, with commas between; empty lets Mooncake choose."""
 
     segment_bytes: int = 4 << 30
-    """Memory that this process lends to the pool; 0 only uses what others lend."""
+    """Memory that this process lends to the pool; 0 only uses the memory of others."""
 
     buffer_bytes: int = 16 << 20
     """Memory for Mooncake's own bookkeeping."""
 
     key_prefix: str = "headwater:"
-    """What the names of blocks in the pool begin with."""
+    """Prefix of the names of blocks in the pool."""
 
     num_threads: int = 4
     """Calls in flight at once."""
@@ -76,7 +77,7 @@ class MooncakeConfig:
 
 
 def mooncake_config(settings: Mapping[str, Any], environ: Mapping[str, str]) -> MooncakeConfig:
-    """What applies, from all three places; ConfigError if it cannot work."""
+    """The settings from all three places. Raises ConfigError if they cannot work."""
     merged = _from_file(environ.get("MOONCAKE_CONFIG_PATH"))
     merged |= {name: environ[var] for var, name in _VARIABLES.items() if environ.get(var)}
     merged |= {_FILE_NAMES.get(name, name): value for name, value in settings.items()}
@@ -93,7 +94,7 @@ def _from_file(path: str | None) -> dict[str, Any]:
         return {}
     try:
         given = json.loads(Path(path).read_text())
-        # Mooncake's file has settings for other programs too: what we do not know is theirs.
+        # Mooncake's file also has settings of other programs; unknown ones are ignored.
         return {
             _FILE_NAMES[name]: value for name, value in given.items() if name in _FILE_NAMES
         }

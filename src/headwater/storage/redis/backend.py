@@ -1,8 +1,8 @@
 """Blocks on a Redis or Valkey server, one string a block: header, then payload.
 
 Bounded by the server: `maxmemory` with an eviction policy such as `allkeys-lru`, or a time to
-live that every read renews. Batches are pipelined over one connection a thread; a connection
-that broke since its last use is replaced and the batch asked again, once.
+live that every read renews. Batches are pipelined over one connection per thread. A connection
+that broke since its last use is replaced, and the batch is sent again, once.
 """
 
 import contextlib
@@ -34,9 +34,10 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _WINDOW_BYTES = 4 << 20
-"""Payload that is asked for and not read yet: what the server must buffer for us. Of blocks of
-1 MiB, 16 on their way were read at 0.7 of a bare socket's speed, 8 at 0.85, 2 or 3 at 0.9 to 1:
-more than a processor's cache holds is written and read from memory once more."""
+"""Bytes of payload that are requested but not read yet, which the server must buffer. With
+blocks of 1 MiB, 16 requested blocks were read at 0.7 of the speed of a bare socket, 8 at 0.85,
+2 or 3 at 0.9 to 1: more data than the processor's cache holds is written to memory and read
+again."""
 
 _MAX_IDLE = 32
 _DRAIN_BYTES = 1 << 16
@@ -49,7 +50,7 @@ class RedisStorage:
     """A client of one server."""
 
     def __init__(self, config: RedisConfig, form: BlockFormat, clock: Clock) -> None:
-        """Connect once, to find mistakes now: ConfigError if that fails."""
+        """Connect once, to find mistakes at start. Raises ConfigError if that fails."""
         self._config = config
         self._form = form
         self._clock = clock
@@ -70,8 +71,8 @@ class RedisStorage:
 
     @classmethod
     def open(cls, settings: Mapping[str, Any], opening: Opening) -> Self:
-        """Connect and check the server: ConfigError if it cannot work, a log line for each
-        thing that limits it."""
+        """Connect and check the server. Raises ConfigError if it cannot work, and logs each
+        limitation."""
         config = read_settings(RedisConfig, settings, "redis")
         storage = cls(config, opening.format, opening.clock)
         try:
@@ -165,23 +166,24 @@ class RedisStorage:
         for place, (key, view) in enumerate(zip(keys, into, strict=True)):
             there = self._receive(link, header, view, deadline)
             if place + window < len(asks):
-                # Asked before verifying, so that the server works meanwhile.
+                # Sent before verifying, so that the server works at the same time.
                 link.send([asks[place + window]], deadline)
             outcomes.append(self._verified(key, header, view, there))
         damaged = [k for k, o in zip(keys, outcomes, strict=True) if o is BlockRead.DAMAGED]
         if damaged:
-            # A key is never rewritten, so a damaged value has to go first.
+            # A key is never rewritten, so a damaged value must be removed first.
             link.send([command(b"UNLINK", *map(self._name, damaged))], deadline)
-            with contextlib.suppress(ReplyError):  # a replica refuses; reading goes on
+            # a replica refuses to write; reading continues
+            with contextlib.suppress(ReplyError):
                 link.reply(deadline)
         return outcomes
 
     def _receive(
         self, link: RespConnection, header: bytearray, view: memoryview, deadline: Deadline
     ) -> BlockRead:
-        """Take one reply to a GET, whatever it is; READ is not verified yet."""
-        # No further than the header, so that the payload goes to its place by one call, and
-        # to where it begins there: a copy in the kernel to an odd address is slower.
+        """Receive one reply to a GET of any kind; a READ is not verified yet."""
+        # Read only the header, so that one call receives the payload at its aligned target: a
+        # copy in the kernel to an odd address is slower.
         try:
             value_bytes = link.bulk(deadline, ahead=self._head_bytes)
         except ReplyError as error:
@@ -246,7 +248,7 @@ class RedisStorage:
         return BlockWrite.WRITTEN if reply == b"+OK" else BlockWrite.PRESENT
 
     def _remove_all(self, link: RespConnection, deadline: Deadline) -> int:
-        """Remove the blocks of this format among all that have our prefix."""
+        """Remove the blocks of this format with our prefix."""
         removed, cursor = 0, b"0"
         pattern = re.sub(rb"([\\*?\[\]])", rb"\\\1", self._prefix) + b"*"
         start, end = FINGERPRINT_BYTES
@@ -286,13 +288,13 @@ class RedisStorage:
         return self._prefix + key.hex().encode()
 
     def _with_connection(self, work: Callable[[RespConnection], T], deadline: Deadline) -> T:
-        """Do `work` on a connection; again on a new one if an idle one turned out dead."""
+        """Run `work` on a connection; once more on a new one if an idle connection was dead."""
         link = self._take_idle()
         if link is not None:
             try:
                 return self._finish(link, work)
             except (ReplyError, ConfigError):
-                raise  # the server answered: another connection would get the same
+                raise  # the server answered: another connection would get the same answer
             except StorageError:
                 deadline.left_s()
                 self._drop_idle()
@@ -333,7 +335,7 @@ class RedisStorage:
 
 
 def _string(link: RespConnection, deadline: Deadline) -> bytes:
-    """A small string; empty if the value is of another type, which is another program's."""
+    """A small string; empty if the value has another type and belongs to another program."""
     try:
         return link.value(deadline)
     except ReplyError as error:
@@ -343,7 +345,7 @@ def _string(link: RespConnection, deadline: Deadline) -> bytes:
 
 
 def _drain(link: RespConnection, num_bytes: int, deadline: Deadline) -> None:
-    """Read and drop, so that the connection stays in step."""
+    """Read and drop bytes, so that the connection stays in step."""
     scratch = memoryview(bytearray(min(num_bytes, _DRAIN_BYTES)))
     while num_bytes:
         piece = scratch[: min(num_bytes, len(scratch))]

@@ -1,4 +1,4 @@
-"""Settings of the `redis` backend, and the TLS context they ask for."""
+"""Settings of the `redis` backend, and their TLS context."""
 
 import ssl
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ class RedisConfig:
     """Seconds a block lives after it was last read or written; None leaves it to the server."""
 
     key_prefix: str = "headwater:"
-    """What the names of blocks on the server begin with."""
+    """Prefix of the names of blocks on the server."""
 
     connect_timeout_s: float = 1.0
     """Longest wait for a connection."""
 
     tls_ca_file: str | None = None
-    """Certificate authorities that rediss:// trusts; None is the system's."""
+    """Certificate authorities for rediss://; None means those of the system."""
 
     tls_cert_file: str | None = None
-    """Certificate that rediss:// shows to a server which asks for one, with its chain."""
+    """Certificate with its chain, for a server that requires one."""
 
     tls_key_file: str | None = None
     """Private key of that certificate; None if it is in the same file."""

@@ -1,5 +1,8 @@
-"""Checks a Redis server when it is opened: what cannot work is an error with the fix in it, what
-will limit the cache is a warning. Nothing here runs while requests are served."""
+"""Checks a Redis server when it is opened.
+
+A problem that prevents its use is an error with the fix; a limitation of the cache is a
+warning. Nothing here runs while requests are served.
+"""
 
 import uuid
 from collections.abc import Mapping
@@ -18,7 +21,8 @@ _SENTENCES = {
 def check_server(
     link: RespConnection, *, prefix: bytes, has_ttl: bool, deadline: Deadline
 ) -> list[str]:
-    """What limits the cache on this server, a sentence each. ConfigError if it cannot work."""
+    """The limitations of the cache on this server, one sentence each. Raises ConfigError if it
+    cannot work."""
     info = _read_info(link, deadline)
     sentence = _SENTENCES.get(info.get("redis_mode", ""))
     if sentence is not None:
@@ -32,7 +36,7 @@ def check_server(
 
 
 def _read_info(link: RespConnection, deadline: Deadline) -> dict[str, str]:
-    """The server's description of itself; empty if this user may not ask for it."""
+    """The server's INFO; empty if this user may not read it."""
     link.send([command(b"INFO")], deadline)
     try:
         text = link.value(deadline).decode(errors="replace")
@@ -47,7 +51,7 @@ def _read_info(link: RespConnection, deadline: Deadline) -> dict[str, str]:
 def _check_rights(
     link: RespConnection, prefix: bytes, has_ttl: bool, deadline: Deadline
 ) -> None:
-    """Run each command that is used later once, on a name that no block has."""
+    """Run each command that is used later once, with a name that no block has."""
     name = prefix + b"probe:" + uuid.uuid4().hex.encode()
     commands = {
         "EXISTS": command(b"EXISTS", name),
@@ -72,7 +76,8 @@ def _check_rights(
                     f"storage backend 'redis': {link.address} does not know {verb}; Redis 6.2 or "
                     "newer is needed with ttl_s, 4.0 or newer without"
                 ) from error
-            # READONLY, OOM and the like say what the server does now, not what this user may do.
+            # READONLY, OOM and similar errors describe the server's state, not the rights of
+            # this user.
     if denied:
         user = link.address.user or "default"
         grants = " ".join(f"+{verb.lower()}" for verb in denied)
@@ -106,7 +111,8 @@ def _eviction_warning(info: Mapping[str, str], has_ttl: bool) -> str:
 
 
 def _type_warning(link: RespConnection, prefix: bytes, deadline: Deadline) -> str:
-    """Whether other programs keep values of other types under our prefix: a sample of names."""
+    """Whether other programs keep values of other types under our prefix, from a sample of
+    names."""
     words = (b"SCAN", b"0", b"MATCH", prefix + b"*", b"COUNT", b"100")
     try:
         _, names = link.scan(words, deadline)
@@ -120,5 +126,5 @@ def _type_warning(link: RespConnection, prefix: bytes, deadline: Deadline) -> st
                     "this key_prefix; choose another one"
                 )
     except ReplyError:
-        return ""  # this user may not ask for types
+        return ""  # this user may not query types
     return ""

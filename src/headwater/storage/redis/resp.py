@@ -1,4 +1,4 @@
-"""One connection to a Redis or Valkey server: commands out, replies in, payloads in place.
+"""One connection to a Redis or Valkey server; payloads are read and written in place.
 
 Speaks RESP2 over a plain or TLS socket. Bytes of a block go from the caller's buffer to the
 kernel and back without a copy in between. Every wait ends with the call's deadline; after an
@@ -21,13 +21,13 @@ Part = bytes | bytearray | memoryview
 
 _LINE_BYTES = 1024
 _MAX_SMALL_BYTES = 1 << 20
-"""Longest value that is read into memory of its own: a name, a cursor, a description."""
+"""Longest value that is read into separate memory: a name, a cursor, a description."""
 
 _LENGTH = re.compile(rb"\d{1,10}")
-"""Of a value, an array or a count. Longer ones are nonsense, and `int` would take them."""
+"""Most digits of a length or count. `int` would accept longer ones, but they are invalid."""
 
 _MAX_PARTS = 512  # of one sendmsg; the kernel allows 1024
-_TICK_S = 0.05  # longest time in one call of the kernel; the deadline is looked at in between
+_TICK_S = 0.05  # longest time in one system call; the deadline is checked in between
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class Address:
         )
 
     def __str__(self) -> str:
-        """Without the password."""
+        """The address without the password."""
         return f"{'rediss' if self.tls else 'redis'}://{self.host}:{self.port}/{self.db}"
 
 
@@ -85,7 +85,7 @@ class ReplyError(StorageError):
 
 
 class AuthError(StorageError):
-    """The server does not let us in."""
+    """The server refused the login."""
 
 
 class RespConnection:
@@ -94,7 +94,7 @@ class RespConnection:
     def __init__(
         self, address: Address, tls: ssl.SSLContext | None, connect_s: float, deadline: Deadline
     ) -> None:
-        """Connect within `connect_s` and the deadline; StorageError if that fails."""
+        """Connect within `connect_s` and the deadline. Raises StorageError if that fails."""
         self.address = address
         self._line = bytearray(_LINE_BYTES)
         self._start = self._end = 0
@@ -160,7 +160,7 @@ class RespConnection:
         return bytes(view[:-2])
 
     def scan(self, words: Sequence[bytes], deadline: Deadline) -> tuple[bytes, list[bytes]]:
-        """Send a SCAN command; the next cursor, and the names it found."""
+        """Send a SCAN command; return the next cursor and the names it found."""
         self.send([command(*words)], deadline)
         if self.number(deadline) != 2:
             raise StorageError(f"{self.address} answered SCAN with a reply of another shape")
@@ -168,7 +168,7 @@ class RespConnection:
         return cursor, [self.value(deadline) for _ in range(self.number(deadline))]
 
     def skip_reply(self, deadline: Deadline) -> None:
-        """One reply of any shape that a command sends; ReplyError if it is an error."""
+        """Read and drop one reply of any form. Raises ReplyError if it is an error."""
         line = self.reply(deadline)
         if line[:1] == b"$" and line != b"$-1":
             num_bytes = self._length(line, b"$", "a value")
@@ -211,7 +211,7 @@ class RespConnection:
             except ReplyError as error:
                 who = f"user {address.user!r}" if address.user else "the default user"
                 raise AuthError(f"{address} refused the password of {who}") from error
-        # PING only finds out whether a password is wanted: a Sentinel does not know SELECT.
+        # PING only shows whether a password is needed: a Sentinel does not know SELECT.
         words = (b"SELECT", b"%d" % address.db) if address.db else (b"PING",)
         self.send([command(*words)], deadline)
         try:
@@ -238,7 +238,7 @@ class RespConnection:
                 views = _advance(views, sent)
 
     def _more(self, deadline: Deadline, ahead: int) -> None:
-        """Read on into the line buffer, which keeps only what is not consumed."""
+        """Read more into the line buffer, which keeps only unread bytes."""
         rest = self._end - self._start
         if rest == _LINE_BYTES:
             raise StorageError(f"{self.address} sent a line that is no reply")
@@ -247,7 +247,7 @@ class RespConnection:
         self._end += self._receive([memoryview(self._line)[rest : rest + ahead]], deadline, 0)
 
     def _receive(self, views: list[memoryview], deadline: Deadline, flags: int) -> int:
-        """At least one byte into the views, from the first on; how many."""
+        """Receive at least one byte into the views, from the first on; return the number."""
         got = None
         while got is None:
             try:
@@ -273,9 +273,10 @@ class RespConnection:
         return got
 
     def _bound(self, option: int, deadline: Deadline) -> None:
-        """Let a call wait for a tick, or for what is left of the deadline where that is less."""
-        # A timeout in the kernel, not Python's: Python's makes the socket non-blocking, and
-        # then a payload takes a poll and a call for each piece that has arrived.
+        """Limit a system call to one tick, or to the rest of the deadline if that is
+        shorter."""
+        # The kernel's timeout, not Python's: Python's makes the socket non-blocking, and then
+        # each piece of a payload needs a poll and a call.
         bound_s = min(deadline.left_s(), _TICK_S)
         if self._bounds.get(option) != bound_s:
             timeval = struct.pack("ll", 0, max(1, int(bound_s * 1e6)))
@@ -287,7 +288,7 @@ class RespConnection:
 
 
 def _advance(views: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """What is left of `views` after their first `num_bytes`."""
+    """The part of `views` after their first `num_bytes`."""
     place = 0
     while place < len(views) and num_bytes >= len(views[place]):
         num_bytes -= len(views[place])
@@ -337,6 +338,6 @@ def _no_url(url: str) -> ConfigError:
 
 
 def _masked(url: str) -> str:
-    """A URL as it may be shown: without what stands before the @."""
+    """A URL without the part before the @, for messages."""
     scheme, found, rest = url.partition("://")
     return f"{scheme}{found}{rest.rpartition('@')[2]}"
