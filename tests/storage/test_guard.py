@@ -318,7 +318,7 @@ def test_full_storage_opens_the_write_breaker_and_is_logged(
 
     logged = [record.getMessage() for record in caplog.records]
     assert [line.partition(":")[0] for line in logged] == [
-        "storage is full and refuses writes; what it has is still read",
+        "storage is full and refuses writes; stored blocks are still read",
         "storage breaker opened",
         "storage breaker closed, storage answers again",
     ]

@@ -39,7 +39,7 @@ def test_a_backend_of_ones_own_is_named_by_module_and_class() -> None:
         ("no.such:Thing", {}, "'no.such:Thing' cannot be imported"),
         ("json:Storage", {}, "module 'json' has no 'Storage'"),
         ("memory", {"capacity_byte": 1}, "did you mean 'capacity_bytes'"),
-        ("memory", {"capacity_bytes": "many"}, "'many' is no number of bytes"),
+        ("memory", {"capacity_bytes": "many"}, "'many' is not a number of bytes"),
         ("memory", {"capacity_bytes": True}, "is a number of bytes"),
         ("memory", {"capacity_bytes": 0}, "must be positive"),
         ("file", {}, "needs the setting path"),

@@ -137,7 +137,7 @@ def test_prune_deletes_only_what_nobody_owns(
         (["ls", "/no/such"], "/no/such is not a directory"),
         (["stats", "{empty}"], "is not a storage directory"),
         (["prune", "{directory}"], "say what to prune"),
-        (["prune", "{directory}", "--to", "lots"], "is no number of bytes"),
+        (["prune", "{directory}", "--to", "lots"], "is not a number of bytes"),
     ],
 )
 def test_mistakes_are_sentences(

@@ -94,7 +94,7 @@ class NativeOps:
         self._causal_softmax(scores.data_ptr(), math.prod(heads), queries, keys, seen)
 
 
-class _Lanes(ctypes.Structure):
+class _Buffers(ctypes.Structure):
     """`Buffers` of the C source."""
 
     _fields_ = (
@@ -103,10 +103,10 @@ class _Lanes(ctypes.Structure):
     )
 
 
-def _buffers(spans: SpanLengths, held: Tensor, scores: Tensor) -> _Lanes:
+def _buffers(spans: SpanLengths, held: Tensor, scores: Tensor) -> _Buffers:
     """How C finds its way in keys or values, and in scores, of all of whose rows are dense."""
     lengths = spans.lengths
-    return _Lanes(
+    return _Buffers(
         *(lengths.data_ptr(), len(lengths), spans.kv_heads),
         *(scores.shape[1], held.stride(0), scores.stride(1), scores.shape[2]),
     )

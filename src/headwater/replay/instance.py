@@ -110,7 +110,7 @@ class SimInstance:
     def turn(self, until_s: float) -> int:
         """Run the next turn: one step, or all steps before `until_s` that decide nothing.
         Returns the number of requests that ended."""
-        if self._fast_forward and self._fast_forward(until_s):
+        if self._fast_forward and self._skip_steps(until_s):
             self.samples.fill(self.clock.now(), self._row)
             return 0
         self.num_turns += 1
@@ -149,7 +149,7 @@ class SimInstance:
             host.total - host.free,
         )
 
-    def _fast_forward(self, until_s: float) -> int:
+    def _skip_steps(self, until_s: float) -> int:
         """Fast-forward steps that decide nothing, if the next one is such a step; return their
         number."""
         if self.mover.has_news(self.clock.now()):
