@@ -266,6 +266,80 @@ def test_shares_are_proportions():
     asyncio.run(scenario())
 
 
+def test_the_share_of_a_key_counts_for_its_requests(tmp_path):
+    """Requests of two keys wait; of eight free places, the key with three times the share gets
+    six."""
+    path = write(
+        tmp_path / "keys.json",
+        {"name": "alice", "key": ALICE, "share": 3},
+        {"name": "bob", "key": BOB},
+    )
+
+    async def scenario(harness):
+        share = FairShare(8)
+        harness.service.shared.enter_engine = share.enter
+        harness.engine.hold()
+        async with share.enter("others", 1.0, 8):
+            asked = [
+                asyncio.create_task(
+                    harness.post("/v1/completions", {"prompt": "x"}, headers=bearer(key))
+                )
+                for key in (BOB, ALICE)
+                for _ in range(12)
+            ]
+            await harness.until(lambda: share.num_waiting == 24)
+        assert dict(share._running) == {"alice": 6, "bob": 2}
+        harness.engine.flow()
+        assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
+
+    run(scenario, api_keys_file=path)
+
+
+def test_a_stored_response_belongs_to_its_key(keys_file):
+    """Another key neither reads, continues nor deletes it, whichever salt it sends."""
+
+    async def scenario(harness):
+        async def ask(key, **fields):
+            body = {"input": "a secret", "max_output_tokens": 4} | fields
+            return await harness.post("/v1/responses", body, headers=bearer(key))
+
+        for owner, stranger, salts in (
+            (ALICE, BOB, ("salt-of-alice", "key alice", "alice\nsalt-of-alice")),
+            (BOB, ALICE, ("key bob", "bob", "bob\n", "\nbob")),
+        ):
+            name = (await ask(owner)).json()["id"]
+            page = f"/v1/responses/{name}"
+            for salt in ({}, *({"cache_salt": salt} for salt in salts)):
+                for method in ("GET", "DELETE"):
+                    answer = await harness.client.request(
+                        method, page, params=salt, headers=bearer(stranger)
+                    )
+                    error(answer, 404)
+                error(await ask(stranger, previous_response_id=name, **salt), 404)
+            assert (await harness.client.get(page, headers=bearer(owner))).status_code == 200
+            assert (await ask(owner, previous_response_id=name)).status_code == 200
+
+    run(scenario, api_keys_file=keys_file)
+
+
+def test_a_session_is_closed_in_the_cache_of_its_key(keys_file):
+    """A key with a default salt closes its own session, and not one without a salt."""
+
+    async def scenario(harness):
+        async def close(key):
+            answer = await harness.post("/cache/sessions/chat", headers=bearer(key))
+            return answer.json()["known"]
+
+        for key in (ALICE, BOB):
+            body = {"prompt": "hello " * 20, "session_id": "chat", "max_tokens": 2}
+            await harness.post("/v1/completions", body, headers=bearer(key))
+        assert await close(ALICE)
+        assert not await close(ALICE)
+        assert await close(BOB)
+
+    run(scenario, api_keys_file=keys_file)
+
+
 def test_a_cancelled_request_leaves_the_queue():
     """A client that disconnects while it waits takes no place."""
 

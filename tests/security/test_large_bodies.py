@@ -2,18 +2,28 @@
 
 import asyncio
 import json
+import sys
 import time
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from headwater.server.body import INLINE_BYTES
+from headwater.engine import structured
+from headwater.errors import RequestError
+from headwater.server import body_limits, messages_request
+from headwater.server.body import INLINE_BYTES, is_short
+from headwater.server.body_limits import MAX_FIELD_BYTES
 from headwater.server.body_parser import BodyParser
 from headwater.server.config import LimitsConfig
 from headwater.server.errors import RequestRefused
+from headwater.server.messages_schema import CountTokensRequest
+from headwater.server.params import conversation_start
+from headwater.server.responses_schema import ResponsesRequest
 from headwater.server.router.prompt_fields import FieldReader, prompt_fields
 from headwater.server.router.stream_progress import StreamProgress
-from headwater.server.schema import ChatRequest, CompletionRequest
+from headwater.server.schema import ChatRequest, CompletionRequest, Message, TextPart
 from tests.router.harness import run as run_router
 from tests.server.harness import error, run
 
@@ -90,7 +100,7 @@ WRONG = {
     "a text among ids": (IDS_AND + b'"x"]}', "prompt must be"),
     "a negative id": (IDS_AND + b"-1]}", "token id is negative"),
     "too many ids": (IDS_AND + b"1" + b",1" * 800_000 + b"]}", "the limit is 1000000"),
-    "nested": (b'{"prompt":' + b"[" * 600_000, "Expected `int`"),
+    "nested": (b'{"prompt":' + b"[" * 600_000, "more than 200000 values"),
     "spaces": (b" " * 600_000, "not JSON"),
     "a field": (b'{"prompt":"' + b"x" * 600_000 + b'","top_p":7}', "top_p"),
 }
@@ -110,6 +120,162 @@ def test_a_large_body_has_a_limit_of_values():
     raw += b"{}," * 300_000 + b"{}]}}"
     with pytest.raises(RequestRefused, match="more than 200000 values"):
         asyncio.run(parse(raw, ChatRequest))
+
+
+LONG = "x" * INLINE_BYTES
+ABOVE: dict[str, dict[str, Any]] = {
+    "tools": {"tools": [{"function": {"name": "f", "description": "x" * MAX_FIELD_BYTES}}]},
+    "a pattern": {"guided_regex": "x" * MAX_FIELD_BYTES},
+    "settings": {"chat_template_kwargs": {"a": [1] * MAX_FIELD_BYTES}},
+}
+
+
+@pytest.mark.parametrize("case", ABOVE)
+def test_only_prompts_are_long(case):
+    """Fields that are written again as JSON, or read by the event loop, have a limit."""
+    raw = json.dumps({"messages": [{"role": "user", "content": LONG}]} | ABOVE[case]).encode()
+    with pytest.raises(RequestRefused, match=f"the limit is {MAX_FIELD_BYTES}"):
+        asyncio.run(parse(raw, ChatRequest))
+
+
+def test_the_arguments_of_calls_count_as_values():
+    """They are JSON inside a text, and are read when the prompt is made."""
+    arguments = "[" + "[]," * 150_000 + "1]"
+    call = {"function": {"name": "f", "arguments": arguments}}
+    chat = {"messages": [{"role": "assistant", "tool_calls": [call]}] * 2}
+    item = {"type": "function_call", "name": "f", "arguments": arguments}
+    for body, kind in ((chat, ChatRequest), ({"input": [item] * 2}, ResponsesRequest)):
+        with pytest.raises(RequestRefused, match="more than 200000 values"):
+            asyncio.run(parse(json.dumps(body).encode(), kind))
+    short = [
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}], "content": LONG}
+    ]
+    asyncio.run(parse(json.dumps({"messages": short}).encode(), ChatRequest))
+
+
+def test_a_body_of_lists_is_refused_unparsed(monkeypatch):
+    """Millions of lists take many seconds to parse: they are counted in the text before."""
+    monkeypatch.setattr(body_limits, "decode_json", lambda raw, kind: pytest.fail("parsed"))
+    for raw in (LISTS, b'{"a":' + b'["\\"[",' * 300_000):
+        with pytest.raises(RequestRefused, match="more than 200000 values"):
+            body_limits.decode_long_json(raw, ChatRequest)
+
+
+def test_a_short_body_of_many_lists_is_parsed_elsewhere():
+    """Below the length for the event loop, but tens of milliseconds of work."""
+    raw = (
+        b'{"messages":[{"role":"user"}],"chat_template_kwargs":{"a":['
+        + b"[]," * 30_000
+        + b"1]}}"
+    )
+    assert len(raw) < INLINE_BYTES
+    assert not is_short(raw)
+    body = asyncio.run(parse(raw, ChatRequest))
+    assert len(body.chat_template_kwargs["a"]) == 30_001
+
+
+def test_brackets_in_texts_are_not_counted(monkeypatch):
+    """A text of code is one value; a text without an end is left to the parser."""
+    monkeypatch.setattr(body_limits, "decode_json", lambda raw, kind: kind(messages=[]))
+    for raw in (b'{"a":"' + b'[\\"{' * 300_000 + b'"}', b'{"a":"' + b'\\"[' * 300_000):
+        body_limits.decode_long_json(raw, ChatRequest)
+
+
+def test_work_on_a_long_conversation_is_not_done_on_the_event_loop():
+    """Converting, rendering, tokenizing and the grammar run in threads, for each API."""
+    text = "word " * 20_000
+    schema = {"type": "object", "properties": {"a": {"type": "string", "description": text}}}
+    bodies = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": text}]},
+        "/v1/messages": {"max_tokens": 1, "messages": [{"role": "user", "content": text}]},
+        "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": text}]},
+        "/v1/responses": {"input": text},
+        "/v1/completions": {"prompt": "a", "guided_json": schema},
+        "/tokenize": {"messages": [{"role": "user", "content": text}]},
+    }
+    on_loop: list[str] = []
+
+    def watch(frame, event, argument):
+        name = frame.f_code.co_name
+        if event == "call" and name in WORK:
+            on_loop.append(f"{frame.f_globals['__name__']}.{name}")
+
+    async def scenario(harness):
+        for path, body in bodies.items():
+            sys.setprofile(watch)  # of this thread, which is the event loop's
+            try:
+                answer = await harness.client.post(path, json=body)
+            finally:
+                sys.setprofile(None)
+            assert answer.status_code in (200, 400), answer.text
+
+    run(scenario)
+    assert on_loop == []
+
+
+WORK = {"plain_messages", "chat_request", "chat_text", "encode_chat", "to_grammar"}
+"""Functions whose time grows with the conversation."""
+
+
+def test_many_blocks_of_a_message_are_joined_once():
+    """Adding each to the text before it copies megabytes for every block."""
+    blocks = [{"type": "text", "text": "b" * 100}] * 20_000
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "r"}
+    content = [*blocks, result, *blocks[:2]]
+    body = msgspec.convert(
+        {"messages": [{"role": "user", "content": content}]}, CountTokensRequest
+    )
+
+    first, tool, last = messages_request.chat_request(body).messages
+
+    assert first.content == "\n\n".join(["b" * 100] * 20_000)
+    assert (tool.role, last.content) == ("tool", "b" * 100 + "\n\n" + "b" * 100)
+
+
+def test_a_grammar_that_is_too_long_is_refused_unread(monkeypatch):
+    """Neither converted nor written as JSON: both take seconds for megabytes."""
+    monkeypatch.setattr(structured, "to_lark", lambda grammar: pytest.fail("converted"))
+    monkeypatch.setattr(json, "dumps", lambda *args, **kwargs: pytest.fail("written"))
+    monkeypatch.setattr(json, "loads", lambda *args, **kwargs: pytest.fail("read"))
+    text = "a" * (structured.MAX_GRAMMAR_BYTES + 1)
+    for fields in (
+        {"grammar": text},
+        {"regex": text},
+        {"json": text},
+        {"json": {"enum": [1] * structured.MAX_GRAMMAR_BYTES}},
+        {"choice": [text]},
+    ):
+        with pytest.raises(RequestError, match="longer than"):
+            structured.StructuredOutput(**fields).to_grammar()
+
+
+def test_schemas_of_forced_tools_have_a_limit():
+    """They become a grammar, which is compiled and sent to the engine."""
+    long = {"type": "object", "properties": {"a": {"description": "x" * (1 << 17)}}}
+    tools = [
+        {"type": "function", "function": {"name": f"f{n}", "parameters": long}}
+        for n in range(9)
+    ]
+
+    async def scenario(harness):
+        answer = await harness.chat(tools=tools, tool_choice="required")
+        assert "grammar is longer than" in error(answer, 400)["message"]
+
+    run(scenario, limits=LimitsConfig(max_body_bytes=64 << 20))
+
+
+def test_the_start_of_a_conversation_is_named_without_reading_megabytes():
+    """Turns of one conversation have one name, whatever their length."""
+    long = Message(role="system", content="s" * 9_000_000)
+    first = [long, Message(role="user", content="hello")]
+    other = [long, Message(role="user", content="other")]
+
+    name = conversation_start(first)
+
+    assert name == conversation_start([*first, Message(role="assistant", content="hi")])
+    assert name != conversation_start(other)
+    parts = [TextPart(type="text", text="hello")]
+    assert conversation_start([Message(role="user", content=parts)]) != name
 
 
 def test_a_cancelled_request_leaves_no_half_read_worker():

@@ -73,7 +73,9 @@ def test_names_of_models_still_pass_the_router():
 
 
 @pytest.mark.parametrize("path", CONTROL)
-@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://localhost:1"])
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example", "null", "http://localhost:1", "http://[", "http://[x]"]
+)
 def test_a_page_of_another_origin_controls_nothing(path, origin):
     """With a body or without one, whatever its content type."""
 
@@ -130,7 +132,8 @@ def test_a_get_changes_nothing(path):
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example"]
+    "host",
+    ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "[", "[::1", "a]b", "[x]"],
 )
 def test_a_rebound_name_is_refused(host):
     """DNS rebinding: a foreign name that resolves to this server."""

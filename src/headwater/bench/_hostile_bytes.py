@@ -19,7 +19,10 @@ _PATHS = (
     "/v1/completions",
     "/v1/chat/completions",
     "/v1/messages",
+    "/v1/messages/count_tokens",
     "/v1/responses",
+    "/v1/responses/resp_x",
+    "/cache/sessions/x",
     "/tokenize",
     "/detokenize",
     "/instances",
@@ -66,6 +69,17 @@ _FIELDS = (
     "previous_response_id",
     "tokens",
     "guided_json",
+    "guided_regex",
+    "guided_grammar",
+    "structured_outputs",
+    "chat_template_kwargs",
+    "session_id",
+    "cache_hint",
+    "user",
+    "echo",
+    "prompt_logprobs",
+    "request_id",
+    "system",
     "logprobs",
 )
 
@@ -96,7 +110,8 @@ def wrong_http(rng: random.Random, address: Address) -> int | None:
     method, path = rng.choice(_METHODS), rng.choice(_PATHS)
     head = f"{method} {path} HTTP/{rng.choice(['1.1', '1.0', '2.0', '9', ''])}\r\n"
     lines = [
-        "host: 127.0.0.1",
+        rng.choice(["host: 127.0.0.1", "host: [", "host: [::1", "host: a]b", "host: "]),
+        rng.choice(["origin: http://[", "origin: null", "origin: //", "origin: http://a:b:c"]),
         f"content-length: {rng.choice(['-1', '5', '99999999999', 'x', '0'])}",
         "transfer-encoding: chunked",
         "content-length: 7",

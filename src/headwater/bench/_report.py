@@ -28,4 +28,4 @@ def _flat(result: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 def _shown(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.2f}" if abs(value) >= 1 else f"{value:.4f}"
-    return f"{value:,}"
+    return value if isinstance(value, str) else f"{value:,}"

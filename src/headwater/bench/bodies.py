@@ -64,11 +64,38 @@ def _fitting_messages() -> Shape:
     return _chat([{"role": "user", "content": "a" * 300}] * 16_000)
 
 
-def _many_tools() -> Shape:
+def _tools(num_tools: int) -> list[dict[str, Any]]:
     fields = {f"field_{n}": {"type": "string", "description": "x" * 280} for n in range(80)}
     tool = {"name": "", "parameters": {"type": "object", "properties": fields}}
-    tools = [{"type": "function", "function": tool | {"name": f"f{n}"}} for n in range(500)]
-    return _chat([{"role": "user", "content": "call one"}], tools=tools)
+    return [
+        {"type": "function", "function": tool | {"name": f"f{n}"}} for n in range(num_tools)
+    ]
+
+
+def _many_tools() -> Shape:
+    return _chat([{"role": "user", "content": "call one"}], tools=_tools(500))
+
+
+def _fitting_tools() -> Shape:
+    """As many bytes of tools as are accepted, in as many calls of the JSON writer as possible."""
+    return _chat([{"role": "user", "content": "call one"}], tools=_tools(75))
+
+
+def _arguments() -> Shape:
+    """JSON inside a text, as many values as are accepted."""
+    call = {"function": {"name": "f", "arguments": "[" + "{}," * 90_000 + "1]"}}
+    last = {"role": "user", "content": "a" * (_BODY_BYTES - 400_000)}
+    return _chat([{"role": "assistant", "content": "", "tool_calls": [call]}, last])
+
+
+def _blocks() -> Shape:
+    """As many blocks as are accepted; they become one text."""
+    blocks = [{"type": "text", "text": "a" * 700}] * 17_000
+    return "/v1/messages", {"messages": [{"role": "user", "content": blocks}], "max_tokens": 1}
+
+
+def _grammar() -> Shape:
+    return "/v1/completions", {"prompt": "a", "guided_regex": "/" * (2 << 20), "max_tokens": 1}
 
 
 def _deep_lists() -> Shape:
@@ -93,6 +120,10 @@ SHAPES: dict[str, Callable[[], Shape]] = {
     "messages of 1 character": _tiny_messages,
     "16,000 messages": _fitting_messages,
     "500 tools": _many_tools,
+    "75 tools": _fitting_tools,
+    "arguments of a call": _arguments,
+    "messages API, 17,000 blocks": _blocks,
+    "a pattern of 2 MB": _grammar,
     "nested lists": _deep_lists,
     "responses API": _responses,
 }

@@ -6,7 +6,7 @@ masks are made, not here.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,11 +55,11 @@ class StructuredOutput:
 
     def to_grammar(self) -> str:
         """The grammar as text. The same content gives the same text."""
+        # Checked before any work, which could take seconds for a text of megabytes.
+        check_schema_size(self.json, self.regex, self.choice, self.grammar)
         text = json.dumps({"grammars": [self._part()]}, ensure_ascii=False)
         if len(text.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
-            raise RequestError(
-                f"the grammar is longer than {MAX_GRAMMAR_BYTES} bytes; simplify the schema"
-            )
+            raise _too_long(MAX_GRAMMAR_BYTES)
         return text
 
     def _part(self) -> dict[str, Any]:
@@ -78,6 +78,26 @@ class StructuredOutput:
 
 
 _FIELDS = ("json", "json_object", "regex", "choice", "grammar")
+
+
+def check_schema_size(*parts: object, max_bytes: int = MAX_GRAMMAR_BYTES) -> None:
+    """Raise RequestError when the JSON of `parts` is longer than `max_bytes` or too deep. Looks
+    at no more values than that."""
+    left, todo = max_bytes, [(part, 0) for part in parts]
+    while todo:
+        value, depth = todo.pop()
+        inner: Collection[object] = ()
+        if isinstance(value, Mapping):
+            left -= sum(len(str(key)) for key in value)
+            inner = value.values()
+        elif isinstance(value, list | tuple):
+            inner = value
+        left -= len(value) if isinstance(value, str) else 1 + len(inner)
+        if left < 0:
+            raise _too_long(max_bytes)
+        if depth >= MAX_SCHEMA_DEPTH:
+            raise RequestError(f"the JSON schema is nested more than {MAX_SCHEMA_DEPTH} deep")
+        todo += [(entry, depth + 1) for entry in inner]
 
 
 def lark_grammar(rules: str) -> str:
@@ -110,19 +130,12 @@ def _read_schema(schema: object) -> object:
         return {}
     if not isinstance(schema, Mapping):
         raise RequestError("a JSON schema is an object")
-    _check_depth(schema, MAX_SCHEMA_DEPTH)
+    check_schema_size(schema)
     return schema
 
 
-def _check_depth(value: object, left: int) -> None:
-    if left == 0:
-        raise RequestError(f"the JSON schema is nested more than {MAX_SCHEMA_DEPTH} deep")
-    if isinstance(value, Mapping):
-        for inner in value.values():
-            _check_depth(inner, left - 1)
-    elif isinstance(value, list):
-        for inner in value:
-            _check_depth(inner, left - 1)
+def _too_long(max_bytes: int) -> RequestError:
+    return RequestError(f"the grammar is longer than {max_bytes} bytes; simplify the schema")
 
 
 def _alternatives(choice: Sequence[str]) -> str:

@@ -92,6 +92,11 @@ class _GenerationTag(Extension):
 
 def _to_json(value: object, indent: int | None = None) -> str:
     """Plain JSON. Jinja's own filter escapes for HTML, but a prompt is not HTML."""
+    if isinstance(value, list) and indent is None:
+        # One call for each entry: a call holds the interpreter lock, and a list of tools or
+        # messages may have megabytes.
+        parts = (json.dumps(entry, ensure_ascii=False) for entry in value)
+        return "[" + ", ".join(parts) + "]"
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 

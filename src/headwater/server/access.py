@@ -67,13 +67,15 @@ class HostPolicy:
 
     def accepts(self, host: str) -> bool:
         """Whether a `Host` header names this server."""
-        name = (urlsplit(f"//{host}").hostname or "").lower()
-        if self._any_name or name in self._allowed:
+        if self._any_name:
             return True
         try:
+            name = (urlsplit(f"//{host}").hostname or "").lower()
+            if name in self._allowed:
+                return True
             address = ipaddress.ip_address(name)
         except ValueError:
-            return False
+            return False  # no address, or a malformed one such as `[::1`
         # An address cannot be rebound, so a wildcard listener accepts each of its addresses.
         return address.is_loopback or self._is_wildcard
 
@@ -162,7 +164,7 @@ class AccessPolicy:
         """A browser sends `Origin` with every cross-origin POST, so requests of foreign pages
         are recognised; other clients send none."""
         origin, host = headers.get(b"origin"), headers.get(b"host")
-        if origin and urlsplit(origin).netloc.lower() != host.lower():
+        if origin and _authority(origin) != host.lower():
             raise RequestRefused(
                 f"requests from pages of {origin[:100]!r} are not accepted",
                 status=403,
@@ -252,6 +254,14 @@ def _check_content_type(path: str, headers: "_Headers") -> None:
             status=415,
             code="content_type",
         )
+
+
+def _authority(origin: str) -> str | None:
+    """Host and port of an origin; None for a malformed one."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return None
 
 
 def _is_dashboard(path: str) -> bool:

@@ -26,6 +26,10 @@ S = TypeVar("S", bound=msgspec.Struct)
 INLINE_BYTES = 512 * 1024
 """Bodies up to this length are parsed on the event loop, which takes milliseconds."""
 
+_INLINE_CONTAINERS = 20_000
+"""Most brackets of such a body. Many small lists take long to parse, because the cycle collector
+runs again and again while they are made."""
+
 _PIECE_BYTES = 256 * 1024
 
 ASGIResponse: TypeAlias = Response | Callable[[Scope, Receive, Send], Coroutine[Any, Any, None]]
@@ -56,12 +60,24 @@ async def read_body(
     With `optional`, an empty body is `kind` with its defaults.
     """
     raw = await read_raw(request, max_bytes)
+    request.state.num_body_bytes = len(raw)
     if optional and not raw:
         return kind()
-    if len(raw) <= INLINE_BYTES:
+    if is_short(raw):
         return decode_json(raw, kind)
     parser: BodyParser = request.app.state.parser
     return await parser.parse(raw, kind)
+
+
+def is_short(raw: bytes) -> bool:
+    """Whether a body may be parsed on the event loop."""
+    return len(raw) <= INLINE_BYTES and raw.count(b"[") + raw.count(b"{") <= _INLINE_CONTAINERS
+
+
+def body_size(request: Request) -> int:
+    """Bytes of a body that was read with `read_body`."""
+    num_bytes: int = request.state.num_body_bytes
+    return num_bytes
 
 
 def decode_json(raw: bytes, kind: type[S]) -> S:

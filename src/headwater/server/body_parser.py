@@ -10,9 +10,9 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from headwater.server.body import INLINE_BYTES, decode_json
+from headwater.server.body import INLINE_BYTES, decode_json, is_short
 from headwater.server.errors import RequestRefused
-from headwater.server.messages_schema import MessagesRequest
+from headwater.server.messages_schema import CountTokensRequest, MessagesRequest
 from headwater.server.responses_schema import ResponsesRequest
 from headwater.server.schema import (
     ChatRequest,
@@ -22,9 +22,6 @@ from headwater.server.schema import (
     TokenizeRequest,
 )
 from headwater.server.worker_pool import WorkerPool
-
-MAX_VALUES = 200_000
-"""Most JSON values in a long body, not counting token ids."""
 
 MAX_IDS = 1 << 21
 """Most token ids in one list, for servers with a longer context."""
@@ -36,6 +33,7 @@ KINDS: dict[str, type[msgspec.Struct]] = {
     for kind in (
         ChatRequest,
         CompletionRequest,
+        CountTokensRequest,
         DetokenizeRequest,
         MessagesRequest,
         ResponsesRequest,
@@ -82,7 +80,7 @@ class BodyParser:
 
     async def parse(self, raw: bytes, kind: type[S]) -> S:
         """The body as `kind`. Raises RequestRefused. Never blocks the event loop for long."""
-        if len(raw) <= INLINE_BYTES:
+        if is_short(raw):
             return decode_json(raw, kind)
         if kind.__name__ not in KINDS:
             raise RequestRefused(

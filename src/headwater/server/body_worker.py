@@ -1,17 +1,10 @@
 """The worker process of `BodyParser`."""
 
-from typing import Any
-
 import msgspec
 import numpy as np
 
-from headwater.server.body import decode_json
-from headwater.server.body_parser import (
-    KINDS,
-    MAX_VALUES,
-    ParsedBody,
-    token_lists,
-)
+from headwater.server.body_limits import decode_long_json
+from headwater.server.body_parser import KINDS, ParsedBody, token_lists
 from headwater.server.errors import RequestRefused
 from headwater.server.worker_pool import serve_requests
 
@@ -19,14 +12,10 @@ from headwater.server.worker_pool import serve_requests
 def parse(raw: bytes, kind: type[msgspec.Struct], max_ids: int) -> ParsedBody:
     """Parse one body: validated, token ids packed, everything else as msgpack."""
     try:
-        body = decode_json(raw, kind)
+        body = decode_long_json(raw, kind)
         ids = [_pack(entry, max_ids) for entry in token_lists(body)]
         for entry in token_lists(body):
             entry.clear()
-        if _num_values(msgspec.to_builtins(body), MAX_VALUES) > MAX_VALUES:
-            raise RequestRefused(
-                f"the body has more than {MAX_VALUES} values in addition to token ids; send a smaller one"
-            )
     except RequestRefused as refused:
         return ParsedBody(error=str(refused), param=refused.param, code=refused.code)
     return ParsedBody(body=msgspec.msgpack.encode(body), ids=ids)
@@ -47,19 +36,6 @@ def _pack(ids: list[int], max_ids: int) -> bytes:
     if ids and not 0 <= min(ids) <= max(ids) < 1 << 31:
         raise RequestRefused("a token id is negative or not below 2^31", param="prompt")
     return np.array(ids, dtype=np.int32).tobytes()
-
-
-def _num_values(value: Any, most: int) -> int:  # noqa: ANN401 -- JSON
-    """Number of JSON values; counting stops soon after `most`."""
-    count, todo = 0, [value]
-    while todo and count <= most:
-        entry = todo.pop()
-        count += 1
-        if isinstance(entry, dict):
-            todo += entry.values()
-        elif isinstance(entry, list):
-            todo += entry
-    return count
 
 
 def _work(name: str, raw: bytes, max_ids: int) -> bytes:

@@ -19,7 +19,7 @@ from headwater.server.answers import (
     PromptLogprobs,
     UsageAnswer,
 )
-from headwater.server.body import ASGIResponse
+from headwater.server.body import ASGIResponse, body_size
 from headwater.server.chat_prompt import plain_messages, template_settings, tool_use
 from headwater.server.conversation import Conversation, prepare
 from headwater.server.endpoint import Call, begin, make_job, respond
@@ -47,7 +47,9 @@ async def chat_job(
 ) -> GenerationJob:
     """The generation job of a conversation, for any API."""
     body, service = call.body, call.service
-    prompt = await prepare(service, conversation_of(body))
+    prompt = await prepare(
+        service, lambda: conversation_of(body), num_bytes=body_size(call.request)
+    )
     return make_job(
         call,
         [prompt.tokens],

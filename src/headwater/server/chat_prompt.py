@@ -30,11 +30,6 @@ def template_settings(body: ChatRequest) -> dict[str, Any]:
     return settings
 
 
-def num_characters(messages: Sequence[dict[str, Any]]) -> int:
-    """Characters of all messages, before the template adds to them."""
-    return sum(len(message["content"]) for message in messages)
-
-
 def plain_call(name: str, arguments: str, call_id: str | None) -> dict[str, Any]:
     """A call in the history. Templates write arguments as JSON, so they are given as values."""
     value: object = arguments

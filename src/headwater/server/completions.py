@@ -8,7 +8,7 @@ from starlette.requests import Request
 
 from headwater.errors import RequestError
 from headwater.server.answers import CompletionAnswer, CompletionChoice, UsageAnswer
-from headwater.server.body import ASGIResponse
+from headwater.server.body import ASGIResponse, body_size
 from headwater.server.endpoint import Call, begin, make_job, respond
 from headwater.server.errors import RequestRefused
 from headwater.server.generation import Delta, GenerationJob, Transcript
@@ -57,11 +57,12 @@ async def _grammar(call: Call[CompletionRequest]) -> str:
     if wanted is None:
         return ""
     param = constraint_param(call.body)
+    service, size = call.service, body_size(call.request)
     try:
-        grammar = wanted.to_grammar()
+        grammar = await service.convert(wanted.to_grammar, size=size)
     except RequestError as exc:
         raise RequestRefused(str(exc), param=param) from exc
-    await call.service.check_grammar(grammar, param=param)
+    await service.check_grammar(grammar, param=param)
     return grammar
 
 

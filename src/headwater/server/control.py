@@ -159,7 +159,8 @@ async def _close_session(call: ControlRequest, body: CloseSessionRequest) -> Ses
             f"{len(name)} characters",
             param="session_id",
         )
-    known = await call.service.engine.control(CloseSession(name, body.cache_salt or ""))
+    salt = body.cache_salt or call.caller.cache_salt
+    known = await call.service.engine.control(CloseSession(name, salt))
     return SessionClosed(known=known)
 
 

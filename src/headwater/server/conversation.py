@@ -3,13 +3,13 @@
 Shared by the three APIs that take conversations: chat completions, responses and messages.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headwater.engine.structured import StructuredOutput
+from headwater.engine.structured import StructuredOutput, check_schema_size
 from headwater.errors import RequestError
-from headwater.server.chat_prompt import ToolUse, num_characters
+from headwater.server.chat_prompt import ToolUse
 from headwater.server.errors import RequestRefused
 from headwater.server.parsing.base import OutputParser, ToolSpec
 from headwater.server.parsing.model_output import PLAIN_TEXT, AnswerParsing
@@ -19,6 +19,9 @@ from headwater.types import Tokens
 _PROMPT_END_CHARS = 64
 """Number of characters at the end of a prompt that show whether it ends inside the
 reasoning."""
+
+_MAX_TOOL_BYTES = 1 << 20
+"""Most bytes of the schemas of tools that an answer must call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,30 +51,40 @@ class ConversationPrompt:
     parsing: AnswerParsing = PLAIN_TEXT
 
 
-async def prepare(service: Service, conversation: Conversation) -> ConversationPrompt:
-    """The prompt of a conversation. Raises RequestRefused or RequestError."""
+async def prepare(
+    service: Service, read: Callable[[], Conversation], *, num_bytes: int
+) -> ConversationPrompt:
+    """The prompt of the conversation that `read` reads from a body of `num_bytes`. Raises
+    RequestRefused or RequestError.
+
+    Everything that takes longer for a longer conversation runs in a thread.
+    """
+    prompt, param = await service.in_thread(lambda: _prompt(service, read()), size=num_bytes)
+    if prompt.grammar:
+        await service.check_grammar(prompt.grammar, param=param)
+    return prompt
+
+
+def _prompt(service: Service, conversation: Conversation) -> tuple[ConversationPrompt, str]:
+    """The prompt, and the field that an error about its grammar names."""
+    tools = conversation.tools
     _check(service, conversation)
-
-    def encode() -> tuple[str, Tokens]:
-        text = service.tokenizer.chat_text(
-            conversation.messages,
-            add_generation_prompt=conversation.add_generation_prompt,
-            settings=conversation.settings,
-            tools=conversation.tools.for_template(),
-        )
-        tokens = service.tokenizer.encode(
-            text, add_special_tokens=False, max_tokens=service.engine.info.max_model_len
-        )
-        return text[-_PROMPT_END_CHARS:], tokens
-
-    size = num_characters(conversation.messages)
-    prompt_end, tokens = await service.in_thread(encode, size=size)
-    grammar = _grammar(service, conversation, prompt_end)
-    if grammar:
-        param = "tools" if conversation.tools.is_forced else conversation.structured_param
-        await service.check_grammar(grammar, param=param)
-    parsing = _parsing(service, conversation.tools, prompt_end)
-    return ConversationPrompt(tokens=tokens, grammar=grammar, parsing=parsing)
+    text = service.tokenizer.chat_text(
+        conversation.messages,
+        add_generation_prompt=conversation.add_generation_prompt,
+        settings=conversation.settings,
+        tools=tools.for_template(),
+    )
+    tokens = service.tokenizer.encode(
+        text, add_special_tokens=False, max_tokens=service.engine.info.max_model_len
+    )
+    prompt_end = text[-_PROMPT_END_CHARS:]
+    prompt = ConversationPrompt(
+        tokens=tokens,
+        grammar=_grammar(service, conversation, prompt_end),
+        parsing=_parsing(service, tools, prompt_end),
+    )
+    return prompt, "tools" if tools.is_forced else conversation.structured_param
 
 
 def _check(service: Service, conversation: Conversation) -> None:
@@ -93,6 +106,7 @@ def _check(service: Service, conversation: Conversation) -> None:
 def _grammar(service: Service, conversation: Conversation, prompt_end: str) -> str:
     tools, output = conversation.tools, service.model_output
     if tools.is_forced:
+        _check_size(tools.callable)
         grammar = output.forced_calls(
             tools.callable, parallel=tools.is_parallel, prompt_end=prompt_end
         )
@@ -109,6 +123,14 @@ def _grammar(service: Service, conversation: Conversation, prompt_end: str) -> s
     except RequestError as exc:
         raise RequestRefused(str(exc), param=conversation.structured_param) from exc
     return output.constrained(grammar, prompt_end=prompt_end)
+
+
+def _check_size(tools: Sequence[ToolSpec]) -> None:
+    """The schemas of tools that must be called become one grammar."""
+    try:
+        check_schema_size(*(tool.parameters for tool in tools), max_bytes=_MAX_TOOL_BYTES)
+    except RequestError as exc:
+        raise RequestRefused(str(exc), param="tools") from exc
 
 
 def _parsing(service: Service, tools: ToolUse, prompt_end: str) -> AnswerParsing:

@@ -80,11 +80,6 @@ class Caller(Struct, kw_only=True, frozen=True):
     def is_admin(self) -> bool:
         return "admin" in self.scopes
 
-    @property
-    def tenant(self) -> str:
-        """Identifies the stored data of this caller; empty on a server without named keys."""
-        return f"key {self.name}" if self.name else ""
-
 
 ANYONE = Caller(scopes=ALL_SCOPES)
 """The caller on a server without keys."""

@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from headwater.errors import HeadwaterError
 from headwater.server.answers import UsageAnswer
-from headwater.server.body import ASGIResponse, JsonResponse, read_body
+from headwater.server.body import ASGIResponse, JsonResponse, body_size, read_body
 from headwater.server.chat import chat_job, conversation_of
 from headwater.server.conversation import prepare
 from headwater.server.endpoint import Call, accept, respond
@@ -62,7 +62,7 @@ async def messages(request: Request) -> ASGIResponse:
     """The endpoint."""
     try:
         body = await _read(request, MessagesRequest)
-        call = await accept(request, chat_request(body))
+        call = await accept(request, await _chat(request, body))
         # Clients send the model's limit as max_tokens, whatever the length of the prompt: use
         # what fits.
         job = await chat_job(call, max_tokens=None, default_max_tokens=body.max_tokens)
@@ -75,9 +75,11 @@ async def count_tokens(request: Request) -> ASGIResponse:
     """Tokens of a prompt, without generating."""
     try:
         service: Service = request.app.state.service
-        chat = chat_request(await _read(request, CountTokensRequest))
+        chat = await _chat(request, await _read(request, CountTokensRequest))
         service.check_model(chat.model)
-        prompt = await prepare(service, conversation_of(chat))
+        prompt = await prepare(
+            service, lambda: conversation_of(chat), num_bytes=body_size(request)
+        )
         return JsonResponse(CountTokensAnswer(input_tokens=len(prompt.tokens)))
     except HeadwaterError as error:
         return error_response(error, messages_error(error))
@@ -86,6 +88,11 @@ async def count_tokens(request: Request) -> ASGIResponse:
 async def _read(request: Request, kind: type[M]) -> M:
     service: Service = request.app.state.service
     return await read_body(request, kind, max_bytes=service.config.limits.max_body_bytes)
+
+
+async def _chat(request: Request, body: CountTokensRequest) -> ChatRequest:
+    service: Service = request.app.state.service
+    return await service.convert(lambda: chat_request(body), size=body_size(request))
 
 
 class _MessagesFormat:

@@ -1,6 +1,7 @@
 """Converts a request in Anthropic's format to a chat request, so that one path serves both."""
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any, TypeVar
 
 from headwater.server.errors import RequestRefused
@@ -119,13 +120,14 @@ def _message(message: MessageParam) -> list[Message]:
     if message.role == "assistant":
         return [_assistant(message.content)]
     made: list[Message] = []
-    for block in message.content:
-        if block.type == "tool_result":
-            made.append(_tool_result(block))
-        elif made and made[-1].role == message.role:
-            made[-1].content = f"{made[-1].content}\n\n{_text(block)}"
+    for is_result, blocks in groupby(
+        message.content, lambda block: block.type == "tool_result"
+    ):
+        if is_result:
+            made += [_tool_result(block) for block in blocks]
         else:
-            made.append(Message(role=message.role, content=_text(block)))
+            content = "\n\n".join(_text(block) for block in blocks)
+            made.append(Message(role=message.role, content=content))
     return made or [Message(role=message.role, content="")]
 
 

@@ -25,6 +25,7 @@ from headwater.server.schema import (
     ReturnsIn,
     Sampling,
     StructuredFields,
+    TextPart,
 )
 from headwater.types import Tokens
 
@@ -202,6 +203,13 @@ def _stop_token_ids(
 
 _SESSION_ID = re.compile(SESSION_ID)
 
+_START_CHARS = 8192
+"""Characters of a message that tell a conversation from others. This runs on the event loop, and
+a message may have megabytes."""
+
+_MAX_START = 16
+"""Messages, and parts of a message, that are looked at."""
+
 
 def session_name(body: Sampling) -> str:
     """The session of a request: its `session_id`, otherwise `conversation`, `prompt_cache_key`
@@ -221,11 +229,18 @@ def session_name(body: Sampling) -> str:
 def conversation_start(messages: Sequence[Message]) -> str:
     """A name for a conversation, from its beginning; the same for each of its turns."""
     digest = sha256()
-    for message in messages:
-        digest.update(repr((message.role, message.content)).encode(errors="replace"))
+    for message in messages[:_MAX_START]:
+        start = (message.role, _start_of(message.content))
+        digest.update(repr(start).encode(errors="replace"))
         if message.role == "user":
             break
     return digest.hexdigest()[:32]
+
+
+def _start_of(content: str | list[TextPart] | None) -> str | list[str]:
+    if isinstance(content, list):
+        return [(part.text or "")[:_START_CHARS] for part in content[:_MAX_START]]
+    return (content or "")[:_START_CHARS]
 
 
 def _as_id(name: str) -> str:

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from headwater.errors import HeadwaterError
 from headwater.server.answers import UsageAnswer
-from headwater.server.body import ASGIResponse, JsonResponse, read_body
+from headwater.server.body import ASGIResponse, JsonResponse, body_size, read_body
 from headwater.server.chat import chat_job
 from headwater.server.endpoint import Call, accept, respond
 from headwater.server.errors import RequestRefused, error_answer
@@ -19,7 +19,7 @@ from headwater.server.params import session_name
 from headwater.server.parsing.base import ParsedOutput
 from headwater.server.response_items import ItemWriter, items_of
 from headwater.server.response_store import StoredResponse
-from headwater.server.responses_request import chat_request, input_messages
+from headwater.server.responses_request import chat_request
 from headwater.server.responses_schema import (
     IncompleteDetails,
     InputTokensDetails,
@@ -43,7 +43,8 @@ async def responses(request: Request) -> ASGIResponse:
     body = await read_body(request, ResponsesRequest, max_bytes=limit)
     tenant = _tenant(request, body.cache_salt)
     before = await _previous(service, body, tenant)
-    chat = chat_request(body, before.messages if before else ())
+    earlier = before.messages if before else ()
+    chat = await service.convert(lambda: chat_request(body, earlier), size=body_size(request))
     call = await accept(request, chat)
     response_id = service.new_response_id(call.request_id, tenant)
     if chat.session_id is None:
@@ -51,9 +52,7 @@ async def responses(request: Request) -> ASGIResponse:
         known = before.session_id if before else session_name(chat)
         chat.session_id = known or (response_id if body.store is not False else None)
     job = await chat_job(call, max_tokens=None, default_max_tokens=body.max_output_tokens)
-    return await respond(
-        call, job, _ResponsesFormat(call, job, body, response_id, before, tenant)
-    )
+    return await respond(call, job, _ResponsesFormat(call, job, body, response_id, tenant))
 
 
 async def stored_response(request: Request) -> ASGIResponse:
@@ -70,9 +69,10 @@ async def stored_response(request: Request) -> ASGIResponse:
 
 
 def _tenant(request: Request, cache_salt: str | None) -> str:
-    """The tenant whose stored responses a request may use: its salt, otherwise its API key."""
+    """Whose stored responses a request may use: those of its API key and its salt. A salt alone
+    would not do, because a client sends whichever it likes."""
     caller = access_of(request).caller
-    return cache_salt or caller.cache_salt or caller.tenant
+    return f"{caller.name}\n{cache_salt or caller.cache_salt}"
 
 
 async def _previous(
@@ -113,15 +113,14 @@ class _ResponsesFormat:
         job: GenerationJob,
         body: ResponsesRequest,
         response_id: str,
-        before: StoredResponse | None,
         tenant: str,
     ) -> None:
         self._tenant = tenant
         self._service = call.service
+        self._messages = call.body.messages
         self._body = body
         self._job = job
         self._id = response_id
-        self._before = before
         self._created = call.service.created_now()
         self._items = ItemWriter(response_id)
         self._transcript = Transcript()
@@ -181,10 +180,11 @@ class _ResponsesFormat:
     def _store(self, parsed: ParsedOutput, answer: ResponsesAnswer) -> None:
         if self._body.store is False or not self._service.config.limits.max_stored_responses:
             return
-        before = self._before.messages if self._before else ()
+        # Instructions hold for one response only, so they are not part of what is stored.
+        turns = self._messages[1 if self._body.instructions else 0 :]
         entry = StoredResponse(
             answer=msgspec.json.encode(answer),
-            messages=(*before, *input_messages(self._body.input), _message(parsed)),
+            messages=(*turns, _message(parsed)),
             session_id=self._job.session_id,
         )
         self._service.shared.put_response(self._id, self._tenant, entry.encode())

@@ -34,7 +34,7 @@ def chat_request(body: ResponsesRequest, before: Sequence[Message] = ()) -> Chat
     RequestRefused for content that is not supported."""
     if body.background:
         raise RequestRefused("'background' is not supported; leave it out", param="background")
-    messages = [*_instructions(body), *before, *input_messages(body.input)]
+    messages = [*_instructions(body), *before, *_input_messages(body.input)]
     if not messages:
         raise RequestRefused("the input is empty", param="input")
     conversation = body.conversation
@@ -68,8 +68,8 @@ def chat_request(body: ResponsesRequest, before: Sequence[Message] = ()) -> Chat
     )
 
 
-def input_messages(given: str | Sequence[InputItem]) -> list[Message]:
-    """The input as chat messages. Consecutive calls form one message."""
+def _input_messages(given: str | Sequence[InputItem]) -> list[Message]:
+    """The input as chat messages. Calls that follow one another are one message's."""
     if isinstance(given, str):
         return [Message(role="user", content=given)]
     messages: list[Message] = []
@@ -79,7 +79,6 @@ def input_messages(given: str | Sequence[InputItem]) -> list[Message]:
 
 
 def _instructions(body: ResponsesRequest) -> list[Message]:
-    """Instructions apply to one response only, so they are not stored."""
     return [Message(role="system", content=body.instructions)] if body.instructions else []
 
 
@@ -113,9 +112,8 @@ def _add_call(messages: list[Message], item: InputItem) -> None:
     call = MessageToolCall(id=item.call_id, function=function)
     if messages and messages[-1].role == "assistant":
         last = messages[-1]
-        messages[-1] = Message(
-            role="assistant", content=last.content, tool_calls=[*(last.tool_calls or ()), call]
-        )
+        last.tool_calls = last.tool_calls or []
+        last.tool_calls.append(call)
     else:
         messages.append(Message(role="assistant", content="", tool_calls=[call]))
 

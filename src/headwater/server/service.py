@@ -252,6 +252,10 @@ class Service:
         threads = self._short if size <= _SHORT_CHARS else self._long
         return await asyncio.get_running_loop().run_in_executor(threads, work)
 
+    async def convert(self, work: Callable[[], T], *, size: int) -> T:
+        """Run `work` on a body of `size` bytes: a short one in place, a long one in a thread."""
+        return work() if size <= _SHORT_CHARS else await self.in_thread(work, size=size)
+
     def new_response_id(self, request_id: str, cache_salt: str) -> str:
         """An id that tells a router which instance has the response. It is the same for every
         attempt at one request, so a stream that is continued on another instance keeps it."""

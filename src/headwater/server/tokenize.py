@@ -1,14 +1,11 @@
 """POST /tokenize and /detokenize: the tokenizer without the engine."""
 
-from collections.abc import Sequence
-from typing import Any
-
 from starlette.requests import Request
 from starlette.responses import Response
 
 from headwater.server.answers import DetokenizeAnswer, TokenizeAnswer
-from headwater.server.body import JsonResponse, read_body
-from headwater.server.chat_prompt import num_characters, plain_messages, template_tools
+from headwater.server.body import JsonResponse, body_size, read_body
+from headwater.server.chat_prompt import plain_messages, template_tools
 from headwater.server.errors import RequestRefused
 from headwater.server.schema import DetokenizeRequest, TokenizeRequest
 from headwater.server.service import Service
@@ -24,19 +21,7 @@ async def tokenize(request: Request) -> Response:
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise RequestRefused("send either prompt or messages", param="prompt")
-    messages = plain_messages(body.messages or [])
-    size = len(body.prompt or "") + num_characters(messages)
-    encoded = await service.in_thread(lambda: _encode(service, body, messages), size=size)
-    tokens = encoded.tolist()
-    names = None
-    if body.return_token_strs:
-        names = [service.tokenizer.token_piece(token) for token in tokens]
-    answer = TokenizeAnswer(
-        tokens=tokens,
-        count=len(tokens),
-        max_model_len=service.engine.info.max_model_len,
-        token_strs=names,
-    )
+    answer = await service.in_thread(lambda: _answer(service, body), size=body_size(request))
     return JsonResponse(answer)
 
 
@@ -56,13 +41,25 @@ async def detokenize(request: Request) -> Response:
     return JsonResponse(DetokenizeAnswer(prompt=text))
 
 
-def _encode(
-    service: Service, body: TokenizeRequest, messages: Sequence[dict[str, Any]]
-) -> Tokens:
+def _answer(service: Service, body: TokenizeRequest) -> TokenizeAnswer:
+    """Runs in a thread: a prompt may have a million tokens."""
+    tokens = _encode(service, body).tolist()
+    names = None
+    if body.return_token_strs:
+        names = [service.tokenizer.token_piece(token) for token in tokens]
+    return TokenizeAnswer(
+        tokens=tokens,
+        count=len(tokens),
+        max_model_len=service.engine.info.max_model_len,
+        token_strs=names,
+    )
+
+
+def _encode(service: Service, body: TokenizeRequest) -> Tokens:
     max_tokens = service.engine.info.max_model_len
-    if messages:
+    if body.messages is not None:
         return service.tokenizer.encode_chat(
-            messages,
+            plain_messages(body.messages),
             add_generation_prompt=body.add_generation_prompt is not False,
             settings=body.chat_template_kwargs,
             tools=template_tools(body.tools),

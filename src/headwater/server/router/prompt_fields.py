@@ -5,18 +5,22 @@ numbers and short texts: nothing that takes long to decode on the router's event
 """
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 
 from headwater.server import messages_request, responses_request
-from headwater.server.body import INLINE_BYTES, decode_json
+from headwater.server.body import decode_json, is_short
+from headwater.server.body_limits import decode_long_json
 from headwater.server.chat_prompt import template_settings
 from headwater.server.errors import RequestRefused
 from headwater.server.messages_schema import MessagesRequest
 from headwater.server.responses_schema import ResponsesRequest
 from headwater.server.schema import ChatRequest, CompletionRequest, TokenizeRequest
 from headwater.server.worker_pool import WorkerPool
+
+S = TypeVar("S", bound=msgspec.Struct)
 
 GENERATING = frozenset(
     {"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"}
@@ -51,7 +55,7 @@ class FieldReader:
         `max_text_bytes` is left out."""
         if path not in GENERATING:
             return NO_FIELDS
-        if len(raw) <= INLINE_BYTES:
+        if is_short(raw):
             return prompt_fields(path, raw, max_text_bytes)
         try:
             result = await self._workers.ask(path, raw, max_text_bytes)
@@ -79,18 +83,20 @@ def prompt_fields(path: str, raw: bytes, max_text_bytes: int) -> PromptFields:
 def _all_fields(path: str, raw: bytes) -> PromptFields:
     match path:
         case "/v1/messages":
-            return _chat_fields(
-                messages_request.chat_request(decode_json(raw, MessagesRequest))
-            )
+            return _chat_fields(messages_request.chat_request(_decode(raw, MessagesRequest)))
         case "/v1/responses":
-            body = decode_json(raw, ResponsesRequest)
+            body = _decode(raw, ResponsesRequest)
             fields = _chat_fields(responses_request.chat_request(body))
             before = body.previous_response_id
             return msgspec.structs.replace(fields, previous_response_id=before)
         case "/v1/chat/completions":
-            return _chat_fields(decode_json(raw, ChatRequest))
+            return _chat_fields(_decode(raw, ChatRequest))
         case _:
-            return _completion_fields(decode_json(raw, CompletionRequest))
+            return _completion_fields(_decode(raw, CompletionRequest))
+
+
+def _decode(raw: bytes, kind: type[S]) -> S:
+    return decode_json(raw, kind) if is_short(raw) else decode_long_json(raw, kind)
 
 
 def _completion_fields(body: CompletionRequest) -> PromptFields:
